@@ -1,0 +1,147 @@
+//! How a command ends badly: one paragraph for people, one object for scripts, one exit code.
+
+use std::fmt::Write as _;
+use std::process::ExitCode;
+
+use ferrite_verbs::{Absence, CompletionError, ErrorKind};
+use serde::Serialize;
+
+use crate::pingpong::Ending;
+
+/// RDMA is not to be had on this host (EX_UNAVAILABLE of sysexits.h): scripts may take TCP instead.
+const UNAVAILABLE: u8 = 69;
+/// Anything else.
+const FAILURE: u8 = 1;
+
+/// Shown by `ferrite --help`.
+pub(crate) const HELP: &str = "Exit codes: 0 success; 1 failure; 2 wrong usage; \
+    69 this host has no usable RDMA (the message says what is missing and what to do).";
+
+/// Tells the world: the paragraph goes to stderr, the object to stdout if `json`.
+pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
+    let failure = Failure::of(error);
+    eprintln!("ferrite: {}", failure.paragraph());
+    if json {
+        match serde_json::to_string_pretty(&serde_json::json!({ "error": failure })) {
+            Ok(text) => println!("{text}"),
+            Err(error) => eprintln!("ferrite: {error}"),
+        }
+    }
+    ExitCode::from(if failure.missing.is_some() { UNAVAILABLE } else { FAILURE })
+}
+
+/// A failure, as scripts see it.
+#[derive(Debug, Serialize)]
+struct Failure {
+    /// `absent`, `timeout`, `rejected`, …: what family it belongs to.
+    kind: &'static str,
+    /// What is absent: `library`, `kernel`, `device`, `connection_manager` or `port`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    missing: Option<&'static str>,
+    message: String,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    remedy: Option<String>,
+}
+
+impl Failure {
+    fn of(error: &anyhow::Error) -> Self {
+        let verbs = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_verbs::Error>());
+        let absence = error.chain().find_map(|cause| cause.downcast_ref::<Absence>());
+        let absence = absence.or_else(|| verbs.and_then(ferrite_verbs::Error::absence));
+        let ending = error.chain().find_map(|cause| cause.downcast_ref::<Ending>());
+        Self {
+            kind: match (absence, verbs, ending) {
+                (Some(_), ..) => "absent",
+                (_, Some(verbs), _) => kind_name(verbs.kind()),
+                (.., Some(ending)) => ending.kind_name(),
+                _ if error.downcast_ref::<CompletionError>().is_some() => "completion_error",
+                _ => "failure",
+            },
+            missing: absence.map(missing),
+            message: format!("{error:#}"),
+            remedy: absence.map(Absence::remedy).or_else(|| verbs.and_then(ferrite_verbs::Error::remedy)),
+        }
+    }
+
+    fn paragraph(&self) -> String {
+        let mut text = String::new();
+        if let Some(missing) = self.missing {
+            let what = match missing {
+                "port" => "an active port is",
+                "library" => "the library is",
+                "kernel" => "the kernel support is",
+                "device" => "a device is",
+                _ => "the connection manager is",
+            };
+            let _ = write!(
+                text,
+                "RDMA cannot be used on this host. It takes a library, kernel support, a device and the \
+                 connection manager; {what} missing: "
+            );
+        }
+        text += &self.message;
+        if let Some(remedy) = &self.remedy {
+            let _ = write!(text, ". What to do: {remedy}.");
+        }
+        text
+    }
+}
+
+/// Which of the parts an absence is about.
+fn missing(absence: &Absence) -> &'static str {
+    match absence {
+        Absence::NoLibrary { .. } | Absence::OldLibrary { .. } => "library",
+        Absence::NoKernel { .. } => "kernel",
+        Absence::NoCm { .. } => "connection_manager",
+        Absence::PortDown { .. } => "port",
+        // NoDevice, and whatever a later version knows: the device is what the user came for.
+        _ => "device",
+    }
+}
+
+fn kind_name(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::Absent => "absent",
+        ErrorKind::Memlock => "memlock",
+        ErrorKind::OutOfMemory => "out_of_memory",
+        ErrorKind::CgroupLimit => "cgroup_limit",
+        ErrorKind::FileDescriptors => "file_descriptors",
+        ErrorKind::DeviceLimit => "device_limit",
+        ErrorKind::QueueFull => "queue_full",
+        ErrorKind::Permission => "permission",
+        ErrorKind::DeviceGone => "device_gone",
+        ErrorKind::NoRoute => "no_route",
+        ErrorKind::AddressInUse => "address_in_use",
+        ErrorKind::Unreachable => "unreachable",
+        ErrorKind::Rejected => "rejected",
+        ErrorKind::Disconnected => "disconnected",
+        ErrorKind::Timeout => "timeout",
+        ErrorKind::Misuse => "misuse",
+        _ => "failure",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_absence_names_the_part_and_the_remedy() {
+        let error =
+            anyhow::Error::from(ferrite_verbs::Error::from(Absence::NoDevice)).context("while trying");
+        let failure = Failure::of(&error);
+        assert_eq!((failure.kind, failure.missing), ("absent", Some("device")));
+        let text = failure.paragraph();
+        assert!(text.contains("a device is missing: while trying: no RDMA device"), "{text}");
+        assert!(text.contains("What to do: load the driver") && !text.contains('\n'), "{text}");
+    }
+
+    #[test]
+    fn other_failures_are_not_absences() {
+        let failure = Failure::of(&anyhow::anyhow!("it broke"));
+        assert_eq!(
+            (failure.kind, failure.missing, failure.paragraph().as_str()),
+            ("failure", None, "it broke")
+        );
+    }
+}

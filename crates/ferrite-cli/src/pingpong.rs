@@ -1,0 +1,156 @@
+//! `ferrite pingpong`: the latency between two hosts on bare verbs, over RDMA CM.
+//!
+//! | file | part |
+//! |---|---|
+//! | `address.rs` | addresses as people type them |
+//! | `wire.rs` | what the two sides tell each other in the private data of the handshake |
+//! | `lane.rs` | one queue pair, its memory and its completions |
+//! | `rounds.rs` | the loops: send, write, read; client and server |
+//! | `watch.rs` | who notices that the peer died or nothing moves |
+//! | `client.rs` `server.rs` `report.rs` | the two ends, and what is printed |
+//!
+//! The loops hold no clock but the one that measures, and no timeout: a second thread watches, and ends a stuck
+//! connection by stopping its queue pair, which wakes the loop with a failed completion.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use serde::Serialize;
+
+mod address;
+mod client;
+mod lane;
+mod report;
+mod rounds;
+mod server;
+mod watch;
+mod wire;
+
+pub(crate) use watch::Ending;
+
+/// Where the server listens unless it is told otherwise.
+const DEFAULT_PORT: u16 = 7471;
+
+/// Measure the latency between two hosts over RDMA
+///
+/// On one host, `ferrite pingpong --listen ADDRESS` waits for a client; on the other, `ferrite pingpong ADDRESS`
+/// runs the test and prints the result. The client's options travel with the connection: the server needs
+/// none. The connection is made by RDMA CM, so the addresses are the IP addresses of RDMA devices
+/// (`ferrite devices` lists them).
+///
+/// Every message carries its number, and both sides check it. The result is half the round trip for send and
+/// write, and the full round trip for read (as perftest's ib_send_lat, ib_write_lat and ib_read_lat do).
+#[derive(Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Options {
+    /// The server's address: IP, [IPv6] or name, with :PORT unless it is 7471
+    #[arg(value_name = "SERVER", value_parser = address::parse, required_unless_present = "listen")]
+    server: Option<SocketAddr>,
+    /// Be the server: wait at this address (with :PORT unless it is 7471) and serve one client
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse, conflicts_with = "server")]
+    listen: Option<SocketAddr>,
+    /// Serve one client after the other until stopped
+    #[arg(long, requires = "listen")]
+    forever: bool,
+    /// Connect from this local address, and so over its device
+    ///
+    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick another device
+    /// than you think, or loop back inside the host if the server's address is local as well.
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse_local, conflicts_with = "listen")]
+    bind: Option<SocketAddr>,
+    /// What each round does
+    #[arg(long, value_enum, default_value_t = Op::Send, conflicts_with = "listen")]
+    op: Op,
+    /// Message size in bytes
+    #[arg(long, value_name = "BYTES", default_value_t = 64, conflicts_with = "listen",
+          value_parser = clap::value_parser!(u32).range(1..=i64::from(wire::SIZE_MAX)))]
+    size: u32,
+    /// Measured rounds
+    #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
+          value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    iters: u64,
+    /// Rounds before the measured ones
+    #[arg(long, value_name = "COUNT", default_value_t = 100, conflicts_with = "listen",
+          value_parser = clap::value_parser!(u32).range(1..))]
+    warmup: u32,
+    /// How both sides wait for completions
+    #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
+    mode: Mode,
+    /// Messages up to this size travel inside the work request, if the device can
+    #[arg(long, value_name = "BYTES", default_value_t = 220, conflicts_with = "listen")]
+    inline: u32,
+    /// Give up after this many seconds without progress
+    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_timeout)]
+    timeout: Duration,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const HELP: &str = "\
+Examples:
+  ferrite pingpong --listen 10.0.0.1                       on the first host
+  ferrite pingpong 10.0.0.1 --bind 10.0.0.2                on the second
+  ferrite pingpong 10.0.0.1 --op read --size 4096 --json   the same server, another test
+
+JSON fields, stable within a value of `format`: format (1), role (client; the server's object has clients[]),
+op, mode, size_bytes, iterations, warmup, inline, local, peer, device, software, port, gid {index, address,
+type}, mtu_bytes, measure (half_round_trip or round_trip), latency_us {min, p50, p90, p99, p99_9, max, mean},
+seconds. Failures print {error: {kind, missing?, message, remedy?}}.";
+
+/// What a round does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Op {
+    /// A send each way.
+    Send,
+    /// A write each way; each side watches the last byte of its memory.
+    Write,
+    /// The client reads the server's memory; the server is idle.
+    Read,
+}
+
+/// How completions are awaited.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Mode {
+    /// By asking all the time: least latency, one busy CPU per side.
+    Poll,
+    /// By sleeping until the device interrupts (not for write, which completes nothing at the receiver).
+    Event,
+}
+
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    if options.op == Op::Write && options.mode == Mode::Event {
+        let text = "--mode event cannot be used with --op write: a write completes nothing at its receiver, so \
+                    there is no event to wait for. Use --mode poll, or --op send.\n";
+        clap::Error::raw(clap::error::ErrorKind::ArgumentConflict, text).exit();
+    }
+    match (options.listen, options.server) {
+        (Some(listen), _) => server::run(options, listen),
+        (None, Some(server)) => client::run(options, server),
+        (None, None) => anyhow::bail!("give a server's address, or --listen"),
+    }
+}
+
+fn parse_timeout(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
+    match Duration::try_from_secs_f64(seconds) {
+        Ok(timeout) if (0.1..=86_400.0).contains(&seconds) => Ok(timeout),
+        _ => Err("from 0.1 to 86400 seconds".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn timeouts_are_bounded() {
+        assert_eq!(parse_timeout("2.5"), Ok(Duration::from_millis(2500)));
+        for bad in ["0", "-1", "nan", "inf", "1e9", "ten", ""] {
+            assert!(parse_timeout(bad).is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,65 @@
+//! Addresses as people type them.
+
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
+
+use super::DEFAULT_PORT;
+
+/// An IP address or a name, with a port or without.
+pub(super) fn parse(text: &str) -> Result<SocketAddr, String> {
+    parse_with(text, DEFAULT_PORT)
+}
+
+/// The same for a local end, where any port will do.
+pub(super) fn parse_local(text: &str) -> Result<SocketAddr, String> {
+    parse_with(text, 0)
+}
+
+fn parse_with(text: &str, default_port: u16) -> Result<SocketAddr, String> {
+    if let Ok(addr) = text.parse() {
+        return Ok(addr);
+    }
+    let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
+    if let Ok(ip) = bare.parse::<IpAddr>() {
+        return Ok(SocketAddr::new(ip, default_port));
+    }
+    let (name, port) = match text.rsplit_once(':') {
+        Some((name, port)) => (name, port.parse().map_err(|_| format!("{port:?} is not a port"))?),
+        None => (text, default_port),
+    };
+    if name.is_empty() || name.contains([':', '[', ']']) {
+        return Err("expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned());
+    }
+    let found = (name, port).to_socket_addrs().map_err(|error| format!("{name}: {error}"))?;
+    // RoCE networks are IPv4 more often than not, and a name may have both.
+    let mut found: Vec<_> = found.collect();
+    found.sort_by_key(SocketAddr::is_ipv6);
+    found.first().copied().ok_or_else(|| format!("{name} has no address"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(text: &str) -> String {
+        parse(text).map_or_else(|error| error, |addr| addr.to_string())
+    }
+
+    #[test]
+    fn addresses_with_and_without_a_port() {
+        assert_eq!(parsed("10.0.0.1"), "10.0.0.1:7471");
+        assert_eq!(parsed("10.0.0.1:99"), "10.0.0.1:99");
+        assert_eq!(parsed("2001:db8::1"), "[2001:db8::1]:7471");
+        assert_eq!(parsed("[2001:db8::1]"), "[2001:db8::1]:7471");
+        assert_eq!(parsed("[2001:db8::1]:99"), "[2001:db8::1]:99");
+        assert_eq!(parse_local("10.0.0.2").map(|addr| addr.port()), Ok(0));
+    }
+
+    #[test]
+    fn nonsense_is_explained() {
+        assert_eq!(parsed("10.0.0.1:http"), "\"http\" is not a port");
+        assert_eq!(parsed("10.0.0.1:70000"), "\"70000\" is not a port");
+        for bad in ["", ":7471", "[10.0.0.1", "a:b:1"] {
+            assert!(parsed(bad).starts_with("expected ADDRESS"), "{bad}: {}", parsed(bad));
+        }
+    }
+}

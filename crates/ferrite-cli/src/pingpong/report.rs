@@ -1,0 +1,246 @@
+//! What a run measured, for people and for scripts.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use clap::ValueEnum;
+use ferrite_verbs::{CmId, Context, GidEntry, QueuePair, choose_gid};
+use serde::Serialize;
+
+use super::lane::Lane;
+use super::rounds::RoundTrips;
+use super::{Mode, Op, Options};
+
+/// Which way the messages went.
+#[derive(Debug, Serialize)]
+pub(super) struct Link {
+    local: Option<SocketAddr>,
+    peer: Option<SocketAddr>,
+    device: String,
+    /// Whether the kernel plays the network card.
+    software: bool,
+    port: u8,
+    gid: Option<GidRow>,
+    mtu_bytes: u32,
+}
+
+#[derive(Debug, Serialize)]
+struct GidRow {
+    index: u32,
+    address: String,
+    #[serde(rename = "type")]
+    kind: String,
+}
+
+impl Link {
+    /// Of a queue pair that is connected.
+    pub(super) fn of(context: &Context, port: u8, id: &CmId, qp: &QueuePair) -> anyhow::Result<Self> {
+        let gids = context.gids()?;
+        let local = id.local_addr();
+        // On RoCE the CM uses the GID of the local address. On InfiniBand the address belongs to an IPoIB
+        // interface, and the port has one GID.
+        let is_local =
+            |entry: &&GidEntry| entry.port == port && local.is_some_and(|local| entry.gid.ip() == local.ip());
+        let of_address: Vec<_> = gids.iter().filter(is_local).cloned().collect();
+        let candidates = if of_address.is_empty() { gids } else { of_address };
+        let gid = choose_gid(&context.port(port)?, &candidates).map(|choice| GidRow {
+            index: choice.entry.index,
+            address: choice.entry.gid.ip().to_string(),
+            kind: choice.entry.kind.to_string(),
+        });
+        Ok(Self {
+            local,
+            peer: id.peer_addr(),
+            device: context.device().name(),
+            software: context.device().is_software(),
+            port,
+            gid,
+            mtu_bytes: qp.path()?.mtu.bytes(),
+        })
+    }
+}
+
+/// The result of a client.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    format: u32,
+    role: &'static str,
+    op: Op,
+    mode: Mode,
+    size_bytes: u32,
+    iterations: u64,
+    warmup: u32,
+    inline: bool,
+    #[serde(flatten)]
+    link: Link,
+    measure: &'static str,
+    latency_us: Latency,
+    seconds: f64,
+}
+
+#[derive(Debug, PartialEq, Serialize)]
+struct Latency {
+    min: f64,
+    p50: f64,
+    p90: f64,
+    p99: f64,
+    p99_9: f64,
+    max: f64,
+    mean: f64,
+}
+
+impl Latency {
+    /// From round trips, each divided by `parts`.
+    fn of(RoundTrips { ticks, us_per_tick }: &RoundTrips, parts: f64) -> Self {
+        #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are a month")]
+        let us = |ticks: u64| ticks as f64 * us_per_tick / parts;
+        let at = |quantile| us(ticks.value_at_quantile(quantile));
+        Self {
+            min: us(ticks.min()),
+            p50: at(0.5),
+            p90: at(0.9),
+            p99: at(0.99),
+            p99_9: at(0.999),
+            max: us(ticks.max()),
+            mean: ticks.mean() * us_per_tick / parts,
+        }
+    }
+}
+
+impl Report {
+    pub(super) fn new(
+        options: &Options,
+        lane: &Lane,
+        link: Link,
+        round_trips: &RoundTrips,
+        elapsed: Duration,
+    ) -> Self {
+        // A read comes back to where it started: there is no half of it.
+        let (measure, parts) =
+            if options.op == Op::Read { ("round_trip", 1.0) } else { ("half_round_trip", 2.0) };
+        Self {
+            format: 1,
+            role: "client",
+            op: options.op,
+            mode: options.mode,
+            size_bytes: options.size,
+            iterations: options.iters,
+            warmup: options.warmup,
+            inline: lane.inline(),
+            link,
+            measure,
+            latency_us: Latency::of(round_trips, parts),
+            seconds: elapsed.as_secs_f64(),
+        }
+    }
+
+    pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
+        if json {
+            println!("{}", serde_json::to_string_pretty(self)?);
+        } else {
+            print!("{}", self.text());
+        }
+        Ok(())
+    }
+
+    fn text(&self) -> String {
+        let Self { link, latency_us: latency, .. } = self;
+        let addr = |addr: Option<SocketAddr>| addr.map_or("?".to_owned(), |addr| addr.to_string());
+        let gid = link
+            .gid
+            .as_ref()
+            .map_or("no GID".to_owned(), |gid| format!("GID {} ({}, {})", gid.index, gid.address, gid.kind));
+        let inline = if self.inline { ", inline" } else { "" };
+        let measure = if self.op == Op::Read { "round trip" } else { "half round trip" };
+        let caveat = if link.software {
+            "\nThis is a software device: it shows that RDMA works, not how fast it is. Compare ratios only.\n"
+        } else {
+            ""
+        };
+        format!(
+            "{} → {} over {} port {}, {gid}, MTU {}\n\
+             {} of {} bytes by {}{inline}: {} rounds after {} to warm up, {:.2} s, every message checked\n\n\
+             {measure}     min      p50      p90      p99    p99.9      max     mean\n\
+             {:>width$}{:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2}\n{caveat}",
+            addr(link.local),
+            addr(link.peer),
+            link.device,
+            link.port,
+            link.mtu_bytes,
+            name(&self.op),
+            self.size_bytes,
+            name(&self.mode),
+            self.iterations,
+            self.warmup,
+            self.seconds,
+            "µs",
+            latency.min,
+            latency.p50,
+            latency.p90,
+            latency.p99,
+            latency.p99_9,
+            latency.max,
+            latency.mean,
+            width = measure.len(),
+        )
+    }
+}
+
+/// A choice as it is typed on the command line.
+pub(super) fn name(value: &impl ValueEnum) -> String {
+    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latencies_are_microseconds_of_half_a_round_trip() {
+        let mut ticks = hdrhistogram::Histogram::new_with_bounds(1, 1_000_000_000, 3).expect("bounds");
+        for value in [4_000, 8_000, 8_000, 20_000] {
+            ticks.record(value).expect("in bounds");
+        }
+        let latency = Latency::of(&RoundTrips { ticks, us_per_tick: 0.0005 }, 2.0);
+        assert!((latency.min - 1.0).abs() < 0.01 && (latency.p50 - 2.0).abs() < 0.01, "{latency:?}");
+        assert!((latency.max - 5.0).abs() < 0.01 && (latency.mean - 2.5).abs() < 0.01, "{latency:?}");
+    }
+
+    #[test]
+    fn an_ordinary_report() {
+        let report = Report {
+            format: 1,
+            role: "client",
+            op: Op::Send,
+            mode: Mode::Poll,
+            size_bytes: 64,
+            iterations: 1000,
+            warmup: 100,
+            inline: true,
+            link: Link {
+                local: "10.0.0.2:4711".parse().ok(),
+                peer: "10.0.0.1:7471".parse().ok(),
+                device: "rxe2".to_owned(),
+                software: true,
+                port: 1,
+                gid: Some(GidRow { index: 1, address: "10.0.0.2".into(), kind: "RoCE v2".into() }),
+                mtu_bytes: 4096,
+            },
+            measure: "half_round_trip",
+            latency_us: Latency { min: 1.0, p50: 2.0, p90: 3.0, p99: 4.0, p99_9: 5.0, max: 6.0, mean: 2.5 },
+            seconds: 0.25,
+        };
+        let expected = "\
+10.0.0.2:4711 → 10.0.0.1:7471 over rxe2 port 1, GID 1 (10.0.0.2, RoCE v2), MTU 4096
+send of 64 bytes by poll, inline: 1000 rounds after 100 to warm up, 0.25 s, every message checked
+
+half round trip     min      p50      p90      p99    p99.9      max     mean
+             µs    1.00     2.00     3.00     4.00     5.00     6.00     2.50
+
+This is a software device: it shows that RDMA works, not how fast it is. Compare ratios only.
+";
+        assert_eq!(report.text(), expected);
+        let json = serde_json::to_value(&report).expect("a report");
+        assert_eq!((&json["device"], &json["latency_us"]["p99_9"]), (&"rxe2".into(), &5.0.into()));
+    }
+}

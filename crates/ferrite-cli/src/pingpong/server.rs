@@ -1,0 +1,106 @@
+//! The server: waits, does what the client asked for, tells what it did.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use ferrite_verbs::{CmEvent, CmEventKind, ConnectParams, ConnectionRequest, Verbs, cm};
+use serde::Serialize;
+
+use super::client::params;
+use super::watch::Watch;
+use super::wire::{Memory, Request};
+use super::{Mode, Op, Options, lane, rounds};
+
+/// A client that was served.
+#[derive(Debug, Serialize)]
+struct Served {
+    peer: Option<SocketAddr>,
+    device: String,
+    op: Op,
+    mode: Mode,
+    size_bytes: u32,
+    rounds: u64,
+}
+
+pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
+    let verbs = Verbs::system()?;
+    verbs.devices()?;
+    let listener =
+        cm::Listener::bind(&verbs, listen, 8).with_context(|| format!("cannot listen on {listen}"))?;
+    let at = listener.id().local_addr().unwrap_or(listen);
+    // On stderr, so that stdout carries results only.
+    eprintln!("ferrite: listening on {at}");
+    loop {
+        // Straight from the channel: the private data is part of the event.
+        let Some(event) = listener.id().channel().wait_event(Duration::from_secs(3600))? else { continue };
+        anyhow::ensure!(event.kind != CmEventKind::DEVICE_REMOVAL, "the RDMA device is being removed");
+        let CmEvent { private_data, request: Some(connection), .. } = event else { continue };
+        let outcome = serve(&verbs, options, &private_data, &connection);
+        match outcome {
+            Ok(served) => print(&served, options.json)?,
+            // One bad client must not end a server that is to run for ever.
+            Err(error) if options.forever => eprintln!("ferrite: {error:#}"),
+            Err(error) => return Err(error),
+        }
+        if !options.forever {
+            return Ok(());
+        }
+    }
+}
+
+fn serve(
+    verbs: &Verbs,
+    options: &Options,
+    private_data: &[u8],
+    connection: &ConnectionRequest,
+) -> anyhow::Result<Served> {
+    let id = &connection.id;
+    let peer = id.peer_addr();
+    let name = peer.map_or("a client".to_owned(), |peer| peer.to_string());
+    let request = Request::decode(private_data).with_context(|| format!("{name} was refused"))?;
+    let (device, _) = id.device().context("RDMA CM named no device")?;
+    let context = verbs.device(&device)?.open()?;
+    let Request { op, mode, size, inline, .. } = request;
+    let (qp, mut lane) = lane::open(&context, id, op, mode, size, inline)?;
+    rounds::prepare(request.op, &mut lane);
+    // As on the client; kernels that refuse it here take the client's.
+    let _ = id.set_ack_timeout(14);
+
+    let memory: Memory = if request.op == Op::Read { lane.outgoing() } else { lane.incoming() };
+    let params = ConnectParams { private_data: &memory.encode(), ..params() };
+    cm::accept(connection, &qp, lane::access(), &params, options.timeout)
+        .with_context(|| format!("{name} did not finish the handshake"))?;
+    let total = if request.op == Op::Read { 0 } else { request.rounds };
+    let watch = Watch::new(total, options.timeout, false);
+    watch
+        .over(id, &qp, || {
+            rounds::server(request.op, request.rounds, (&qp, &mut lane), request.memory, &watch)
+        })
+        .with_context(|| format!("serving {name}"))?;
+    Ok(Served {
+        peer,
+        device,
+        op: request.op,
+        mode: request.mode,
+        size_bytes: request.size,
+        rounds: request.rounds,
+    })
+}
+
+fn print(served: &Served, json: bool) -> anyhow::Result<()> {
+    if json {
+        println!("{}", serde_json::to_string(served)?);
+        return Ok(());
+    }
+    let peer = served.peer.map_or("a client".to_owned(), |peer| peer.to_string());
+    println!(
+        "served {peer} on {}: {} of {} bytes by {}, {} rounds, every message checked",
+        served.device,
+        super::report::name(&served.op),
+        served.size_bytes,
+        super::report::name(&served.mode),
+        served.rounds
+    );
+    Ok(())
+}

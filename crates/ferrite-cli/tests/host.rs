@@ -1,0 +1,97 @@
+//! The command on a host without RDMA devices, which is every host that builds this: it starts, says which part is
+//! missing and what to do, and exits with a code of its own. Whether rdma-core is installed makes no difference.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// This host has no usable RDMA.
+const UNAVAILABLE: i32 = 69;
+
+fn ferrite(arguments: &[&str]) -> Output {
+    Command::new(env!("CARGO_BIN_EXE_ferrite")).args(arguments).output().expect("ferrite starts")
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).expect("UTF-8")
+}
+
+/// The invocations that need RDMA.
+const COMMANDS: [&[&str]; 3] =
+    [&["devices"], &["pingpong", "10.0.0.1"], &["pingpong", "--listen", "10.0.0.1:7471"]];
+
+/// A developer may have a device; then there is nothing to see here.
+fn has_device() -> bool {
+    Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut devices| devices.next().is_some())
+}
+
+#[test]
+fn absence_is_one_paragraph_with_its_remedy() {
+    if has_device() {
+        return;
+    }
+    for arguments in COMMANDS {
+        let output = ferrite(arguments);
+        let message = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(UNAVAILABLE), "{arguments:?}: {message}");
+        assert_eq!(text(&output.stdout), "", "{arguments:?}");
+        assert_eq!(message.trim_end().lines().count(), 1, "{arguments:?}: {message}");
+        let parts = ["the library is missing", "the kernel support is missing", "a device is missing"];
+        assert!(parts.iter().any(|part| message.contains(part)), "{arguments:?}: {message}");
+        assert!(message.contains("What to do: "), "{arguments:?}: {message}");
+    }
+}
+
+#[test]
+fn absence_in_json_is_an_object() {
+    if has_device() {
+        return;
+    }
+    for arguments in COMMANDS {
+        let output = ferrite(&[arguments, &["--json"]].concat());
+        assert_eq!(output.status.code(), Some(UNAVAILABLE), "{arguments:?}");
+        let object: Value = serde_json::from_slice(&output.stdout).expect("JSON");
+        let error = &object["error"];
+        assert_eq!(error["kind"], "absent", "{object}");
+        let missing = error["missing"].as_str().expect("which part");
+        assert!(["library", "kernel", "device"].contains(&missing), "{object}");
+        assert!(error["remedy"].as_str().is_some_and(|remedy| !remedy.is_empty()), "{object}");
+    }
+}
+
+#[test]
+fn nothing_of_rdma_core_is_linked() {
+    let output = Command::new("ldd").arg(env!("CARGO_BIN_EXE_ferrite")).output().expect("ldd starts");
+    let libraries = text(&output.stdout);
+    assert!(libraries.contains("libc.so"), "{libraries}");
+    assert!(!libraries.contains("libibverbs") && !libraries.contains("librdmacm"), "{libraries}");
+}
+
+#[test]
+fn wrong_usage_has_its_own_code() {
+    for arguments in [
+        &["pingpong"][..],
+        &["pingpong", "10.0.0.1", "--listen", "10.0.0.1"],
+        &["pingpong", "10.0.0.1", "--size", "0"],
+        &["pingpong", "10.0.0.1:port"],
+        &["pingpong", "--listen", "10.0.0.1", "--op", "read"],
+        &["pingpong", "10.0.0.1", "--forever"],
+        &["no-such-command"],
+    ] {
+        assert_eq!(ferrite(arguments).status.code(), Some(2), "{arguments:?}");
+    }
+    let output = ferrite(&["pingpong", "10.0.0.1", "--op", "write", "--mode", "event"]);
+    assert_eq!(output.status.code(), Some(2));
+    assert!(text(&output.stderr).contains("a write completes nothing at its receiver"));
+}
+
+#[test]
+fn help_and_version() {
+    assert!(text(&ferrite(&["--version"]).stdout).starts_with("ferrite 0."));
+    assert!(text(&ferrite(&["--help"]).stdout).contains("69 this host has no usable RDMA"));
+    for command in ["devices", "pingpong"] {
+        let help = ferrite(&[command, "--help"]);
+        assert!(help.status.success() && text(&help.stdout).contains("JSON fields"), "{command}");
+    }
+}

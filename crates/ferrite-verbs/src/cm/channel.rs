@@ -1,0 +1,165 @@
+//! The channel that events of identifiers arrive on.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use rustix::io::Errno;
+
+use super::{CmEvent, CmEventKind, CmId, CmKey};
+use crate::context::{borrow_fd, set_nonblocking, wait_readable};
+use crate::error::{Absence, Error, last_errno};
+use crate::sys;
+use crate::table::Verbs;
+
+/// Where events of identifiers arrive. Clones share it.
+#[derive(Clone)]
+pub struct EventChannel(Arc<ChannelInner>);
+
+struct ChannelInner {
+    raw: NonNull<sys::rdma_event_channel>,
+    cm: &'static sys::CmFunctions,
+    /// Held by whoever lets librdmacm read or change the structs of this channel's identifiers, which it does
+    /// without a lock of its own (fetching an event fills in addresses), and until a new identifier has its key.
+    lock: Mutex<()>,
+    /// Set when an identifier heard that its device is being removed.
+    device_removed: AtomicBool,
+}
+
+// SAFETY: librdmacm's calls on a channel may come from any thread.
+unsafe impl Send for ChannelInner {}
+// SAFETY: as above.
+unsafe impl Sync for ChannelInner {}
+
+impl Drop for ChannelInner {
+    fn drop(&mut self) {
+        // SAFETY: created by us and destroyed once, after every identifier on it (each holds an `Arc`).
+        unsafe { (self.cm.rdma_destroy_event_channel)(self.raw.as_ptr()) };
+    }
+}
+
+impl Verbs {
+    /// Opens a channel to the connection manager.
+    ///
+    /// # Errors
+    /// [`Absence::NoCm`] without rdma_ucm, [`Absence::NoLibrary`] without librdmacm.
+    pub fn open_event_channel(&self) -> Result<EventChannel, Error> {
+        let cm = self.cm()?;
+        // SAFETY: no preconditions.
+        let raw = self.rooted(|| unsafe { (cm.rdma_create_event_channel)() });
+        let Some(raw) = NonNull::new(raw) else {
+            return Err(match last_errno() {
+                errno @ (Errno::NODEV | Errno::NOENT | Errno::NOSYS) => {
+                    Absence::NoCm { detail: std::io::Error::from(errno).to_string() }.into()
+                }
+                errno => Error::os("rdma_create_event_channel", errno, ""),
+            });
+        };
+        let channel = EventChannel(Arc::new(ChannelInner {
+            raw,
+            cm,
+            lock: Mutex::new(()),
+            device_removed: AtomicBool::new(false),
+        }));
+        set_nonblocking(channel.as_fd(), "CM event channel")?;
+        Ok(channel)
+    }
+}
+
+impl EventChannel {
+    /// Makes an identifier: one end of a connection to be, or a listener.
+    ///
+    /// # Errors
+    /// When the kernel has no memory.
+    pub fn create_id(&self) -> Result<CmId, Error> {
+        let key = CmKey::next();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the channel is alive, `raw` is valid for the write, and the context is a number that
+        // nobody follows.
+        let rc = unsafe {
+            (self.0.cm.rdma_create_id)(
+                self.0.raw.as_ptr(),
+                &raw mut raw,
+                key.as_context(),
+                sys::rdma_port_space::RDMA_PS_TCP,
+            )
+        };
+        match NonNull::new(raw) {
+            Some(raw) if rc == 0 => Ok(CmId { raw, key, channel: self.clone() }),
+            _ => Err(Error::last("rdma_create_id", "")),
+        }
+    }
+
+    pub(super) fn functions(&self) -> &'static sys::CmFunctions {
+        self.0.cm
+    }
+
+    /// None of the calls made under it waits for anything.
+    pub(super) fn lock(&self) -> MutexGuard<'_, ()> {
+        self.0.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether an identifier of this channel heard that its device is being removed.
+    pub(super) fn device_was_removed(&self) -> bool {
+        self.0.device_removed.load(Ordering::Relaxed)
+    }
+
+    /// The next event, without waiting.
+    ///
+    /// # Errors
+    /// When the connection manager has gone.
+    pub fn next_event(&self) -> Result<Option<CmEvent>, Error> {
+        let _locked = self.lock();
+        let mut raw = std::ptr::null_mut();
+        // SAFETY: the channel is alive and `raw` is valid for the write.
+        let rc = unsafe { (self.0.cm.rdma_get_cm_event)(self.0.raw.as_ptr(), &raw mut raw) };
+        if rc != 0 {
+            return match last_errno() {
+                Errno::AGAIN | Errno::INTR => Ok(None),
+                errno => Err(Error::os("rdma_get_cm_event", errno, "")),
+            };
+        }
+        // SAFETY: fetched above and not acknowledged yet, under the lock.
+        let event = unsafe { CmEvent::take(raw, self) };
+        // Everything was copied, so it is acknowledged at once: destroying an identifier waits for that.
+        // SAFETY: acknowledged once, and not used after.
+        unsafe { (self.0.cm.rdma_ack_cm_event)(raw) };
+        if event.kind == CmEventKind::DEVICE_REMOVAL {
+            self.0.device_removed.store(true, Ordering::Relaxed);
+        }
+        Ok(Some(event))
+    }
+
+    /// The next event, waiting up to `timeout`; `None` when it passed.
+    ///
+    /// # Errors
+    /// When the connection manager has gone.
+    pub fn wait_event(&self, timeout: Duration) -> Result<Option<CmEvent>, Error> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            if let Some(event) = self.next_event()? {
+                return Ok(Some(event));
+            }
+            // librdmacm swallows some events inside, so that readable does not mean one for us.
+            if !wait_readable(self.as_fd(), deadline.saturating_duration_since(Instant::now()))? {
+                return Ok(None);
+            }
+        }
+    }
+}
+
+impl AsFd for EventChannel {
+    /// Readable when an event waits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the fd belongs to the channel, which `self` keeps alive.
+        unsafe { borrow_fd((*self.0.raw.as_ptr()).fd) }
+    }
+}
+
+impl std::fmt::Debug for EventChannel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("EventChannel").field(&self.as_fd()).finish()
+    }
+}

@@ -1,0 +1,130 @@
+//! Events of the connection manager, copied out and acknowledged.
+
+use std::ptr::NonNull;
+
+use super::{CmId, CmKey, EventChannel};
+use crate::code::codes;
+use crate::sys;
+
+/// An event of an identifier.
+#[derive(Debug)]
+#[non_exhaustive]
+pub struct CmEvent {
+    /// The identifier it is about; for a request, the listener.
+    pub id: CmKey,
+    /// What happened.
+    pub kind: CmEventKind,
+    /// 0, a negative error number, or for a rejection the code of its [`RejectReason`].
+    pub status: i32,
+    /// What the peer sent along. The CM pads it with zeros to the size of its message.
+    pub private_data: Vec<u8>,
+    /// The request, if this is one. Dropping it refuses the connection.
+    pub request: Option<ConnectionRequest>,
+}
+
+/// A peer that wants a connection.
+#[derive(Debug)]
+pub struct ConnectionRequest {
+    /// The new identifier: accept or reject by it.
+    pub id: CmId,
+    /// Reads we may have outstanding at the peer.
+    pub reads_out_max: u8,
+    /// Reads the peer wants to have outstanding here.
+    pub reads_in_wanted: u8,
+    /// The peer's queue pair.
+    pub qp_num: u32,
+}
+
+impl CmEvent {
+    /// Why the peer refused, if it did.
+    #[must_use]
+    pub fn reject_reason(&self) -> Option<RejectReason> {
+        let reason = u32::try_from(self.status).ok().map(RejectReason);
+        reason.filter(|_| self.kind == CmEventKind::REJECTED)
+    }
+
+    /// Copies an event, and gives the identifier of a request a key of its own.
+    ///
+    /// # Safety
+    /// `raw` was fetched from `channel` and is not acknowledged yet, and nobody else fetches.
+    pub(super) unsafe fn take(raw: *mut sys::rdma_cm_event, channel: &EventChannel) -> Self {
+        // SAFETY: the event and the identifiers it names live until it is acknowledged.
+        let event = unsafe { &*raw };
+        let kind = CmEventKind(event.event.0);
+        // SAFETY: every event we can get is one of a connection (we make no UD identifiers); where an
+        // event has no parameters they are zero.
+        let param = unsafe { &event.param.conn };
+        let private_data = if param.private_data.is_null() {
+            Vec::new()
+        } else {
+            // SAFETY: librdmacm keeps as many bytes there as it says, until the acknowledgement.
+            unsafe {
+                std::slice::from_raw_parts(param.private_data.cast::<u8>(), param.private_data_len.into())
+            }
+            .to_vec()
+        };
+        let request =
+            (kind == CmEventKind::CONNECT_REQUEST).then(|| NonNull::new(event.id)).flatten().map(|raw| {
+                let key = CmKey::next();
+                // SAFETY: the identifier is new and nobody else knows it; from here on we own it.
+                unsafe { (*raw.as_ptr()).context = key.as_context() };
+                ConnectionRequest {
+                    id: CmId { raw, key, channel: channel.clone() },
+                    // The kernel has turned the numbers round: they are from our side now.
+                    reads_out_max: param.initiator_depth,
+                    reads_in_wanted: param.responder_resources,
+                    qp_num: param.qp_num,
+                }
+            });
+        let subject = if request.is_some() { event.listen_id } else { event.id };
+        // SAFETY: as above.
+        let id = CmKey(if subject.is_null() { 0 } else { unsafe { (*subject).context.addr() } });
+        Self { id, kind, status: event.status, private_data, request }
+    }
+}
+
+codes! {
+    /// What happened.
+    pub struct CmEventKind, unknown: "unknown event" {
+        /// Next: [`CmId::resolve_route`].
+        ADDRESS_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_RESOLVED.0, "address is resolved";
+        /// The status is a negative error number.
+        ADDRESS_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_ERROR.0, "address cannot be resolved";
+        /// Next: [`CmId::connect`].
+        ROUTE_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_RESOLVED.0, "route is resolved";
+        /// The status is a negative error number.
+        ROUTE_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_ERROR.0, "route cannot be resolved";
+        /// See [`CmEvent::request`].
+        CONNECT_REQUEST = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_REQUEST.0, "peer wants a connection";
+        /// Bring the queue pair up, then [`CmId::establish`].
+        CONNECT_RESPONSE = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_RESPONSE.0, "peer accepted";
+        /// The status is a negative error number.
+        CONNECT_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_ERROR.0, "connection failed";
+        /// The kernel gave up on the peer.
+        UNREACHABLE = sys::rdma_cm_event_type::RDMA_CM_EVENT_UNREACHABLE.0, "peer does not answer";
+        /// See [`CmEvent::reject_reason`].
+        REJECTED = sys::rdma_cm_event_type::RDMA_CM_EVENT_REJECTED.0, "peer refused";
+        /// Both sides are ready.
+        ESTABLISHED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ESTABLISHED.0, "connection is up";
+        /// Answer by [`CmId::disconnect`].
+        DISCONNECTED = sys::rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED.0, "connection ended";
+        /// Destroy everything on it.
+        DEVICE_REMOVAL = sys::rdma_cm_event_type::RDMA_CM_EVENT_DEVICE_REMOVAL.0, "device is being removed";
+        /// Connect anew, if it matters.
+        ADDRESS_CHANGE = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_CHANGE.0, "local address moved to another device";
+        /// No packet of the old connection can arrive any more.
+        TIMEWAIT_EXIT = sys::rdma_cm_event_type::RDMA_CM_EVENT_TIMEWAIT_EXIT.0, "queue pair number is free again";
+    }
+}
+
+codes! {
+    /// Why a connection was refused (InfiniBand specification, table 108).
+    pub struct RejectReason, unknown: "reason" {
+        /// Wrong port, or the server is not up.
+        NO_LISTENER = 8, "nobody listens there (reason 8)";
+        /// A queue pair number was used again too soon.
+        STALE_CONNECTION = 10, "the peer still knows an older connection (reason 10)";
+        /// Its private data says why.
+        BY_APPLICATION = 28, "the application refused (reason 28)";
+    }
+}

@@ -1,0 +1,63 @@
+//! Numbers from C that have names: states, statuses, kinds of event.
+//!
+//! They come from a device or a kernel that may be newer than this library, so they are numbers first:
+//! an unknown one is kept, compared and printed, and never a panic or undefined behaviour.
+
+/// Declares such a number: a constant per name, and the text it is shown as.
+macro_rules! codes {
+    (
+        $(#[$meta:meta])*
+        pub struct $code:ident, unknown: $unknown:literal {
+            $($(#[$doc:meta])* $name:ident = $value:expr, $text:literal;)*
+        }
+    ) => {
+        $(#[$meta])*
+        ///
+        /// Values newer than this library are kept as numbers.
+        #[derive(Clone, Copy, PartialEq, Eq, Hash)]
+        pub struct $code(pub(crate) u32);
+
+        impl $code {
+            $(
+                $(#[$doc])*
+                #[doc = ""]
+                #[doc = concat!("Shown as “", $text, "”.")]
+                pub const $name: Self = Self($value);
+            )*
+
+            /// The number itself.
+            #[must_use]
+            pub fn code(self) -> u32 {
+                self.0
+            }
+        }
+
+        impl std::fmt::Display for $code {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                match *self {
+                    $(Self::$name => f.write_str($text),)*
+                    Self(other) => write!(f, concat!($unknown, " {}"), other),
+                }
+            }
+        }
+
+        impl std::fmt::Debug for $code {
+            fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+                std::fmt::Display::fmt(self, f)
+            }
+        }
+    };
+}
+pub(crate) use codes;
+
+#[cfg(test)]
+mod tests {
+    use crate::Status;
+
+    #[test]
+    fn known_and_unknown_are_both_shown() {
+        assert_eq!(Status::SUCCESS.to_string(), "success");
+        assert_eq!(format!("{:?}", Status(4711)), "unknown status 4711");
+        assert_eq!(Status(4711).code(), 4711);
+    }
+}

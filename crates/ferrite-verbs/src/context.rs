@@ -1,0 +1,232 @@
+//! An open device: what it can do, its ports and addresses.
+
+use std::os::fd::{AsFd, BorrowedFd, RawFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::device::Device;
+use crate::error::{Absence, Error, check};
+use crate::gid::GidEntry;
+use crate::port::Port;
+use crate::sys;
+use crate::table::Verbs;
+
+/// An open device. Clones share it; it is closed when the last object made from it is gone.
+///
+/// ```text
+/// Device ◄─ Context ◄─┬─ ProtectionDomain ◄─┬─ MemoryRegion
+///                     │                     ├─ SharedReceiveQueue ◄─┐
+///                     │                     └─ QueuePair ───────────┤
+///                     ├─ CompletionChannel ◄─ CompletionQueue ◄─────┘
+///                     └─ (async events)            ◄─ = keeps alive
+/// ```
+#[derive(Clone)]
+pub struct Context(Arc<Inner>);
+
+struct Inner {
+    raw: NonNull<sys::ibv_context>,
+    device: Device,
+}
+
+// SAFETY: verbs contexts may be used from any thread at the same time; libibverbs locks inside.
+unsafe impl Send for Inner {}
+// SAFETY: as above.
+unsafe impl Sync for Inner {}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: opened by us and closed once, after every child (each holds an `Arc` of us).
+        let rc = unsafe { (self.device.verbs().ibv.ibv_close_device)(self.raw.as_ptr()) };
+        crate::leak::unless_released(rc);
+    }
+}
+
+impl Context {
+    pub(crate) fn open(device: &Device) -> Result<Self, Error> {
+        // SAFETY: the device pointer is valid while `device` holds its list.
+        let raw = unsafe { (device.verbs().ibv.ibv_open_device)(device.raw()) };
+        let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_open_device", device.name()))?;
+        let context = Self(Arc::new(Inner { raw, device: device.clone() }));
+        set_nonblocking(context.as_fd(), "async event fd")?;
+        Ok(context)
+    }
+
+    pub(crate) fn raw(&self) -> *mut sys::ibv_context {
+        self.0.raw.as_ptr()
+    }
+
+    pub(crate) fn verbs(&self) -> &Verbs {
+        self.0.device.verbs()
+    }
+
+    /// The device this is.
+    #[must_use]
+    pub fn device(&self) -> &Device {
+        &self.0.device
+    }
+
+    /// How many completion vectors (interrupts) the device has.
+    #[must_use]
+    pub fn completion_vectors(&self) -> u32 {
+        // SAFETY: the context is open; the field is constant.
+        u32::try_from(unsafe { (*self.raw()).num_comp_vectors }).unwrap_or(1).max(1)
+    }
+
+    /// The device's limits and identity.
+    ///
+    /// # Errors
+    /// When the device has gone.
+    pub fn limits(&self) -> Result<Limits, Error> {
+        let mut attr = sys::ibv_device_attr::default();
+        // SAFETY: the context is open and `attr` is valid for the write.
+        let rc = unsafe { (self.verbs().ibv.ibv_query_device)(self.raw(), &raw mut attr) };
+        check("ibv_query_device", rc, || self.device().name())?;
+        Ok(Limits::from_raw(&attr))
+    }
+
+    /// Every port, from 1.
+    ///
+    /// # Errors
+    /// When the device has gone.
+    pub fn ports(&self) -> Result<Vec<Port>, Error> {
+        (1..=self.limits()?.ports).map(|number| self.port(number)).collect()
+    }
+
+    /// One port.
+    ///
+    /// # Errors
+    /// When there is no such port, or the device has gone.
+    pub fn port(&self, number: u8) -> Result<Port, Error> {
+        Port::query(self, number)
+    }
+
+    /// The addresses of all ports that are in use.
+    ///
+    /// # Errors
+    /// When the device has gone.
+    pub fn gids(&self) -> Result<Vec<GidEntry>, Error> {
+        GidEntry::query_all(self)
+    }
+
+    /// The first active port.
+    ///
+    /// # Errors
+    /// [`Absence::PortDown`] if there is none.
+    pub fn active_port(&self) -> Result<Port, Error> {
+        let ports = self.ports()?;
+        if let Some(port) = ports.iter().find(|port| port.is_active()) {
+            return Ok(port.clone());
+        }
+        let (port, state) =
+            ports.first().map_or((1, "missing".to_owned()), |p| (p.number, p.state.to_string()));
+        Err(Absence::PortDown { device: self.device().name(), port, state }.into())
+    }
+}
+
+impl AsFd for Context {
+    /// Readable when an async event waits: see [`Context::next_async_event`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: libibverbs closes the fd with the context, which `self` keeps open.
+        unsafe { BorrowedFd::borrow_raw((*self.raw()).async_fd) }
+    }
+}
+
+impl std::fmt::Debug for Context {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Context").field(&self.device().name()).finish()
+    }
+}
+
+/// What a device can do at most.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names are those of ibv_query_device(3)")]
+#[non_exhaustive]
+pub struct Limits {
+    pub firmware: String,
+    pub vendor_id: u32,
+    pub vendor_part_id: u32,
+    pub ports: u8,
+    pub max_mr_size: u64,
+    pub max_mr: u32,
+    pub max_pd: u32,
+    pub max_qp: u32,
+    pub max_qp_wr: u32,
+    pub max_sge: u32,
+    pub max_cq: u32,
+    pub max_cqe: u32,
+    pub max_srq: u32,
+    pub max_srq_wr: u32,
+    pub max_srq_sge: u32,
+    /// Reads a peer may have outstanding at one of our queue pairs.
+    pub max_qp_rd_atom: u32,
+    /// Reads one of our queue pairs may have outstanding.
+    pub max_qp_init_rd_atom: u32,
+    pub max_mw: u32,
+}
+
+impl Limits {
+    fn from_raw(attr: &sys::ibv_device_attr) -> Self {
+        let count = |value: i32| u32::try_from(value).unwrap_or(0);
+        let firmware = attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.cast_unsigned()));
+        Self {
+            firmware: firmware.collect(),
+            vendor_id: attr.vendor_id,
+            vendor_part_id: attr.vendor_part_id,
+            ports: attr.phys_port_cnt,
+            max_mr_size: attr.max_mr_size,
+            max_mr: count(attr.max_mr),
+            max_pd: count(attr.max_pd),
+            max_qp: count(attr.max_qp),
+            max_qp_wr: count(attr.max_qp_wr),
+            max_sge: count(attr.max_sge),
+            max_cq: count(attr.max_cq),
+            max_cqe: count(attr.max_cqe),
+            max_srq: count(attr.max_srq),
+            max_srq_wr: count(attr.max_srq_wr),
+            max_srq_sge: count(attr.max_srq_sge),
+            max_qp_rd_atom: count(attr.max_qp_rd_atom),
+            max_qp_init_rd_atom: count(attr.max_qp_init_rd_atom),
+            max_mw: count(attr.max_mw),
+        }
+    }
+}
+
+/// What was asked, and the device's maximum for it: the first that is exceeded makes the error.
+pub(crate) fn exceeded(asked: &[(&str, u32, u32)]) -> Option<String> {
+    let (name, asked, max) = asked.iter().find(|(_, asked, max)| asked > max)?;
+    Some(format!("{name} is {asked}, the device allows {max}"))
+}
+
+/// Every fd that verbs give us is made non-blocking: waiting is the caller's, with a deadline.
+pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, what: &str) -> Result<(), Error> {
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(|errno| Error::os("fcntl", errno, what))?;
+    rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)
+        .map_err(|errno| Error::os("fcntl", errno, what))
+}
+
+/// Waits until `fd` is readable; `false` when `timeout` passed first.
+pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: std::time::Duration) -> Result<bool, Error> {
+    let deadline = std::time::Instant::now() + timeout;
+    loop {
+        let left = deadline.saturating_duration_since(std::time::Instant::now());
+        let spec = rustix::event::Timespec {
+            tv_sec: left.as_secs().cast_signed(),
+            tv_nsec: left.subsec_nanos().into(),
+        };
+        let mut fds = [rustix::event::PollFd::from_borrowed_fd(fd, rustix::event::PollFlags::IN)];
+        match rustix::event::poll(&mut fds, Some(&spec)) {
+            Ok(ready) => return Ok(ready > 0),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(errno) => return Err(Error::os("poll", errno, "")),
+        }
+    }
+}
+
+/// Borrows an fd that a C object owns.
+///
+/// # Safety
+/// `fd` is open and stays open for the lifetime that the caller gives the result.
+pub(crate) unsafe fn borrow_fd<'a>(fd: RawFd) -> BorrowedFd<'a> {
+    // SAFETY: the caller vouches for it.
+    unsafe { BorrowedFd::borrow_raw(fd) }
+}

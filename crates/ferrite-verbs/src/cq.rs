@@ -1,0 +1,254 @@
+//! Completion queues, and the channels that wake a sleeper when one has something.
+
+use std::os::fd::{AsFd, BorrowedFd};
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use crate::context::{Context, borrow_fd, exceeded, set_nonblocking, wait_readable};
+use crate::error::{Error, ErrorKind, last_errno};
+use crate::sys;
+use crate::wc::WorkCompletion;
+
+/// Where events of completion queues arrive. Clones share it; many queues may use one.
+#[derive(Clone)]
+pub struct CompletionChannel(Arc<ChannelInner>);
+
+struct ChannelInner {
+    raw: NonNull<sys::ibv_comp_channel>,
+    context: Context,
+}
+
+// SAFETY: a channel is an fd with a handle; any thread may use it.
+unsafe impl Send for ChannelInner {}
+// SAFETY: as above.
+unsafe impl Sync for ChannelInner {}
+
+impl Drop for ChannelInner {
+    fn drop(&mut self) {
+        // SAFETY: created by us and destroyed once, after every queue on it (each holds an `Arc`).
+        let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
+        crate::leak::unless_released(rc);
+    }
+}
+
+impl Context {
+    /// Makes a channel for completion events.
+    ///
+    /// # Errors
+    /// When the process has no file descriptors left, or the device has gone.
+    pub fn create_completion_channel(&self) -> Result<CompletionChannel, Error> {
+        // SAFETY: the context is open.
+        let raw = unsafe { (self.verbs().ibv.ibv_create_comp_channel)(self.raw()) };
+        let raw =
+            NonNull::new(raw).ok_or_else(|| Error::last("ibv_create_comp_channel", self.device().name()))?;
+        let channel = CompletionChannel(Arc::new(ChannelInner { raw, context: self.clone() }));
+        set_nonblocking(channel.as_fd(), "completion channel")?;
+        Ok(channel)
+    }
+
+    /// Makes a completion queue for at least `depth` entries. With a `channel` it can wake sleepers;
+    /// `vector` chooses the interrupt (modulo what the device has).
+    ///
+    /// # Errors
+    /// [`ErrorKind::DeviceLimit`] if the device has no queue that deep; lack of memory otherwise.
+    pub fn create_completion_queue(
+        &self,
+        depth: u32,
+        channel: Option<&CompletionChannel>,
+        vector: u32,
+    ) -> Result<CompletionQueue, Error> {
+        static NEXT_KEY: AtomicUsize = AtomicUsize::new(1);
+        let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
+        let raw_channel = channel.map_or(std::ptr::null_mut(), |channel| channel.0.raw.as_ptr());
+        let vector = (vector % self.completion_vectors()).cast_signed();
+        // SAFETY: the context is open, the channel is alive and stays so (the queue holds it), and the
+        // queue's context pointer is a number that nobody follows.
+        let raw = unsafe {
+            let key = std::ptr::without_provenance_mut(key);
+            (self.verbs().ibv.ibv_create_cq)(self.raw(), depth.cast_signed(), key, raw_channel, vector)
+        };
+        let raw = NonNull::new(raw).ok_or_else(|| {
+            let error = Error::last("ibv_create_cq", format!("{depth} entries on {}", self.device().name()));
+            let limit = self.limits().ok().and_then(|l| exceeded(&[("depth", depth, l.max_cqe)]));
+            match limit {
+                Some(limit) => error.with_kind(ErrorKind::DeviceLimit).because(limit),
+                None => error,
+            }
+        })?;
+        let inner = QueueInner { raw, key: CqKey(key), channel: channel.cloned(), context: self.clone() };
+        Ok(CompletionQueue(Arc::new(inner)))
+    }
+}
+
+impl CompletionChannel {
+    /// The next queue that has something, without waiting. Each event answers one
+    /// [`CompletionQueue::request_notify`]; after it, arm again, then poll until empty.
+    ///
+    /// # Errors
+    /// When the device has gone.
+    pub fn next_event(&self) -> Result<Option<CqKey>, Error> {
+        let ibv = self.0.context.verbs().ibv;
+        let (mut cq, mut key) = (std::ptr::null_mut(), std::ptr::null_mut());
+        // SAFETY: the channel is alive, both places are valid for the write.
+        let rc = unsafe { (ibv.ibv_get_cq_event)(self.0.raw.as_ptr(), &raw mut cq, &raw mut key) };
+        if rc != 0 {
+            return match last_errno() {
+                Errno::AGAIN | Errno::INTR => Ok(None),
+                errno => Err(Error::os("ibv_get_cq_event", errno, "")),
+            };
+        }
+        // Acknowledged at once: ibv_destroy_cq waits for this, so that `cq` is valid until here.
+        // SAFETY: as just said.
+        unsafe { (ibv.ibv_ack_cq_events)(cq, 1) };
+        Ok(Some(CqKey(key.addr())))
+    }
+
+    /// The next queue that has something, waiting up to `timeout`; `None` when it passed.
+    ///
+    /// # Errors
+    /// When the device has gone.
+    pub fn wait(&self, timeout: Duration) -> Result<Option<CqKey>, Error> {
+        match self.next_event()? {
+            Some(key) => Ok(Some(key)),
+            None if wait_readable(self.as_fd(), timeout)? => self.next_event(),
+            None => Ok(None),
+        }
+    }
+}
+
+impl AsFd for CompletionChannel {
+    /// Readable when an event waits.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the fd belongs to the channel, which `self` keeps alive.
+        unsafe { borrow_fd((*self.0.raw.as_ptr()).fd) }
+    }
+}
+
+impl std::fmt::Debug for CompletionChannel {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("CompletionChannel").field(&self.as_fd()).finish()
+    }
+}
+
+/// Tells completion queues apart in events; never used twice in a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct CqKey(pub(crate) usize);
+
+/// A completion queue. Clones share it.
+#[derive(Clone)]
+pub struct CompletionQueue(Arc<QueueInner>);
+
+struct QueueInner {
+    raw: NonNull<sys::ibv_cq>,
+    key: CqKey,
+    channel: Option<CompletionChannel>,
+    context: Context,
+}
+
+// SAFETY: providers lock a completion queue inside (we never ask for a single-threaded one).
+unsafe impl Send for QueueInner {}
+// SAFETY: as above.
+unsafe impl Sync for QueueInner {}
+
+impl Drop for QueueInner {
+    fn drop(&mut self) {
+        // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
+        // `Arc`); all its events are acknowledged where they are taken.
+        let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_cq)(self.raw.as_ptr()) };
+        if !crate::leak::unless_released(rc) {
+            // It still points at the channel: keep that too.
+            std::mem::forget(self.channel.clone());
+        }
+    }
+}
+
+impl CompletionQueue {
+    pub(crate) fn raw(&self) -> *mut sys::ibv_cq {
+        self.0.raw.as_ptr()
+    }
+
+    /// The device it is on.
+    #[must_use]
+    pub fn context(&self) -> &Context {
+        &self.0.context
+    }
+
+    /// What events of this queue carry.
+    #[must_use]
+    pub fn key(&self) -> CqKey {
+        self.0.key
+    }
+
+    /// How many completions fit. More than that unreaped is an overrun: the queue breaks, and says
+    /// so by an async event only.
+    #[must_use]
+    pub fn depth(&self) -> u32 {
+        // SAFETY: the queue is alive; the field changes only by resizing, which we do not do.
+        u32::try_from(unsafe { (*self.raw()).cqe }).unwrap_or(0)
+    }
+
+    /// Takes up to `out.len()` completions without waiting; returns how many.
+    ///
+    /// # Errors
+    /// When the queue is broken.
+    pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, Error> {
+        let len = i32::try_from(out.len()).unwrap_or(i32::MAX);
+        // SAFETY: the queue is alive; the context's operations were filled by the provider when it
+        // was opened; `WorkCompletion` is `ibv_wc`, and `len` of them are valid for the write.
+        let got = unsafe {
+            match (*(*self.raw()).context).ops.poll_cq {
+                Some(poll) => poll(self.raw(), len, out.as_mut_ptr().cast()),
+                None => -1,
+            }
+        };
+        usize::try_from(got)
+            .map_err(|_| Error::new(ErrorKind::System, "ibv_poll_cq", format!("returned {got}")))
+    }
+
+    /// Asks for one event when the next completion arrives (with `solicited_only`: the next that its
+    /// sender marked, or that failed). Poll once more after this: what arrived before does not wake.
+    ///
+    /// # Errors
+    /// When the device has gone.
+    pub fn request_notify(&self, solicited_only: bool) -> Result<(), Error> {
+        // SAFETY: as in `poll`.
+        let rc = unsafe {
+            match (*(*self.raw()).context).ops.req_notify_cq {
+                Some(arm) => arm(self.raw(), solicited_only.into()),
+                None => Errno::NOSYS.raw_os_error(),
+            }
+        };
+        crate::error::check("ibv_req_notify_cq", rc, String::new)
+    }
+
+    /// Takes completions, sleeping on the queue's channel while there are none; 0 when `timeout`
+    /// passed. For one queue per channel.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Misuse`] without a channel; else as [`CompletionQueue::poll`].
+    pub fn wait(&self, out: &mut [WorkCompletion], timeout: Duration) -> Result<usize, Error> {
+        let Some(channel) = &self.0.channel else {
+            return Err(Error::new(ErrorKind::Misuse, "ibv_get_cq_event", "the queue has no channel"));
+        };
+        let deadline = std::time::Instant::now() + timeout;
+        loop {
+            self.request_notify(false)?;
+            let got = self.poll(out)?;
+            let left = deadline.saturating_duration_since(std::time::Instant::now());
+            if got > 0 || left.is_zero() {
+                return Ok(got);
+            }
+            channel.wait(left)?;
+        }
+    }
+}
+
+impl std::fmt::Debug for CompletionQueue {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("CompletionQueue").field("key", &self.key()).field("depth", &self.depth()).finish()
+    }
+}

@@ -1,0 +1,148 @@
+//! The devices of this host, before they are opened.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use rustix::io::Errno;
+
+use crate::context::Context;
+use crate::error::{Absence, Error, last_errno};
+use crate::sys;
+use crate::table::{Verbs, text};
+
+/// A device in the list; [`Device::open`] makes it usable.
+#[derive(Clone)]
+pub struct Device {
+    list: Arc<List>,
+    index: usize,
+}
+
+/// The array that libibverbs returned: the device pointers in it live as long as it does.
+pub(crate) struct List {
+    pub(crate) verbs: Verbs,
+    array: *mut *mut sys::ibv_device,
+    len: usize,
+}
+
+// SAFETY: the array is written by nobody after it was returned, and libibverbs' calls on a device
+// may come from any thread.
+unsafe impl Send for List {}
+// SAFETY: as above.
+unsafe impl Sync for List {}
+
+impl Drop for List {
+    fn drop(&mut self) {
+        // SAFETY: `array` came from ibv_get_device_list and is released once; every `Device` and
+        // `Context` that points into it holds an `Arc` of us.
+        unsafe { (self.verbs.ibv.ibv_free_device_list)(self.array) };
+    }
+}
+
+impl Verbs {
+    /// Lists the devices of this host.
+    ///
+    /// # Errors
+    /// [`Absence::NoKernel`] without ib_uverbs, [`Absence::NoDevice`] if the list is empty.
+    pub fn devices(&self) -> Result<Vec<Device>, Error> {
+        let mut len = 0;
+        // SAFETY: `len` is valid for the write; the result is owned by `List` below.
+        let array = self.rooted(|| unsafe { (self.ibv.ibv_get_device_list)(&raw mut len) });
+        if array.is_null() {
+            return Err(match last_errno() {
+                errno @ (Errno::NOSYS | Errno::NOENT | Errno::NODEV) => {
+                    Absence::NoKernel { detail: std::io::Error::from(errno).to_string() }.into()
+                }
+                errno => Error::os("ibv_get_device_list", errno, ""),
+            });
+        }
+        let list = Arc::new(List { verbs: self.clone(), array, len: usize::try_from(len).unwrap_or(0) });
+        if list.len == 0 {
+            return Err(Absence::NoDevice.into());
+        }
+        Ok((0..list.len).map(|index| Device { list: Arc::clone(&list), index }).collect())
+    }
+
+    /// The device called `name`.
+    ///
+    /// # Errors
+    /// As [`Verbs::devices`]; a name that is not in the list is an error that lists the others.
+    pub fn device(&self, name: &str) -> Result<Device, Error> {
+        let devices = self.devices()?;
+        let names: Vec<String> = devices.iter().map(Device::name).collect();
+        devices.into_iter().find(|device| device.name() == name).ok_or_else(|| {
+            let context = format!("{name}: no such device; this host has {}", names.join(", "));
+            Error::os("ibv_get_device_list", Errno::NODEV, context)
+        })
+    }
+}
+
+impl Device {
+    pub(crate) fn raw(&self) -> *mut sys::ibv_device {
+        // SAFETY: `index` is below the length that libibverbs reported for the array.
+        unsafe { *self.list.array.add(self.index) }
+    }
+
+    pub(crate) fn verbs(&self) -> &Verbs {
+        &self.list.verbs
+    }
+
+    /// Its name, such as `mlx5_0`.
+    #[must_use]
+    pub fn name(&self) -> String {
+        // SAFETY: the device pointer is valid while the list is, and the name is part of it.
+        unsafe { text((self.verbs().ibv.ibv_get_device_name)(self.raw())) }
+    }
+
+    /// The node GUID, in host order.
+    #[must_use]
+    pub fn guid(&self) -> u64 {
+        // SAFETY: the device pointer is valid while the list is.
+        u64::from_be(unsafe { (self.verbs().ibv.ibv_get_device_guid)(self.raw()) })
+    }
+
+    /// The NUMA node of the card, where it has one.
+    #[must_use]
+    pub fn numa_node(&self) -> Option<u32> {
+        // −1 where the bus does not tell.
+        self.sysfs("device/numa_node")?.parse().ok()
+    }
+
+    /// The kernel driver behind it (`rxe`, `siw`, `mlx5_core`, …), where it can be told.
+    #[must_use]
+    pub fn driver(&self) -> Option<String> {
+        // Soft-RoCE has no bus driver; its attribute `parent` names the interface it sits on.
+        if self.sysfs("parent").is_some() {
+            return Some("rxe".to_owned());
+        }
+        let link = std::fs::read_link(self.sysfs_path("device/driver")).ok()?;
+        Some(link.file_name()?.to_string_lossy().into_owned())
+    }
+
+    /// Whether the kernel plays the network card (Soft-RoCE, siw): function without speed.
+    #[must_use]
+    pub fn is_software(&self) -> bool {
+        self.driver().is_some_and(|driver| driver == "rxe" || driver == "siw")
+    }
+
+    /// Opens it.
+    ///
+    /// # Errors
+    /// Permissions, file descriptors, a cgroup's limit, or a device that has just gone.
+    pub fn open(&self) -> Result<Context, Error> {
+        Context::open(self)
+    }
+
+    pub(crate) fn sysfs_path(&self, below: &str) -> PathBuf {
+        PathBuf::from("/sys/class/infiniband").join(self.name()).join(below)
+    }
+
+    pub(crate) fn sysfs(&self, below: &str) -> Option<String> {
+        std::fs::read_to_string(self.sysfs_path(below)).ok().map(|text| text.trim().to_owned())
+    }
+}
+
+impl std::fmt::Debug for Device {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("Device").field(&self.name()).finish()
+    }
+}

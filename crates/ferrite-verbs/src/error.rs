@@ -1,0 +1,321 @@
+//! What can go wrong, in words a person can act on.
+//!
+//! Two shapes. [`Absence`]: RDMA is not to be had here, for one of a few named reasons; a caller
+//! that may use TCP does so. [`Error`]: a call failed; its [`ErrorKind`] says which family it
+//! belongs to and therefore whether to retry, reconnect, fall back or stop. Every text names the
+//! call, what it was asked, the cause, and the remedy where one is known.
+
+use std::fmt;
+use std::io;
+
+use rustix::io::Errno;
+
+mod memlock;
+pub use memlock::Memlock;
+
+/// Why this host has no usable RDMA.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum Absence {
+    /// The library could not be loaded.
+    #[error("no RDMA library: {library} could not be loaded ({detail})")]
+    NoLibrary {
+        /// Its soname.
+        library: &'static str,
+        /// What the dynamic loader said.
+        detail: String,
+    },
+    /// The library is there, but older than we can work with.
+    #[error("RDMA library too old: {library} has no {symbol}")]
+    OldLibrary {
+        /// Its soname.
+        library: &'static str,
+        /// The function it lacks.
+        symbol: &'static str,
+    },
+    /// The kernel has no user-space verbs (ib_uverbs is not loaded).
+    #[error("no RDMA in the kernel: ib_uverbs is not loaded ({detail})")]
+    NoKernel {
+        /// What libibverbs reported.
+        detail: String,
+    },
+    /// Everything is in place, but there is no device.
+    #[error("no RDMA device on this host")]
+    NoDevice,
+    /// Verbs work, but connections cannot be made by RDMA CM (rdma_ucm is not loaded).
+    #[error("no RDMA connection manager: rdma_ucm is not loaded ({detail})")]
+    NoCm {
+        /// What librdmacm reported.
+        detail: String,
+    },
+    /// The device is there, but none of its ports is active.
+    #[error("RDMA port down: {device} port {port} is {state}")]
+    PortDown {
+        /// Device name.
+        device: String,
+        /// Port number, from 1.
+        port: u8,
+        /// Its state, in words.
+        state: String,
+    },
+}
+
+impl Absence {
+    /// What to do about it.
+    #[must_use]
+    pub fn remedy(&self) -> String {
+        match self {
+            Self::NoLibrary { .. } => {
+                "install rdma-core's libraries: apt-get install libibverbs1 librdmacm1 \
+                 ibverbs-providers (Debian, Ubuntu) or dnf install libibverbs librdmacm (Fedora, RHEL)"
+                    .into()
+            }
+            Self::OldLibrary { .. } => "update rdma-core to version 44 or later".into(),
+            Self::NoKernel { .. } => {
+                "load the kernel's verbs: modprobe ib_uverbs (in a container: run it on the host, and \
+                 pass /dev/infiniband into the container)"
+                    .into()
+            }
+            Self::NoDevice => {
+                "load the driver of the network card (for example modprobe mlx5_ib), or make a \
+                 software device over Ethernet: modprobe rdma_rxe && rdma link add rxe0 type rxe \
+                 netdev eth0"
+                    .into()
+            }
+            Self::NoCm { .. } => "load the connection manager: modprobe rdma_ucm (in a container: pass \
+                 /dev/infiniband/rdma_cm into it)"
+                .into(),
+            Self::PortDown { device, .. } => format!(
+                "bring the network interface of {device} up (`rdma link` names it; ip link set \
+                 <netdev> up), or check the cable and, on InfiniBand, the subnet manager"
+            ),
+        }
+    }
+}
+
+/// What family a failure belongs to: this decides what to do next.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// RDMA is not available here: fall back to another transport. See [`Error::absence`].
+    Absent,
+    /// The locked-memory limit refused a registration: fall back, or raise it. See [`Error::memlock`].
+    Memlock,
+    /// The kernel or the device has no memory or objects left: free some, then retry.
+    OutOfMemory,
+    /// A cgroup (the rdma controller) refused another object: stop creating, or raise the limit.
+    CgroupLimit,
+    /// The process has no file descriptors left.
+    FileDescriptors,
+    /// More was asked than the device can do: ask for less.
+    DeviceLimit,
+    /// A queue has no free entry: reap completions, then post again.
+    QueueFull,
+    /// The permissions of this process do not allow it.
+    Permission,
+    /// The device was removed, or is broken: close everything on it.
+    DeviceGone,
+    /// The peer's address cannot be resolved or routed to from here.
+    NoRoute,
+    /// The local address is in use.
+    AddressInUse,
+    /// The peer does not answer.
+    Unreachable,
+    /// The peer answered with a refusal.
+    Rejected,
+    /// The peer closed the connection.
+    Disconnected,
+    /// The deadline passed.
+    Timeout,
+    /// The call was wrong: a bug in the caller.
+    Misuse,
+    /// Anything else the system reported.
+    System,
+}
+
+/// A call that failed.
+///
+/// ```
+/// # use ferrite_verbs::{ErrorKind, Verbs};
+/// # fn show() -> Result<(), ferrite_verbs::Error> {
+/// match Verbs::system()?.devices() {
+///     Ok(devices) => println!("{} devices", devices.len()),
+///     Err(error) if error.kind() == ErrorKind::Absent => println!("use TCP: {error}"),
+///     Err(error) => return Err(error),
+/// }
+/// # Ok(()) }
+/// ```
+pub struct Error(Box<Inner>);
+
+struct Inner {
+    kind: ErrorKind,
+    call: &'static str,
+    context: String,
+    errno: Option<Errno>,
+    cause: Option<Cause>,
+}
+
+/// A cause that was found out, with figures of its own.
+enum Cause {
+    Absence(Absence),
+    Memlock(Memlock),
+    Text(String),
+}
+
+impl Error {
+    /// What to do next.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        self.0.kind
+    }
+
+    /// The C function that failed.
+    #[must_use]
+    pub fn call(&self) -> &'static str {
+        self.0.call
+    }
+
+    /// The system's error number, where there is one.
+    #[must_use]
+    pub fn raw_os_error(&self) -> Option<i32> {
+        self.0.errno.map(Errno::raw_os_error)
+    }
+
+    /// Why RDMA is absent, if that is what this is.
+    #[must_use]
+    pub fn absence(&self) -> Option<&Absence> {
+        match &self.0.cause {
+            Some(Cause::Absence(absence)) => Some(absence),
+            _ => None,
+        }
+    }
+
+    /// The figures of the locked-memory limit, if it was the cause.
+    #[must_use]
+    pub fn memlock(&self) -> Option<&Memlock> {
+        match &self.0.cause {
+            Some(Cause::Memlock(memlock)) => Some(memlock),
+            _ => None,
+        }
+    }
+
+    /// What to do about it, where that is known.
+    #[must_use]
+    pub fn remedy(&self) -> Option<String> {
+        match (&self.0.cause, self.0.kind) {
+            (Some(Cause::Absence(absence)), _) => Some(absence.remedy()),
+            (Some(Cause::Memlock(memlock)), _) => Some(memlock.remedy()),
+            (_, ErrorKind::CgroupLimit) => Some(
+                "raise rdma.max of the process's cgroup (systemd has no setting for it: write the file)"
+                    .into(),
+            ),
+            (_, ErrorKind::FileDescriptors) => {
+                Some("raise the limit: ulimit -n, or LimitNOFILE= in the unit".into())
+            }
+            (_, ErrorKind::Permission) => {
+                Some("give the user access to /dev/infiniband/* (udev rule or group rdma)".into())
+            }
+            _ => None,
+        }
+    }
+
+    /// An error of kind `kind` without an error number.
+    pub(crate) fn new(kind: ErrorKind, call: &'static str, context: impl Into<String>) -> Self {
+        Self(Box::new(Inner { kind, call, context: context.into(), errno: None, cause: None }))
+    }
+
+    /// The failure of `call`, which left `errno`; `context` says what it was asked.
+    pub(crate) fn os(call: &'static str, errno: Errno, context: impl Into<String>) -> Self {
+        let kind = match errno {
+            Errno::NOMEM => ErrorKind::OutOfMemory,
+            Errno::AGAIN => ErrorKind::CgroupLimit,
+            Errno::MFILE | Errno::NFILE => ErrorKind::FileDescriptors,
+            Errno::PERM | Errno::ACCESS => ErrorKind::Permission,
+            Errno::NODEV | Errno::NXIO | Errno::IO => ErrorKind::DeviceGone,
+            Errno::ADDRINUSE => ErrorKind::AddressInUse,
+            Errno::ADDRNOTAVAIL | Errno::NETUNREACH | Errno::HOSTUNREACH | Errno::NETDOWN => {
+                ErrorKind::NoRoute
+            }
+            Errno::TIMEDOUT => ErrorKind::Timeout,
+            Errno::INVAL => ErrorKind::Misuse,
+            _ => ErrorKind::System,
+        };
+        Self(Box::new(Inner { kind, call, context: context.into(), errno: Some(errno), cause: None }))
+    }
+
+    /// The failure of `call`, which set the C library's error number.
+    pub(crate) fn last(call: &'static str, context: impl Into<String>) -> Self {
+        Self::os(call, last_errno(), context)
+    }
+
+    pub(crate) fn with_kind(mut self, kind: ErrorKind) -> Self {
+        self.0.kind = kind;
+        self
+    }
+
+    pub(crate) fn because(mut self, text: impl Into<String>) -> Self {
+        self.0.cause = Some(Cause::Text(text.into()));
+        self
+    }
+
+    pub(crate) fn because_of_memlock(mut self, memlock: Memlock) -> Self {
+        self.0.kind = ErrorKind::Memlock;
+        self.0.cause = Some(Cause::Memlock(memlock));
+        self
+    }
+}
+
+impl From<Absence> for Error {
+    fn from(absence: Absence) -> Self {
+        Self(Box::new(Inner {
+            kind: ErrorKind::Absent,
+            call: "",
+            context: String::new(),
+            errno: None,
+            cause: Some(Cause::Absence(absence)),
+        }))
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Inner { call, context, errno, cause, .. } = &*self.0;
+        if let Some(Cause::Absence(absence)) = cause {
+            return absence.fmt(f);
+        }
+        f.write_str(call)?;
+        if !context.is_empty() {
+            write!(f, " ({context})")?;
+        }
+        if let Some(errno) = errno {
+            write!(f, ": {}", io::Error::from(*errno))?;
+        }
+        match cause {
+            Some(Cause::Memlock(memlock)) => write!(f, ": {memlock}"),
+            Some(Cause::Text(text)) => write!(f, ": {text}"),
+            Some(Cause::Absence(_)) | None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}: {self}", self.0.kind)
+    }
+}
+
+impl std::error::Error for Error {}
+
+/// The C library's error number of this thread.
+pub(crate) fn last_errno() -> Errno {
+    Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+/// The convention of most verbs: 0, or an error number (some providers: −1 and errno).
+pub(crate) fn check(call: &'static str, rc: i32, context: impl FnOnce() -> String) -> Result<(), Error> {
+    match rc {
+        0 => Ok(()),
+        rc if rc > 0 => Err(Error::os(call, Errno::from_raw_os_error(rc), context())),
+        _ => Err(Error::last(call, context())),
+    }
+}

@@ -1,0 +1,344 @@
+//! A provider in software, behind the same function table: hosts, devices and wires that exist in this
+//! process only.
+//!
+//! It lets the layers above run where there is no device (under Miri, in a unit test, on a laptop), and lets
+//! them meet what a device does once a year: a call that fails, a port that goes down, a black hole, a device
+//! that is pulled out.
+//!
+//! ```
+//! # use ferrite_verbs::fake::{DeviceSpec, Objects, World};
+//! let world = World::new();
+//! world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+//! let context = world.verbs().device("fake1").expect("it is there").open().expect("it opens");
+//! world.fail_next("ibv_alloc_pd", 12); // ENOMEM
+//! context.allocate_protection_domain().expect_err("as asked");
+//! drop(context);
+//! assert_eq!(world.objects(), Objects::default());
+//! ```
+//!
+//! # What points where
+//!
+//! ```text
+//!  caller            what the C API shows           what is true
+//!  QueuePair ──────► Object<ibv_qp> ───┐
+//!  MemoryRegion ───► Object<ibv_mr> ───┤ id, world
+//!  CmId ───────────► Object<rdma_cm_id>┤
+//!  …                                   ▼
+//!  World ──────────────────────────► Inner ── Mutex<State> ── BTreeMap<id, …> per kind of object
+//!  Verbs ── tables ──► extern "C" fn ──┘ (each locks, takes an injected fault, or runs)
+//!                                     State owns the devices' C structs; nothing in it points to an Object
+//!                                     that is not in one of its maps
+//! ```
+//!
+//! # What it claims
+//!
+//! Reliable connections as the verbs specification has them and Soft-RoCE shows them: states, capacities that
+//! come back when completions are reaped, keys and bounds and permissions on both sides, flushing in order,
+//! receiver-not-ready, shared receive queues, events and their acknowledgement, `EBUSY` while children exist;
+//! RDMA CM with the events and the padding that librdmacm gives for identifiers without a queue pair.
+//!
+//! Everything happens at once, on the caller's thread, under one lock: no packet is in flight, no thread runs
+//! in the background, and the same calls give the same completions. So there is no time either: where a
+//! device would retry and then fail, the fake fails at once; where it would retry until the cause goes
+//! (`rnr_retry` 7, `timeout` 0, a peer that is not ready to receive yet), the request waits for that.
+//!
+//! It is stricter than devices where that finds bugs: local and remote keys differ and are never used twice,
+//! queues are exactly as deep as asked, and send queue entries come back only with a reaped completion.
+//!
+//! # What it does not model
+//!
+//! Packet numbers, MTU, packet loss short of a black hole, partial transfers, UD and UC, atomics, memory
+//! windows, inline receives, resizing, the drained state of a send queue, TIMEWAIT_EXIT, memlock and cgroups
+//! (inject `ENOMEM` or `EAGAIN` instead), sysfs (a fake device has no driver, NUMA node or netdev).
+
+mod cm;
+mod completion;
+mod device;
+mod engine;
+mod handshake;
+mod memory;
+mod object;
+mod queue_pair;
+mod receive;
+mod state;
+mod table;
+#[cfg(test)]
+mod tests;
+
+use std::cell::RefCell;
+use std::fmt;
+use std::net::IpAddr;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use rustix::io::Errno;
+
+use crate::sys;
+use crate::table::Verbs;
+use device::Subject;
+use object::Id;
+use state::State;
+
+/// Hosts that know nothing of other worlds. Clones share it; it lives as long as anything made from it.
+#[derive(Clone)]
+pub struct World(Arc<Inner>);
+
+struct Inner {
+    state: Mutex<State>,
+    /// Something changed: whoever waits looks again.
+    changed: Condvar,
+}
+
+thread_local! {
+    /// The world whose calls without an object this thread makes: see [`World::enter`].
+    static CURRENT: RefCell<Vec<World>> = const { RefCell::new(Vec::new()) };
+}
+
+impl World {
+    /// An empty one.
+    #[must_use]
+    pub fn new() -> Self {
+        Self(Arc::new_cyclic(|me| Inner {
+            state: Mutex::new(State::new(me.clone())),
+            changed: Condvar::new(),
+        }))
+    }
+
+    /// The entry for the code under test.
+    #[must_use]
+    pub fn verbs(&self) -> Verbs {
+        Verbs::with_tables(&table::IBV, &table::CM, self.clone())
+    }
+
+    /// Adds a device with one port, up, that reaches all others.
+    ///
+    /// # Panics
+    /// If the world has a device of that name.
+    pub fn add_device(&self, spec: DeviceSpec) {
+        self.with(|state| {
+            assert!(state.device_called(&spec.name).is_none(), "a second device called {}", spec.name);
+            state.add_device(spec);
+        });
+    }
+
+    /// Makes the next call of the C function `call` fail with `errno`. Several are taken in turn, one per
+    /// call. The operations of a context go by the names of their C wrappers (`ibv_post_send`, `ibv_poll_cq`),
+    /// and `ibv_reg_mr` means every registration.
+    ///
+    /// A destroy that fails leaves its object as it was.
+    ///
+    /// # Panics
+    /// If there is no such function, or it cannot fail.
+    pub fn fail_next(&self, call: &str, errno: i32) {
+        let known = table::CALLS.iter().find(|known| **known == call);
+        let known = known.unwrap_or_else(|| panic!("no call to fail: {call}"));
+        self.with(|state| state.inject(known, Errno::from_raw_os_error(errno)));
+    }
+
+    /// Takes a device's port down: its users get an async event, peers get no answer.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn device_down(&self, name: &str) {
+        self.with_device(name, |state, device| state.set_up(device, false));
+    }
+
+    /// Brings a device's port back.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn device_up(&self, name: &str) {
+        self.with_device(name, |state, device| state.set_up(device, true));
+    }
+
+    /// Loses every packet between two devices (or of a device to itself) until [`World::heal`]: requests fail
+    /// with transport retry exceeded, handshakes hear nothing.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn black_hole(&self, one: &str, other: &str) {
+        self.with_wire(one, other, |state, wire| {
+            state.holes.insert(wire);
+        });
+    }
+
+    /// Ends a [`World::black_hole`]: what still waits goes on.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn heal(&self, one: &str, other: &str) {
+        self.with_wire(one, other, |state, wire| {
+            state.holes.remove(&wire);
+        });
+    }
+
+    /// Pulls a device out: an async event and a CM event tell its users, its queue pairs fail, its peers are
+    /// disconnected, and only destroying works on it from now on.
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn remove_device(&self, name: &str) {
+        self.with_device(name, State::remove);
+    }
+
+    /// Breaks a queue pair: it goes to ERROR with an async event, and is flushed. `false` if there is none of
+    /// this number.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn break_queue_pair(&self, qp_num: u32) -> bool {
+        self.with(|state| {
+            let Some(id) = state.by_qp_num.get(&qp_num).copied() else { return false };
+            let context = state.queue_pairs[&id].context;
+            state.notify(context, sys::ibv_event_type::IBV_EVENT_QP_FATAL, Subject::QueuePair(id));
+            state.fail(id);
+            state.settle();
+            true
+        })
+    }
+
+    /// What is alive now.
+    #[must_use]
+    pub fn objects(&self) -> Objects {
+        self.lock().objects()
+    }
+
+    /// Runs `call` with this world as the one that calls without an object belong to.
+    pub(crate) fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
+        struct Leave;
+        impl Drop for Leave {
+            fn drop(&mut self) {
+                CURRENT.with_borrow_mut(Vec::pop);
+            }
+        }
+        CURRENT.with_borrow_mut(|worlds| worlds.push(self.clone()));
+        let _leave = Leave;
+        call()
+    }
+
+    fn current() -> Option<Self> {
+        CURRENT.with_borrow(|worlds| worlds.last().cloned())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn with<T>(&self, run: impl FnOnce(&mut State) -> T) -> T {
+        let result = run(&mut self.lock());
+        self.0.changed.notify_all();
+        result
+    }
+
+    fn with_device(&self, name: &str, run: impl FnOnce(&mut State, Id)) {
+        self.with(|state| {
+            let device = state.device_called(name).unwrap_or_else(|| panic!("no device called {name}"));
+            run(state, device);
+        });
+    }
+
+    fn with_wire(&self, one: &str, other: &str, run: impl FnOnce(&mut State, (Id, Id))) {
+        self.with_device(one, |state, one| {
+            let other = state.device_called(other).unwrap_or_else(|| panic!("no device called {other}"));
+            run(state, (one.min(other), one.max(other)));
+            state.settle();
+        });
+    }
+
+    /// Waits for a change; `true` when `patience` ended first.
+    fn wait<'a>(
+        &self,
+        state: MutexGuard<'a, State>,
+        patience: Option<Duration>,
+    ) -> (MutexGuard<'a, State>, bool) {
+        match patience {
+            None => (self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner), false),
+            Some(patience) => {
+                let (state, waited) =
+                    self.0.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+                (state, waited.timed_out())
+            }
+        }
+    }
+}
+
+impl Default for World {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("World").field(&self.objects()).finish()
+    }
+}
+
+/// A device to be: its name, its addresses, and what it can do at most.
+///
+/// The GID table has a link-local address at index 0 and [`DeviceSpec::addresses`] from index 1, all of them
+/// RoCE v2.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the limits are those of ibv_query_device(3)")]
+pub struct DeviceSpec {
+    /// At most 63 bytes.
+    pub name: String,
+    /// At most 15.
+    pub addresses: Vec<IpAddr>,
+    pub max_qp: u32,
+    pub max_qp_wr: u32,
+    pub max_sge: u32,
+    pub max_inline: u32,
+    pub max_cq: u32,
+    pub max_cqe: u32,
+    pub max_mr: u32,
+    pub max_mr_bytes: u64,
+    pub max_pd: u32,
+    pub max_srq: u32,
+    pub max_srq_wr: u32,
+    pub max_srq_sge: u32,
+    /// Reads that a queue pair may have outstanding, and those that it serves.
+    pub max_reads: u32,
+}
+
+impl DeviceSpec {
+    /// A device with one address and the limits of Soft-RoCE.
+    #[must_use]
+    pub fn new(name: &str, address: IpAddr) -> Self {
+        Self {
+            name: name.to_owned(),
+            addresses: vec![address],
+            max_qp: 30_000,
+            max_qp_wr: 1 << 20,
+            max_sge: 32,
+            max_inline: 512,
+            max_cq: 65_536,
+            max_cqe: 32_767,
+            max_mr: 524_288,
+            max_mr_bytes: 1 << 40,
+            max_pd: 65_536,
+            max_srq: 30_000,
+            max_srq_wr: 1 << 20,
+            max_srq_sge: 27,
+            max_reads: 128,
+        }
+    }
+}
+
+/// How many of each are alive in a [`World`]: all zero when everything was released.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "the names say it")]
+#[non_exhaustive]
+pub struct Objects {
+    pub device_lists: usize,
+    pub contexts: usize,
+    pub protection_domains: usize,
+    pub memory_regions: usize,
+    pub completion_channels: usize,
+    pub completion_queues: usize,
+    pub shared_receive_queues: usize,
+    pub queue_pairs: usize,
+    pub event_channels: usize,
+    /// Those of requests that nobody has fetched included.
+    pub cm_ids: usize,
+    /// Fetched and not acknowledged.
+    pub unacked_events: usize,
+}

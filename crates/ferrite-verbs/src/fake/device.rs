@@ -1,0 +1,473 @@
+//! Devices and contexts: the list, limits, ports, addresses, async events.
+
+use std::ffi::{c_char, c_int};
+use std::net::{IpAddr, Ipv6Addr};
+
+use rustix::io::Errno;
+
+use super::object::{self, Events, Id, Object, Ptr, code, enter, enter_until, extended, pointer};
+use super::state::State;
+use super::{DeviceSpec, World, completion, engine, receive};
+use crate::sys;
+
+/// Used entries are first in a table of this length.
+const GID_TABLE_LEN: u16 = 16;
+const COMPLETION_VECTORS: c_int = 2;
+const ROCE_V2: u32 = 2;
+
+pub(super) struct Device {
+    pub(super) id: Id,
+    pub(super) spec: DeviceSpec,
+    guid: u64,
+    pub(super) up: bool,
+    pub(super) removed: bool,
+    raw: Ptr<sys::ibv_device>,
+    /// What RDMA CM shows as an identifier's device.
+    pub(super) cm_context: Ptr<sys::verbs_context>,
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: made by `add` for this device alone; whoever has these pointers also holds the world,
+        // which is going.
+        unsafe {
+            object::free(self.cm_context);
+            object::free(self.raw);
+        }
+    }
+}
+
+impl Device {
+    fn link_local(&self) -> [u8; 16] {
+        let prefix = 0xfe80_u128 << 112;
+        (prefix | u128::from(self.guid)).to_be_bytes()
+    }
+
+    fn gid(&self, index: usize) -> Option<[u8; 16]> {
+        match index {
+            0 => Some(self.link_local()),
+            _ => self.spec.addresses.get(index - 1).map(|ip| gid_of(*ip)),
+        }
+    }
+
+    /// Where `gid` stands in the table.
+    pub(super) fn index_of(&self, gid: [u8; 16]) -> Option<u8> {
+        (0..=self.spec.addresses.len())
+            .find(|index| self.gid(*index) == Some(gid))
+            .and_then(|index| u8::try_from(index).ok())
+    }
+
+    /// Whether packets can leave and arrive.
+    pub(super) fn is_alive(&self) -> bool {
+        self.up && !self.removed
+    }
+}
+
+/// An IP address as RoCE writes it.
+pub(super) fn gid_of(ip: IpAddr) -> [u8; 16] {
+    match ip {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped(),
+        IpAddr::V6(v6) => v6,
+    }
+    .octets()
+}
+
+pub(super) struct Context {
+    pub(super) device: Id,
+    pub(super) events: Events<AsyncEvent>,
+    pub(super) raw: Ptr<sys::verbs_context>,
+}
+
+pub(super) struct AsyncEvent {
+    pub(super) kind: sys::ibv_event_type,
+    pub(super) subject: Subject,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Subject {
+    QueuePair(Id),
+    Queue(Id),
+    SharedQueue(Id),
+    Port(u8),
+    Device,
+}
+
+impl State {
+    pub(super) fn add_device(&mut self, spec: DeviceSpec) {
+        let id = self.name();
+        let guid = 0x0200_00ff_fe00_0000 | id;
+        let mut raw = sys::ibv_device {
+            node_type: sys::ibv_node_type::IBV_NODE_CA,
+            transport_type: sys::ibv_transport_type::IBV_TRANSPORT_IB,
+            ..empty_device()
+        };
+        put_text(&mut raw.name, &spec.name);
+        put_text(&mut raw.dev_name, &spec.name);
+        let raw = Object::keep(raw, id, self.weak());
+        let cm_context = Object::keep(new_context(raw, -1), 0, self.weak());
+        self.devices.insert(id, Device { id, spec, guid, up: true, removed: false, raw, cm_context });
+    }
+
+    pub(super) fn set_up(&mut self, device: Id, up: bool) {
+        use sys::ibv_event_type as Event;
+        let Some(found) = self.devices.get_mut(&device) else { return };
+        if std::mem::replace(&mut found.up, up) != up {
+            let kind = if up { Event::IBV_EVENT_PORT_ACTIVE } else { Event::IBV_EVENT_PORT_ERR };
+            self.notify_all(device, kind, Subject::Port(1));
+            self.settle();
+        }
+    }
+
+    pub(super) fn remove(&mut self, device: Id) {
+        let Some(found) = self.devices.get_mut(&device) else { return };
+        (found.removed, found.up) = (true, false);
+        self.notify_all(device, sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL, Subject::Device);
+        let doomed: Vec<Id> =
+            self.queue_pairs.iter().filter(|(_, qp)| qp.device == device).map(|(id, _)| *id).collect();
+        for id in doomed {
+            self.fail(id);
+        }
+        self.settle();
+        self.leave_device(device);
+    }
+
+    /// Drops events about an object that goes.
+    pub(super) fn forget_async(&mut self, context: Id, subject: Subject) {
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.events.remove(|event| event.subject == subject);
+        }
+    }
+
+    fn has_children(&self, context: Id) -> bool {
+        self.domains.values().any(|domain| domain.context == context)
+            || self.channels.values().any(|channel| channel.context == context)
+            || self.queues.values().any(|queue| queue.context == context)
+    }
+}
+
+fn empty_device() -> sys::ibv_device {
+    sys::ibv_device {
+        _ops: sys::_ibv_device_ops::default(),
+        node_type: sys::ibv_node_type::IBV_NODE_UNKNOWN,
+        transport_type: sys::ibv_transport_type::IBV_TRANSPORT_UNKNOWN,
+        name: [0; 64],
+        dev_name: [0; 64],
+        dev_path: [0; 256],
+        ibdev_path: [0; 256],
+    }
+}
+
+fn put_text(place: &mut [c_char], text: &str) {
+    // The last byte stays zero.
+    let room = place.len() - 1;
+    for (to, from) in place[..room].iter_mut().zip(text.bytes()) {
+        *to = from.cast_signed();
+    }
+}
+
+fn new_context(device: Ptr<sys::ibv_device>, async_fd: c_int) -> sys::verbs_context {
+    let mut raw = sys::verbs_context {
+        query_port: Some(query_port_ex),
+        sz: size_of::<sys::verbs_context>(),
+        ..Default::default()
+    };
+    raw.context.device = device.0;
+    raw.context.cmd_fd = -1;
+    raw.context.async_fd = async_fd;
+    raw.context.num_comp_vectors = COMPLETION_VECTORS;
+    // All ones: the sign that the extended part is there.
+    raw.context.abi_compat = std::ptr::without_provenance_mut(usize::MAX);
+    raw.context.ops.poll_cq = Some(completion::poll_cq);
+    raw.context.ops.req_notify_cq = Some(completion::req_notify_cq);
+    raw.context.ops.post_send = Some(engine::post_send);
+    raw.context.ops.post_recv = Some(receive::post_recv);
+    raw.context.ops.post_srq_recv = Some(receive::post_srq_recv);
+    raw
+}
+
+pub(super) unsafe extern "C" fn get_device_list(num_devices: *mut c_int) -> *mut *mut sys::ibv_device {
+    let list = World::current().ok_or(Errno::NOSYS).and_then(|world| {
+        let mut state = world.lock();
+        if let Some(errno) = state.take_fault("ibv_get_device_list") {
+            return Err(errno);
+        }
+        let mut list: Vec<_> = state.devices.values().filter(|d| !d.removed).map(|d| d.raw.0).collect();
+        if !num_devices.is_null() {
+            // SAFETY: the caller's place for the number.
+            unsafe { *num_devices = c_int::try_from(list.len()).unwrap_or(c_int::MAX) };
+        }
+        if !list.is_empty() {
+            state.device_lists += 1;
+        }
+        list.push(std::ptr::null_mut());
+        Ok(Box::into_raw(list.into_boxed_slice()).cast())
+    });
+    pointer(list)
+}
+
+pub(super) unsafe extern "C" fn free_device_list(list: *mut *mut sys::ibv_device) {
+    if list.is_null() {
+        return;
+    }
+    // SAFETY: the list came from `get_device_list`: a boxed slice that ends with a null pointer. Its
+    // devices live as long as the world, which the caller holds.
+    unsafe {
+        let mut len = 0;
+        while !(*list.add(len)).is_null() {
+            len += 1;
+        }
+        if len > 0 {
+            // The name of this call is in no table of faults: it cannot fail.
+            let _ = enter("", *list, |state, _| {
+                state.device_lists = state.device_lists.saturating_sub(1);
+                Ok(())
+            });
+        }
+        drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, len + 1)));
+    }
+}
+
+pub(super) unsafe extern "C" fn get_device_name(device: *mut sys::ibv_device) -> *const c_char {
+    // SAFETY: the caller's device is in the world, which lives.
+    unsafe { (&raw const (*device).name).cast() }
+}
+
+pub(super) unsafe extern "C" fn get_device_guid(device: *mut sys::ibv_device) -> sys::__be64 {
+    // SAFETY: as above.
+    let guid = unsafe { enter("ibv_get_device_guid", device, |state, id| Ok(state.devices[&id].guid)) };
+    guid.unwrap_or(0).to_be()
+}
+
+pub(super) unsafe extern "C" fn open_device(device: *mut sys::ibv_device) -> *mut sys::ibv_context {
+    // SAFETY: as above.
+    let opened = unsafe {
+        enter("ibv_open_device", device, |state, id| {
+            let found = state.devices.get(&id).filter(|device| !device.removed).ok_or(Errno::IO)?;
+            let raw_device = found.raw;
+            let events = Events::new()?;
+            let name = state.name();
+            let raw = Object::give(new_context(raw_device, events.fd()), name, state.world()?);
+            state.contexts.insert(name, Context { device: id, events, raw });
+            Ok(raw.context())
+        })
+    };
+    pointer(opened)
+}
+
+pub(super) unsafe extern "C" fn close_device(context: *mut sys::ibv_context) -> c_int {
+    // SAFETY: the caller's context is open until here, and not used after.
+    code(unsafe {
+        enter("ibv_close_device", extended(context), |state, id| {
+            if state.has_children(id) {
+                return Err(Errno::BUSY);
+            }
+            let closed = state.contexts.remove(&id).ok_or(Errno::INVAL)?;
+            object::free(closed.raw);
+            Ok(())
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn query_device(
+    context: *mut sys::ibv_context,
+    attr: *mut sys::ibv_device_attr,
+) -> c_int {
+    // SAFETY: the caller's context is open and its place is valid for the write.
+    code(unsafe {
+        enter("ibv_query_device", extended(context), |state, id| {
+            let device = state.device_of(id)?;
+            let count = |value: u32| value.min(i32::MAX.unsigned_abs()).cast_signed();
+            let spec = &device.spec;
+            let mut raw = sys::ibv_device_attr {
+                node_guid: device.guid.to_be(),
+                sys_image_guid: device.guid.to_be(),
+                max_mr_size: spec.max_mr_bytes,
+                page_size_cap: 0x1000,
+                max_qp: count(spec.max_qp),
+                max_qp_wr: count(spec.max_qp_wr),
+                max_sge: count(spec.max_sge),
+                max_sge_rd: count(spec.max_sge),
+                max_cq: count(spec.max_cq),
+                max_cqe: count(spec.max_cqe),
+                max_mr: count(spec.max_mr),
+                max_pd: count(spec.max_pd),
+                max_qp_rd_atom: count(spec.max_reads),
+                max_qp_init_rd_atom: count(spec.max_reads),
+                max_srq: count(spec.max_srq),
+                max_srq_wr: count(spec.max_srq_wr),
+                max_srq_sge: count(spec.max_srq_sge),
+                max_pkeys: 1,
+                phys_port_cnt: 1,
+                ..Default::default()
+            };
+            put_text(&mut raw.fw_ver, "fake");
+            *attr = raw;
+            Ok(())
+        })
+    })
+}
+
+unsafe extern "C" fn query_port_ex(
+    context: *mut sys::ibv_context,
+    port: u8,
+    attr: *mut sys::ibv_port_attr,
+    _len: usize,
+) -> c_int {
+    // SAFETY: as in `query_device`.
+    code(unsafe {
+        enter("ibv_query_port", extended(context), |state, id| {
+            let device = state.device_of(id)?;
+            if port != 1 {
+                return Err(Errno::INVAL);
+            }
+            *attr = sys::ibv_port_attr {
+                state: if device.up {
+                    sys::ibv_port_state::IBV_PORT_ACTIVE
+                } else {
+                    sys::ibv_port_state::IBV_PORT_DOWN
+                },
+                max_mtu: sys::ibv_mtu::IBV_MTU_4096,
+                active_mtu: sys::ibv_mtu::IBV_MTU_4096,
+                gid_tbl_len: GID_TABLE_LEN.into(),
+                max_msg_sz: engine::MAX_MESSAGE_BYTES,
+                pkey_tbl_len: 1,
+                // 4 lanes of 25 Gbit/s; physical state: link up, or disabled.
+                active_width: 2,
+                active_speed: 32,
+                phys_state: if device.up { 5 } else { 3 },
+                link_layer: 2,
+                ..Default::default()
+            };
+            Ok(())
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn query_port(
+    context: *mut sys::ibv_context,
+    port: u8,
+    attr: *mut sys::_compat_ibv_port_attr,
+) -> c_int {
+    // SAFETY: as in `query_device`; this crate passes the full struct.
+    unsafe { query_port_ex(context, port, attr.cast(), size_of::<sys::ibv_port_attr>()) }
+}
+
+pub(super) unsafe extern "C" fn query_gid(
+    context: *mut sys::ibv_context,
+    port: u8,
+    index: c_int,
+    gid: *mut sys::ibv_gid,
+) -> c_int {
+    // SAFETY: as in `query_device`.
+    code(unsafe {
+        enter("ibv_query_gid", extended(context), |state, id| {
+            let device = state.device_of(id)?;
+            let index = usize::try_from(index).map_err(|_| Errno::INVAL)?;
+            if port != 1 || index >= GID_TABLE_LEN.into() {
+                return Err(Errno::INVAL);
+            }
+            (*gid).raw = device.gid(index).unwrap_or(Ipv6Addr::UNSPECIFIED.octets());
+            Ok(())
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn query_gid_table(
+    context: *mut sys::ibv_context,
+    entries: *mut sys::ibv_gid_entry,
+    max_entries: usize,
+    _flags: u32,
+    entry_size: usize,
+) -> isize {
+    // SAFETY: as in `query_device`; `entries` has room for `max_entries`.
+    let filled = unsafe {
+        enter("ibv_query_gid_table", extended(context), |state, id| {
+            let device = state.device_of(id)?;
+            let used = device.spec.addresses.len() + 1;
+            if entry_size != size_of::<sys::ibv_gid_entry>() || used > max_entries {
+                return Err(Errno::INVAL);
+            }
+            for index in 0..used {
+                let mut entry = sys::ibv_gid_entry {
+                    gid_index: u32::try_from(index).unwrap_or(u32::MAX),
+                    port_num: 1,
+                    gid_type: ROCE_V2,
+                    ..Default::default()
+                };
+                entry.gid.raw = device.gid(index).unwrap_or_default();
+                entries.add(index).write(entry);
+            }
+            Ok(used.cast_signed())
+        })
+    };
+    filled.unwrap_or_else(|errno| -(errno.raw_os_error() as isize))
+}
+
+pub(super) unsafe extern "C" fn get_async_event(
+    context: *mut sys::ibv_context,
+    event: *mut sys::ibv_async_event,
+) -> c_int {
+    // SAFETY: as in `query_device`.
+    object::minus_one(unsafe {
+        enter_until("ibv_get_async_event", extended(context), None, |state, id| {
+            let Some(context) = state.contexts.get_mut(&id) else {
+                return std::task::Poll::Ready(Err(Errno::INVAL));
+            };
+            context.events.take().map_ok(|taken| {
+                let mut raw = sys::ibv_async_event { event_type: taken.kind, ..Default::default() };
+                match taken.subject {
+                    Subject::QueuePair(id) => {
+                        if let Some(qp) = state.queue_pairs.get_mut(&id) {
+                            qp.unacked += 1;
+                            raw.element.qp = qp.raw.0;
+                        }
+                    }
+                    Subject::Queue(id) => {
+                        if let Some(queue) = state.queues.get_mut(&id) {
+                            queue.unacked += 1;
+                            raw.element.cq = queue.raw.0;
+                        }
+                    }
+                    Subject::SharedQueue(id) => {
+                        if let Some(srq) = state.srqs.get_mut(&id) {
+                            srq.unacked += 1;
+                            raw.element.srq = srq.raw.0;
+                        }
+                    }
+                    Subject::Port(number) => raw.element.port_num = number.into(),
+                    Subject::Device => {}
+                }
+                *event = raw;
+            })
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn ack_async_event(event: *mut sys::ibv_async_event) {
+    use sys::ibv_event_type as Kind;
+    // SAFETY: the caller's event was filled by `get_async_event` and is acknowledged once: the object it
+    // names cannot have been destroyed.
+    unsafe {
+        let element = (*event).element;
+        let _ = match (*event).event_type {
+            Kind::IBV_EVENT_CQ_ERR => enter("", element.cq, |state, id| {
+                state.queues.entry(id).and_modify(|queue| queue.unacked = queue.unacked.saturating_sub(1));
+                Ok(())
+            }),
+            Kind::IBV_EVENT_QP_FATAL
+            | Kind::IBV_EVENT_QP_REQ_ERR
+            | Kind::IBV_EVENT_QP_ACCESS_ERR
+            | Kind::IBV_EVENT_QP_LAST_WQE_REACHED => enter("", element.qp, |state, id| {
+                state.queue_pairs.entry(id).and_modify(|qp| qp.unacked = qp.unacked.saturating_sub(1));
+                Ok(())
+            }),
+            Kind::IBV_EVENT_SRQ_ERR | Kind::IBV_EVENT_SRQ_LIMIT_REACHED => {
+                enter("", element.srq, |state, id| {
+                    state.srqs.entry(id).and_modify(|srq| srq.unacked = srq.unacked.saturating_sub(1));
+                    Ok(())
+                })
+            }
+            _ => Ok(()),
+        };
+    }
+}

@@ -1,0 +1,456 @@
+//! The queue pairs at work: what a send, a write or a read does to both ends.
+//!
+//! Nothing runs by itself. A post executes on the caller's thread, under the world's lock, as far as it can;
+//! what cannot go on (the peer has no receive, or is not ready yet) stays in `pending` and is tried again by
+//! [`State::settle`] after every change. Time does not pass here: a retry that would end in failure ends now.
+
+use std::collections::VecDeque;
+use std::ffi::c_int;
+use std::sync::atomic::AtomicU8;
+
+use rustix::io::Errno;
+
+use super::completion::{Entry, Frees};
+use super::device::{Device, Subject};
+use super::memory::{self, LOCAL_WRITE, Piece, REMOTE_READ, REMOTE_WRITE, Span};
+use super::object::{Id, Ptr, code, enter};
+use super::receive::Receive;
+use super::state::State;
+use crate::sys;
+use crate::sys::ibv_event_type as Event;
+use crate::sys::ibv_qp_state as QpState;
+use crate::sys::ibv_wc_opcode as Opcode;
+use crate::sys::ibv_wc_status as Status;
+
+pub(super) const RESET: QpState = QpState::IBV_QPS_RESET;
+pub(super) const INIT: QpState = QpState::IBV_QPS_INIT;
+pub(super) const RTR: QpState = QpState::IBV_QPS_RTR;
+pub(super) const RTS: QpState = QpState::IBV_QPS_RTS;
+pub(super) const ERROR: QpState = QpState::IBV_QPS_ERR;
+
+pub(super) const MAX_MESSAGE_BYTES: u32 = 1 << 30;
+
+/// As `rnr_retry`: wait for a receive for ever.
+const RNR_FOR_EVER: u8 = 7;
+
+pub(super) struct QueuePair {
+    pub(super) number: u32,
+    pub(super) device: Id,
+    pub(super) context: Id,
+    pub(super) domain: Id,
+    pub(super) send_cq: Id,
+    pub(super) recv_cq: Id,
+    pub(super) srq: Option<Id>,
+    pub(super) cap: sys::ibv_qp_cap,
+    pub(super) all_signaled: bool,
+    pub(super) state: QpState,
+    /// What `ibv_modify_qp` set, field by field.
+    pub(super) attr: sys::ibv_qp_attr,
+    /// Counts resets: completions of an earlier epoch free nothing.
+    pub(super) epoch: u32,
+    pub(super) sends: VecDeque<Send>,
+    pub(super) receives: VecDeque<Receive>,
+    /// Posted and not given back by a reaped completion yet.
+    pub(super) sends_used: u32,
+    pub(super) receives_used: u32,
+    /// Sends that succeeded without a completion since the last one.
+    pub(super) silent: u32,
+    pub(super) unacked: usize,
+    pub(super) raw: Ptr<sys::ibv_qp>,
+}
+
+/// A posted entry of the send queue.
+pub(super) struct Send {
+    wr_id: u64,
+    kind: Kind,
+    signaled: bool,
+    solicited: bool,
+    payload: Payload,
+    len: u64,
+    /// In network order, as it came.
+    imm: Option<u32>,
+    remote_addr: u64,
+    rkey: u32,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Send,
+    Write,
+    Read,
+}
+
+enum Payload {
+    Inline(Vec<AtomicU8>),
+    Pieces(Vec<Piece>),
+}
+
+/// What became of the entry at the head of a send queue.
+enum Outcome {
+    Done,
+    /// Not now: try again when something has changed.
+    Wait,
+    Fail(Status),
+}
+
+/// What the responder made of a request.
+enum Answer {
+    Acknowledged,
+    ReceiverNotReady,
+}
+
+/// How the responder refused: what the requester's completion says, and what its own users hear.
+struct Refusal {
+    why: Status,
+    event: Option<Event>,
+}
+
+impl State {
+    /// Lets every queue pair go on that can, until none can.
+    pub(super) fn settle(&mut self) {
+        loop {
+            let mut moved = false;
+            for id in self.pending.iter().copied().collect::<Vec<_>>() {
+                while self.step(id) {
+                    moved = true;
+                }
+            }
+            if !moved {
+                return;
+            }
+        }
+    }
+
+    /// Executes the head of a send queue; `false` if there is nothing to do now.
+    fn step(&mut self, id: Id) -> bool {
+        let Some(qp) = self.queue_pairs.get_mut(&id).filter(|qp| qp.state == RTS) else {
+            self.pending.remove(&id);
+            return false;
+        };
+        let Some(send) = qp.sends.pop_front() else {
+            self.pending.remove(&id);
+            return false;
+        };
+        match self.execute(id, &send) {
+            Outcome::Done => self.sent(id, &send, Status::IBV_WC_SUCCESS),
+            Outcome::Wait => {
+                if let Some(qp) = self.queue_pairs.get_mut(&id) {
+                    qp.sends.push_front(send);
+                }
+                return false;
+            }
+            Outcome::Fail(why) => {
+                self.sent(id, &send, why);
+                self.fail(id);
+            }
+        }
+        true
+    }
+
+    fn execute(&mut self, id: Id, send: &Send) -> Outcome {
+        let qp = &self.queue_pairs[&id];
+        let (domain, timeout, rnr_retry) = (qp.domain, qp.attr.timeout, qp.attr.rnr_retry);
+        if !self.devices.get(&qp.device).is_some_and(Device::is_alive) {
+            return Outcome::Fail(Status::IBV_WC_LOC_QP_OP_ERR);
+        }
+        if send.len > MAX_MESSAGE_BYTES.into() {
+            return Outcome::Fail(Status::IBV_WC_LOC_LEN_ERR);
+        }
+        if send.kind == Kind::Read && qp.attr.max_rd_atomic == 0 {
+            return Outcome::Wait;
+        }
+        let access = if send.kind == Kind::Read { LOCAL_WRITE } else { 0 };
+        let local = match &send.payload {
+            Payload::Inline(bytes) => Some(vec![Span::of(bytes)]),
+            Payload::Pieces(pieces) => self.local(domain, pieces, send.len, access),
+        };
+        let Some(local) = local else { return Outcome::Fail(Status::IBV_WC_LOC_PROT_ERR) };
+        let peer = match self.peer_of(id) {
+            Peer::Ready(peer) => peer,
+            Peer::NotYet => return Outcome::Wait,
+            // Without a timeout the requester waits for the path to come back.
+            Peer::Silent if timeout == 0 => return Outcome::Wait,
+            Peer::Silent => return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR),
+        };
+        match self.respond(peer, send, &local) {
+            Ok(Answer::Acknowledged) => Outcome::Done,
+            Ok(Answer::ReceiverNotReady) if rnr_retry == RNR_FOR_EVER => Outcome::Wait,
+            Ok(Answer::ReceiverNotReady) => Outcome::Fail(Status::IBV_WC_RNR_RETRY_EXC_ERR),
+            Err(Refusal { why, event }) => {
+                self.fail_responder(peer, event);
+                Outcome::Fail(why)
+            }
+        }
+    }
+
+    /// The responder's half.
+    fn respond(&mut self, id: Id, send: &Send, local: &[Span]) -> Result<Answer, Refusal> {
+        let qp = &self.queue_pairs[&id];
+        let domain = qp.domain;
+        let (needed, accepts) = match send.kind {
+            Kind::Send => (0, true),
+            Kind::Write => (REMOTE_WRITE, true),
+            Kind::Read => (REMOTE_READ, qp.attr.max_dest_rd_atomic > 0),
+        };
+        if qp.attr.qp_access_flags & needed != needed || !accepts {
+            return Err(Refusal {
+                why: Status::IBV_WC_REM_INV_REQ_ERR,
+                event: Some(Event::IBV_EVENT_QP_REQ_ERR),
+            });
+        }
+        let takes_receive = send.kind == Kind::Send || send.imm.is_some();
+        if takes_receive && !self.has_receive(id) {
+            return Ok(Answer::ReceiverNotReady);
+        }
+        if needed != 0 {
+            let remote =
+                self.remote(domain, send.rkey, send.remote_addr, send.len, needed).ok_or(Refusal {
+                    why: Status::IBV_WC_REM_ACCESS_ERR,
+                    event: Some(Event::IBV_EVENT_QP_ACCESS_ERR),
+                })?;
+            match send.kind {
+                Kind::Read => memory::copy(&[remote], local),
+                _ => memory::copy(local, &[remote]),
+            }
+        }
+        if takes_receive && let Some(receive) = self.take_receive(id) {
+            let mut opcode = Opcode::IBV_WC_RECV_RDMA_WITH_IMM;
+            if send.kind == Kind::Send {
+                opcode = Opcode::IBV_WC_RECV;
+                if receive.room() < send.len {
+                    self.received(id, &receive, Status::IBV_WC_LOC_LEN_ERR, opcode, send);
+                    return Err(Refusal { why: Status::IBV_WC_REM_INV_REQ_ERR, event: None });
+                }
+                let Some(places) = self.local(domain, &receive.pieces, send.len, LOCAL_WRITE) else {
+                    self.received(id, &receive, Status::IBV_WC_LOC_PROT_ERR, opcode, send);
+                    return Err(Refusal { why: Status::IBV_WC_REM_OP_ERR, event: None });
+                };
+                memory::copy(local, &places);
+            }
+            self.received(id, &receive, Status::IBV_WC_SUCCESS, opcode, send);
+        }
+        Ok(Answer::Acknowledged)
+    }
+
+    fn fail_responder(&mut self, id: Id, kind: Option<Event>) {
+        if let Some(kind) = kind
+            && let Some(qp) = self.queue_pairs.get(&id)
+        {
+            self.notify(qp.context, kind, Subject::QueuePair(id));
+        }
+        self.fail(id);
+    }
+
+    /// A completion on the send side; successes that nobody asked about are silent.
+    fn sent(&mut self, id: Id, send: &Send, why: Status) {
+        let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
+        if why == Status::IBV_WC_SUCCESS && !send.signaled && !qp.all_signaled {
+            qp.silent += 1;
+            return;
+        }
+        let count = std::mem::take(&mut qp.silent) + 1;
+        let opcode = match send.kind {
+            Kind::Send => Opcode::IBV_WC_SEND,
+            Kind::Write => Opcode::IBV_WC_RDMA_WRITE,
+            Kind::Read => Opcode::IBV_WC_RDMA_READ,
+        };
+        let wc = sys::ibv_wc {
+            wr_id: send.wr_id,
+            status: why,
+            opcode,
+            byte_len: u32::try_from(send.len).unwrap_or(u32::MAX),
+            qp_num: qp.number,
+            ..Default::default()
+        };
+        let (queue, frees) = (qp.send_cq, Frees::Sends { qp: id, epoch: qp.epoch, count });
+        self.complete(queue, Entry { wc, frees, solicited: false });
+    }
+
+    fn received(&mut self, id: Id, receive: &Receive, why: Status, opcode: Opcode, send: &Send) {
+        let Some(qp) = self.queue_pairs.get(&id) else { return };
+        let mut wc = sys::ibv_wc {
+            wr_id: receive.wr_id,
+            status: why,
+            opcode,
+            byte_len: u32::try_from(send.len).unwrap_or(u32::MAX),
+            qp_num: qp.number,
+            src_qp: qp.attr.dest_qp_num,
+            ..Default::default()
+        };
+        if let Some(imm) = send.imm {
+            wc.wc_flags = sys::ibv_wc_flags::IBV_WC_WITH_IMM.0;
+            wc.__bindgen_anon_1.imm_data = imm;
+        }
+        let queue = qp.recv_cq;
+        self.complete(queue, Entry { wc, frees: receive.frees, solicited: send.solicited });
+    }
+
+    /// Moves a queue pair to ERROR and flushes it.
+    pub(super) fn fail(&mut self, id: Id) {
+        let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
+        if qp.state == ERROR {
+            return;
+        }
+        qp.state = ERROR;
+        let (context, has_srq) = (qp.context, qp.srq.is_some());
+        self.flush(id);
+        if has_srq {
+            self.notify(context, Event::IBV_EVENT_QP_LAST_WQE_REACHED, Subject::QueuePair(id));
+        }
+    }
+
+    /// Completes everything that is posted to a failed queue pair.
+    pub(super) fn flush(&mut self, id: Id) {
+        let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
+        let (number, queue) = (qp.number, qp.recv_cq);
+        let (sends, receives) = (std::mem::take(&mut qp.sends), std::mem::take(&mut qp.receives));
+        for send in &sends {
+            self.sent(id, send, Status::IBV_WC_WR_FLUSH_ERR);
+        }
+        for receive in receives {
+            let wc = sys::ibv_wc {
+                wr_id: receive.wr_id,
+                status: Status::IBV_WC_WR_FLUSH_ERR,
+                opcode: Opcode::IBV_WC_RECV,
+                qp_num: number,
+                ..Default::default()
+            };
+            self.complete(queue, Entry { wc, frees: receive.frees, solicited: false });
+        }
+    }
+
+    fn peer_of(&self, id: Id) -> Peer {
+        let qp = &self.queue_pairs[&id];
+        // SAFETY: both members of the union are plain bytes.
+        let gid = unsafe { qp.attr.ah_attr.grh.dgid.raw };
+        let Some(device) = self.device_at(gid).filter(|device| self.reaches(qp.device, *device)) else {
+            return Peer::Silent;
+        };
+        let number = qp.attr.dest_qp_num;
+        match self.by_qp_num.get(&number).and_then(|id| Some((*id, self.queue_pairs.get(id)?))) {
+            Some((_, peer)) if peer.device != device => Peer::Silent,
+            Some((_, peer)) if peer.state == RESET || peer.state == INIT => Peer::NotYet,
+            Some((id, peer)) if peer.state != ERROR && peer.attr.dest_qp_num == qp.number => Peer::Ready(id),
+            _ => Peer::Silent,
+        }
+    }
+
+    /// The device that has `gid`.
+    pub(super) fn device_at(&self, gid: [u8; 16]) -> Option<Id> {
+        self.devices.values().find(|device| !device.removed && device.index_of(gid).is_some()).map(|d| d.id)
+    }
+
+    /// Whether packets get from one device to the other.
+    pub(super) fn reaches(&self, from: Id, to: Id) -> bool {
+        let alive = |id| self.devices.get(&id).is_some_and(Device::is_alive);
+        alive(from) && alive(to) && !self.holes.contains(&(from.min(to), from.max(to)))
+    }
+
+    fn accept_send(&mut self, id: Id, send: Send, pieces: usize) -> Result<(), Errno> {
+        let qp = self.queue_pairs.get_mut(&id).ok_or(Errno::INVAL)?;
+        let inline_too_long =
+            matches!(&send.payload, Payload::Inline(_)) && send.len > u64::from(qp.cap.max_inline_data);
+        if (qp.state != RTS && qp.state != ERROR) || pieces > qp.cap.max_send_sge as usize || inline_too_long
+        {
+            return Err(Errno::INVAL);
+        }
+        if self.devices.get(&qp.device).is_none_or(|device| device.removed) {
+            return Err(Errno::IO);
+        }
+        if qp.sends_used >= qp.cap.max_send_wr {
+            return Err(Errno::NOMEM);
+        }
+        qp.sends_used += 1;
+        qp.sends.push_back(send);
+        if qp.state == ERROR {
+            self.flush(id);
+        } else {
+            self.pending.insert(id);
+        }
+        Ok(())
+    }
+}
+
+enum Peer {
+    Ready(Id),
+    /// It is there, but not ready to receive yet: packets would be resent until it is.
+    NotYet,
+    Silent,
+}
+
+impl Send {
+    /// # Safety
+    /// `wr` and its list are valid for the call; so is what it names, if it is to be copied inline.
+    unsafe fn from_raw(wr: &sys::ibv_send_wr) -> Result<Self, Errno> {
+        use sys::ibv_send_flags as Flag;
+        use sys::ibv_wr_opcode as Op;
+        let (kind, with_imm) = match wr.opcode {
+            Op::IBV_WR_SEND => (Kind::Send, false),
+            Op::IBV_WR_SEND_WITH_IMM => (Kind::Send, true),
+            Op::IBV_WR_RDMA_WRITE => (Kind::Write, false),
+            Op::IBV_WR_RDMA_WRITE_WITH_IMM => (Kind::Write, true),
+            Op::IBV_WR_RDMA_READ => (Kind::Read, false),
+            _ => return Err(Errno::INVAL),
+        };
+        let has = |flag: sys::ibv_send_flags| wr.send_flags & flag.0 != 0;
+        // SAFETY: the caller vouches for the list; the members of the unions are plain numbers.
+        let (pieces, remote, imm) =
+            unsafe { (pieces(wr.sg_list, wr.num_sge), wr.wr.rdma, wr.__bindgen_anon_1.imm_data) };
+        let len = pieces.iter().map(|piece| u64::from(piece.len)).sum();
+        let inline = has(Flag::IBV_SEND_INLINE);
+        if inline && (kind == Kind::Read || len > u64::from(MAX_MESSAGE_BYTES)) {
+            return Err(Errno::INVAL);
+        }
+        Ok(Self {
+            wr_id: wr.wr_id,
+            kind,
+            signaled: has(Flag::IBV_SEND_SIGNALED),
+            solicited: has(Flag::IBV_SEND_SOLICITED),
+            payload: if inline {
+                // SAFETY: the caller vouches for it.
+                Payload::Inline(unsafe { memory::read_inline(&pieces) })
+            } else {
+                Payload::Pieces(pieces)
+            },
+            len,
+            imm: with_imm.then_some(imm),
+            remote_addr: remote.remote_addr,
+            rkey: remote.rkey,
+        })
+    }
+}
+
+/// Copies a scatter/gather list.
+///
+/// # Safety
+/// `list` has `len` entries.
+pub(super) unsafe fn pieces(list: *const sys::ibv_sge, len: c_int) -> Vec<Piece> {
+    let len = usize::try_from(len).unwrap_or(0);
+    // SAFETY: the caller vouches for it.
+    let read = |at| unsafe { list.add(at).read() };
+    (0..len).map(read).map(|sge| Piece { addr: sge.addr, len: sge.length, lkey: sge.lkey }).collect()
+}
+
+pub(super) unsafe extern "C" fn post_send(
+    qp: *mut sys::ibv_qp,
+    mut wr: *mut sys::ibv_send_wr,
+    bad_wr: *mut *mut sys::ibv_send_wr,
+) -> c_int {
+    // SAFETY: the caller's queue pair is alive; the chain is valid for the call, as is `bad_wr`.
+    code(unsafe {
+        *bad_wr = wr;
+        enter("ibv_post_send", qp, |state, id| {
+            let mut result = Ok(());
+            while result.is_ok() && !wr.is_null() {
+                let pieces = usize::try_from((*wr).num_sge).unwrap_or(usize::MAX);
+                result = Send::from_raw(&*wr).and_then(|send| state.accept_send(id, send, pieces));
+                if result.is_ok() {
+                    wr = (*wr).next;
+                }
+            }
+            *bad_wr = wr;
+            state.settle();
+            result
+        })
+    })
+}

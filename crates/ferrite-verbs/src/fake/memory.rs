@@ -1,0 +1,262 @@
+//! Protection domains and memory regions: what a key allows, and the copying itself.
+//!
+//! The only place that touches callers' memory. Bytes move one by one as relaxed atomics: to Rust (and to
+//! Miri) the fake is a thread that shares the memory, as a network card would if it were one.
+
+use std::ffi::{c_int, c_uint, c_void};
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use rustix::io::Errno;
+
+use super::object::{self, Id, Object, Ptr, code, enter, extended, pointer};
+use super::state::State;
+use crate::sys;
+
+pub(super) const LOCAL_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
+pub(super) const REMOTE_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
+pub(super) const REMOTE_READ: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
+/// Flags that say something the fake models, or may ignore (IBV_ACCESS_OPTIONAL_RANGE).
+const KNOWN_ACCESS: u32 = 0xff | 0x3ff0_0000;
+
+/// Keys are an index and a tag: a local key given to a peer, or the other way round, is refused.
+const KEY_TAG: u32 = 0xff;
+const LOCAL_TAG: u32 = 0x01;
+const REMOTE_TAG: u32 = 0x02;
+
+pub(super) struct Domain {
+    pub(super) context: Id,
+    pub(super) raw: Ptr<sys::ibv_pd>,
+}
+
+pub(super) struct Region {
+    domain: Id,
+    /// Where it is, and where its keys say it is.
+    at: usize,
+    iova: u64,
+    len: u64,
+    access: u32,
+    index: u32,
+    raw: Ptr<sys::ibv_mr>,
+}
+
+/// A piece of local memory as a work request names it.
+#[derive(Clone, Copy)]
+pub(super) struct Piece {
+    pub(super) addr: u64,
+    pub(super) len: u32,
+    pub(super) lkey: u32,
+}
+
+/// Memory that a key was found to allow.
+#[derive(Clone, Copy)]
+pub(super) struct Span {
+    at: usize,
+    len: usize,
+}
+
+impl Span {
+    /// Bytes of our own.
+    pub(super) fn of(bytes: &[AtomicU8]) -> Self {
+        Self { at: bytes.as_ptr().expose_provenance(), len: bytes.len() }
+    }
+}
+
+impl State {
+    /// The first `len` bytes of `pieces`; `None` if a key does not allow `access`.
+    pub(super) fn local(&self, domain: Id, pieces: &[Piece], mut len: u64, access: u32) -> Option<Vec<Span>> {
+        let mut spans = Vec::with_capacity(pieces.len());
+        for piece in pieces {
+            let part = u64::from(piece.len).min(len);
+            len -= part;
+            if part > 0 {
+                spans.push(self.span(domain, LOCAL_TAG, piece.lkey, piece.addr, part, access)?);
+            }
+        }
+        Some(spans)
+    }
+
+    /// `len` bytes that a peer named; `None` if the key does not allow `access`.
+    pub(super) fn remote(&self, domain: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
+        if len == 0 {
+            return Some(Span { at: 0, len: 0 });
+        }
+        self.span(domain, REMOTE_TAG, rkey, addr, len, access)
+    }
+
+    fn span(&self, domain: Id, tag: u32, key: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
+        let region = self.regions.get(self.keys.get(&(key >> 8))?)?;
+        let offset = addr.checked_sub(region.iova)?;
+        let fits = offset.checked_add(len)? <= region.len;
+        let allowed = region.domain == domain && key & KEY_TAG == tag && region.access & access == access;
+        (fits && allowed).then_some(())?;
+        Some(Span { at: region.at + usize::try_from(offset).ok()?, len: usize::try_from(len).ok()? })
+    }
+
+    fn register(
+        &mut self,
+        domain: Id,
+        at: *mut c_void,
+        len: usize,
+        iova: u64,
+        access: u32,
+    ) -> Result<*mut sys::ibv_mr, Errno> {
+        let found = self.domains.get(&domain).ok_or(Errno::INVAL)?;
+        let (raw_pd, context) = (found.raw, found.context);
+        let raw_context = self.usable(context)?.raw.context();
+        let spec = &self.device_of(context)?.spec;
+        let (max_bytes, max_mr) = (spec.max_mr_bytes, spec.max_mr as usize);
+        // The kernel's rule: a peer may not write what the device itself may not.
+        let remote_only = access & REMOTE_WRITE != 0 && access & LOCAL_WRITE == 0;
+        if len == 0 || len as u64 > max_bytes || remote_only || access & !KNOWN_ACCESS != 0 {
+            return Err(Errno::INVAL);
+        }
+        if self.regions.len() >= max_mr {
+            return Err(Errno::NOMEM);
+        }
+        let id = self.name();
+        // 24 bits of names last long enough for a test.
+        let index = u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
+        let is_remote = access & (REMOTE_READ | REMOTE_WRITE) != 0;
+        let raw = sys::ibv_mr {
+            context: raw_context,
+            pd: raw_pd.0,
+            addr: at,
+            length: len,
+            handle: index,
+            lkey: index << 8 | LOCAL_TAG,
+            rkey: if is_remote { index << 8 | REMOTE_TAG } else { 0 },
+        };
+        let raw = Object::give(raw, id, self.world()?);
+        let at = at.expose_provenance();
+        self.regions.insert(id, Region { domain, at, iova, len: len as u64, access, index, raw });
+        self.keys.insert(index, id);
+        Ok(raw.0)
+    }
+
+    fn domain_is_used(&self, domain: Id) -> bool {
+        self.regions.values().any(|region| region.domain == domain)
+            || self.srqs.values().any(|srq| srq.domain == domain)
+            || self.queue_pairs.values().any(|qp| qp.domain == domain)
+    }
+}
+
+/// Moves bytes; both sides were checked, and what is longer on one side is left alone.
+pub(super) fn copy(from: &[Span], to: &[Span]) {
+    let (mut from, mut to) = (from.iter().copied(), to.iter().copied());
+    let empty = Span { at: 0, len: 0 };
+    let (mut source, mut target) = (empty, empty);
+    loop {
+        while source.len == 0 {
+            let Some(next) = from.next() else { return };
+            source = next;
+        }
+        while target.len == 0 {
+            let Some(next) = to.next() else { return };
+            target = next;
+        }
+        let len = source.len.min(target.len);
+        copy_bytes(source.at, target.at, len);
+        for span in [&mut source, &mut target] {
+            *span = Span { at: span.at + len, len: span.len - len };
+        }
+    }
+}
+
+fn copy_bytes(from: usize, to: usize, len: usize) {
+    let from: *mut u8 = std::ptr::with_exposed_provenance_mut(from);
+    let to: *mut u8 = std::ptr::with_exposed_provenance_mut(to);
+    for at in 0..len {
+        // SAFETY: both ranges lie in regions that are registered now (a `Span` is made from one under the
+        // same lock, or from bytes of our own), and whoever registered them promised that they are valid
+        // until they are deregistered, which takes the same lock. Others may access them at the same time:
+        // hence atomics.
+        unsafe {
+            let byte = AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
+            AtomicU8::from_ptr(to.add(at)).store(byte, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Bytes of callers' memory that is copied at once (inline data needs no key).
+///
+/// # Safety
+/// The pieces name memory that is valid for reads.
+pub(super) unsafe fn read_inline(pieces: &[Piece]) -> Vec<AtomicU8> {
+    let mut bytes = Vec::new();
+    for piece in pieces {
+        let from: *mut u8 = std::ptr::with_exposed_provenance_mut(piece.addr as usize);
+        // SAFETY: the caller vouches for it.
+        let read = |at| unsafe { AtomicU8::from_ptr(from.add(at)) }.load(Ordering::Relaxed);
+        bytes.extend((0..piece.len as usize).map(read).map(AtomicU8::new));
+    }
+    bytes
+}
+
+pub(super) unsafe extern "C" fn alloc_pd(context: *mut sys::ibv_context) -> *mut sys::ibv_pd {
+    // SAFETY: the caller's context is open.
+    pointer(unsafe {
+        enter("ibv_alloc_pd", extended(context), |state, context| {
+            let raw_context = state.usable(context)?.raw.context();
+            if state.domains.len() >= state.device_of(context)?.spec.max_pd as usize {
+                return Err(Errno::NOMEM);
+            }
+            let id = state.name();
+            let raw = sys::ibv_pd { context: raw_context, handle: 0 };
+            let raw = Object::give(raw, id, state.world()?);
+            state.domains.insert(id, Domain { context, raw });
+            Ok(raw.0)
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn dealloc_pd(pd: *mut sys::ibv_pd) -> c_int {
+    // SAFETY: the caller's domain is alive until here, and not used after.
+    code(unsafe {
+        enter("ibv_dealloc_pd", pd, |state, id| {
+            if state.domain_is_used(id) {
+                return Err(Errno::BUSY);
+            }
+            object::free(state.domains.remove(&id).ok_or(Errno::INVAL)?.raw);
+            Ok(())
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn reg_mr(
+    pd: *mut sys::ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    access: c_int,
+) -> *mut sys::ibv_mr {
+    // SAFETY: the caller's domain is alive.
+    pointer(unsafe {
+        enter("ibv_reg_mr", pd, |state, domain| {
+            state.register(domain, addr, length, addr.addr() as u64, access.cast_unsigned())
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn reg_mr_iova2(
+    pd: *mut sys::ibv_pd,
+    addr: *mut c_void,
+    length: usize,
+    iova: u64,
+    access: c_uint,
+) -> *mut sys::ibv_mr {
+    // SAFETY: the caller's domain is alive. The same call to whoever injects faults.
+    pointer(unsafe {
+        enter("ibv_reg_mr", pd, |state, domain| state.register(domain, addr, length, iova, access))
+    })
+}
+
+pub(super) unsafe extern "C" fn dereg_mr(mr: *mut sys::ibv_mr) -> c_int {
+    // SAFETY: the caller's region is alive until here, and not used after.
+    code(unsafe {
+        enter("ibv_dereg_mr", mr, |state, id| {
+            let region = state.regions.remove(&id).ok_or(Errno::INVAL)?;
+            state.keys.remove(&region.index);
+            object::free(region.raw);
+            Ok(())
+        })
+    })
+}

@@ -1,0 +1,149 @@
+//! What is true in a world: every object, by name, in plain Rust.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::sync::Weak;
+
+use rustix::io::Errno;
+
+use super::completion::{Channel, Queue};
+use super::device::{AsyncEvent, Context, Device, Subject};
+use super::engine::QueuePair;
+use super::handshake::{CmChannel, Identifier};
+use super::memory::{Domain, Region};
+use super::object::Id;
+use super::receive::SharedQueue;
+use super::{Inner, Objects, World};
+use crate::sys;
+
+pub(super) struct State {
+    me: Weak<Inner>,
+    next_id: Id,
+    pub(super) next_qp_num: u32,
+    pub(super) next_port: u16,
+    pub(super) device_lists: usize,
+    faults: HashMap<&'static str, VecDeque<Errno>>,
+    /// Pairs of devices, the smaller first, that lose each other's packets.
+    pub(super) holes: BTreeSet<(Id, Id)>,
+    pub(super) devices: BTreeMap<Id, Device>,
+    pub(super) contexts: BTreeMap<Id, Context>,
+    pub(super) domains: BTreeMap<Id, Domain>,
+    pub(super) regions: BTreeMap<Id, Region>,
+    /// Regions by the upper 24 bits of their keys.
+    pub(super) keys: HashMap<u32, Id>,
+    pub(super) channels: BTreeMap<Id, Channel>,
+    pub(super) queues: BTreeMap<Id, Queue>,
+    pub(super) srqs: BTreeMap<Id, SharedQueue>,
+    pub(super) queue_pairs: BTreeMap<Id, QueuePair>,
+    pub(super) by_qp_num: HashMap<u32, Id>,
+    /// Queue pairs that may have something to do: see `settle`.
+    pub(super) pending: BTreeSet<Id>,
+    pub(super) cm_channels: BTreeMap<Id, CmChannel>,
+    pub(super) identifiers: BTreeMap<Id, Identifier>,
+}
+
+impl State {
+    pub(super) fn new(me: Weak<Inner>) -> Self {
+        Self {
+            me,
+            next_id: 1,
+            next_qp_num: 0x11,
+            next_port: 49_152,
+            device_lists: 0,
+            faults: HashMap::new(),
+            holes: BTreeSet::new(),
+            devices: BTreeMap::new(),
+            contexts: BTreeMap::new(),
+            domains: BTreeMap::new(),
+            regions: BTreeMap::new(),
+            keys: HashMap::new(),
+            channels: BTreeMap::new(),
+            queues: BTreeMap::new(),
+            srqs: BTreeMap::new(),
+            queue_pairs: BTreeMap::new(),
+            by_qp_num: HashMap::new(),
+            pending: BTreeSet::new(),
+            cm_channels: BTreeMap::new(),
+            identifiers: BTreeMap::new(),
+        }
+    }
+
+    /// A name for a new object.
+    pub(super) fn name(&mut self) -> Id {
+        self.next_id += 1;
+        self.next_id
+    }
+
+    pub(super) fn weak(&self) -> Weak<Inner> {
+        self.me.clone()
+    }
+
+    /// The world, for an object that keeps it alive.
+    pub(super) fn world(&self) -> Result<World, Errno> {
+        self.me.upgrade().map(World).ok_or(Errno::NODEV)
+    }
+
+    pub(super) fn inject(&mut self, call: &'static str, errno: Errno) {
+        self.faults.entry(call).or_default().push_back(errno);
+    }
+
+    pub(super) fn take_fault(&mut self, call: &'static str) -> Option<Errno> {
+        if self.faults.is_empty() {
+            return None;
+        }
+        let errno = self.faults.get_mut(call)?.pop_front();
+        self.faults.retain(|_, queue| !queue.is_empty());
+        errno
+    }
+
+    pub(super) fn device_called(&self, name: &str) -> Option<Id> {
+        self.devices.values().find(|device| device.spec.name == name && !device.removed).map(|d| d.id)
+    }
+
+    /// The context, if its device can still make objects.
+    pub(super) fn usable(&self, context: Id) -> Result<&Context, Errno> {
+        let context = self.contexts.get(&context).ok_or(Errno::INVAL)?;
+        match self.devices.get(&context.device) {
+            Some(device) if !device.removed => Ok(context),
+            _ => Err(Errno::IO),
+        }
+    }
+
+    /// The device behind a context, if it is still there.
+    pub(super) fn device_of(&self, context: Id) -> Result<&Device, Errno> {
+        let device = self.usable(context)?.device;
+        self.devices.get(&device).ok_or(Errno::IO)
+    }
+
+    pub(super) fn notify(&mut self, context: Id, kind: sys::ibv_event_type, subject: Subject) {
+        if let Some(context) = self.contexts.get_mut(&context) {
+            context.events.push(AsyncEvent { kind, subject });
+        }
+    }
+
+    /// Tells every user of a device.
+    pub(super) fn notify_all(&mut self, device: Id, kind: sys::ibv_event_type, subject: Subject) {
+        for context in self.contexts.values_mut().filter(|context| context.device == device) {
+            context.events.push(AsyncEvent { kind, subject });
+        }
+    }
+
+    pub(super) fn objects(&self) -> Objects {
+        let unacked = self.queues.values().map(|queue| queue.unacked).sum::<usize>()
+            + self.queue_pairs.values().map(|qp| qp.unacked).sum::<usize>()
+            + self.srqs.values().map(|srq| srq.unacked).sum::<usize>()
+            + self.identifiers.values().map(|id| id.unacked).sum::<usize>();
+        Objects {
+            device_lists: self.device_lists,
+            contexts: self.contexts.len(),
+            protection_domains: self.domains.len(),
+            memory_regions: self.regions.len(),
+            completion_channels: self.channels.len(),
+            completion_queues: self.queues.len(),
+            shared_receive_queues: self.srqs.len(),
+            queue_pairs: self.queue_pairs.len(),
+            event_channels: self.cm_channels.len(),
+            cm_ids: self.identifiers.len(),
+            unacked_events: unacked,
+        }
+    }
+}

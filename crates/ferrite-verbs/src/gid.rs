@@ -1,0 +1,237 @@
+//! The addresses of a port, and which one to use.
+
+use std::cmp::Reverse;
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use crate::code::codes;
+use crate::context::Context;
+use crate::error::{Error, check};
+use crate::port::{LinkLayer, Port};
+use crate::sys;
+
+/// A 16-byte address: of InfiniBand, or an IP address for RoCE.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Gid(pub [u8; 16]);
+
+impl Gid {
+    /// The IP address it stands for on RoCE (IPv4 is stored as `::ffff:a.b.c.d`).
+    #[must_use]
+    pub fn ip(self) -> IpAddr {
+        let v6 = Ipv6Addr::from(self.0);
+        v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
+    }
+
+    /// The IPv4 address, if it is one.
+    #[must_use]
+    pub fn ipv4(self) -> Option<Ipv4Addr> {
+        Ipv6Addr::from(self.0).to_ipv4_mapped()
+    }
+
+    /// Whether it is only valid on one link (fe80::/10).
+    #[must_use]
+    pub fn is_link_local(self) -> bool {
+        self.0[0] == 0xfe && self.0[1] & 0xc0 == 0x80
+    }
+
+    fn is_unset(self) -> bool {
+        // Unused entries read as zero, or as the default prefix with a zero interface.
+        self.0 == [0; 16] || (self.is_link_local() && self.0[8..] == [0; 8])
+    }
+}
+
+impl fmt::Display for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        Ipv6Addr::from(self.0).fmt(f)
+    }
+}
+
+impl fmt::Debug for Gid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self, f)
+    }
+}
+
+codes! {
+    /// How packets to this address look on the wire.
+    pub struct GidType, unknown: "unknown type" {
+        /// InfiniBand's own packets.
+        INFINIBAND = 0, "InfiniBand";
+        /// An Ethernet type of its own, not routable.
+        ROCE_V1 = 1, "RoCE v1";
+        /// UDP port 4791, routable.
+        ROCE_V2 = 2, "RoCE v2";
+    }
+}
+
+/// One entry of a port's GID table.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GidEntry {
+    /// The port it belongs to.
+    pub port: u8,
+    /// Its place in the table: what `rdma_gid_index` and `ib_send_lat -x` mean.
+    pub index: u32,
+    /// The address.
+    pub gid: Gid,
+    /// How packets look.
+    pub kind: GidType,
+    /// The network interface it comes from (RoCE).
+    pub netdev: Option<String>,
+}
+
+impl GidEntry {
+    pub(crate) fn query_all(context: &Context) -> Result<Vec<Self>, Error> {
+        match context.verbs().ibv._ibv_query_gid_table {
+            Some(query) => Self::query_table(context, query),
+            None => Self::query_each(context),
+        }
+    }
+
+    /// One call for all entries (rdma-core 33 and later).
+    fn query_table(context: &Context, query: QueryGidTable) -> Result<Vec<Self>, Error> {
+        let mut capacity = 0;
+        for port in context.ports()? {
+            capacity += port.gid_table_len as usize;
+        }
+        let mut entries = vec![sys::ibv_gid_entry::default(); capacity.max(1)];
+        // SAFETY: the context is open; the array has as many entries of this size as we say.
+        let len = unsafe {
+            query(context.raw(), entries.as_mut_ptr(), entries.len(), 0, size_of::<sys::ibv_gid_entry>())
+        };
+        if len < 0 {
+            return Err(Error::os(
+                "ibv_query_gid_table",
+                rustix::io::Errno::from_raw_os_error(i32::try_from(-len).unwrap_or(5)),
+                context.device().name(),
+            ));
+        }
+        entries.truncate(len.unsigned_abs());
+        let usable = entries.iter().map(|entry| Self {
+            port: u8::try_from(entry.port_num).unwrap_or(0),
+            index: entry.gid_index,
+            // SAFETY: both members of the union are plain bytes.
+            gid: Gid(unsafe { entry.gid.raw }),
+            kind: GidType(entry.gid_type),
+            netdev: netdev(entry.ndev_ifindex),
+        });
+        Ok(usable.filter(|entry| !entry.gid.is_unset()).collect())
+    }
+
+    /// Entry by entry, with the type and interface from sysfs: for an older libibverbs.
+    fn query_each(context: &Context) -> Result<Vec<Self>, Error> {
+        let mut found = Vec::new();
+        for port in context.ports()? {
+            for index in 0..port.gid_table_len {
+                let mut raw = sys::ibv_gid::default();
+                let at = i32::try_from(index).unwrap_or(i32::MAX);
+                // SAFETY: the context is open and `raw` is valid for the write.
+                let rc = unsafe {
+                    (context.verbs().ibv.ibv_query_gid)(context.raw(), port.number, at, &raw mut raw)
+                };
+                check("ibv_query_gid", rc, || format!("{} index {index}", context.device().name()))?;
+                // SAFETY: both members of the union are plain bytes.
+                let gid = Gid(unsafe { raw.raw });
+                if !gid.is_unset() {
+                    found.push(Self::from_sysfs(context, &port, index, gid));
+                }
+            }
+        }
+        Ok(found)
+    }
+
+    fn from_sysfs(context: &Context, port: &Port, index: u32, gid: Gid) -> Self {
+        let attribute =
+            |name: &str| context.device().sysfs(&format!("ports/{}/gid_attrs/{name}/{index}", port.number));
+        let kind = match attribute("types").as_deref() {
+            Some("RoCE v2") => GidType::ROCE_V2,
+            Some("IB/RoCE v1") if port.link_layer == LinkLayer::ETHERNET => GidType::ROCE_V1,
+            _ => GidType::INFINIBAND,
+        };
+        Self { port: port.number, index, gid, kind, netdev: attribute("ndevs") }
+    }
+}
+
+type QueryGidTable =
+    unsafe extern "C" fn(*mut sys::ibv_context, *mut sys::ibv_gid_entry, usize, u32, usize) -> isize;
+
+fn netdev(ifindex: u32) -> Option<String> {
+    // A socket of any kind will do to ask the kernel for the name.
+    let socket =
+        rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM, None).ok()?;
+    rustix::net::netdevice::index_to_name(socket, ifindex).ok().filter(|_| ifindex != 0)
+}
+
+/// The entry that connections should use, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GidChoice {
+    /// The entry.
+    pub entry: GidEntry,
+    /// One clause, for people.
+    pub why: &'static str,
+}
+
+/// Chooses among the entries of `port`: RoCE v2 before v1 (only v2 is routed, and most switches are
+/// set up for it), IPv4 before global IPv6 before link-local, then the lowest index.
+#[must_use]
+pub fn choose_gid(port: &Port, entries: &[GidEntry]) -> Option<GidChoice> {
+    let rank = |entry: &GidEntry| {
+        let kind = u8::from(entry.kind == GidType::ROCE_V2);
+        let scope = if entry.gid.ipv4().is_some() { 2 } else { u8::from(!entry.gid.is_link_local()) };
+        (kind, scope, Reverse(entry.index))
+    };
+    let of_port = entries.iter().filter(|entry| entry.port == port.number);
+    let entry = of_port.max_by_key(|entry| rank(entry))?.clone();
+    let why = match rank(&entry) {
+        _ if port.link_layer == LinkLayer::INFINIBAND => "InfiniBand: the port's own address",
+        (1, 2, _) => "RoCE v2 with an IPv4 address: routable, and found by RDMA CM",
+        (1, 1, _) => "RoCE v2 with a global IPv6 address: routable; no IPv4 address here",
+        (1, _, _) => "RoCE v2, but link-local only: give the interface an IP address",
+        _ => "RoCE v1 only: works within one Ethernet segment",
+    };
+    Some(GidChoice { entry, why })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::port::tests::port;
+
+    fn entry(index: u32, ip: &str, kind: GidType) -> GidEntry {
+        let ip: Ipv6Addr = ip.parse().expect("an address");
+        GidEntry { port: 1, index, gid: Gid(ip.octets()), kind, netdev: None }
+    }
+
+    #[test]
+    fn prefers_roce_v2_with_ipv4() {
+        let entries = [
+            entry(0, "fe80::1", GidType::ROCE_V1),
+            entry(1, "fe80::1", GidType::ROCE_V2),
+            entry(2, "::ffff:10.0.0.1", GidType::ROCE_V1),
+            entry(3, "::ffff:10.0.0.1", GidType::ROCE_V2),
+            entry(4, "2001:db8::1", GidType::ROCE_V2),
+        ];
+        let chosen = choose_gid(&port(LinkLayer::ETHERNET), &entries).expect("one");
+        assert_eq!(chosen.entry.index, 3);
+        let chosen = choose_gid(&port(LinkLayer::ETHERNET), &entries[..3]).expect("one");
+        assert_eq!((chosen.entry.index, chosen.why.starts_with("RoCE v2, but")), (1, true));
+    }
+
+    #[test]
+    fn takes_the_lowest_index_and_only_this_port() {
+        let mut entries = vec![
+            entry(5, "::ffff:10.0.0.1", GidType::ROCE_V2),
+            entry(4, "::ffff:10.0.0.2", GidType::ROCE_V2),
+        ];
+        assert_eq!(choose_gid(&port(LinkLayer::ETHERNET), &entries).map(|c| c.entry.index), Some(4));
+        entries.iter_mut().for_each(|entry| entry.port = 2);
+        assert_eq!(choose_gid(&port(LinkLayer::ETHERNET), &entries), None);
+    }
+
+    #[test]
+    fn unset_entries_are_recognised() {
+        assert!(Gid([0; 16]).is_unset());
+        assert!(!Gid(Ipv6Addr::LOCALHOST.octets()).is_unset());
+        assert!(entry(0, "fe80::", GidType::ROCE_V2).gid.is_unset());
+    }
+}

@@ -1,0 +1,78 @@
+//! RDMA verbs and RDMA CM, loaded at run time.
+//!
+//! The bottom of Ferrite: every call into libibverbs and librdmacm is here, behind objects that keep
+//! their parents alive and can only be torn down in the right order. Nothing is linked: where rdma-core
+//! is absent, [`Verbs::system`] returns an [`Absence`] with its remedy, and the program goes on.
+//!
+//! | file | object |
+//! |---|---|
+//! | `table.rs` | the libraries, opened by dlopen: [`Verbs`] |
+//! | `device.rs` `context.rs` `port.rs` `gid.rs` | [`Device`], opened as [`Context`]; its [`Port`]s and [`GidEntry`]s |
+//! | `pd.rs` `mr.rs` | [`ProtectionDomain`], [`MemoryRegion`] |
+//! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
+//! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
+//! | `async_event.rs` | [`AsyncEvent`] |
+//! | `cm.rs` | [`EventChannel`], [`CmId`], [`CmEvent`] |
+//! | `error.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; numbers with names; [`leaked_objects`] |
+//! | `fake.rs` | a software provider behind the same table (feature `fake`) |
+//!
+//! Safety in one paragraph: safe code cannot make the device touch freed memory. A [`MemoryRegion`] owns
+//! its bytes and never lends them; a queue that was given a piece of one keeps it registered until the queue
+//! is destroyed. Code that brings its own memory does so by `unsafe` calls with a written contract
+//! ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device refuses to release an object, the object
+//! and its memory are leaked and counted ([`leaked_objects`]). Codes that this version does not know are kept as
+//! numbers.
+//!
+//! ```no_run
+//! # use ferrite_verbs::{Access, QueuePairConfig, Verbs};
+//! # fn main() -> Result<(), ferrite_verbs::Error> {
+//! let context = Verbs::system()?.device("rxe1")?.open()?;
+//! let domain = context.allocate_protection_domain()?;
+//! let mut region = domain.allocate(4096, Access::LOCAL)?;
+//! region.write(0, b"hello");
+//! let cq = context.create_completion_queue(64, None, 0)?;
+//! let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq))?;
+//! println!("queue pair {:#x}", qp.number());
+//! # Ok(()) }
+//! ```
+#![expect(unsafe_code, reason = "the FFI crate: each block states its obligations")]
+
+mod async_event;
+pub mod cm;
+mod code;
+mod context;
+mod cq;
+mod device;
+mod error;
+#[cfg(feature = "fake")]
+pub mod fake;
+mod gid;
+mod leak;
+mod mr;
+mod pd;
+mod port;
+mod qp;
+mod srq;
+mod sys;
+mod table;
+mod wc;
+mod wr;
+
+pub use async_event::{AsyncEvent, AsyncEventKind, Subject};
+pub use cm::{
+    CmEvent, CmEventKind, CmId, CmKey, ConnectParams, ConnectionRequest, EventChannel, RejectReason,
+};
+pub use context::{Context, Limits};
+pub use cq::{CompletionChannel, CompletionQueue, CqKey};
+pub use device::Device;
+pub use error::{Absence, Error, ErrorKind, Memlock};
+pub use gid::{Gid, GidChoice, GidEntry, GidType, choose_gid};
+pub use leak::leaked_objects;
+pub use mr::{Access, MemoryRegion};
+pub use pd::ProtectionDomain;
+pub use port::{LinkLayer, Mtu, Port, PortState};
+pub use qp::{Capacity, Path, PeerAddress, QueuePair, QueuePairAttributes, QueuePairConfig, State};
+pub use srq::SharedReceiveQueue;
+pub use table::Verbs;
+pub use wc::{CompletionError, Opcode, Status, WorkCompletion};
+pub use wr::{Operation, PostError, RecvRequest, RemoteSlice, SendRequest, Sge};

@@ -1,0 +1,291 @@
+//! Registered memory: what the device may read and write.
+//!
+//! The device, and a peer that was given the key, may change this memory at any moment. So there is
+//! never a `&[u8]` into it: bytes are copied in and out. Layers above that can prove the device has
+//! finished (slots that own buffers until their completion) bring their own memory by
+//! [`ProtectionDomain::register`] and hold the proof there.
+
+use std::ops::Range;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering, fence};
+
+use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
+
+use crate::error::{Error, ErrorKind, Memlock};
+use crate::pd::ProtectionDomain;
+use crate::sys;
+use crate::wr::{RemoteSlice, Sge};
+
+/// What may be done with a region. Reading it locally is always allowed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Access(u32);
+
+impl Access {
+    /// Only sends may be made from it.
+    pub const READ_ONLY: Self = Self(0);
+    /// The device may write it: receives, and the local end of reads.
+    pub const LOCAL: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
+    /// A peer that has the key may read it.
+    pub const REMOTE_READ: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
+    /// A peer that has the key may write it.
+    pub const REMOTE_WRITE: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
+    /// The device may write out of order: faster on some hosts, ignored where it is not known. Poll
+    /// completions, never the memory itself.
+    pub const RELAXED_ORDERING: Self = Self(sys::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0);
+
+    /// Flags that a device or a library may ignore (IBV_ACCESS_OPTIONAL_RANGE).
+    const OPTIONAL: u32 = 0x3ff0_0000;
+
+    /// Without those that only a registration may carry: what a queue pair takes.
+    pub(crate) fn of_queue_pair(self) -> u32 {
+        self.0 & !Self::OPTIONAL
+    }
+}
+
+impl std::ops::BitOr for Access {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// A registered region and, if we allocated it, its memory.
+///
+/// Dropping it takes the device's permission away first and frees the memory after; queue pairs that
+/// were given a part of it keep it alive until they are destroyed.
+#[derive(Debug)]
+pub struct MemoryRegion(Arc<Registration>);
+
+/// The registration itself: what queue pairs hold on to. It gives no access to the bytes, so that
+/// [`MemoryRegion`] stays their only owner.
+pub(crate) struct Registration {
+    raw: NonNull<sys::ibv_mr>,
+    memory: Memory,
+    len: usize,
+    domain: ProtectionDomain,
+}
+
+enum Memory {
+    /// Mapped by us, unmapped with the region.
+    Mapped(NonNull<u8>),
+    /// The caller's.
+    Borrowed(NonNull<u8>),
+}
+
+// SAFETY: the registration is a handle that any thread may use. Its memory is reached only through
+// `MemoryRegion`, which writes with `&mut self`.
+unsafe impl Send for Registration {}
+// SAFETY: as above.
+unsafe impl Sync for Registration {}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        let ibv = self.domain.context().verbs().ibv;
+        // SAFETY: registered by us and released once.
+        let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
+        // If the device did not let go it may still write: then the memory stays mapped for ever.
+        if crate::leak::unless_released(rc)
+            && let Memory::Mapped(at) = self.memory
+        {
+            // SAFETY: mapped by `allocate` with this length; the device has lost its permission, no
+            // reference into it was ever given out, and no queue pair knows it any more.
+            let _ = unsafe { munmap(at.as_ptr().cast(), self.len) };
+        }
+    }
+}
+
+impl std::fmt::Debug for Registration {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Registration").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl ProtectionDomain {
+    /// Allocates `len` zeroed bytes, not shared with forked children, and registers them.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Memlock`] with the figures when the locked-memory limit refuses;
+    /// [`ErrorKind::OutOfMemory`] or [`ErrorKind::CgroupLimit`] otherwise.
+    pub fn allocate(&self, len: usize, access: Access) -> Result<MemoryRegion, Error> {
+        if len == 0 {
+            return Err(Error::new(ErrorKind::Misuse, "ibv_reg_mr", "0 bytes"));
+        }
+        // SAFETY: a fresh mapping at an address of the kernel's choice.
+        let at = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+        }
+        .map_err(|errno| Error::os("mmap", errno, format!("{len} bytes")))?;
+        // After a fork, copy-on-write would move the parent's pages away from under the device.
+        #[cfg(not(miri))] // which has neither forks nor this call
+        // SAFETY: the mapping is ours; a kernel that refuses costs only children of this process.
+        let _ = unsafe { rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontFork) };
+        let Some(memory) = NonNull::new(at.cast()) else {
+            return Err(Error::new(ErrorKind::OutOfMemory, "mmap", format!("{len} bytes")));
+        };
+        self.register_memory(Memory::Mapped(memory), len, access).inspect_err(|_| {
+            // SAFETY: registration failed, so nobody knows the mapping.
+            let _ = unsafe { munmap(at, len) };
+        })
+    }
+
+    /// Registers memory of the caller's.
+    ///
+    /// # Errors
+    /// As [`ProtectionDomain::allocate`].
+    ///
+    /// # Safety
+    /// `memory` must be valid for reads and writes of `len` bytes until the region and every queue
+    /// pair it was posted to are gone, and no Rust reference into it may be live while the device or
+    /// a peer may access the same bytes.
+    pub unsafe fn register(
+        &self,
+        memory: NonNull<u8>,
+        len: usize,
+        access: Access,
+    ) -> Result<MemoryRegion, Error> {
+        self.register_memory(Memory::Borrowed(memory), len, access)
+    }
+
+    fn register_memory(&self, memory: Memory, len: usize, access: Access) -> Result<MemoryRegion, Error> {
+        let (Memory::Mapped(at) | Memory::Borrowed(at)) = memory;
+        let ibv = self.context().verbs().ibv;
+        // SAFETY: the domain is alive and the memory is valid for `len` bytes: by `allocate`, or as
+        // the caller of `register` promised. The fake provider keeps the address as a number.
+        let raw = unsafe {
+            let addr = at.as_ptr().expose_provenance();
+            let memory = std::ptr::with_exposed_provenance_mut(addr);
+            match ibv.ibv_reg_mr_iova2 {
+                // As the inline function in C: only this one knows that optional flags are optional.
+                Some(register) if access.0 & Access::OPTIONAL != 0 => {
+                    register(self.raw(), memory, len, addr as u64, access.0)
+                }
+                _ => (ibv.ibv_reg_mr)(self.raw(), memory, len, access.of_queue_pair().cast_signed()),
+            }
+        };
+        let raw = NonNull::new(raw).ok_or_else(|| {
+            let error =
+                Error::last("ibv_reg_mr", format!("{len} bytes on {}", self.context().device().name()));
+            match Memlock::refuses(len as u64) {
+                Some(memlock) if error.kind() == ErrorKind::OutOfMemory => error.because_of_memlock(memlock),
+                _ => error,
+            }
+        })?;
+        Ok(MemoryRegion(Arc::new(Registration { raw, memory, len, domain: self.clone() })))
+    }
+}
+
+impl Registration {
+    fn at(&self) -> NonNull<u8> {
+        let (Memory::Mapped(at) | Memory::Borrowed(at)) = self.memory;
+        at
+    }
+}
+
+#[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
+impl MemoryRegion {
+    /// Its length in bytes.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// The key for local use.
+    #[must_use]
+    pub fn lkey(&self) -> u32 {
+        // SAFETY: the registration is alive; the field is constant.
+        unsafe { (*self.0.raw.as_ptr()).lkey }
+    }
+
+    /// The key a peer needs.
+    #[must_use]
+    pub fn rkey(&self) -> u32 {
+        // SAFETY: the registration is alive; the field is constant.
+        unsafe { (*self.0.raw.as_ptr()).rkey }
+    }
+
+    /// A part of it, as the local end of a work request.
+    ///
+    /// # Panics
+    /// If the range is not within the region, or is larger than 4 GiB.
+    #[must_use]
+    pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
+        let len = u32::try_from(self.check(&range)).expect("a scatter/gather entry is at most 4 GiB");
+        let addr = self.0.at().as_ptr().addr() as u64 + range.start as u64;
+        Sge::owned(sys::ibv_sge { addr, length: len, lkey: self.lkey() }, &self.0)
+    }
+
+    /// A part of it, as what a peer may address: send these numbers to the peer.
+    ///
+    /// # Panics
+    /// If the range is not within the region.
+    #[must_use]
+    pub fn remote(&self, range: Range<usize>) -> RemoteSlice {
+        let len = self.check(&range);
+        RemoteSlice {
+            addr: self.0.at().as_ptr().addr() as u64 + range.start as u64,
+            len: len as u64,
+            rkey: self.rkey(),
+        }
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Panics
+    /// If they do not fit at `offset`.
+    pub fn write(&mut self, offset: usize, bytes: &[u8]) {
+        self.check(&(offset..offset.saturating_add(bytes.len())));
+        // SAFETY: within the region, which is valid while the registration is; `&mut self` keeps
+        // other threads out, and the device is not part of Rust's memory model.
+        unsafe {
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.at().as_ptr().add(offset), bytes.len());
+        }
+        fence(Ordering::Release);
+    }
+
+    /// Copies bytes out.
+    ///
+    /// # Panics
+    /// If `offset..offset + out.len()` is not within the region.
+    pub fn read(&self, offset: usize, out: &mut [u8]) {
+        self.check(&(offset..offset.saturating_add(out.len())));
+        fence(Ordering::Acquire);
+        // SAFETY: within the region, which is valid while the registration is. A device that writes
+        // meanwhile gives torn bytes, which are bytes all the same.
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.0.at().as_ptr().add(offset), out.as_mut_ptr(), out.len());
+        };
+    }
+
+    /// `len` bytes from `offset`, as a vector.
+    ///
+    /// # Panics
+    /// If they are not within the region.
+    #[must_use]
+    pub fn to_vec(&self, offset: usize, len: usize) -> Vec<u8> {
+        let mut out = vec![0; len];
+        self.read(offset, &mut out);
+        out
+    }
+
+    /// One byte, as the device last wrote it: for waiting on memory instead of a completion.
+    ///
+    /// # Panics
+    /// If `offset` is not within the region.
+    #[must_use]
+    pub fn load(&self, offset: usize) -> u8 {
+        self.check(&(offset..offset.saturating_add(1)));
+        // SAFETY: within the region; an atomic byte may be read while another writes it.
+        unsafe { AtomicU8::from_ptr(self.0.at().as_ptr().add(offset)) }.load(Ordering::Acquire)
+    }
+
+    fn check(&self, range: &Range<usize>) -> usize {
+        assert!(
+            range.start <= range.end && range.end <= self.0.len,
+            "range {range:?} is not within a region of {} bytes",
+            self.0.len
+        );
+        range.end - range.start
+    }
+}

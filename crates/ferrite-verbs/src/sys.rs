@@ -1,0 +1,18 @@
+//! The C interface of rdma-core: generated types and function tables, private to this crate.
+//!
+//! `cargo xtask bindings` writes `bindings.rs` (types, layout assertions) and `functions.rs`
+//! (what dlopen must find). Nothing here is linked.
+
+#[expect(
+    non_camel_case_types,
+    non_snake_case,
+    unreachable_pub,
+    dead_code,
+    clippy::undocumented_unsafe_blocks,
+    reason = "generated code, as the C headers have it"
+)]
+mod bindings;
+mod functions;
+
+pub(crate) use bindings::*;
+pub(crate) use functions::{CmFunctions, IbvFunctions};

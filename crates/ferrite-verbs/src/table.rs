@@ -1,0 +1,172 @@
+//! Finding the libraries: dlopen instead of a link-time dependency.
+//!
+//! One binary serves every host. Where rdma-core is absent the program starts, and asking for RDMA
+//! returns an [`Absence`] that says what to install. The libraries are opened once and never
+//! closed: their threads and providers do not survive an unload.
+
+use std::ffi::CStr;
+use std::sync::OnceLock;
+
+use libloading::os::unix::{Library, RTLD_GLOBAL, RTLD_NOW};
+
+use crate::error::Absence;
+use crate::sys::{CmFunctions, IbvFunctions};
+
+const LIBIBVERBS: &str = "libibverbs.so.1";
+const LIBRDMACM: &str = "librdmacm.so.1";
+
+/// Declares a struct of function pointers and how to fill it from a library.
+macro_rules! function_table {
+    (
+        pub(crate) struct $table:ident {
+            required { $($required:ident: $required_type:ty,)* }
+            optional { $($optional:ident: $optional_type:ty,)* }
+        }
+    ) => {
+        /// Functions of one library; an optional one is `None` where the library is too old for it.
+        #[derive(Clone, Copy)]
+        pub(crate) struct $table {
+            $(pub(crate) $required: $required_type,)*
+            $(pub(crate) $optional: Option<$optional_type>,)*
+        }
+
+        impl $table {
+            /// Looks every function up; `Err` carries the name of a required one that is missing.
+            ///
+            /// # Safety
+            /// `library` must be the library the headers describe, and must stay loaded for as
+            /// long as the table is used.
+            pub(crate) unsafe fn load(library: &libloading::os::unix::Library) -> Result<Self, &'static str> {
+                // SAFETY: the caller vouches for the library, so that each symbol has the type
+                // which the generated table gives it.
+                unsafe {
+                    Ok(Self {
+                        $($required: *library
+                            .get::<$required_type>(stringify!($required))
+                            .map_err(|_| stringify!($required))?,)*
+                        $($optional: library
+                            .get::<$optional_type>(stringify!($optional))
+                            .ok()
+                            .map(|symbol| *symbol),)*
+                    })
+                }
+            }
+        }
+    };
+}
+pub(crate) use function_table;
+
+/// An RDMA stack: the entry to everything in this crate.
+///
+/// [`Verbs::system`] is the machine's own. Cloning is free.
+#[derive(Clone)]
+pub struct Verbs {
+    pub(crate) ibv: &'static IbvFunctions,
+    cm: Result<&'static CmFunctions, Absence>,
+    #[cfg(feature = "fake")]
+    pub(crate) world: Option<crate::fake::World>,
+}
+
+impl Verbs {
+    /// Loads libibverbs, and librdmacm where it is present, once per process.
+    ///
+    /// # Errors
+    /// [`Absence::NoLibrary`] or [`Absence::OldLibrary`] if libibverbs cannot serve. A missing
+    /// librdmacm is reported when it is needed, by [`Verbs::open_event_channel`].
+    pub fn system() -> Result<Self, Absence> {
+        static SYSTEM: OnceLock<Result<Verbs, Absence>> = OnceLock::new();
+        SYSTEM.get_or_init(load_system).clone()
+    }
+
+    /// The functions of RDMA CM.
+    pub(crate) fn cm(&self) -> Result<&'static CmFunctions, Absence> {
+        self.cm.clone()
+    }
+
+    #[cfg(feature = "fake")]
+    pub(crate) fn with_tables(
+        ibv: &'static IbvFunctions,
+        cm: &'static CmFunctions,
+        world: crate::fake::World,
+    ) -> Self {
+        Self { ibv, cm: Ok(cm), world: Some(world) }
+    }
+
+    /// Runs one of the calls that have no object to belong to (list devices, open the CM), which
+    /// the fake must tell from the calls of other fakes in this process.
+    pub(crate) fn rooted<T>(&self, call: impl FnOnce() -> T) -> T {
+        #[cfg(feature = "fake")]
+        if let Some(world) = &self.world {
+            return world.enter(call);
+        }
+        call()
+    }
+}
+
+impl std::fmt::Debug for Verbs {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Verbs").field("cm", &self.cm.as_ref().map(|_| ())).finish_non_exhaustive()
+    }
+}
+
+fn load_system() -> Result<Verbs, Absence> {
+    let library = open(LIBIBVERBS)?;
+    // SAFETY: the soname names libibverbs with a stable ABI, and `leak` keeps it loaded for ever.
+    let ibv = unsafe { IbvFunctions::load(leak(library)) }
+        .map_err(|symbol| Absence::OldLibrary { library: LIBIBVERBS, symbol })?;
+    let cm = open(LIBRDMACM).and_then(|library| {
+        // SAFETY: as above, for librdmacm.
+        unsafe { CmFunctions::load(leak(library)) }
+            .map_err(|symbol| Absence::OldLibrary { library: LIBRDMACM, symbol })
+    });
+    Ok(Verbs {
+        ibv: Box::leak(Box::new(ibv)),
+        cm: cm.map(|cm| &*Box::leak(Box::new(cm))),
+        #[cfg(feature = "fake")]
+        world: None,
+    })
+}
+
+fn open(name: &'static str) -> Result<Library, Absence> {
+    // RTLD_GLOBAL: providers are plugins that resolve libibverbs' symbols when it loads them.
+    // SAFETY: the initialisers of rdma-core have no preconditions.
+    unsafe { Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) }
+        .map_err(|error| Absence::NoLibrary { library: name, detail: error.to_string() })
+}
+
+fn leak(library: Library) -> &'static Library {
+    Box::leak(Box::new(library))
+}
+
+/// A C string that the library owns, as text; empty where the pointer is null.
+///
+/// # Safety
+/// `text` is null or points to a terminated string that lives through the call.
+pub(crate) unsafe fn text(text: *const std::ffi::c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller vouches for it.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_named_with_its_remedy() {
+        let Err(absence) = open("libferrite-nowhere.so.1") else { panic!("nobody has this library") };
+        assert!(matches!(absence, Absence::NoLibrary { library: "libferrite-nowhere.so.1", .. }));
+        assert!(absence.to_string().contains("libferrite-nowhere.so.1"), "{absence}");
+        assert!(absence.remedy().contains("libibverbs1"), "{}", absence.remedy());
+    }
+
+    #[test]
+    fn a_library_without_a_required_symbol_is_refused_by_that_name() {
+        let library = open("libc.so.6").expect("the C library");
+        // SAFETY: no symbol is found, so none is called.
+        let loaded = unsafe { IbvFunctions::load(&library) };
+        assert_eq!(loaded.err(), Some("ibv_get_device_list"));
+    }
+}

@@ -1,0 +1,329 @@
+//! Work requests: what a queue pair is asked to do.
+
+use std::mem::MaybeUninit;
+use std::sync::Arc;
+
+use crate::error::{Error, ErrorKind, check};
+use crate::mr::Registration;
+use crate::sys;
+
+/// A piece of local memory in a work request.
+#[derive(Clone, Copy)]
+pub struct Sge<'a> {
+    raw: sys::ibv_sge,
+    /// The registration that the queue must keep alive; `None` if the caller vouches for it.
+    owner: Option<&'a Arc<Registration>>,
+}
+
+impl<'a> Sge<'a> {
+    pub(crate) fn owned(raw: sys::ibv_sge, owner: &'a Arc<Registration>) -> Self {
+        Self { raw, owner: Some(owner) }
+    }
+
+    /// Names memory by address and key, for callers that own it until the completion.
+    ///
+    /// # Safety
+    /// Until the work request has completed, or its queue pair is destroyed, the memory must stay
+    /// registered under `lkey` and mapped, and no Rust reference may conflict with the device's
+    /// access to it.
+    #[must_use]
+    pub unsafe fn from_raw(addr: u64, len: u32, lkey: u32) -> Self {
+        Self { raw: sys::ibv_sge { addr, length: len, lkey }, owner: None }
+    }
+
+    /// Length in bytes.
+    #[must_use]
+    pub fn len(&self) -> u32 {
+        self.raw.length
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.raw.length == 0
+    }
+
+    pub(crate) fn owner(&self) -> Option<&'a Arc<Registration>> {
+        self.owner
+    }
+}
+
+impl std::fmt::Debug for Sge<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Sge({} bytes, lkey {:#x})", self.raw.length, self.raw.lkey)
+    }
+}
+
+/// Memory of the peer: numbers it gave us, checked by its device and by nobody else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RemoteSlice {
+    /// Address in the peer's process.
+    pub addr: u64,
+    /// Length in bytes: for our own bookkeeping, the wire does not carry it.
+    pub len: u64,
+    /// The peer's key.
+    pub rkey: u32,
+}
+
+/// What to do with the local memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Operation {
+    /// Into the peer's next posted receive.
+    Send,
+    /// The same, with 32 bits of the sender's choice.
+    SendImm(u32),
+    /// Into the peer's memory; the peer does not notice.
+    Write(RemoteSlice),
+    /// Into the peer's memory, and one of its receives completes with these 32 bits.
+    WriteImm(RemoteSlice, u32),
+    /// Out of the peer's memory into ours.
+    Read(RemoteSlice),
+}
+
+/// An entry for the send queue.
+///
+/// ```
+/// # use ferrite_verbs::{MemoryRegion, SendRequest};
+/// # fn show(region: &MemoryRegion) {
+/// let piece = [region.sge(0..64)];
+/// let request = SendRequest::send(7, &piece).signaled().inline();
+/// # let _ = request; }
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct SendRequest<'a> {
+    pub(crate) wr_id: u64,
+    pub(crate) operation: Operation,
+    pub(crate) local: &'a [Sge<'a>],
+    pub(crate) flags: u32,
+}
+
+impl<'a> SendRequest<'a> {
+    /// `operation` on `local`; `wr_id` comes back in the completion.
+    #[must_use]
+    pub fn new(wr_id: u64, operation: Operation, local: &'a [Sge<'a>]) -> Self {
+        Self { wr_id, operation, local, flags: 0 }
+    }
+
+    /// [`Operation::Send`].
+    #[must_use]
+    pub fn send(wr_id: u64, local: &'a [Sge<'a>]) -> Self {
+        Self::new(wr_id, Operation::Send, local)
+    }
+
+    /// [`Operation::Write`].
+    #[must_use]
+    pub fn write(wr_id: u64, local: &'a [Sge<'a>], remote: RemoteSlice) -> Self {
+        Self::new(wr_id, Operation::Write(remote), local)
+    }
+
+    /// [`Operation::Read`].
+    #[must_use]
+    pub fn read(wr_id: u64, local: &'a [Sge<'a>], remote: RemoteSlice) -> Self {
+        Self::new(wr_id, Operation::Read(remote), local)
+    }
+
+    /// Ask for a completion on success too; failures always complete.
+    #[must_use]
+    pub fn signaled(self) -> Self {
+        self.with(sys::ibv_send_flags::IBV_SEND_SIGNALED)
+    }
+
+    /// Copy the bytes into the queue at once: the memory is free when the post returns.
+    #[must_use]
+    pub fn inline(self) -> Self {
+        self.with(sys::ibv_send_flags::IBV_SEND_INLINE)
+    }
+
+    /// Wake a peer that waits for solicited completions only.
+    #[must_use]
+    pub fn solicited(self) -> Self {
+        self.with(sys::ibv_send_flags::IBV_SEND_SOLICITED)
+    }
+
+    /// Start only after earlier reads have finished.
+    #[must_use]
+    pub fn fenced(self) -> Self {
+        self.with(sys::ibv_send_flags::IBV_SEND_FENCE)
+    }
+
+    fn with(mut self, flag: sys::ibv_send_flags) -> Self {
+        self.flags |= flag.0;
+        self
+    }
+}
+
+impl Request for SendRequest<'_> {
+    type Raw = sys::ibv_send_wr;
+
+    fn local(&self) -> &[Sge<'_>] {
+        self.local
+    }
+
+    fn link(raw: &mut Self::Raw, next: *mut Self::Raw) {
+        raw.next = next;
+    }
+
+    fn to_raw(self, sges: *mut sys::ibv_sge) -> Self::Raw {
+        use sys::ibv_wr_opcode as op;
+        let mut wr = sys::ibv_send_wr {
+            wr_id: self.wr_id,
+            sg_list: sges,
+            num_sge: i32::try_from(self.local.len()).unwrap_or(i32::MAX),
+            send_flags: self.flags,
+            ..Default::default()
+        };
+        let (opcode, remote, imm) = match self.operation {
+            Operation::Send => (op::IBV_WR_SEND, None, None),
+            Operation::SendImm(imm) => (op::IBV_WR_SEND_WITH_IMM, None, Some(imm)),
+            Operation::Write(remote) => (op::IBV_WR_RDMA_WRITE, Some(remote), None),
+            Operation::WriteImm(remote, imm) => (op::IBV_WR_RDMA_WRITE_WITH_IMM, Some(remote), Some(imm)),
+            Operation::Read(remote) => (op::IBV_WR_RDMA_READ, Some(remote), None),
+        };
+        wr.opcode = opcode;
+        if let Some(RemoteSlice { addr, rkey, .. }) = remote {
+            wr.wr.rdma = sys::ibv_send_wr__bindgen_ty_2__bindgen_ty_1 { remote_addr: addr, rkey };
+        }
+        if let Some(imm) = imm {
+            wr.__bindgen_anon_1.imm_data = imm.to_be();
+        }
+        wr
+    }
+}
+
+/// An entry for a receive queue: where the next message goes.
+#[derive(Debug, Clone, Copy)]
+pub struct RecvRequest<'a> {
+    pub(crate) wr_id: u64,
+    pub(crate) local: &'a [Sge<'a>],
+}
+
+impl<'a> RecvRequest<'a> {
+    /// Receives into `local`; `wr_id` comes back in the completion. An empty list takes messages
+    /// without payload: what a WRITE with immediate data needs.
+    #[must_use]
+    pub fn new(wr_id: u64, local: &'a [Sge<'a>]) -> Self {
+        Self { wr_id, local }
+    }
+}
+
+impl Request for RecvRequest<'_> {
+    type Raw = sys::ibv_recv_wr;
+
+    fn local(&self) -> &[Sge<'_>] {
+        self.local
+    }
+
+    fn link(raw: &mut Self::Raw, next: *mut Self::Raw) {
+        raw.next = next;
+    }
+
+    fn to_raw(self, sges: *mut sys::ibv_sge) -> Self::Raw {
+        sys::ibv_recv_wr {
+            wr_id: self.wr_id,
+            next: std::ptr::null_mut(),
+            sg_list: sges,
+            num_sge: i32::try_from(self.local.len()).unwrap_or(i32::MAX),
+        }
+    }
+}
+
+/// A post that stopped half-way: the first `posted` requests are in the queue, the rest are not.
+#[derive(Debug)]
+pub struct PostError {
+    /// How many were accepted.
+    pub posted: usize,
+    /// Why the next was not.
+    pub error: Error,
+}
+
+impl std::fmt::Display for PostError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{} ({} posted before)", self.error, self.posted)
+    }
+}
+
+impl std::error::Error for PostError {}
+
+impl From<PostError> for Error {
+    fn from(error: PostError) -> Self {
+        error.error
+    }
+}
+
+/// What both kinds of request have in common: how [`post_chained`] turns them into C.
+pub(crate) trait Request: Copy {
+    type Raw;
+    fn local(&self) -> &[Sge<'_>];
+    /// The C form, whose scatter/gather list has been copied to `sges`.
+    fn to_raw(self, sges: *mut sys::ibv_sge) -> Self::Raw;
+    fn link(raw: &mut Self::Raw, next: *mut Self::Raw);
+}
+
+/// Requests that go to the device in one call.
+const CHAIN: usize = 8;
+/// Scatter/gather entries of one such call; no device takes more in one request.
+const CHAIN_SGES: usize = 32;
+
+/// Posts `requests` in chains that are built on the stack: nothing is allocated.
+///
+/// `post` is the provider's function: it gets the head of a chain and where to put the first request
+/// that it refuses, and returns an error number.
+pub(crate) fn post_chained<R: Request>(
+    call: &'static str,
+    requests: &[R],
+    mut post: impl FnMut(*mut R::Raw, *mut *mut R::Raw) -> i32,
+) -> Result<(), PostError> {
+    let mut posted = 0;
+    while posted < requests.len() {
+        let mut wrs = [const { MaybeUninit::<R::Raw>::uninit() }; CHAIN];
+        let mut sges = [const { MaybeUninit::<sys::ibv_sge>::uninit() }; CHAIN_SGES];
+        let (mut len, mut sges_used) = (0, 0);
+        for request in requests[posted..].iter().take(CHAIN) {
+            let local = request.local();
+            if sges_used + local.len() > CHAIN_SGES {
+                break;
+            }
+            let list = sges[sges_used..].as_mut_ptr().cast::<sys::ibv_sge>();
+            for (slot, sge) in sges[sges_used..].iter_mut().zip(local) {
+                slot.write(sge.raw);
+            }
+            sges_used += local.len();
+            wrs[len].write(request.to_raw(list));
+            len += 1;
+        }
+        if len == 0 {
+            let asked = format!("{} scatter/gather entries in one request", requests[posted].local().len());
+            return Err(PostError { posted, error: Error::new(ErrorKind::DeviceLimit, call, asked) });
+        }
+        let head = wrs.as_mut_ptr().cast::<R::Raw>();
+        for at in 1..len {
+            // SAFETY: the first `len` entries were written above.
+            unsafe { R::link(wrs[at - 1].assume_init_mut(), head.add(at)) };
+        }
+        let mut refused = std::ptr::null_mut();
+        let rc = post(head, &raw mut refused);
+        if rc != 0 {
+            // Where the provider does not say which it refused, none of the chain counts as posted.
+            let accepted =
+                refused.addr().checked_sub(head.addr()).map_or(0, |bytes| bytes / size_of::<R::Raw>());
+            posted += if accepted < len { accepted } else { 0 };
+            return Err(PostError { posted, error: post_error(call, rc) });
+        }
+        posted += len;
+    }
+    Ok(())
+}
+
+#[cold]
+fn post_error(call: &'static str, rc: i32) -> Error {
+    match check(call, rc, String::new) {
+        Err(error) if error.kind() == ErrorKind::OutOfMemory => {
+            error.with_kind(ErrorKind::QueueFull).because("the queue is full: reap completions first")
+        }
+        Err(error) if error.kind() == ErrorKind::Misuse => error.because(
+            "the queue pair's state does not allow it, or it asks for more entries or inline bytes than the queue pair has",
+        ),
+        Err(error) => error,
+        Ok(()) => Error::new(ErrorKind::System, call, "failed without an error number"),
+    }
+}

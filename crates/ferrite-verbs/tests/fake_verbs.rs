@@ -1,0 +1,472 @@
+//! The suite on the fake provider, and what only the fake can do: every fault, on demand.
+#![cfg(feature = "fake")]
+
+mod suite;
+
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::cm::{self, Listener};
+use ferrite_verbs::fake::{DeviceSpec, Objects, World};
+use ferrite_verbs::{
+    Absence, Access, AsyncEventKind, CmEventKind, ConnectParams, Error, ErrorKind, Gid, Operation, Path,
+    PeerAddress, QueuePairAttributes, QueuePairConfig, RecvRequest, RejectReason, SendRequest, State, Status,
+    Subject, WorkCompletion,
+};
+use suite::pair::{End, Mode, Pair, PairConfig, Parts, params};
+use suite::random::Random;
+use suite::{Fixture, Host, PATIENCE, run_suite};
+
+/// Two hosts, `fake1` and `fake2`.
+fn world() -> (World, Fixture) {
+    let world = World::new();
+    let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
+    for host in &hosts {
+        world.add_device(DeviceSpec::new(&host.device, host.ip));
+    }
+    let verbs = world.verbs();
+    (world, Fixture { verbs, hosts })
+}
+
+fn fixture() -> Fixture {
+    world().1
+}
+
+run_suite!(crate::fixture);
+
+const NOW: Duration = Duration::ZERO;
+const EIO: i32 = 5;
+const EAGAIN: i32 = 11;
+const ENOMEM: i32 = 12;
+const EACCES: i32 = 13;
+const ENODEV: i32 = 19;
+const EMFILE: i32 = 24;
+const ENOSYS: i32 = 38;
+const ETIMEDOUT: i32 = 110;
+
+fn write_64(from: &End, to: &End) -> Status {
+    from.post(SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled());
+    from.reap(Mode::Poll).status()
+}
+
+/// The async events that wait at an end.
+fn heard(end: &End) -> Vec<(AsyncEventKind, Subject)> {
+    std::iter::from_fn(|| end.context.next_async_event().expect("events"))
+        .map(|event| (event.kind, event.subject))
+        .collect()
+}
+
+/// The CM events that wait at an end.
+fn told(end: &End) -> Vec<CmEventKind> {
+    std::iter::from_fn(|| end.id.channel().next_event().expect("events")).map(|event| event.kind).collect()
+}
+
+/// Injects `errno` into `call`, runs `run`, and expects this kind of failure there.
+fn fails<T>(
+    world: &World,
+    call: &'static str,
+    errno: i32,
+    kind: ErrorKind,
+    run: impl FnOnce() -> Result<T, Error>,
+) {
+    world.fail_next(call, errno);
+    let error = run().err().unwrap_or_else(|| panic!("{call} did not fail"));
+    assert_eq!((error.kind(), error.raw_os_error()), (kind, Some(errno)), "{call}: {error}");
+    assert_eq!(error.call(), call);
+}
+
+#[test]
+fn every_creating_call_can_fail() {
+    let (world, fixture) = world();
+    let device = fixture.verbs.device("fake1").expect("device");
+    fails(&world, "ibv_open_device", EACCES, ErrorKind::Permission, || device.open());
+    let context = device.open().expect("open");
+    fails(&world, "ibv_query_device", EIO, ErrorKind::DeviceGone, || context.limits());
+    fails(&world, "ibv_query_port", EIO, ErrorKind::DeviceGone, || context.port(1));
+    fails(&world, "ibv_query_gid_table", EIO, ErrorKind::DeviceGone, || context.gids());
+    fails(&world, "ibv_alloc_pd", ENOMEM, ErrorKind::OutOfMemory, || context.allocate_protection_domain());
+    let domain = context.allocate_protection_domain().expect("domain");
+    fails(&world, "ibv_reg_mr", EAGAIN, ErrorKind::CgroupLimit, || domain.allocate(4096, Access::LOCAL));
+    let ordering = Access::LOCAL | Access::RELAXED_ORDERING;
+    fails(&world, "ibv_reg_mr", EAGAIN, ErrorKind::CgroupLimit, || domain.allocate(4096, ordering));
+    domain.allocate(4096, ordering).expect("an optional flag");
+    fails(&world, "ibv_create_comp_channel", EMFILE, ErrorKind::FileDescriptors, || {
+        context.create_completion_channel()
+    });
+    fails(&world, "ibv_create_cq", ENOMEM, ErrorKind::OutOfMemory, || {
+        context.create_completion_queue(4, None, 0)
+    });
+    let cq = context.create_completion_queue(4, None, 0).expect("queue");
+    fails(&world, "ibv_create_srq", ENOMEM, ErrorKind::OutOfMemory, || {
+        domain.create_shared_receive_queue(4, 1)
+    });
+    let srq = domain.create_shared_receive_queue(4, 1).expect("shared queue");
+    fails(&world, "ibv_modify_srq", EIO, ErrorKind::DeviceGone, || srq.arm_limit(1));
+    fails(&world, "ibv_query_srq", EIO, ErrorKind::DeviceGone, || srq.armed_limit());
+    let config = QueuePairConfig::new(&cq);
+    fails(&world, "ibv_create_qp", EAGAIN, ErrorKind::CgroupLimit, || domain.create_queue_pair(&config));
+    let qp = domain.create_queue_pair(&config).expect("queue pair");
+    fails(&world, "ibv_modify_qp", ETIMEDOUT, ErrorKind::Timeout, || {
+        qp.modify(&QueuePairAttributes::init(1, Access::LOCAL))
+    });
+    fails(&world, "ibv_query_qp", EIO, ErrorKind::DeviceGone, || qp.state());
+    fails(&world, "ibv_req_notify_cq", EIO, ErrorKind::DeviceGone, || cq.request_notify(false));
+    world.fail_next("ibv_poll_cq", EIO);
+    let error = cq.poll(&mut [WorkCompletion::default()]).expect_err("as asked");
+    assert_eq!((error.kind(), error.call()), (ErrorKind::System, "ibv_poll_cq"));
+    fails(&world, "ibv_get_async_event", EIO, ErrorKind::DeviceGone, || context.next_async_event());
+    drop((config, qp, srq, cq, domain, context, device));
+    assert_eq!(world.objects(), Objects::default());
+}
+
+#[test]
+fn absence_can_be_had() {
+    let (world, fixture) = world();
+    world.fail_next("ibv_get_device_list", ENOSYS);
+    let error = fixture.verbs.devices().expect_err("no kernel support");
+    assert!(matches!(error.absence(), Some(Absence::NoKernel { .. })), "{error}");
+    world.fail_next("rdma_create_event_channel", ENODEV);
+    let error = fixture.verbs.open_event_channel().expect_err("no connection manager");
+    assert!(matches!(error.absence(), Some(Absence::NoCm { .. })), "{error}");
+    let error = World::new().verbs().devices().expect_err("no device");
+    assert_eq!(error.absence(), Some(&Absence::NoDevice));
+}
+
+#[test]
+fn every_call_of_the_connection_manager_can_fail() {
+    let (world, fixture) = world();
+    let [host, peer] = &fixture.hosts;
+    let (config, io) = (PairConfig::default(), ErrorKind::DeviceGone);
+    let channel = fixture.verbs.open_event_channel().expect("channel");
+    fails(&world, "rdma_create_id", EMFILE, ErrorKind::FileDescriptors, || channel.create_id());
+    let listener = channel.create_id().expect("identifier");
+    fails(&world, "rdma_set_option", ENOSYS, ErrorKind::System, || listener.set_tos(1));
+    fails(&world, "rdma_bind_addr", EIO, ErrorKind::NoRoute, || listener.bind(host.any_port()));
+    listener.bind(host.any_port()).expect("bind");
+    fails(&world, "rdma_listen", EIO, io, || listener.listen(4));
+    listener.listen(4).expect("listen");
+    let target = listener.local_addr().expect("address");
+    let id = channel.create_id().expect("identifier");
+    fails(&world, "rdma_resolve_addr", EIO, ErrorKind::NoRoute, || {
+        id.resolve_address(None, target, PATIENCE)
+    });
+    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+    let params = ConnectParams { qp_num: 0x99, reads_out: 2, reads_in: 3, ..params(&config) };
+    fails(&world, "rdma_connect", EIO, io, || id.connect(&params));
+    id.connect(&params).expect("connect");
+    fails(&world, "rdma_get_cm_event", EIO, io, || channel.next_event());
+    let request = channel.next_event().expect("events").expect("a request").request.expect("a request");
+    assert_eq!((request.reads_in_wanted, request.reads_out_max, request.qp_num), (2, 3, 0x99));
+    fails(&world, "rdma_init_qp_attr", EIO, io, || request.id.queue_pair_attributes(State::INIT));
+    fails(&world, "rdma_accept", EIO, io, || request.id.accept(&params));
+    fails(&world, "rdma_reject", EIO, io, || request.id.reject(&[]));
+    request.id.accept(&params).expect("accept");
+    let response = id.channel().next_event().expect("events").expect("an answer");
+    assert_eq!((response.kind, response.private_data.len()), (CmEventKind::CONNECT_RESPONSE, 196));
+    fails(&world, "rdma_establish", EIO, io, || id.establish());
+    id.establish().expect("establish");
+    fails(&world, "rdma_disconnect", EIO, io, || id.disconnect());
+    assert_eq!(listener.disconnect().map_err(|error| error.kind()), Err(ErrorKind::Misuse));
+}
+
+#[test]
+fn a_post_that_fails_says_how_far_it_came() {
+    let (world, fixture) = world();
+    let pair = Pair::new(&fixture);
+    let [to, from] = &pair.ends;
+    let piece = [from.region.sge(0..8)];
+    world.fail_next("ibv_post_send", ENOMEM);
+    let error = from.qp.post_send(&[SendRequest::send(1, &piece)]).expect_err("as asked");
+    assert_eq!((error.posted, error.error.kind()), (0, ErrorKind::QueueFull));
+    world.fail_next("ibv_post_recv", ENOMEM);
+    let error = to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("as asked");
+    assert_eq!((error.posted, error.error.kind()), (0, ErrorKind::QueueFull));
+    // One that has too many pieces, in the middle of a chain.
+    let wide = [piece[0]; 5];
+    let remote = to.region.remote(0..64);
+    let chain = [
+        SendRequest::write(1, &piece, remote).signaled(),
+        SendRequest::write(2, &wide, remote),
+        SendRequest::write(3, &piece, remote),
+    ];
+    let error = from.qp.post_send(&chain).expect_err("five pieces");
+    assert_eq!((error.posted, error.error.kind()), (1, ErrorKind::Misuse));
+    assert_eq!(from.reap(Mode::Poll).wr_id(), 1);
+}
+
+/// Entries come back by a reaped completion, of their own or of a later one.
+#[test]
+fn silent_sends_hold_their_entries() {
+    let pair = Pair::with(&fixture(), &PairConfig { max_send_wr: 4, ..Default::default() });
+    let [to, from] = &pair.ends;
+    let piece = [from.region.sge(0..8)];
+    let write = |wr_id| SendRequest::write(wr_id, &piece, to.region.remote(0..8));
+    for _ in 0..3 {
+        from.qp.post_send(&[write(1), write(2), write(3), write(4).signaled()]).expect("four fit");
+        let error =
+            from.qp.post_send(&[write(5)]).expect_err("the queue is full until the completion is reaped");
+        assert_eq!(error.error.kind(), ErrorKind::QueueFull);
+        assert_eq!(from.reap(Mode::Poll).wr_id(), 4);
+    }
+    from.qp.post_send(&[write(1), write(2), write(3), write(4)]).expect("four fit");
+    assert!(from.qp.post_send(&[write(5)]).is_err(), "nothing was signaled: nothing comes back");
+    from.qp.stop().expect("stop");
+    assert!(from.reap_within(Mode::Poll, NOW).is_none(), "all of them had succeeded");
+}
+
+#[test]
+fn port_of_the_peer_goes_down_and_comes_back() {
+    let (world, fixture) = world();
+    let pair = Pair::new(&fixture);
+    let [to, from] = &pair.ends;
+    assert_eq!(write_64(from, to), Status::SUCCESS);
+    world.device_down("fake1");
+    assert_eq!(write_64(from, to), Status::RETRY_EXCEEDED);
+    assert_eq!(from.qp.state().expect("state"), State::ERROR);
+    assert_eq!(heard(to), [(AsyncEventKind::PORT_ERROR, Subject::Port(1))]);
+    let absence = to.context.active_port().expect_err("down");
+    assert!(matches!(absence.absence(), Some(Absence::PortDown { .. })), "{absence}");
+    world.device_up("fake1");
+    assert_eq!(heard(to), [(AsyncEventKind::PORT_ACTIVE, Subject::Port(1))]);
+    assert_eq!(heard(from), []);
+    let again = Pair::new(&fixture);
+    assert_eq!(write_64(&again.ends[1], &again.ends[0]), Status::SUCCESS);
+}
+
+#[test]
+fn own_port_goes_down() {
+    let (world, fixture) = world();
+    let pair = Pair::new(&fixture);
+    let [to, from] = &pair.ends;
+    world.device_down("fake2");
+    assert_eq!(write_64(from, to), Status::LOCAL_QP_OPERATION);
+    assert_eq!(write_64(from, to), Status::FLUSHED);
+    let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
+    let target = listener.id().local_addr().expect("address");
+    let error =
+        cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, NOW).expect_err("down");
+    assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
+}
+
+#[test]
+fn black_hole() {
+    let (world, fixture) = world();
+    let pair = Pair::new(&fixture);
+    let [to, from] = &pair.ends;
+    // A send that waits for a receive notices too.
+    from.post(SendRequest::send(9, &[from.region.sge(0..8)]));
+    world.black_hole("fake1", "fake2");
+    let failed = from.reap(Mode::Poll).ok().expect_err("lost");
+    assert_eq!((failed.status, failed.wr_id), (Status::RETRY_EXCEEDED, 9));
+    assert_eq!(write_64(from, to), Status::FLUSHED);
+    // Nobody answers a handshake: the caller's deadline ends it.
+    let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
+    let target = listener.id().local_addr().expect("address");
+    let id =
+        cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, PATIENCE).expect("resolve");
+    let (parts, _) = Parts::new(&fixture, &fixture.hosts[1], &PairConfig::default());
+    let (start, deadline) = (Instant::now(), Duration::from_millis(50));
+    let error = cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline);
+    assert_eq!(error.expect_err("no answer").kind(), ErrorKind::Timeout);
+    assert!(start.elapsed() >= deadline);
+    assert!(listener.next_request(NOW).expect("events").is_none());
+    // Nor does the peer hear that we leave.
+    from.id.disconnect().expect("disconnect");
+    let event = from.id.channel().next_event().expect("events").expect("an event");
+    assert_eq!((event.kind, event.status), (CmEventKind::DISCONNECTED, -ETIMEDOUT));
+    assert_eq!(told(to), []);
+    world.heal("fake1", "fake2");
+    let again = Pair::new(&fixture);
+    assert_eq!(write_64(&again.ends[0], &again.ends[1]), Status::SUCCESS);
+}
+
+/// Connected by hand: one side may send before the other is ready, and waits through a black hole if it has no
+/// timeout.
+#[test]
+fn patience_is_rewarded() {
+    let (world, fixture) = world();
+    let parts = [0, 1].map(|at| Parts::new(&fixture, &fixture.hosts[at], &PairConfig::default()).0);
+    let path = Path { ack_timeout: 0, ..Default::default() };
+    let bring_up = |at: usize| {
+        let std::net::IpAddr::V4(ip) = fixture.hosts[1 - at].ip else { panic!("IPv4") };
+        let (qp_num, gid) = (parts[1 - at].qp.number(), Gid(ip.to_ipv6_mapped().octets()));
+        let peer = PeerAddress { qp_num, psn: 0, gid, lid: 0 };
+        parts[at].qp.modify(&QueuePairAttributes::init(1, PairConfig::default().access)).expect("INIT");
+        parts[at].qp.modify(&QueuePairAttributes::connect_to(&peer, 1, 1, &path, 1)).expect("RTR");
+        parts[at].qp.modify(&QueuePairAttributes::ready_to_send(0, &path, 1)).expect("RTS");
+    };
+    let [from, to] = &parts;
+    let done = || from.cq.poll(&mut [WorkCompletion::default()]).expect("poll");
+    let piece = [from.region.sge(0..64)];
+    let request = SendRequest::write(1, &piece, to.region.remote(0..64)).signaled();
+    bring_up(0);
+    from.qp.post_send(&[request]).expect("post");
+    assert_eq!(done(), 0, "the peer is not ready");
+    bring_up(1);
+    assert_eq!(done(), 1);
+    world.black_hole("fake1", "fake2");
+    from.qp.post_send(&[request]).expect("post");
+    assert_eq!(done(), 0);
+    world.heal("fake1", "fake2");
+    assert_eq!(done(), 1);
+    let stranger = PeerAddress { qp_num: 1, psn: 0, gid: Gid([0x20; 16]), lid: 0 };
+    let (lost, _) = Parts::new(&fixture, &fixture.hosts[0], &PairConfig::default());
+    lost.qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("INIT");
+    let error =
+        lost.qp.modify(&QueuePairAttributes::connect_to(&stranger, 1, 1, &path, 1)).expect_err("nobody");
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+}
+
+#[test]
+fn device_is_pulled_out() {
+    let (world, fixture) = world();
+    let pair = Pair::new(&fixture);
+    let [to, from] = &pair.ends;
+    from.receive_into(1, 0..64);
+    world.remove_device("fake2");
+    assert_eq!(heard(from), [(AsyncEventKind::DEVICE_FATAL, Subject::Device)]);
+    assert_eq!(told(from), [CmEventKind::DEVICE_REMOVAL]);
+    assert_eq!(told(to), [CmEventKind::DISCONNECTED]);
+    assert_eq!(from.reap(Mode::Poll).status(), Status::FLUSHED);
+    for error in [
+        from.context.create_completion_queue(16, None, 0).expect_err("gone"),
+        from.context.allocate_protection_domain().expect_err("gone"),
+        from.domain.allocate(64, Access::LOCAL).expect_err("gone"),
+        from.context.limits().expect_err("gone"),
+        from.qp.state().expect_err("gone"),
+    ] {
+        assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
+    }
+    assert_eq!(write_64(to, from), Status::RETRY_EXCEEDED);
+    assert_eq!(fixture.verbs.devices().expect("the other is left").len(), 1);
+    drop(pair);
+    assert_eq!(world.objects(), Objects::default());
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+#[test]
+fn a_queue_pair_breaks() {
+    let (world, fixture) = world();
+    let pair = Pair::new(&fixture);
+    let [to, from] = &pair.ends;
+    let piece = [from.region.sge(0..8)];
+    for wr_id in 1..=3 {
+        from.post(SendRequest::send(wr_id, &piece));
+        from.receive_into(10 + wr_id, 0..8);
+    }
+    from.cq.request_notify(true).expect("arm");
+    assert!(world.break_queue_pair(from.qp.number()));
+    assert!(!world.break_queue_pair(0xdead));
+    assert_eq!(heard(from), [(AsyncEventKind::QP_FATAL, Subject::QueuePair(from.qp.number()))]);
+    assert_eq!(from.channel.next_event().expect("events"), Some(from.cq.key()), "failures are solicited");
+    let flushed: Vec<_> = std::iter::from_fn(|| from.reap_within(Mode::Poll, Duration::from_millis(1)))
+        .map(|wc| (wc.wr_id(), wc.status()))
+        .collect();
+    assert_eq!(flushed, [1, 2, 3, 11, 12, 13].map(|wr_id| (wr_id, Status::FLUSHED)));
+    assert_eq!(write_64(to, from), Status::RETRY_EXCEEDED);
+}
+
+#[test]
+fn the_responder_hears_of_a_refusal_too() {
+    let config =
+        PairConfig { srq_receives: Some(8), region_access: Access::REMOTE_READ, ..Default::default() };
+    let pair = Pair::with(&fixture(), &config);
+    let [to, from] = &pair.ends;
+    assert_eq!(write_64(from, to), Status::REMOTE_ACCESS);
+    assert_eq!(to.qp.state().expect("state"), State::ERROR);
+    let qp = Subject::QueuePair(to.qp.number());
+    assert_eq!(heard(to), [(AsyncEventKind::QP_ACCESS_ERROR, qp), (AsyncEventKind::LAST_RECEIVE, qp)]);
+    // An immediate write needs a receive, and without one nothing is written.
+    let pair = Pair::with(&fixture(), &PairConfig { rnr_retries: 0, ..Default::default() });
+    let [to, from] = &pair.ends;
+    let operation = Operation::WriteImm(to.region.remote(0..8), 7);
+    from.post(SendRequest::new(1, operation, &[from.region.sge(0..8)]));
+    assert_eq!(from.reap(Mode::Poll).status(), Status::RNR_RETRY_EXCEEDED);
+}
+
+/// Answers that only come when a side gives up half-way.
+#[test]
+fn half_a_handshake() {
+    let (world, fixture) = world();
+    let [host, peer] = &fixture.hosts;
+    let everywhere = "0.0.0.0:0".parse().expect("an address");
+    let listener = Listener::bind(&fixture.verbs, everywhere, 1).expect("listen");
+    assert_eq!(listener.id().device(), None);
+    let port = listener.id().local_addr().expect("address").port();
+    let target = std::net::SocketAddr::new(host.ip, port);
+    let params = params(&PairConfig::default());
+    let ask = || {
+        // Without a source: the other host's device.
+        let id = cm::resolve(&fixture.verbs, None, target, PATIENCE).expect("resolve");
+        assert_eq!(id.local_addr().map(|addr| addr.ip()), Some(peer.ip));
+        id.connect(&params).expect("connect");
+        id
+    };
+    let answer = |id: &ferrite_verbs::CmId| {
+        id.channel().next_event().expect("events").map(|event| (event.kind, event.reject_reason()))
+    };
+    let refused = Some((CmEventKind::REJECTED, Some(RejectReason::BY_APPLICATION)));
+    let (first, second) = (ask(), ask());
+    assert_eq!((answer(&first), answer(&second)), (None, refused), "room for one request");
+    // The asker gives up: whoever holds the request hears it, and cannot accept any more.
+    let request = listener.next_request(NOW).expect("events").expect("a request");
+    drop(first);
+    let event = listener.id().channel().next_event().expect("events").expect("an event");
+    assert_eq!((event.kind, event.status, event.id), (CmEventKind::REJECTED, 4, request.id.key()));
+    assert_eq!(request.id.accept(&params).map_err(|error| error.kind()), Err(ErrorKind::Misuse));
+    // The listener goes with a request that nobody fetched.
+    let third = ask();
+    drop(listener);
+    assert_eq!(answer(&third), refused);
+    drop((request, second, third));
+    assert_eq!(world.objects(), Objects::default());
+}
+
+#[test]
+fn worlds_are_apart_and_outlive_their_handles() {
+    let ((here, fixture), there) = (world(), World::new());
+    there.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
+    let target = Host::new("fake3", "10.0.0.3").any_port();
+    let error = cm::resolve(&fixture.verbs, None, target, NOW).expect_err("not in this world");
+    assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
+    let pair = Pair::new(&fixture);
+    drop((here, there, fixture));
+    assert_eq!(write_64(&pair.ends[0], &pair.ends[1]), Status::SUCCESS);
+    pair.ends[0].id.disconnect().expect("disconnect");
+    assert_eq!(told(&pair.ends[1]), [CmEventKind::DISCONNECTED]);
+}
+
+fn open_fds() -> usize {
+    std::fs::read_dir("/proc/self/fd").expect("proc").count()
+}
+
+/// Create, connect, use, drop, in random order and with ends dying: nothing is left behind.
+#[test]
+fn a_thousand_lives() {
+    let (world, fixture) = world();
+    let (mut dice, fds) = (Random::new(0x5eed), open_fds());
+    let config = PairConfig { region_bytes: 4096, ..Default::default() };
+    for life in 0..1000 {
+        let config = PairConfig { srq_receives: (dice.below(2) == 0).then_some(8), ..config.clone() };
+        let pair = Pair::with(&fixture, &config);
+        let [to, from] = &pair.ends;
+        for _ in 0..dice.below(4) {
+            from.receive_into(1, 0..64);
+            to.post(SendRequest::send(2, &[to.region.sge(0..64)]));
+        }
+        match dice.below(6) {
+            0 => drop(world.break_queue_pair(to.qp.number())),
+            1 => from.id.disconnect().expect("disconnect"),
+            2 => to.qp.stop().expect("stop"),
+            3 => world.black_hole("fake1", "fake2"),
+            4 => assert_eq!(write_64(to, from), Status::SUCCESS, "life {life}"),
+            _ => {}
+        }
+        let mut pieces = pair.into_pieces();
+        dice.shuffle(&mut pieces);
+        drop(pieces);
+        world.heal("fake1", "fake2");
+        assert_eq!(world.objects(), Objects::default(), "life {life}");
+    }
+    assert_eq!(open_fds(), fds);
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}

@@ -1,0 +1,318 @@
+//! Faults on real devices: each one is heard as a typed error, in time (`cargo xtask lab-test faults`).
+//!
+//! The rows are those of lab/README.md. Each test breaks the guest's network by the tools an operator has
+//! (ip, tc, rdma), and mends it when it ends, however it ends.
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use crate::lab;
+use crate::process::{Killed, again, connect_and_wait, role};
+use crate::suite::pair::{End, Mode, Pair, PairConfig, Parts, params};
+use crate::suite::{Host, PATIENCE};
+use ferrite_verbs::cm::{self, Listener};
+use ferrite_verbs::{
+    Access, AsyncEventKind, CmEventKind, ConnectionRequest, Error, ErrorKind, QueuePairConfig, SendRequest,
+    State, Status, Subject, Verbs,
+};
+
+/// Runs a command line of the system's tools.
+fn sh(command: &str) {
+    let status = Command::new("sh").args(["-c", command]).status().unwrap();
+    assert!(status.success(), "{command}: {status}");
+}
+
+/// Breaks something; it is mended when the result is dropped.
+fn fault(cause: &str, mend: &'static str) -> Mend {
+    sh(cause);
+    Mend(mend)
+}
+
+struct Mend(&'static str);
+
+impl Drop for Mend {
+    fn drop(&mut self) {
+        // Not `sh`: a second panic would hide the first.
+        let mended = Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
+        assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
+        // The port comes back, and with it the address, a moment later.
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline && !hosts_are_up() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+fn hosts_are_up() -> bool {
+    let verbs = Verbs::system().unwrap();
+    [("rxe1", "10.0.0.1"), ("rxe2", "10.0.0.2")].into_iter().all(|(device, ip)| {
+        let Ok(context) = verbs.device(device).and_then(|device| device.open()) else { return false };
+        context.active_port().is_ok()
+            && context.gids().is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
+    })
+}
+
+/// Writes until something gives, and returns the status and how long after the fault it came.
+fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duration) {
+    let local = [from.region.sge(0..64)];
+    loop {
+        from.post(SendRequest::write(1, &local, to.region.remote(0..64)).signaled());
+        let done = from.reap(Mode::Event);
+        if done.status() != Status::SUCCESS {
+            return (done.status(), since.elapsed());
+        }
+        assert!(since.elapsed() < PATIENCE, "writes go on through the fault");
+    }
+}
+
+/// Makes a pair, checks that it works, breaks it, and returns what the connecting side (10.0.0.2) sees.
+fn status_under(cause: &str, mend: &'static str) -> (Pair, Status, Duration, Mend) {
+    let pair = Pair::new(&lab());
+    let [to, from] = &pair.ends;
+    from.post(SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled());
+    assert_eq!(from.reap(Mode::Event).status(), Status::SUCCESS);
+    let mend = fault(cause, mend);
+    let (status, after) = write_until_failure(from, to, Instant::now());
+    assert_eq!(from.qp.state().unwrap(), State::ERROR);
+    (pair, status, after, mend)
+}
+
+fn expect_async(end: &End, kind: AsyncEventKind) -> Subject {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let event = end.context.wait_async_event(deadline.saturating_duration_since(Instant::now())).unwrap();
+        let event = event.unwrap_or_else(|| panic!("no event: {kind}"));
+        if event.kind == kind {
+            return event.subject;
+        }
+    }
+}
+
+#[test]
+fn netdev_of_the_peer_down() {
+    let (pair, status, after, mend) = status_under("ip link set h1 down", "ip link set h1 up");
+    assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
+    assert_eq!(expect_async(&pair.ends[0], AsyncEventKind::PORT_ERROR), Subject::Port(1));
+    let absence = pair.ends[0].context.active_port().unwrap_err();
+    assert!(matches!(absence.absence(), Some(ferrite_verbs::Absence::PortDown { .. })), "{absence}");
+    assert!(absence.remedy().unwrap().contains("ip link set"), "{absence}");
+    drop(mend);
+    assert_eq!(expect_async(&pair.ends[0], AsyncEventKind::PORT_ACTIVE), Subject::Port(1));
+}
+
+#[test]
+fn own_netdev_down() {
+    let (pair, status, after, _fault) = status_under("ip link set h2 down", "ip link set h2 up");
+    let local = [Status::LOCAL_QP_OPERATION, Status::FLUSHED, Status::RETRY_EXCEEDED];
+    assert!(local.contains(&status), "{status} after {after:?}");
+    assert_eq!(expect_async(&pair.ends[1], AsyncEventKind::PORT_ERROR), Subject::Port(1));
+}
+
+#[test]
+fn carrier_lost() {
+    let (_pair, status, after, _fault) = status_under("ip link set p1 down", "ip link set p1 up");
+    assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
+}
+
+#[test]
+fn black_hole() {
+    let (_pair, status, after, _fault) =
+        status_under("tc qdisc add dev h1 root netem loss 100%", "tc qdisc del dev h1 root");
+    assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
+}
+
+#[test]
+fn address_of_the_peer_removed() {
+    let (_pair, status, after, _fault) =
+        status_under("ip addr del 10.0.0.1/24 dev h1", "ip addr add 10.0.0.1/24 dev h1");
+    assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
+}
+
+/// Packets are lost, and nobody but the clock notices.
+#[test]
+fn a_lossy_wire_is_only_slower() {
+    let pair = Pair::with(&lab(), &PairConfig { retries: 7, ..Default::default() });
+    let _fault = fault("tc qdisc add dev h1 root netem loss 5%", "tc qdisc del dev h1 root");
+    let [to, from] = &pair.ends;
+    for _ in 0..100 {
+        from.post(SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled());
+        assert_eq!(from.reap(Mode::Event).status(), Status::SUCCESS);
+    }
+}
+
+/// The kernel would wait for more than a minute; our deadline holds.
+#[test]
+fn black_hole_while_connecting() {
+    let fixture = lab();
+    let [host, peer] = &fixture.hosts;
+    let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).unwrap();
+    let target = listener.id().local_addr().unwrap();
+    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).unwrap();
+    let (parts, _) = Parts::new(&fixture, peer, &PairConfig::default());
+    let _fault = fault("tc qdisc add dev h1 root netem loss 100%", "tc qdisc del dev h1 root");
+    let start = Instant::now();
+    let deadline = Duration::from_secs(2);
+    let error =
+        cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert!(error.to_string().contains("did not answer in time"), "{error}");
+    assert!(start.elapsed() < deadline + Duration::from_secs(5), "took {:?}", start.elapsed());
+}
+
+#[test]
+fn address_that_nobody_has() {
+    let fixture = lab();
+    let target = Host::new("none", "10.0.0.77").any_port();
+    let local = Some(fixture.hosts[1].any_port());
+    let error = cm::resolve(&fixture.verbs, local, target, Duration::from_secs(8)).unwrap_err();
+    assert!([ErrorKind::NoRoute, ErrorKind::Timeout].contains(&error.kind()), "{error:?}");
+    assert!(error.to_string().contains("10.0.0.77"), "{error}");
+}
+
+/// The kernel takes a Soft-RoCE device away only when its last user lets go, and tells those that hold a CM
+/// identifier on it (a driver that can take it away at once also raises the async event DEVICE_FATAL). A
+/// program that then drops everything on the device lets the removal finish.
+#[test]
+fn device_removed() {
+    let pair = Pair::new(&lab());
+    let [to, from] = pair.ends;
+    from.receive_into(1, 0..64);
+    let mut removal = Killed(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
+    let _mended = Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+    let event = from.id.channel().wait_event(PATIENCE).unwrap().expect("an event");
+    assert_eq!((event.kind, event.id), (CmEventKind::DEVICE_REMOVAL, from.id.key()));
+    let target = from.region.remote(0..64);
+    drop(from);
+    assert!(removal.0.wait().unwrap().success());
+    assert_eq!(ferrite_verbs::leaked_objects(), 0, "everything could be released");
+    let error = lab().verbs.device("rxe2").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error:?}");
+    // The peer finds out by its next write at the latest.
+    to.post(SendRequest::write(1, &[to.region.sge(0..64)], target).signaled());
+    let status = to.reap(Mode::Event).status();
+    assert!([Status::RETRY_EXCEEDED, Status::FLUSHED].contains(&status), "{status}");
+}
+
+/// The child connects to the parent and waits for its end.
+fn child_that_connects(test: &str) -> (Killed, Listener, ConnectionRequest, Parts) {
+    let fixture = lab();
+    let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).unwrap();
+    let target = listener.id().local_addr().unwrap();
+    let child = Killed(again(test, &target.to_string(), &[]).spawn().unwrap());
+    let request = listener.next_request(PATIENCE).unwrap().expect("the child's request");
+    let config = PairConfig::default();
+    let (parts, _) = Parts::new(&fixture, &fixture.hosts[0], &config);
+    cm::accept(&request, &parts.qp, config.access, &params(&config), PATIENCE).unwrap();
+    (child, listener, request, parts)
+}
+
+#[test]
+fn peer_killed() {
+    if let Some(target) = role() {
+        return connect_and_wait(&target);
+    }
+    let (mut child, listener, request, parts) = child_that_connects("faults::peer_killed");
+    parts.qp.post_recv(&[ferrite_verbs::RecvRequest::new(1, &[])]).unwrap();
+    child.0.kill().unwrap();
+    let start = Instant::now();
+    let event = listener.id().channel().wait_event(PATIENCE).unwrap().expect("an event");
+    assert_eq!((event.kind, event.id), (CmEventKind::DISCONNECTED, request.id.key()));
+    assert!(start.elapsed() < Duration::from_secs(10), "heard after {:?}", start.elapsed());
+    parts.qp.stop().unwrap();
+}
+
+const NOBODY: u32 = 65534;
+
+#[test]
+fn memlock_is_explained() {
+    if role().is_some() {
+        let context = lab().verbs.device("rxe1").unwrap().open().unwrap();
+        let domain = context.allocate_protection_domain().unwrap();
+        domain.allocate(1 << 20, Access::LOCAL).expect("1 MiB fits under the limit");
+        let error = domain.allocate(64 << 20, Access::LOCAL).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Memlock, "{error:?}");
+        let memlock = *error.memlock().unwrap();
+        assert_eq!((memlock.limit_bytes, memlock.needed_bytes), (8 << 20, 64 << 20));
+        assert!(error.to_string().contains("memlock is 8 MiB, 64 MiB needed"), "{error}");
+        assert!(error.remedy().unwrap().contains("LimitMEMLOCK=infinity"));
+        return;
+    }
+    // Root has CAP_IPC_LOCK, which lifts the limit.
+    let mut child = again("faults::memlock_is_explained", "child", &["prlimit", "--memlock=8388608"]);
+    let out = child.uid(NOBODY).gid(NOBODY).output().unwrap();
+    assert!(
+        out.status.success(),
+        "{}{}",
+        String::from_utf8_lossy(&out.stdout),
+        String::from_utf8_lossy(&out.stderr)
+    );
+}
+
+#[test]
+fn no_file_descriptors_left() {
+    let context = lab().verbs.device("rxe1").unwrap().open().unwrap();
+    if role().is_some() {
+        let (_channels, error) = until_refused(|| context.create_completion_channel());
+        assert_eq!(error.kind(), ErrorKind::FileDescriptors, "{error:?}");
+        assert!(error.remedy().unwrap().contains("LimitNOFILE"));
+        return;
+    }
+    let out =
+        again("faults::no_file_descriptors_left", "child", &["prlimit", "--nofile=40"]).output().unwrap();
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// Runs `test` as a child in a cgroup with these rdma limits. In the child, joins it and returns `true`.
+fn in_cgroup(test: &str, limits: &str) -> bool {
+    let group = format!("/sys/fs/cgroup/{}", test.replace("::", "-"));
+    if role().is_some() {
+        std::fs::write(format!("{group}/cgroup.procs"), std::process::id().to_string()).unwrap();
+        return true;
+    }
+    sh(&format!("echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && mkdir -p {group}"));
+    sh(&format!("echo '{limits}' >{group}/rdma.max"));
+    let out = again(test, "child", &[]).output().unwrap();
+    let _ = std::fs::remove_dir(group);
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+    false
+}
+
+/// Makes things until one is refused.
+fn until_refused<T>(make: impl Fn() -> Result<T, Error>) -> (Vec<T>, Error) {
+    let mut made = Vec::new();
+    loop {
+        match make() {
+            Ok(one) => made.push(one),
+            Err(error) => return (made, error),
+        }
+        assert!(made.len() < 1000, "the limit never comes");
+    }
+}
+
+#[test]
+fn cgroup_is_full() {
+    if in_cgroup("faults::cgroup_is_full", "rxe1 hca_handle=1 hca_object=20") {
+        let context = lab().verbs.device("rxe1").unwrap().open().unwrap();
+        let domain = context.allocate_protection_domain().unwrap();
+        let (_regions, error) = until_refused(|| domain.allocate(4096, Access::LOCAL));
+        assert_eq!(error.kind(), ErrorKind::CgroupLimit, "{error:?}");
+        assert!(error.remedy().unwrap().contains("rdma.max"));
+        let error = lab().verbs.device("rxe1").unwrap().open().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::CgroupLimit, "{error:?}");
+    }
+}
+
+/// More queue pairs than there may be: a typed error, and everything can be released and made again.
+#[test]
+fn objects_exhausted() {
+    if in_cgroup("faults::objects_exhausted", "rxe1 hca_handle=max hca_object=100") {
+        let context = lab().verbs.device("rxe1").unwrap().open().unwrap();
+        let domain = context.allocate_protection_domain().unwrap();
+        let cq = context.create_completion_queue(16, None, 0).unwrap();
+        let make = || domain.create_queue_pair(&QueuePairConfig::new(&cq));
+        let (qps, error) = until_refused(make);
+        assert_eq!(error.kind(), ErrorKind::CgroupLimit, "{error:?}");
+        drop(qps);
+        make().expect("room again");
+    }
+}

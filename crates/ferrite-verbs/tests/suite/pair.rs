@@ -1,0 +1,217 @@
+//! Two connected ends, made by RDMA CM, in one process.
+
+use std::any::Any;
+use std::ops::{Deref, DerefMut};
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::cm::{self, Listener};
+use ferrite_verbs::{
+    Access, CmId, CompletionChannel, CompletionQueue, ConnectParams, Context, MemoryRegion, ProtectionDomain,
+    QueuePair, QueuePairConfig, RecvRequest, SendRequest, SharedReceiveQueue, WorkCompletion,
+};
+
+use super::{Fixture, Host, PATIENCE};
+
+/// How completions are waited for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Poll,
+    Event,
+}
+
+/// One end of a connection: its objects, and the identifier that connected them.
+pub(crate) struct End {
+    pub(crate) parts: Parts,
+    pub(crate) id: CmId,
+}
+
+impl Deref for End {
+    type Target = Parts;
+
+    fn deref(&self) -> &Parts {
+        &self.parts
+    }
+}
+
+impl DerefMut for End {
+    fn deref_mut(&mut self) -> &mut Parts {
+        &mut self.parts
+    }
+}
+
+/// What a pair is made with.
+#[derive(Clone)]
+pub(crate) struct PairConfig {
+    pub(crate) region_bytes: usize,
+    pub(crate) cq_depth: u32,
+    pub(crate) max_send_wr: u32,
+    pub(crate) max_recv_wr: u32,
+    pub(crate) sges: u32,
+    pub(crate) inline: u32,
+    pub(crate) retries: u8,
+    pub(crate) rnr_retries: u8,
+    /// 14 is 67 ms: a dead peer is noticed soon.
+    pub(crate) ack_timeout: u8,
+    /// What the peer may do, by the region and by the queue pair.
+    pub(crate) region_access: Access,
+    pub(crate) access: Access,
+    pub(crate) srq_receives: Option<u32>,
+}
+
+impl Default for PairConfig {
+    fn default() -> Self {
+        Self {
+            region_bytes: 256 << 10,
+            cq_depth: 256,
+            max_send_wr: 64,
+            max_recv_wr: 64,
+            sges: 4,
+            inline: 128,
+            retries: 3,
+            rnr_retries: 7,
+            ack_timeout: 14,
+            region_access: Access::REMOTE_READ | Access::REMOTE_WRITE,
+            access: Access::REMOTE_READ | Access::REMOTE_WRITE,
+            srq_receives: None,
+        }
+    }
+}
+
+/// Both ends; `ends[0]` listened, `ends[1]` connected.
+pub(crate) struct Pair {
+    pub(crate) ends: [End; 2],
+    pub(crate) srq: Option<SharedReceiveQueue>,
+}
+
+impl Pair {
+    pub(crate) fn new(fixture: &Fixture) -> Self {
+        Self::with(fixture, &PairConfig::default())
+    }
+
+    pub(crate) fn with(fixture: &Fixture, config: &PairConfig) -> Self {
+        let [host, peer] = &fixture.hosts;
+        let listener = Listener::bind(&fixture.verbs, host.any_port(), 8).expect("listen");
+        let target = listener.id().local_addr().expect("an address");
+        let (passive, active) = std::thread::scope(|scope| {
+            let passive = scope.spawn(|| {
+                let request = listener.next_request(PATIENCE).expect("events").expect("a request");
+                let (parts, srq) = Parts::new(fixture, host, config);
+                let access = config.access;
+                cm::accept(&request, &parts.qp, access, &params(config), PATIENCE).expect("accept");
+                (End { parts, id: request.id }, srq)
+            });
+            let local = Some(peer.any_port());
+            let id = cm::resolve(&fixture.verbs, local, target, PATIENCE).expect("resolve");
+            id.set_ack_timeout(config.ack_timeout).expect("ack timeout");
+            let (parts, _) = Parts::new(fixture, peer, &PairConfig { srq_receives: None, ..config.clone() });
+            cm::connect(&id, &parts.qp, config.access, &params(config), PATIENCE).expect("connect");
+            (passive.join().expect("the passive side"), End { parts, id })
+        });
+        Self { ends: [passive.0, active], srq: passive.1 }
+    }
+
+    /// Every object by itself, to be dropped in any order.
+    pub(crate) fn into_pieces(self) -> Vec<Box<dyn Any>> {
+        let mut pieces: Vec<Box<dyn Any>> = vec![Box::new(self.srq)];
+        for End { parts: Parts { context, domain, channel, cq, region, qp }, id } in self.ends {
+            pieces.extend([Box::new(context) as Box<dyn Any>, Box::new(domain), Box::new(channel)]);
+            pieces.extend([Box::new(cq) as Box<dyn Any>, Box::new(region), Box::new(qp), Box::new(id)]);
+        }
+        pieces
+    }
+
+    /// (from, to) in both directions.
+    pub(crate) fn directions(&self) -> [(&End, &End); 2] {
+        let [a, b] = &self.ends;
+        [(a, b), (b, a)]
+    }
+}
+
+pub(crate) fn params(config: &PairConfig) -> ConnectParams<'static> {
+    ConnectParams {
+        qp_num: 0,
+        srq: false,
+        private_data: &[],
+        // Unequal, so that a mix-up shows.
+        reads_in: 5,
+        reads_out: 3,
+        retries: config.retries,
+        rnr_retries: config.rnr_retries,
+    }
+}
+
+/// A device with a queue pair, and a region that the peer may read and write.
+pub(crate) struct Parts {
+    pub(crate) context: Context,
+    pub(crate) domain: ProtectionDomain,
+    pub(crate) channel: CompletionChannel,
+    pub(crate) cq: CompletionQueue,
+    pub(crate) region: MemoryRegion,
+    pub(crate) qp: QueuePair,
+}
+
+impl Parts {
+    pub(crate) fn new(
+        fixture: &Fixture,
+        host: &Host,
+        config: &PairConfig,
+    ) -> (Self, Option<SharedReceiveQueue>) {
+        let context = fixture.verbs.device(&host.device).expect("device").open().expect("open");
+        let domain = context.allocate_protection_domain().expect("domain");
+        let channel = context.create_completion_channel().expect("channel");
+        let cq = context.create_completion_queue(config.cq_depth, Some(&channel), 0).expect("queue");
+        let region = domain.allocate(config.region_bytes, config.region_access).expect("region");
+        let srq =
+            config.srq_receives.map(|n| domain.create_shared_receive_queue(n, 1).expect("shared queue"));
+        let qp = domain
+            .create_queue_pair(&QueuePairConfig {
+                srq: srq.clone(),
+                max_send_wr: config.max_send_wr,
+                max_recv_wr: config.max_recv_wr,
+                max_send_sge: config.sges,
+                max_recv_sge: config.sges,
+                max_inline: config.inline,
+                ..QueuePairConfig::new(&cq)
+            })
+            .expect("queue pair");
+        (Self { context, domain, channel, cq, region, qp }, srq)
+    }
+}
+
+impl Parts {
+    /// The next completion.
+    pub(crate) fn reap(&self, mode: Mode) -> WorkCompletion {
+        self.reap_within(mode, PATIENCE).expect("a completion in time")
+    }
+
+    /// The next completion, if it comes in time.
+    pub(crate) fn reap_within(&self, mode: Mode, timeout: Duration) -> Option<WorkCompletion> {
+        let mut out = [WorkCompletion::default()];
+        if mode == Mode::Event {
+            return (self.cq.wait(&mut out, timeout).expect("wait") == 1).then_some(out[0]);
+        }
+        let deadline = Instant::now() + timeout;
+        while Instant::now() < deadline {
+            if self.cq.poll(&mut out).expect("poll") == 1 {
+                return Some(out[0]);
+            }
+            // The guest has few CPUs, and one of them plays the network card.
+            std::thread::yield_now();
+        }
+        None
+    }
+
+    /// Posts one receive into `range` of the region.
+    pub(crate) fn receive_into(&self, wr_id: u64, range: std::ops::Range<usize>) {
+        self.qp.post_recv(&[RecvRequest::new(wr_id, &[self.region.sge(range)])]).expect("post a receive");
+    }
+
+    pub(crate) fn post(&self, request: SendRequest<'_>) {
+        self.qp.post_send(&[request]).expect("post");
+    }
+}
+
+/// Bytes that differ by place and by `seed`.
+pub(crate) fn pattern(seed: u8, len: usize) -> Vec<u8> {
+    (0..len).map(|at| (at as u8).wrapping_mul(31).wrapping_add(seed).wrapping_add((at >> 8) as u8)).collect()
+}

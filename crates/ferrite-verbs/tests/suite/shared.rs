@@ -1,0 +1,127 @@
+//! What objects share: receive queues, channels, and each other's lives.
+
+use std::collections::BTreeSet;
+use std::time::Instant;
+
+use ferrite_verbs::{
+    Access, AsyncEventKind, QueuePairAttributes, QueuePairConfig, RecvRequest, SendRequest, State, Status,
+    Subject,
+};
+
+use super::pair::{Mode, Pair, PairConfig, Parts, pattern};
+use super::{Fixture, PATIENCE};
+
+pub(crate) fn shared_receive_queue_serves_two(fixture: &Fixture) {
+    let config = PairConfig { srq_receives: Some(32), ..Default::default() };
+    let mut pair = Pair::with(fixture, &config);
+    let srq = pair.srq.clone().expect("a shared queue");
+    let [to, from] = &mut pair.ends;
+    assert!(to.qp.uses_srq());
+    let refused =
+        to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("receives belong to the shared queue");
+    assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
+    // A second queue pair takes from the same stock; it need not be connected to hold its parent.
+    let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to.cq) };
+    let second = to.domain.create_queue_pair(&second).expect("queue pair");
+    second.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
+    for wr_id in 0..8 {
+        let at = wr_id as usize * 64;
+        srq.post_recv(&[RecvRequest::new(wr_id, &[to.region.sge(at..at + 64)])]).expect("post");
+    }
+    for wr_id in 0..8_u8 {
+        from.region.write(0, &pattern(wr_id, 64));
+        from.post(SendRequest::send(1, &[from.region.sge(0..64)]).signaled());
+        assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
+        let got = to.reap(Mode::Event);
+        assert_eq!(
+            (got.status(), got.wr_id(), got.qp_num()),
+            (Status::SUCCESS, wr_id.into(), to.qp.number())
+        );
+        assert_eq!(to.region.to_vec(usize::from(wr_id) * 64, 64), pattern(wr_id, 64));
+    }
+    // The queue pair dies, the shared queue lives on.
+    to.qp.stop().expect("stop");
+    assert_eq!(to.qp.state().expect("state"), State::ERROR);
+    srq.post_recv(&[RecvRequest::new(9, &[])]).expect("post");
+}
+
+pub(crate) fn shared_receive_queue_limit(fixture: &Fixture) {
+    let config = PairConfig { srq_receives: Some(32), ..Default::default() };
+    let pair = Pair::with(fixture, &config);
+    let srq = pair.srq.as_ref().expect("a shared queue");
+    let [to, from] = &pair.ends;
+    for wr_id in 0..6 {
+        srq.post_recv(&[RecvRequest::new(wr_id, &[to.region.sge(0..64)])]).expect("post");
+    }
+    srq.arm_limit(4).expect("arm");
+    assert_eq!(srq.armed_limit().expect("query"), 4);
+    let piece = [from.region.sge(0..8)];
+    for _ in 0..4 {
+        from.post(SendRequest::send(1, &piece).signaled());
+        assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
+    }
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        assert!(Instant::now() < deadline, "no event");
+        let event = to.context.wait_async_event(PATIENCE).expect("events").expect("an event");
+        if event.kind == AsyncEventKind::SRQ_LIMIT {
+            assert_eq!(event.subject, Subject::SharedReceiveQueue);
+            break;
+        }
+    }
+    assert_eq!(srq.armed_limit().expect("query"), 0);
+}
+
+/// Only the queue pairs are left, and still the bytes arrive.
+pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let [to, from] = pair.ends;
+    let bytes = pattern(3, 64);
+    let target = to.region.remote(0..64);
+    to.receive_into(1, 0..64);
+    let Parts { context, domain, channel, cq, mut region, qp } = from.parts;
+    region.write(0, &bytes);
+    qp.post_send(&[SendRequest::send(1, &[region.sge(0..64)]).signaled()]).expect("post");
+    // The sender's region, domain, channel and context handles go while the send may be under way.
+    drop((region, domain, channel, context));
+    let mut out = [ferrite_verbs::WorkCompletion::default()];
+    let deadline = Instant::now() + PATIENCE;
+    while cq.poll(&mut out).expect("poll") == 0 {
+        assert!(Instant::now() < deadline, "no completion");
+        std::thread::yield_now();
+    }
+    assert_eq!(out[0].status(), Status::SUCCESS);
+    assert_eq!(to.reap(Mode::Poll).status(), Status::SUCCESS);
+    assert_eq!(to.region.to_vec(0, 64), bytes);
+    drop(cq);
+    assert_eq!(qp.state().expect("state"), State::READY_TO_SEND);
+    drop(qp);
+    assert_eq!(target.len, 64);
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+pub(crate) fn one_channel_many_queues(fixture: &Fixture) {
+    let host = &fixture.hosts[0];
+    let (parts, _) = Parts::new(fixture, host, &PairConfig::default());
+    let queues: Vec<_> = (0..3)
+        .map(|vector| parts.context.create_completion_queue(16, Some(&parts.channel), vector).expect("queue"))
+        .collect();
+    let qps: Vec<_> = queues
+        .iter()
+        .map(|cq| {
+            cq.request_notify(false).expect("arm");
+            let qp = parts.domain.create_queue_pair(&QueuePairConfig::new(cq)).expect("queue pair");
+            qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
+            qp.post_recv(&[RecvRequest::new(1, &[])]).expect("post");
+            qp.stop().expect("stop");
+            qp
+        })
+        .collect();
+    let mut woken = BTreeSet::new();
+    while woken.len() < queues.len() {
+        woken.insert(parts.channel.wait(PATIENCE).expect("wait").expect("an event"));
+    }
+    assert_eq!(woken, queues.iter().map(ferrite_verbs::CompletionQueue::key).collect());
+    drop((queues, qps));
+    assert_eq!(parts.channel.next_event().expect("events"), None);
+}

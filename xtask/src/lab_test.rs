@@ -1,0 +1,246 @@
+//! `cargo xtask lab-test [FILTER]`: the tests that need an RDMA device, in one boot of the lab.
+//!
+//! The naming rule: such a test lives in an integration test called `lab_*`
+//! (`crates/*/tests/lab_*.rs`); `.config/nextest.toml` keeps them out of a plain test run.
+//! They are built here and run there: the guest sees this machine's files at the same paths, so
+//! nextest needs only the two metadata files that spare it a call of cargo. Whatever keeps the
+//! tests from running is a failure, never a skip.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io::IsTerminal as _;
+use std::path::Path;
+use std::process::{Command, ExitCode, Stdio};
+
+use anyhow::{Context as _, bail, ensure};
+use clap::{Args, ValueEnum};
+use serde_json::Value;
+
+const TARGET: &str = "X86_64_UNKNOWN_LINUX_GNU";
+
+#[derive(Args)]
+pub(crate) struct Options {
+    /// Run only tests whose `crate::binary::test` name contains this.
+    filter: Option<String>,
+    /// The guest's kernel.
+    #[arg(short, long, value_enum, default_value_t = Kernel::Uml)]
+    kernel: Kernel,
+    /// How many hosts, each with a device (rxe1 on 10.0.0.1, …).
+    #[arg(long, default_value_t = 2)]
+    hosts: u8,
+    /// The guest's CPUs.
+    #[arg(long, default_value_t = 2)]
+    cpus: u8,
+    /// Seconds the guest may take in all [default: 900, emulated 2400].
+    #[arg(long)]
+    timeout: Option<u32>,
+    /// Start every test in the guest by this command (words split at spaces).
+    #[arg(long)]
+    runner: Option<String>,
+    /// More arguments for `nextest run`.
+    #[arg(last = true)]
+    extra: Vec<String>,
+}
+
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum Kernel {
+    /// User-Mode Linux 7.x: the daily suite.
+    Uml,
+    /// Debian's kernel, emulated: the second opinion.
+    Stock,
+    /// A 7.x Debian kernel, emulated.
+    Newer,
+}
+
+impl Kernel {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Uml => "uml",
+            Self::Stock => "stock",
+            Self::Newer => "newer",
+        }
+    }
+
+    /// The nextest profile, and the default time limit in seconds.
+    fn pace(self) -> (&'static str, u32) {
+        match self {
+            Self::Uml => ("lab", 900),
+            Self::Stock | Self::Newer => ("lab-stock", 2400),
+        }
+    }
+}
+
+pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+    // Of its own for every run, so that two runs at once do not mix.
+    let out = root.join("target/lab").join(format!("{}-{}", options.kernel.name(), std::process::id()));
+    fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
+    let console = out.join("console.log");
+    let result = run_in(root, &out, &console, options);
+    let passed = matches!(result, Ok(code) if code == ExitCode::SUCCESS);
+    if passed || !console.exists() {
+        fs::remove_dir_all(&out)?;
+    } else {
+        eprintln!("lab-test: the guest's kernel log is kept in {}", console.display());
+    }
+    result
+}
+
+fn run_in(root: &Path, out: &Path, console: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+    let (profile, default_timeout_s) = options.kernel.pace();
+    let binaries = out.join("binaries.json");
+    let metadata = out.join("cargo.json");
+    build(root, &binaries, &metadata)?;
+
+    let nextest = |subcommand| {
+        let mut words: Vec<OsString> = ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
+        words.extend(["--profile", profile, "--binaries-metadata"].map(Into::into));
+        words.extend([binaries.clone().into(), "--cargo-metadata".into(), metadata.clone().into()]);
+        words
+    };
+    let list = list_tests(root, &nextest("list"))?;
+    let selection = select(&list, options.filter.as_deref().unwrap_or_default())?;
+    match &options.filter {
+        Some(filter) if selection.count == 0 => bail!("no lab test has {filter:?} in its name"),
+        None if selection.count == 0 => bail!("there are no lab tests (crates/*/tests/lab_*.rs)"),
+        _ => eprintln!("lab-test: {} tests on {}", selection.count, options.kernel.name()),
+    }
+
+    let timeout_s = options.timeout.unwrap_or(default_timeout_s);
+    let colour = if std::io::stderr().is_terminal() { "always" } else { "never" };
+    // As cargo has it, so that a test which starts itself again can do the same.
+    let runner = options.runner.iter().map(|runner| format!("CARGO_TARGET_{TARGET}_RUNNER={runner}"));
+    let status = Command::new(root.join("lab/lab"))
+        .current_dir(root)
+        .args(["run", "-k", options.kernel.name()])
+        .args(["-n", &options.hosts.to_string(), "-c", &options.cpus.to_string()])
+        .args(["-t", &timeout_s.to_string(), "-e", "RUST_BACKTRACE=1"])
+        // Tests of endurance do less where everything is emulated.
+        .args(["-e", &format!("FERRITE_LAB_KERNEL={}", options.kernel.name())])
+        .args(runner.flat_map(|variable| ["-e".to_owned(), variable]))
+        .arg("-l")
+        .arg(console)
+        .arg("--")
+        .args(nextest("run"))
+        .args(["--color", colour, "-E", &selection.expression])
+        .args(&options.extra)
+        .status()
+        .context("cannot start lab/lab")?;
+    let code = status.code().and_then(|code| u8::try_from(code).ok());
+    Ok(code.map_or(ExitCode::FAILURE, ExitCode::from))
+}
+
+/// Builds the tests and the programs they may start; writes what nextest wants to know of them.
+fn build(root: &Path, binaries: &Path, metadata: &Path) -> anyhow::Result<()> {
+    let programs = cargo(root)
+        .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
+        .args(["--all-features", "--bins"])
+        .status()?;
+    ensure!(programs.success(), "the programs do not build");
+    // The nextest that reads the list must be the one that wrote it: both are found by PATH.
+    let list = Command::new("cargo-nextest")
+        .current_dir(root)
+        .args(["nextest", "list", "--workspace", "--all-features", "--test", "lab_*"])
+        .args(["--list-type", "binaries-only", "--message-format", "json"])
+        .stderr(Stdio::inherit())
+        .output()
+        .context("cannot start cargo-nextest: `cargo install --locked cargo-nextest`")?;
+    ensure!(list.status.success(), "the lab tests do not build");
+    fs::write(binaries, list.stdout)?;
+    let described = cargo(root).args(["metadata", "--format-version", "1"]).output()?;
+    ensure!(described.status.success(), "cargo metadata failed");
+    fs::write(metadata, described.stdout)?;
+    Ok(())
+}
+
+/// The tests as nextest sees them here, before a guest boots.
+fn list_tests(root: &Path, list: &[OsString]) -> anyhow::Result<Value> {
+    let [program, arguments @ ..] = list else { bail!("an empty command") };
+    let list = Command::new(program)
+        .current_dir(root)
+        .args(arguments)
+        .args(["--message-format", "json"])
+        .stderr(Stdio::inherit())
+        .output()?;
+    ensure!(list.status.success(), "nextest cannot list the tests");
+    Ok(serde_json::from_slice(&list.stdout)?)
+}
+
+fn cargo(root: &Path) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.current_dir(root).stderr(Stdio::inherit());
+    command
+}
+
+/// The tests to run, as a nextest expression.
+#[derive(Debug, PartialEq)]
+struct Selection {
+    count: usize,
+    expression: String,
+}
+
+/// The tests with `part` in their `crate::binary::test` name. They are spelt out one by one:
+/// nextest refuses an expression that matches no binary at all, as a mere `binary_id(~part)` may.
+fn select(list: &Value, part: &str) -> anyhow::Result<Selection> {
+    let suites = list["rust-suites"].as_object().context("nextest's list has no suites")?;
+    let mut count = 0;
+    let mut chosen = Vec::new();
+    for (binary, suite) in suites {
+        let cases = suite["testcases"].as_object().context("a suite has no test cases")?;
+        // What the profile leaves out is no lab test.
+        let matches = |case: &Value| case["filter-match"]["status"] == "matches";
+        let tests: Vec<_> = cases
+            .iter()
+            .filter(|(test, case)| matches(case) && format!("{binary}::{test}").contains(part))
+            .map(|(test, _)| format!("test(={test})"))
+            .collect();
+        if !tests.is_empty() {
+            count += tests.len();
+            chosen.push(format!("(binary_id(={binary}) & ({}))", tests.join(" | ")));
+        }
+    }
+    Ok(Selection { count, expression: chosen.join(" | ") })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    fn list() -> Value {
+        let matches = json!({"filter-match": {"status": "matches"}});
+        let left_out = json!({"filter-match": {"status": "mismatch", "reason": "default-filter"}});
+        json!({"rust-suites": {
+            "ferrite-verbs::lab_cq": {"testcases": {"event::wakes": matches, "overrun": matches}},
+            "ferrite-verbs::lab_qp": {"testcases": {"overrun": matches, "slow": left_out}},
+        }})
+    }
+
+    fn selected(part: &str) -> (usize, String) {
+        let selection = select(&list(), part).expect("a well-formed list");
+        (selection.count, selection.expression)
+    }
+
+    #[test]
+    fn no_filter_takes_all_that_the_profile_takes() {
+        assert_eq!(selected("").0, 3);
+        assert!(!selected("").1.contains("slow"));
+    }
+
+    #[test]
+    fn a_filter_may_name_binary_or_test_or_span_both() {
+        assert_eq!(selected("verbs").0, 3);
+        assert_eq!(selected("overrun").0, 2);
+        let spanning = "(binary_id(=ferrite-verbs::lab_cq) & (test(=event::wakes)))";
+        assert_eq!(selected("cq::event"), (1, spanning.into()));
+    }
+
+    #[test]
+    fn nothing_matched_is_seen() {
+        assert_eq!(selected("nope"), (0, String::new()));
+    }
+
+    #[test]
+    fn another_format_is_refused() {
+        assert!(select(&json!({"suites": {}}), "").is_err());
+    }
+}

@@ -1,0 +1,279 @@
+//! `cargo xtask tidy`: the rules of this house that the compiler does not know.
+//!
+//! Layers (`layers.rs`), where `unsafe` may stand and who sees the bindings (`source.rs` finds
+//! the words), and how files are named, opened and sized. Every violation is one line,
+//! `file:line: what: remedy`. The lists below are the rules: a change to one is a decision to be
+//! reviewed as such.
+
+mod layers;
+mod source;
+
+use std::fmt;
+use std::fs;
+use std::path::Path;
+use std::process::{Command, ExitCode};
+
+use anyhow::{Context as _, ensure};
+
+/// Where `unsafe` may stand: a file, or a directory with all that is below it.
+const UNSAFE_ALLOWED: &[&str] = &[
+    "crates/ferrite-verbs/src/",
+    "crates/ferrite-fabric/src/mem/",
+    "crates/ferrite-fabric/src/engine/slots.rs",
+    "crates/ferrite-module/src/entry.rs",
+];
+
+/// Written by a program: neither sized nor opened like the rest.
+const GENERATED: &[&str] = &["crates/ferrite-verbs/src/sys/"];
+
+const VERBS: &str = "crates/ferrite-verbs/src/";
+const LINES_WARN: usize = 500;
+const LINES_FAIL: usize = 700;
+
+/// Directories in which someone's own files live. In pieces, or this file would break the rule.
+const MACHINE_DIRS: [&str; 3] = [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "home/")];
+
+/// One broken rule.
+#[derive(Debug, PartialEq)]
+struct Violation {
+    file: String,
+    line: usize,
+    what: String,
+    remedy: &'static str,
+}
+
+impl fmt::Display for Violation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { file, line, what, remedy } = self;
+        write!(f, "{file}:{line}: {what}: {remedy}")
+    }
+}
+
+/// What a check finds: violations fail, warnings only speak.
+#[derive(Default)]
+struct Findings {
+    violations: Vec<Violation>,
+    warnings: Vec<Violation>,
+}
+
+impl Findings {
+    fn fail(&mut self, file: &str, line: usize, what: impl Into<String>, remedy: &'static str) {
+        self.violations.push(Violation { file: file.into(), line, what: what.into(), remedy });
+    }
+}
+
+pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
+    let mut findings = Findings::default();
+    layers::check(&cargo_metadata(root)?, &mut findings)?;
+    let files = files(root)?;
+    for file in &files {
+        // A deleted file may still be listed; a binary one has no lines.
+        if let Ok(text) = fs::read_to_string(root.join(file)) {
+            check_file(file, &text, &mut findings);
+        }
+    }
+
+    for warning in &findings.warnings {
+        println!("warning: {warning}");
+    }
+    for violation in &findings.violations {
+        println!("{violation}");
+    }
+    match findings.violations.len() {
+        0 => {
+            println!("tidy: {} files, no violation", files.len());
+            Ok(ExitCode::SUCCESS)
+        }
+        n => {
+            println!("tidy: {} files, violations: {n}", files.len());
+            Ok(ExitCode::FAILURE)
+        }
+    }
+}
+
+fn cargo_metadata(root: &Path) -> anyhow::Result<serde_json::Value> {
+    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+    let output = Command::new(cargo)
+        .current_dir(root)
+        .args(["metadata", "--no-deps", "--format-version", "1"])
+        .output()?;
+    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    Ok(serde_json::from_slice(&output.stdout)?)
+}
+
+/// What is committed or could be: all files but the ignored ones, relative to the root.
+fn files(root: &Path) -> anyhow::Result<Vec<String>> {
+    let output = Command::new("git")
+        .current_dir(root)
+        .args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"])
+        .output()
+        .context("cannot start git")?;
+    ensure!(output.status.success(), "git ls-files: {}", String::from_utf8_lossy(&output.stderr));
+    let names = String::from_utf8(output.stdout).context("a file name is not UTF-8")?;
+    Ok(names.split_terminator('\0').map(Into::into).collect())
+}
+
+fn check_file(file: &str, text: &str, findings: &mut Findings) {
+    machine_paths(file, text, findings);
+    if file.starts_with("crates/") && file.ends_with("/Cargo.toml") && !inherits_lints(text) {
+        let remedy = "add `[lints]` with `workspace = true`";
+        findings.fail(file, 1, "the crate does not take the workspace's lints", remedy);
+    }
+    if !file.ends_with(".rs") {
+        return;
+    }
+    let code = source::code_only(text);
+    let words = source::words(&code);
+    if !within(file, UNSAFE_ALLOWED) {
+        for (line, _) in words.iter().filter(|(_, word)| *word == "unsafe") {
+            let remedy = "move it into one of the fenced places (UNSAFE_ALLOWED in xtask/src/tidy.rs)";
+            findings.fail(file, *line, "`unsafe` outside the fence", remedy);
+        }
+    }
+    if file.starts_with(VERBS) && !within(file, GENERATED) {
+        for line in source::exports_of(&code, "sys") {
+            let remedy = "keep `sys` private to ferrite-verbs and wrap what is needed";
+            findings.fail(file, line, "the bindings leave the crate", remedy);
+        }
+    }
+    shape(file, text, findings);
+}
+
+/// Name, opening and size of a source file.
+fn shape(file: &str, text: &str, findings: &mut Findings) {
+    match file.rsplit('/').next() {
+        Some("mod.rs") => findings.fail(file, 1, "a mod.rs", "name it after its module: `foo.rs` + `foo/`"),
+        Some("utils.rs") => findings.fail(file, 1, "a utils.rs", "name it for what it does"),
+        _ => {}
+    }
+    if within(file, GENERATED) {
+        return;
+    }
+    if !text.starts_with("//!") {
+        let remedy = "open it with `//!`: what it is, why it is separate, its invariants";
+        findings.fail(file, 1, "the file does not introduce itself", remedy);
+    }
+    let is_test = file.contains("/tests/") || file.ends_with("/tests.rs");
+    let lines = source::lines_before_tests(text);
+    if is_test || lines <= LINES_WARN {
+        return;
+    }
+    let long = Violation {
+        file: file.into(),
+        line: lines,
+        what: format!("{lines} lines before the tests"),
+        remedy: "split it: one main type per file, about 500 lines",
+    };
+    if lines > LINES_FAIL {
+        findings.violations.push(long);
+    } else {
+        findings.warnings.push(long);
+    }
+}
+
+/// Absolute paths of whoever wrote the file.
+fn machine_paths(file: &str, text: &str, findings: &mut Findings) {
+    for (line, content) in (1..).zip(text.lines()) {
+        for dir in MACHINE_DIRS {
+            let starts_path = |at: usize| {
+                let before = content[..at].chars().next_back();
+                before.is_none_or(|c| !c.is_alphanumeric() && !"._-~*})".contains(c))
+            };
+            if content.match_indices(dir).any(|(at, _)| starts_path(at)) {
+                let remedy = "use a path relative to the checkout or an environment variable";
+                findings.fail(file, line, format!("{dir} is a path of one machine"), remedy);
+            }
+        }
+    }
+}
+
+fn inherits_lints(manifest: &str) -> bool {
+    let mut lines = manifest.lines().map(str::trim);
+    lines.any(|line| line == "[lints]") && lines.next() == Some("workspace = true")
+}
+
+fn within(file: &str, places: &[&str]) -> bool {
+    places.iter().any(|place| file == *place || (place.ends_with('/') && file.starts_with(place)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The violations of one file, as `line: what`.
+    fn found(file: &str, text: &str) -> Vec<String> {
+        let mut findings = Findings::default();
+        check_file(file, text, &mut findings);
+        findings.violations.iter().map(|v| format!("{}: {}", v.line, v.what)).collect()
+    }
+
+    #[test]
+    fn unsafe_only_inside_the_fence() {
+        let text = "//! A file.\nfn f() {\n    unsafe { g() }\n}\n";
+        assert_eq!(found("crates/ferrite-proto/src/window.rs", text), ["3: `unsafe` outside the fence"]);
+        assert_eq!(found("crates/ferrite-verbs/tests/lab_x.rs", text).len(), 1);
+        assert_eq!(found("crates/ferrite-fabric/src/engine/slots.rs.rs", text).len(), 1);
+        assert_eq!(found("crates/ferrite-verbs/src/table.rs", text), [""; 0]);
+        assert_eq!(found("crates/ferrite-fabric/src/engine/slots.rs", text), [""; 0]);
+    }
+
+    #[test]
+    fn the_word_in_prose_is_no_unsafe() {
+        let text = "//! unsafe\n#![forbid(unsafe_code)]\nconst S: &str = \"unsafe\"; // unsafe\n";
+        assert_eq!(found("crates/ferrite-proto/src/lib.rs", text), [""; 0]);
+    }
+
+    #[test]
+    fn bindings_stay_inside_verbs() {
+        let what = "2: the bindings leave the crate";
+        assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub mod sys;\n"), [what]);
+        assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub use crate::sys::ibv_wc;\n"), [what]);
+        assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub(crate) mod sys;\n"), [""; 0]);
+    }
+
+    #[test]
+    fn files_introduce_themselves_and_are_named_for_what_they_do() {
+        assert_eq!(found("crates/a/src/lib.rs", "fn f() {}\n"), ["1: the file does not introduce itself"]);
+        assert_eq!(found("crates/ferrite-verbs/src/sys/verbs.rs", "fn f() {}\n"), [""; 0]);
+        assert_eq!(found("crates/a/src/b/mod.rs", "//! B.\n"), ["1: a mod.rs"]);
+        assert_eq!(found("crates/a/src/utils.rs", "//! U.\n"), ["1: a utils.rs"]);
+    }
+
+    #[test]
+    fn size_counts_up_to_the_tests() {
+        let body = "fn f() {}\n".repeat(699);
+        let file = "crates/a/src/lib.rs";
+        assert_eq!(found(file, &format!("//! A.\n{body}")), [""; 0]);
+        assert_eq!(found(file, &format!("//! A.\n{body}\n")), ["701: 701 lines before the tests"]);
+        assert_eq!(found("crates/a/tests/lab_a.rs", &format!("//! A.\n{body}\n")), [""; 0]);
+        let with_tests = format!("//! A.\n{body}#[cfg(test)]\nmod tests {{\n{body}}}\n");
+        assert_eq!(found(file, &with_tests), [""; 0]);
+    }
+
+    #[test]
+    fn five_hundred_lines_warn() {
+        let mut findings = Findings::default();
+        check_file("crates/a/src/lib.rs", &format!("//! A.\n{}", "\n".repeat(500)), &mut findings);
+        assert_eq!((findings.violations.len(), findings.warnings.len()), (0, 1));
+    }
+
+    #[test]
+    fn machine_paths_are_found_in_any_text() {
+        let path = format!("see {}x", MACHINE_DIRS[0]);
+        assert_eq!(found("docs/a.md", &path).len(), 1);
+        assert_eq!(found("docs/a.md", &format!("see crates{}", MACHINE_DIRS[0])), [""; 0]);
+    }
+
+    #[test]
+    fn crates_take_the_workspace_lints() {
+        let what = "1: the crate does not take the workspace's lints";
+        assert_eq!(found("crates/a/Cargo.toml", "[package]\nname = \"a\"\n"), [what]);
+        assert_eq!(found("crates/a/Cargo.toml", "[package]\n[lints]\nworkspace = true\n"), [""; 0]);
+    }
+
+    #[test]
+    fn a_violation_reads_as_file_line_what_remedy() {
+        let violation = Violation { file: "a.rs".into(), line: 3, what: "w".into(), remedy: "r" };
+        assert_eq!(violation.to_string(), "a.rs:3: w: r");
+    }
+}

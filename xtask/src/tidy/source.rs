@@ -1,0 +1,207 @@
+//! Enough of Rust's lexical rules to tell code from prose: comments, strings and characters are
+//! blanked, lines stay where they were. Not a parser, so it needs no dependency and cannot fail.
+
+/// The text with the inside of comments, strings and character literals replaced by blanks.
+pub(super) fn code_only(text: &str) -> String {
+    let mut code = String::with_capacity(text.len());
+    let mut rest = text;
+    let mut previous = ' ';
+    while let Some(first) = rest.chars().next() {
+        let prose = prose_len(rest, previous);
+        let taken = if prose > 0 {
+            code.extend(rest[..prose].chars().map(|c| if c == '\n' { '\n' } else { ' ' }));
+            prose
+        } else {
+            code.push(first);
+            first.len_utf8()
+        };
+        previous = rest[..taken].chars().next_back().unwrap_or(' ');
+        rest = &rest[taken..];
+    }
+    code
+}
+
+/// How many bytes of comment or literal `rest` starts with; 0 if it starts with code.
+fn prose_len(rest: &str, previous: char) -> usize {
+    if rest.starts_with("//") {
+        return rest.find('\n').unwrap_or(rest.len());
+    }
+    if rest.starts_with("/*") {
+        return block_comment_len(rest);
+    }
+    if rest.starts_with('"') {
+        return quoted_len(rest, 0, '"');
+    }
+    if rest.starts_with('\'') {
+        return character_len(rest);
+    }
+    // r"…", br#"…"#, cr"…": a prefix only where a word begins. b"…" and c"…" need no care.
+    let prefix = ["r", "br", "cr"].into_iter().find(|prefix| {
+        let after = rest.strip_prefix(prefix).map(|after| after.trim_start_matches('#'));
+        after.is_some_and(|after| after.starts_with('"'))
+    });
+    match prefix {
+        Some(prefix) if !is_word(previous) => raw_string_len(rest, prefix.len()),
+        _ => 0,
+    }
+}
+
+fn block_comment_len(rest: &str) -> usize {
+    let mut depth = 0;
+    let mut at = 0;
+    while at < rest.len() {
+        let (step, change) = match &rest.as_bytes()[at..] {
+            [b'/', b'*', ..] => (2, 1),
+            [b'*', b'/', ..] => (2, -1),
+            _ => (1, 0),
+        };
+        at += step;
+        depth += change;
+        if depth == 0 {
+            return at;
+        }
+    }
+    rest.len()
+}
+
+/// The length of a literal whose opening quote is at `open`, with its closing quote.
+fn quoted_len(rest: &str, open: usize, quote: char) -> usize {
+    let mut escaped = false;
+    for (at, c) in rest.char_indices().skip_while(|(at, _)| *at <= open) {
+        match c {
+            _ if escaped => escaped = false,
+            '\\' => escaped = true,
+            c if c == quote => return at + 1,
+            _ => {}
+        }
+    }
+    rest.len()
+}
+
+/// 'c' and '\n' are literals, 'static and 'label: are not.
+fn character_len(rest: &str) -> usize {
+    let mut chars = rest[1..].chars();
+    match (chars.next(), chars.next()) {
+        (Some('\\'), _) | (Some(_), Some('\'')) => quoted_len(rest, 0, '\''),
+        _ => 0,
+    }
+}
+
+fn raw_string_len(rest: &str, prefix: usize) -> usize {
+    let hashes = rest[prefix..].bytes().take_while(|byte| *byte == b'#').count();
+    let open = prefix + hashes + 1;
+    let close = format!("\"{}", "#".repeat(hashes));
+    rest[open..].find(&close).map_or(rest.len(), |at| open + at + close.len())
+}
+
+fn is_word(c: char) -> bool {
+    c.is_alphanumeric() || c == '_'
+}
+
+/// The identifiers and keywords of `code_only` text with their lines. A raw identifier
+/// (`r#unsafe`) is no keyword and comes with its prefix.
+pub(super) fn words(code: &str) -> Vec<(usize, &str)> {
+    let mut words = Vec::new();
+    for (line, content) in (1..).zip(code.lines()) {
+        for word in content.split(|c| !is_word(c) && c != '#') {
+            let word = word.trim_start_matches('#');
+            if !word.is_empty() {
+                words.push((line, word));
+            }
+        }
+    }
+    words
+}
+
+/// Lines on which `code_only` text makes `module` public: `pub mod module`, or a `pub use` with
+/// `module` in its path.
+pub(super) fn exports_of(code: &str, module: &str) -> Vec<usize> {
+    let mut lines = Vec::new();
+    let mut line = 1;
+    for statement in code.split_inclusive([';', '{']) {
+        let words = words(statement);
+        for (at, pair) in words.windows(2).enumerate() {
+            if let [(offset, "pub"), (_, item @ ("mod" | "use"))] = pair {
+                let path = &words[at + 2..];
+                let exported = match *item {
+                    "mod" => path.first().is_some_and(|(_, word)| *word == module),
+                    _ => path.iter().any(|(_, word)| *word == module),
+                };
+                if exported {
+                    lines.push(line + offset - 1);
+                }
+            }
+        }
+        line += statement.matches('\n').count();
+    }
+    lines
+}
+
+/// How many lines stand before the file's test module, which comes last.
+pub(super) fn lines_before_tests(text: &str) -> usize {
+    let lines: Vec<_> = text.lines().collect();
+    let tests = lines.windows(2).position(|pair| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod "));
+    tests.unwrap_or(lines.len())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The lines on which the keyword `unsafe` stands.
+    fn unsafe_lines(text: &str) -> Vec<usize> {
+        let code = code_only(text);
+        assert_eq!(code.lines().count(), text.lines().count());
+        words(&code).iter().filter(|(_, word)| *word == "unsafe").map(|(line, _)| *line).collect()
+    }
+
+    #[test]
+    fn keyword_is_found() {
+        assert_eq!(unsafe_lines("fn f() {\n    unsafe{ g() }\n}\nunsafe impl Send for X {}"), [2, 4]);
+        assert_eq!(unsafe_lines("#[unsafe(no_mangle)]"), [1]);
+        assert_eq!(unsafe_lines("let f: unsafe extern \"C\" fn();"), [1]);
+    }
+
+    #[test]
+    fn identifiers_are_not_the_keyword() {
+        assert_eq!(unsafe_lines("#![forbid(unsafe_code)]\nfn not_unsafe(r#unsafe: u8) {}"), [0; 0]);
+    }
+
+    #[test]
+    fn comments_are_skipped_to_their_end() {
+        assert_eq!(unsafe_lines("// unsafe\nunsafe {}"), [2]);
+        assert_eq!(unsafe_lines("/* unsafe /* unsafe */ unsafe */ unsafe {}"), [1]);
+        assert_eq!(unsafe_lines("/* unsafe /* */ unsafe"), [0; 0]);
+    }
+
+    #[test]
+    fn strings_are_skipped_to_their_end() {
+        assert_eq!(unsafe_lines(r#"let s = "unsafe \" unsafe"; unsafe {}"#), [1]);
+        assert_eq!(unsafe_lines("let s = r#\"unsafe \" unsafe \\\"#;\nunsafe {}"), [2]);
+        assert_eq!(unsafe_lines("let s = br\"unsafe\\\";\nunsafe {}"), [2]);
+        assert_eq!(unsafe_lines("let s = \"a\nunsafe\n\";\nunsafe {}"), [4]);
+        assert_eq!(unsafe_lines("let s = \"// no comment\"; unsafe {}"), [1]);
+    }
+
+    #[test]
+    fn characters_and_lifetimes_are_told_apart() {
+        assert_eq!(unsafe_lines("let q = '\"'; unsafe {} let r = '\"';"), [1]);
+        assert_eq!(unsafe_lines("let q = '\\''; unsafe {} let r = '\\'';"), [1]);
+        assert_eq!(unsafe_lines("fn f<'a>(x: &'a str) { unsafe {} }"), [1]);
+        assert_eq!(unsafe_lines("let b = b'\"'; unsafe {} let c = 'é';"), [1]);
+    }
+
+    #[test]
+    fn exports_are_found_with_their_line() {
+        assert_eq!(exports_of("mod a;\n\npub mod sys;", "sys"), [3]);
+        assert_eq!(exports_of("mod a {\n}\npub use crate::{\n    sys::x,\n    b,\n};", "b"), [0; 0]);
+        assert_eq!(exports_of("pub use crate::sys::{x, y};", "sys"), [1]);
+        assert_eq!(exports_of("pub(crate) mod sys;\nuse sys::x;\npub mod sys_x;", "sys"), [0; 0]);
+    }
+
+    #[test]
+    fn lines_end_at_the_test_module() {
+        assert_eq!(lines_before_tests("a\nb\n"), 2);
+        assert_eq!(lines_before_tests("a\n#[cfg(test)]\nuse b;\n#[cfg(test)]\nmod tests {\n}\n"), 3);
+    }
+}
