@@ -21,7 +21,7 @@ mod pingpong;
 /// Works on every host: rdma-core is loaded when a command needs it, and a host without RDMA is told what is
 /// missing and what to do.
 #[derive(Parser)]
-#[command(version, max_term_width = 100, after_help = exit::HELP)]
+#[command(name = "ferrite", version, max_term_width = 100, after_help = exit::HELP)]
 struct Cli {
     #[command(subcommand)]
     command: Command,

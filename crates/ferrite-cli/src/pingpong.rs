@@ -51,7 +51,7 @@ pub(crate) struct Options {
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse, conflicts_with = "server")]
     listen: Option<SocketAddr>,
     /// Serve one client after the other until stopped
-    #[arg(long, requires = "listen")]
+    #[arg(long, conflicts_with = "server")]
     forever: bool,
     /// Connect from this local address, and so over its device
     ///

@@ -214,7 +214,12 @@ fn nobody_listens() {
 
 #[test]
 fn an_address_without_a_device_is_explained() {
-    let output = output(&["pingpong", "--listen", "127.0.0.1", "--json"]);
+    // The lab's bridge carries no RDMA device.
+    let added = Command::new("ip").args(["addr", "replace", "192.0.2.9/24", "dev", "br0"]).status();
+    assert!(added.expect("ip starts").success());
+    let mut command = Command::new("timeout");
+    command.args(["10", env!("CARGO_BIN_EXE_ferrite"), "pingpong", "--listen", "192.0.2.9", "--json"]);
+    let output = command.output().expect("timeout starts");
     let error = error_of(&output);
     assert_eq!(error["kind"], "no_route", "{error}");
     assert!(text(&output.stderr).contains("`ferrite devices` lists the addresses"), "{error}");
@@ -233,4 +238,75 @@ fn a_busy_server_refuses_a_second_client() {
     first.kill().expect("still at work");
     first.wait().expect("it ends");
     assert_eq!(error_of(&second)["kind"], "rejected");
+}
+
+/// Runs the command where something is hidden from it by a mount of its own.
+fn without(hide: &str, arguments: &[&str]) -> Output {
+    let line = format!("{hide} && exec {} {}", env!("CARGO_BIN_EXE_ferrite"), arguments.join(" "));
+    Command::new("unshare").args(["--mount", "sh", "-c", &line]).output().expect("unshare")
+}
+
+fn expect_missing(output: &Output, part: &str, remedy: &str) {
+    let message = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(69), "{message}");
+    assert!(message.contains(&format!("{part} missing: ")), "{message}");
+    assert!(message.contains("What to do: ") && message.contains(remedy), "{message}");
+    assert_eq!(message.trim_end().lines().count(), 1, "{message}");
+}
+
+const LISTEN: [&str; 3] = ["pingpong", "--listen", "10.0.0.1:7490"];
+
+#[test]
+fn without_the_library() {
+    let hide = "mount --bind /dev/null /usr/lib/x86_64-linux-gnu/libibverbs.so.1";
+    expect_missing(&without(hide, &["devices"]), "the library is", "apt-get install libibverbs1");
+    expect_missing(&without(hide, &LISTEN), "the library is", "apt-get install libibverbs1");
+}
+
+/// Devices can be listed without it; connections cannot be made.
+#[test]
+fn without_the_connection_manager() {
+    let hide = "mount --bind /dev/null /dev/infiniband/rdma_cm";
+    let output = without(hide, &["devices"]);
+    assert!(output.status.success() && text(&output.stdout).contains("modprobe rdma_ucm"), "{output:?}");
+    expect_missing(&without(hide, &LISTEN), "the connection manager is", "modprobe rdma_ucm");
+    let hide = "mount --bind /dev/null /usr/lib/x86_64-linux-gnu/librdmacm.so.1";
+    expect_missing(&without(hide, &LISTEN), "the library is", "librdmacm1");
+}
+
+/// Puts both devices back, and waits until they have their addresses.
+struct DevicesBack;
+
+impl Drop for DevicesBack {
+    fn drop(&mut self) {
+        let line = "for i in 1 2; do ip link set h$i up; rdma link show rxe$i/1 >/dev/null 2>&1 ||
+                      rdma link add rxe$i type rxe netdev h$i; done";
+        let _ = Command::new("sh").args(["-c", line]).status();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let ready = || {
+            let shown = text(&output(&["devices"]).stdout);
+            shown.contains("  10.0.0.1 ") && shown.contains("  10.0.0.2 ") && !shown.contains("DOWN")
+        };
+        while Instant::now() < deadline && !ready() {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+#[test]
+fn without_a_device() {
+    let _back = DevicesBack;
+    for device in ["rxe1", "rxe2"] {
+        assert!(Command::new("rdma").args(["link", "delete", device]).status().expect("rdma").success());
+    }
+    expect_missing(&output(&["devices"]), "a device is", "rdma link add");
+    expect_missing(&output(&LISTEN), "a device is", "rdma link add");
+}
+
+#[test]
+fn a_port_that_is_down_is_shown_with_its_remedy() {
+    let _back = DevicesBack;
+    assert!(Command::new("ip").args(["link", "set", "h1", "down"]).status().expect("ip").success());
+    let shown = text(&output(&["devices"]).stdout);
+    assert!(shown.contains("port 1: DOWN") && shown.contains("ip link set h1 up"), "{shown}");
 }

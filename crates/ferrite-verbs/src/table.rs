@@ -131,7 +131,12 @@ fn open(name: &'static str) -> Result<Library, Absence> {
     // RTLD_GLOBAL: providers are plugins that resolve libibverbs' symbols when it loads them.
     // SAFETY: the initialisers of rdma-core have no preconditions.
     unsafe { Library::open(Some(name), RTLD_NOW | RTLD_GLOBAL) }
-        .map_err(|error| Absence::NoLibrary { library: name, detail: error.to_string() })
+        .map_err(|error| Absence::NoLibrary { library: name, detail: loader_text(&error) })
+}
+
+/// What the dynamic loader said, which libloading keeps one level down.
+fn loader_text(error: &libloading::Error) -> String {
+    std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
 fn leak(library: Library) -> &'static Library {
@@ -158,7 +163,7 @@ mod tests {
     fn a_missing_library_is_named_with_its_remedy() {
         let Err(absence) = open("libferrite-nowhere.so.1") else { panic!("nobody has this library") };
         assert!(matches!(absence, Absence::NoLibrary { library: "libferrite-nowhere.so.1", .. }));
-        assert!(absence.to_string().contains("libferrite-nowhere.so.1"), "{absence}");
+        assert!(absence.to_string().contains("libferrite-nowhere.so.1: cannot open"), "{absence}");
         assert!(absence.remedy().contains("libibverbs1"), "{}", absence.remedy());
     }
 
