@@ -34,8 +34,9 @@ JSON fields, stable within a value of `format`:
     remedy? (if not active), gids[], chosen_gid? {index, why}
   gids[]: index, gid, address, type, netdev?
   limits: as in ibv_query_device(3)
-A field with `?` is absent where there is nothing to say. Failures print {error: {kind, missing?, message,
-remedy?}}; `missing` is library, kernel, device, connection_manager or port.";
+A field with `?` is absent where there is nothing to say.
+Failures print {error: {kind, missing?, message, remedy?}}; `missing` is library, kernel, device,
+connection_manager or port.";
 
 /// Everything that is shown.
 #[derive(Debug, Serialize)]

@@ -44,7 +44,7 @@ const DEFAULT_PORT: u16 = 7471;
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
-    /// The server's address: IP, [IPv6] or name, with :PORT unless it is 7471
+    /// The server's address: IP (IPv6 in brackets) or name, with :PORT unless it is 7471
     #[arg(value_name = "SERVER", value_parser = address::parse, required_unless_present = "listen")]
     server: Option<SocketAddr>,
     /// Be the server: wait at this address (with :PORT unless it is 7471) and serve one client
@@ -94,10 +94,12 @@ Examples:
   ferrite pingpong 10.0.0.1 --bind 10.0.0.2                on the second
   ferrite pingpong 10.0.0.1 --op read --size 4096 --json   the same server, another test
 
-JSON fields, stable within a value of `format`: format (1), role (client; the server's object has clients[]),
-op, mode, size_bytes, iterations, warmup, inline, local, peer, device, software, port, gid {index, address,
-type}, mtu_bytes, measure (half_round_trip or round_trip), latency_us {min, p50, p90, p99, p99_9, max, mean},
-seconds. Failures print {error: {kind, missing?, message, remedy?}}.";
+JSON fields of the client, stable within a value of `format`:
+  format (1), role (client), op, mode, size_bytes, iterations, warmup, inline, local, peer,
+  device, software, port, gid {index, address, type}, mtu_bytes, measure (half_round_trip or
+  round_trip), latency_us {min, p50, p90, p99, p99_9, max, mean}, seconds
+The server prints a line per client: peer, device, op, mode, size_bytes, rounds.
+Failures print {error: {kind, missing?, message, remedy?}}.";
 
 /// What a round does.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]

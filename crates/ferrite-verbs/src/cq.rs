@@ -242,7 +242,9 @@ impl CompletionQueue {
             if got > 0 || left.is_zero() {
                 return Ok(got);
             }
-            channel.wait(left)?;
+            if wait_readable(channel.as_fd(), left)? {
+                channel.next_event()?;
+            }
         }
     }
 }

@@ -10,6 +10,8 @@ use std::io;
 
 use rustix::io::Errno;
 
+use crate::cm::RejectReason;
+
 mod memlock;
 pub use memlock::Memlock;
 
@@ -121,7 +123,7 @@ pub enum ErrorKind {
     AddressInUse,
     /// The peer does not answer.
     Unreachable,
-    /// The peer answered with a refusal.
+    /// The peer answered with a refusal. See [`Error::rejection`].
     Rejected,
     /// The peer closed the connection.
     Disconnected,
@@ -159,7 +161,17 @@ struct Inner {
 enum Cause {
     Absence(Absence),
     Memlock(Memlock),
+    Rejection(Rejection),
     Text(String),
+}
+
+/// How a peer refused a connection.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejection {
+    /// Why, as far as the connection manager knows.
+    pub reason: RejectReason,
+    /// What its application had to say, padded with zeros.
+    pub private_data: Vec<u8>,
 }
 
 impl Error {
@@ -195,6 +207,15 @@ impl Error {
     pub fn memlock(&self) -> Option<&Memlock> {
         match &self.0.cause {
             Some(Cause::Memlock(memlock)) => Some(memlock),
+            _ => None,
+        }
+    }
+
+    /// How the peer refused, if that is what this is.
+    #[must_use]
+    pub fn rejection(&self) -> Option<&Rejection> {
+        match &self.0.cause {
+            Some(Cause::Rejection(rejection)) => Some(rejection),
             _ => None,
         }
     }
@@ -258,6 +279,12 @@ impl Error {
         self
     }
 
+    pub(crate) fn because_of_rejection(mut self, rejection: Rejection) -> Self {
+        self.0.kind = ErrorKind::Rejected;
+        self.0.cause = Some(Cause::Rejection(rejection));
+        self
+    }
+
     pub(crate) fn because_of_memlock(mut self, memlock: Memlock) -> Self {
         self.0.kind = ErrorKind::Memlock;
         self.0.cause = Some(Cause::Memlock(memlock));
@@ -292,6 +319,7 @@ impl fmt::Display for Error {
         }
         match cause {
             Some(Cause::Memlock(memlock)) => write!(f, ": {memlock}"),
+            Some(Cause::Rejection(rejection)) => write!(f, ": the peer refused: {}", rejection.reason),
             Some(Cause::Text(text)) => write!(f, ": {text}"),
             Some(Cause::Absence(_)) | None => Ok(()),
         }

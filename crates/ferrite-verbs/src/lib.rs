@@ -65,7 +65,7 @@ pub use cm::{
 pub use context::{Context, Limits};
 pub use cq::{CompletionChannel, CompletionQueue, CqKey};
 pub use device::Device;
-pub use error::{Absence, Error, ErrorKind, Memlock};
+pub use error::{Absence, Error, ErrorKind, Memlock, Rejection};
 pub use gid::{Gid, GidChoice, GidEntry, GidType, choose_gid};
 pub use leak::leaked_objects;
 pub use mr::{Access, MemoryRegion};

@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU8, Ordering, fence};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::error::{Error, ErrorKind, Memlock};
+use crate::error::{Error, ErrorKind, Memlock, check};
 use crate::pd::ProtectionDomain;
 use crate::sys;
 use crate::wr::{RemoteSlice, Sge};
@@ -65,6 +65,8 @@ pub(crate) struct Registration {
     memory: Memory,
     len: usize,
     domain: ProtectionDomain,
+    /// The device has let go: nothing is left to be done.
+    released: bool,
 }
 
 enum Memory {
@@ -82,17 +84,30 @@ unsafe impl Sync for Registration {}
 
 impl Drop for Registration {
     fn drop(&mut self) {
+        if !self.released {
+            crate::leak::unless_released(self.release());
+        }
+    }
+}
+
+impl Registration {
+    /// Takes the device's permission away and frees the memory; returns the error number. If the device
+    /// did not let go it may still write: then the memory stays mapped, and the registration is as it was.
+    fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
-        // SAFETY: registered by us and released once.
+        // SAFETY: registered by us and not released yet: a success sets `released`, and both callers have
+        // the only reference.
         let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
-        // If the device did not let go it may still write: then the memory stays mapped for ever.
-        if crate::leak::unless_released(rc)
-            && let Memory::Mapped(at) = self.memory
-        {
+        if rc != 0 {
+            return rc;
+        }
+        self.released = true;
+        if let Memory::Mapped(at) = self.memory {
             // SAFETY: mapped by `allocate` with this length; the device has lost its permission, no
             // reference into it was ever given out, and no queue pair knows it any more.
             let _ = unsafe { munmap(at.as_ptr().cast(), self.len) };
         }
+        rc
     }
 }
 
@@ -172,7 +187,7 @@ impl ProtectionDomain {
                 _ => error,
             }
         })?;
-        Ok(MemoryRegion(Arc::new(Registration { raw, memory, len, domain: self.clone() })))
+        Ok(MemoryRegion(Arc::new(Registration { raw, memory, len, domain: self.clone(), released: false })))
     }
 }
 
@@ -280,6 +295,24 @@ impl MemoryRegion {
         unsafe { AtomicU8::from_ptr(self.0.at().as_ptr().add(offset)) }.load(Ordering::Acquire)
     }
 
+    /// Releases it now, and says whether the device let go: from then on no peer can reach the memory.
+    /// Dropping does the same, but can only count a refusal.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Misuse`] while a queue that was given a part of it is alive, or what `ibv_dereg_mr`
+    /// says. The region comes back as it was: the device may still access its memory.
+    pub fn deregister(mut self) -> Result<(), (Self, Error)> {
+        let context = |len| format!("{len} bytes");
+        let Some(registration) = Arc::get_mut(&mut self.0) else {
+            let error = Error::new(ErrorKind::Misuse, "ibv_dereg_mr", context(self.len()));
+            return Err((self, error.because("a queue was given a part of the region and is still alive")));
+        };
+        match check("ibv_dereg_mr", registration.release(), || context(registration.len)) {
+            Ok(()) => Ok(()),
+            Err(error) => Err((self, error)),
+        }
+    }
+
     fn check(&self, range: &Range<usize>) -> usize {
         assert!(
             range.start <= range.end && range.end <= self.0.len,
@@ -287,5 +320,41 @@ impl MemoryRegion {
             self.0.len
         );
         range.end - range.start
+    }
+}
+
+#[cfg(all(test, feature = "fake"))]
+mod tests {
+    use super::*;
+    use crate::fake::{DeviceSpec, World};
+    use crate::{QueuePairAttributes, QueuePairConfig, RecvRequest};
+
+    #[test]
+    fn deregister_says_whether_the_device_let_go() {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+        let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+        let domain = context.allocate_protection_domain().expect("domain");
+        let mut region = domain.allocate(4096, Access::LOCAL).expect("region");
+        region.write(0, b"mine");
+
+        // Refused: it comes back as it was, and can be tried again.
+        world.fail_next("ibv_dereg_mr", 5);
+        let (region, error) = region.deregister().expect_err("as asked");
+        assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
+        assert_eq!((region.to_vec(0, 4), world.objects().memory_regions), (b"mine".to_vec(), 1));
+
+        // A queue may still make the device touch it.
+        let cq = context.create_completion_queue(4, None, 0).expect("queue");
+        let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
+        qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
+        qp.post_recv(&[RecvRequest::new(1, &[region.sge(0..64)])]).expect("post");
+        let (region, error) = region.deregister().expect_err("in use");
+        assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+        assert!(error.to_string().contains("still alive"), "{error}");
+
+        drop(qp);
+        region.deregister().expect("the device lets go");
+        assert_eq!(world.objects().memory_regions, 0);
     }
 }

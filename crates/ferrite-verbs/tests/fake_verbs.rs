@@ -263,7 +263,7 @@ fn black_hole() {
     let target = listener.id().local_addr().expect("address");
     let id =
         cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, PATIENCE).expect("resolve");
-    let (parts, _) = Parts::new(&fixture, &fixture.hosts[1], &PairConfig::default());
+    let parts = Parts::new(&fixture, &fixture.hosts[1], &PairConfig::default());
     let (start, deadline) = (Instant::now(), Duration::from_millis(50));
     let error = cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline);
     assert_eq!(error.expect_err("no answer").kind(), ErrorKind::Timeout);
@@ -284,7 +284,7 @@ fn black_hole() {
 #[test]
 fn patience_is_rewarded() {
     let (world, fixture) = world();
-    let parts = [0, 1].map(|at| Parts::new(&fixture, &fixture.hosts[at], &PairConfig::default()).0);
+    let parts = [0, 1].map(|at| Parts::new(&fixture, &fixture.hosts[at], &PairConfig::default()));
     let path = Path { ack_timeout: 0, ..Default::default() };
     let bring_up = |at: usize| {
         let std::net::IpAddr::V4(ip) = fixture.hosts[1 - at].ip else { panic!("IPv4") };
@@ -309,7 +309,7 @@ fn patience_is_rewarded() {
     world.heal("fake1", "fake2");
     assert_eq!(done(), 1);
     let stranger = PeerAddress { qp_num: 1, psn: 0, gid: Gid([0x20; 16]), lid: 0 };
-    let (lost, _) = Parts::new(&fixture, &fixture.hosts[0], &PairConfig::default());
+    let lost = Parts::new(&fixture, &fixture.hosts[0], &PairConfig::default());
     lost.qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("INIT");
     let error =
         lost.qp.modify(&QueuePairAttributes::connect_to(&stranger, 1, 1, &path, 1)).expect_err("nobody");

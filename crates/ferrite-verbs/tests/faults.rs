@@ -148,7 +148,7 @@ fn black_hole_while_connecting() {
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).unwrap();
     let target = listener.id().local_addr().unwrap();
     let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).unwrap();
-    let (parts, _) = Parts::new(&fixture, peer, &PairConfig::default());
+    let parts = Parts::new(&fixture, peer, &PairConfig::default());
     let _fault = fault("tc qdisc add dev h1 root netem loss 100%", "tc qdisc del dev h1 root");
     let start = Instant::now();
     let deadline = Duration::from_secs(2);
@@ -201,7 +201,7 @@ fn child_that_connects(test: &str) -> (Killed, Listener, ConnectionRequest, Part
     let child = Killed(again(test, &target.to_string(), &[]).spawn().unwrap());
     let request = listener.next_request(PATIENCE).unwrap().expect("the child's request");
     let config = PairConfig::default();
-    let (parts, _) = Parts::new(&fixture, &fixture.hosts[0], &config);
+    let parts = Parts::new(&fixture, &fixture.hosts[0], &config);
     cm::accept(&request, &parts.qp, config.access, &params(&config), PATIENCE).unwrap();
     (child, listener, request, parts)
 }

@@ -34,7 +34,7 @@ pub(crate) fn connect_and_wait(target: &str) {
     let local = Some(fixture.hosts[1].any_port());
     let target = target.parse().expect("an address");
     let id = cm::resolve(&fixture.verbs, local, target, PATIENCE).expect("resolve");
-    let (parts, _) = Parts::new(&fixture, &fixture.hosts[1], &config);
+    let parts = Parts::new(&fixture, &fixture.hosts[1], &config);
     cm::connect(&id, &parts.qp, config.access, &params(&config), PATIENCE).expect("connect");
     std::thread::sleep(PATIENCE);
 }

@@ -23,9 +23,9 @@ use super::{Mode, Op};
 const CACHE_LINE: usize = 64;
 /// Receives that are posted ahead. One message is in flight; the rest is slack for reposting late.
 const RECV_DEPTH: u32 = 16;
-const SEND_DEPTH: u32 = 64;
+const SEND_DEPTH: u32 = 128;
 /// Every so many sends one asks for a completion, which frees the queue up to it.
-const SIGNAL_EVERY: u64 = 16;
+const SIGNAL_EVERY: u64 = 50;
 /// Receives carry this number, sends their count.
 const RECV_ID: u64 = u64::MAX;
 /// Fruitless looks between two questions whether the connection still stands.
@@ -270,12 +270,15 @@ impl Lane {
         let mut spins = 0_u32;
         while self.cq.poll(&mut completion)? == 0 {
             match &self.channel {
-                // What came before the arming does not wake: look once more before sleeping.
-                Some(_) if !self.armed => {
+                // Armed again right after the event, so that going to sleep is one call: rxe's worker wants
+                // our CPU by then. What came before the arming does not wake: the loop looks once more.
+                Some(channel) => {
+                    if self.armed {
+                        channel.next_event()?;
+                    }
                     self.cq.request_notify(false)?;
                     self.armed = true;
                 }
-                Some(channel) => self.armed = channel.next_event()?.is_none(),
                 None => {
                     spins += 1;
                     if spins.is_multiple_of(SPINS_PER_CHECK)

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::Context as _;
-use ferrite_verbs::{CmEvent, CmEventKind, ConnectParams, ConnectionRequest, Verbs, cm};
+use ferrite_verbs::{ConnectParams, ConnectionRequest, Verbs, cm};
 use serde::Serialize;
 
 use super::client::params;
@@ -32,11 +32,8 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     // On stderr, so that stdout carries results only.
     eprintln!("ferrite: listening on {at}");
     loop {
-        // Straight from the channel: the private data is part of the event.
-        let Some(event) = listener.id().channel().wait_event(Duration::from_secs(3600))? else { continue };
-        anyhow::ensure!(event.kind != CmEventKind::DEVICE_REMOVAL, "the RDMA device is being removed");
-        let CmEvent { private_data, request: Some(connection), .. } = event else { continue };
-        let outcome = serve(&verbs, options, &private_data, &connection);
+        let Some(connection) = listener.next_request(Duration::from_secs(3600))? else { continue };
+        let outcome = serve(&verbs, options, &connection);
         match outcome {
             Ok(served) => print(&served, options.json)?,
             // One bad client must not end a server that is to run for ever.
@@ -49,16 +46,11 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     }
 }
 
-fn serve(
-    verbs: &Verbs,
-    options: &Options,
-    private_data: &[u8],
-    connection: &ConnectionRequest,
-) -> anyhow::Result<Served> {
+fn serve(verbs: &Verbs, options: &Options, connection: &ConnectionRequest) -> anyhow::Result<Served> {
     let id = &connection.id;
     let peer = id.peer_addr();
     let name = peer.map_or("a client".to_owned(), |peer| peer.to_string());
-    let request = Request::decode(private_data).with_context(|| format!("{name} was refused"))?;
+    let request = Request::decode(&connection.private_data).with_context(|| format!("{name} was refused"))?;
     let (device, _) = id.device().context("RDMA CM named no device")?;
     let context = verbs.device(&device)?.open()?;
     let Request { op, mode, size, inline, .. } = request;

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::{CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest, EventChannel};
-use crate::error::{Error, ErrorKind};
+use crate::error::{Error, ErrorKind, Rejection};
 use crate::mr::Access;
 use crate::qp::{QueuePair, State};
 use crate::table::Verbs;
@@ -190,12 +190,11 @@ fn judge(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEven
     if event.kind == wanted {
         return Ok(event);
     }
+    let error = Error::new(ErrorKind::System, "rdma_get_cm_event", peer.to_string());
+    if let Some(reason) = event.reject_reason() {
+        return Err(error.because_of_rejection(Rejection { reason, private_data: event.private_data }));
+    }
     let (kind, why) = match event.kind {
-        CmEventKind::REJECTED => {
-            let reason =
-                event.reject_reason().map_or("no reason given".to_owned(), |reason| reason.to_string());
-            (ErrorKind::Rejected, reason)
-        }
         CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
             (ErrorKind::NoRoute, errno_text(event.status))
         }
@@ -206,7 +205,7 @@ fn judge(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEven
         CmEventKind::DISCONNECTED => (ErrorKind::Disconnected, "the peer hung up".to_owned()),
         _ => (ErrorKind::System, format!("status {}, while waiting for: {wanted}", event.status)),
     };
-    Err(Error::new(kind, "rdma_get_cm_event", peer.to_string()).because(format!("the {}: {why}", event.kind)))
+    Err(error.with_kind(kind).because(format!("the {}: {why}", event.kind)))
 }
 
 fn errno_text(status: i32) -> String {

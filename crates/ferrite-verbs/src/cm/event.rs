@@ -16,7 +16,8 @@ pub struct CmEvent {
     pub kind: CmEventKind,
     /// 0, a negative error number, or for a rejection the code of its [`RejectReason`].
     pub status: i32,
-    /// What the peer sent along. The CM pads it with zeros to the size of its message.
+    /// What the peer sent along (with a request: see there). The CM pads it with zeros to the size of its
+    /// message.
     pub private_data: Vec<u8>,
     /// The request, if this is one. Dropping it refuses the connection.
     pub request: Option<ConnectionRequest>,
@@ -33,6 +34,8 @@ pub struct ConnectionRequest {
     pub reads_in_wanted: u8,
     /// The peer's queue pair.
     pub qp_num: u32,
+    /// What the peer sent along, padded with zeros.
+    pub private_data: Vec<u8>,
 }
 
 impl CmEvent {
@@ -54,7 +57,7 @@ impl CmEvent {
         // SAFETY: every event we can get is one of a connection (we make no UD identifiers); where an
         // event has no parameters they are zero.
         let param = unsafe { &event.param.conn };
-        let private_data = if param.private_data.is_null() {
+        let mut private_data = if param.private_data.is_null() {
             Vec::new()
         } else {
             // SAFETY: librdmacm keeps as many bytes there as it says, until the acknowledgement.
@@ -74,6 +77,7 @@ impl CmEvent {
                     reads_out_max: param.initiator_depth,
                     reads_in_wanted: param.responder_resources,
                     qp_num: param.qp_num,
+                    private_data: std::mem::take(&mut private_data),
                 }
             });
         let subject = if request.is_some() { event.listen_id } else { event.id };

@@ -3,7 +3,7 @@
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
     Access, CmEventKind, ConnectParams, ErrorKind, GidType, Path, PeerAddress, QueuePairAttributes,
-    SendRequest, State, Status,
+    RejectReason, SendRequest, State, Status,
 };
 
 use super::pair::{Mode, Pair, PairConfig, Parts, params, pattern};
@@ -21,14 +21,13 @@ pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
         (pattern(1, cm::REQUEST_PRIVATE_DATA_MAX), pattern(2, cm::ACCEPT_PRIVATE_DATA_MAX));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // The request's own data is on the event, so this side does not use the helper.
             let event = listener.id().channel().wait_event(PATIENCE).expect("events").expect("a request");
             assert_eq!((event.kind, event.id), (CmEventKind::CONNECT_REQUEST, listener.id().key()));
-            assert_eq!(event.private_data, asked);
             let request = event.request.expect("a request");
+            assert_eq!(request.private_data, asked);
             assert_eq!((request.reads_in_wanted, request.reads_out_max), (3, 5));
             assert_eq!(request.id.peer_addr().map(|addr| addr.ip()), Some(peer.ip));
-            let (parts, _) = Parts::new(fixture, host, &config);
+            let parts = Parts::new(fixture, host, &config);
             let params = ConnectParams { private_data: &answered, ..params(&config) };
             cm::accept(&request, &parts.qp, ACCESS, &params, PATIENCE).expect("accept");
             let hung_up = listener.id().channel().wait_event(PATIENCE).expect("events").expect("an event");
@@ -37,7 +36,7 @@ pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
         let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
         assert_eq!(id.device(), Some((peer.device.clone(), 1)));
         assert_eq!(id.local_addr().map(|addr| addr.ip()), Some(peer.ip));
-        let (parts, _) = Parts::new(fixture, peer, &config);
+        let parts = Parts::new(fixture, peer, &config);
         let params = ConnectParams { private_data: &asked, ..params(&config) };
         let data = cm::connect(&id, &parts.qp, ACCESS, &params, PATIENCE).expect("connect");
         assert_eq!(data, answered);
@@ -58,31 +57,18 @@ fn connect_against(
     std::thread::scope(|scope| {
         scope.spawn(|| answer(listener.next_request(PATIENCE).expect("events").expect("a request")));
         let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
-        let (parts, _) = Parts::new(fixture, peer, &config);
+        let parts = Parts::new(fixture, peer, &config);
         cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal")
     })
 }
 
 pub(crate) fn refused_with_data(fixture: &Fixture) {
-    let config = PairConfig::default();
-    let [host, peer] = &fixture.hosts;
-    let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
-    let target = listener.id().local_addr().expect("an address");
-    let reason = b"maxclients reached";
-    std::thread::scope(|scope| {
-        scope.spawn(|| {
-            let request = listener.next_request(PATIENCE).expect("events").expect("a request");
-            request.id.reject(reason).expect("reject");
-        });
-        let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
-        let (parts, _) = Parts::new(fixture, peer, &config);
-        parts.qp.modify(&id.queue_pair_attributes(State::INIT).expect("attributes")).expect("init");
-        id.connect(&ConnectParams { qp_num: parts.qp.number(), ..params(&config) }).expect("connect");
-        let event = id.channel().wait_event(PATIENCE).expect("events").expect("an answer");
-        assert_eq!((event.kind, event.id), (CmEventKind::REJECTED, id.key()));
-        assert_eq!(event.reject_reason(), Some(ferrite_verbs::RejectReason::BY_APPLICATION));
-        assert!(event.private_data.starts_with(reason), "{:?}", event.private_data);
-    });
+    let why = b"maxclients reached";
+    let error = connect_against(fixture, |request| request.id.reject(why).expect("reject"));
+    assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
+    let rejection = error.rejection().expect("how it was refused");
+    assert_eq!(rejection.reason, RejectReason::BY_APPLICATION);
+    assert!(rejection.private_data.starts_with(why), "{:?}", rejection.private_data);
 }
 
 pub(crate) fn dropped_request_is_refused(fixture: &Fixture) {
@@ -98,7 +84,7 @@ pub(crate) fn nobody_listens(fixture: &Fixture) {
     let target = listener.id().local_addr().expect("an address");
     drop(listener);
     let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
-    let (parts, _) = Parts::new(fixture, peer, &config);
+    let parts = Parts::new(fixture, peer, &config);
     let error = cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal");
     assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
     assert!(error.to_string().contains("nobody listens"), "{error}");
@@ -162,7 +148,7 @@ pub(crate) fn private_data_too_long(fixture: &Fixture) {
 pub(crate) fn by_hand_without_cm(fixture: &Fixture) {
     let config = PairConfig::default();
     let mut sides: Vec<_> =
-        fixture.hosts.iter().map(|host| (host, Parts::new(fixture, host, &config).0)).collect();
+        fixture.hosts.iter().map(|host| (host, Parts::new(fixture, host, &config))).collect();
     let addresses: Vec<_> = sides
         .iter()
         .map(|(host, parts)| {

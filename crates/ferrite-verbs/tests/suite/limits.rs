@@ -37,7 +37,7 @@ pub(crate) fn queue_full_is_back_pressure(fixture: &Fixture) {
 }
 
 pub(crate) fn more_than_the_device_has(fixture: &Fixture) {
-    let (parts, _) = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
+    let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let limits = parts.context.limits().expect("limits");
     let says = |error: ferrite_verbs::Error, what: &str| {
         assert_eq!(error.kind(), ErrorKind::DeviceLimit, "{error}");
@@ -72,7 +72,7 @@ pub(crate) fn inline_too_long(fixture: &Fixture) {
 }
 
 pub(crate) fn posted_in_the_wrong_state(fixture: &Fixture) {
-    let (parts, _) = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
+    let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let error =
         parts.qp.post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])]).expect_err("not connected");
     assert_eq!((error.error.kind(), error.posted), (ErrorKind::Misuse, 0), "{error}");
@@ -105,7 +105,7 @@ pub(crate) fn overrun_is_reported(fixture: &Fixture) {
 }
 
 pub(crate) fn empty_region(fixture: &Fixture) {
-    let (parts, _) = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
+    let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let error = parts.domain.allocate(0, Access::LOCAL).expect_err("nothing to register");
     assert_eq!(error.kind(), ErrorKind::Misuse);
 }

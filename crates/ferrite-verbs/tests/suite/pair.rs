@@ -80,7 +80,6 @@ impl Default for PairConfig {
 /// Both ends; `ends[0]` listened, `ends[1]` connected.
 pub(crate) struct Pair {
     pub(crate) ends: [End; 2],
-    pub(crate) srq: Option<SharedReceiveQueue>,
 }
 
 impl Pair {
@@ -92,30 +91,31 @@ impl Pair {
         let [host, peer] = &fixture.hosts;
         let listener = Listener::bind(&fixture.verbs, host.any_port(), 8).expect("listen");
         let target = listener.id().local_addr().expect("an address");
-        let (passive, active) = std::thread::scope(|scope| {
+        let ends = std::thread::scope(|scope| {
             let passive = scope.spawn(|| {
                 let request = listener.next_request(PATIENCE).expect("events").expect("a request");
-                let (parts, srq) = Parts::new(fixture, host, config);
+                let parts = Parts::new(fixture, host, config);
                 let access = config.access;
                 cm::accept(&request, &parts.qp, access, &params(config), PATIENCE).expect("accept");
-                (End { parts, id: request.id }, srq)
+                End { parts, id: request.id }
             });
             let local = Some(peer.any_port());
             let id = cm::resolve(&fixture.verbs, local, target, PATIENCE).expect("resolve");
             id.set_ack_timeout(config.ack_timeout).expect("ack timeout");
-            let (parts, _) = Parts::new(fixture, peer, &PairConfig { srq_receives: None, ..config.clone() });
+            let parts = Parts::new(fixture, peer, config);
             cm::connect(&id, &parts.qp, config.access, &params(config), PATIENCE).expect("connect");
-            (passive.join().expect("the passive side"), End { parts, id })
+            [passive.join().expect("the passive side"), End { parts, id }]
         });
-        Self { ends: [passive.0, active], srq: passive.1 }
+        Self { ends }
     }
 
     /// Every object by itself, to be dropped in any order.
     pub(crate) fn into_pieces(self) -> Vec<Box<dyn Any>> {
-        let mut pieces: Vec<Box<dyn Any>> = vec![Box::new(self.srq)];
-        for End { parts: Parts { context, domain, channel, cq, region, qp }, id } in self.ends {
+        let mut pieces: Vec<Box<dyn Any>> = Vec::new();
+        for End { parts: Parts { context, domain, channel, cq, region, srq, qp }, id } in self.ends {
             pieces.extend([Box::new(context) as Box<dyn Any>, Box::new(domain), Box::new(channel)]);
-            pieces.extend([Box::new(cq) as Box<dyn Any>, Box::new(region), Box::new(qp), Box::new(id)]);
+            pieces.extend([Box::new(cq) as Box<dyn Any>, Box::new(region), Box::new(qp)]);
+            pieces.extend([Box::new(srq) as Box<dyn Any>, Box::new(id)]);
         }
         pieces
     }
@@ -147,15 +147,12 @@ pub(crate) struct Parts {
     pub(crate) channel: CompletionChannel,
     pub(crate) cq: CompletionQueue,
     pub(crate) region: MemoryRegion,
+    pub(crate) srq: Option<SharedReceiveQueue>,
     pub(crate) qp: QueuePair,
 }
 
 impl Parts {
-    pub(crate) fn new(
-        fixture: &Fixture,
-        host: &Host,
-        config: &PairConfig,
-    ) -> (Self, Option<SharedReceiveQueue>) {
+    pub(crate) fn new(fixture: &Fixture, host: &Host, config: &PairConfig) -> Self {
         let context = fixture.verbs.device(&host.device).expect("device").open().expect("open");
         let domain = context.allocate_protection_domain().expect("domain");
         let channel = context.create_completion_channel().expect("channel");
@@ -174,11 +171,9 @@ impl Parts {
                 ..QueuePairConfig::new(&cq)
             })
             .expect("queue pair");
-        (Self { context, domain, channel, cq, region, qp }, srq)
+        Self { context, domain, channel, cq, region, srq, qp }
     }
-}
 
-impl Parts {
     /// The next completion.
     pub(crate) fn reap(&self, mode: Mode) -> WorkCompletion {
         self.reap_within(mode, PATIENCE).expect("a completion in time")
@@ -201,9 +196,15 @@ impl Parts {
         None
     }
 
-    /// Posts one receive into `range` of the region.
+    /// Posts one receive into `range` of the region, to the shared queue if there is one.
     pub(crate) fn receive_into(&self, wr_id: u64, range: std::ops::Range<usize>) {
-        self.qp.post_recv(&[RecvRequest::new(wr_id, &[self.region.sge(range)])]).expect("post a receive");
+        let place = [self.region.sge(range)];
+        let request = [RecvRequest::new(wr_id, &place)];
+        match &self.srq {
+            Some(srq) => srq.post_recv(&request),
+            None => self.qp.post_recv(&request),
+        }
+        .expect("post a receive");
     }
 
     pub(crate) fn post(&self, request: SendRequest<'_>) {

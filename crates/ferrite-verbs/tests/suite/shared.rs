@@ -12,46 +12,47 @@ use super::pair::{Mode, Pair, PairConfig, Parts, pattern};
 use super::{Fixture, PATIENCE};
 
 pub(crate) fn shared_receive_queue_serves_two(fixture: &Fixture) {
-    let config = PairConfig { srq_receives: Some(32), ..Default::default() };
-    let mut pair = Pair::with(fixture, &config);
-    let srq = pair.srq.clone().expect("a shared queue");
-    let [to, from] = &mut pair.ends;
-    assert!(to.qp.uses_srq());
-    let refused =
-        to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("receives belong to the shared queue");
-    assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
-    // A second queue pair takes from the same stock; it need not be connected to hold its parent.
-    let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to.cq) };
-    let second = to.domain.create_queue_pair(&second).expect("queue pair");
-    second.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
-    for wr_id in 0..8 {
-        let at = wr_id as usize * 64;
-        srq.post_recv(&[RecvRequest::new(wr_id, &[to.region.sge(at..at + 64)])]).expect("post");
+    for (from, to, mode) in [(1, 0, Mode::Poll), (0, 1, Mode::Event)] {
+        let config = PairConfig { srq_receives: Some(32), ..Default::default() };
+        let mut pair = Pair::with(fixture, &config);
+        let to_end = &pair.ends[to];
+        let srq = to_end.srq.clone().expect("a shared queue");
+        assert!(to_end.qp.uses_srq());
+        let refused = to_end.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("it has a shared queue");
+        assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
+        // A second queue pair takes from the same stock; it need not be connected to hold its parent.
+        let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to_end.cq) };
+        let second = to_end.domain.create_queue_pair(&second).expect("queue pair");
+        second.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
+        for wr_id in 0..8 {
+            to_end.receive_into(wr_id, wr_id as usize * 64..wr_id as usize * 64 + 64);
+        }
+        for wr_id in 0..8_u8 {
+            pair.ends[from].region.write(0, &pattern(wr_id, 64));
+            let (from, to) = (&pair.ends[from], &pair.ends[to]);
+            from.post(SendRequest::send(1, &[from.region.sge(0..64)]).signaled());
+            assert_eq!(from.reap(mode).status(), Status::SUCCESS);
+            let got = to.reap(mode);
+            assert_eq!(
+                (got.status(), got.wr_id(), got.qp_num()),
+                (Status::SUCCESS, wr_id.into(), to.qp.number())
+            );
+            assert_eq!(to.region.to_vec(usize::from(wr_id) * 64, 64), pattern(wr_id, 64));
+        }
+        // The queue pair dies, the shared queue lives on.
+        pair.ends[to].qp.stop().expect("stop");
+        assert_eq!(pair.ends[to].qp.state().expect("state"), State::ERROR);
+        srq.post_recv(&[RecvRequest::new(9, &[])]).expect("post");
     }
-    for wr_id in 0..8_u8 {
-        from.region.write(0, &pattern(wr_id, 64));
-        from.post(SendRequest::send(1, &[from.region.sge(0..64)]).signaled());
-        assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
-        let got = to.reap(Mode::Event);
-        assert_eq!(
-            (got.status(), got.wr_id(), got.qp_num()),
-            (Status::SUCCESS, wr_id.into(), to.qp.number())
-        );
-        assert_eq!(to.region.to_vec(usize::from(wr_id) * 64, 64), pattern(wr_id, 64));
-    }
-    // The queue pair dies, the shared queue lives on.
-    to.qp.stop().expect("stop");
-    assert_eq!(to.qp.state().expect("state"), State::ERROR);
-    srq.post_recv(&[RecvRequest::new(9, &[])]).expect("post");
 }
 
 pub(crate) fn shared_receive_queue_limit(fixture: &Fixture) {
     let config = PairConfig { srq_receives: Some(32), ..Default::default() };
     let pair = Pair::with(fixture, &config);
-    let srq = pair.srq.as_ref().expect("a shared queue");
     let [to, from] = &pair.ends;
+    let srq = to.srq.as_ref().expect("a shared queue");
     for wr_id in 0..6 {
-        srq.post_recv(&[RecvRequest::new(wr_id, &[to.region.sge(0..64)])]).expect("post");
+        to.receive_into(wr_id, 0..64);
     }
     srq.arm_limit(4).expect("arm");
     assert_eq!(srq.armed_limit().expect("query"), 4);
@@ -79,7 +80,7 @@ pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
     let bytes = pattern(3, 64);
     let target = to.region.remote(0..64);
     to.receive_into(1, 0..64);
-    let Parts { context, domain, channel, cq, mut region, qp } = from.parts;
+    let Parts { context, domain, channel, cq, mut region, qp, .. } = from.parts;
     region.write(0, &bytes);
     qp.post_send(&[SendRequest::send(1, &[region.sge(0..64)]).signaled()]).expect("post");
     // The sender's region, domain, channel and context handles go while the send may be under way.
@@ -102,7 +103,7 @@ pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
 
 pub(crate) fn one_channel_many_queues(fixture: &Fixture) {
     let host = &fixture.hosts[0];
-    let (parts, _) = Parts::new(fixture, host, &PairConfig::default());
+    let parts = Parts::new(fixture, host, &PairConfig::default());
     let queues: Vec<_> = (0..3)
         .map(|vector| parts.context.create_completion_queue(16, Some(&parts.channel), vector).expect("queue"))
         .collect();

@@ -97,31 +97,47 @@ pub(crate) fn read(fixture: &Fixture) {
 
 pub(crate) fn inline_is_copied_at_once(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
-    let bytes = pattern(9, 100);
-    let [to, from] = &mut pair.ends;
-    to.receive_into(1, 0..200);
-    from.region.write(0, &bytes);
-    from.post(SendRequest::send(2, &[from.region.sge(0..100)]).signaled().inline());
-    from.region.write(0, &[0xff; 100]);
-    assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
-    assert_eq!(to.reap(Mode::Poll).byte_len(), 100);
-    assert_eq!(to.region.to_vec(0, 100), bytes);
+    for (from, to, mode) in [(0, 1, Mode::Poll), (1, 0, Mode::Event)] {
+        let bytes = pattern(9, 100);
+        pair.ends[to].receive_into(1, 0..200);
+        let end = &mut pair.ends[from];
+        end.region.write(0, &bytes);
+        end.post(SendRequest::send(2, &[end.region.sge(0..100)]).signaled().inline());
+        end.region.write(0, &[0xff; 100]);
+        assert_eq!(end.reap(mode).status(), Status::SUCCESS);
+        assert_eq!(pair.ends[to].reap(mode).byte_len(), 100);
+        assert_eq!(pair.ends[to].region.to_vec(0, 100), bytes);
+        // A write takes inline data as well.
+        let target = pair.ends[to].region.remote(1000..1100);
+        let end = &pair.ends[from];
+        end.post(SendRequest::write(3, &[end.region.sge(0..100)], target).signaled().inline());
+        assert_eq!(end.reap(mode).status(), Status::SUCCESS);
+        assert_eq!(pair.ends[to].region.to_vec(1000, 100), [0xff; 100]);
+    }
 }
 
 pub(crate) fn scatter_and_gather(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
-    let [to, from] = &mut pair.ends;
-    from.region.write(0, &pattern(1, 10));
-    from.region.write(1000, &pattern(2, 20));
-    from.region.write(2000, &pattern(3, 30));
-    let places = [to.region.sge(500..515), to.region.sge(5000..5100)];
-    to.qp.post_recv(&[RecvRequest::new(1, &places)]).expect("post");
-    let pieces = [from.region.sge(0..10), from.region.sge(1000..1020), from.region.sge(2000..2030)];
-    from.post(SendRequest::send(2, &pieces).signaled());
-    assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
-    assert_eq!(to.reap(Mode::Poll).byte_len(), 60);
     let whole = [pattern(1, 10), pattern(2, 20), pattern(3, 30)].concat();
-    assert_eq!([to.region.to_vec(500, 15), to.region.to_vec(5000, 45)].concat(), whole);
+    for (from, to, mode) in [(0, 1, Mode::Poll), (1, 0, Mode::Event)] {
+        let end = &mut pair.ends[from];
+        for (at, len) in [(1, 10), (2, 20), (3, 30)] {
+            end.region.write(usize::from(at) * 1000, &pattern(at, len));
+        }
+        let (from, to) = (&pair.ends[from], &pair.ends[to]);
+        let places = [to.region.sge(500..515), to.region.sge(5000..5100)];
+        to.qp.post_recv(&[RecvRequest::new(1, &places)]).expect("post");
+        let pieces = [from.region.sge(1000..1010), from.region.sge(2000..2020), from.region.sge(3000..3030)];
+        from.post(SendRequest::send(2, &pieces).signaled());
+        assert_eq!(from.reap(mode).status(), Status::SUCCESS);
+        assert_eq!(to.reap(mode).byte_len(), 60);
+        assert_eq!([to.region.to_vec(500, 15), to.region.to_vec(5000, 45)].concat(), whole);
+        // A read scatters what it brings.
+        let places = [from.region.sge(9000..9005), from.region.sge(9500..9505)];
+        from.post(SendRequest::read(3, &places, to.region.remote(500..510)).signaled());
+        assert_eq!(from.reap(mode).status(), Status::SUCCESS);
+        assert_eq!([from.region.to_vec(9000, 5), from.region.to_vec(9500, 5)].concat(), whole[..10]);
+    }
 }
 
 pub(crate) fn unsignaled_complete_silently(fixture: &Fixture) {
