@@ -156,10 +156,13 @@ type QueryGidTable =
     unsafe extern "C" fn(*mut sys::ibv_context, *mut sys::ibv_gid_entry, usize, u32, usize) -> isize;
 
 fn netdev(ifindex: u32) -> Option<String> {
+    if ifindex == 0 || cfg!(miri) {
+        return None;
+    }
     // A socket of any kind will do to ask the kernel for the name.
     let socket =
         rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM, None).ok()?;
-    rustix::net::netdevice::index_to_name(socket, ifindex).ok().filter(|_| ifindex != 0)
+    rustix::net::netdevice::index_to_name(socket, ifindex).ok()
 }
 
 /// The entry that connections should use, and why.

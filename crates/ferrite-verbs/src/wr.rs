@@ -277,28 +277,32 @@ pub(crate) fn post_chained<R: Request>(
     while posted < requests.len() {
         let mut wrs = [const { MaybeUninit::<R::Raw>::uninit() }; CHAIN];
         let mut sges = [const { MaybeUninit::<sys::ibv_sge>::uninit() }; CHAIN_SGES];
+        // One pointer to each for all that follows: a second borrow would end the first.
+        let (head, pieces) = (wrs.as_mut_ptr().cast::<R::Raw>(), sges.as_mut_ptr().cast::<sys::ibv_sge>());
         let (mut len, mut sges_used) = (0, 0);
         for request in requests[posted..].iter().take(CHAIN) {
             let local = request.local();
             if sges_used + local.len() > CHAIN_SGES {
                 break;
             }
-            let list = sges[sges_used..].as_mut_ptr().cast::<sys::ibv_sge>();
-            for (slot, sge) in sges[sges_used..].iter_mut().zip(local) {
-                slot.write(sge.raw);
+            // SAFETY: `sges_used + local.len()` and `len` are within the arrays, as was checked above.
+            unsafe {
+                let list = pieces.add(sges_used);
+                for (at, sge) in local.iter().enumerate() {
+                    list.add(at).write(sge.raw);
+                }
+                head.add(len).write(request.to_raw(list));
             }
             sges_used += local.len();
-            wrs[len].write(request.to_raw(list));
             len += 1;
         }
         if len == 0 {
             let asked = format!("{} scatter/gather entries in one request", requests[posted].local().len());
             return Err(PostError { posted, error: Error::new(ErrorKind::DeviceLimit, call, asked) });
         }
-        let head = wrs.as_mut_ptr().cast::<R::Raw>();
         for at in 1..len {
             // SAFETY: the first `len` entries were written above.
-            unsafe { R::link(wrs[at - 1].assume_init_mut(), head.add(at)) };
+            unsafe { R::link(&mut *head.add(at - 1), head.add(at)) };
         }
         let mut refused = std::ptr::null_mut();
         let rc = post(head, &raw mut refused);
