@@ -1,0 +1,325 @@
+//! Buffers: [`BufMut`] while one owner fills it, [`Buf`] when many read it.
+//!
+//! Neither knows whether the device is at work on it. A reference from `deref` borrows the value, and an operation owns the
+//! value: so while the device may touch the bytes nobody can have a reference that conflicts.
+#![expect(unsafe_code, reason = "makes slices of registered memory: each block states its obligations")]
+
+use std::fmt;
+use std::ops::{Bound, Deref, DerefMut, RangeBounds};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use bytes::Bytes;
+
+use super::budget::Account;
+use super::class::Purpose;
+use super::core::Core;
+use super::error::PoolError;
+use super::lease::Lease;
+
+/// What the device is told of a buffer: the arguments of [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract
+/// begins where these are used: **own the buffer until the completion**.
+///
+/// ```
+/// # use ferrite_fabric::mem::{Pool, Purpose};
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// # let pool = Pool::builder(&[domain]).build()?;
+/// let buf = pool.take_uncharged(64, Purpose::Send)?.freeze();
+/// let parts = buf.slice(16..).raw_parts(0);
+/// assert_eq!((parts.addr, parts.len), (buf.raw_parts(0).addr + 16, 48));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RawParts {
+    /// Its first byte.
+    pub addr: u64,
+    /// Its length.
+    pub len: u32,
+    /// The key under the domain that was asked for. It has no remote rights.
+    pub lkey: u32,
+}
+
+/// A part of a block, under a lease.
+struct Span {
+    lease: Lease,
+    offset: u32,
+    len: u32,
+}
+
+impl Span {
+    fn at(&self) -> NonNull<u8> {
+        // SAFETY: `offset + len` is at most the size of the block: `new`, `set_len` and `slice` see to it.
+        unsafe { self.lease.at().add(self.offset as usize) }
+    }
+
+    fn capacity(&self) -> usize {
+        self.lease.slab().class.bytes() - self.offset as usize
+    }
+
+    fn bytes(&self) -> &[u8] {
+        // SAFETY: the block is mapped while the lease lives and was zeroed by the system at first, so all of it is
+        // initialised. Nobody writes it while the result lives: a `BufMut` is the only handle and is borrowed, a `Buf`
+        // never writes. The device's accesses are kept apart by whoever gave it the parts (`Sge::from_raw`).
+        unsafe { std::slice::from_raw_parts(self.at().as_ptr(), self.len as usize) }
+    }
+
+    fn raw_parts(&self, domain: usize) -> RawParts {
+        RawParts {
+            addr: self.at().as_ptr().addr() as u64,
+            len: self.len,
+            lkey: self.lease.slab().arena.lkey(domain),
+        }
+    }
+
+    fn debug(&self, name: &str, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let slab = self.lease.slab();
+        f.debug_struct(name)
+            .field("len", &self.len)
+            .field("purpose", &slab.purpose)
+            .field("class", &slab.class)
+            .field("generation", &self.lease.generation())
+            .finish_non_exhaustive()
+    }
+}
+
+/// A buffer with one owner, who may write it.
+///
+/// ```
+/// use ferrite_fabric::mem::Purpose;
+/// # use ferrite_fabric::mem::Pool;
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// # let pool = Pool::builder(&[domain]).build()?;
+/// let mut buf = pool.take_uncharged(1000, Purpose::Send)?;
+/// assert_eq!((buf.len(), buf.capacity()), (1000, 1024));
+/// buf[..5].copy_from_slice(b"hello");
+/// buf.set_len(5);
+/// assert_eq!(&buf.freeze()[..], b"hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct BufMut(Span);
+
+impl BufMut {
+    /// The first `len` bytes of a block that has no other handle.
+    pub(super) fn new(lease: Lease, len: usize) -> Self {
+        debug_assert!(lease.is_unique(), "a mutable buffer has one handle");
+        let mut buf = Self(Span { lease, offset: 0, len: 0 });
+        buf.set_len(len);
+        buf
+    }
+
+    /// How long it may become: to the end of its block.
+    #[must_use]
+    pub fn capacity(&self) -> usize {
+        self.0.capacity()
+    }
+
+    /// Makes it shorter or longer. Bytes that come in are whatever the block holds.
+    ///
+    /// # Panics
+    /// If `len` is more than the capacity.
+    pub fn set_len(&mut self, len: usize) {
+        assert!(len <= self.capacity(), "{len} bytes in a buffer of at most {}", self.capacity());
+        self.0.len = len as u32; // a block is at most 2 MiB
+    }
+
+    /// Shares it: from here on nobody writes it.
+    #[must_use]
+    pub fn freeze(self) -> Buf {
+        Buf(self.0)
+    }
+
+    /// Moves the charge for its block to `account`: a receive that was posted for anybody, and then got this peer's
+    /// message.
+    ///
+    /// # Errors
+    /// [`PoolError::OverBudget`]; then the charge stays where it was.
+    pub fn charge_to(&mut self, account: &Account) -> Result<(), PoolError> {
+        let charged = self.0.lease.charge_to(account);
+        charged.inspect_err(|error| self.0.lease.slab().core.counters.count_failure(error))
+    }
+
+    /// What the device needs to know, under the pool's `domain`.
+    ///
+    /// # Panics
+    /// If the pool has no domain with this index.
+    #[must_use]
+    pub fn raw_parts(&mut self, domain: usize) -> RawParts {
+        self.0.raw_parts(domain)
+    }
+
+    /// What it was taken for.
+    #[must_use]
+    pub fn purpose(&self) -> Purpose {
+        self.0.lease.slab().purpose
+    }
+
+    /// How often its block had come back when it was taken: with the address, the name of this use of it.
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.0.lease.generation()
+    }
+
+    pub(super) fn at(&mut self) -> NonNull<u8> {
+        self.0.at()
+    }
+
+    /// The size of its block, which is what it is charged for.
+    pub(super) fn block_bytes(&self) -> usize {
+        self.0.lease.slab().class.bytes()
+    }
+
+    pub(super) fn core(&self) -> &Arc<Core> {
+        &self.0.lease.slab().core
+    }
+
+    pub(super) fn is_of(&self, core: &Arc<Core>) -> bool {
+        Arc::ptr_eq(self.core(), core)
+    }
+}
+
+impl Deref for BufMut {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl DerefMut for BufMut {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as for `Span::bytes`; and this is the only handle of the block, borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.0.at().as_ptr(), self.0.len as usize) }
+    }
+}
+
+impl AsRef<[u8]> for BufMut {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl fmt::Debug for BufMut {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.debug("BufMut", f)
+    }
+}
+
+/// A buffer, or a part of one, that many may read and nobody writes. A clone costs one atomic addition.
+///
+/// ```
+/// use ferrite_fabric::mem::Purpose;
+/// # use ferrite_fabric::mem::Pool;
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// # let pool = Pool::builder(&[domain]).build()?;
+/// let mut buf = pool.take_uncharged(11, Purpose::Receive)?;
+/// buf.copy_from_slice(b"hello world");
+/// let whole = buf.freeze();
+/// let world = whole.slice(6..);
+/// assert_eq!(&world[..], b"world");
+/// let whole = whole.try_into_mut().unwrap_err(); // `world` still reads it
+/// let bytes: bytes::Bytes = world.into(); // no copy
+/// drop((whole, bytes));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Buf(Span);
+
+impl Buf {
+    /// A part of it, which keeps the whole block.
+    ///
+    /// # Panics
+    /// If the range is not within it.
+    #[must_use]
+    pub fn slice(&self, range: impl RangeBounds<usize>) -> Self {
+        let len = self.len();
+        let start = match range.start_bound() {
+            Bound::Included(start) => *start,
+            Bound::Excluded(before) => before.saturating_add(1),
+            Bound::Unbounded => 0,
+        };
+        let end = match range.end_bound() {
+            Bound::Included(last) => last.saturating_add(1),
+            Bound::Excluded(end) => *end,
+            Bound::Unbounded => len,
+        };
+        assert!(start <= end && end <= len, "{start}..{end} is not within a buffer of {len} bytes");
+        let Span { lease, offset, .. } = &self.0;
+        Self(Span { lease: lease.clone(), offset: offset + start as u32, len: (end - start) as u32 })
+    }
+
+    /// The buffer as its only owner. Its capacity reaches to the end of the block.
+    ///
+    /// # Errors
+    /// Itself, while others have handles on the block.
+    pub fn try_into_mut(self) -> Result<BufMut, Self> {
+        if self.0.lease.is_unique() { Ok(BufMut(self.0)) } else { Err(self) }
+    }
+
+    /// What the device needs to know, under the pool's `domain`.
+    ///
+    /// # Panics
+    /// If the pool has no domain with this index.
+    #[must_use]
+    pub fn raw_parts(&self, domain: usize) -> RawParts {
+        self.0.raw_parts(domain)
+    }
+
+    /// What it was taken for.
+    #[must_use]
+    pub fn purpose(&self) -> Purpose {
+        self.0.lease.slab().purpose
+    }
+
+    /// See [`BufMut::generation`].
+    #[must_use]
+    pub fn generation(&self) -> u32 {
+        self.0.lease.generation()
+    }
+}
+
+impl Clone for Buf {
+    fn clone(&self) -> Self {
+        self.slice(..)
+    }
+}
+
+impl Deref for Buf {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        self.0.bytes()
+    }
+}
+
+impl AsRef<[u8]> for Buf {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl From<Buf> for Bytes {
+    /// Without a copy: the block comes back when the last of the `Bytes` goes.
+    fn from(buf: Buf) -> Self {
+        Self::from_owner(buf)
+    }
+}
+
+impl From<BufMut> for Buf {
+    fn from(buf: BufMut) -> Self {
+        buf.freeze()
+    }
+}
+
+impl fmt::Debug for Buf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.debug("Buf", f)
+    }
+}

@@ -1,0 +1,173 @@
+//! Caches of free blocks, between the threads and the heaps.
+//!
+//! A thread has a shard, by the order in which threads first came; with as many shards as CPUs, it seldom shares one.
+//! Under the shard's lock it also counts what goes out and comes back, so that counting costs no atomics. Why shards
+//! and not thread-local storage: see the module above.
+//!
+//! Locks are taken in the order shard, heap. Whoever calls keeps the pool alive: what is dropped under a lock is never
+//! the last that holds it.
+
+use std::cell::Cell;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use super::class::{Purpose, SizeClass};
+use super::heap::Heap;
+use super::lock;
+use super::slab::Block;
+
+/// More than this many CPUs share.
+const MAX_SHARDS: usize = 64;
+
+pub(super) struct Cache {
+    shards: Box<[Shard]>,
+    /// Blocks that a magazine of each class keeps at most.
+    capacities: [usize; SizeClass::ALL.len()],
+}
+
+/// On cache lines of its own.
+#[repr(align(128))]
+struct Shard(Mutex<Magazines>);
+
+/// The blocks of one shard, by purpose and class.
+pub(super) struct Magazines {
+    lanes: [[Magazine; SizeClass::ALL.len()]; Purpose::ALL.len()],
+    closed: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Magazine {
+    pub(super) blocks: Vec<Block>,
+    /// Over all time. Where a block comes back need not be where it went out: only the sums mean something.
+    taken: u64,
+    returned: u64,
+}
+
+/// The sums over all shards, in blocks.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Tally {
+    pub(super) in_use: u64,
+    pub(super) cached: u64,
+}
+
+impl Cache {
+    /// Magazines of at most `blocks` blocks and `bytes` bytes.
+    pub(super) fn new(blocks: usize, bytes: usize) -> Self {
+        let cpus = std::thread::available_parallelism().map_or(1, usize::from);
+        let capacities = SizeClass::ALL.map(|class| blocks.min(bytes / class.bytes()));
+        let shards = (0..cpus.min(MAX_SHARDS)).map(|_| Shard(Mutex::new(Magazines::new()))).collect();
+        Self { shards, capacities }
+    }
+
+    /// How many blocks to fetch at once for an empty magazine.
+    pub(super) fn batch(&self, class: SizeClass) -> usize {
+        (self.capacities[class.index()] / 2).max(1)
+    }
+
+    /// The calling thread's shard.
+    pub(super) fn shard(&self) -> MutexGuard<'_, Magazines> {
+        lock(&self.shards[thread_number() % self.shards.len()].0)
+    }
+
+    /// Keeps a block, or passes half of a full magazine on to `heap`.
+    pub(super) fn keep(&self, block: Block, heap: &Heap) {
+        let (purpose, class) = (block.slab.purpose, block.slab.class);
+        let mut shard = self.shard();
+        let closed = shard.closed;
+        let magazine = shard.magazine(purpose, class);
+        magazine.returned += 1;
+        if closed {
+            drop(shard); // before the block
+            return;
+        }
+        magazine.blocks.push(block);
+        let capacity = self.capacities[class.index()];
+        if magazine.blocks.len() > capacity {
+            heap.take_back(&mut magazine.blocks, capacity / 2);
+        }
+    }
+
+    /// Passes every block of `purpose` on to `heap`.
+    pub(super) fn drain(&self, purpose: Purpose, heap: &Heap) {
+        for shard in &self.shards {
+            for magazine in &mut lock(&shard.0).lanes[purpose.index()] {
+                if !magazine.blocks.is_empty() {
+                    heap.take_back(&mut magazine.blocks, 0);
+                }
+            }
+        }
+    }
+
+    /// Lets go of every block, and keeps none from here on.
+    pub(super) fn close(&self) {
+        for shard in &self.shards {
+            let mut magazines = lock(&shard.0);
+            magazines.closed = true;
+            let blocks: Vec<_> = magazines
+                .lanes
+                .as_flattened_mut()
+                .iter_mut()
+                .map(|m| std::mem::take(&mut m.blocks))
+                .collect();
+            drop(magazines);
+            drop(blocks); // after the lock
+        }
+    }
+
+    /// Exact while nobody takes or returns.
+    pub(super) fn tally(&self) -> [[Tally; SizeClass::ALL.len()]; Purpose::ALL.len()] {
+        let mut tallies = [[Tally::default(); SizeClass::ALL.len()]; Purpose::ALL.len()];
+        for shard in &self.shards {
+            let shard = lock(&shard.0);
+            let lanes = shard.lanes.as_flattened().iter();
+            for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(lanes) {
+                tally.in_use = tally.in_use.wrapping_add(magazine.taken).wrapping_sub(magazine.returned);
+                tally.cached += magazine.blocks.len() as u64;
+            }
+        }
+        // A block that was returned to a shard after its turn and taken from one before it.
+        for tally in tallies.as_flattened_mut() {
+            tally.in_use = u64::try_from(tally.in_use.cast_signed()).unwrap_or(0);
+        }
+        tallies
+    }
+}
+
+impl Magazines {
+    fn new() -> Self {
+        Self { lanes: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())), closed: false }
+    }
+
+    pub(super) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
+        &mut self.lanes[purpose.index()][class.index()]
+    }
+}
+
+impl Magazine {
+    /// A block to hand out, counted.
+    pub(super) fn pop(&mut self) -> Option<Block> {
+        let block = self.blocks.pop()?;
+        self.taken += 1;
+        Some(block)
+    }
+
+    /// Counts a block that is handed out past the magazine.
+    pub(super) fn count_taken(&mut self) {
+        self.taken += 1;
+    }
+}
+
+/// Threads are numbered as they first come here.
+fn thread_number() -> usize {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    thread_local! {
+        // Without a destructor: buffers may be dropped by other thread-local values, at the thread's very end.
+        static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
+    }
+    NUMBER.with(|number| {
+        if number.get() == usize::MAX {
+            number.set(NEXT.fetch_add(1, Ordering::Relaxed));
+        }
+        number.get()
+    })
+}

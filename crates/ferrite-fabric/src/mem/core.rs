@@ -1,0 +1,177 @@
+//! What all handles of a pool share: its heaps, caches and counters, and the way of a block out and back.
+
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+
+use ferrite_verbs::{MemoryRegion, ProtectionDomain};
+
+use super::arena::Arena;
+use super::buf::BufMut;
+use super::cache::Cache;
+use super::class::{Purpose, SizeClass};
+use super::error::{Budget, PoolError};
+use super::heap::Heap;
+use super::lock;
+use super::pool::PoolConfig;
+use super::slab::Block;
+use super::stats::Counters;
+
+pub(super) struct Core {
+    pub(super) config: PoolConfig,
+    pub(super) domains: Vec<ProtectionDomain>,
+    /// The memory node that the first device with one is on.
+    pub(super) numa_node: Option<u32>,
+    /// By [`Purpose`].
+    pub(super) heaps: [Heap; Purpose::ALL.len()],
+    pub(super) cache: Cache,
+    pub(super) counters: Counters,
+    quarantine: Mutex<Quarantine>,
+}
+
+/// Buffers that were exposed and that the device has not let go.
+#[derive(Default)]
+struct Quarantine {
+    held: Vec<(MemoryRegion, BufMut)>,
+    closed: bool,
+}
+
+impl Core {
+    pub(super) fn new(config: PoolConfig, domains: Vec<ProtectionDomain>, heaps: [Heap; 2]) -> Self {
+        let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
+        let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
+        let (counters, quarantine) = (Counters::default(), Mutex::default());
+        Self { config, domains, numa_node, heaps, cache, counters, quarantine }
+    }
+
+    fn heap(&self, purpose: Purpose) -> &Heap {
+        &self.heaps[purpose.index()]
+    }
+
+    /// A free block.
+    pub(super) fn take(self: &Arc<Self>, purpose: Purpose, class: SizeClass) -> Result<Block, PoolError> {
+        let mut shard = self.cache.shard();
+        let magazine = shard.magazine(purpose, class);
+        if let Some(block) = magazine.pop() {
+            return Ok(block);
+        }
+        self.heap(purpose).take(self, class, self.cache.batch(class), &mut magazine.blocks);
+        if let Some(block) = magazine.pop() {
+            return Ok(block);
+        }
+        drop(shard);
+        let block = self.take_by_growing(purpose, class)?;
+        self.cache.shard().magazine(purpose, class).count_taken();
+        Ok(block)
+    }
+
+    /// A block that is not used any more.
+    pub(super) fn release(&self, block: Block) {
+        let heap = self.heap(block.slab.purpose);
+        self.cache.keep(block, heap);
+    }
+
+    #[cold]
+    fn take_by_growing(self: &Arc<Self>, purpose: Purpose, class: SizeClass) -> Result<Block, PoolError> {
+        let heap = self.heap(purpose);
+        let mut one = Vec::with_capacity(1);
+        let _growing = lock(&heap.growth);
+        loop {
+            heap.take(self, class, 1, &mut one);
+            if let Some(block) = one.pop() {
+                return Ok(block);
+            }
+            let refused = match heap.room(self.config.memory_pool_increase) {
+                0 => None,
+                len => match self.grow(purpose, len) {
+                    Ok(()) => {
+                        self.counters.growths.fetch_add(1, Ordering::Relaxed);
+                        continue;
+                    }
+                    Err(error) => {
+                        self.counters.count_failure(&error);
+                        Some(error)
+                    }
+                },
+            };
+            // No more from the host: perhaps others keep some that they do not use.
+            self.retry_quarantined();
+            self.cache.drain(purpose, heap);
+            heap.take(self, class, 1, &mut one);
+            return one
+                .pop()
+                .ok_or_else(|| refused.unwrap_or_else(|| self.over_budget(heap, purpose, class)));
+        }
+    }
+
+    /// Adds an arena of `len` bytes.
+    pub(super) fn grow(&self, purpose: Purpose, len: usize) -> Result<(), PoolError> {
+        let arena = Arena::new(len, &self.domains, self.config.huge_pages, self.numa_node)?;
+        self.heap(purpose).add(&Arc::new(arena));
+        Ok(())
+    }
+
+    /// The heap is at its maximum: counted.
+    fn over_budget(&self, heap: &Heap, purpose: Purpose, class: SizeClass) -> PoolError {
+        let tally = self.cache.tally()[purpose.index()];
+        let used = SizeClass::ALL.into_iter().zip(tally).map(|(of, n)| n.in_use * of.bytes() as u64).sum();
+        let (asked, limit) = (class.bytes() as u64, heap.max_bytes as u64);
+        let error = PoolError::OverBudget { which: Budget::Heap(purpose), asked, limit, used };
+        self.counters.count_failure(&error);
+        error
+    }
+
+    /// Keeps a buffer that the device has not let go from ever being used.
+    pub(super) fn quarantine(&self, region: MemoryRegion, buf: BufMut) {
+        self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
+        let mut quarantine = lock(&self.quarantine);
+        if quarantine.closed {
+            drop(quarantine);
+            give_up(region, buf);
+        } else {
+            quarantine.held.push((region, buf));
+        }
+    }
+
+    /// Asks the device once more to let go of what is in quarantine; returns how many buffers came free.
+    pub(super) fn retry_quarantined(&self) -> usize {
+        let held = std::mem::take(&mut lock(&self.quarantine).held);
+        let tried = held.len();
+        let mut refused = 0;
+        for (region, buf) in held {
+            let bytes = buf.block_bytes() as u64;
+            match region.deregister() {
+                Ok(()) => {
+                    self.counters.quarantined_bytes.fetch_sub(bytes, Ordering::Relaxed);
+                }
+                Err((region, _)) => {
+                    refused += 1;
+                    let mut quarantine = lock(&self.quarantine);
+                    if quarantine.closed {
+                        drop(quarantine);
+                        give_up(region, buf);
+                    } else {
+                        quarantine.held.push((region, buf));
+                    }
+                }
+            }
+        }
+        tried - refused
+    }
+
+    /// The last [`Pool`](super::Pool) is gone: nothing is taken any more, and what is free goes back to the system.
+    pub(super) fn close(&self) {
+        lock(&self.quarantine).closed = true;
+        self.retry_quarantined();
+        self.cache.close();
+        for heap in &self.heaps {
+            heap.close();
+        }
+    }
+}
+
+/// Leaks the buffer, and with it the mapping: the device may write there for ever. Dropping the region tries once more
+/// and counts it ([`ferrite_verbs::leaked_objects`]).
+fn give_up(region: MemoryRegion, buf: BufMut) {
+    std::mem::forget(buf);
+    drop(region);
+}

@@ -1,0 +1,129 @@
+//! What a pool answers when it cannot give memory.
+
+use std::fmt;
+use std::io;
+use std::sync::Arc;
+
+use super::class::Purpose;
+
+/// Why a pool could not do what was asked.
+///
+/// ```
+/// use ferrite_fabric::mem::{Account, ErrorKind, PoolError, Purpose};
+/// # use ferrite_fabric::mem::Pool;
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// # let pool = Pool::builder(&[domain]).build()?;
+/// let greedy = Account::new("peer 10.0.0.7", 16 << 10);
+/// let kept = pool.take(10_000, Purpose::Receive, &greedy).unwrap_err(); // a block of 64 KiB
+/// assert!(matches!(kept, PoolError::OverBudget { asked: 65_536, limit: 16_384, used: 0, .. }));
+/// assert_eq!(kept.kind(), ErrorKind::Exhausted);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum PoolError {
+    /// A limit is reached: back-pressure. Buffers that come back make room.
+    #[error("{which} is exhausted: {asked} bytes asked, {used} of {limit} in use")]
+    OverBudget {
+        /// Whose limit.
+        which: Budget,
+        /// Bytes of the block that was asked for.
+        asked: u64,
+        /// The limit in bytes.
+        limit: u64,
+        /// Bytes that are taken.
+        used: u64,
+    },
+    /// No block is that large.
+    #[error("{asked} bytes do not fit into one buffer of at most {max}")]
+    TooLarge {
+        /// Bytes that were asked for.
+        asked: u64,
+        /// Bytes of the largest block.
+        max: u64,
+    },
+    /// The system gave no memory.
+    #[error("mmap ({bytes} bytes): {source}")]
+    Map {
+        /// Bytes that were asked for.
+        bytes: u64,
+        /// What it said.
+        source: io::Error,
+    },
+    /// The device or the kernel did not register (or release) the memory; the text says why, and what to do.
+    #[error(transparent)]
+    Register(#[from] ferrite_verbs::Error),
+    /// The pool cannot be used like that.
+    #[error("{0}")]
+    Misuse(String),
+}
+
+/// Whose limit was reached.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Budget {
+    /// The heap of a purpose is at its maximum.
+    Heap(Purpose),
+    /// An account, by its name.
+    Account(Arc<str>),
+}
+
+impl fmt::Display for Budget {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Heap(purpose) => write!(f, "{purpose} memory"),
+            Self::Account(name) => write!(f, "the budget of {name}"),
+        }
+    }
+}
+
+/// What to do about a [`PoolError`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// Slow down, and retry when buffers have come back.
+    Exhausted,
+    /// The host gives no more pinned memory: go on with what there is, fall back, or raise the limit.
+    Refused,
+    /// The device has gone: reconnect over another, or fall back.
+    DeviceGone,
+    /// The caller's mistake: retrying is no use.
+    Misuse,
+}
+
+impl PoolError {
+    /// What family it belongs to.
+    #[must_use]
+    pub fn kind(&self) -> ErrorKind {
+        match self {
+            Self::OverBudget { .. } => ErrorKind::Exhausted,
+            Self::TooLarge { .. } | Self::Misuse(_) => ErrorKind::Misuse,
+            Self::Map { .. } => ErrorKind::Refused,
+            Self::Register(error) => match error.kind() {
+                ferrite_verbs::ErrorKind::DeviceGone | ferrite_verbs::ErrorKind::Absent => {
+                    ErrorKind::DeviceGone
+                }
+                ferrite_verbs::ErrorKind::Misuse => ErrorKind::Misuse,
+                _ => ErrorKind::Refused,
+            },
+        }
+    }
+
+    /// What to do about it, where that is known.
+    #[must_use]
+    pub fn remedy(&self) -> Option<String> {
+        match self {
+            Self::OverBudget { which: Budget::Heap(Purpose::Send), .. } => {
+                Some("raise memory_pool_max".into())
+            }
+            Self::OverBudget { which: Budget::Heap(Purpose::Receive), .. } => {
+                Some("raise receive_reserve (and memory_pool_max by as much)".into())
+            }
+            Self::Register(error) => error.remedy(),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,158 @@
+//! A heap: the arenas of one purpose, their chunks, and which class has which chunk.
+//!
+//! Chunks belong to no class until one needs them, and to none again when their last block is back: so a burst of one
+//! size does not keep memory from another. The lowest chunks are used first, which lets the others become free.
+//! Everything is under one lock; the caches in front of it (`cache.rs`) come here in batches. Growing happens outside
+//! that lock, under one of its own.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, Mutex};
+
+use super::arena::Arena;
+use super::class::{CHUNK_BYTES, Purpose, SizeClass};
+use super::core::Core;
+use super::lock;
+use super::slab::{Block, Slab};
+
+pub(super) struct Heap {
+    purpose: Purpose,
+    pub(super) max_bytes: usize,
+    /// Held while an arena is made: those who need it wait for it, nobody else does.
+    pub(super) growth: Mutex<()>,
+    state: Mutex<State>,
+}
+
+#[derive(Default)]
+struct State {
+    arenas: Vec<Arc<Arena>>,
+    mapped_bytes: usize,
+    chunks: Vec<Chunk>,
+    /// Chunks that no class has.
+    free: BTreeSet<u32>,
+    /// For each class, its chunks that have free blocks.
+    partial: [BTreeSet<u32>; SizeClass::ALL.len()],
+    /// The last [`Pool`](super::Pool) is gone: what comes back goes to nobody.
+    closed: bool,
+}
+
+struct Chunk {
+    arena: Arc<Arena>,
+    offset: usize,
+    given: Option<Given>,
+}
+
+/// A chunk's class, and which of its blocks are here.
+struct Given {
+    slab: Arc<Slab>,
+    free: Vec<u32>,
+}
+
+/// What a heap has, for the statistics.
+#[derive(Default)]
+pub(super) struct Holdings {
+    pub(super) mapped_bytes: usize,
+    pub(super) free_bytes: usize,
+    pub(super) arenas: Vec<Arc<Arena>>,
+}
+
+impl Heap {
+    pub(super) fn new(purpose: Purpose, max_bytes: usize) -> Self {
+        Self { purpose, max_bytes, growth: Mutex::default(), state: Mutex::default() }
+    }
+
+    /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that class, and from a free
+    /// chunk only if there is none.
+    pub(super) fn take(&self, core: &Arc<Core>, class: SizeClass, want: usize, out: &mut Vec<Block>) {
+        let state = &mut *lock(&self.state);
+        let end = out.len() + want;
+        let start = out.len();
+        while out.len() < end {
+            let chunk = match state.partial[class.index()].first() {
+                Some(chunk) => *chunk,
+                None if out.len() > start => return,
+                None => match state.give(core, self.purpose, class) {
+                    Some(chunk) => chunk,
+                    None => return,
+                },
+            };
+            let Some(given) = &mut state.chunks[chunk as usize].given else { return };
+            if let Some(index) = given.free.pop() {
+                out.push(Block { slab: Arc::clone(&given.slab), index });
+            }
+            if given.free.is_empty() {
+                state.partial[class.index()].remove(&chunk);
+            }
+        }
+    }
+
+    /// Takes the blocks in `blocks` beyond the last `keep` back. If the heap is closed it leaves them where they are:
+    /// the caller drops them, outside of every lock.
+    pub(super) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
+        let state = &mut *lock(&self.state);
+        if state.closed {
+            return;
+        }
+        let excess = blocks.len().saturating_sub(keep);
+        for Block { slab, index } in blocks.drain(..excess) {
+            let (chunk, class) = (slab.chunk, slab.class);
+            let Some(given) = &mut state.chunks[chunk as usize].given else { continue };
+            given.free.push(index);
+            if given.free.len() == class.blocks_per_chunk() {
+                state.chunks[chunk as usize].given = None;
+                state.partial[class.index()].remove(&chunk);
+                state.free.insert(chunk);
+            } else {
+                state.partial[class.index()].insert(chunk);
+            }
+        }
+    }
+
+    /// How much an arena of `step` bytes may have without passing the maximum.
+    pub(super) fn room(&self, step: usize) -> usize {
+        step.min(self.max_bytes - lock(&self.state).mapped_bytes)
+    }
+
+    /// Adds the chunks of an arena. The caller holds `growth`, or is alone.
+    pub(super) fn add(&self, arena: &Arc<Arena>) {
+        let state = &mut *lock(&self.state);
+        for offset in (0..arena.len()).step_by(CHUNK_BYTES) {
+            let Ok(chunk) = u32::try_from(state.chunks.len()) else { return };
+            state.chunks.push(Chunk { arena: Arc::clone(arena), offset, given: None });
+            state.free.insert(chunk);
+        }
+        state.mapped_bytes += arena.len();
+        state.arenas.push(Arc::clone(arena));
+    }
+
+    /// What it has now.
+    pub(super) fn holdings(&self) -> Holdings {
+        let state = lock(&self.state);
+        let given = state.chunks.iter().filter_map(|chunk| chunk.given.as_ref());
+        let in_chunks: usize = given.map(|given| given.free.len() * given.slab.class.bytes()).sum();
+        Holdings {
+            mapped_bytes: state.mapped_bytes,
+            free_bytes: in_chunks + state.free.len() * CHUNK_BYTES,
+            arenas: state.arenas.clone(),
+        }
+    }
+
+    /// Lets go of everything: from here on each arena lives as long as a block of it is out.
+    pub(super) fn close(&self) {
+        let rest = std::mem::replace(&mut *lock(&self.state), State { closed: true, ..State::default() });
+        drop(rest); // after the lock
+    }
+}
+
+impl State {
+    /// Gives a free chunk to `class`.
+    fn give(&mut self, core: &Arc<Core>, purpose: Purpose, class: SizeClass) -> Option<u32> {
+        let index = self.free.pop_first()?;
+        let chunk = &mut self.chunks[index as usize];
+        let slab = Slab::new(core, &chunk.arena, chunk.offset, index, purpose, class);
+        // Backwards, so that the lowest is taken first.
+        let free = (0..class.blocks_per_chunk() as u32).rev().collect();
+        chunk.given = Some(Given { slab: Arc::new(slab), free });
+        self.partial[class.index()].insert(index);
+        Some(index)
+    }
+}

@@ -1,0 +1,368 @@
+//! The pool: how it is made, and what may be asked of it.
+
+use std::sync::Arc;
+
+use ferrite_verbs::{Access, ProtectionDomain};
+
+use super::budget::Account;
+use super::buf::BufMut;
+use super::class::{CHUNK_BYTES, Purpose, SizeClass};
+use super::core::Core;
+use super::error::PoolError;
+use super::exposed::Exposed;
+use super::heap::Heap;
+use super::lease::Lease;
+use super::stats::PoolStats;
+
+/// How large a pool is. Sizes are in bytes and count in chunks of 2 MiB: limits are rounded down, the rest up.
+///
+/// ```
+/// use ferrite_fabric::mem::PoolConfig;
+///
+/// let config = PoolConfig { memory_pool_max: 64 << 20, receive_reserve: 16 << 20, ..PoolConfig::default() };
+/// assert_eq!(config.memory_pool_initial, 4 << 20);
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PoolConfig {
+    /// Registered when the pool is made, for sends and receives in the proportion of their limits, and at least 2 MiB for
+    /// each unless it is 0. 4 MiB.
+    pub memory_pool_initial: usize,
+    /// Registered at a time when a heap has run out. 4 MiB.
+    pub memory_pool_increase: usize,
+    /// The most that is ever registered, receives included. 1 GiB. Every device pins it, and counts it against the
+    /// locked-memory limit, by itself.
+    pub memory_pool_max: usize,
+    /// The part of it that only receives may use; sends have the rest. 512 MiB. At least 2 MiB on either side.
+    pub receive_reserve: usize,
+    /// Use 2 MiB pages: from the host's reserve, or else joined by the kernel. No.
+    pub huge_pages: bool,
+    /// Free blocks of one class and purpose that a thread's cache keeps at most. 128.
+    pub thread_cache_blocks: usize,
+    /// The same in bytes: larger classes keep fewer, or none. 256 KiB.
+    pub thread_cache_bytes: usize,
+}
+
+impl Default for PoolConfig {
+    fn default() -> Self {
+        Self {
+            memory_pool_initial: 4 << 20,
+            memory_pool_increase: 4 << 20,
+            memory_pool_max: 1 << 30,
+            receive_reserve: 512 << 20,
+            huge_pages: false,
+            thread_cache_blocks: 128,
+            thread_cache_bytes: 256 << 10,
+        }
+    }
+}
+
+impl PoolConfig {
+    /// In whole chunks, or what is wrong with it.
+    fn checked(mut self) -> Result<Self, PoolError> {
+        for limit in [&mut self.memory_pool_max, &mut self.receive_reserve] {
+            *limit = *limit / CHUNK_BYTES * CHUNK_BYTES;
+        }
+        for size in [&mut self.memory_pool_initial, &mut self.memory_pool_increase] {
+            *size = size.saturating_add(CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES;
+        }
+        self.memory_pool_increase = self.memory_pool_increase.max(CHUNK_BYTES);
+        let Self { memory_pool_initial: initial, memory_pool_max: max, receive_reserve: reserve, .. } = self;
+        let wrong = if reserve < CHUNK_BYTES {
+            format!("receive_reserve must be at least {CHUNK_BYTES} bytes")
+        } else if max < reserve.saturating_add(CHUNK_BYTES) {
+            format!("memory_pool_max ({max}) leaves no 2 MiB for sends beside receive_reserve ({reserve})")
+        } else if initial > max {
+            format!("memory_pool_initial ({initial}) is more than memory_pool_max ({max})")
+        } else {
+            return Ok(self);
+        };
+        Err(PoolError::Misuse(wrong))
+    }
+
+    fn max_of(&self, purpose: Purpose) -> usize {
+        match purpose {
+            Purpose::Send => self.memory_pool_max - self.receive_reserve,
+            Purpose::Receive => self.receive_reserve,
+        }
+    }
+
+    /// A purpose's part of what is registered at once: at least a chunk, so that a host that refuses even that does
+    /// so when the pool is made.
+    fn initial_of(&self, purpose: Purpose) -> usize {
+        if self.memory_pool_initial == 0 {
+            return 0;
+        }
+        let share = self.memory_pool_initial as u128 * self.max_of(purpose) as u128;
+        let share = (share / self.memory_pool_max as u128) as usize;
+        (share.div_ceil(CHUNK_BYTES).max(1) * CHUNK_BYTES).min(self.max_of(purpose))
+    }
+}
+
+/// Makes a [`Pool`]: see [`Pool::builder`].
+///
+/// ```
+/// use ferrite_fabric::mem::{Pool, PoolConfig};
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// let pool = Pool::builder(&[domain])
+///     .config(PoolConfig { receive_reserve: 32 << 20, ..PoolConfig::default() })
+///     .memory_pool_max(64 << 20)
+///     .build()?;
+/// assert_eq!(pool.stats().send.max_bytes, 32 << 20);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct Builder {
+    domains: Vec<ProtectionDomain>,
+    config: PoolConfig,
+}
+
+impl Builder {
+    /// Everything at once.
+    pub fn config(self, config: PoolConfig) -> Self {
+        Self { config, ..self }
+    }
+
+    /// See [`PoolConfig::memory_pool_initial`].
+    pub fn memory_pool_initial(mut self, bytes: usize) -> Self {
+        self.config.memory_pool_initial = bytes;
+        self
+    }
+
+    /// See [`PoolConfig::memory_pool_increase`].
+    pub fn memory_pool_increase(mut self, bytes: usize) -> Self {
+        self.config.memory_pool_increase = bytes;
+        self
+    }
+
+    /// See [`PoolConfig::memory_pool_max`].
+    pub fn memory_pool_max(mut self, bytes: usize) -> Self {
+        self.config.memory_pool_max = bytes;
+        self
+    }
+
+    /// See [`PoolConfig::receive_reserve`].
+    pub fn receive_reserve(mut self, bytes: usize) -> Self {
+        self.config.receive_reserve = bytes;
+        self
+    }
+
+    /// See [`PoolConfig::huge_pages`].
+    pub fn huge_pages(mut self, wanted: bool) -> Self {
+        self.config.huge_pages = wanted;
+        self
+    }
+
+    /// See [`PoolConfig::thread_cache_blocks`].
+    pub fn thread_cache_blocks(mut self, blocks: usize) -> Self {
+        self.config.thread_cache_blocks = blocks;
+        self
+    }
+
+    /// See [`PoolConfig::thread_cache_bytes`].
+    pub fn thread_cache_bytes(mut self, bytes: usize) -> Self {
+        self.config.thread_cache_bytes = bytes;
+        self
+    }
+
+    /// Maps and registers what the pool begins with.
+    ///
+    /// # Errors
+    /// [`PoolError::Misuse`] if the sizes do not fit together or there is no domain; [`PoolError::Register`] if the
+    /// locked-memory limit or the device refuses: its text has the figures and the remedy.
+    pub fn build(self) -> Result<Pool, PoolError> {
+        if self.domains.is_empty() {
+            return Err(PoolError::Misuse("a pool needs a protection domain".into()));
+        }
+        let config = self.config.checked()?;
+        let heaps = Purpose::ALL.map(|purpose| Heap::new(purpose, config.max_of(purpose)));
+        let core = Arc::new(Core::new(config, self.domains, heaps));
+        for purpose in Purpose::ALL {
+            match core.config.initial_of(purpose) {
+                0 => {}
+                len => core.grow(purpose, len)?,
+            }
+        }
+        Ok(Pool(Arc::new(Handle { core })))
+    }
+}
+
+/// Registered memory, cut into buffers. Clones share it.
+///
+/// When the last clone is gone nothing can be taken any more. What is free goes back to the system at once; buffers that
+/// are still out stay valid, and take their arena with them when the last of it goes.
+///
+/// ```
+/// use ferrite_fabric::mem::{Account, Pool, Purpose};
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// let pool = Pool::builder(&[domain]).memory_pool_max(64 << 20).receive_reserve(16 << 20).build()?;
+/// let peer = Account::new("peer 10.0.0.7", 1 << 20);
+/// let mut buf = pool.take(5, Purpose::Send, &peer)?;
+/// buf.copy_from_slice(b"hello");
+/// let bytes: bytes::Bytes = buf.freeze().into();
+/// drop(pool);
+/// assert_eq!(&bytes[..], b"hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Pool(Arc<Handle>);
+
+/// Closes the pool when the last of its clones goes.
+struct Handle {
+    core: Arc<Core>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.core.close();
+    }
+}
+
+impl Pool {
+    /// A pool whose memory every one of `domains` may use: one for each device that the process talks through. Their
+    /// order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`].
+    pub fn builder(domains: &[ProtectionDomain]) -> Builder {
+        Builder { domains: domains.to_vec(), config: PoolConfig::default() }
+    }
+
+    /// A buffer of `len` bytes, charged to `account` by the size of its block. Its contents are whatever its last
+    /// user left there.
+    ///
+    /// # Errors
+    /// [`PoolError::OverBudget`] if the account or the heap is exhausted: slow down, retry when buffers have come
+    /// back. [`PoolError::TooLarge`] beyond 2 MiB. [`PoolError::Register`] or [`PoolError::Map`] if the pool has to
+    /// grow and the host refuses.
+    pub fn take(&self, len: usize, purpose: Purpose, account: &Account) -> Result<BufMut, PoolError> {
+        self.take_for(len, purpose, Some(account))
+    }
+
+    /// A buffer that is charged to nobody (yet: see [`BufMut::charge_to`]), such as a receive that is posted before it
+    /// is known whose message will come.
+    ///
+    /// # Errors
+    /// As [`Pool::take`].
+    pub fn take_uncharged(&self, len: usize, purpose: Purpose) -> Result<BufMut, PoolError> {
+        self.take_for(len, purpose, None)
+    }
+
+    fn take_for(&self, len: usize, purpose: Purpose, account: Option<&Account>) -> Result<BufMut, PoolError> {
+        let core = &self.0.core;
+        let Some(class) = SizeClass::holding(len) else {
+            let error = PoolError::TooLarge { asked: len as u64, max: CHUNK_BYTES as u64 };
+            core.counters.count_failure(&error);
+            return Err(error);
+        };
+        if let Some(account) = account {
+            account.charge(class.bytes()).inspect_err(|error| core.counters.count_failure(error))?;
+        }
+        match core.take(purpose, class) {
+            Ok(block) => Ok(BufMut::new(Lease::new(block, account.cloned()), len)),
+            Err(error) => {
+                if let Some(account) = account {
+                    account.credit(class.bytes());
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// Lets a peer that is connected through the domain with this index access the buffer, within `access`, until it is
+    /// revoked: registers exactly its bytes. They count against the locked-memory limit a second time.
+    ///
+    /// **The peer sees what is in the buffer**: overwrite what the last user left there.
+    ///
+    /// # Errors
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses, or the buffer is empty;
+    /// [`PoolError::Misuse`] if the buffer is of another pool or there is no such domain. The buffer comes back.
+    pub fn expose(&self, buf: BufMut, domain: usize, access: Access) -> Result<Exposed, (BufMut, PoolError)> {
+        let core = &self.0.core;
+        let wrong = if !buf.is_of(core) {
+            "the buffer is of another pool"
+        } else if domain >= core.domains.len() {
+            "the pool has no domain with this index"
+        } else {
+            return Exposed::new(buf, &core.domains[domain], access);
+        };
+        Err((buf, PoolError::Misuse(wrong.into())))
+    }
+
+    /// Asks the devices once more to let go of buffers that are in quarantine ([`PoolStats::quarantined_bytes`]);
+    /// returns how many came free. A pool that runs out of memory does this by itself.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn retry_quarantined(&self) -> usize {
+        self.0.core.retry_quarantined()
+    }
+
+    /// The domains it was made with, in order.
+    #[must_use]
+    pub fn domains(&self) -> &[ProtectionDomain] {
+        &self.0.core.domains
+    }
+
+    /// What it is made of now. The parts are read one after the other: they add up while nobody takes or returns.
+    #[must_use]
+    pub fn stats(&self) -> PoolStats {
+        PoolStats::of(&self.0.core)
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Pool").field("domains", &self.domains()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MIB: usize = 1 << 20;
+
+    #[test]
+    fn sizes_are_whole_chunks() {
+        let config = PoolConfig {
+            memory_pool_initial: 1,
+            memory_pool_increase: 0,
+            memory_pool_max: 9 * MIB,
+            receive_reserve: 3 * MIB,
+            ..PoolConfig::default()
+        };
+        let config = config.checked().expect("fits");
+        assert_eq!((config.memory_pool_initial, config.memory_pool_increase), (2 * MIB, 2 * MIB));
+        assert_eq!(Purpose::ALL.map(|purpose| config.max_of(purpose)), [6 * MIB, 2 * MIB]);
+    }
+
+    #[test]
+    fn the_beginning_is_shared_out_by_the_limits() {
+        let config =
+            PoolConfig { memory_pool_initial: 64 * MIB, receive_reserve: 256 * MIB, ..PoolConfig::default() };
+        let config = config.checked().expect("fits");
+        assert_eq!(Purpose::ALL.map(|purpose| config.initial_of(purpose)), [48 * MIB, 16 * MIB]);
+        let default = PoolConfig::default().checked().expect("fits");
+        assert_eq!(Purpose::ALL.map(|purpose| default.initial_of(purpose)), [2 * MIB; 2]);
+        let lopsided = PoolConfig { receive_reserve: 2 * MIB, ..PoolConfig::default() };
+        assert_eq!(Purpose::ALL.map(|purpose| lopsided.initial_of(purpose)), [4 * MIB, 2 * MIB]);
+        let lazy = PoolConfig { memory_pool_initial: 0, ..PoolConfig::default() };
+        assert_eq!(Purpose::ALL.map(|purpose| lazy.initial_of(purpose)), [0; 2]);
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        for (wrong, word) in [
+            (PoolConfig { receive_reserve: 0, ..PoolConfig::default() }, "receive_reserve must be"),
+            (PoolConfig { receive_reserve: 1 << 30, ..PoolConfig::default() }, "for sends"),
+            (PoolConfig { receive_reserve: usize::MAX, ..PoolConfig::default() }, "for sends"),
+            (PoolConfig { memory_pool_initial: 2 << 30, ..PoolConfig::default() }, "memory_pool_initial"),
+            (PoolConfig { memory_pool_initial: usize::MAX, ..PoolConfig::default() }, "memory_pool_initial"),
+        ] {
+            let error = wrong.checked().expect_err(word);
+            assert!(error.to_string().contains(word), "{error}");
+        }
+    }
+}

@@ -1,0 +1,287 @@
+//! What a pool counts: plain numbers, copied out at once. Exporting them is somebody else's business.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::arena::Pages;
+use super::class::{Purpose, SizeClass};
+use super::core::Core;
+use super::error::{Budget, PoolError};
+
+/// A pool at one moment: see [`Pool::stats`](super::Pool::stats).
+///
+/// For each purpose, `mapped = in use + cached + free`. What is exposed or in quarantine is in use.
+///
+/// ```
+/// use ferrite_fabric::mem::Purpose;
+/// # use ferrite_fabric::mem::Pool;
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+/// # let pool = Pool::builder(&[domain]).build()?;
+/// let _buf = pool.take_uncharged(5000, Purpose::Send)?;
+/// let stats = pool.stats();
+/// assert_eq!((stats.send.in_use_bytes, stats.receive.in_use_bytes), (8192, 0));
+/// for (name, value) in stats.counters() {
+///     println!("ferrite_memory_{name} {value}");
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct PoolStats {
+    /// Mapped from the system.
+    pub mapped_bytes: u64,
+    /// Registered: the mapped bytes, once for every domain.
+    pub registered_bytes: u64,
+    /// Mappings.
+    pub arenas: u64,
+    /// How often it has grown since it was made.
+    pub growths: u64,
+    /// The mapped bytes by the pages that hold them: what came of the wish for huge ones.
+    pub pages: PageStats,
+    /// The memory node that arenas are asked to be on.
+    pub numa_node: Option<u32>,
+    /// For sends.
+    pub send: HeapStats,
+    /// For receives.
+    pub receive: HeapStats,
+    /// Buffers that are exposed to a peer now, and their bytes.
+    pub exposed_regions: u64,
+    /// See above.
+    pub exposed_bytes: u64,
+    /// Blocks that nobody may use because the device has not let go of them. 0 in health.
+    pub quarantined_bytes: u64,
+    /// What could not be done, by cause, since the pool was made.
+    pub failures: Failures,
+}
+
+/// Bytes by kind of page.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[expect(missing_docs, reason = "see `Pages`")]
+pub struct PageStats {
+    pub normal_bytes: u64,
+    pub transparent_bytes: u64,
+    pub huge_bytes: u64,
+}
+
+/// The memory of one purpose.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HeapStats {
+    /// The most it may have.
+    pub max_bytes: u64,
+    /// What it has.
+    pub mapped_bytes: u64,
+    /// In blocks that are out.
+    pub in_use_bytes: u64,
+    /// In blocks that wait in a thread's cache.
+    pub cached_bytes: u64,
+    /// In blocks and chunks that anybody may have.
+    pub free_bytes: u64,
+    /// Blocks that are out, by [`SizeClass`], the smallest first.
+    pub in_use_blocks: [u64; SizeClass::ALL.len()],
+}
+
+/// How often something could not be done.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Failures {
+    /// The heap for sends was at its maximum.
+    pub send_exhausted: u64,
+    /// The heap for receives was at its maximum.
+    pub receive_exhausted: u64,
+    /// An account was at its limit.
+    pub account_exhausted: u64,
+    /// More than the largest block.
+    pub too_large: u64,
+    /// The system gave no memory.
+    pub map: u64,
+    /// A registration was refused, of an arena or of an exposed buffer.
+    pub register: u64,
+    /// A device did not let go of an exposed buffer.
+    pub deregister: u64,
+}
+
+impl PoolStats {
+    pub(super) fn of(core: &Core) -> Self {
+        let counters = &core.counters;
+        let tallies = core.cache.tally();
+        let mut stats = Self {
+            growths: load(&counters.growths),
+            numa_node: core.numa_node,
+            exposed_regions: load(&counters.exposed_regions),
+            exposed_bytes: load(&counters.exposed_bytes),
+            quarantined_bytes: load(&counters.quarantined_bytes),
+            failures: counters.failures(),
+            ..Self::default()
+        };
+        for purpose in Purpose::ALL {
+            let heap = &core.heaps[purpose.index()];
+            let holdings = heap.holdings();
+            for arena in &holdings.arenas {
+                let bytes = match arena.pages() {
+                    Pages::Normal => &mut stats.pages.normal_bytes,
+                    Pages::Transparent => &mut stats.pages.transparent_bytes,
+                    Pages::Huge => &mut stats.pages.huge_bytes,
+                };
+                *bytes += arena.len() as u64;
+            }
+            stats.arenas += holdings.arenas.len() as u64;
+            stats.mapped_bytes += holdings.mapped_bytes as u64;
+            let mut of = HeapStats {
+                max_bytes: heap.max_bytes as u64,
+                mapped_bytes: holdings.mapped_bytes as u64,
+                free_bytes: holdings.free_bytes as u64,
+                ..HeapStats::default()
+            };
+            for (class, tally) in SizeClass::ALL.into_iter().zip(tallies[purpose.index()]) {
+                of.in_use_blocks[class.index()] = tally.in_use;
+                of.in_use_bytes += tally.in_use * class.bytes() as u64;
+                of.cached_bytes += tally.cached * class.bytes() as u64;
+            }
+            match purpose {
+                Purpose::Send => stats.send = of,
+                Purpose::Receive => stats.receive = of,
+            }
+        }
+        stats.registered_bytes = stats.mapped_bytes * core.domains.len() as u64;
+        stats
+    }
+
+    /// The heap of a purpose.
+    #[must_use]
+    pub fn heap(&self, purpose: Purpose) -> &HeapStats {
+        match purpose {
+            Purpose::Send => &self.send,
+            Purpose::Receive => &self.receive,
+        }
+    }
+
+    /// Every number with its name, for an exporter.
+    #[must_use]
+    pub fn counters(&self) -> Vec<(String, u64)> {
+        // Without `..`: a new field must be given a name here.
+        let Self {
+            mapped_bytes,
+            registered_bytes,
+            arenas,
+            growths,
+            pages,
+            numa_node: _,
+            send,
+            receive,
+            exposed_regions,
+            exposed_bytes,
+            quarantined_bytes,
+            failures,
+        } = self;
+        let PageStats { normal_bytes, transparent_bytes, huge_bytes } = pages;
+        let mut out = vec![
+            ("mapped_bytes".to_owned(), *mapped_bytes),
+            ("registered_bytes".to_owned(), *registered_bytes),
+            ("arenas".to_owned(), *arenas),
+            ("growths_total".to_owned(), *growths),
+            ("normal_pages_bytes".to_owned(), *normal_bytes),
+            ("transparent_pages_bytes".to_owned(), *transparent_bytes),
+            ("huge_pages_bytes".to_owned(), *huge_bytes),
+            ("exposed_regions".to_owned(), *exposed_regions),
+            ("exposed_bytes".to_owned(), *exposed_bytes),
+            ("quarantined_bytes".to_owned(), *quarantined_bytes),
+        ];
+        for (purpose, heap) in [(Purpose::Send, send), (Purpose::Receive, receive)] {
+            heap.counters(purpose, &mut out);
+        }
+        failures.counters(&mut out);
+        out
+    }
+}
+
+impl HeapStats {
+    fn counters(&self, purpose: Purpose, out: &mut Vec<(String, u64)>) {
+        let Self { max_bytes, mapped_bytes, in_use_bytes, cached_bytes, free_bytes, in_use_blocks } = self;
+        let bytes = [
+            ("max", max_bytes),
+            ("mapped", mapped_bytes),
+            ("in_use", in_use_bytes),
+            ("cached", cached_bytes),
+            ("free", free_bytes),
+        ];
+        out.extend(bytes.map(|(name, value)| (format!("{purpose}_{name}_bytes"), *value)));
+        for (class, blocks) in SizeClass::ALL.into_iter().zip(in_use_blocks) {
+            out.push((format!("{purpose}_in_use_blocks_of_{}", class.bytes()), *blocks));
+        }
+    }
+}
+
+impl Failures {
+    fn counters(&self, out: &mut Vec<(String, u64)>) {
+        let Self {
+            send_exhausted,
+            receive_exhausted,
+            account_exhausted,
+            too_large,
+            map,
+            register,
+            deregister,
+        } = self;
+        let counts = [
+            ("send_exhausted", send_exhausted),
+            ("receive_exhausted", receive_exhausted),
+            ("account_exhausted", account_exhausted),
+            ("too_large", too_large),
+            ("map", map),
+            ("register", register),
+            ("deregister", deregister),
+        ];
+        out.extend(counts.map(|(name, value)| (format!("failures_{name}_total"), *value)));
+    }
+}
+
+/// The counters that are not found by looking at the pool itself.
+#[derive(Default)]
+pub(super) struct Counters {
+    pub(super) growths: AtomicU64,
+    pub(super) exposed_regions: AtomicU64,
+    pub(super) exposed_bytes: AtomicU64,
+    pub(super) quarantined_bytes: AtomicU64,
+    pub(super) failed_deregister: AtomicU64,
+    send_exhausted: AtomicU64,
+    receive_exhausted: AtomicU64,
+    account_exhausted: AtomicU64,
+    too_large: AtomicU64,
+    map: AtomicU64,
+    register: AtomicU64,
+}
+
+impl Counters {
+    #[cold]
+    pub(super) fn count_failure(&self, error: &PoolError) {
+        let counter = match error {
+            PoolError::OverBudget { which: Budget::Heap(Purpose::Send), .. } => &self.send_exhausted,
+            PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. } => &self.receive_exhausted,
+            PoolError::OverBudget { which: Budget::Account(_), .. } => &self.account_exhausted,
+            PoolError::TooLarge { .. } => &self.too_large,
+            PoolError::Map { .. } => &self.map,
+            PoolError::Register(_) => &self.register,
+            PoolError::Misuse(_) => return,
+        };
+        counter.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn failures(&self) -> Failures {
+        Failures {
+            send_exhausted: load(&self.send_exhausted),
+            receive_exhausted: load(&self.receive_exhausted),
+            account_exhausted: load(&self.account_exhausted),
+            too_large: load(&self.too_large),
+            map: load(&self.map),
+            register: load(&self.register),
+            deregister: load(&self.failed_deregister),
+        }
+    }
+}
+
+fn load(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}

@@ -1,0 +1,78 @@
+//! Tests that need the inside: pool buffers as the two ends of a transfer, with the parts given to a device by hand as
+//! the engine's slots will do it.
+#![expect(unsafe_code, reason = "plays the engine: each block states its obligations")]
+
+use ferrite_verbs::fake::{DeviceSpec, World};
+use ferrite_verbs::{
+    Access, CompletionQueue, Path, PeerAddress, ProtectionDomain, QueuePair, QueuePairAttributes,
+    QueuePairConfig, RecvRequest, SendRequest, Sge, Status, WorkCompletion,
+};
+
+use super::{Pool, Purpose, RawParts};
+
+/// Two devices in one host, connected to each other.
+fn pair(world: &World) -> [(ProtectionDomain, CompletionQueue, QueuePair); 2] {
+    let ends = ["10.0.0.1", "10.0.0.2"].map(|ip| {
+        world.add_device(DeviceSpec::new(ip, ip.parse().expect("an address")));
+        let context = world.verbs().device(ip).and_then(|device| device.open()).expect("device");
+        let domain = context.allocate_protection_domain().expect("domain");
+        let cq = context.create_completion_queue(16, None, 0).expect("queue");
+        let config = QueuePairConfig { max_send_sge: 2, ..QueuePairConfig::new(&cq) };
+        let qp = domain.create_queue_pair(&config).expect("queue pair");
+        (domain, cq, qp)
+    });
+    for (own, peer) in [(0, 1), (1, 0)] {
+        let gid = ends[peer].0.context().gids().expect("addresses")[1].gid;
+        let peer = PeerAddress { qp_num: ends[peer].2.number(), psn: 1, gid, lid: 0 };
+        let (qp, path) = (&ends[own].2, Path::default());
+        qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
+        qp.modify(&QueuePairAttributes::connect_to(&peer, 1, 1, &path, 1)).expect("RTR");
+        qp.modify(&QueuePairAttributes::ready_to_send(1, &path, 1)).expect("RTS");
+    }
+    ends
+}
+
+fn reap(cq: &CompletionQueue) -> Status {
+    let mut out = [WorkCompletion::default()];
+    assert_eq!(cq.poll(&mut out).expect("poll"), 1);
+    out[0].status()
+}
+
+/// # Safety
+/// The buffer must be owned until the work request has completed.
+unsafe fn sge(RawParts { addr, len, lkey }: RawParts) -> Sge<'static> {
+    // SAFETY: the pool keeps the memory registered and mapped while the buffer lives, and who owns the buffer has
+    // no reference into it; the caller vouches for both until the completion.
+    unsafe { Sge::from_raw(addr, len, lkey) }
+}
+
+#[test]
+fn from_one_device_to_the_other_without_a_copy() {
+    let world = World::new();
+    let [a, b] = pair(&world);
+    let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
+    let mut message = pool.take_uncharged(300, Purpose::Send).expect("memory");
+    message.fill(7);
+    let message = message.freeze();
+    let mut received = pool.take_uncharged(1000, Purpose::Receive).expect("memory");
+    // SAFETY: both buffers live to the end of the test and are not looked at before the completion.
+    unsafe {
+        b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])]).expect("post");
+        let pieces = [sge(message.raw_parts(0)), sge(message.slice(100..200).raw_parts(0))];
+        a.2.post_send(&[SendRequest::send(1, &pieces).signaled()]).expect("post");
+    }
+    assert_eq!((reap(&a.1), reap(&b.1)), (Status::SUCCESS, Status::SUCCESS));
+    received.set_len(400);
+    assert!(received.iter().all(|byte| *byte == 7));
+}
+
+#[test]
+fn the_key_of_another_device_is_refused() {
+    let world = World::new();
+    let [a, b] = pair(&world);
+    let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
+    let message = pool.take_uncharged(64, Purpose::Send).expect("memory").freeze();
+    // SAFETY: as above.
+    unsafe { a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(1))])]) }.expect("post");
+    assert_eq!(reap(&a.1), Status::LOCAL_PROTECTION);
+}

@@ -1,0 +1,531 @@
+//! The pool on the fake provider: limits, sharing, exposure, faults, and a model that knows it all.
+
+mod model;
+mod wire;
+
+use std::collections::BTreeMap;
+use std::sync::mpsc;
+
+use bytes::Bytes;
+use ferrite_fabric::mem::{
+    Account, Budget, Buf, BufMut, Builder, ErrorKind, Pool, PoolError, Purpose, SizeClass,
+};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice, Status};
+
+const KIB: usize = 1 << 10;
+const MIB: usize = 1 << 20;
+const EIO: i32 = 5;
+const ENOMEM: i32 = 12;
+
+/// A domain on a new device.
+fn domain(world: &World, name: &str, ip: &str) -> ProtectionDomain {
+    world.add_device(DeviceSpec::new(name, ip.parse().expect("an address")));
+    let context = world.verbs().device(name).and_then(|device| device.open()).expect("device");
+    context.allocate_protection_domain().expect("domain")
+}
+
+/// A small pool on one device: 8 MiB for each purpose, 2 MiB at a time.
+fn small(world: &World) -> Builder {
+    Pool::builder(&[domain(world, "fake1", "10.0.0.1")])
+        .memory_pool_initial(4 * MIB)
+        .memory_pool_increase(2 * MIB)
+        .memory_pool_max(16 * MIB)
+        .receive_reserve(8 * MIB)
+}
+
+fn small_pool() -> (World, Pool) {
+    let world = World::new();
+    let pool = small(&world).build().expect("pool");
+    (world, pool)
+}
+
+/// Takes until the pool refuses.
+fn exhaust(pool: &Pool, len: usize, purpose: Purpose) -> (Vec<BufMut>, PoolError) {
+    let mut taken = Vec::new();
+    loop {
+        match pool.take_uncharged(len, purpose) {
+            Ok(buf) => taken.push(buf),
+            Err(error) => return (taken, error),
+        }
+    }
+}
+
+fn in_use(pool: &Pool) -> u64 {
+    let stats = pool.stats();
+    for purpose in Purpose::ALL {
+        let heap = stats.heap(purpose);
+        assert_eq!(heap.mapped_bytes, heap.in_use_bytes + heap.cached_bytes + heap.free_bytes, "{stats:#?}");
+    }
+    stats.send.in_use_bytes + stats.receive.in_use_bytes
+}
+
+#[test]
+fn grows_to_the_maximum_and_then_says_so() {
+    let (world, pool) = small_pool();
+    assert_eq!((pool.stats().mapped_bytes, pool.stats().arenas), (4 * MIB as u64, 2));
+    let (taken, error) = exhaust(&pool, MIB, Purpose::Send);
+    assert_eq!(taken.len(), 4);
+    let PoolError::OverBudget { which, asked, limit, used } = &error else { panic!("{error}") };
+    assert_eq!(*which, Budget::Heap(Purpose::Send));
+    assert_eq!((*asked, *limit, *used), (2 * MIB as u64, 8 * MIB as u64, 8 * MIB as u64));
+    assert_eq!(error.kind(), ErrorKind::Exhausted);
+    assert!(error.remedy().is_some_and(|remedy| remedy.contains("memory_pool_max")));
+    let stats = pool.stats();
+    assert_eq!((stats.arenas, stats.growths, stats.send.mapped_bytes), (5, 3, 8 * MIB as u64));
+    assert_eq!(world.objects().memory_regions, 5);
+    drop(taken);
+    assert_eq!(in_use(&pool), 0);
+    pool.take_uncharged(2 * MIB, Purpose::Send).expect("room again");
+}
+
+#[test]
+fn larger_than_the_largest() {
+    let (_world, pool) = small_pool();
+    let error = pool.take_uncharged(2 * MIB + 1, Purpose::Send).expect_err("too large");
+    assert_eq!(error.to_string(), "2097153 bytes do not fit into one buffer of at most 2097152");
+    assert_eq!(error.kind(), ErrorKind::Misuse);
+}
+
+#[test]
+fn senders_never_starve_receives() {
+    for len in SizeClass::ALL.map(SizeClass::bytes) {
+        let (_world, pool) = small_pool();
+        // All of it, and then every other buffer again: as fragmented as it can be.
+        let (mut taken, _) = exhaust(&pool, len, Purpose::Send);
+        let mut nth = 0;
+        taken.retain(|_| {
+            nth += 1;
+            nth % 2 == 0
+        });
+        let _ = exhaust(&pool, 2 * MIB, Purpose::Send);
+        let (received, error) = exhaust(&pool, 2 * MIB, Purpose::Receive);
+        assert_eq!(received.len(), 4, "after sends of {len}");
+        assert!(matches!(error, PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. }));
+    }
+}
+
+#[test]
+fn memory_goes_from_class_to_class() {
+    let (_world, pool) = small_pool();
+    for class in SizeClass::ALL.into_iter().chain(SizeClass::ALL.into_iter().rev()) {
+        let (taken, _) = exhaust(&pool, class.bytes(), Purpose::Receive);
+        assert_eq!(taken.len() * class.bytes(), 8 * MIB, "{class:?}");
+        // Blocks that other threads cache are found too.
+        std::thread::spawn(move || drop(taken)).join().expect("no panic");
+        assert_eq!(in_use(&pool), 0);
+    }
+}
+
+#[test]
+fn blocks_are_found_in_the_caches_of_others() {
+    let (_world, pool) = small_pool();
+    let (mut taken, _) = exhaust(&pool, 256, Purpose::Send);
+    let keepers = taken.split_off(4);
+    std::thread::spawn(move || drop(taken)).join().expect("no panic");
+    // Four are free, in whichever cache.
+    let (again, _) = exhaust(&pool, 256, Purpose::Send);
+    assert_eq!(again.len(), 4);
+    drop((keepers, again));
+    assert_eq!(in_use(&pool), 0);
+}
+
+#[test]
+fn threads_pass_buffers_on() {
+    let (_world, pool) = small_pool();
+    let account = Account::new("all", 4 * MIB as u64);
+    let (sender, receiver) = mpsc::channel::<(u8, Buf)>();
+    std::thread::scope(|scope| {
+        for number in 0..4_u8 {
+            let (sender, pool, account) = (sender.clone(), pool.clone(), &account);
+            scope.spawn(move || {
+                for round in 0..if cfg!(miri) { 10 } else { 500_usize } {
+                    let purpose = Purpose::ALL[round % 2];
+                    let Ok(mut buf) = pool.take(1 + round * 37 % 9000, purpose, account) else { continue };
+                    buf.fill(number);
+                    let buf = buf.freeze();
+                    sender.send((number, buf.clone())).expect("somebody listens");
+                    assert!(buf.iter().all(|byte| *byte == number));
+                }
+            });
+        }
+        drop(sender);
+        scope.spawn(move || {
+            for (number, buf) in receiver {
+                assert!(buf.iter().all(|byte| *byte == number), "a buffer was reused while it was shared");
+            }
+        });
+    });
+    assert_eq!((in_use(&pool), account.used_bytes()), (0, 0));
+}
+
+#[test]
+fn bytes_outlive_the_pool() {
+    let (world, pool) = small_pool();
+    let mut buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
+    buf.fill(9);
+    let bytes: Bytes = buf.freeze().slice(10..).into();
+    let send = pool.take_uncharged(100, Purpose::Send).expect("memory");
+    assert_eq!(world.objects().memory_regions, 2);
+    drop(pool);
+    drop(send);
+    assert_eq!(world.objects().memory_regions, 1, "only the arena that is still used");
+    let part = bytes.slice(80..);
+    drop(bytes);
+    assert_eq!(&part[..], &[9; 10]);
+    drop(part);
+    let left = world.objects();
+    assert_eq!((left.memory_regions, left.protection_domains, left.contexts), (0, 0, 0));
+}
+
+#[test]
+fn a_pool_leaves_nothing_behind() {
+    let (world, pool) = small_pool();
+    let clone = pool.clone();
+    for purpose in Purpose::ALL {
+        let taken: Vec<_> =
+            (0..100).map(|n| pool.take_uncharged(n * 100, purpose).expect("memory")).collect();
+        std::thread::spawn(move || drop(taken)).join().expect("no panic");
+    }
+    assert!(pool.stats().send.cached_bytes > 0, "the other thread's cache has some");
+    drop(pool);
+    clone.take_uncharged(1, Purpose::Send).expect("the clone still works");
+    drop(clone);
+    assert_eq!(world.objects().memory_regions, 0);
+}
+
+/// The pool is closed while other threads return buffers to it.
+#[test]
+fn a_pool_may_go_at_any_moment() {
+    for round in 0..if cfg!(miri) { 5 } else { 300 } {
+        let (world, pool) = small_pool();
+        let mut taken: Vec<_> =
+            (0..60).map(|n| pool.take_uncharged(200 * (n % 3), Purpose::Send).expect("memory")).collect();
+        let others: Vec<Buf> = taken.split_off(30).into_iter().map(BufMut::freeze).collect();
+        let shared = others.clone();
+        let threads = [
+            std::thread::spawn(move || drop(taken)),
+            std::thread::spawn(move || drop(others)),
+            std::thread::spawn(move || drop(shared)),
+        ];
+        if round % 2 == 0 {
+            std::thread::yield_now();
+        }
+        drop(pool);
+        for thread in threads {
+            thread.join().expect("no panic");
+        }
+        assert_eq!(world.objects().memory_regions, 0);
+    }
+}
+
+#[test]
+fn a_buffer_has_one_owner_or_many_readers() {
+    let (_world, pool) = small_pool();
+    let mut buf = pool.take_uncharged(1000, Purpose::Send).expect("memory");
+    assert_eq!((buf.len(), buf.capacity(), buf.purpose()), (1000, 1024, Purpose::Send));
+    let addr = buf.raw_parts(0).addr;
+    buf.set_len(1024);
+    buf.copy_from_slice(&[3; 1024]);
+    let whole = buf.freeze();
+    let part = whole.slice(1000..=1009);
+    assert_eq!((part.len(), part.raw_parts(0).addr), (10, addr + 1000));
+    let whole = whole.try_into_mut().expect_err("the part reads it");
+    drop(whole);
+    let mut part = part.try_into_mut().expect("the last handle");
+    assert_eq!((part.len(), part.capacity()), (10, 24));
+    part.set_len(24);
+    assert_eq!(&part[..], &[3; 24]);
+    let generation = part.generation();
+    drop(part);
+    let mut again = pool.take_uncharged(1000, Purpose::Send).expect("memory");
+    assert_eq!((again.raw_parts(0).addr, again.generation()), (addr, generation + 1));
+}
+
+#[test]
+fn ranges_outside_are_refused() {
+    let (_world, pool) = small_pool();
+    let buf = pool.take_uncharged(100, Purpose::Send).expect("memory").freeze();
+    for range in [0..101, 101..101, 5..usize::MAX] {
+        let sliced = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| buf.slice(range.clone())));
+        assert!(sliced.is_err(), "{range:?}");
+    }
+    let longer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+        let mut buf = buf.try_into_mut().expect("one handle");
+        buf.set_len(257);
+    }));
+    assert!(longer.is_err());
+    assert_eq!(in_use(&pool), 0, "a panic gives the buffer back");
+}
+
+#[test]
+fn accounts_are_charged_by_block_and_the_charge_moves() {
+    let (_world, pool) = small_pool();
+    let [one, other] = ["one", "other"].map(|name| Account::new(name, 10 * KIB as u64));
+    let mut posted = pool.take_uncharged(5000, Purpose::Receive).expect("memory");
+    posted.charge_to(&one).expect("fits");
+    assert_eq!(one.used_bytes(), 8 * KIB as u64);
+    let error = pool.take(3 * KIB, Purpose::Receive, &one).expect_err("8 + 8 KiB are more than 10");
+    let PoolError::OverBudget { which: Budget::Account(name), used, .. } = &error else { panic!("{error}") };
+    assert_eq!((&**name, *used), ("one", 8 * KIB as u64));
+    let small = pool.take(1, Purpose::Send, &one).expect("256 bytes fit");
+    posted.charge_to(&other).expect("fits");
+    assert_eq!((one.used_bytes(), other.used_bytes()), (256, 8 * KIB as u64));
+    let full = Account::new("full", 1);
+    posted.charge_to(&full).expect_err("no room");
+    assert_eq!((full.used_bytes(), other.used_bytes()), (0, 8 * KIB as u64));
+    let bytes: Bytes = posted.freeze().into();
+    std::thread::spawn(move || drop(bytes)).join().expect("no panic");
+    drop(small);
+    assert_eq!((one.used_bytes(), other.used_bytes()), (0, 0));
+    // What the heap refuses is not charged.
+    let _taken = exhaust(&pool, 2 * MIB, Purpose::Send);
+    pool.take(10, Purpose::Send, &one).expect_err("no memory");
+    assert_eq!(one.used_bytes(), 0);
+}
+
+#[test]
+fn a_refused_registration_is_told_as_it_is() {
+    let world = World::new();
+    world.fail_next("ibv_reg_mr", ENOMEM);
+    let error = small(&world).build().expect_err("as asked");
+    let PoolError::Register(cause) = &error else { panic!("{error}") };
+    assert_eq!(error.to_string(), cause.to_string());
+    assert!(error.to_string().starts_with("ibv_reg_mr (2097152 bytes on fake1): "), "{error}");
+    assert_eq!((error.kind(), error.remedy()), (ErrorKind::Refused, cause.remedy()));
+    assert_eq!(world.objects().memory_regions, 0);
+}
+
+#[test]
+fn a_pool_that_cannot_grow_works_with_what_it_has() {
+    let (world, pool) = small_pool();
+    let first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
+    world.fail_next("ibv_reg_mr", ENOMEM);
+    let error = pool.take_uncharged(1, Purpose::Send).expect_err("as asked");
+    assert_eq!(error.kind(), ErrorKind::Refused);
+    assert_eq!(pool.stats().failures.register, 1);
+    drop(first);
+    // A cached block of another class keeps the only chunk: it is given back instead of failing.
+    drop(pool.take_uncharged(1, Purpose::Send).expect("no growth needed"));
+    world.fail_next("ibv_reg_mr", ENOMEM);
+    drop(pool.take_uncharged(2 * MIB, Purpose::Send).expect("the caches are emptied"));
+    assert_eq!(pool.stats().failures.register, 2);
+    pool.take_uncharged(1, Purpose::Send).expect("no growth needed");
+    let _first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("it may grow again");
+}
+
+#[test]
+fn registered_with_every_device_or_not_at_all() {
+    let world = World::new();
+    let one = domain(&world, "fake1", "10.0.0.1");
+    let mut spec = DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address"));
+    spec.max_mr = 5; // of the world: room for two arenas on both devices, and half of a third
+    world.add_device(spec);
+    let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
+    let other = context.allocate_protection_domain().expect("domain");
+    let pool = Pool::builder(&[one, other]).memory_pool_increase(2 * MIB).build().expect("pool");
+    assert_eq!((pool.domains().len(), world.objects().memory_regions), (2, 4));
+    assert_eq!(pool.stats().registered_bytes, 8 * MIB as u64);
+    let _first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
+    let error = pool.take_uncharged(2 * MIB, Purpose::Send).expect_err("the second device refuses");
+    assert!(error.to_string().contains("fake2"), "{error}");
+    assert_eq!(world.objects().memory_regions, 4);
+}
+
+#[test]
+fn nonsense_is_refused() {
+    let error = Pool::builder(&[]).build().expect_err("no domain");
+    assert_eq!(error.kind(), ErrorKind::Misuse);
+    let world = World::new();
+    let error = small(&world).receive_reserve(16 * MIB).build().expect_err("nothing left for sends");
+    assert!(error.to_string().contains("memory_pool_max"), "{error}");
+
+    let (world, pool) = small_pool();
+    let (_other_world, other) = small_pool();
+    let buf = other.take_uncharged(10, Purpose::Receive).expect("memory");
+    let (buf, error) = pool.expose(buf, 0, Access::REMOTE_READ).expect_err("of another pool");
+    assert!(error.to_string().contains("another pool"), "{error}");
+    let (mut buf, error) = other.expose(buf, 1, Access::REMOTE_READ).expect_err("one domain");
+    assert!(error.to_string().contains("no domain"), "{error}");
+    buf.set_len(0);
+    let (_, error) = other.expose(buf, 0, Access::REMOTE_READ).expect_err("nothing to expose");
+    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+    assert_eq!(world.objects().memory_regions, 2);
+}
+
+const HOSTS: [(&str, &str); 2] = [("fake1", "10.0.0.1"), ("fake2", "10.0.0.2")];
+
+/// The host under test with its pool, and a peer; a new connection for each, because a refusal ends one.
+fn with_peer() -> (World, wire::End, wire::End, Pool) {
+    let world = World::new();
+    for (name, ip) in HOSTS {
+        world.add_device(DeviceSpec::new(name, ip.parse().expect("an address")));
+    }
+    let [host, peer] = wire::connect(&world.verbs(), HOSTS);
+    let pool = Pool::builder(std::slice::from_ref(&host.domain)).build().expect("pool");
+    (world, host, peer, pool)
+}
+
+#[test]
+fn a_peer_writes_until_it_is_revoked() {
+    let (world, host, peer, pool) = with_peer();
+    let mut buf = pool.take_uncharged(4096, Purpose::Receive).expect("memory");
+    buf.fill(0);
+    let mut exposed = pool.expose(buf, 0, Access::REMOTE_WRITE | Access::REMOTE_READ).expect("exposed");
+    assert_eq!((exposed.len(), pool.stats().exposed_bytes, world.objects().memory_regions), (4096, 4096, 3));
+    let target = exposed.remote();
+    assert_eq!(peer.write(b"from the peer", target), Status::SUCCESS);
+    let mut copy = [0; 13];
+    exposed.read(0, &mut copy);
+    assert_eq!(&copy, b"from the peer");
+    exposed.write(4090, b"to you");
+    let end = RemoteSlice { addr: target.addr + 4090, len: 6, ..target };
+    assert_eq!(peer.read(6, end), (Status::SUCCESS, b"to you".to_vec()));
+
+    let before = world.objects().memory_regions;
+    let buf = exposed.revoke().expect("revoked");
+    assert_eq!((pool.stats().exposed_regions, world.objects().memory_regions), (0, before - 1));
+    assert_eq!(peer.write(b"too late", target), Status::REMOTE_ACCESS);
+    assert_eq!(&buf[..13], b"from the peer");
+    drop(host);
+}
+
+#[test]
+fn a_peer_reaches_exactly_what_is_exposed() {
+    for (offset, rights) in [
+        (0, Access::REMOTE_READ),    // not to be written
+        (-1, Access::REMOTE_WRITE),  // one byte before
+        (100, Access::REMOTE_WRITE), // one byte behind, though the block goes on
+    ] {
+        let (_world, _host, peer, pool) = with_peer();
+        let _neighbours = [0; 8].map(|_: i32| pool.take_uncharged(100, Purpose::Receive).expect("memory"));
+        let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
+        let exposed = pool.expose(buf, 0, rights).expect("exposed");
+        let remote = exposed.remote();
+        let target = RemoteSlice { addr: remote.addr.wrapping_add_signed(offset), len: 1, ..remote };
+        assert_eq!(peer.write(b"!", target), Status::REMOTE_ACCESS, "{offset}");
+    }
+}
+
+#[test]
+fn dropping_revokes() {
+    let (_world, _host, peer, pool) = with_peer();
+    let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
+    let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
+    let target = exposed.remote();
+    drop(exposed);
+    assert_eq!(peer.write(b"too late", target), Status::REMOTE_ACCESS);
+    assert_eq!((in_use(&pool), pool.stats().exposed_bytes), (0, 0));
+}
+
+#[test]
+fn what_the_device_keeps_is_not_used_again() {
+    let (world, pool) = small_pool();
+    let peer = Account::new("peer", MIB as u64);
+    let buf = pool.take(100, Purpose::Receive, &peer).expect("memory");
+    let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
+    world.fail_next("ibv_dereg_mr", EIO);
+    let (exposed, error) = exposed.revoke().expect_err("as asked");
+    assert!(error.to_string().contains("ibv_dereg_mr (100 bytes)"), "{error}");
+    let addr = exposed.remote().addr;
+    assert_eq!(pool.stats().exposed_bytes, 100, "it still is");
+
+    world.fail_next("ibv_dereg_mr", EIO);
+    drop(exposed);
+    let stats = pool.stats();
+    assert_eq!((stats.exposed_bytes, stats.quarantined_bytes, stats.failures.deregister), (0, 256, 2));
+    assert_eq!((in_use(&pool), peer.used_bytes()), (256, 256));
+    for _ in 0..1000 {
+        assert_ne!(pool.take_uncharged(100, Purpose::Receive).expect("memory").raw_parts(0).addr, addr);
+    }
+    world.fail_next("ibv_dereg_mr", EIO);
+    assert_eq!((pool.retry_quarantined(), pool.stats().quarantined_bytes), (0, 256));
+    assert_eq!(pool.retry_quarantined(), 1);
+    assert_eq!((in_use(&pool), pool.stats().quarantined_bytes, peer.used_bytes()), (0, 0, 0));
+}
+
+#[test]
+fn a_quarantine_is_tried_again_before_memory_is_refused() {
+    let (world, pool) = small_pool();
+    let buf = pool.take_uncharged(2 * MIB, Purpose::Receive).expect("memory");
+    let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
+    world.fail_next("ibv_dereg_mr", EIO);
+    drop(exposed);
+    let (taken, _) = exhaust(&pool, 2 * MIB, Purpose::Receive);
+    assert_eq!((taken.len(), pool.stats().quarantined_bytes), (4, 0));
+}
+
+#[test]
+fn a_pool_that_goes_before_its_quarantine() {
+    // The device gave up in time: nothing is left.
+    let (world, pool) = small_pool();
+    let expose = |pool: &Pool| {
+        let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
+        pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed")
+    };
+    let exposed = expose(&pool);
+    world.fail_next("ibv_dereg_mr", EIO);
+    drop(exposed);
+    drop(pool);
+    assert_eq!(world.objects().memory_regions, 0);
+
+    // It did not, and nobody is left to ask again: the arena stays, for ever.
+    let (world, pool) = small_pool();
+    let exposed = expose(&pool);
+    drop(pool);
+    assert_eq!(world.objects().memory_regions, 2);
+    world.fail_next("ibv_dereg_mr", EIO);
+    drop(exposed);
+    assert_eq!(world.objects().memory_regions, 1);
+}
+
+/// Every counter moves: one that nothing increments is a lie on a dashboard.
+#[test]
+fn every_counter_moves() {
+    let mut moved: BTreeMap<String, u64> = BTreeMap::new();
+    let mut look = |pool: &Pool| {
+        for (name, value) in pool.stats().counters() {
+            let most = moved.entry(name).or_default();
+            *most = value.max(*most);
+        }
+    };
+    let (world, pool) = small_pool();
+    let peer = Account::new("peer", 256);
+    for purpose in Purpose::ALL {
+        for class in SizeClass::ALL {
+            let buf = pool.take_uncharged(class.bytes(), purpose).expect("memory");
+            look(&pool);
+            drop(buf);
+        }
+        look(&pool);
+        let taken = exhaust(&pool, 2 * MIB, purpose);
+        drop(taken);
+    }
+    let buf = pool.take(1, Purpose::Send, &peer).expect("memory");
+    pool.take(1, Purpose::Send, &peer).expect_err("over the limit");
+    pool.take(3 * MIB, Purpose::Send, &peer).expect_err("too large");
+    let exposed = pool.expose(buf, 0, Access::REMOTE_READ).expect("exposed");
+    look(&pool);
+    world.fail_next("ibv_dereg_mr", EIO);
+    drop(exposed);
+    look(&pool);
+
+    // More than any address space has.
+    let world = World::new();
+    let huge = small(&world).memory_pool_max(1 << 50).memory_pool_increase(1 << 49).huge_pages(true);
+    let pool = huge.build().expect("pool");
+    let (_taken, error) = exhaust(&pool, 2 * MIB, Purpose::Send);
+    assert!(matches!(error, PoolError::Map { .. }), "{error}");
+    assert_eq!(error.kind(), ErrorKind::Refused);
+    let buf = pool.take_uncharged(1, Purpose::Receive).expect("memory");
+    world.fail_next("ibv_reg_mr", ENOMEM);
+    pool.expose(buf, 0, Access::REMOTE_READ).expect_err("as asked");
+    look(&pool);
+
+    // What a host has of huge pages is its own business: one of the three must have it.
+    let pages = ["normal_pages_bytes", "transparent_pages_bytes", "huge_pages_bytes"];
+    assert!(moved.iter().filter(|(name, value)| pages.contains(&&***name) && **value > 0).count() >= 1);
+    let never: Vec<_> =
+        moved.iter().filter(|(name, value)| **value == 0 && !pages.contains(&&***name)).collect();
+    assert!(never.is_empty(), "never moved: {never:?}");
+}
