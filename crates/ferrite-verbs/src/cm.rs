@@ -22,7 +22,7 @@ mod event;
 
 pub use blocking::{Listener, accept, connect, resolve};
 pub use channel::EventChannel;
-pub use event::{CmEvent, CmEventKind, ConnectionRequest, RejectReason};
+pub use event::{CmEvent, CmEventKind, ConnectionRequest};
 
 use address::RawAddress;
 

@@ -10,10 +10,11 @@ use std::io;
 
 use rustix::io::Errno;
 
-use crate::cm::RejectReason;
-
 mod memlock;
+mod rejection;
+
 pub use memlock::Memlock;
+pub use rejection::{RejectReason, Rejection};
 
 /// Why this host has no usable RDMA.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -163,15 +164,6 @@ enum Cause {
     Memlock(Memlock),
     Rejection(Rejection),
     Text(String),
-}
-
-/// How a peer refused a connection.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Rejection {
-    /// Why, as far as the connection manager knows.
-    pub reason: RejectReason,
-    /// What its application had to say, padded with zeros.
-    pub private_data: Vec<u8>,
 }
 
 impl Error {

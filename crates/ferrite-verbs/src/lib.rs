@@ -59,13 +59,11 @@ mod wc;
 mod wr;
 
 pub use async_event::{AsyncEvent, AsyncEventKind, Subject};
-pub use cm::{
-    CmEvent, CmEventKind, CmId, CmKey, ConnectParams, ConnectionRequest, EventChannel, RejectReason,
-};
+pub use cm::{CmEvent, CmEventKind, CmId, CmKey, ConnectParams, ConnectionRequest, EventChannel};
 pub use context::{Context, Limits};
 pub use cq::{CompletionChannel, CompletionQueue, CqKey};
 pub use device::Device;
-pub use error::{Absence, Error, ErrorKind, Memlock, Rejection};
+pub use error::{Absence, Error, ErrorKind, Memlock, RejectReason, Rejection};
 pub use gid::{Gid, GidChoice, GidEntry, GidType, choose_gid};
 pub use leak::leaked_objects;
 pub use mr::{Access, MemoryRegion};

@@ -4,6 +4,7 @@ use std::ptr::NonNull;
 
 use super::{CmId, CmKey, EventChannel};
 use crate::code::codes;
+use crate::error::RejectReason;
 use crate::sys;
 
 /// An event of an identifier.
@@ -118,17 +119,5 @@ codes! {
         ADDRESS_CHANGE = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_CHANGE.0, "local address moved to another device";
         /// No packet of the old connection can arrive any more.
         TIMEWAIT_EXIT = sys::rdma_cm_event_type::RDMA_CM_EVENT_TIMEWAIT_EXIT.0, "queue pair number is free again";
-    }
-}
-
-codes! {
-    /// Why a connection was refused (InfiniBand specification, table 108).
-    pub struct RejectReason, unknown: "reason" {
-        /// Wrong port, or the server is not up.
-        NO_LISTENER = 8, "nobody listens there (reason 8)";
-        /// A queue pair number was used again too soon.
-        STALE_CONNECTION = 10, "the peer still knows an older connection (reason 10)";
-        /// Its private data says why.
-        BY_APPLICATION = 28, "the application refused (reason 28)";
     }
 }

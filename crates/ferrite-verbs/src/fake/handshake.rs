@@ -18,7 +18,7 @@ use rustix::io::Errno;
 use super::device::gid_of;
 use super::object::{Events, Id, Ptr};
 use super::state::State;
-use crate::cm::RejectReason;
+use crate::error::RejectReason;
 use crate::sys;
 use crate::sys::rdma_cm_event_type as Kind;
 
