@@ -270,8 +270,8 @@ impl Lane {
         let mut spins = 0_u32;
         while self.cq.poll(&mut completion)? == 0 {
             match &self.channel {
-                // Armed again right after the event, so that going to sleep is one call: rxe's worker wants
-                // our CPU by then. What came before the arming does not wake: the loop looks once more.
+                // Armed again right after the event, so that going to sleep is one call, as perftest does it.
+                // What came before the arming does not wake: the loop looks once more.
                 Some(channel) => {
                     if self.armed {
                         channel.next_event()?;

@@ -123,6 +123,11 @@ impl Core {
     /// Keeps a buffer that the device has not let go from ever being used.
     pub(super) fn quarantine(&self, region: MemoryRegion, buf: BufMut) {
         self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
+        self.put_away(region, buf);
+    }
+
+    /// Until it is tried again; for ever if the pool is gone.
+    fn put_away(&self, region: MemoryRegion, buf: BufMut) {
         let mut quarantine = lock(&self.quarantine);
         if quarantine.closed {
             drop(quarantine);
@@ -145,13 +150,7 @@ impl Core {
                 }
                 Err((region, _)) => {
                     refused += 1;
-                    let mut quarantine = lock(&self.quarantine);
-                    if quarantine.closed {
-                        drop(quarantine);
-                        give_up(region, buf);
-                    } else {
-                        quarantine.held.push((region, buf));
-                    }
+                    self.put_away(region, buf);
                 }
             }
         }

@@ -195,6 +195,8 @@ fn judge(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEven
         return Err(error.because_of_rejection(Rejection { reason, private_data: event.private_data }));
     }
     let (kind, why) = match event.kind {
+        // iWARP gives an error number instead of a reason.
+        CmEventKind::REJECTED => (ErrorKind::Rejected, errno_text(event.status)),
         CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
             (ErrorKind::NoRoute, errno_text(event.status))
         }
@@ -210,4 +212,30 @@ fn judge(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEven
 
 fn errno_text(status: i32) -> String {
     std::io::Error::from_raw_os_error(status.abs()).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rejected(status: i32) -> Error {
+        let event = CmEvent {
+            id: crate::cm::CmKey(1),
+            kind: CmEventKind::REJECTED,
+            status,
+            private_data: b"full".to_vec(),
+            request: None,
+        };
+        judge(event, CmEventKind::CONNECT_RESPONSE, UNKNOWN_PEER).expect_err("a rejection")
+    }
+
+    #[test]
+    fn a_rejection_is_one_with_a_reason_or_an_error_number() {
+        let error = rejected(28);
+        assert_eq!(error.kind(), ErrorKind::Rejected);
+        assert_eq!(error.rejection().map(|rejection| rejection.private_data.as_slice()), Some(&b"full"[..]));
+        let error = rejected(-111);
+        assert_eq!((error.kind(), error.rejection()), (ErrorKind::Rejected, None), "{error}");
+        assert!(error.to_string().contains("refused"), "{error}");
+    }
 }
