@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
 mod bindings;
+mod fuzz;
 mod lab_test;
 mod tidy;
 
@@ -26,6 +27,8 @@ enum Command {
     Tidy,
     /// Build the tests that need an RDMA device and run them in the lab's guest.
     LabTest(lab_test::Options),
+    /// Give every decoder of what peers send any bytes, for a while (needs a C++ compiler).
+    Fuzz(fuzz::Options),
     /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and clang).
     Bindings,
 }
@@ -35,6 +38,7 @@ fn main() -> ExitCode {
     let done = workspace_root().and_then(|root| match command {
         Command::Tidy => tidy::run(&root),
         Command::LabTest(options) => lab_test::run(&root, &options),
+        Command::Fuzz(options) => fuzz::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {

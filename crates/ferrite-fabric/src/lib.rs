@@ -3,9 +3,30 @@
 //! | module | what it is |
 //! |---|---|
 //! | [`mem`] | registered memory: pools, buffers, budgets, memory that a peer may touch |
+//! | `engine` | [`Engine`]: devices, completions, and the ways to drive it |
+//! | `link` | [`Link`]: messages and one-sided operations to a peer |
+//! | `connect` `listener` | how peers meet: [`Engine::connect`], [`Listener`] |
+//! | `one_sided` | [`Region`]: memory for peers, granted and revoked |
+//! | [`wire`] | what links say to each other |
+//! | [`diagnose`] | why a link failed, by what can be measured |
 //!
 //! Safety in one paragraph: a buffer is a value. Whoever has it may use its memory; the device may use it only
-//! while an operation owns the value. `unsafe` stands in `src/mem` alone (and later in the slots that own
-//! buffers in flight).
+//! while an operation owns the value. `unsafe` stands in `src/mem` and in `src/engine/slots.rs`, where requests in flight
+//! own their buffers.
 
+mod connect;
+pub mod diagnose;
+mod engine;
+mod error;
+mod link;
+mod listener;
 pub mod mem;
+mod one_sided;
+pub mod wire;
+
+pub use connect::{ConnectOptions, Connecting};
+pub use engine::{Builder, Config, Engine, EngineStats};
+pub use error::{Error, ErrorKind};
+pub use link::{Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
+pub use listener::{Accepting, Listener, Strangers};
+pub use one_sided::{Region, Revoking};

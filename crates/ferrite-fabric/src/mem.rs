@@ -84,6 +84,6 @@ pub use stats::{Failures, HeapStats, PageStats, PoolStats};
 
 /// A panic while a lock of ours was held has left the data consistent: each critical section either moves whole
 /// values or counts.
-fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+pub(crate) fn lock<T>(mutex: &std::sync::Mutex<T>) -> std::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -62,6 +62,8 @@ impl QueuePairConfig {
 /// Destroyed when dropped; the device then touches none of the memory that was posted to it.
 pub struct QueuePair {
     raw: NonNull<sys::ibv_qp>,
+    /// By [`QueuePair::destroy`]; nothing but `Drop` comes after that.
+    destroyed: bool,
     capacity: Capacity,
     // Dropped after `raw` was destroyed (in `Drop`): first the memory, then the parents.
     held: Held,
@@ -88,9 +90,7 @@ unsafe impl Sync for QueuePair {}
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        // SAFETY: created by us and destroyed once; the parents are still alive (fields drop later).
-        let rc = unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw.as_ptr()) };
-        if !crate::leak::unless_released(rc) {
+        if !self.destroyed && !crate::leak::unless_released(self.release()) {
             self.held.leak();
         }
     }
@@ -121,6 +121,7 @@ impl ProtectionDomain {
         let raw = NonNull::new(raw).ok_or_else(|| self.create_error(config))?;
         Ok(QueuePair {
             raw,
+            destroyed: false,
             capacity: Capacity {
                 max_send_wr: attr.cap.max_send_wr,
                 max_recv_wr: attr.cap.max_recv_wr,
@@ -168,6 +169,25 @@ impl ProtectionDomain {
 impl QueuePair {
     fn raw(&self) -> *mut sys::ibv_qp {
         self.raw.as_ptr()
+    }
+
+    fn release(&mut self) -> i32 {
+        // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive: fields drop later.
+        unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) }
+    }
+
+    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory that was posted to it.
+    ///
+    /// # Errors
+    /// What the device said if it refused; the queue pair is as it was.
+    pub fn destroy(mut self) -> Result<(), (Self, Error)> {
+        match check("ibv_destroy_qp", self.release(), || format!("queue pair {:#x}", self.number())) {
+            Ok(()) => {
+                self.destroyed = true;
+                Ok(())
+            }
+            Err(error) => Err((self, error)),
+        }
     }
 
     /// Its number: what the peer needs, and what completions and logs name.

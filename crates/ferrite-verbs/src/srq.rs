@@ -18,6 +18,8 @@ pub struct SharedReceiveQueue(Arc<Inner>);
 
 struct Inner {
     raw: NonNull<sys::ibv_srq>,
+    /// By [`SharedReceiveQueue::destroy`]; nothing but `Drop` comes after that.
+    destroyed: bool,
     domain: ProtectionDomain,
     held: Held,
 }
@@ -27,12 +29,17 @@ unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
 
-impl Drop for Inner {
-    fn drop(&mut self) {
+impl Inner {
+    fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an `Arc`).
-        let rc = unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) };
-        if !crate::leak::unless_released(rc) {
+        unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if !self.destroyed && !crate::leak::unless_released(self.release()) {
             self.held.leak();
         }
     }
@@ -64,13 +71,36 @@ impl ProtectionDomain {
                 None => error,
             }
         })?;
-        Ok(SharedReceiveQueue(Arc::new(Inner { raw, domain: self.clone(), held: Held::default() })))
+        Ok(SharedReceiveQueue(Arc::new(Inner {
+            raw,
+            destroyed: false,
+            domain: self.clone(),
+            held: Held::default(),
+        })))
     }
 }
 
 impl SharedReceiveQueue {
     pub(crate) fn raw(&self) -> *mut sys::ibv_srq {
         self.0.raw.as_ptr()
+    }
+
+    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory that was posted to it.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Misuse`] while a queue pair or another clone has it, or what the device said.
+    pub fn destroy(mut self) -> Result<(), (Self, Error)> {
+        let Some(inner) = Arc::get_mut(&mut self.0) else {
+            let error = Error::new(ErrorKind::Misuse, "ibv_destroy_srq", "a queue pair still takes from it");
+            return Err((self, error));
+        };
+        match check("ibv_destroy_srq", inner.release(), String::new) {
+            Ok(()) => {
+                inner.destroyed = true;
+                Ok(())
+            }
+            Err(error) => Err((self, error)),
+        }
     }
 
     /// Posts receives.

@@ -42,6 +42,13 @@ pub struct RawParts {
     pub lkey: u32,
 }
 
+impl From<RawParts> for (u64, u32, u32) {
+    /// As the arguments of [`Sge::from_raw`](ferrite_verbs::Sge::from_raw).
+    fn from(RawParts { addr, len, lkey }: RawParts) -> Self {
+        (addr, len, lkey)
+    }
+}
+
 /// A part of a block, under a lease.
 struct Span {
     lease: Lease,
@@ -270,6 +277,10 @@ impl Buf {
     #[must_use]
     pub fn raw_parts(&self, domain: usize) -> RawParts {
         self.0.raw_parts(domain)
+    }
+
+    pub(super) fn is_of(&self, core: &Arc<Core>) -> bool {
+        Arc::ptr_eq(&self.0.lease.slab().core, core)
     }
 
     /// What it was taken for.

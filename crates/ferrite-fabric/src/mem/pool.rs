@@ -5,7 +5,7 @@ use std::sync::Arc;
 use ferrite_verbs::{Access, ProtectionDomain};
 
 use super::budget::Account;
-use super::buf::BufMut;
+use super::buf::{Buf, BufMut};
 use super::class::{CHUNK_BYTES, Purpose, SizeClass};
 use super::core::Core;
 use super::error::PoolError;
@@ -297,6 +297,18 @@ impl Pool {
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn retry_quarantined(&self) -> usize {
         self.0.core.retry_quarantined()
+    }
+
+    /// Whether a buffer is of this pool.
+    #[must_use]
+    pub fn owns(&self, buf: &Buf) -> bool {
+        buf.is_of(&self.0.core)
+    }
+
+    /// As [`Pool::owns`].
+    #[must_use]
+    pub fn owns_mut(&self, buf: &BufMut) -> bool {
+        buf.is_of(&self.0.core)
     }
 
     /// The domains it was made with, in order.

@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use super::{CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest, EventChannel};
-use crate::error::{Error, ErrorKind, Rejection};
+use crate::error::{Error, ErrorKind};
 use crate::mr::Access;
 use crate::qp::{QueuePair, State};
 use crate::table::Verbs;
@@ -187,31 +187,7 @@ fn expect(
 }
 
 fn judge(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEvent, Error> {
-    if event.kind == wanted {
-        return Ok(event);
-    }
-    let error = Error::new(ErrorKind::System, "rdma_get_cm_event", peer.to_string());
-    if let Some(reason) = event.reject_reason() {
-        return Err(error.because_of_rejection(Rejection { reason, private_data: event.private_data }));
-    }
-    let (kind, why) = match event.kind {
-        // iWARP gives an error number instead of a reason.
-        CmEventKind::REJECTED => (ErrorKind::Rejected, errno_text(event.status)),
-        CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
-            (ErrorKind::NoRoute, errno_text(event.status))
-        }
-        CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
-            (ErrorKind::Unreachable, errno_text(event.status))
-        }
-        CmEventKind::DEVICE_REMOVAL => (ErrorKind::DeviceGone, "the device is being removed".to_owned()),
-        CmEventKind::DISCONNECTED => (ErrorKind::Disconnected, "the peer hung up".to_owned()),
-        _ => (ErrorKind::System, format!("status {}, while waiting for: {wanted}", event.status)),
-    };
-    Err(error.with_kind(kind).because(format!("the {}: {why}", event.kind)))
-}
-
-fn errno_text(status: i32) -> String {
-    std::io::Error::from_raw_os_error(status.abs()).to_string()
+    if event.kind == wanted { Ok(event) } else { Err(event.into_error(peer)) }
 }
 
 #[cfg(test)]

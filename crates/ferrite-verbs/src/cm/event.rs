@@ -1,10 +1,11 @@
 //! Events of the connection manager, copied out and acknowledged.
 
+use std::net::SocketAddr;
 use std::ptr::NonNull;
 
 use super::{CmId, CmKey, EventChannel};
 use crate::code::codes;
-use crate::error::RejectReason;
+use crate::error::{Error, ErrorKind, RejectReason, Rejection};
 use crate::sys;
 
 /// An event of an identifier.
@@ -85,6 +86,28 @@ impl CmEvent {
         // SAFETY: as above.
         let id = CmKey(if subject.is_null() { 0 } else { unsafe { (*subject).context.addr() } });
         Self { id, kind, status: event.status, private_data, request }
+    }
+}
+
+impl CmEvent {
+    /// What the event means for whoever waited for the next step of a handshake with `peer`: a failure, as an error.
+    #[must_use]
+    pub fn into_error(self, peer: SocketAddr) -> Error {
+        let error = Error::new(ErrorKind::System, "rdma_get_cm_event", peer.to_string());
+        if let Some(reason) = self.reject_reason() {
+            return error.because_of_rejection(Rejection { reason, private_data: self.private_data });
+        }
+        let errno = || std::io::Error::from_raw_os_error(self.status.abs()).to_string();
+        let (kind, why) = match self.kind {
+            // iWARP gives an error number instead of a reason.
+            CmEventKind::REJECTED => (ErrorKind::Rejected, errno()),
+            CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => (ErrorKind::NoRoute, errno()),
+            CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => (ErrorKind::Unreachable, errno()),
+            CmEventKind::DEVICE_REMOVAL => (ErrorKind::DeviceGone, "the device is being removed".to_owned()),
+            CmEventKind::DISCONNECTED => (ErrorKind::Disconnected, "the peer hung up".to_owned()),
+            _ => (ErrorKind::System, format!("status {}, which was not expected", self.status)),
+        };
+        error.with_kind(kind).because(format!("the {}: {why}", self.kind))
     }
 }
 

@@ -1,0 +1,292 @@
+//! Meeting a peer by RDMA CM: handshakes under way, and what keeps an established link's identifier.
+//!
+//! Everything here runs in the poller's pass and never waits: each event of the connection manager moves a handshake one
+//! step, and the clock ends those that get nowhere.
+//!
+//! ```text
+//!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello) ─► establish ─► link
+//!   incoming   request (hello) ─► queue pair up, accept (hello) ─► established ─► link in the listener's queue
+//!              request without hello ─► the listener's queue of strangers
+//! ```
+
+mod incoming;
+mod outgoing;
+
+use std::collections::{HashMap, VecDeque};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::sync::{Arc, Weak};
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, EventChannel, State};
+
+use crate::diagnose::Baseline;
+use crate::engine::Shared;
+use crate::engine::lane::Lane;
+use crate::engine::poller::Poller;
+use crate::engine::slots::SendQueue;
+use crate::engine::timers::Timer;
+use crate::engine::waits::Ready;
+use crate::error::{Error, ErrorKind};
+use crate::link::shared::{LinkShared, PathInfo};
+use crate::link::state::{LinkState, OwnLimits};
+use crate::listener::ListenerShared;
+use crate::wire::Hello;
+pub(crate) use outgoing::Outgoing;
+pub use outgoing::{ConnectOptions, Connecting};
+
+/// An identifier of the connection manager, and what it is for.
+pub(crate) enum Meeting {
+    Listening { id: CmId, listener: Arc<ListenerShared> },
+    Outgoing(Box<Outgoing>),
+    Incoming { id: CmId, link: Arc<LinkShared>, hello: Hello, listener: Weak<ListenerShared> },
+    Linked { id: CmId, link: u32 },
+}
+
+#[derive(Default)]
+pub(crate) struct Meetings {
+    by_key: HashMap<CmKey, Meeting>,
+    /// Connects that wait until fewer are under way.
+    waiting: VecDeque<Box<Outgoing>>,
+    /// Connects that wait before they try again.
+    retrying: HashMap<u64, Box<Outgoing>>,
+    next_retry: u64,
+    incoming: usize,
+    outgoing: usize,
+}
+
+impl Meetings {
+    fn put(&mut self, key: CmKey, meeting: Meeting) {
+        match meeting {
+            Meeting::Outgoing(_) => self.outgoing += 1,
+            Meeting::Incoming { .. } => self.incoming += 1,
+            Meeting::Listening { .. } | Meeting::Linked { .. } => {}
+        }
+        self.by_key.insert(key, meeting);
+    }
+
+    pub(crate) fn take(&mut self, key: CmKey) -> Option<Meeting> {
+        let meeting = self.by_key.remove(&key)?;
+        match meeting {
+            Meeting::Outgoing(_) => self.outgoing -= 1,
+            Meeting::Incoming { .. } => self.incoming -= 1,
+            Meeting::Listening { .. } | Meeting::Linked { .. } => {}
+        }
+        Some(meeting)
+    }
+
+    pub(crate) fn listen(&mut self, key: CmKey, listening: Meeting) {
+        self.put(key, listening);
+    }
+
+    pub(crate) fn remove(&mut self, key: CmKey) {
+        self.take(key);
+    }
+
+    /// Tells the peer that the link is over.
+    pub(crate) fn hang_up(&mut self, key: CmKey) {
+        if let Some(Meeting::Linked { id, .. } | Meeting::Incoming { id, .. }) = self.by_key.get(&key) {
+            let _ = id.disconnect(); // there may be no connection any more
+        }
+    }
+}
+
+/// RNR timer: a peer that meets no receive waits 640 µs (the CM's own choice would be 655 ms).
+const RNR_TIMER: u8 = 12;
+/// Repeats for ever to a peer without receives: it has stopped taking, which is back-pressure, not failure.
+const RNR_RETRIES: u8 = 7;
+pub(crate) const UNKNOWN_PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
+
+impl Poller {
+    /// The channel to the connection manager, opened when it is first needed.
+    pub(crate) fn cm(&mut self, shared: &Shared) -> Result<EventChannel, Error> {
+        if let Some(channel) = &self.cm {
+            return Ok(channel.clone());
+        }
+        let channel = shared.verbs.open_event_channel()?;
+        shared.waits.add(std::os::fd::AsFd::as_fd(&channel), Ready::Cm)?;
+        self.cm = Some(channel.clone());
+        Ok(channel)
+    }
+
+    pub(crate) fn on_cm_event(&mut self, shared: &Shared, event: CmEvent) {
+        let key = event.id;
+        if event.request.is_some() {
+            self.on_request(shared, event);
+            return;
+        }
+        let Some(meeting) = self.meeting(key) else { return };
+        match meeting {
+            Meeting::Outgoing(outgoing) => self.on_outgoing_event(shared, outgoing, event),
+            Meeting::Incoming { id, link, hello, listener } => {
+                self.on_incoming_event(shared, event, id, link, hello, &listener);
+            }
+            Meeting::Linked { id, link } => {
+                self.on_link_event(shared, &event, link);
+                // Until the link is torn down, unless its device must be let go of.
+                if event.kind != CmEventKind::DEVICE_REMOVAL {
+                    self.meetings.put(key, Meeting::Linked { id, link });
+                }
+            }
+            Meeting::Listening { id, listener } => {
+                if event.kind == CmEventKind::DEVICE_REMOVAL {
+                    listener.fail(Error::new(ErrorKind::DeviceGone, "the listener's device was removed"));
+                } else {
+                    self.meetings.put(key, Meeting::Listening { id, listener });
+                }
+            }
+        }
+    }
+
+    fn on_link_event(&mut self, shared: &Shared, event: &CmEvent, index: u32) {
+        let Some(link) = self.link(shared, index) else { return };
+        match event.kind {
+            CmEventKind::DISCONNECTED => {
+                // What came before the farewell is delivered before it.
+                self.reap_all(shared);
+                link.with_wakes(&mut self.wakes, |state, _, wakes| {
+                    state.on_disconnected(wakes, || {
+                        let what = format!(
+                            "link to {}: the peer hung up without closing (its process ended, or aborted the link)",
+                            link.peer_name()
+                        );
+                        Error::new(ErrorKind::LinkDown, what)
+                    });
+                });
+            }
+            CmEventKind::DEVICE_REMOVAL => {
+                self.device_gone(shared, link.lane.index, "the device is being removed");
+            }
+            _ => {}
+        }
+    }
+
+    /// A link on `lane`, with a queue pair in its first state, entered where completions find it.
+    fn make_link(&mut self, shared: &Shared, lane: &Arc<Lane>) -> Result<(Arc<LinkShared>, Hello), Error> {
+        if lane.gone.load(std::sync::atomic::Ordering::Relaxed) {
+            return Err(Error::new(ErrorKind::DeviceGone, format!("{} was removed", lane.name)));
+        }
+        let qp = lane.create_queue_pair(&shared.config)?;
+        let inline = lane.inline(&qp);
+        let config = &shared.config;
+        let (links, vacancy) = {
+            let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+            (links.len(), links.vacancy())
+        };
+        let Some((index, generation)) = vacancy else {
+            return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
+        };
+        let hello = shared.hello(links);
+        let limits = OwnLimits {
+            hello,
+            queue_messages: config.send_queue_messages,
+            queue_bytes: config.send_queue_bytes,
+            keepalive: config.keepalive,
+            peer_timeout: config.peer_timeout,
+        };
+        let queue = SendQueue::new(qp, index, lane.index, generation);
+        let state = LinkState::new(queue, inline, limits);
+        let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
+        let link = Arc::new(LinkShared::new(index, state, Arc::clone(lane), pool, mailbox));
+        self.enter(shared, index, &link);
+        Ok((link, hello))
+    }
+
+    /// The handshake is done.
+    fn establish(&mut self, shared: &Shared, id: CmId, link: &Arc<LinkShared>, hello: Hello) {
+        let (key, port) = (id.key(), id.device().map_or(1, |(_, port)| port));
+        let mtu = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.open(hello, self.now);
+            state.queue.qp().and_then(|qp| qp.path().ok()).map(|path| path.mtu)
+        });
+        let _ = link.path.set(PathInfo {
+            cm_key: key,
+            port,
+            local: id.local_addr(),
+            peer: id.peer_addr(),
+            mtu: mtu.unwrap_or(ferrite_verbs::Mtu::B1024),
+            baseline: Baseline::take(&link.lane.context, port),
+        });
+        self.meetings.put(key, Meeting::Linked { id, link: link.index });
+        self.timers.add(self.now + shared.config.keepalive, Timer::Keepalive(link.index));
+        // What came in meanwhile may wait for an answer.
+        link.with_wakes(&mut self.wakes, LinkState::pump);
+    }
+
+    /// Takes back a link whose handshake failed.
+    fn unmake_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
+        link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error.clone(), wakes));
+        self.attend(shared, link.index);
+    }
+
+    pub(crate) fn meeting_timed_out(&mut self, shared: &Shared, key: CmKey) {
+        match self.meeting(key) {
+            Some(Meeting::Outgoing(outgoing)) => {
+                if outgoing.is_over(self.now) {
+                    self.outgoing_timed_out(shared, *outgoing);
+                } else {
+                    let at = outgoing.deadline();
+                    self.meetings.put(key, Meeting::Outgoing(outgoing));
+                    self.timers.add(at, Timer::Meeting(key));
+                }
+            }
+            Some(Meeting::Incoming { link, .. }) => {
+                let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
+                self.unmake_link(shared, &link, &error);
+            }
+            Some(other) => self.meetings.put(key, other),
+            None => {}
+        }
+    }
+}
+
+/// The lane of the device that an identifier is bound to.
+fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
+    let Some((device, _)) = id.device() else {
+        return Err(Error::new(ErrorKind::System, "the connection manager names no device"));
+    };
+    shared.lanes.iter().find(|lane| lane.name == device).ok_or_else(|| {
+        let what = format!("the address is that of {device}, which this engine does not use");
+        Error::new(ErrorKind::Misuse, what)
+    })
+}
+
+fn params<'a>(shared: &Shared, lane: &Lane, link: &LinkShared, hello: &'a [u8]) -> ConnectParams<'a> {
+    let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
+    ConnectParams {
+        qp_num: link.qp_num,
+        srq: true,
+        private_data: hello,
+        reads_in: max(lane.limits.max_qp_rd_atom),
+        reads_out: max(lane.limits.max_qp_init_rd_atom),
+        retries: shared.config.retries,
+        rnr_retries: RNR_RETRIES,
+    }
+}
+
+fn initialise(id: &CmId, link: &LinkShared) -> Result<(), Error> {
+    let attributes = id.queue_pair_attributes(State::INIT)?.access(access());
+    modify(link, &attributes)
+}
+
+/// Ready to receive, then to send, as the connection manager agreed.
+fn bring_up(id: &CmId, link: &LinkShared, reads_in: u8, reads_out: u8) -> Result<(), Error> {
+    let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
+    modify(link, &receive.access(access()).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
+    modify(link, &id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out))
+}
+
+/// What a peer may do depends on the region and its grant, not on the queue pair.
+fn access() -> Access {
+    Access::REMOTE_READ | Access::REMOTE_WRITE
+}
+
+fn modify(link: &LinkShared, attributes: &ferrite_verbs::QueuePairAttributes) -> Result<(), Error> {
+    link.with(|state, _, _| match state.queue.qp() {
+        Some(qp) => qp.modify(attributes).map_err(Error::from),
+        None => Err(Error::new(ErrorKind::Closed, "the link is gone")),
+    })
+}
+
+fn since(deadline: Instant, now: Instant) -> Duration {
+    deadline.saturating_duration_since(now)
+}

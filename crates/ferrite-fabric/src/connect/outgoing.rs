@@ -1,0 +1,361 @@
+//! Links that this side opens.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams};
+use futures_channel::oneshot;
+
+use super::{Meeting, UNKNOWN_PEER, bring_up, initialise, lane_of, params, since};
+use crate::diagnose::{self, Failure, Subject};
+use crate::engine::poller::Poller;
+use crate::engine::timers::Timer;
+use crate::engine::{Engine, Shared};
+use crate::error::{Error, ErrorKind};
+use crate::link::Link;
+use crate::link::shared::LinkShared;
+use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
+
+/// The kernel can miss the moment when a neighbour's address becomes known, and then looks again only when its time is
+/// over. So it is asked with a short time first, and again with a longer one.
+const FIRST_RESOLVE: Duration = Duration::from_millis(250);
+
+/// How to open a link.
+///
+/// ```
+/// use ferrite_fabric::ConnectOptions;
+/// use std::time::Duration;
+///
+/// let options = ConnectOptions::new().local("10.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ConnectOptions {
+    local: Option<SocketAddr>,
+    timeout: Option<Duration>,
+}
+
+impl ConnectOptions {
+    /// From any local address, with the engine's `connection_timeout`.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The local address, which chooses the device. Say it on hosts with several: by itself the kernel may pick
+    /// another one that reaches the peer.
+    pub fn local(mut self, addr: SocketAddr) -> Self {
+        self.local = Some(addr);
+        self
+    }
+
+    /// How long the whole handshake may take, waiting for its turn included.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+}
+
+type Reply = Result<Arc<LinkShared>, Error>;
+
+/// A handshake that this side began.
+pub(crate) struct Outgoing {
+    /// `None` while it waits for its turn.
+    id: Option<CmId>,
+    peer: SocketAddr,
+    local: Option<SocketAddr>,
+    deadline: Instant,
+    /// For the next try at finding the peer's address.
+    patience: Duration,
+    link: Option<(Arc<LinkShared>, ConnectedBy)>,
+    reply: oneshot::Sender<Reply>,
+    /// Why the last try failed, for the case that time runs out.
+    last: Option<Error>,
+}
+
+/// What was agreed when the request was sent.
+#[derive(Clone, Copy)]
+struct ConnectedBy {
+    reads_in: u8,
+    reads_out: u8,
+}
+
+impl Outgoing {
+    pub(super) fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Whether nobody waits any more, or not longer.
+    pub(super) fn is_over(&self, now: Instant) -> bool {
+        now >= self.deadline || self.reply.is_canceled()
+    }
+}
+
+/// A link that is being opened.
+#[must_use = "futures do nothing unless awaited"]
+pub struct Connecting {
+    engine: Engine,
+    reply: Result<oneshot::Receiver<Reply>, Option<Error>>,
+}
+
+impl Future for Connecting {
+    type Output = Result<Link, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let gone = || Error::new(ErrorKind::Closed, "the engine is gone");
+        let reply = match &mut self.reply {
+            Ok(reply) => Pin::new(reply).poll(cx).map(|reply| reply.unwrap_or_else(|_| Err(gone()))),
+            Err(error) => Poll::Ready(Err(error.take().unwrap_or_else(gone))),
+        };
+        reply.map_ok(|link| Link::new(link, self.engine.clone()))
+    }
+}
+
+impl fmt::Debug for Connecting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connecting").finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Opens a link to a peer. Begins at once; dropping the future gives it up.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`], [`ErrorKind::Timeout`]: with likely causes.
+    pub fn connect(&self, peer: SocketAddr) -> Connecting {
+        self.connect_with(peer, &ConnectOptions::new())
+    }
+
+    /// The same, with options.
+    pub fn connect_with(&self, peer: SocketAddr, options: &ConnectOptions) -> Connecting {
+        let (reply, receiver) = oneshot::channel();
+        let now = Instant::now();
+        let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        let outgoing = Box::new(Outgoing {
+            id: None,
+            peer,
+            local: options.local,
+            deadline: now + timeout,
+            patience: FIRST_RESOLVE,
+            link: None,
+            reply,
+            last: None,
+        });
+        self.shared().with_poller(|poller, shared| {
+            poller.now = now;
+            poller.meetings.waiting.push_back(outgoing);
+            poller.start_waiting(shared);
+        });
+        Connecting { engine: self.clone(), reply: Ok(receiver) }
+    }
+}
+
+impl Poller {
+    /// Begins handshakes that wait, as many as may be under way.
+    fn start_waiting(&mut self, shared: &Shared) {
+        while self.meetings.outgoing < shared.config.max_half_open {
+            let Some(outgoing) = self.meetings.waiting.pop_front() else { return };
+            if outgoing.is_over(self.now) {
+                self.outgoing_timed_out(shared, *outgoing);
+            } else {
+                self.resolve(shared, outgoing);
+            }
+        }
+        // Those that wait longer than they may are told by the clock.
+        if let Some(next) = self.meetings.waiting.front() {
+            self.timers.add(next.deadline, Timer::Retry(u64::MAX));
+        }
+    }
+
+    /// First step, with a new identifier.
+    fn resolve(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>) {
+        let patience = outgoing.patience.min(since(outgoing.deadline, self.now));
+        let begun = self.cm(shared).and_then(|channel| {
+            let id = channel.create_id()?;
+            id.resolve_address(outgoing.local, outgoing.peer, patience)?;
+            Ok(id)
+        });
+        match begun {
+            Ok(id) => {
+                let key = id.key();
+                outgoing.id = Some(id);
+                self.timers.add(outgoing.deadline, Timer::Meeting(key));
+                self.meetings.put(key, Meeting::Outgoing(outgoing));
+            }
+            Err(error) => self.finish(shared, *outgoing, Err(error)),
+        }
+    }
+
+    pub(super) fn on_outgoing_event(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, event: CmEvent) {
+        if outgoing.is_over(self.now) {
+            self.outgoing_timed_out(shared, *outgoing);
+            return;
+        }
+        match event.kind {
+            CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
+                outgoing.patience *= 2;
+                let error = Error::from(event.into_error(outgoing.peer));
+                self.try_again(shared, outgoing, error, Duration::ZERO);
+            }
+            CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
+                let error = Error::from(event.into_error(outgoing.peer));
+                self.try_again(shared, outgoing, error, Duration::from_millis(50));
+            }
+            CmEventKind::REJECTED => match Refusal::decode(&event.private_data) {
+                Some(refusal) => {
+                    let wait = Duration::from_millis(refusal.retry_after_ms.into());
+                    let again = refusal.code == RefusalCode::BUSY;
+                    let error = Error::refused(&outgoing.peer.to_string(), refusal);
+                    if again {
+                        self.try_again(shared, outgoing, error, wait.max(Duration::from_millis(1)));
+                    } else {
+                        self.finish(shared, *outgoing, Err(error));
+                    }
+                }
+                None => {
+                    let error = Error::from(event.into_error(outgoing.peer));
+                    self.finish(shared, *outgoing, Err(error));
+                }
+            },
+            CmEventKind::ADDRESS_RESOLVED | CmEventKind::ROUTE_RESOLVED | CmEventKind::CONNECT_RESPONSE => {
+                match self.step(shared, &mut outgoing, &event) {
+                    Ok(false) => {
+                        if let Some(key) = outgoing.id.as_ref().map(CmId::key) {
+                            self.meetings.put(key, Meeting::Outgoing(outgoing));
+                        }
+                    }
+                    Ok(true) => {
+                        let link = outgoing.link.take().map(|(link, _)| link);
+                        let link = link.ok_or_else(|| Error::new(ErrorKind::System, "no link"));
+                        self.finish(shared, *outgoing, link);
+                    }
+                    Err(error) => self.finish(shared, *outgoing, Err(error)),
+                }
+            }
+            _ => {
+                let error = Error::from(event.into_error(outgoing.peer));
+                self.finish(shared, *outgoing, Err(error));
+            }
+        }
+    }
+
+    /// The next step; `true` when the link is up.
+    fn step(&mut self, shared: &Shared, outgoing: &mut Outgoing, event: &CmEvent) -> Result<bool, Error> {
+        let Some(id) = &outgoing.id else { return Err(Error::new(ErrorKind::System, "no identifier")) };
+        match event.kind {
+            CmEventKind::ADDRESS_RESOLVED => {
+                id.resolve_route(since(outgoing.deadline, self.now))?;
+                Ok(false)
+            }
+            CmEventKind::ROUTE_RESOLVED => {
+                let lane = lane_of(shared, id)?;
+                let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
+                let (link, hello) = self.make_link(shared, lane)?;
+                let hello = hello.encode();
+                let params = params(shared, lane, &link, &hello);
+                let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
+                outgoing.link = Some((Arc::clone(&link), by));
+                initialise(id, &link)?;
+                id.connect(&ConnectParams { ..params })?;
+                Ok(false)
+            }
+            _ => {
+                let Some((link, by)) = outgoing.link.clone() else {
+                    return Err(Error::new(ErrorKind::System, "a response to nothing"));
+                };
+                let hello =
+                    Hello::decode(&event.private_data).map_err(|error| not_ours(outgoing.peer, error))?;
+                // Before the peer hears that it may send.
+                link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));
+                bring_up(id, &link, by.reads_in, by.reads_out)?;
+                id.establish()?;
+                if let Some(id) = outgoing.id.take() {
+                    self.establish(shared, id, &link, hello);
+                }
+                Ok(true)
+            }
+        }
+    }
+
+    fn try_again(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, error: Error, wait: Duration) {
+        if let Some((link, _)) = outgoing.link.take() {
+            self.unmake_link(shared, &link, &error);
+        }
+        outgoing.id = None;
+        if self.now + wait >= outgoing.deadline {
+            self.finish(shared, *outgoing, Err(error));
+            return;
+        }
+        outgoing.last = Some(error);
+        if wait.is_zero() {
+            self.resolve(shared, outgoing);
+            return;
+        }
+        let ticket = self.meetings.next_retry;
+        self.meetings.next_retry += 1;
+        self.meetings.retrying.insert(ticket, outgoing);
+        self.timers.add(self.now + wait, Timer::Retry(ticket));
+        self.start_waiting(shared);
+    }
+
+    pub(crate) fn retry_meeting(&mut self, shared: &Shared, ticket: u64) {
+        if let Some(outgoing) = self.meetings.retrying.remove(&ticket) {
+            self.meetings.waiting.push_front(outgoing);
+        } else {
+            // Their time may be over before their turn has come.
+            let waiting = std::mem::take(&mut self.meetings.waiting);
+            let (over, waiting): (VecDeque<_>, _) =
+                waiting.into_iter().partition(|outgoing| outgoing.is_over(self.now));
+            self.meetings.waiting = waiting;
+            over.into_iter().for_each(|outgoing| self.outgoing_timed_out(shared, *outgoing));
+        }
+        self.start_waiting(shared);
+    }
+
+    pub(super) fn outgoing_timed_out(&mut self, shared: &Shared, outgoing: Outgoing) {
+        let peer = outgoing.peer;
+        let error = outgoing.last.clone().unwrap_or_else(|| {
+            let error =
+                Error::new(ErrorKind::Timeout, format!("{peer} did not answer the handshake in time"));
+            let lane = outgoing.link.as_ref().map(|(link, _)| &link.lane).or(shared.lanes.first());
+            let Some(lane) = lane else { return error };
+            let local = outgoing.id.as_ref().and_then(CmId::local_addr).or(outgoing.local);
+            error.with_causes(diagnose::causes(&Subject {
+                context: &lane.context,
+                port: outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port),
+                local,
+                peer: Some(peer),
+                baseline: None,
+                failure: Failure::ConnectTimeout,
+            }))
+        });
+        self.finish(shared, outgoing, Err(error));
+    }
+
+    fn finish(&mut self, shared: &Shared, outgoing: Outgoing, reply: Reply) {
+        let Outgoing { id, link, reply: to, .. } = outgoing;
+        match (&reply, link) {
+            (Err(error), Some((link, _))) => self.unmake_link(shared, &link, error),
+            (Ok(_), _) => {
+                shared.counters.connected.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+            }
+            _ => {}
+        }
+        drop(id);
+        if let Err(Ok(link)) = to.send(reply) {
+            link.close(); // nobody wanted it any more
+        }
+        self.start_waiting(shared);
+    }
+}
+
+fn not_ours(peer: SocketAddr, error: HelloError) -> Error {
+    debug_assert!(peer != UNKNOWN_PEER, "a peer that was called has an address");
+    Error::new(ErrorKind::Protocol, format!("{peer} is not a Ferrite peer of our version: {error}"))
+}

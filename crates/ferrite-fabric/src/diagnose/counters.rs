@@ -1,0 +1,137 @@
+//! The counters of a port, by what they mean: every driver has its own names.
+
+use std::path::Path;
+
+use super::files::number;
+
+/// What a counter tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Meaning {
+    /// RDMA packets that left.
+    Sent,
+    /// RDMA packets that came, from anybody.
+    Received,
+    /// Requests sent again because no acknowledgement came.
+    TimedOut,
+    /// Peers said that they had no receive posted.
+    PeerNotReady,
+    /// A peer's message met no receive here.
+    OwnNotReady,
+    /// Gaps in the sequence of packets, seen here or reported by a peer.
+    Lost,
+    /// Packets that came broken.
+    Damaged,
+    /// Packets that the port threw away.
+    Discarded,
+    /// Marks of congestion, here or on the way.
+    Congested,
+    /// Packets that the own host could not send.
+    Unsent,
+    /// The link went down.
+    LinkDown,
+}
+
+/// Soft-RoCE, mlx5, bnxt_re and efa; those of `counters` are InfiniBand's own, which RoCE drivers fill too.
+/// Each file of `counters` can cost a command to the firmware: only few are worth it.
+const NAMES: &[(Meaning, &str)] = &[
+    (Meaning::Sent, "hw_counters/sent_pkts"),
+    (Meaning::Sent, "hw_counters/tx_pkts"),
+    (Meaning::Sent, "counters/port_xmit_packets"),
+    (Meaning::Received, "hw_counters/rcvd_pkts"),
+    (Meaning::Received, "hw_counters/rx_pkts"),
+    (Meaning::Received, "counters/port_rcv_packets"),
+    (Meaning::TimedOut, "hw_counters/completer_retry_err"),
+    (Meaning::TimedOut, "hw_counters/local_ack_timeout_err"),
+    (Meaning::TimedOut, "hw_counters/roce_adp_retrans_to"),
+    (Meaning::TimedOut, "hw_counters/to_retransmits"),
+    (Meaning::PeerNotReady, "hw_counters/rcvd_rnr_err"),
+    (Meaning::PeerNotReady, "hw_counters/rnr_nak_retry_err"),
+    (Meaning::PeerNotReady, "hw_counters/rnr_naks_rcvd"),
+    (Meaning::OwnNotReady, "hw_counters/send_rnr_err"),
+    (Meaning::OwnNotReady, "hw_counters/out_of_buffer"),
+    (Meaning::OwnNotReady, "hw_counters/rx_out_of_buffer"),
+    (Meaning::Lost, "hw_counters/out_of_seq_request"),
+    (Meaning::Lost, "hw_counters/rcvd_seq_err"),
+    (Meaning::Lost, "hw_counters/out_of_sequence"),
+    (Meaning::Lost, "hw_counters/packet_seq_err"),
+    (Meaning::Lost, "hw_counters/seq_err_naks_rcvd"),
+    (Meaning::Lost, "hw_counters/oos_drop_count"),
+    (Meaning::Damaged, "hw_counters/rx_icrc_encapsulated"),
+    (Meaning::Damaged, "hw_counters/rx_roce_errors"),
+    (Meaning::Damaged, "counters/symbol_error"),
+    (Meaning::Damaged, "counters/port_rcv_errors"),
+    (Meaning::Discarded, "hw_counters/rx_roce_discards"),
+    (Meaning::Discarded, "hw_counters/rx_drops"),
+    (Meaning::Discarded, "counters/port_xmit_discards"),
+    (Meaning::Congested, "hw_counters/rp_cnp_handled"),
+    (Meaning::Congested, "hw_counters/np_cnp_sent"),
+    (Meaning::Unsent, "hw_counters/send_err"),
+    (Meaning::LinkDown, "hw_counters/link_downed"),
+    (Meaning::LinkDown, "counters/link_downed"),
+];
+
+/// What the counters of a port said at one time. Those that the driver does not have are not in it.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Counters(Vec<Counter>);
+
+#[derive(Debug, Clone)]
+struct Counter {
+    meaning: Meaning,
+    name: &'static str,
+    value: u64,
+}
+
+/// How far a counter went.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Moved {
+    /// As the driver calls it.
+    pub(super) name: &'static str,
+    pub(super) by: u64,
+}
+
+impl Counters {
+    /// Reads those of the port with this directory.
+    pub(super) fn read(port: &Path) -> Self {
+        let found = NAMES.iter().filter_map(|&(meaning, name)| {
+            let value = number(&port.join(name))?;
+            Some(Counter { meaning, name: name.rsplit('/').next().unwrap_or(name), value })
+        });
+        Self(found.collect())
+    }
+
+    /// The counter with this meaning that moved most since `then`; `None` if the driver has none.
+    pub(super) fn moved_since(&self, then: &Self, meaning: Meaning) -> Option<Moved> {
+        let of_both = self.0.iter().filter(|now| now.meaning == meaning).filter_map(|now| {
+            let then = then.0.iter().find(|then| then.meaning == meaning && then.name == now.name)?;
+            // Smaller than before: it was reset, or (32 bits on mlx5) began anew.
+            let by = now.value.checked_sub(then.value).unwrap_or(now.value);
+            Some(Moved { name: now.name, by })
+        });
+        // The first of equals: a driver's own before InfiniBand's.
+        of_both.rev().max_by_key(|moved| moved.by)
+    }
+}
+
+#[cfg(test)]
+impl Counters {
+    /// Counters that stand at these values.
+    pub(super) fn of(values: &[(Meaning, &'static str, u64)]) -> Self {
+        Self(values.iter().map(|&(meaning, name, value)| Counter { meaning, name, value }).collect())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_one_that_moved_speaks() {
+        let then =
+            Counters::of(&[(Meaning::Sent, "a", 10), (Meaning::Sent, "b", 0), (Meaning::Lost, "c", 7)]);
+        let now = Counters::of(&[(Meaning::Sent, "a", 15), (Meaning::Sent, "b", 0), (Meaning::Lost, "c", 3)]);
+        assert_eq!(now.moved_since(&then, Meaning::Sent), Some(Moved { name: "a", by: 5 }));
+        assert_eq!(now.moved_since(&then, Meaning::Lost), Some(Moved { name: "c", by: 3 }), "it was reset");
+        assert_eq!(now.moved_since(&then, Meaning::Damaged), None);
+        assert_eq!(then.moved_since(&then, Meaning::Sent), Some(Moved { name: "a", by: 0 }));
+    }
+}

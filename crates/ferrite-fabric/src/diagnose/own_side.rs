@@ -1,0 +1,139 @@
+//! What is wrong on this side: the second half of `rank.rs`.
+
+use std::time::Duration;
+
+use ferrite_verbs::{GidType, PortState};
+
+use super::counters::Meaning;
+use super::facts::Facts;
+use super::rank::{HEADERS, cause};
+use super::snapshot::PortView;
+use super::{Cause, Likelihood};
+
+/// What happened longer ago than this is no longer a likely cause.
+const RECENT: Duration = Duration::from_secs(60);
+
+/// What is wrong on this side.
+pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
+    let Some(now) = &facts.now else { return };
+    let (device, then) = (&now.device, facts.then.as_ref());
+    if let PortView::Gone(why) = &now.port {
+        let remedy = "use another device or TCP; `rdma link` shows what is there".into();
+        found.push(cause(Likelihood::Certain, format!("the device {device} is gone"), why, Some(remedy)));
+        return;
+    }
+    if let Some(before) = then.and_then(|then| then.instance)
+        && now.instance != Some(before)
+    {
+        let (what, evidence) = match now.instance {
+            Some(_) => ("was removed and made again", "it is another one than when the link came up"),
+            None => ("is being removed", "sysfs no longer shows it"),
+        };
+        let remedy = "close everything on it, and open it again once it is there".into();
+        found.push(cause(Likelihood::Certain, format!("the device {device} {what}"), evidence, Some(remedy)));
+        return;
+    }
+    port_down(found, facts);
+    address_lost(found, facts);
+    if let (Some(PortView::Seen { mtu_bytes: before, .. }), PortView::Seen { mtu_bytes, .. }) =
+        (then.map(|then| &then.port), &now.port)
+    {
+        let netdev = facts.netdev().filter(|netdev| netdev.mtu_bytes > 0 && !facts.is_infiniband());
+        let too_small = netdev.filter(|netdev| netdev.mtu_bytes < before + HEADERS);
+        if mtu_bytes < before || too_small.is_some() {
+            let of_netdev = netdev.map(|netdev| format!("; {} carries {}", netdev.name, netdev.mtu_bytes));
+            found.push(cause(
+                Likelihood::Likely,
+                "the own MTU was made smaller than the link's packets".to_owned(),
+                format!("packets of {before} bytes, port now {mtu_bytes}{}", of_netdev.unwrap_or_default()),
+                Some("set the interface's MTU back, or connect anew".into()),
+            ));
+        }
+    }
+    went_down(found, facts);
+    if let Some(unsent) = facts.did_move(Meaning::Unsent) {
+        found.push(cause(
+            Likelihood::Likely,
+            format!("this host cannot send packets to {}", facts.peer_name()),
+            format!("{unsent} {}", facts.within()),
+            Some(format!("look for what refuses them: ip route get {}, nft list ruleset", facts.peer_name())),
+        ));
+    }
+}
+
+/// The own port or its interface is down now.
+fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
+    let Some(now) = &facts.now else { return };
+    let (device, number) = (&now.device, now.number);
+    let state = match &now.port {
+        PortView::Seen { state, .. } => Some(*state),
+        _ => None,
+    };
+    let of_port = state.map(|state| format!("port {number} of {device} is {state}")).unwrap_or_default();
+    match facts.netdev().filter(|netdev| !netdev.is_usable() && !facts.is_infiniband()) {
+        Some(netdev) if !netdev.up => found.push(cause(
+            Likelihood::Certain,
+            format!("the own interface {} is down", netdev.name),
+            format!("{} is {}, {of_port}", netdev.name, netdev.operstate),
+            Some(format!("ip link set {} up", netdev.name)),
+        )),
+        Some(netdev) => found.push(cause(
+            Likelihood::Certain,
+            format!("the own interface {} has no carrier", netdev.name),
+            format!("{} is {}, {of_port}", netdev.name, netdev.operstate),
+            Some("check cable and transceiver, and the port of the switch".into()),
+        )),
+        None if state.is_some_and(|state| state != PortState::ACTIVE) => {
+            let remedy = if facts.is_infiniband() {
+                "check cable and switch; a port that stays initialising has no subnet manager"
+            } else {
+                "bring its interface up (`rdma link` names it), or check cable and switch"
+            };
+            found.push(cause(
+                Likelihood::Certain,
+                "the own port is not active",
+                of_port,
+                Some(remedy.into()),
+            ));
+        }
+        None => {}
+    }
+}
+
+/// The own port was down, and is up again.
+fn went_down(found: &mut Vec<Cause>, facts: &Facts) {
+    let counted = facts.did_move(Meaning::LinkDown).map(|moved| moved.to_string());
+    let losses = facts.netdev_moved(|netdev| netdev.carrier_losses).filter(|losses| *losses > 0);
+    let losses = losses.map(|losses| format!("carrier lost {losses} times"));
+    let Some(evidence) = counted.or(losses) else { return };
+    let recent = facts.age().is_some_and(|age| age < RECENT);
+    found.push(cause(
+        if recent { Likelihood::Likely } else { Likelihood::Possible },
+        "the own port went down, and came back".to_owned(),
+        format!("{evidence} {}", facts.within()),
+        Some("connect again; if it repeats: cable, transceiver, the port of the switch".into()),
+    ));
+}
+
+/// The link's own address is no longer the port's.
+fn address_lost(found: &mut Vec<Cause>, facts: &Facts) {
+    let (Some(now), Some(local)) = (&facts.now, facts.local) else { return };
+    let Some(addresses) = &now.addresses else { return };
+    // On InfiniBand and iWARP, IP addresses are not in the table.
+    let has_ips = addresses.is_empty() || addresses.iter().any(|own| own.kind != GidType::INFINIBAND);
+    if facts.is_infiniband() || !has_ips || local.is_unspecified() || now.address(local).is_some() {
+        return;
+    }
+    let was_there = facts.then.as_ref().is_some_and(|then| then.address(local).is_some());
+    let mut there: Vec<String> = addresses.iter().map(|address| address.ip.to_string()).collect();
+    there.dedup();
+    found.push(cause(
+        if was_there { Likelihood::Certain } else { Likelihood::Likely },
+        format!("{local} is {} an address of {}", if was_there { "no longer" } else { "not" }, now.device),
+        format!("its addresses: {}", there.join(", ")),
+        Some(match facts.netdev() {
+            Some(netdev) => format!("ip addr add {local}/… dev {}, or use another address", netdev.name),
+            None => "give the interface its address back, or use another".into(),
+        }),
+    ));
+}

@@ -1,0 +1,167 @@
+//! A port at one moment: what the device, its interfaces and its counters said.
+//!
+//! Two of them are compared: the one from when a link was well, and the one from when it had failed.
+
+use std::net::IpAddr;
+use std::os::unix::fs::MetadataExt as _;
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{Context, ErrorKind, GidEntry, GidType, LinkLayer, PortState};
+
+use super::counters::Counters;
+use super::files::{Roots, number, word};
+
+/// Interfaces of one port that are looked at: VLANs can make many.
+const NETDEVS_MAX: usize = 8;
+
+/// See the head of this file.
+#[derive(Debug, Clone)]
+pub(super) struct Snapshot {
+    pub(super) taken: Instant,
+    /// How long it took to take.
+    pub(super) cost: Duration,
+    pub(super) device: String,
+    pub(super) guid: u64,
+    pub(super) number: u8,
+    /// Which device of this name it is: one that is made again has another. `None` if sysfs shows none.
+    pub(super) instance: Option<u64>,
+    /// Soft-RoCE: packets go through the host's own IP stack.
+    pub(super) soft: bool,
+    pub(super) port: PortView,
+    /// The port's addresses; `None` if the device did not tell.
+    pub(super) addresses: Option<Vec<Address>>,
+    /// Its interfaces, that of its first address first.
+    pub(super) netdevs: Vec<Netdev>,
+    pub(super) counters: Counters,
+}
+
+/// What the device said of its port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum PortView {
+    /// Nothing that helps.
+    Unknown,
+    /// That it is no longer there, in its words.
+    Gone(String),
+    /// How it is.
+    Seen { state: PortState, link_layer: LinkLayer, mtu_bytes: u32 },
+}
+
+/// An address of a port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Address {
+    pub(super) ip: IpAddr,
+    pub(super) kind: GidType,
+    pub(super) netdev: Option<String>,
+}
+
+/// A network interface.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Netdev {
+    pub(super) name: String,
+    /// Set up by its administrator.
+    pub(super) up: bool,
+    /// `None` while it is not up.
+    pub(super) carrier: Option<bool>,
+    /// The kernel's word for all that.
+    pub(super) operstate: String,
+    pub(super) mtu_bytes: u32,
+    /// How often it lost its carrier.
+    pub(super) carrier_losses: Option<u64>,
+    /// Frames that came; on most cards those of RDMA are not among them.
+    pub(super) frames_received: Option<u64>,
+}
+
+impl Snapshot {
+    /// Looks at a port. Nothing in it waits for the network.
+    pub(super) fn take(roots: &Roots, context: &Context, number: u8) -> Self {
+        let started = Instant::now();
+        let device = context.device().name();
+        let directory = roots.device(&device);
+        let port_directory = directory.join("ports").join(number.to_string());
+        let parent = word(&directory.join("parent"));
+        let port = match context.port(number) {
+            Ok(port) => PortView::Seen {
+                state: port.state,
+                link_layer: port.link_layer,
+                mtu_bytes: port.active_mtu.bytes(),
+            },
+            Err(error) if error.kind() == ErrorKind::DeviceGone => PortView::Gone(error.to_string()),
+            Err(_) => PortView::Unknown,
+        };
+        let addresses: Option<Vec<Address>> = context.gids().ok().map(|gids| {
+            gids.into_iter()
+                .filter(|entry| entry.port == number)
+                .map(|GidEntry { gid, kind, netdev, .. }| Address { ip: gid.ip(), kind, netdev })
+                .collect()
+        });
+        let mut names: Vec<String> = Vec::new();
+        let of_addresses = addresses.iter().flatten().filter_map(|address| address.netdev.clone());
+        let of_port = word(&port_directory.join("gid_attrs/ndevs/0"));
+        for name in of_addresses.chain(of_port).chain(parent.clone()) {
+            if names.len() < NETDEVS_MAX && !names.contains(&name) {
+                names.push(name);
+            }
+        }
+        let netdevs = names.into_iter().filter_map(|name| Netdev::read(roots, name)).collect();
+        let counters = Counters::read(&port_directory);
+        let taken = Instant::now();
+        Self {
+            taken,
+            cost: taken - started,
+            guid: context.device().guid(),
+            number,
+            instance: std::fs::metadata(&directory).ok().map(|directory| directory.ino()),
+            soft: parent.is_some(),
+            port,
+            addresses,
+            netdevs,
+            counters,
+            device,
+        }
+    }
+
+    /// The address `ip` of this port.
+    pub(super) fn address(&self, ip: IpAddr) -> Option<&Address> {
+        // RoCE v2 first: both types of an address can be in the table.
+        let mut found = self.addresses.iter().flatten().filter(|address| address.ip == ip);
+        let first = found.next()?;
+        Some(found.find(|other| other.kind == GidType::ROCE_V2).unwrap_or(first))
+    }
+
+    /// The interface called `name`.
+    pub(super) fn netdev(&self, name: &str) -> Option<&Netdev> {
+        self.netdevs.iter().find(|netdev| netdev.name == name)
+    }
+
+    pub(super) fn is_infiniband(&self) -> bool {
+        // An old driver that does not tell is InfiniBand.
+        matches!(self.port, PortView::Seen { link_layer, .. } if link_layer != LinkLayer::ETHERNET)
+    }
+}
+
+impl Netdev {
+    /// `None` if this process sees no such interface (it may be in another network namespace).
+    pub(super) fn read(roots: &Roots, name: String) -> Option<Self> {
+        let directory = roots.netdev(&name);
+        let flags = hexadecimal(&directory.join("flags"))?;
+        Some(Self {
+            up: flags & 1 != 0,
+            carrier: number::<u8>(&directory.join("carrier")).map(|carrier| carrier != 0),
+            operstate: word(&directory.join("operstate")).unwrap_or_else(|| "unknown".into()),
+            mtu_bytes: number(&directory.join("mtu")).unwrap_or(0),
+            carrier_losses: number(&directory.join("carrier_down_count")),
+            frames_received: number(&directory.join("statistics/rx_packets")),
+            name,
+        })
+    }
+
+    /// Whether frames can pass.
+    pub(super) fn is_usable(&self) -> bool {
+        self.up && self.carrier != Some(false)
+    }
+}
+
+fn hexadecimal(path: &Path) -> Option<u32> {
+    u32::from_str_radix(word(path)?.strip_prefix("0x")?, 16).ok()
+}

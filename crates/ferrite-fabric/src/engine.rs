@@ -1,0 +1,369 @@
+//! The engine: devices, completions, links, and one descriptor to wait on. It has no thread and no runtime of its own.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the engine |
+//! | `lane.rs` | what the engine has on one device, shared by all links there |
+//! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
+//! | `waits.rs` `mailbox.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
+//! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
+//! | `config.rs` | settings |
+
+pub(crate) mod config;
+mod drive;
+pub(crate) mod lane;
+mod links;
+pub(crate) mod mailbox;
+pub(crate) mod poller;
+pub(crate) mod slots;
+pub(crate) mod timers;
+pub(crate) mod waits;
+#[cfg(feature = "tokio")]
+mod watch;
+
+use std::fmt;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+
+use ferrite_verbs::{Absence, Verbs};
+
+use crate::error::{Error, ErrorKind};
+use crate::link::LinkStats;
+use crate::mem::{BufMut, Pool, PoolStats, Purpose, lock};
+use crate::one_sided::{Region, Regions};
+use crate::wire::{Features, Hello, Rights, Version};
+pub use config::Config;
+use lane::Lane;
+use links::Links;
+use mailbox::Mailbox;
+use poller::Poller;
+use waits::{Ready, Waits};
+
+/// Drives links over one or more devices. Clones share it.
+///
+/// It does nothing by itself: it is driven by [`Engine::block_on`], by a tokio task ([`Engine::drive`]), by a thread
+/// ([`Engine::spawn_thread`]), or by hand from any event loop: wait until its descriptor ([`AsFd`]) is readable, then call
+/// [`Engine::progress`].
+///
+/// ```
+/// use ferrite_fabric::{Config, Engine};
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let verbs = world.verbs(); // on a host with RDMA: Verbs::system()?
+/// let engine = Engine::builder(&verbs).config(Config { busy_poll_us: 0, ..Config::default() }).build()?;
+/// assert_eq!(engine.devices(), ["fake1"]);
+/// let mut listener = engine.listen("10.0.0.1:0".parse()?)?;
+/// let (there, here) = engine.block_on(async {
+///     let (there, here) = futures_util::join!(engine.connect(listener.local_addr()), listener.accept());
+///     Ok::<_, ferrite_fabric::Error>((there?, here?))
+/// })?;
+/// there.post_bytes(0, b"hello")?;
+/// let message = engine.block_on(here.recv())?;
+/// assert_eq!(message.to_vec(), b"hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Engine(Arc<Handle>);
+
+/// What all users of an engine have; the driver has [`Shared`] alone, and sees when the last of these is gone.
+struct Handle {
+    shared: Arc<Shared>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.abandoned.store(true, Ordering::Release);
+        self.shared.mailbox.ring();
+    }
+}
+
+pub(crate) struct Shared {
+    // In the order in which things must go: identifiers, queue pairs, devices, memory.
+    poller: Mutex<Poller>,
+    pub(crate) links: RwLock<Links>,
+    pub(crate) regions: Regions,
+    pub(crate) lanes: Vec<Arc<Lane>>,
+    pub(crate) pool: Pool,
+    pub(crate) verbs: Verbs,
+    pub(crate) config: Config,
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) waits: Waits,
+    /// Tells this process's hellos from those of one before it.
+    instance: u64,
+    /// Nobody but the driver has the engine any more.
+    abandoned: AtomicBool,
+    /// Tasks and threads that drive it.
+    drivers: AtomicUsize,
+    clock: quanta::Clock,
+    pub(crate) counters: Counters,
+}
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub(crate) passes: AtomicU64,
+    pub(crate) completions: AtomicU64,
+    pub(crate) sleeps: AtomicU64,
+    pub(crate) accepted: AtomicU64,
+    pub(crate) connected: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) strangers: AtomicU64,
+    pub(crate) failed_links: AtomicU64,
+    pub(crate) unknown_receives: AtomicU64,
+}
+
+/// Makes an [`Engine`]: see [`Engine::builder`].
+#[derive(Debug, Clone)]
+#[must_use]
+pub struct Builder {
+    verbs: Verbs,
+    devices: Vec<String>,
+    config: Config,
+}
+
+impl Builder {
+    /// Uses this device. May be said several times; without it all devices are used.
+    pub fn device(mut self, name: impl Into<String>) -> Self {
+        self.devices.push(name.into());
+        self
+    }
+
+    /// The settings.
+    pub fn config(mut self, config: Config) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Opens the devices, registers memory and posts receives.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Absent`] if there is no RDMA here; [`ErrorKind::Resources`] if the locked-memory limit or the device
+    /// refuses, with figures and remedy.
+    pub fn build(self) -> Result<Engine, Error> {
+        let Self { verbs, devices, config } = self;
+        check(&config)?;
+        let opened = if devices.is_empty() {
+            verbs.devices()?
+        } else {
+            devices.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?
+        };
+        if opened.is_empty() {
+            return Err(ferrite_verbs::Error::from(Absence::NoDevice).into());
+        }
+        let domains = opened
+            .iter()
+            .map(|device| device.open()?.allocate_protection_domain())
+            .collect::<Result<Vec<_>, _>>()?;
+        let pool = Pool::builder(&domains).config(config.memory.clone()).build()?;
+        let (waits, mailbox) = (Waits::new()?, Arc::new(Mailbox::new()?));
+        waits.add(mailbox.as_fd(), Ready::Mailbox)?;
+        let mut lanes = Vec::new();
+        for (index, domain) in domains.iter().enumerate() {
+            let lane = Lane::new(index, domain, &config)?;
+            lane.refill(&pool)?;
+            waits.add(lane.channel.as_fd(), Ready::Completions(index))?;
+            waits.add(lane.context.as_fd(), Ready::Device(index))?;
+            lanes.push(Arc::new(lane));
+        }
+        Ok(Engine(Arc::new(Handle {
+            shared: Arc::new(Shared {
+                poller: Mutex::new(Poller::new(config.poll_batch)),
+                links: RwLock::new(Links::default()),
+                regions: Regions::default(),
+                lanes,
+                pool,
+                verbs,
+                config,
+                mailbox,
+                waits,
+                instance: random(),
+                abandoned: AtomicBool::new(false),
+                drivers: AtomicUsize::new(0),
+                clock: quanta::Clock::new(),
+                counters: Counters::default(),
+            }),
+        })))
+    }
+}
+
+fn check(config: &Config) -> Result<(), Error> {
+    let wrong = if !Hello::SEGMENT_BYTES.contains(&config.recv_buffer_size) {
+        format!("recv_buffer_size is {}: 256 to 2097152", config.recv_buffer_size)
+    } else if !Hello::WINDOW.contains(&config.window) {
+        format!("window is {}: 2 to 32767", config.window)
+    } else if !(1..=16_384).contains(&config.channels) {
+        format!("channels is {}: 1 to 16384", config.channels)
+    } else if config.max_message_bytes < u64::from(config.recv_buffer_size) {
+        "max_message_bytes is less than recv_buffer_size".into()
+    } else if config.poll_batch == 0 || config.max_half_open == 0 || config.send_queue_messages == 0 {
+        "poll_batch, max_half_open and send_queue_messages must be at least 1".into()
+    } else {
+        return Ok(());
+    };
+    Err(Error::new(ErrorKind::Misuse, wrong))
+}
+
+/// Unpredictable enough to tell two processes apart.
+fn random() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    std::collections::hash_map::RandomState::new().build_hasher().finish()
+}
+
+impl Engine {
+    /// An engine on devices of `verbs`.
+    pub fn builder(verbs: &Verbs) -> Builder {
+        Builder { verbs: verbs.clone(), devices: Vec::new(), config: Config::default() }
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0.shared
+    }
+
+    /// Where buffers come from.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.shared().pool
+    }
+
+    /// A buffer to be filled and sent.
+    ///
+    /// # Errors
+    /// Those of [`Pool::take`].
+    pub fn buffer(&self, len: usize) -> Result<BufMut, Error> {
+        Ok(self.pool().take_uncharged(len, Purpose::Send)?)
+    }
+
+    /// The names of its devices.
+    #[must_use]
+    pub fn devices(&self) -> Vec<&str> {
+        self.shared().lanes.iter().map(|lane| lane.name.as_str()).collect()
+    }
+
+    /// The settings it was made with.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.shared().config
+    }
+
+    /// Registers `buf` on a device so that peers may reach it there with a grant ([`Region::grant`]), within `rights`.
+    ///
+    /// **Peers see what is in the buffer**: overwrite what its last user left there.
+    ///
+    /// # Errors
+    /// The buffer comes back, with what the device or the locked-memory limit said.
+    pub fn register_memory(
+        &self,
+        device: &str,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Region, (BufMut, Error)> {
+        match self.shared().lanes.iter().find(|lane| lane.name == device) {
+            Some(lane) => self.register_on(lane, buf, rights),
+            None => Err((buf, Error::new(ErrorKind::Misuse, format!("the engine has no device {device}")))),
+        }
+    }
+
+    pub(crate) fn register_on(
+        &self,
+        lane: &Arc<Lane>,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Region, (BufMut, Error)> {
+        Region::new(self.clone(), lane, buf, rights)
+    }
+
+    /// What it has done and what it holds.
+    #[must_use]
+    pub fn stats(&self) -> EngineStats {
+        let shared = self.shared();
+        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut totals = links.retired;
+        for link in links.iter() {
+            totals.add(&link.with(|state, _, _| state.stats));
+        }
+        let counters = &shared.counters;
+        EngineStats {
+            links: links.iter().count() as u64,
+            totals,
+            in_flight: shared.lanes.iter().map(|lane| u64::from(lane.in_flight())).sum(),
+            receives_posted: shared.lanes.iter().map(|lane| lock(&lane.stock).posted() as u64).sum(),
+            passes: counters.passes.load(Ordering::Relaxed),
+            completions: counters.completions.load(Ordering::Relaxed),
+            sleeps: counters.sleeps.load(Ordering::Relaxed),
+            accepted: counters.accepted.load(Ordering::Relaxed),
+            connected: counters.connected.load(Ordering::Relaxed),
+            refused: counters.refused.load(Ordering::Relaxed),
+            strangers: counters.strangers.load(Ordering::Relaxed),
+            failed_links: counters.failed_links.load(Ordering::Relaxed),
+            unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
+            memory: shared.pool.stats(),
+        }
+    }
+}
+
+impl Shared {
+    /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory
+    /// than there is for receives.
+    pub(crate) fn hello(&self, links: usize) -> Hello {
+        let config = &self.config;
+        let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
+        let fits = each / u64::from(config.recv_buffer_size);
+        Hello {
+            version: Version::CURRENT,
+            features: Features::WRITE_IMM | Features::ONE_SIDED,
+            segment_bytes: config.recv_buffer_size,
+            window: u16::try_from(fits).unwrap_or(u16::MAX).clamp(*Hello::WINDOW.start(), config.window),
+            channels: config.channels,
+            max_message_bytes: config.max_message_bytes,
+            instance: self.instance,
+        }
+    }
+}
+
+impl AsFd for Engine {
+    /// Readable when there is something to do: then call [`Engine::progress`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared().waits.as_fd()
+    }
+}
+
+impl fmt::Debug for Engine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Engine").field("devices", &self.devices()).finish_non_exhaustive()
+    }
+}
+
+/// What an engine has done, and what it holds now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EngineStats {
+    /// Links that are not gone yet.
+    pub links: u64,
+    /// All links together, those that are gone included.
+    pub totals: LinkStats,
+    /// Requests that the devices have.
+    pub in_flight: u64,
+    /// Receives that wait for messages.
+    pub receives_posted: u64,
+    /// Looks at the completion queues.
+    pub passes: u64,
+    /// Completions found by them.
+    pub completions: u64,
+    /// Times that there was nothing left to do.
+    pub sleeps: u64,
+    /// Links that peers opened.
+    pub accepted: u64,
+    /// Links that this side opened.
+    pub connected: u64,
+    /// Peers that were refused.
+    pub refused: u64,
+    /// Peers that do not speak our protocol.
+    pub strangers: u64,
+    /// Links that did not end in good order.
+    pub failed_links: u64,
+    /// Receives for queue pairs that nobody knows.
+    pub unknown_receives: u64,
+    /// The pool.
+    pub memory: PoolStats,
+}

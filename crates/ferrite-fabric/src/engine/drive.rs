@@ -1,0 +1,243 @@
+//! Ways to drive an engine. All do the same: passes while there is something to do, a short spin, then sleep.
+
+use std::future::Future;
+use std::os::fd::AsFd;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use super::mailbox::Mailbox;
+use super::{Engine, Shared};
+use crate::mem::lock;
+
+/// What to do when there was nothing to do.
+#[derive(PartialEq, Eq)]
+enum Armed {
+    /// Wait for the descriptor.
+    Sleep,
+    /// Something came in between.
+    Again,
+    /// Another thread drives the engine at this moment.
+    Elsewhere,
+}
+
+/// How long to leave the engine to another thread that drives it.
+const ELSEWHERE: Duration = Duration::from_millis(1);
+
+impl Shared {
+    /// One pass; how much there was to do. 0 at once if another thread is at it.
+    fn pass(&self) -> usize {
+        let Ok(mut poller) = self.poller.try_lock() else { return 0 };
+        let done = poller.pass(self);
+        let wakes = std::mem::take(&mut poller.wakes);
+        drop(poller);
+        wakes.into_iter().for_each(Waker::wake);
+        done
+    }
+
+    /// Prepares the descriptor for waiting.
+    fn arm(&self) -> Armed {
+        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Elsewhere };
+        let armed = poller.arm(self);
+        let wakes = std::mem::take(&mut poller.wakes);
+        drop(poller);
+        let woken = !wakes.is_empty();
+        wakes.into_iter().for_each(Waker::wake);
+        if armed && !woken { Armed::Sleep } else { Armed::Again }
+    }
+
+    /// Runs `act` with the poller, then wakes whom that concerns.
+    pub(crate) fn with_poller<R>(&self, act: impl FnOnce(&mut super::Poller, &Self) -> R) -> R {
+        let mut poller = lock(&self.poller);
+        let result = act(&mut poller, self);
+        let wakes = std::mem::take(&mut poller.wakes);
+        drop(poller);
+        // A deadline may have been added that is sooner than what the sleeper knows.
+        self.mailbox.ring();
+        wakes.into_iter().for_each(Waker::wake);
+        result
+    }
+
+    fn busy_poll(&self) -> Duration {
+        Duration::from_micros(self.config.busy_poll_us.into())
+    }
+
+    /// Waits until the descriptor is readable, or `patience` is over.
+    fn sleep(&self, patience: Option<Duration>) {
+        let patience = patience.map(|patience| Timespec {
+            tv_sec: patience.as_secs().cast_signed(),
+            tv_nsec: patience.subsec_nanos().into(),
+        });
+        let fd = self.waits.as_fd();
+        let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], patience.as_ref());
+    }
+
+    /// Passes and sleeps until nobody has the engine any more and its links are gone.
+    fn run(&self) {
+        let mut active = self.clock.now();
+        loop {
+            if self.pass() > 0 {
+                active = self.clock.now();
+            } else if self.is_over() {
+                return;
+            } else if self.clock.now().saturating_duration_since(active) < self.busy_poll() {
+                std::hint::spin_loop();
+            } else {
+                match self.arm() {
+                    Armed::Sleep => self.sleep(None),
+                    Armed::Again => {}
+                    Armed::Elsewhere => self.sleep(Some(ELSEWHERE)),
+                }
+                active = self.clock.now();
+            }
+        }
+    }
+
+    /// Whether nobody has the engine any more, and nothing is left to deliver.
+    fn is_over(&self) -> bool {
+        self.abandoned.load(Ordering::Acquire)
+            && self.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len() == 0
+    }
+}
+
+impl Engine {
+    /// One pass: takes completions, delivers messages, wakes futures. Returns how much there was to do; never waits.
+    ///
+    /// For those who spin. Who wants to sleep calls [`Engine::progress`].
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn poll(&self) -> usize {
+        self.shared().pass()
+    }
+
+    /// Does all there is to do, looks a little longer (`busy_poll_us`), and prepares the descriptor for waiting: when
+    /// this returns, wait until it is readable, then call this again. Returns how much there was to do.
+    ///
+    /// Call it also after giving the engine something to do, before waiting.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn progress(&self) -> usize {
+        /// A busy link must not keep the foreign loop from its other descriptors.
+        const ENOUGH: usize = 1024;
+        let shared = self.shared();
+        let mut total = 0;
+        let begun = shared.clock.now();
+        loop {
+            let done = shared.pass();
+            total += done;
+            if total >= ENOUGH {
+                shared.mailbox.wake();
+                return total;
+            }
+            if done > 0 {
+                continue;
+            }
+            let spin = total == 0 && shared.clock.now().saturating_duration_since(begun) < shared.busy_poll();
+            if spin {
+                std::hint::spin_loop();
+            } else if shared.arm() != Armed::Again {
+                return total;
+            } else {
+                total += 1;
+            }
+        }
+    }
+
+    /// Runs a future to its end on this thread, driving the engine meanwhile.
+    pub fn block_on<F: Future>(&self, future: F) -> F::Output {
+        let shared = self.shared();
+        let wakeup = Arc::new(Wakeup { woken: AtomicBool::new(true), mailbox: Arc::clone(&shared.mailbox) });
+        let waker = Waker::from(Arc::clone(&wakeup));
+        let mut context = Context::from_waker(&waker);
+        let mut future = pin!(future);
+        let mut active = shared.clock.now();
+        let output = loop {
+            if wakeup.woken.swap(false, Ordering::SeqCst)
+                && let Poll::Ready(output) = future.as_mut().poll(&mut context)
+            {
+                break output;
+            }
+            if shared.pass() > 0 {
+                active = shared.clock.now();
+            } else if wakeup.woken.load(Ordering::SeqCst) {
+                // by another thread
+            } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
+                std::hint::spin_loop();
+            } else {
+                match shared.arm() {
+                    Armed::Sleep if !wakeup.woken.load(Ordering::SeqCst) => shared.sleep(None),
+                    Armed::Sleep | Armed::Again => {}
+                    Armed::Elsewhere => shared.sleep(Some(ELSEWHERE)),
+                }
+                active = shared.clock.now();
+            }
+        };
+        if shared.drivers.load(Ordering::Relaxed) > 0 {
+            shared.mailbox.wake(); // we may have taken the event that was to wake it
+        }
+        output
+    }
+
+    /// Drives the engine under tokio until nobody else has it: `tokio::spawn(engine.drive())`.
+    ///
+    /// # Errors
+    /// When tokio cannot watch the descriptor (its I/O driver is not enabled).
+    #[cfg(feature = "tokio")]
+    pub fn drive(&self) -> impl Future<Output = std::io::Result<()>> + Send + 'static {
+        let shared = Arc::clone(self.shared());
+        shared.drivers.fetch_add(1, Ordering::Relaxed);
+        async move {
+            let fd = rustix::io::fcntl_dupfd_cloexec(shared.waits.as_fd(), 0)?;
+            let fd = super::watch::watch(fd)?;
+            let mut active = shared.clock.now();
+            loop {
+                if shared.pass() > 0 {
+                    active = shared.clock.now();
+                    tokio::task::yield_now().await; // to those that were woken
+                } else if shared.is_over() {
+                    return Ok(());
+                } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
+                    tokio::task::yield_now().await;
+                } else {
+                    match shared.arm() {
+                        Armed::Sleep => fd.readable().await?.clear_ready(),
+                        Armed::Again => {}
+                        Armed::Elsewhere => tokio::time::sleep(ELSEWHERE).await,
+                    }
+                    active = shared.clock.now();
+                }
+            }
+        }
+    }
+
+    /// Drives the engine on a thread of its own until nobody else has it.
+    ///
+    /// # Errors
+    /// When the thread cannot be made.
+    pub fn spawn_thread(&self) -> std::io::Result<std::thread::JoinHandle<()>> {
+        let shared = Arc::clone(self.shared());
+        shared.drivers.fetch_add(1, Ordering::Relaxed);
+        std::thread::Builder::new().name("ferrite-engine".into()).spawn(move || shared.run())
+    }
+}
+
+/// The waker of [`Engine::block_on`].
+struct Wakeup {
+    woken: AtomicBool,
+    mailbox: Arc<Mailbox>,
+}
+
+impl Wake for Wakeup {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.woken.store(true, Ordering::SeqCst);
+        if self.mailbox.is_asleep() {
+            self.mailbox.ring();
+        }
+    }
+}

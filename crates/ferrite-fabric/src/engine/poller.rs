@@ -1,0 +1,363 @@
+//! One pass of the engine: take completions, deliver them, look at events and the clock.
+//!
+//! Whoever drives the engine holds the poller while a pass runs; nobody waits inside. A pass costs the same however many
+//! links are idle. Looking at descriptors is a system call, so it is done every millisecond while there are completions,
+//! and before and after sleeping.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion};
+
+use super::Shared;
+use super::lane::Lane;
+use super::links::Links;
+use super::slots::WorkId;
+use super::timers::{Timer, Timers};
+use super::waits::Ready;
+use crate::connect::{Meeting, Meetings};
+use crate::error::{Error, ErrorKind};
+use crate::link::shared::LinkShared;
+use crate::link::state::{LinkState, Wakes};
+use crate::mem::lock;
+
+/// Between looks at the descriptors while completions keep coming.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// A link whose requests have not been flushed by then is destroyed with them.
+const DRAIN: Duration = Duration::from_secs(2);
+
+pub(crate) struct Poller {
+    completions: Vec<WorkCompletion>,
+    /// Links by lane and queue pair number.
+    by_qp: HashMap<u64, u32>,
+    pub(crate) cm: Option<EventChannel>,
+    pub(crate) meetings: Meetings,
+    pub(crate) timers: Timers,
+    clock_set: Option<Instant>,
+    ready: Vec<Ready>,
+    /// To be woken when the poller is free again.
+    pub(crate) wakes: Wakes,
+    /// The time of the last look.
+    pub(crate) now: Instant,
+    looked: quanta::Instant,
+}
+
+impl Poller {
+    pub(crate) fn new(batch: usize) -> Self {
+        Self {
+            completions: vec![WorkCompletion::default(); batch],
+            by_qp: HashMap::new(),
+            cm: None,
+            meetings: Meetings::default(),
+            timers: Timers::default(),
+            clock_set: None,
+            ready: Vec::new(),
+            wakes: Wakes::new(),
+            now: Instant::now(),
+            looked: quanta::Instant::recent(),
+        }
+    }
+
+    /// Takes what completions there are, and looks at the rest if it is time; how much there was.
+    pub(crate) fn pass(&mut self, shared: &Shared) -> usize {
+        let mut done = self.reap(shared);
+        let calls = shared.mailbox.take();
+        for link in &calls {
+            self.attend(shared, *link);
+        }
+        done += calls.len();
+        let now = shared.clock.now();
+        if shared.mailbox.is_asleep() || now.saturating_duration_since(self.looked) >= LOOK_EVERY {
+            self.looked = now;
+            shared.mailbox.set_asleep(false);
+            done += self.look(shared);
+        }
+        shared.counters.passes.fetch_add(1, Ordering::Relaxed);
+        done
+    }
+
+    /// Takes completions from every lane, at most a few batches each, so that none waits for another.
+    fn reap(&mut self, shared: &Shared) -> usize {
+        const BATCHES: usize = 4;
+        let mut total = 0;
+        for lane in &shared.lanes {
+            for _ in 0..BATCHES {
+                let taken = lane.cq.poll(&mut self.completions).unwrap_or(0);
+                if taken == 0 {
+                    break;
+                }
+                let completions = std::mem::take(&mut self.completions);
+                {
+                    let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    for wc in &completions[..taken] {
+                        self.dispatch(shared, &links, lane, wc);
+                    }
+                }
+                self.completions = completions;
+                total += taken;
+                if taken < self.completions.len() {
+                    break;
+                }
+            }
+            for link in lane.take_waiting() {
+                if let Some(link) = self.link(shared, link) {
+                    link.with_wakes(&mut self.wakes, LinkState::pump);
+                }
+            }
+            self.refill(shared, lane, total == 0);
+        }
+        if total > 0 {
+            shared.counters.completions.fetch_add(total as u64, Ordering::Relaxed);
+        }
+        total
+    }
+
+    /// Takes all completions that are there now; those that keep coming wait for the next pass.
+    pub(crate) fn reap_all(&mut self, shared: &Shared) {
+        let entries: usize = shared.lanes.iter().map(|lane| lane.cq.depth() as usize).sum();
+        let mut left = entries;
+        while left > 0 {
+            match self.reap(shared) {
+                0 => return,
+                taken => left = left.saturating_sub(taken),
+            }
+        }
+    }
+
+    /// Replaces receives that were used: some at a time while busy, all when idle.
+    fn refill(&self, shared: &Shared, lane: &Lane, idle: bool) {
+        let missing = {
+            let stock = lock(&lane.stock);
+            (stock.missing(), stock.posted())
+        };
+        if missing.0 > 0 && (idle || missing.0 >= 8 || missing.1 < 8) && !lane.gone.load(Ordering::Relaxed) {
+            // What fails here fails again, and is seen by peers as back-pressure.
+            let _ = lane.refill(&shared.pool);
+        }
+    }
+
+    fn dispatch(&mut self, shared: &Shared, links: &Links, lane: &Lane, wc: &WorkCompletion) {
+        let id = WorkId(wc.wr_id());
+        if !id.is_receive() {
+            if let Some(link) = links.get(id.owner()) {
+                link.with_wakes(&mut self.wakes, |state, around, wakes| {
+                    state.on_sent(around, wc, wakes, |status| link.completion_error(status));
+                });
+            }
+            return;
+        }
+        let buf = lock(&lane.stock).take(wc.wr_id());
+        let link = self.by_qp.get(&qp_key(lane.index, wc.qp_num())).and_then(|index| links.get(*index));
+        let (Some(buf), Some(link)) = (buf, link) else {
+            shared.counters.unknown_receives.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        let now = self.now;
+        link.with_wakes(&mut self.wakes, |state, around, wakes| match wc.status() {
+            Status::SUCCESS => match state.on_received(wc, buf, now, wakes) {
+                Ok(()) => state.pump(around, wakes),
+                Err(error) => state.fail(error, wakes),
+            },
+            Status::FLUSHED => {}
+            status if state.failure().is_none() => state.fail(link.completion_error(status), wakes),
+            _ => {}
+        });
+    }
+
+    pub(crate) fn link(&self, shared: &Shared, index: u32) -> Option<Arc<LinkShared>> {
+        shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(index).cloned()
+    }
+
+    /// Looks at the descriptors and the clock; how much there was to do.
+    fn look(&mut self, shared: &Shared) -> usize {
+        self.now = Instant::now();
+        let mut ready = std::mem::take(&mut self.ready);
+        shared.waits.ready(&mut ready);
+        let mut done = 0;
+        for ready in ready.drain(..) {
+            match ready {
+                Ready::Completions(lane) => {
+                    while let Ok(Some(_)) = shared.lanes[lane].channel.next_event() {}
+                }
+                Ready::Device(lane) => done += self.device_events(shared, lane),
+                Ready::Cm => done += self.cm_events(shared),
+                Ready::Mailbox => shared.mailbox.silence(),
+                Ready::Clock => {
+                    shared.waits.silence_clock();
+                    self.clock_set = None;
+                }
+            }
+        }
+        self.ready = ready;
+        while let Some(timer) = self.timers.due(self.now) {
+            done += 1;
+            self.on_timer(shared, timer);
+        }
+        done
+    }
+
+    fn device_events(&mut self, shared: &Shared, lane: usize) -> usize {
+        let mut count = 0;
+        let lane = &shared.lanes[lane];
+        while let Ok(Some(event)) = lane.context.next_async_event() {
+            count += 1;
+            match (event.kind, event.subject) {
+                (
+                    AsyncEventKind::QP_FATAL
+                    | AsyncEventKind::QP_REQUEST_ERROR
+                    | AsyncEventKind::QP_ACCESS_ERROR,
+                    Subject::QueuePair(number),
+                ) => {
+                    // Completions that came before say more.
+                    self.reap_all(shared);
+                    let index = self.by_qp.get(&qp_key(lane.index, number)).copied();
+                    if let Some(link) = index.and_then(|index| self.link(shared, index)) {
+                        let what = format!("link to {}: the {}", link.peer_name(), event.kind);
+                        let error = Error::new(ErrorKind::LinkDown, what);
+                        link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
+                    }
+                }
+                (AsyncEventKind::DEVICE_FATAL | AsyncEventKind::CQ_ERROR | AsyncEventKind::SRQ_ERROR, _) => {
+                    self.device_gone(shared, lane.index, &event.kind.to_string());
+                }
+                _ => {}
+            }
+        }
+        count
+    }
+
+    /// Nothing works on a device any more: its links end.
+    pub(crate) fn device_gone(&mut self, shared: &Shared, lane: usize, why: &str) {
+        self.reap_all(shared);
+        let lane = &shared.lanes[lane];
+        lane.gone.store(true, Ordering::Relaxed);
+        let links: Vec<_> = {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            links.iter().filter(|link| link.lane.index == lane.index).cloned().collect()
+        };
+        for link in links {
+            let what = format!("link to {}: {}: {why}", link.peer_name(), lane.name);
+            let error = Error::new(ErrorKind::DeviceGone, what);
+            link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
+        }
+    }
+
+    fn on_timer(&mut self, shared: &Shared, timer: Timer) {
+        match timer {
+            Timer::Keepalive(index) => {
+                let Some(link) = self.link(shared, index) else { return };
+                if let Some(next) = link.on_timer(self.now) {
+                    self.timers.add(next, timer);
+                }
+            }
+            Timer::Close(index) => {
+                let Some(link) = self.link(shared, index) else { return };
+                let what = format!(
+                    "the peer did not take what was sent within {} ms of closing",
+                    shared.config.close_timeout.as_millis()
+                );
+                link.fail(Error::new(ErrorKind::Timeout, what));
+                self.attend(shared, index);
+            }
+            Timer::Drain(index) => self.tear_down(shared, index, true),
+            Timer::Meeting(key) => self.meeting_timed_out(shared, key),
+            Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
+            Timer::Expiry(region) => shared.regions.expire(self, shared, region),
+            Timer::Revocation(region) => shared.regions.revocation_due(region, &mut self.wakes),
+        }
+    }
+
+    /// A link called: it is closing, or down, or a grant came back.
+    pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
+        let Some(link) = self.link(shared, index) else { return };
+        let (released, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let down = state.failure().cloned();
+            let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
+            (std::mem::take(&mut state.released), down.map(|error| (error, first)))
+        });
+        for grant in released {
+            shared.regions.on_released(grant, Some(index), &mut self.wakes);
+        }
+        let Some((error, first)) = down else {
+            self.timers.add(self.now + shared.config.close_timeout, Timer::Close(index));
+            return;
+        };
+        if first {
+            if error.kind() != ErrorKind::Closed {
+                shared.counters.failed_links.fetch_add(1, Ordering::Relaxed);
+            }
+            shared.regions.on_link_down(index, &mut self.wakes);
+            if let Some(path) = link.path.get() {
+                self.meetings.hang_up(path.cm_key);
+            }
+            self.timers.add(self.now + DRAIN, Timer::Drain(index));
+        }
+        self.tear_down(shared, index, false);
+    }
+
+    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`), and forgets the link.
+    fn tear_down(&mut self, shared: &Shared, index: u32, by_force: bool) {
+        let Some(link) = self.link(shared, index) else { return };
+        let gone = link.with_wakes(&mut self.wakes, |state, around, wakes| {
+            state.failure().is_some() && state.destroy(around, by_force, wakes)
+        });
+        if !gone {
+            // The last completion of what is in flight brings us here again, or else the clock.
+            if by_force {
+                self.timers.add(self.now + DRAIN, Timer::Drain(index));
+            }
+            return;
+        }
+        self.by_qp.remove(&qp_key(link.lane.index, link.qp_num));
+        if let Some(path) = link.path.get() {
+            self.meetings.remove(path.cm_key);
+        }
+        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(index);
+    }
+
+    /// Puts a link where its completions find it.
+    pub(crate) fn enter(&mut self, shared: &Shared, index: u32, link: &Arc<LinkShared>) {
+        self.by_qp.insert(qp_key(link.lane.index, link.qp_num), index);
+        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).put(index, Arc::clone(link));
+    }
+
+    /// Prepares for sleep: after this the descriptor becomes readable when there is something to do. `false` if there
+    /// is something already.
+    pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
+        for lane in &shared.lanes {
+            let _ = lane.cq.request_notify(false); // on a device that is gone nothing comes any more
+        }
+        let soonest = self.timers.soonest();
+        if soonest != self.clock_set {
+            shared.waits.set_clock(soonest);
+            self.clock_set = soonest;
+        }
+        let found = self.reap(shared);
+        shared.mailbox.set_asleep(true);
+        if found > 0 || shared.mailbox.is_pending() {
+            return false;
+        }
+        shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    fn cm_events(&mut self, shared: &Shared) -> usize {
+        let Some(channel) = self.cm.clone() else { return 0 };
+        let mut count = 0;
+        while let Ok(Some(event)) = channel.next_event() {
+            count += 1;
+            self.on_cm_event(shared, event);
+        }
+        count
+    }
+
+    pub(crate) fn meeting(&mut self, key: CmKey) -> Option<Meeting> {
+        self.meetings.take(key)
+    }
+}
+
+fn qp_key(lane: usize, qp_num: u32) -> u64 {
+    (lane as u64) << 32 | u64::from(qp_num)
+}

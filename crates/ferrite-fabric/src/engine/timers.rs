@@ -1,0 +1,47 @@
+//! Deadlines, soonest first. One that is no longer wanted comes all the same, and its owner ignores it.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+use std::time::Instant;
+
+use ferrite_verbs::CmKey;
+
+/// What to look at when the time has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) enum Timer {
+    /// Is the peer of this link alive?
+    Keepalive(u32),
+    /// Has this link delivered what was sent?
+    Close(u32),
+    /// Is everything of this link out of flight?
+    Drain(u32),
+    /// Has this handshake got anywhere?
+    Meeting(CmKey),
+    /// Try this handshake again.
+    Retry(u64),
+    /// A grant's time is over.
+    Expiry(u64),
+    /// A grant's users had time enough to let go.
+    Revocation(u64),
+}
+
+#[derive(Default)]
+pub(crate) struct Timers(BinaryHeap<Reverse<(Instant, Timer)>>);
+
+impl Timers {
+    pub(crate) fn add(&mut self, at: Instant, timer: Timer) {
+        self.0.push(Reverse((at, timer)));
+    }
+
+    pub(crate) fn soonest(&self) -> Option<Instant> {
+        self.0.peek().map(|Reverse((at, _))| *at)
+    }
+
+    /// The next whose time has come.
+    pub(crate) fn due(&mut self, now: Instant) -> Option<Timer> {
+        if self.soonest()? > now {
+            return None;
+        }
+        self.0.pop().map(|Reverse((_, timer))| timer)
+    }
+}

@@ -1,0 +1,106 @@
+//! One descriptor for everything an engine waits for: completions, events of the connection manager and of the devices,
+//! calls from other threads, and the clock.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+};
+
+use crate::error::{Error, ErrorKind};
+
+/// What became ready.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Ready {
+    /// Completions on the lane with this index.
+    Completions(usize),
+    /// Something happened to the device of the lane with this index.
+    Device(usize),
+    Cm,
+    Mailbox,
+    Clock,
+}
+
+const KINDS: u64 = 5;
+
+impl Ready {
+    fn token(self) -> u64 {
+        match self {
+            Self::Completions(lane) => lane as u64 * KINDS,
+            Self::Device(lane) => lane as u64 * KINDS + 1,
+            Self::Cm => 2,
+            Self::Mailbox => 3,
+            Self::Clock => 4,
+        }
+    }
+
+    fn from_token(token: u64) -> Self {
+        let lane = (token / KINDS) as usize;
+        match token % KINDS {
+            0 => Self::Completions(lane),
+            1 => Self::Device(lane),
+            2 => Self::Cm,
+            3 => Self::Mailbox,
+            _ => Self::Clock,
+        }
+    }
+}
+
+pub(crate) struct Waits {
+    epoll: OwnedFd,
+    clock: OwnedFd,
+}
+
+impl Waits {
+    pub(crate) fn new() -> Result<Self, Error> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
+        let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
+        let clock = timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?;
+        let waits = Self { epoll, clock };
+        waits.add(waits.clock.as_fd(), Ready::Clock)?;
+        Ok(waits)
+    }
+
+    pub(crate) fn add(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
+        let data = epoll::EventData::new_u64(ready.token());
+        epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN).map_err(system("epoll_ctl"))
+    }
+
+    /// What is ready now, without waiting.
+    pub(crate) fn ready(&self, out: &mut Vec<Ready>) {
+        let mut events =
+            [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 32];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let count = epoll::wait(&self.epoll, &mut events[..], Some(&now)).unwrap_or(0);
+        out.extend(events[..count].iter().map(|event| Ready::from_token(event.data.u64())));
+    }
+
+    /// Makes the descriptor ready at `deadline`, or never.
+    pub(crate) fn set_clock(&self, deadline: Option<Instant>) {
+        let left = deadline.map(|deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            left.max(Duration::from_nanos(1)) // 0 would mean never
+        });
+        let left = left.unwrap_or_default();
+        let it_value = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let _ =
+            timerfd_settime(&self.clock, TimerfdTimerFlags::empty(), &Itimerspec { it_interval, it_value });
+    }
+
+    pub(crate) fn silence_clock(&self) {
+        let _ = rustix::io::read(&self.clock, &mut [0; 8]);
+    }
+}
+
+impl AsFd for Waits {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+}
+
+fn system(call: &'static str) -> impl Fn(rustix::io::Errno) -> Error {
+    move |errno| Error::new(ErrorKind::System, format!("{call}: {errno}"))
+}

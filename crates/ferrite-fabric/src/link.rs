@@ -1,0 +1,277 @@
+//! A link: a connection between two Ferrite peers over RDMA.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `state.rs` | credits, closing, failing: everything under the link's lock |
+//! | `outbox.rs` `inbox.rs` | messages into frames in fair turns, and frames into messages: pure |
+//! | `tickets.rs` `ops.rs` | how futures learn of results |
+//! | `shared.rs` | what engine and users share |
+
+pub(crate) mod inbox;
+mod message;
+mod ops;
+mod outbox;
+pub(crate) mod shared;
+pub(crate) mod state;
+mod stats;
+mod tickets;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use ferrite_verbs::{Mtu, Operation};
+
+use crate::engine::Engine;
+use crate::engine::slots::Held;
+use crate::error::{Error, ErrorKind};
+use crate::mem::{Buf, BufMut, Pool, Purpose};
+use crate::one_sided::Region;
+use crate::wire::{GrantToken, Hello, Rights};
+pub use message::Message;
+pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
+use shared::{LinkShared, unique};
+pub use stats::LinkStats;
+
+/// A connection to a peer. Clones share it; when the last is dropped, what was sent is delivered and the link closes.
+///
+/// Messages on one channel arrive in order, each once, or the link is down. A large message does not hold up those on
+/// other channels.
+///
+/// ```no_run
+/// # async fn show(engine: ferrite_fabric::Engine) -> Result<(), Box<dyn std::error::Error>> {
+/// let link = engine.connect("10.0.0.2:7471".parse()?).await?;
+/// link.send_bytes(0, b"hello").await?;
+/// let answer = link.recv().await?;
+/// println!("{} bytes from {:?}", answer.len(), link.peer_addr());
+/// link.close().await?;
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct Link(Arc<Handle>);
+
+struct Handle {
+    shared: Arc<LinkShared>,
+    engine: Engine,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.close();
+    }
+}
+
+impl Link {
+    pub(crate) fn new(shared: Arc<LinkShared>, engine: Engine) -> Self {
+        Self(Arc::new(Handle { shared, engine }))
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<LinkShared> {
+        &self.0.shared
+    }
+
+    /// Sends a message on a channel: waits for room in the queue, then until the peer's device has it.
+    pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
+        self.send_parts(channel, vec![buf.into()])
+    }
+
+    /// The same for a message of several buffers: how one larger than 2 MiB is sent.
+    pub fn send_parts(&self, channel: u16, parts: Vec<Buf>) -> Sending {
+        Sending::new(Arc::clone(self.shared()), channel, parts)
+    }
+
+    /// Copies `bytes` into buffers of the pool and sends them.
+    ///
+    /// # Errors
+    /// Those of [`Pool::take`], and of [`Sending`].
+    pub async fn send_bytes(&self, channel: u16, bytes: &[u8]) -> Result<(), Error> {
+        let parts = self.copy(bytes)?;
+        self.send_parts(channel, parts).await
+    }
+
+    /// Sends a message and forgets it: delivered in its turn, or the link goes down. Allocates nothing.
+    ///
+    /// # Errors
+    /// The buffer comes back, with kind [`ErrorKind::Full`] when the queue is: back-pressure.
+    pub fn post(&self, channel: u16, buf: impl Into<Buf>) -> Result<(), (Buf, Error)> {
+        self.shared().post(channel, buf.into())
+    }
+
+    /// The same from any memory. A small message goes to the device at once, without a buffer.
+    ///
+    /// # Errors
+    /// Kind [`ErrorKind::Full`] when the queue or the pool is: back-pressure.
+    pub fn post_bytes(&self, channel: u16, bytes: &[u8]) -> Result<(), Error> {
+        if self.shared().send_now(channel, bytes)? {
+            return Ok(());
+        }
+        let parts = self.copy(bytes)?;
+        self.shared().queue(channel, parts, None, false).map(drop).map_err(|(_, error)| error)
+    }
+
+    fn copy(&self, bytes: &[u8]) -> Result<Vec<Buf>, Error> {
+        const PART: usize = 2 << 20;
+        let copied = bytes.chunks(PART).map(|chunk| {
+            let mut buf = self.pool().take_uncharged(chunk.len(), Purpose::Send)?;
+            buf.copy_from_slice(chunk);
+            Ok(buf.freeze())
+        });
+        copied.collect()
+    }
+
+    /// The next message. Messages that came before the link ended are still delivered; then it fails, with kind
+    /// [`ErrorKind::Closed`] after a close in good order.
+    pub fn recv(&self) -> Receiving<'_> {
+        Receiving(self.shared())
+    }
+
+    /// The next message, if there is one.
+    ///
+    /// # Errors
+    /// As [`Link::recv`].
+    pub fn try_recv(&self) -> Result<Option<Message>, Error> {
+        self.shared().receive(None)
+    }
+
+    /// Reads `buf.len()` bytes at `offset` of what the peer has granted.
+    ///
+    /// # Errors
+    /// At once, with the buffer: [`ErrorKind::Denied`] if the grant does not cover it, [`ErrorKind::Full`] if the queue
+    /// is. Later through [`Reading`].
+    pub fn rdma_read(&self, grant: &GrantToken, offset: u64, buf: BufMut) -> Result<Reading, ReadError> {
+        self.shared()
+            .one_sided(grant, Rights::READ, offset, Held::Unique(buf), Operation::Read)
+            .map(|ticket| Reading::new(Arc::clone(self.shared()), ticket))
+            .map_err(|(held, error)| ReadError { error, buf: unique(held) })
+    }
+
+    /// Writes `buf` at `offset` of what the peer has granted; the peer does not notice.
+    ///
+    /// # Errors
+    /// As for [`Link::rdma_read`].
+    pub fn rdma_write(&self, grant: &GrantToken, offset: u64, buf: impl Into<Buf>) -> Result<Writing, Error> {
+        self.write(grant, offset, buf.into(), Operation::Write)
+    }
+
+    /// The same, and the peer gets a [`Message`] with these 32 bits when the bytes are there.
+    ///
+    /// # Errors
+    /// As for [`Link::rdma_read`].
+    pub fn rdma_write_imm(
+        &self,
+        grant: &GrantToken,
+        offset: u64,
+        buf: impl Into<Buf>,
+        imm: u32,
+    ) -> Result<Writing, Error> {
+        self.write(grant, offset, buf.into(), |remote| Operation::WriteImm(remote, imm))
+    }
+
+    fn write(
+        &self,
+        grant: &GrantToken,
+        offset: u64,
+        buf: Buf,
+        operation: impl FnOnce(ferrite_verbs::RemoteSlice) -> Operation,
+    ) -> Result<Writing, Error> {
+        self.shared()
+            .one_sided(grant, Rights::WRITE, offset, Held::Shared(buf), operation)
+            .map(|ticket| Writing::new(Arc::clone(self.shared()), ticket))
+            .map_err(|(_, error)| error)
+    }
+
+    /// Registers `buf` so that peers may reach it: see [`Engine::register_memory`]. It is reachable through this link's
+    /// device.
+    ///
+    /// # Errors
+    /// The buffer comes back, with what the device or the locked-memory limit said.
+    pub fn register_memory(&self, buf: BufMut, rights: Rights) -> Result<Region, (BufMut, Error)> {
+        self.0.engine.register_on(&self.shared().lane, buf, rights)
+    }
+
+    /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The peer's messages that came
+    /// before can still be received. It goes on if this is not awaited.
+    ///
+    /// # Errors
+    /// How the link ended if not in good order, [`ErrorKind::Timeout`] if the peer did not take what was sent in time.
+    pub fn close(&self) -> Ending {
+        self.shared().close();
+        Ending(Arc::clone(self.shared()))
+    }
+
+    /// Waits until the link ends, whoever ends it.
+    pub fn ended(&self) -> Ending {
+        Ending(Arc::clone(self.shared()))
+    }
+
+    /// Ends it now: what is under way fails.
+    pub fn abort(&self) {
+        self.shared().fail(Error::new(ErrorKind::Closed, "the link was aborted on this side"));
+    }
+
+    /// Why it is down, if it is.
+    #[must_use]
+    pub fn failure(&self) -> Option<Error> {
+        self.shared().with(|state, _, _| state.failure().cloned())
+    }
+
+    /// The engine that it belongs to.
+    #[must_use]
+    pub fn engine(&self) -> &Engine {
+        &self.0.engine
+    }
+
+    /// Where buffers for it come from.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.shared().pool
+    }
+
+    /// The peer's address.
+    #[must_use]
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.shared().path.get().and_then(|path| path.peer)
+    }
+
+    /// Our address.
+    #[must_use]
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        self.shared().path.get().and_then(|path| path.local)
+    }
+
+    /// The device that carries it.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        &self.shared().lane.name
+    }
+
+    /// Bytes in a packet.
+    #[must_use]
+    pub fn mtu(&self) -> Option<Mtu> {
+        self.shared().path.get().map(|path| path.mtu)
+    }
+
+    /// Its queue pair: what logs and the device's tools call it.
+    #[must_use]
+    pub fn qp_num(&self) -> u32 {
+        self.shared().qp_num
+    }
+
+    /// What the peer said of itself.
+    #[must_use]
+    pub fn peer_hello(&self) -> Hello {
+        self.shared().with(|state, _, _| *state.peer())
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn stats(&self) -> LinkStats {
+        self.shared().with(|state, _, _| state.stats)
+    }
+}
+
+impl fmt::Debug for Link {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.shared().fmt(f)
+    }
+}

@@ -1,0 +1,179 @@
+//! What came in: frames put together to messages, and messages that nobody has taken yet.
+//!
+//! Pure: knows neither devices nor memory. Everything a peer can make it keep is bounded by [`Limits`] and by the
+//! credits that the link gives.
+
+use std::collections::VecDeque;
+
+use super::message::Parts;
+
+/// What a peer may do at most; it was told in the hello.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Limits {
+    pub(crate) channels: u16,
+    /// Bytes of all messages together that have begun and not ended.
+    pub(crate) max_message_bytes: u64,
+}
+
+/// The peer broke the rules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum Violation {
+    #[error("a frame on channel {channel}, of {channels}")]
+    Channel { channel: u16, channels: u16 },
+    #[error("more than {max} bytes of messages under way")]
+    TooLarge { max: u64 },
+    #[error("an empty frame that is not the last of its message")]
+    Empty,
+}
+
+/// A message that is complete.
+#[derive(Debug)]
+pub(crate) enum Arrived<B> {
+    Message { channel: u16, parts: Parts<B> },
+    Notice(u32),
+}
+
+struct Partial<B> {
+    channel: u16,
+    parts: Parts<B>,
+}
+
+pub(crate) struct Inbox<B> {
+    limits: Limits,
+    ready: VecDeque<Arrived<B>>,
+    /// Frames of the messages in `ready`: what a peer waits to have back.
+    ready_frames: usize,
+    /// At most one for each channel; few at a time.
+    partial: Vec<Partial<B>>,
+    partial_bytes: u64,
+}
+
+impl<B: AsRef<[u8]>> Inbox<B> {
+    pub(crate) fn new(limits: Limits) -> Self {
+        Self { limits, ready: VecDeque::new(), ready_frames: 0, partial: Vec::new(), partial_bytes: 0 }
+    }
+
+    /// Takes a frame; `true` if that completed a message.
+    pub(crate) fn frame(&mut self, channel: u16, more: bool, piece: B) -> Result<bool, Violation> {
+        let Limits { channels, max_message_bytes: max } = self.limits;
+        if channel >= channels {
+            return Err(Violation::Channel { channel, channels });
+        }
+        let len = piece.as_ref().len() as u64;
+        let begun = self.partial.iter().position(|partial| partial.channel == channel);
+        if !more && begun.is_none() {
+            let parts = if len == 0 { Parts::Empty } else { Parts::One(piece) };
+            self.push(Arrived::Message { channel, parts });
+            return Ok(true);
+        }
+        if len == 0 && more {
+            return Err(Violation::Empty); // a peer could go on for ever
+        }
+        if self.partial_bytes + len > max {
+            return Err(Violation::TooLarge { max });
+        }
+        let at = begun.unwrap_or_else(|| {
+            self.partial.push(Partial { channel, parts: Parts::Empty });
+            self.partial.len() - 1
+        });
+        if len > 0 {
+            self.partial[at].parts.push(piece);
+            self.partial_bytes += len;
+        }
+        if !more {
+            let Partial { channel, parts } = self.partial.swap_remove(at);
+            self.partial_bytes -= parts.len() as u64;
+            self.push(Arrived::Message { channel, parts });
+        }
+        Ok(!more)
+    }
+
+    /// Takes the notice of a one-sided write.
+    pub(crate) fn notice(&mut self, imm: u32) {
+        self.push(Arrived::Notice(imm));
+    }
+
+    fn push(&mut self, arrived: Arrived<B>) {
+        self.ready_frames += frames(&arrived);
+        self.ready.push_back(arrived);
+    }
+
+    /// The next message that is complete.
+    pub(crate) fn pop(&mut self) -> Option<Arrived<B>> {
+        let arrived = self.ready.pop_front()?;
+        self.ready_frames -= frames(&arrived);
+        Some(arrived)
+    }
+
+    /// Frames that lie here because nobody took the message.
+    pub(crate) fn ready_frames(&self) -> usize {
+        self.ready_frames
+    }
+
+    /// Forgets what can never be completed.
+    pub(crate) fn drop_partial(&mut self) {
+        self.partial = Vec::new();
+        self.partial_bytes = 0;
+    }
+}
+
+fn frames<B: AsRef<[u8]>>(arrived: &Arrived<B>) -> usize {
+    match arrived {
+        Arrived::Message { parts, .. } => parts.as_slice().len().max(1),
+        Arrived::Notice(_) => 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn inbox() -> Inbox<&'static [u8]> {
+        Inbox::new(Limits { channels: 2, max_message_bytes: 10 })
+    }
+
+    fn text(arrived: Option<Arrived<&'static [u8]>>) -> (u16, String) {
+        match arrived.expect("one") {
+            Arrived::Message { channel, parts } => {
+                (channel, parts.as_slice().iter().map(|part| String::from_utf8_lossy(part)).collect())
+            }
+            Arrived::Notice(imm) => (0, format!("notice {imm}")),
+        }
+    }
+
+    #[test]
+    fn frames_of_two_channels_become_two_messages() {
+        let mut inbox = inbox();
+        assert_eq!(inbox.frame(0, true, b"lar"), Ok(false));
+        assert_eq!(inbox.frame(1, false, b"small"), Ok(true));
+        assert_eq!(inbox.frame(0, false, b"ge"), Ok(true));
+        inbox.notice(7);
+        assert_eq!(inbox.ready_frames(), 4);
+        assert_eq!(text(inbox.pop()), (1, "small".into()));
+        assert_eq!(text(inbox.pop()), (0, "large".into()));
+        assert_eq!(text(inbox.pop()), (0, "notice 7".into()));
+        assert!(inbox.pop().is_none() && inbox.ready_frames() == 0);
+    }
+
+    #[test]
+    fn empty_messages_and_empty_ends() {
+        let mut inbox = inbox();
+        assert_eq!(inbox.frame(0, false, b""), Ok(true));
+        assert_eq!(text(inbox.pop()), (0, String::new()));
+        assert_eq!(inbox.frame(0, true, b"x"), Ok(false));
+        assert_eq!(inbox.frame(0, false, b""), Ok(true));
+        assert_eq!(text(inbox.pop()), (0, "x".into()));
+        assert_eq!(inbox.frame(0, true, b""), Err(Violation::Empty));
+    }
+
+    #[test]
+    fn what_a_peer_can_make_us_keep_is_bounded() {
+        let mut inbox = inbox();
+        assert_eq!(inbox.frame(2, false, b""), Err(Violation::Channel { channel: 2, channels: 2 }));
+        assert_eq!(inbox.frame(0, true, b"12345"), Ok(false));
+        assert_eq!(inbox.frame(1, true, b"12345"), Ok(false));
+        assert_eq!(inbox.frame(1, true, b"6"), Err(Violation::TooLarge { max: 10 }));
+        inbox.drop_partial();
+        assert_eq!(inbox.frame(1, true, b"6"), Ok(false));
+    }
+}

@@ -1,0 +1,142 @@
+//! What a link delivers: a message, or the notice that came with a one-sided write.
+
+use std::fmt;
+
+use bytes::{Bytes, BytesMut};
+
+use crate::mem::Buf;
+
+/// Something that a peer sent.
+///
+/// The bytes lie where the device put them: one piece per frame, none copied. A message of one frame becomes
+/// [`Bytes`] without a copy.
+///
+/// ```
+/// # fn show(message: ferrite_fabric::Message) {
+/// let total: usize = message.pieces().map(<[u8]>::len).sum();
+/// assert_eq!(total, message.len());
+/// let bytes: bytes::Bytes = message.into_bytes();
+/// # let _ = bytes; }
+/// ```
+pub struct Message {
+    channel: u16,
+    notice: Option<u32>,
+    len: usize,
+    parts: Parts<Buf>,
+}
+
+impl Message {
+    pub(crate) fn new(channel: u16, parts: Parts<Buf>) -> Self {
+        Self { channel, notice: None, len: parts.len(), parts }
+    }
+
+    pub(crate) fn notice_of(imm: u32) -> Self {
+        Self { channel: 0, notice: Some(imm), len: 0, parts: Parts::Empty }
+    }
+
+    /// The channel that it was sent on.
+    #[must_use]
+    pub fn channel(&self) -> u16 {
+        self.channel
+    }
+
+    /// The 32 bits of a [`Link::rdma_write_imm`](crate::Link::rdma_write_imm) of the peer; such a message has no bytes,
+    /// they went to the memory that the peer was granted.
+    #[must_use]
+    pub fn notice(&self) -> Option<u32> {
+        self.notice
+    }
+
+    /// Bytes in all.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether it has no bytes.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The bytes, piece by piece.
+    pub fn pieces(&self) -> impl Iterator<Item = &[u8]> {
+        self.parts.as_slice().iter().map(|piece| &piece[..])
+    }
+
+    /// The pieces themselves.
+    #[must_use]
+    pub fn into_pieces(self) -> Vec<Buf> {
+        match self.parts {
+            Parts::Empty => Vec::new(),
+            Parts::One(buf) => vec![buf],
+            Parts::Many(bufs) => bufs,
+        }
+    }
+
+    /// In one piece: copied only if there are several.
+    #[must_use]
+    pub fn into_bytes(self) -> Bytes {
+        match self.parts {
+            Parts::Empty => Bytes::new(),
+            Parts::One(buf) => buf.into(),
+            Parts::Many(bufs) => {
+                let mut out = BytesMut::with_capacity(self.len);
+                bufs.iter().for_each(|buf| out.extend_from_slice(buf));
+                out.freeze()
+            }
+        }
+    }
+
+    /// A copy of all bytes.
+    #[must_use]
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut out = Vec::with_capacity(self.len);
+        self.pieces().for_each(|piece| out.extend_from_slice(piece));
+        out
+    }
+}
+
+impl fmt::Debug for Message {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Message")
+            .field("channel", &self.channel)
+            .field("len", &self.len)
+            .field("notice", &self.notice)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The pieces of a message; one is the common case and needs no list.
+#[derive(Debug, Default)]
+pub(crate) enum Parts<B> {
+    #[default]
+    Empty,
+    One(B),
+    Many(Vec<B>),
+}
+
+impl<B: AsRef<[u8]>> Parts<B> {
+    pub(crate) fn push(&mut self, piece: B) {
+        *self = match std::mem::take(self) {
+            Self::Empty => Self::One(piece),
+            Self::One(first) => Self::Many(vec![first, piece]),
+            Self::Many(mut pieces) => {
+                pieces.push(piece);
+                Self::Many(pieces)
+            }
+        };
+    }
+
+    pub(crate) fn as_slice(&self) -> &[B] {
+        match self {
+            Self::Empty => &[],
+            Self::One(piece) => std::slice::from_ref(piece),
+            Self::Many(pieces) => pieces,
+        }
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.as_slice().iter().map(|piece| piece.as_ref().len()).sum()
+    }
+}

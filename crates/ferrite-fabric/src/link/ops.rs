@@ -1,0 +1,237 @@
+//! The futures of a link. Each has a number, never the memory: dropping one forgets the answer, nothing else.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use super::message::Message;
+use super::shared::LinkShared;
+use super::tickets::Ticket;
+use crate::error::{Error, ErrorKind};
+use crate::mem::{Buf, BufMut};
+
+/// A message on its way: ready when the peer's device has all of it. Dropping it does not take the message back.
+///
+/// ```no_run
+/// # async fn show(link: ferrite_fabric::Link, buf: ferrite_fabric::mem::Buf) -> Result<(), ferrite_fabric::Error> {
+/// link.send(0, buf).await?; // waits for room, then for the acknowledgement
+/// # Ok(()) }
+/// ```
+#[must_use = "a message that has to wait for room is sent only when this is awaited; `post` does not wait"]
+pub struct Sending {
+    link: Arc<LinkShared>,
+    state: SendState,
+}
+
+enum SendState {
+    /// Waits for room in the queue.
+    Outside {
+        channel: u16,
+        parts: Vec<Buf>,
+    },
+    /// Waits for the acknowledgement.
+    Inside(Ticket),
+    Over,
+}
+
+impl Sending {
+    pub(crate) fn new(link: Arc<LinkShared>, channel: u16, parts: Vec<Buf>) -> Self {
+        Self { link, state: SendState::Outside { channel, parts } }
+    }
+}
+
+impl Future for Sending {
+    type Output = Result<(), Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = &mut *self;
+        let polled = match &mut this.state {
+            SendState::Outside { channel, parts } => {
+                let (channel, parts) = (*channel, std::mem::take(parts));
+                match this.link.submit(channel, parts, Some(cx.waker())) {
+                    Ok(ticket) => {
+                        this.state = SendState::Inside(ticket);
+                        this.link.poll_ticket(ticket, cx.waker())
+                    }
+                    Err((parts, error)) if error.kind() == ErrorKind::Full => {
+                        this.state = SendState::Outside { channel, parts };
+                        return Poll::Pending;
+                    }
+                    Err((_, error)) => {
+                        this.state = SendState::Over;
+                        return Poll::Ready(Err(error));
+                    }
+                }
+            }
+            SendState::Inside(ticket) => this.link.poll_ticket(*ticket, cx.waker()),
+            SendState::Over => return Poll::Ready(Err(over())),
+        };
+        polled.map(|outcome| {
+            this.state = SendState::Over;
+            outcome.result
+        })
+    }
+}
+
+impl Drop for Sending {
+    fn drop(&mut self) {
+        if let SendState::Inside(ticket) = self.state {
+            self.link.abandon(ticket);
+        }
+    }
+}
+
+impl fmt::Debug for Sending {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Sending").finish_non_exhaustive()
+    }
+}
+
+/// A read of a peer's memory: gives the buffer back, filled or with the failure.
+///
+/// Dropping it does not stop the read; the buffer returns to its pool when the device is done with it.
+#[must_use = "the buffer comes back only through this"]
+pub struct Reading {
+    link: Arc<LinkShared>,
+    ticket: Option<Ticket>,
+}
+
+/// A write to a peer's memory: ready when the peer's device has all of it. Dropping it does not take it back.
+#[must_use = "whether it arrived is known only through this; it goes on without"]
+pub struct Writing {
+    link: Arc<LinkShared>,
+    ticket: Option<Ticket>,
+}
+
+impl Reading {
+    pub(crate) fn new(link: Arc<LinkShared>, ticket: Ticket) -> Self {
+        Self { link, ticket: Some(ticket) }
+    }
+}
+
+impl Writing {
+    pub(crate) fn new(link: Arc<LinkShared>, ticket: Ticket) -> Self {
+        Self { link, ticket: Some(ticket) }
+    }
+}
+
+/// A read that failed, and the buffer it was to fill.
+#[derive(Debug)]
+pub struct ReadError {
+    /// Why.
+    pub error: Error,
+    /// What it was given. Its contents are not to be relied on.
+    pub buf: Option<BufMut>,
+}
+
+impl fmt::Display for ReadError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for ReadError {}
+
+impl From<ReadError> for Error {
+    fn from(failed: ReadError) -> Self {
+        failed.error
+    }
+}
+
+impl Future for Reading {
+    type Output = Result<BufMut, ReadError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(ticket) = self.ticket else {
+            return Poll::Ready(Err(ReadError { error: over(), buf: None }));
+        };
+        self.link.poll_ticket(ticket, cx.waker()).map(|outcome| {
+            self.ticket = None;
+            match (outcome.result, outcome.buf) {
+                (Ok(()), Some(buf)) => Ok(buf),
+                (Ok(()), None) => Err(ReadError { error: over(), buf: None }),
+                (Err(error), buf) => Err(ReadError { error, buf }),
+            }
+        })
+    }
+}
+
+impl Future for Writing {
+    type Output = Result<(), Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let Some(ticket) = self.ticket else { return Poll::Ready(Err(over())) };
+        self.link.poll_ticket(ticket, cx.waker()).map(|outcome| {
+            self.ticket = None;
+            outcome.result
+        })
+    }
+}
+
+impl Drop for Reading {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket {
+            self.link.abandon(ticket);
+        }
+    }
+}
+
+impl Drop for Writing {
+    fn drop(&mut self) {
+        if let Some(ticket) = self.ticket {
+            self.link.abandon(ticket);
+        }
+    }
+}
+
+impl fmt::Debug for Reading {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Reading").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for Writing {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Writing").finish_non_exhaustive()
+    }
+}
+
+/// The next message. Safe to drop: a message that nobody took stays where it is.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct Receiving<'a>(pub(crate) &'a Arc<LinkShared>);
+
+impl Future for Receiving<'_> {
+    type Output = Result<Message, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.0.receive(Some(cx.waker())) {
+            Ok(Some(message)) => Poll::Ready(Ok(message)),
+            Ok(None) => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+/// The end of a link: `Ok` if it was closed in good order.
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct Ending(pub(crate) Arc<LinkShared>);
+
+impl Future for Ending {
+    type Output = Result<(), Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.0.ended(cx.waker()) {
+            None => Poll::Pending,
+            Some(error) if error.kind() == ErrorKind::Closed => Poll::Ready(Ok(())),
+            Some(error) => Poll::Ready(Err(error)),
+        }
+    }
+}
+
+fn over() -> Error {
+    Error::new(ErrorKind::Misuse, "a future that was ready was asked again")
+}

@@ -1,0 +1,206 @@
+//! What is to go out: messages by channel, one-sided operations, and whose turn it is.
+//!
+//! Pure, apart from the buffers that it owns. Each channel with something to send gives one frame in its turn, and so
+//! do the one-sided operations: a large message delays a small one on another channel by one frame.
+
+use std::collections::VecDeque;
+
+use ferrite_verbs::Operation;
+
+use super::tickets::Ticket;
+use crate::engine::slots::Held;
+use crate::mem::Buf;
+
+/// A message on its way into frames.
+pub(crate) struct Letter {
+    /// The part that is being sent, unless the message is empty.
+    part: Option<Buf>,
+    rest: VecDeque<Buf>,
+    /// Of `part`, what has gone.
+    sent: usize,
+    /// Bytes in all.
+    total: u64,
+    begun: bool,
+    ticket: Option<Ticket>,
+}
+
+impl Letter {
+    pub(crate) fn new(parts: impl IntoIterator<Item = Buf>, ticket: Option<Ticket>) -> Self {
+        let mut parts = parts.into_iter().filter(|part| !part.is_empty());
+        let part = parts.next();
+        let rest: VecDeque<Buf> = parts.collect(); // empty ones do not allocate
+        let total = part.iter().chain(&rest).map(|part| part.len() as u64).sum();
+        Self { part, rest, sent: 0, total, begun: false, ticket }
+    }
+}
+
+/// A one-sided operation that waits to be posted.
+pub(crate) struct OneSided {
+    pub(crate) operation: Operation,
+    pub(crate) held: Held,
+    pub(crate) ticket: Option<Ticket>,
+    pub(crate) grant: u64,
+    pub(crate) bytes: u32,
+}
+
+/// What goes next.
+pub(crate) enum Next {
+    Frame { channel: u16, more: bool, piece: Option<Buf>, ticket: Option<Ticket> },
+    OneSided(OneSided),
+}
+
+/// What the peer allows now.
+#[derive(Clone, Copy)]
+pub(crate) struct Allowed {
+    /// Largest frame.
+    pub(crate) segment_bytes: usize,
+    /// Frames that it has room for.
+    pub(crate) credits: usize,
+    /// Bytes of messages that may be under way together.
+    pub(crate) max_message_bytes: u64,
+}
+
+struct Queue {
+    channel: u16,
+    letters: VecDeque<Letter>,
+}
+
+#[derive(Default)]
+pub(crate) struct Outbox {
+    /// Those that were ever used.
+    queues: Vec<Queue>,
+    one_sided: VecDeque<OneSided>,
+    /// Whose turn it is: 0 is the one-sided operations, then the queues.
+    turn: usize,
+    waiting: usize,
+    waiting_bytes: u64,
+    /// Bytes of the messages that have begun and need more frames.
+    under_way_bytes: u64,
+}
+
+impl Outbox {
+    pub(crate) fn push(&mut self, channel: u16, letter: Letter) {
+        self.waiting += 1;
+        self.waiting_bytes += letter.total;
+        match self.queues.iter_mut().find(|queue| queue.channel == channel) {
+            Some(queue) => queue.letters.push_back(letter),
+            None => self.queues.push(Queue { channel, letters: VecDeque::from([letter]) }),
+        }
+    }
+
+    pub(crate) fn push_one_sided(&mut self, operation: OneSided) {
+        self.waiting += 1;
+        self.waiting_bytes += u64::from(operation.bytes);
+        self.one_sided.push_back(operation);
+    }
+
+    /// Messages and operations that have not gone whole.
+    pub(crate) fn waiting(&self) -> usize {
+        self.waiting
+    }
+
+    pub(crate) fn waiting_bytes(&self) -> u64 {
+        self.waiting_bytes
+    }
+
+    pub(crate) fn is_empty(&self) -> bool {
+        self.waiting == 0
+    }
+
+    /// The next frame or operation that may go.
+    pub(crate) fn next(&mut self, allowed: Allowed) -> Option<Next> {
+        if self.waiting == 0 {
+            return None;
+        }
+        let turns = self.queues.len() + 1;
+        for step in 0..turns {
+            let turn = (self.turn + step) % turns;
+            let next = match turn.checked_sub(1) {
+                None => self.next_one_sided(allowed).map(Next::OneSided),
+                Some(queue) => self.next_frame(queue, allowed),
+            };
+            if next.is_some() {
+                self.turn = (turn + 1) % turns;
+                return next;
+            }
+        }
+        None
+    }
+
+    fn next_one_sided(&mut self, allowed: Allowed) -> Option<OneSided> {
+        let needs_credit = matches!(self.one_sided.front()?.operation, Operation::WriteImm(..));
+        if needs_credit && allowed.credits == 0 {
+            return None;
+        }
+        let operation = self.one_sided.pop_front()?;
+        self.waiting -= 1;
+        self.waiting_bytes -= u64::from(operation.bytes);
+        Some(operation)
+    }
+
+    fn next_frame(&mut self, queue: usize, allowed: Allowed) -> Option<Next> {
+        if allowed.credits == 0 {
+            return None;
+        }
+        let queue = &mut self.queues[queue];
+        let letter = queue.letters.front_mut()?;
+        let channel = queue.channel;
+        let Some(part) = &letter.part else {
+            let ticket = queue.letters.pop_front().and_then(|letter| letter.ticket);
+            self.waiting -= 1;
+            return Some(Next::Frame { channel, more: false, piece: None, ticket });
+        };
+        let end = part.len().min(letter.sent + allowed.segment_bytes);
+        let ends_part = end == part.len();
+        let more = !(ends_part && letter.rest.is_empty());
+        if more && !letter.begun {
+            // One that fills the peer's whole allowance may go alone, so that it goes at all.
+            let under_way = self.under_way_bytes + letter.total;
+            if under_way > allowed.max_message_bytes && self.under_way_bytes > 0 {
+                return None;
+            }
+            self.under_way_bytes = under_way;
+            letter.begun = true;
+        }
+        let piece = if letter.sent == 0 && ends_part { part.clone() } else { part.slice(letter.sent..end) };
+        if ends_part {
+            letter.part = letter.rest.pop_front();
+            letter.sent = 0;
+        } else {
+            letter.sent = end;
+        }
+        self.waiting_bytes -= piece.len() as u64;
+        let mut ticket = None;
+        if !more {
+            if letter.begun {
+                self.under_way_bytes -= letter.total;
+            }
+            ticket = queue.letters.pop_front().and_then(|letter| letter.ticket);
+            self.waiting -= 1;
+        }
+        Some(Next::Frame { channel, more, piece: Some(piece), ticket })
+    }
+
+    /// Takes out the operations that use a grant: it was revoked.
+    pub(crate) fn take_using(&mut self, grant: u64) -> VecDeque<OneSided> {
+        let (taken, kept): (VecDeque<_>, _) =
+            std::mem::take(&mut self.one_sided).into_iter().partition(|operation| operation.grant == grant);
+        self.one_sided = kept;
+        self.waiting -= taken.len();
+        self.waiting_bytes -= taken.iter().map(|operation| u64::from(operation.bytes)).sum::<u64>();
+        taken
+    }
+
+    /// Empties it: the link is down. Who waits is told by `each`, and what memory an operation brought comes along.
+    pub(crate) fn drain(&mut self, mut each: impl FnMut(Ticket, Held)) {
+        for queue in self.queues.drain(..) {
+            queue.letters.into_iter().filter_map(|letter| letter.ticket).for_each(|t| each(t, Held::Nothing));
+        }
+        for OneSided { ticket, held, .. } in self.one_sided.drain(..) {
+            if let Some(ticket) = ticket {
+                each(ticket, held);
+            }
+        }
+        *self = Self::default();
+    }
+}

@@ -1,0 +1,306 @@
+//! A link as the engine and its users share it: the state behind its lock, and what never changes.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::task::{Poll, Waker};
+use std::time::Instant;
+
+use ferrite_verbs::{CmKey, Mtu, Operation, RemoteSlice, Status};
+
+use super::message::Message;
+use super::outbox::OneSided;
+use super::state::{Around, LinkState, Wakes};
+use super::tickets::{Outcome, Ticket};
+use crate::diagnose::{self, Baseline, Failure, Subject};
+use crate::engine::lane::Lane;
+use crate::engine::mailbox::Mailbox;
+use crate::engine::slots::Held;
+use crate::error::{Error, ErrorKind};
+use crate::mem::{Buf, BufMut, Pool, lock};
+use crate::wire::{GrantToken, Rights};
+
+pub(crate) struct LinkShared {
+    // First: the queue pair goes before the lane whose queues it uses.
+    state: Mutex<LinkState>,
+    pub(crate) index: u32,
+    pub(crate) qp_num: u32,
+    pub(crate) lane: Arc<Lane>,
+    pub(crate) pool: Pool,
+    mailbox: Arc<Mailbox>,
+    pub(crate) path: OnceLock<PathInfo>,
+}
+
+/// Where a link goes, known when the handshake is done.
+#[derive(Debug, Clone)]
+pub(crate) struct PathInfo {
+    pub(crate) cm_key: CmKey,
+    pub(crate) port: u8,
+    pub(crate) local: Option<SocketAddr>,
+    pub(crate) peer: Option<SocketAddr>,
+    pub(crate) mtu: Mtu,
+    pub(crate) baseline: Baseline,
+}
+
+impl LinkShared {
+    pub(crate) fn new(
+        index: u32,
+        state: LinkState,
+        lane: Arc<Lane>,
+        pool: Pool,
+        mailbox: Arc<Mailbox>,
+    ) -> Self {
+        let qp_num = state.queue.qp().map_or(0, ferrite_verbs::QueuePair::number);
+        Self { state: Mutex::new(state), index, qp_num, lane, pool, mailbox, path: OnceLock::new() }
+    }
+
+    /// Runs `act` under the lock, then whatever must happen outside of it.
+    pub(crate) fn with<R>(&self, act: impl FnOnce(&mut LinkState, &Around<'_>, &mut Wakes) -> R) -> R {
+        let mut wakes = Wakes::new();
+        let result = self.with_wakes(&mut wakes, act);
+        wakes.into_iter().for_each(Waker::wake);
+        result
+    }
+
+    /// As [`LinkShared::with`], for callers that wake later.
+    pub(crate) fn with_wakes<R>(
+        &self,
+        wakes: &mut Wakes,
+        act: impl FnOnce(&mut LinkState, &Around<'_>, &mut Wakes) -> R,
+    ) -> R {
+        let around = Around { index: self.index, lane: &self.lane, pool: &self.pool };
+        let mut state = lock(&self.state);
+        let result = act(&mut state, &around, wakes);
+        let attention = state.wants_attention();
+        drop(state);
+        if attention {
+            self.mailbox.attend(self.index);
+        }
+        result
+    }
+
+    /// The error for a request that failed first, with its likely causes.
+    #[cold]
+    pub(crate) fn completion_error(&self, status: Status) -> Error {
+        let peer = self.peer_name();
+        let kind = match status {
+            Status::REMOTE_ACCESS | Status::REMOTE_INVALID_REQUEST => ErrorKind::Denied,
+            _ => ErrorKind::LinkDown,
+        };
+        let causes = self.causes(Failure::Completion(status));
+        let what = format!("link to {peer} (queue pair {:#x} on {}): {status}", self.qp_num, self.lane.name);
+        Error::completion(kind, what, status, causes)
+    }
+
+    #[cold]
+    pub(crate) fn causes(&self, failure: Failure) -> Vec<diagnose::Cause> {
+        let path = self.path.get();
+        diagnose::causes(&Subject {
+            context: &self.lane.context,
+            port: path.map_or(1, |path| path.port),
+            local: path.and_then(|path| path.local),
+            peer: path.and_then(|path| path.peer),
+            baseline: path.map(|path| &path.baseline),
+            failure,
+        })
+    }
+
+    pub(crate) fn peer_name(&self) -> String {
+        self.path.get().and_then(|path| path.peer).map_or_else(|| "a peer".into(), |peer| peer.to_string())
+    }
+
+    /// Queues a message and posts what may go. Without room, `waker` is called when there is some.
+    pub(crate) fn submit(
+        &self,
+        channel: u16,
+        parts: Vec<Buf>,
+        waker: Option<&Waker>,
+    ) -> Result<Ticket, (Vec<Buf>, Error)> {
+        self.queue(channel, parts, waker, true).map(|ticket| ticket.expect("a ticket was asked for"))
+    }
+
+    pub(crate) fn queue(
+        &self,
+        channel: u16,
+        parts: Vec<Buf>,
+        waker: Option<&Waker>,
+        wait: bool,
+    ) -> Result<Option<Ticket>, (Vec<Buf>, Error)> {
+        if !parts.iter().all(|part| self.pool.owns(part)) {
+            return Err((parts, foreign()));
+        }
+        let bytes = parts.iter().map(|part| part.len() as u64).sum();
+        self.with(|state, around, wakes| {
+            if let Err(error) = state.check_open().and_then(|()| state.check_message(channel, bytes)) {
+                return Err((parts, error));
+            }
+            if !state.has_room(bytes) {
+                if let Some(waker) = waker {
+                    state.wake_on_room(waker);
+                }
+                return Err((parts, full()));
+            }
+            let ticket = state.push(channel, parts, wait);
+            state.pump(around, wakes);
+            Ok(ticket)
+        })
+    }
+
+    /// Sends one buffer without an answer: nothing is allocated.
+    pub(crate) fn post(&self, channel: u16, buf: Buf) -> Result<(), (Buf, Error)> {
+        if !self.pool.owns(&buf) {
+            return Err((buf, foreign()));
+        }
+        self.with(|state, around, wakes| {
+            let bytes = buf.len() as u64;
+            if let Err(error) = state.check_open().and_then(|()| state.check_message(channel, bytes)) {
+                return Err((buf, error));
+            }
+            if !state.has_room(bytes) {
+                return Err((buf, full()));
+            }
+            state.push(channel, [buf], false);
+            state.pump(around, wakes);
+            Ok(())
+        })
+    }
+
+    /// Sends a small message from the caller's memory; `Ok(false)` if it cannot go at once.
+    pub(crate) fn send_now(&self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
+        self.with(|state, around, wakes| {
+            state.check_open()?;
+            state.check_message(channel, bytes.len() as u64)?;
+            let sent = state.send_now(around, channel, bytes);
+            sent.inspect_err(|error| state.fail(error.clone(), wakes))
+        })
+    }
+
+    /// Queues a one-sided operation on `len` bytes at `offset` of what was granted.
+    pub(crate) fn one_sided(
+        &self,
+        grant: &GrantToken,
+        rights: Rights,
+        offset: u64,
+        mut held: Held,
+        operation: impl FnOnce(RemoteSlice) -> Operation,
+    ) -> Result<Ticket, (Held, Error)> {
+        let (len, ours) = match &mut held {
+            Held::Shared(buf) => (buf.len(), self.pool.owns(buf)),
+            Held::Unique(buf) => (buf.len(), self.pool.owns_mut(buf)),
+            Held::Nothing | Held::Copied(_) => (0, true),
+        };
+        let wrong = if !ours {
+            Some(foreign())
+        } else if !grant.rights.contains(rights) {
+            Some(Error::new(ErrorKind::Denied, format!("the grant is for {}, not {rights}", grant.rights)))
+        } else if grant.range(offset, len as u64).is_none() {
+            let what = format!("{len} bytes at {offset} of a grant of {}", grant.len);
+            Some(Error::new(ErrorKind::Denied, what))
+        } else {
+            None
+        };
+        if let Some(error) = wrong {
+            return Err((held, error));
+        }
+        let addr = grant.range(offset, len as u64).unwrap_or_default();
+        let operation = operation(RemoteSlice { addr, len: len as u64, rkey: grant.rkey });
+        self.with(|state, around, wakes| {
+            if let Err(error) = state.check_open() {
+                return Err((held, error));
+            }
+            if state.is_revoked(grant.grant) {
+                return Err((held, Error::new(ErrorKind::Denied, "the peer took its grant back")));
+            }
+            if !state.has_room(len as u64) {
+                return Err((held, full()));
+            }
+            let operation = OneSided { operation, held, ticket: None, grant: grant.grant, bytes: len as u32 };
+            let ticket = state.push_one_sided(operation, true);
+            state.pump(around, wakes);
+            Ok(ticket.expect("a ticket was asked for"))
+        })
+    }
+
+    /// The next message; if there is none, `waker` is called when one has come.
+    pub(crate) fn receive(&self, waker: Option<&Waker>) -> Result<Option<Message>, Error> {
+        self.with(|state, around, wakes| {
+            let message = state.pop()?;
+            match (&message, waker) {
+                (Some(_), _) if state.owes_credit() => state.pump(around, wakes),
+                (None, Some(waker)) => state.wake_on_message(waker),
+                _ => {}
+            }
+            Ok(message)
+        })
+    }
+
+    pub(crate) fn poll_ticket(&self, ticket: Ticket, waker: &Waker) -> Poll<Outcome> {
+        lock(&self.state).poll_ticket(ticket, waker)
+    }
+
+    pub(crate) fn abandon(&self, ticket: Ticket) {
+        lock(&self.state).abandon(ticket);
+    }
+
+    /// Why the link is down, once it is and nothing of it is in flight any more.
+    pub(crate) fn ended(&self, waker: &Waker) -> Option<Error> {
+        let mut state = lock(&self.state);
+        let over = state.failure().cloned();
+        if over.is_none() {
+            state.wake_on_end(waker);
+        }
+        over
+    }
+
+    /// Delivers what was sent, then ends the link.
+    pub(crate) fn close(&self) {
+        self.with(|state, around, wakes| {
+            state.close();
+            state.pump(around, wakes);
+        });
+        self.mailbox.attend(self.index); // the engine sets the deadline
+    }
+
+    pub(crate) fn fail(&self, error: Error) {
+        self.with(|state, _, wakes| state.fail(error, wakes));
+    }
+
+    pub(crate) fn on_timer(&self, now: Instant) -> Option<Instant> {
+        let next = self.with(|state, around, wakes| {
+            let next = state.on_timer(now);
+            state.pump(around, wakes);
+            next
+        });
+        next.unwrap_or_else(|error| {
+            self.fail(error.with_causes(self.causes(Failure::NoKeepalive)));
+            None
+        })
+    }
+}
+
+impl fmt::Debug for LinkShared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Link")
+            .field("peer", &self.path.get().and_then(|path| path.peer))
+            .field("device", &self.lane.name)
+            .field("qp", &format_args!("{:#x}", self.qp_num))
+            .finish_non_exhaustive()
+    }
+}
+
+/// What a buffer became that could not be sent.
+pub(crate) fn full() -> Error {
+    Error::new(ErrorKind::Full, "the link's queue is full: the peer does not take what was sent as fast")
+}
+
+fn foreign() -> Error {
+    Error::new(ErrorKind::Misuse, "the buffer is of another engine's pool")
+}
+
+/// The buffer of a read, back from where it was put.
+pub(crate) fn unique(held: Held) -> Option<BufMut> {
+    match held {
+        Held::Unique(buf) => Some(buf),
+        _ => None,
+    }
+}

@@ -1,0 +1,386 @@
+//! The state of a link: credits, what goes out, what came in, and how it ends. Everything here happens under its lock.
+//!
+//! ```text
+//!   Opening ──► Up ──► closing ──► Down(closed)        closing: nothing new is taken, what was sent is delivered
+//!      │         │        │                            (Fin, FinAck), then both sides hang up
+//!      └─────────┴────────┴──────► Down(first failure) ──► in flight: flushed ──► queue pair destroyed
+//! ```
+//!
+//! Credits: a peer may send `window` frames that are not consumed. A frame is consumed when it became part of a message
+//! that is still being put together, or when the application has taken its message. The count travels in every frame;
+//! if there is none to send, in a control frame of its own. Control frames need no credit: they are consumed at once, and
+//! if ever no receive is posted, the device repeats them until one is.
+
+mod receiving;
+mod sending;
+
+use std::collections::{HashSet, VecDeque};
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use super::inbox::{Arrived, Inbox, Limits};
+use super::message::Message;
+use super::outbox::{Letter, OneSided, Outbox};
+use super::stats::LinkStats;
+use super::tickets::{Outcome, Ticket, Tickets};
+use crate::engine::lane::Lane;
+use crate::engine::slots::{Held, InFlight, SendQueue, Work};
+use crate::error::{Error, ErrorKind};
+use crate::mem::{Buf, Pool};
+use crate::wire::{Control, Hello};
+
+/// Who is to be woken when the lock is gone.
+pub(crate) type Wakes = Vec<Waker>;
+
+/// What comes back with a completion.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Tag {
+    ticket: Option<Ticket>,
+    /// The grant that it uses, or 0.
+    grant: u64,
+    kind: Kind,
+    bytes: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Control,
+    Send,
+    Write,
+    Read,
+}
+
+pub(crate) enum Phase {
+    Opening,
+    Up,
+    Down(Error),
+}
+
+/// What the lock's holder needs from outside.
+pub(crate) struct Around<'a> {
+    pub(crate) index: u32,
+    pub(crate) lane: &'a Lane,
+    pub(crate) pool: &'a Pool,
+}
+
+pub(crate) struct LinkState {
+    pub(crate) phase: Phase,
+    pub(crate) queue: SendQueue<Tag>,
+    pub(crate) stats: LinkStats,
+    outbox: Outbox,
+    tickets: Tickets,
+    inbox: Inbox<Buf>,
+    controls: VecDeque<Control>,
+    /// Reused for each post.
+    batch: Vec<Work<Tag>>,
+    inline: usize,
+    unsignaled: usize,
+    limits: OwnLimits,
+    /// What the peer takes.
+    peer: Hello,
+    /// Frames sent that need a credit, and how many of them the peer has consumed.
+    sent: u64,
+    acknowledged: u64,
+    /// Frames of the peer's: received, consumed, and what it was told of that.
+    received: u64,
+    consumed: u64,
+    told: u64,
+    closing: bool,
+    fin_sent: bool,
+    peer_fin: bool,
+    fin_ack_sent: bool,
+    /// Grants that the peer took back, and those whose last use is still in flight.
+    revoked: HashSet<u64>,
+    revoking: Vec<u64>,
+    /// Grants of ours that the peer has let go of: for the engine.
+    pub(crate) released: Vec<u64>,
+    receivers: Wakes,
+    wait_for_room: Wakes,
+    wait_for_end: Wakes,
+    last_heard: Instant,
+    asked: Option<Instant>,
+    /// The engine has been told that the link is down.
+    pub(crate) announced: bool,
+}
+
+/// What the configuration allows on this side.
+#[derive(Clone, Copy)]
+pub(crate) struct OwnLimits {
+    pub(crate) hello: Hello,
+    pub(crate) queue_messages: usize,
+    pub(crate) queue_bytes: u64,
+    pub(crate) keepalive: Duration,
+    pub(crate) peer_timeout: Duration,
+}
+
+/// Grants that a peer may have revoked on one link before it is taken for broken.
+const REVOKED_MAX: usize = 1 << 16;
+/// Answers to a peer's control frames that may wait to be sent.
+const CONTROLS_MAX: usize = 1024;
+
+impl LinkState {
+    pub(crate) fn new(queue: SendQueue<Tag>, inline: usize, limits: OwnLimits) -> Self {
+        let Hello { channels, max_message_bytes, .. } = limits.hello;
+        Self {
+            phase: Phase::Opening,
+            queue,
+            stats: LinkStats::default(),
+            outbox: Outbox::default(),
+            tickets: Tickets::default(),
+            inbox: Inbox::new(Limits { channels, max_message_bytes }),
+            controls: VecDeque::new(),
+            batch: Vec::new(),
+            inline,
+            unsignaled: 0,
+            limits,
+            peer: limits.hello,
+            sent: 0,
+            acknowledged: 0,
+            received: 0,
+            consumed: 0,
+            told: 0,
+            closing: false,
+            fin_sent: false,
+            peer_fin: false,
+            fin_ack_sent: false,
+            revoked: HashSet::new(),
+            revoking: Vec::new(),
+            released: Vec::new(),
+            receivers: Vec::new(),
+            wait_for_room: Vec::new(),
+            wait_for_end: Vec::new(),
+            last_heard: Instant::now(),
+            asked: None,
+            announced: false,
+        }
+    }
+
+    /// The handshake is done, and this is what the peer said.
+    pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
+        self.peer = peer;
+        self.last_heard = now;
+        if matches!(self.phase, Phase::Opening) {
+            self.phase = Phase::Up;
+        }
+    }
+
+    /// What the peer said of itself.
+    pub(crate) fn set_peer(&mut self, peer: Hello) {
+        self.peer = peer;
+    }
+
+    pub(crate) fn peer(&self) -> &Hello {
+        &self.peer
+    }
+
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        match &self.phase {
+            Phase::Down(error) => Some(error),
+            Phase::Opening | Phase::Up => None,
+        }
+    }
+
+    /// Whether new work is taken.
+    pub(crate) fn check_open(&self) -> Result<(), Error> {
+        match &self.phase {
+            Phase::Down(error) => Err(error.clone()),
+            _ if self.closing => Err(Error::new(ErrorKind::Closed, "the link is closing")),
+            _ if self.peer_fin => Err(Error::new(ErrorKind::Closed, "the peer has closed the link")),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether another message of `bytes` may wait.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        let waiting = self.outbox.waiting();
+        waiting == 0
+            || waiting < self.limits.queue_messages
+                && self.outbox.waiting_bytes() + bytes <= self.limits.queue_bytes
+    }
+
+    pub(crate) fn check_message(&self, channel: u16, bytes: u64) -> Result<(), Error> {
+        if channel >= self.peer.channels {
+            let what = format!("channel {channel}: the peer has {}", self.peer.channels);
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        if bytes > self.peer.max_message_bytes {
+            let what = format!(
+                "a message of {bytes} bytes: the peer takes {} (max_message_bytes)",
+                self.peer.max_message_bytes
+            );
+            return Err(Error::new(ErrorKind::TooLarge, what));
+        }
+        Ok(())
+    }
+
+    /// Queues a message; the caller has checked.
+    pub(crate) fn push(
+        &mut self,
+        channel: u16,
+        parts: impl IntoIterator<Item = Buf>,
+        wait: bool,
+    ) -> Option<Ticket> {
+        let ticket = wait.then(|| self.tickets.issue());
+        self.outbox.push(channel, Letter::new(parts, ticket));
+        ticket
+    }
+
+    pub(crate) fn push_one_sided(&mut self, mut operation: OneSided, wait: bool) -> Option<Ticket> {
+        let ticket = wait.then(|| self.tickets.issue());
+        operation.ticket = ticket;
+        self.outbox.push_one_sided(operation);
+        ticket
+    }
+
+    pub(crate) fn push_control(&mut self, control: Control) {
+        self.controls.push_back(control);
+    }
+
+    /// The next message, or `None` if there is none yet.
+    ///
+    /// # Errors
+    /// The link is down, and everything that came before that was taken. Kind `Closed`: in good order.
+    pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
+        if let Some(arrived) = self.inbox.pop() {
+            self.count_consumed();
+            return Ok(Some(match arrived {
+                Arrived::Message { channel, parts } => Message::new(channel, parts),
+                Arrived::Notice(imm) => Message::notice_of(imm),
+            }));
+        }
+        match self.failure() {
+            Some(error) => Err(error.clone()),
+            None if self.peer_fin => Err(Error::new(ErrorKind::Closed, "the peer has closed the link")),
+            None => Ok(None),
+        }
+    }
+
+    /// Whether the peer should be told of credits before it waits.
+    pub(crate) fn owes_credit(&self) -> bool {
+        self.consumed - self.told >= (u64::from(self.limits.hello.window) / 2).max(1)
+    }
+
+    pub(crate) fn poll_ticket(&mut self, ticket: Ticket, waker: &Waker) -> std::task::Poll<Outcome> {
+        self.tickets.poll(ticket, waker)
+    }
+
+    pub(crate) fn abandon(&mut self, ticket: Ticket) {
+        self.tickets.abandon(ticket);
+    }
+
+    pub(crate) fn wake_on_message(&mut self, waker: &Waker) {
+        keep(&mut self.receivers, waker);
+    }
+
+    pub(crate) fn wake_on_room(&mut self, waker: &Waker) {
+        keep(&mut self.wait_for_room, waker);
+    }
+
+    pub(crate) fn wake_on_end(&mut self, waker: &Waker) {
+        keep(&mut self.wait_for_end, waker);
+    }
+
+    /// Takes nothing new; what was sent is delivered, then the link ends.
+    pub(crate) fn close(&mut self) {
+        self.closing = true;
+    }
+
+    /// The peer's connection manager hung up.
+    pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
+        if self.fin_ack_sent {
+            self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
+        } else if self.failure().is_none() {
+            self.fail(what(), wakes);
+        }
+    }
+
+    /// Ends the link: `error` is what everything under way is told, now or when its completion comes. The first
+    /// failure counts.
+    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
+        if self.failure().is_some() {
+            return;
+        }
+        if let Some(qp) = self.queue.qp() {
+            let _ = qp.stop(); // a device that is gone has stopped it
+        }
+        let tickets = &mut self.tickets;
+        self.outbox.drain(|ticket, held| {
+            wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
+        });
+        self.inbox.drop_partial();
+        self.controls.clear();
+        self.revoking.clear();
+        self.phase = Phase::Down(error);
+        wakes.append(&mut self.receivers);
+        wakes.append(&mut self.wait_for_room);
+        wakes.append(&mut self.wait_for_end);
+    }
+
+    /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look again.
+    ///
+    /// # Errors
+    /// The peer has not answered.
+    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<Instant>, Error> {
+        if !matches!(self.phase, Phase::Up) {
+            return Ok(None);
+        }
+        if let Some(asked) = self.asked {
+            let silent = now.saturating_duration_since(asked);
+            if silent >= self.limits.peer_timeout {
+                let what = format!("the peer has not answered for {} ms", silent.as_millis());
+                return Err(Error::new(ErrorKind::PeerStalled, what));
+            }
+            return Ok(Some(asked + self.limits.peer_timeout));
+        }
+        let ask_at = self.last_heard + self.limits.keepalive;
+        if now < ask_at {
+            return Ok(Some(ask_at));
+        }
+        self.asked = Some(now);
+        self.controls.push_back(Control::Ping(self.sent));
+        Ok(Some(now + self.limits.peer_timeout))
+    }
+
+    /// Whether the engine is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
+    /// back.
+    pub(crate) fn wants_attention(&self) -> bool {
+        let down = self.failure().is_some() && self.queue.qp().is_some();
+        down && (!self.announced || self.queue.in_flight() == 0) || !self.released.is_empty()
+    }
+
+    /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone.
+    pub(crate) fn destroy(&mut self, around: &Around<'_>, by_force: bool, wakes: &mut Wakes) -> bool {
+        if self.queue.qp().is_none() {
+            return true;
+        }
+        if self.queue.in_flight() > 0 && !by_force {
+            return false;
+        }
+        let error =
+            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
+        let tickets = &mut self.tickets;
+        let mut entries = 0;
+        let destroyed = self.queue.destroy(|InFlight { held, tag }| {
+            entries += 1;
+            if let Some(ticket) = tag.ticket {
+                wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
+            }
+        });
+        around.lane.release(entries);
+        destroyed.is_ok()
+    }
+}
+
+fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
+    let buf = match held {
+        Held::Unique(buf) => Some(buf),
+        Held::Nothing | Held::Copied(_) | Held::Shared(_) => None,
+    };
+    Outcome { result, buf }
+}
+
+fn keep(wakers: &mut Wakes, waker: &Waker) {
+    if !wakers.iter().any(|kept| kept.will_wake(waker)) {
+        wakers.push(waker.clone());
+    }
+}

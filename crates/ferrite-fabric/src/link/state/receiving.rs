@@ -1,0 +1,130 @@
+//! The receiving half of a link's state: what frames mean, and what a peer must not do.
+
+use std::time::Instant;
+
+use ferrite_verbs::{Opcode, WorkCompletion};
+
+use super::{CONTROLS_MAX, LinkState, REVOKED_MAX, Wakes, outcome};
+use crate::error::{Error, ErrorKind};
+use crate::link::outbox::OneSided;
+use crate::mem::BufMut;
+use crate::wire::{Control, Frame};
+
+impl LinkState {
+    /// A receive completed with something of this link's.
+    ///
+    /// # Errors
+    /// The peer broke the protocol.
+    pub(crate) fn on_received(
+        &mut self,
+        wc: &WorkCompletion,
+        mut buf: BufMut,
+        now: Instant,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        self.last_heard = now;
+        self.asked = None;
+        let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
+        let notice = wc.opcode() == Opcode::RECV_WRITE_IMM;
+        let frame = Frame::from_imm(imm);
+        if !notice {
+            let newly = frame.consumed.wrapping_sub(self.acknowledged as u16);
+            if u64::from(newly) > self.sent - self.acknowledged {
+                return Err(protocol("credits for frames that were never sent"));
+            }
+            self.acknowledged += u64::from(newly);
+        }
+        if frame.control && !notice {
+            buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+            let control = Control::decode(&buf).map_err(|error| protocol(&error.to_string()))?;
+            return self.on_control(control, wakes);
+        }
+        if self.peer_fin {
+            return Err(protocol("a frame after the last"));
+        }
+        self.received += 1;
+        if self.received - self.told > u64::from(self.limits.hello.window) {
+            return Err(protocol("more frames than it had credits for"));
+        }
+        let complete = if notice {
+            self.stats.recv_ops += 1;
+            self.inbox.notice(imm);
+            true
+        } else {
+            buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+            self.stats.recv_bytes += buf.len() as u64;
+            let complete = self.inbox.frame(frame.channel, frame.more, buf.freeze());
+            let complete = complete.map_err(|violation| protocol(&violation.to_string()))?;
+            self.stats.recv_ops += u64::from(complete);
+            complete
+        };
+        if complete {
+            wakes.append(&mut self.receivers);
+        }
+        self.count_consumed();
+        Ok(())
+    }
+
+    fn on_control(&mut self, control: Control, wakes: &mut Wakes) -> Result<(), Error> {
+        if self.controls.len() + self.revoking.len() >= CONTROLS_MAX {
+            return Err(protocol("more questions than answers fit"));
+        }
+        match control {
+            Control::Credit | Control::Pong(_) => {}
+            Control::Ping(nonce) => self.controls.push_back(Control::Pong(nonce)),
+            Control::Revoke(grant) => {
+                if self.revoked.len() >= REVOKED_MAX {
+                    return Err(protocol("too many grants revoked on one link"));
+                }
+                if self.revoked.insert(grant) {
+                    let denied = Error::new(ErrorKind::Denied, "the peer took its grant back");
+                    for OneSided { ticket, held, .. } in self.outbox.take_using(grant) {
+                        if let Some(ticket) = ticket {
+                            let denied = outcome(Err(denied.clone()), held);
+                            wakes.extend(self.tickets.finish(ticket, denied));
+                        }
+                    }
+                }
+                self.revoking.push(grant);
+                self.answer_revocations();
+            }
+            Control::Revoked(grant) => self.released.push(grant),
+            Control::Fin => {
+                self.peer_fin = true;
+                wakes.append(&mut self.receivers);
+                wakes.append(&mut self.wait_for_room);
+            }
+            Control::FinAck if self.fin_sent => {
+                let closed = Error::new(ErrorKind::Closed, "the link is closed");
+                self.fail(closed, wakes);
+            }
+            Control::FinAck => return Err(protocol("an answer to a farewell that was not sent")),
+        }
+        Ok(())
+    }
+
+    /// Tells the peer of grants that nothing in flight uses any more.
+    pub(super) fn answer_revocations(&mut self) {
+        let (queue, controls) = (&self.queue, &mut self.controls);
+        self.revoking.retain(|grant| {
+            let used = queue.iter().any(|in_flight| in_flight.tag.grant == *grant);
+            if !used {
+                controls.push_back(Control::Revoked(*grant));
+            }
+            used
+        });
+    }
+
+    pub(crate) fn is_revoked(&self, grant: u64) -> bool {
+        self.revoked.contains(&grant)
+    }
+
+    pub(super) fn count_consumed(&mut self) {
+        let kept = self.inbox.ready_frames() as u64;
+        self.consumed = self.consumed.max(self.received.saturating_sub(kept));
+    }
+}
+
+fn protocol(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, format!("the peer broke the protocol: {what}"))
+}

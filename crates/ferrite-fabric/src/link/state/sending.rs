@@ -1,0 +1,235 @@
+//! The sending half of a link's state: credits into posts, posts into completions.
+
+use ferrite_verbs::{Operation, Status, WorkCompletion};
+
+use super::{Around, Kind, LinkState, Phase, Tag, Wakes, outcome};
+use crate::engine::slots::{BATCH, Held, InFlight, Work};
+use crate::error::{Error, ErrorKind};
+use crate::link::outbox::{Allowed, Next, OneSided};
+use crate::mem::Purpose;
+use crate::wire::{CONTROL_BYTES, Control, Frame};
+
+impl LinkState {
+    /// Posts a small message at once, from the caller's bytes; `false` if it has to be queued.
+    pub(crate) fn send_now(
+        &mut self,
+        around: &Around<'_>,
+        channel: u16,
+        bytes: &[u8],
+    ) -> Result<bool, Error> {
+        let ready = matches!(self.phase, Phase::Up)
+            && self.outbox.is_empty()
+            && self.controls.is_empty()
+            && bytes.len() <= self.inline.min(self.peer.segment_bytes as usize)
+            && self.credits() > 0
+            && self.queue.room() > 0;
+        if !ready || around.lane.reserve(1) == 0 {
+            return Ok(false);
+        }
+        let operation = Operation::SendImm(self.data_frame(channel, false));
+        let tag = Tag { ticket: None, grant: 0, kind: Kind::Send, bytes: bytes.len() as u32 };
+        let signaled = self.signal(around, false);
+        self.queue.post_inline(operation, bytes, signaled, tag).inspect_err(|_| around.lane.release(1))?;
+        Ok(true)
+    }
+
+    fn credits(&self) -> usize {
+        let used = self.sent - self.acknowledged;
+        usize::from(self.peer.window).saturating_sub(used as usize)
+    }
+
+    fn data_frame(&mut self, channel: u16, more: bool) -> u32 {
+        self.sent += 1;
+        self.told = self.consumed;
+        Frame { control: false, more, channel, consumed: self.consumed as u16 }.to_imm()
+    }
+
+    /// Whether the next request must report: someone waits for it or for its memory, or too many have not.
+    fn signal(&mut self, around: &Around<'_>, wanted: bool) -> bool {
+        let run = (self.queue.room() + self.queue.in_flight()) / 4;
+        let signaled = wanted || self.unsignaled >= run || around.lane.is_pressed();
+        self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
+        signaled
+    }
+
+    /// Posts whatever may go, and what follows from that.
+    pub(crate) fn pump(&mut self, around: &Around<'_>, wakes: &mut Wakes) {
+        if !matches!(self.phase, Phase::Up) {
+            return;
+        }
+        if let Err(error) = self.post_all(around) {
+            self.fail(error, wakes);
+            return;
+        }
+        if self.has_room(0) {
+            wakes.append(&mut self.wait_for_room);
+        }
+        let mut more = false;
+        if self.closing && !self.fin_sent && self.outbox.is_empty() {
+            self.fin_sent = true;
+            self.controls.push_back(Control::Fin);
+            more = true;
+        }
+        if self.peer_fin && !self.fin_ack_sent && self.outbox.is_empty() {
+            self.fin_ack_sent = true;
+            self.controls.push_back(Control::FinAck);
+            more = true;
+        }
+        // Half a window at a time, unless a frame takes the news along.
+        let untold = self.consumed - self.told;
+        if untold > 0 && untold >= u64::from(self.limits.hello.window) / 2 && self.controls.is_empty() {
+            self.controls.push_back(Control::Credit);
+            more = true;
+        }
+        if more && let Err(error) = self.post_all(around) {
+            self.fail(error, wakes);
+        }
+    }
+
+    fn post_all(&mut self, around: &Around<'_>) -> Result<(), Error> {
+        loop {
+            if self.controls.is_empty() && self.outbox.is_empty() {
+                return Ok(());
+            }
+            let room = self.queue.room().min(BATCH);
+            if room == 0 {
+                return Ok(());
+            }
+            let mut reserved = around.lane.reserve(room);
+            if reserved == 0 {
+                around.lane.wait(around.index);
+                // Those that came back between the two would not call us.
+                reserved = around.lane.reserve(room);
+                if reserved == 0 {
+                    return Ok(());
+                }
+            }
+            while self.batch.len() < reserved {
+                let Some(work) = self.next_work(around)? else { break };
+                self.batch.push(work);
+            }
+            let count = self.batch.len();
+            around.lane.release(reserved - count);
+            if count == 0 {
+                return Ok(());
+            }
+            let posted = self.queue.post(&mut self.batch);
+            if let Err(error) = posted {
+                around.lane.release(self.batch.len());
+                let unposted = std::mem::take(&mut self.batch);
+                let error = Error::from(error);
+                for Work { held, tag, .. } in unposted {
+                    if let Some(ticket) = tag.ticket {
+                        self.tickets.finish(ticket, outcome(Err(error.clone()), held));
+                    }
+                }
+                return Err(error);
+            }
+            if count < reserved {
+                return Ok(());
+            }
+        }
+    }
+
+    fn next_work(&mut self, around: &Around<'_>) -> Result<Option<Work<Tag>>, Error> {
+        if let Some(control) = self.controls.pop_front() {
+            return match self.control_work(control, around) {
+                // No memory at the moment: it goes with the next that is posted.
+                Err(error) if error.kind() == ErrorKind::Full => {
+                    self.controls.push_front(control);
+                    Ok(None)
+                }
+                work => work.map(Some),
+            };
+        }
+        let allowed = Allowed {
+            segment_bytes: self.peer.segment_bytes as usize,
+            credits: self.credits(),
+            max_message_bytes: self.peer.max_message_bytes,
+        };
+        let Some(next) = self.outbox.next(allowed) else { return Ok(None) };
+        Ok(Some(match next {
+            Next::Frame { channel, more, piece, ticket } => {
+                let bytes = piece.as_ref().map_or(0, |piece| piece.len());
+                let inline = bytes <= self.inline;
+                // What is inline holds no memory, so nobody waits for it. Of the rest the last frame reports.
+                let signaled = self.signal(around, ticket.is_some() || !inline && !more);
+                Work {
+                    operation: Operation::SendImm(self.data_frame(channel, more)),
+                    held: piece.map_or(Held::Nothing, Held::Shared),
+                    signaled,
+                    inline,
+                    tag: Tag { ticket, grant: 0, kind: Kind::Send, bytes: bytes as u32 },
+                }
+            }
+            Next::OneSided(OneSided { operation, held, ticket, grant, bytes }) => {
+                if matches!(operation, Operation::WriteImm(..)) {
+                    self.sent += 1;
+                }
+                let reads = matches!(operation, Operation::Read(_));
+                let inline = !reads && bytes as usize <= self.inline;
+                let kind = if reads { Kind::Read } else { Kind::Write };
+                let signaled = self.signal(around, ticket.is_some() || !inline);
+                Work { operation, held, signaled, inline, tag: Tag { ticket, grant, kind, bytes } }
+            }
+        }))
+    }
+
+    fn control_work(&mut self, control: Control, around: &Around<'_>) -> Result<Work<Tag>, Error> {
+        self.told = self.consumed;
+        let frame = Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
+        let inline = CONTROL_BYTES <= self.inline;
+        let held = if inline {
+            Held::Copied(control.encode())
+        } else {
+            let mut buf = around.pool.take_uncharged(CONTROL_BYTES, Purpose::Send)?;
+            buf.copy_from_slice(&control.encode());
+            Held::Shared(buf.freeze())
+        };
+        let signaled = self.signal(around, !inline);
+        self.stats.controls_sent += 1;
+        let tag = Tag { ticket: None, grant: 0, kind: Kind::Control, bytes: CONTROL_BYTES as u32 };
+        Ok(Work { operation: Operation::SendImm(frame.to_imm()), held, signaled, inline, tag })
+    }
+
+    /// A send, write or read completed. `failure` makes the error if it is the first.
+    pub(crate) fn on_sent(
+        &mut self,
+        around: &Around<'_>,
+        wc: &WorkCompletion,
+        wakes: &mut Wakes,
+        failure: impl FnOnce(Status) -> Error,
+    ) {
+        let status = wc.status();
+        let ok = status == Status::SUCCESS;
+        if !ok && self.failure().is_none() {
+            self.fail(failure(status), wakes);
+        }
+        let error = self.failure().cloned();
+        let (tickets, stats) = (&mut self.tickets, &mut self.stats);
+        let mut entries = 0;
+        let known = self.queue.complete(wc, |InFlight { held, tag }, last| {
+            entries += 1;
+            let failed = last && !ok;
+            stats.completed(tag.kind, tag.bytes, failed);
+            if let Some(ticket) = tag.ticket {
+                let result = match (&error, failed) {
+                    (Some(error), true) => Err(error.clone()),
+                    _ => Ok(()),
+                };
+                wakes.extend(tickets.finish(ticket, outcome(result, held)));
+            }
+        });
+        if !known {
+            self.stats.stale_completions += 1;
+            return;
+        }
+        around.lane.release(entries);
+        if !self.revoking.is_empty() {
+            self.answer_revocations();
+        }
+        if ok {
+            self.pump(around, wakes);
+        }
+    }
+}

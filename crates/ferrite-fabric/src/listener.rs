@@ -1,0 +1,228 @@
+//! Where peers come in.
+
+use std::collections::VecDeque;
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll, Waker};
+
+use ferrite_verbs::{CmKey, ConnectionRequest};
+
+use crate::connect::Meeting;
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::link::Link;
+use crate::link::shared::LinkShared;
+use crate::link::state::Wakes;
+use crate::mem::lock;
+
+/// Links that are open and that nobody has accepted yet.
+const BACKLOG: usize = 1024;
+/// Requests of peers without a hello that nobody has looked at yet.
+const STRANGERS: usize = 64;
+
+pub(crate) struct ListenerShared {
+    queue: Mutex<Queue>,
+}
+
+#[derive(Default)]
+struct Queue {
+    links: VecDeque<Arc<LinkShared>>,
+    strangers: VecDeque<ConnectionRequest>,
+    /// Whether somebody takes strangers.
+    takes_strangers: bool,
+    waiting: Wakes,
+    waiting_for_strangers: Wakes,
+    failure: Option<Error>,
+}
+
+impl ListenerShared {
+    pub(crate) fn is_full(&self) -> bool {
+        lock(&self.queue).links.len() >= BACKLOG
+    }
+
+    pub(crate) fn arrived(&self, link: Arc<LinkShared>, wakes: &mut Wakes) {
+        let mut queue = lock(&self.queue);
+        queue.links.push_back(link);
+        wakes.append(&mut queue.waiting);
+    }
+
+    /// Keeps a request without a hello for whoever takes them; gives it back if nobody does.
+    pub(crate) fn stranger(
+        &self,
+        request: ConnectionRequest,
+        wakes: &mut Wakes,
+    ) -> Result<(), Box<ConnectionRequest>> {
+        let mut queue = lock(&self.queue);
+        if !queue.takes_strangers || queue.strangers.len() >= STRANGERS {
+            return Err(Box::new(request));
+        }
+        queue.strangers.push_back(request);
+        wakes.append(&mut queue.waiting_for_strangers);
+        Ok(())
+    }
+
+    pub(crate) fn fail(&self, error: Error) {
+        let wakes = {
+            let mut queue = lock(&self.queue);
+            queue.failure = Some(error);
+            let mut wakes = std::mem::take(&mut queue.waiting);
+            wakes.append(&mut queue.waiting_for_strangers);
+            wakes
+        };
+        wakes.into_iter().for_each(Waker::wake);
+    }
+}
+
+/// Takes links of peers. Dropping it stops listening; links that were accepted stay.
+///
+/// ```no_run
+/// # async fn show(engine: ferrite_fabric::Engine) -> Result<(), Box<dyn std::error::Error>> {
+/// let mut listener = engine.listen("0.0.0.0:7471".parse()?)?;
+/// loop {
+///     let link = listener.accept().await?;
+///     println!("{:?} came", link.peer_addr());
+/// }
+/// # }
+/// ```
+pub struct Listener {
+    engine: Engine,
+    shared: Arc<ListenerShared>,
+    key: CmKey,
+    local: SocketAddr,
+}
+
+impl Engine {
+    /// Listens on an address of its devices; port 0 picks one.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Absent`](crate::ErrorKind::Absent) without a connection manager,
+    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use,
+    /// [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no RDMA device has it.
+    pub fn listen(&self, local: SocketAddr) -> Result<Listener, Error> {
+        let listener = Arc::new(ListenerShared { queue: Mutex::default() });
+        let (key, local) = self.shared().with_poller(|poller, shared| {
+            let id = poller.cm(shared)?.create_id()?;
+            id.bind(local)?;
+            id.listen(BACKLOG as u32)?;
+            let (key, local) = (id.key(), id.local_addr().unwrap_or(local));
+            poller.meetings.listen(key, Meeting::Listening { id, listener: Arc::clone(&listener) });
+            Ok::<_, Error>((key, local))
+        })?;
+        Ok(Listener { engine: self.clone(), shared: listener, key, local })
+    }
+}
+
+impl Listener {
+    /// Where it listens.
+    #[must_use]
+    pub fn local_addr(&self) -> SocketAddr {
+        self.local
+    }
+
+    /// The next link. Safe to drop: a link that nobody took stays in line.
+    pub fn accept(&mut self) -> Accepting<'_> {
+        Accepting(self)
+    }
+
+    /// Takes peers that do not say hello, such as clients of other protocols, instead of refusing them.
+    #[must_use]
+    pub fn strangers(&self) -> Strangers {
+        lock(&self.shared.queue).takes_strangers = true;
+        Strangers(Arc::clone(&self.shared))
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let key = self.key;
+        let listening = self.engine.shared().with_poller(|poller, _| poller.meeting(key));
+        drop(listening); // its identifier, without the poller's lock
+        for link in std::mem::take(&mut lock(&self.shared.queue).links) {
+            link.close();
+        }
+    }
+}
+
+impl fmt::Debug for Listener {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Listener").field("local", &self.local).finish_non_exhaustive()
+    }
+}
+
+/// See [`Listener::accept`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct Accepting<'a>(&'a mut Listener);
+
+impl Future for Accepting<'_> {
+    type Output = Result<Link, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let listener = &self.0;
+        let mut queue = lock(&listener.shared.queue);
+        if let Some(link) = queue.links.pop_front() {
+            drop(queue);
+            return Poll::Ready(Ok(Link::new(link, listener.engine.clone())));
+        }
+        if let Some(error) = &queue.failure {
+            return Poll::Ready(Err(error.clone()));
+        }
+        queue.waiting.push(cx.waker().clone());
+        Poll::Pending
+    }
+}
+
+/// Peers without a hello: their requests, to be answered by whoever knows their protocol.
+///
+/// ```no_run
+/// # async fn show(listener: ferrite_fabric::Listener) -> Result<(), ferrite_fabric::Error> {
+/// let strangers = listener.strangers();
+/// let request = strangers.next().await?;
+/// println!("{:?} brought {} bytes", request.id.peer_addr().unwrap_or(listener.local_addr()), request.private_data.len());
+/// # Ok(()) }
+/// ```
+pub struct Strangers(Arc<ListenerShared>);
+
+impl Strangers {
+    /// The next request. Dropping it refuses the peer.
+    ///
+    /// # Errors
+    /// When the listener's device has gone.
+    pub async fn next(&self) -> Result<ConnectionRequest, Error> {
+        std::future::poll_fn(|cx| {
+            let mut queue = lock(&self.0.queue);
+            if let Some(request) = queue.strangers.pop_front() {
+                return Poll::Ready(Ok(request));
+            }
+            if let Some(error) = &queue.failure {
+                return Poll::Ready(Err(error.clone()));
+            }
+            queue.waiting_for_strangers.push(cx.waker().clone());
+            Poll::Pending
+        })
+        .await
+    }
+}
+
+impl Drop for Strangers {
+    fn drop(&mut self) {
+        let mut queue = lock(&self.0.queue);
+        queue.takes_strangers = false;
+        queue.strangers.clear();
+    }
+}
+
+impl fmt::Debug for Strangers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Strangers").finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for ListenerShared {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ListenerShared").finish_non_exhaustive()
+    }
+}

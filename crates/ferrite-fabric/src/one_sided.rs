@@ -1,0 +1,352 @@
+//! Memory that peers reach without asking each time: regions, grants and their end.
+//!
+//! A [`Region`] is a buffer registered for remote access. A peer learns of it by a [`GrantToken`], which the application
+//! sends like any bytes. Taking it back has two steps, because a device cannot be asked to stop an access in the middle
+//! without breaking the peer's connection:
+//!
+//! 1. Every link that was given the grant is told. The peer's engine starts nothing new with it, waits for what it has
+//!    under way, and says so.
+//! 2. When all have answered, or their time is over, the registration ends. From then on the device refuses the key,
+//!    whoever has it. A peer that did not listen loses its link by its next access; others notice nothing.
+//!
+//! Keys are valid for all links of a device: a grant says who *should* use it. A peer that hands its token on gives its
+//! own rights away, until they are revoked for all.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{Access, RemoteSlice};
+
+use crate::engine::lane::Lane;
+use crate::engine::poller::Poller;
+use crate::engine::timers::Timer;
+use crate::engine::{Engine, Shared};
+use crate::error::{Error, ErrorKind};
+use crate::link::Link;
+use crate::link::shared::LinkShared;
+use crate::link::state::Wakes;
+use crate::mem::{BufMut, Exposed, lock};
+use crate::wire::{Control, GrantToken, Rights};
+
+/// A buffer that peers with a grant may reach, until it is revoked. Dropping it revokes it at once.
+///
+/// ```
+/// use ferrite_fabric::wire::Rights;
+/// # use ferrite_fabric::Engine;
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # let engine = Engine::builder(&world.verbs()).build()?;
+/// # let mut listener = engine.listen("10.0.0.1:0".parse()?)?;
+/// # let (there, here) = engine.block_on(async {
+/// #     let (there, here) = futures_util::join!(engine.connect(listener.local_addr()), listener.accept());
+/// #     Ok::<_, ferrite_fabric::Error>((there?, here?))
+/// # })?;
+/// let mut buf = engine.buffer(4096)?;
+/// buf.fill(7);
+/// let region = here.register_memory(buf, Rights::READ).map_err(|(_, error)| error)?;
+/// let token = region.grant(&here); // to be sent to the peer in a message
+///
+/// let copy = engine.block_on(there.rdma_read(&token, 100, engine.buffer(8)?)?)?;
+/// assert_eq!(&copy[..], [7; 8]);
+///
+/// let buf = engine.block_on(region.revoke())?; // nobody reads it any more
+/// assert_eq!(buf.len(), 4096);
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub struct Region {
+    shared: Arc<RegionShared>,
+    engine: Engine,
+}
+
+pub(crate) struct RegionShared {
+    id: u64,
+    rights: Rights,
+    remote: RemoteSlice,
+    lane: Arc<Lane>,
+    state: Mutex<State>,
+}
+
+enum State {
+    Live {
+        exposed: Exposed,
+        granted: Vec<Weak<LinkShared>>,
+    },
+    /// Waits for links (by number) to let go, at most until the clock says.
+    Revoking {
+        exposed: Exposed,
+        waiting: Vec<u32>,
+        wakes: Wakes,
+    },
+    Revoked(Option<BufMut>),
+    Failed(Option<Error>),
+}
+
+/// The regions of an engine, by the number of their grant.
+#[derive(Default)]
+pub(crate) struct Regions {
+    by_id: Mutex<HashMap<u64, Weak<RegionShared>>>,
+    next: AtomicU64,
+}
+
+impl Region {
+    pub(crate) fn new(
+        engine: Engine,
+        lane: &Arc<Lane>,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Self, (BufMut, Error)> {
+        let mut access = Access::LOCAL;
+        if rights.contains(Rights::READ) {
+            access = access | Access::REMOTE_READ;
+        }
+        if rights.contains(Rights::WRITE) {
+            access = access | Access::REMOTE_WRITE;
+        }
+        let exposed = engine.pool().expose(buf, lane.index, access);
+        let exposed = exposed.map_err(|(buf, error)| (buf, Error::from(error)))?;
+        let regions = &engine.shared().regions;
+        let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 is no grant
+        let shared = Arc::new(RegionShared {
+            id,
+            rights,
+            remote: exposed.remote(),
+            lane: Arc::clone(lane),
+            state: Mutex::new(State::Live { exposed, granted: Vec::new() }),
+        });
+        lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
+        Ok(Self { shared, engine })
+    }
+
+    /// What the peer of `link` needs to reach it. The link is told when the region is revoked.
+    #[must_use]
+    pub fn grant(&self, link: &Link) -> GrantToken {
+        if let State::Live { granted, .. } = &mut *lock(&self.shared.state) {
+            let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link.shared()));
+            if !known {
+                granted.retain(|link| link.strong_count() > 0);
+                granted.push(Arc::downgrade(link.shared()));
+            }
+        }
+        self.token()
+    }
+
+    fn token(&self) -> GrantToken {
+        let RemoteSlice { addr, len, rkey } = self.shared.remote;
+        GrantToken { grant: self.shared.id, addr, len, rkey, rights: self.shared.rights }
+    }
+
+    /// Ends it after `time`, as [`Region::revoke`] would.
+    #[must_use]
+    pub fn expires_in(self, time: Duration) -> Self {
+        let id = self.shared.id;
+        self.engine.shared().with_poller(|poller, _| {
+            poller.timers.add(Instant::now() + time, Timer::Expiry(id));
+        });
+        self
+    }
+
+    /// The key that peers use.
+    #[must_use]
+    pub fn rkey(&self) -> u32 {
+        self.shared.remote.rkey
+    }
+
+    /// Its length in bytes; never 0.
+    #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "what is exposed is never empty")]
+    pub fn len(&self) -> usize {
+        self.shared.remote.len as usize
+    }
+
+    /// The device that it is reachable through.
+    #[must_use]
+    pub fn device(&self) -> &str {
+        &self.shared.lane.name
+    }
+
+    /// Whether peers can still reach it.
+    #[must_use]
+    pub fn is_live(&self) -> bool {
+        matches!(&*lock(&self.shared.state), State::Live { .. })
+    }
+
+    /// Copies bytes out. What a peer writes meanwhile may be seen in part. `false` when it is revoked.
+    ///
+    /// # Panics
+    /// If they are not within it.
+    #[must_use]
+    pub fn read(&self, offset: usize, out: &mut [u8]) -> bool {
+        match &*lock(&self.shared.state) {
+            State::Live { exposed, .. } | State::Revoking { exposed, .. } => {
+                exposed.read(offset, out);
+                true
+            }
+            State::Revoked(_) | State::Failed(_) => false,
+        }
+    }
+
+    /// Copies bytes in. A peer that reads meanwhile may see a part. `false` when it is revoked.
+    ///
+    /// # Panics
+    /// If they are not within it.
+    #[must_use]
+    pub fn write(&self, offset: usize, bytes: &[u8]) -> bool {
+        match &mut *lock(&self.shared.state) {
+            State::Live { exposed, .. } | State::Revoking { exposed, .. } => {
+                exposed.write(offset, bytes);
+                true
+            }
+            State::Revoked(_) | State::Failed(_) => false,
+        }
+    }
+
+    /// Takes it back from all peers: when this is ready, none can read or write a byte of it any more. Peers have
+    /// `peer_timeout` to finish what they have under way.
+    ///
+    /// # Errors
+    /// What the device said if it did not let go; the memory is then never used again.
+    pub fn revoke(self) -> Revoking {
+        let shared = Arc::clone(&self.shared);
+        self.engine.shared().with_poller(|poller, engine| engine.regions.begin(poller, engine, &shared));
+        Revoking { region: self }
+    }
+}
+
+impl Drop for Region {
+    fn drop(&mut self) {
+        lock(&self.engine.shared().regions.by_id).remove(&self.shared.id);
+    }
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region")
+            .field("grant", &self.shared.id)
+            .field("len", &self.len())
+            .field("rights", &self.shared.rights)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A region on its way back: see [`Region::revoke`]. Dropping it revokes at once.
+#[derive(Debug)]
+#[must_use = "the buffer comes back only through this"]
+pub struct Revoking {
+    region: Region,
+}
+
+impl Future for Revoking {
+    type Output = Result<BufMut, Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let over = || Error::new(ErrorKind::Misuse, "a future that was ready was asked again");
+        match &mut *lock(&self.region.shared.state) {
+            State::Revoking { wakes, .. } => {
+                wakes.push(cx.waker().clone());
+                Poll::Pending
+            }
+            State::Revoked(buf) => Poll::Ready(buf.take().ok_or_else(over)),
+            State::Failed(error) => Poll::Ready(Err(error.take().unwrap_or_else(over))),
+            State::Live { .. } => Poll::Ready(Err(over())),
+        }
+    }
+}
+
+impl Regions {
+    fn get(&self, id: u64) -> Option<Arc<RegionShared>> {
+        lock(&self.by_id).get(&id).and_then(Weak::upgrade)
+    }
+
+    /// First step: tells the links that have the grant.
+    fn begin(&self, poller: &mut Poller, shared: &Shared, region: &RegionShared) {
+        let granted = match &mut *lock(&region.state) {
+            State::Live { granted, .. } => std::mem::take(granted),
+            _ => return,
+        };
+        let mut told = Vec::new();
+        for link in granted.iter().filter_map(Weak::upgrade) {
+            let is_up = link.with_wakes(&mut poller.wakes, |state, around, wakes| {
+                if state.failure().is_some() {
+                    return false;
+                }
+                state.push_control(Control::Revoke(region.id));
+                state.pump(around, wakes);
+                true
+            });
+            if is_up {
+                told.push(link.index);
+            }
+        }
+        region.wait_for(told);
+        region.finish_if_released(&mut poller.wakes, false);
+        poller.timers.add(Instant::now() + shared.config.peer_timeout, Timer::Revocation(region.id));
+    }
+
+    /// The time of a grant is over.
+    pub(crate) fn expire(&self, poller: &mut Poller, shared: &Shared, id: u64) {
+        if let Some(region) = self.get(id) {
+            self.begin(poller, shared, &region);
+        }
+    }
+
+    /// A link has let go of a grant.
+    pub(crate) fn on_released(&self, id: u64, link: Option<u32>, wakes: &mut Wakes) {
+        let Some(region) = self.get(id) else { return };
+        if let State::Revoking { waiting, .. } = &mut *lock(&region.state) {
+            waiting.retain(|waiting| Some(*waiting) != link);
+        }
+        region.finish_if_released(wakes, false);
+    }
+
+    /// A link that is down uses no grants.
+    pub(crate) fn on_link_down(&self, link: u32, wakes: &mut Wakes) {
+        let ids: Vec<u64> = lock(&self.by_id).keys().copied().collect();
+        for id in ids {
+            self.on_released(id, Some(link), wakes);
+        }
+    }
+
+    /// Links had time enough.
+    pub(crate) fn revocation_due(&self, id: u64, wakes: &mut Wakes) {
+        if let Some(region) = self.get(id) {
+            region.finish_if_released(wakes, true);
+        }
+    }
+}
+
+impl RegionShared {
+    fn wait_for(&self, links: Vec<u32>) {
+        let state = &mut *lock(&self.state);
+        let live = std::mem::replace(state, State::Revoked(None));
+        *state = match live {
+            State::Live { exposed, .. } => State::Revoking { exposed, waiting: links, wakes: Wakes::new() },
+            other => other,
+        };
+    }
+
+    /// Second step: ends the registration if no link is waited for, or at all events.
+    fn finish_if_released(&self, wakes: &mut Wakes, at_all_events: bool) {
+        let state = &mut *lock(&self.state);
+        match state {
+            State::Revoking { waiting, .. } if waiting.is_empty() || at_all_events => {}
+            _ => return,
+        }
+        let State::Revoking { exposed, wakes: waiting, .. } = std::mem::replace(state, State::Revoked(None))
+        else {
+            return;
+        };
+        *state = match exposed.revoke() {
+            Ok(buf) => State::Revoked(Some(buf)),
+            // Dropping it puts the buffer into quarantine.
+            Err((_, error)) => State::Failed(Some(error.into())),
+        };
+        wakes.extend(waiting);
+    }
+}

@@ -1,0 +1,35 @@
+//! What links say to each other: pure values and their bytes, no I/O. For peers in other languages: `docs/wire.md`.
+//!
+//! | message | where it travels |
+//! |---|---|
+//! | [`Hello`] | private data of a CM request and of its acceptance |
+//! | [`Refusal`] | private data of a CM rejection |
+//! | [`Frame`] | immediate data of every two-sided frame |
+//! | [`Control`] | payload of a control frame |
+//! | [`GrantToken`] | anywhere in the application's messages |
+//!
+//! Rules of all layouts: integers are little-endian; reserved bytes are sent as zeros and ignored when received; so is
+//! whatever follows a layout, because the CM pads private data. A decoder takes any bytes, never panics, and never
+//! allocates by a number of the peer's.
+
+mod control;
+mod frame;
+mod grant;
+mod hello;
+mod refusal;
+
+pub use control::{CONTROL_BYTES, Control, ControlError};
+pub use frame::Frame;
+pub use grant::{GRANT_BYTES, GrantError, GrantToken, Rights};
+pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
+pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};
+
+/// The `N` bytes of a field, if the message is long enough.
+fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
+    bytes.get(at..)?.first_chunk().copied()
+}
+
+/// Writes a field of a message that we lay out ourselves: `at` and the length are constants of the layout.
+fn put<const N: usize>(bytes: &mut [u8], at: usize, field: [u8; N]) {
+    bytes[at..at + N].copy_from_slice(&field);
+}

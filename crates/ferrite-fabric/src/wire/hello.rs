@@ -1,0 +1,390 @@
+//! The hello: what each side says of itself before the first frame.
+//!
+//! ```text
+//!   0          4     5     6        8          16              20       22         24                  32         40       48
+//!   ┌──────────┬─────┬─────┬────────┬──────────┬───────────────┬────────┬──────────┬───────────────────┬──────────┬────────┐
+//!   │ "FRTE"   │major│minor│reserved│ features │ segment_bytes │ window │ channels │ max_message_bytes │ instance │reserved│
+//!   │    4     │  1  │  1  │   2    │    8     │       4       │   2    │    2     │         8         │    8     │   8    │
+//!   └──────────┴─────┴─────┴────────┴──────────┴───────────────┴────────┴──────────┴───────────────────┴──────────┴────────┘
+//! ```
+//!
+//! Magic and version keep their places in every version; all else may change with the major one. It must fit into the
+//! 56 bytes that the CM carries with a request.
+
+use std::fmt;
+use std::ops::{BitAnd, BitOr, RangeInclusive};
+
+use super::{field, put};
+
+/// The bytes of a [`Hello`].
+pub const HELLO_BYTES: usize = 48;
+
+/// How a [`Hello`] begins.
+pub const MAGIC: [u8; 4] = *b"FRTE";
+
+/// A version of the protocol. Peers whose major versions differ cannot talk; minor ones add what may be ignored.
+///
+/// ```
+/// use ferrite_fabric::wire::Version;
+///
+/// assert_eq!(Version::CURRENT.to_string(), "1.0");
+/// assert!(Version { major: 1, minor: 2 } > Version::CURRENT);
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version {
+    /// Another one is another protocol.
+    pub major: u8,
+    /// A later one understands what an earlier one says.
+    pub minor: u8,
+}
+
+impl Version {
+    /// What this code speaks.
+    pub const CURRENT: Self = Self { major: 1, minor: 0 };
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)
+    }
+}
+
+/// What a peer can do beyond the minimum. A link uses what both sides offer.
+///
+/// ```
+/// use ferrite_fabric::wire::Features;
+///
+/// let ours = Features::WRITE_IMM | Features::ONE_SIDED;
+/// let theirs = Features::from_bits(0xF0 | 2); // some of a later version
+/// let agreed = ours & theirs;
+/// assert_eq!(agreed, Features::ONE_SIDED);
+/// assert!(!agreed.contains(Features::WRITE_IMM));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Features(u64);
+
+impl Features {
+    /// Two-sided frames only.
+    pub const NONE: Self = Self(0);
+    /// Takes writes with immediate data.
+    pub const WRITE_IMM: Self = Self(1);
+    /// Gives and uses grants: one-sided reads and writes.
+    pub const ONE_SIDED: Self = Self(2);
+
+    /// From the number on the wire. Bits that this version does not know are kept.
+    #[must_use]
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// The number on the wire.
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// Whether all of `others` are among these.
+    #[must_use]
+    pub const fn contains(self, others: Self) -> bool {
+        self.0 & others.0 == others.0
+    }
+}
+
+impl BitAnd for Features {
+    type Output = Self;
+
+    fn bitand(self, other: Self) -> Self {
+        Self(self.0 & other.0)
+    }
+}
+
+impl BitOr for Features {
+    type Output = Self;
+
+    fn bitor(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// What one side says of itself: the limits are what its sender takes, not what it will send.
+///
+/// ```
+/// use ferrite_fabric::wire::{Features, Hello, HelloError, Version};
+///
+/// let hello = Hello {
+///     version: Version::CURRENT,
+///     features: Features::ONE_SIDED,
+///     segment_bytes: 8 << 10,
+///     window: 64,
+///     channels: 16,
+///     max_message_bytes: 512 << 20,
+///     instance: 0x5EED,
+/// };
+/// let mut private_data = hello.encode().to_vec();
+/// private_data.resize(56, 0); // as the CM does
+/// assert_eq!(Hello::decode(&private_data), Ok(hello));
+/// assert_eq!(Hello::decode(b"*1\r\n$4\r\nPING\r\n"), Err(HelloError::Stranger));
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Hello {
+    /// What it speaks.
+    pub version: Version,
+    /// What it can do.
+    pub features: Features,
+    /// The largest payload of one frame that it takes.
+    pub segment_bytes: u32,
+    /// Frames that may be sent to it before the first credit comes back.
+    pub window: u16,
+    /// Channels that it serves: 0 to one less than this.
+    pub channels: u16,
+    /// The largest message that it takes.
+    pub max_message_bytes: u64,
+    /// Random per process: tells a restarted peer from the old one.
+    pub instance: u64,
+}
+
+impl Hello {
+    /// What [`Hello::segment_bytes`] may be.
+    pub const SEGMENT_BYTES: RangeInclusive<u32> = 256..=2 << 20;
+    /// What [`Hello::window`] may be: below half of the 16 bits in which credits are counted.
+    pub const WINDOW: RangeInclusive<u16> = 2..=32_767;
+    /// What [`Hello::channels`] may be: a frame has 14 bits for the channel.
+    pub const CHANNELS: RangeInclusive<u16> = 1..=16_384;
+
+    /// Its bytes, whatever it says: see [`Hello::check`].
+    #[must_use]
+    pub fn encode(&self) -> [u8; HELLO_BYTES] {
+        let mut bytes = [0; HELLO_BYTES];
+        put(&mut bytes, 0, MAGIC);
+        put(&mut bytes, 4, [self.version.major, self.version.minor]);
+        put(&mut bytes, 8, self.features.bits().to_le_bytes());
+        put(&mut bytes, 16, self.segment_bytes.to_le_bytes());
+        put(&mut bytes, 20, self.window.to_le_bytes());
+        put(&mut bytes, 22, self.channels.to_le_bytes());
+        put(&mut bytes, 24, self.max_message_bytes.to_le_bytes());
+        put(&mut bytes, 32, self.instance.to_le_bytes());
+        bytes
+    }
+
+    /// Reads a hello of our major version.
+    ///
+    /// # Errors
+    /// In this order: it is none, it ends too early, its version is another, a limit is out of its range.
+    pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
+        if !bytes.starts_with(&MAGIC) {
+            return Err(HelloError::Stranger);
+        }
+        let short = HelloError::Short { got: bytes.len() };
+        let [major, minor] = field(bytes, 4).ok_or(short)?;
+        let version = Version { major, minor };
+        if version.major != Version::CURRENT.major {
+            return Err(HelloError::Version { theirs: version });
+        }
+        let hello = Self::fields(version, bytes).ok_or(short)?;
+        hello.check()?;
+        Ok(hello)
+    }
+
+    fn fields(version: Version, bytes: &[u8]) -> Option<Self> {
+        let bytes = bytes.get(..HELLO_BYTES)?;
+        Some(Self {
+            version,
+            features: Features(u64::from_le_bytes(field(bytes, 8)?)),
+            segment_bytes: u32::from_le_bytes(field(bytes, 16)?),
+            window: u16::from_le_bytes(field(bytes, 20)?),
+            channels: u16::from_le_bytes(field(bytes, 22)?),
+            max_message_bytes: u64::from_le_bytes(field(bytes, 24)?),
+            instance: u64::from_le_bytes(field(bytes, 32)?),
+        })
+    }
+
+    /// Whether a peer would take these limits: for those that we are about to send.
+    ///
+    /// # Errors
+    /// [`HelloError::Value`] with the first that is out of its range.
+    pub fn check(&self) -> Result<(), HelloError> {
+        let wrong = |field, value| Err(HelloError::Value { field, value });
+        if !Self::SEGMENT_BYTES.contains(&self.segment_bytes) {
+            return wrong("segment_bytes", self.segment_bytes.into());
+        }
+        if !Self::WINDOW.contains(&self.window) {
+            return wrong("window", self.window.into());
+        }
+        if !Self::CHANNELS.contains(&self.channels) {
+            return wrong("channels", self.channels.into());
+        }
+        if self.max_message_bytes < self.segment_bytes.into() {
+            return wrong("max_message_bytes", self.max_message_bytes);
+        }
+        Ok(())
+    }
+}
+
+/// Why bytes are no hello that we can answer.
+///
+/// ```
+/// use ferrite_fabric::wire::{Hello, HelloError, Version};
+///
+/// let theirs = Version { major: 2, minor: 1 };
+/// let error = Hello::decode(b"FRTE\x02\x01").unwrap_err();
+/// assert_eq!(error, HelloError::Version { theirs });
+/// assert_eq!(error.to_string(), "the peer speaks version 2.1, we speak 1.0");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum HelloError {
+    /// It does not begin with [`MAGIC`]: not one of ours, a Valkey client for instance.
+    #[error("the peer does not speak our protocol")]
+    Stranger,
+    /// It begins like a hello and ends too early.
+    #[error("a hello of {got} bytes, {HELLO_BYTES} expected")]
+    Short {
+        /// Bytes that came.
+        got: usize,
+    },
+    /// Another major version; whatever follows was not looked at.
+    #[error("the peer speaks version {theirs}, we speak {}", Version::CURRENT)]
+    Version {
+        /// What the peer speaks.
+        theirs: Version,
+    },
+    /// A limit that no peer may have.
+    #[error("{field} of {value} is out of range")]
+    Value {
+        /// Which field.
+        field: &'static str,
+        /// What it says.
+        value: u64,
+    },
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    const HELLO: Hello = Hello {
+        version: Version::CURRENT,
+        features: Features(0x8000_0000_0000_0003),
+        segment_bytes: 0x0001_0203,
+        window: 0x0405,
+        channels: 0x0607,
+        max_message_bytes: 0x0809_0A0B_0C0D_0E0F,
+        instance: 0x1011_1213_1415_1617,
+    };
+
+    #[test]
+    fn golden_bytes() {
+        let bytes: [u8; HELLO_BYTES] = [
+            b'F', b'R', b'T', b'E', 1, 0, 0, 0, // magic, version, reserved
+            3, 0, 0, 0, 0, 0, 0, 0x80, // features
+            3, 2, 1, 0, 5, 4, 7, 6, // segment_bytes, window, channels
+            15, 14, 13, 12, 11, 10, 9, 8, // max_message_bytes
+            0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, 0x10, // instance
+            0, 0, 0, 0, 0, 0, 0, 0, // reserved
+        ];
+        assert_eq!(HELLO.encode(), bytes);
+        assert_eq!(Hello::decode(&bytes), Ok(HELLO));
+    }
+
+    #[test]
+    fn reserved_bytes_padding_and_later_minors_are_no_matter() {
+        let mut bytes = HELLO.encode().to_vec();
+        bytes[5] = 9;
+        bytes[6..8].fill(0xFF);
+        bytes[40..48].fill(0xFF);
+        bytes.extend([0xFF; 8]);
+        let later = Hello { version: Version { major: 1, minor: 9 }, ..HELLO };
+        assert_eq!(Hello::decode(&bytes), Ok(later));
+    }
+
+    #[test]
+    fn strangers_and_stumps() {
+        let bytes = HELLO.encode();
+        for len in 0..HELLO_BYTES {
+            let expected = if len < 4 { HelloError::Stranger } else { HelloError::Short { got: len } };
+            assert_eq!(Hello::decode(&bytes[..len]), Err(expected), "{len}");
+        }
+        assert_eq!(Hello::decode(&[0; 56]), Err(HelloError::Stranger));
+        assert_eq!(Hello::decode(b"FRNO\x01\x00"), Err(HelloError::Stranger));
+    }
+
+    #[test]
+    fn another_major_version_hides_the_rest() {
+        let mut bytes = [0xFF; HELLO_BYTES];
+        bytes[..6].copy_from_slice(b"FRTE\x00\x07");
+        let theirs = Version { major: 0, minor: 7 };
+        assert_eq!(Hello::decode(&bytes), Err(HelloError::Version { theirs }));
+        assert_eq!(Hello::decode(&bytes[..6]), Err(HelloError::Version { theirs }));
+    }
+
+    #[test]
+    fn limits_have_ranges() {
+        let least = Hello { segment_bytes: 256, window: 2, channels: 1, max_message_bytes: 256, ..HELLO };
+        let most = Hello {
+            segment_bytes: 2 << 20,
+            window: 32_767,
+            channels: 16_384,
+            max_message_bytes: u64::MAX,
+            ..HELLO
+        };
+        for hello in [least, most] {
+            assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+        }
+        for (hello, field, value) in [
+            (Hello { segment_bytes: 255, ..least }, "segment_bytes", 255),
+            (Hello { segment_bytes: (2 << 20) + 1, ..most }, "segment_bytes", (2 << 20) + 1),
+            (Hello { window: 1, ..least }, "window", 1),
+            (Hello { window: 32_768, ..most }, "window", 32_768),
+            (Hello { channels: 0, ..least }, "channels", 0),
+            (Hello { channels: 16_385, ..most }, "channels", 16_385),
+            (Hello { max_message_bytes: 255, ..least }, "max_message_bytes", 255),
+        ] {
+            assert_eq!(Hello::decode(&hello.encode()), Err(HelloError::Value { field, value }));
+        }
+    }
+
+    prop_compose! {
+        fn hellos()(
+            minor: u8,
+            features: u64,
+            segment_bytes in Hello::SEGMENT_BYTES,
+            window in Hello::WINDOW,
+            channels in Hello::CHANNELS,
+            beyond: u64,
+            instance: u64,
+        ) -> Hello {
+            Hello {
+                version: Version { major: Version::CURRENT.major, minor },
+                features: Features(features),
+                segment_bytes,
+                window,
+                channels,
+                max_message_bytes: beyond.saturating_add(segment_bytes.into()),
+                instance,
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn round_trip(hello in hellos(), padding in 0..16_usize) {
+            let mut bytes = hello.encode().to_vec();
+            bytes.resize(HELLO_BYTES + padding, 0);
+            prop_assert_eq!(Hello::decode(&bytes), Ok(hello));
+        }
+
+        #[test]
+        fn any_bytes(mut bytes in vec(any::<u8>(), 0..64), ours: bool) {
+            if ours && bytes.len() >= 6 {
+                bytes[..6].copy_from_slice(b"FRTE\x01\x00");
+            }
+            if let Ok(hello) = Hello::decode(&bytes) {
+                prop_assert_eq!(hello.check(), Ok(()));
+                prop_assert_eq!(Hello::decode(&hello.encode()), Ok(hello));
+            }
+        }
+    }
+}

@@ -1,0 +1,239 @@
+//! The refusal: why a peer does not want a link, and when to ask again.
+//!
+//! ```text
+//!   0          4     5     6      8                12            13             13 + length
+//!   ┌──────────┬─────┬─────┬──────┬────────────────┬─────────────┬──────────────┐
+//!   │ "FRNO"   │major│minor│ code │ retry_after_ms │ text length │ text (UTF-8) │
+//!   │    4     │  1  │  1  │  2   │       4        │      1      │    0..120    │
+//!   └──────────┴─────┴─────┴──────┴────────────────┴─────────────┴──────────────┘
+//! ```
+//!
+//! The same in every version: who speaks another one must be able to read that this is the reason. It must fit into
+//! the 148 bytes that the CM carries with a rejection.
+
+use std::fmt;
+
+use super::hello::Version;
+use super::{field, put};
+
+/// How a [`Refusal`] begins.
+pub const REFUSAL_MAGIC: [u8; 4] = *b"FRNO";
+
+/// The most bytes of a [`Refusal`].
+pub const REFUSAL_BYTES_MAX: usize = TEXT_AT + Refusal::TEXT_BYTES_MAX;
+
+const TEXT_AT: usize = 13;
+
+/// Why a link was refused. A number that this version does not know is kept.
+///
+/// ```
+/// use ferrite_fabric::wire::RefusalCode;
+///
+/// assert_eq!(RefusalCode::LIMIT.to_string(), "too many links");
+/// assert_eq!(RefusalCode(999).to_string(), "refused with code 999");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RefusalCode(pub u16);
+
+impl RefusalCode {
+    /// No common version of the protocol.
+    pub const VERSION: Self = Self(1);
+    /// Too many half-open links.
+    pub const BUSY: Self = Self(2);
+    /// Too many links.
+    pub const LIMIT: Self = Self(3);
+    /// The configuration forbids it.
+    pub const POLICY: Self = Self(4);
+    /// The peer is about to end.
+    pub const SHUTDOWN: Self = Self(5);
+    /// The hello was wrong.
+    pub const PROTOCOL: Self = Self(6);
+    /// No memory for another link.
+    pub const MEMORY: Self = Self(7);
+    /// The request was none of ours.
+    pub const STRANGER: Self = Self(8);
+}
+
+impl fmt::Display for RefusalCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match *self {
+            Self::VERSION => "no common protocol version",
+            Self::BUSY => "too many links are being made",
+            Self::LIMIT => "too many links",
+            Self::POLICY => "forbidden by policy",
+            Self::SHUTDOWN => "shutting down",
+            Self::PROTOCOL => "malformed hello",
+            Self::MEMORY => "no memory for another link",
+            Self::STRANGER => "not a Ferrite peer",
+            Self(code) => return write!(f, "refused with code {code}"),
+        })
+    }
+}
+
+/// Why a peer does not want a link.
+///
+/// ```
+/// use ferrite_fabric::wire::{Refusal, RefusalCode, Version};
+///
+/// let refusal = Refusal {
+///     version: Version::CURRENT,
+///     code: RefusalCode::LIMIT,
+///     retry_after_ms: 500,
+///     text: "10000 links of 10000".into(),
+/// };
+/// let mut private_data = refusal.encode();
+/// private_data.resize(148, 0); // as the CM does
+/// let refusal = Refusal::decode(&private_data).unwrap();
+/// assert_eq!(refusal.to_string(), "too many links: 10000 links of 10000");
+/// assert_eq!(Refusal::decode(b""), None); // a rejection by the kernel, say
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Refusal {
+    /// What the refusing side speaks.
+    pub version: Version,
+    /// Why, for programs.
+    pub code: RefusalCode,
+    /// When to ask again at the earliest; 0: no advice.
+    pub retry_after_ms: u32,
+    /// Why, for people. Beyond [`Refusal::TEXT_BYTES_MAX`] it is cut.
+    pub text: String,
+}
+
+impl Refusal {
+    /// The most bytes of text that travel.
+    pub const TEXT_BYTES_MAX: usize = 120;
+
+    /// Its bytes, at most [`REFUSAL_BYTES_MAX`].
+    #[must_use]
+    pub fn encode(&self) -> Vec<u8> {
+        let text = cut(&self.text);
+        let mut bytes = vec![0; TEXT_AT];
+        put(&mut bytes, 0, REFUSAL_MAGIC);
+        put(&mut bytes, 4, [self.version.major, self.version.minor]);
+        put(&mut bytes, 6, self.code.0.to_le_bytes());
+        put(&mut bytes, 8, self.retry_after_ms.to_le_bytes());
+        put(&mut bytes, 12, [u8::try_from(text.len()).unwrap_or(0)]); // at most 120
+        bytes.extend_from_slice(text.as_bytes());
+        bytes
+    }
+
+    /// Reads a refusal of any version; `None` if it is none of ours. The text is for logs: it is cut where the bytes
+    /// end, and made printable.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        if !bytes.starts_with(&REFUSAL_MAGIC) {
+            return None;
+        }
+        let [major, minor] = field(bytes, 4)?;
+        let code = RefusalCode(u16::from_le_bytes(field(bytes, 6)?));
+        let retry_after_ms = u32::from_le_bytes(field(bytes, 8)?);
+        let [text_bytes] = field(bytes, 12)?;
+        let text = bytes.get(TEXT_AT..)?;
+        let text = &text[..text.len().min(text_bytes.into()).min(Self::TEXT_BYTES_MAX)];
+        let mut text = String::from_utf8_lossy(text).replace(char::is_control, "?");
+        text.truncate(cut(&text).len()); // replaced bytes have grown
+        Some(Self { version: Version { major, minor }, code, retry_after_ms, text })
+    }
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { code, text, .. } = self;
+        if text.is_empty() { code.fmt(f) } else { write!(f, "{code}: {text}") }
+    }
+}
+
+/// As many whole characters as travel.
+fn cut(text: &str) -> &str {
+    &text[..text.floor_char_boundary(Refusal::TEXT_BYTES_MAX)]
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::collection::vec;
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn refusal(text: &str) -> Refusal {
+        let version = Version { major: 1, minor: 2 };
+        Refusal { version, code: RefusalCode(0x0304), retry_after_ms: 0x0506_0708, text: text.into() }
+    }
+
+    /// What a peer with no manners sends as text.
+    fn said(text: &[u8]) -> Option<String> {
+        let mut bytes = refusal("").encode();
+        bytes[12] = u8::try_from(text.len()).expect("a short text");
+        bytes.extend(text);
+        Refusal::decode(&bytes).map(|refusal| refusal.text)
+    }
+
+    #[test]
+    fn golden_bytes() {
+        let bytes = b"FRNO\x01\x02\x04\x03\x08\x07\x06\x05\x05b\xC3\xBCsy";
+        assert_eq!(refusal("büsy").encode(), bytes);
+        assert_eq!(Refusal::decode(bytes), Some(refusal("büsy")));
+    }
+
+    #[test]
+    fn other_bytes_are_no_refusal() {
+        let bytes = refusal("").encode();
+        for len in 0..bytes.len() {
+            assert_eq!(Refusal::decode(&bytes[..len]), None, "{len}");
+        }
+        assert_eq!(Refusal::decode(&bytes), Some(refusal("")));
+        assert_eq!(Refusal::decode(&[0; 148]), None);
+    }
+
+    #[test]
+    fn long_texts_end_at_a_character() {
+        let long = refusal(&"ü€".repeat(40)); // 5 bytes each: 120 bytes are 24 of them
+        let bytes = long.encode();
+        assert_eq!((bytes.len(), bytes[12]), (REFUSAL_BYTES_MAX, 120));
+        assert_eq!(Refusal::decode(&bytes), Some(refusal(&"ü€".repeat(24))));
+        let bytes = refusal(&format!("a{}", long.text)).encode();
+        assert_eq!(bytes.len(), TEXT_AT + 118);
+        const { assert!(REFUSAL_BYTES_MAX <= 148, "what a rejection carries") };
+    }
+
+    #[test]
+    fn a_rude_text_is_made_printable() {
+        assert_eq!(said(b"a\r\n\x1B[2Jb\x7F\xC2\x9B").as_deref(), Some("a???[2Jb??"));
+        assert_eq!(said(b"\xFFok\xC3").as_deref(), Some("\u{FFFD}ok\u{FFFD}"));
+        assert_eq!(said(&[0xFF; 200]), Some("\u{FFFD}".repeat(40)));
+        let mut stump = refusal("abc").encode();
+        stump.truncate(15);
+        assert_eq!(Refusal::decode(&stump), Some(refusal("ab")));
+    }
+
+    #[test]
+    fn every_code_has_a_text() {
+        let texts: std::collections::HashSet<_> = (1..=8).map(|n| RefusalCode(n).to_string()).collect();
+        assert_eq!(texts.len(), 8);
+        assert!(texts.iter().all(|text| !text.contains("code")));
+        assert_eq!(refusal("").to_string(), "refused with code 772");
+    }
+
+    proptest! {
+        #[test]
+        fn round_trip(major: u8, minor: u8, code: u16, retry_after_ms: u32, text in "\\PC{0,30}", padding in 0..9_usize) {
+            let version = Version { major, minor };
+            let refusal = Refusal { version, code: RefusalCode(code), retry_after_ms, text };
+            let mut bytes = refusal.encode();
+            bytes.resize(bytes.len() + padding, 0);
+            prop_assert_eq!(Refusal::decode(&bytes), Some(refusal));
+        }
+
+        #[test]
+        fn any_bytes(mut bytes in vec(any::<u8>(), 0..200), ours: bool) {
+            if ours && bytes.len() >= 4 {
+                bytes[..4].copy_from_slice(&REFUSAL_MAGIC);
+            }
+            if let Some(refusal) = Refusal::decode(&bytes) {
+                prop_assert!(refusal.encode().len() <= REFUSAL_BYTES_MAX);
+                prop_assert!(!refusal.text.contains(char::is_control));
+                prop_assert_eq!(Refusal::decode(&refusal.encode()), Some(refusal));
+            }
+        }
+    }
+}

@@ -1,0 +1,261 @@
+//! Causes of failures on real devices: Soft-RoCE in the lab's guest (`cargo xtask lab-test diagnose`).
+//!
+//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something by the tools an
+//! operator has, and mends it when it ends, however it ends.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::diagnose::{Baseline, Cause, Failure, Likelihood, Subject, causes};
+use ferrite_verbs::{
+    Access, CompletionQueue, Context, MemoryRegion, Path, PeerAddress, QueuePair, QueuePairAttributes,
+    QueuePairConfig, SendRequest, Status, Verbs, WorkCompletion, cm,
+};
+
+const HOSTS: [(&str, &str); 2] = [("rxe2", "10.0.0.2"), ("rxe1", "10.0.0.1")];
+/// Longer than anything here takes, on the slowest kernel.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn verbs() -> Verbs {
+    Verbs::system().expect("rdma-core")
+}
+
+fn at(host: u8) -> Option<SocketAddr> {
+    Some((IpAddr::from(Ipv4Addr::new(10, 0, 0, host)), 0).into())
+}
+
+/// Breaks something; it is mended when the result is dropped.
+fn fault(cause: &str, mend: &'static str) -> Mend {
+    let mended_later = Mend(mend);
+    let status = Command::new("sh").args(["-c", cause]).status().expect("sh");
+    assert!(status.success(), "{cause}: {status}");
+    mended_later
+}
+
+struct Mend(&'static str);
+
+impl Drop for Mend {
+    fn drop(&mut self) {
+        let mended = Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
+        assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
+        // The port comes back, and with it the address, a moment later.
+        let deadline = Instant::now() + PATIENCE;
+        while Instant::now() < deadline && !HOSTS.into_iter().all(|(device, ip)| is_up(device, ip)) {
+            std::thread::sleep(Duration::from_millis(50));
+        }
+    }
+}
+
+fn is_up(device: &str, ip: &str) -> bool {
+    let Ok(context) = verbs().device(device).and_then(|device| device.open()) else { return false };
+    context.active_port().is_ok()
+        && context.gids().is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
+}
+
+/// One end of a link.
+struct End {
+    context: Context,
+    region: MemoryRegion,
+    cq: CompletionQueue,
+    qp: QueuePair,
+}
+
+impl End {
+    fn new((device, _): (&str, &str)) -> Self {
+        let context = verbs().device(device).and_then(|device| device.open()).expect("device");
+        let domain = context.allocate_protection_domain().expect("domain");
+        let region = domain.allocate(64, Access::LOCAL | Access::REMOTE_WRITE).expect("region");
+        let cq = context.create_completion_queue(16, None, 0).expect("queue");
+        let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
+        Self { context, region, cq, qp }
+    }
+
+    fn address(&self, (_, ip): (&str, &str)) -> (PeerAddress, u8) {
+        let gids = self.context.gids().expect("addresses");
+        let entry = gids.iter().find(|entry| entry.gid.ip().to_string() == ip).expect("its address");
+        (PeerAddress { qp_num: self.qp.number(), psn: 1, gid: entry.gid, lid: 0 }, entry.index as u8)
+    }
+
+    /// Posts a request, and says how it ended.
+    fn run(&self, request: SendRequest<'_>) -> Status {
+        self.qp.post_send(&[request.signaled()]).expect("post");
+        let mut out = [WorkCompletion::default()];
+        let deadline = Instant::now() + PATIENCE;
+        while self.cq.poll(&mut out).expect("poll") == 0 {
+            assert!(Instant::now() < deadline, "no completion in time");
+            std::thread::yield_now();
+        }
+        out[0].status()
+    }
+}
+
+/// A link that works, with its baseline; then it is made to fail.
+struct Link {
+    own: End,
+    peer: End,
+    baseline: Baseline,
+}
+
+impl Link {
+    fn up() -> Self {
+        let [own, peer] = HOSTS.map(End::new);
+        // Soft-RoCE takes 7 retries for "for ever".
+        let mtu = own.context.port(1).expect("port").active_mtu;
+        let path = Path { mtu, retries: 3, rnr_retries: 2, ..Path::default() };
+        for (end, at, other, other_at) in
+            [(&own, HOSTS[0], &peer, HOSTS[1]), (&peer, HOSTS[1], &own, HOSTS[0])]
+        {
+            let (target, index) = (other.address(other_at).0, end.address(at).1);
+            end.qp.modify(&QueuePairAttributes::init(1, Access::REMOTE_WRITE)).expect("init");
+            end.qp.modify(&QueuePairAttributes::connect_to(&target, 1, index, &path, 1)).expect("RTR");
+            end.qp.modify(&QueuePairAttributes::ready_to_send(1, &path, 1)).expect("RTS");
+        }
+        let local = [own.region.sge(0..64)];
+        assert_eq!(own.run(SendRequest::write(1, &local, peer.region.remote(0..64))), Status::SUCCESS);
+        counters_settle();
+        let baseline = Baseline::take(&own.context, 1);
+        Self { own, peer, baseline }
+    }
+
+    /// Writes until something gives.
+    fn failure(&self) -> Failure {
+        let deadline = Instant::now() + PATIENCE;
+        let local = [self.own.region.sge(0..64)];
+        while Instant::now() < deadline {
+            match self.own.run(SendRequest::write(1, &local, self.peer.region.remote(0..64))) {
+                Status::SUCCESS => {}
+                status => return Failure::Completion(status),
+            }
+        }
+        panic!("writes go on through the fault");
+    }
+
+    fn causes(&self, failure: Failure) -> Vec<Cause> {
+        causes(&Subject { baseline: Some(&self.baseline), ..subject(&self.own.context, at(1), failure) })
+    }
+}
+
+/// What the kernel tells of counters may be 10 ms old.
+fn counters_settle() {
+    std::thread::sleep(Duration::from_millis(20));
+}
+
+fn subject(context: &Context, peer: Option<SocketAddr>, failure: Failure) -> Subject<'_> {
+    Subject { context, port: 1, local: at(2), peer, baseline: None, failure }
+}
+
+#[track_caller]
+fn expect(causes: &[Cause], likelihood: Likelihood, what: &[&str], evidence: &str) {
+    let best = causes.first().expect("a cause");
+    assert_eq!(best.likelihood, likelihood, "{causes:#?}");
+    assert!(what.iter().any(|what| best.what.contains(what)), "{what:?}: {causes:#?}");
+    assert!(best.evidence.contains(evidence), "{evidence:?}: {causes:#?}");
+}
+
+#[test]
+fn interface_of_the_peer_down() {
+    let link = Link::up();
+    let _fault = fault("ip link set h1 down", "ip link set h1 up");
+    let failure = link.failure();
+    assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
+    expect(&link.causes(failure), Likelihood::Certain, &["the peer's interface h1 is down"], "on rxe1");
+    // On another host, its interface could not be seen: only that it is silent.
+    let remote = Subject { baseline: Some(&link.baseline), ..subject(&link.own.context, None, failure) };
+    let silent = ["nothing arrives here, from the peer or anybody else", "the peer does not answer"];
+    expect(&causes(&remote), Likelihood::Likely, &silent, "h2 has carrier");
+}
+
+#[test]
+fn black_hole() {
+    let link = Link::up();
+    let _fault = fault("tc qdisc add dev h1 root netem loss 100%", "tc qdisc del dev h1 root");
+    let failure = link.failure();
+    assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
+    // Frames of other protocols may arrive or not.
+    let silent = ["nothing arrives here, from 10.0.0.1 or anybody else", "10.0.0.1 does not answer"];
+    let causes = link.causes(failure);
+    expect(&causes, Likelihood::Likely, &silent, "packets and received none; completer_retry_err +");
+    expect(&causes, Likelihood::Likely, &silent, "the next host on the way is in the ARP table");
+}
+
+#[test]
+fn own_interface_down() {
+    let link = Link::up();
+    let _fault = fault("ip link set h2 down", "ip link set h2 up");
+    let failure = link.failure();
+    expect(&link.causes(failure), Likelihood::Certain, &["the own interface h2 is down"], "rxe2 is down");
+}
+
+#[test]
+fn own_carrier_lost() {
+    let link = Link::up();
+    let _fault = fault("ip link set p2 down", "ip link set p2 up");
+    let failure = link.failure();
+    expect(&link.causes(failure), Likelihood::Certain, &["h2 has no carrier"], "h2 is lowerlayerdown");
+}
+
+#[test]
+fn own_address_removed() {
+    let link = Link::up();
+    let _fault = fault("ip addr del 10.0.0.2/24 dev h2", "ip addr add 10.0.0.2/24 dev h2");
+    let failure = link.failure();
+    let lost = ["10.0.0.2 is no longer an address of rxe2"];
+    expect(&link.causes(failure), Likelihood::Certain, &lost, "its addresses: ");
+}
+
+#[test]
+fn grant_revoked() {
+    let link = Link::up();
+    let granted = link.peer.qp.domain().allocate(64, Access::LOCAL | Access::REMOTE_WRITE).expect("region");
+    let target = granted.remote(0..64);
+    drop(granted);
+    let status = link.own.run(SendRequest::write(1, &[link.own.region.sge(0..64)], target));
+    assert_eq!(status, Status::REMOTE_ACCESS);
+    let causes = link.causes(Failure::Completion(status));
+    expect(&causes, Likelihood::Likely, &["10.0.0.1 has revoked the grant"], "remote access error");
+}
+
+#[test]
+fn receives_are_missing() {
+    let link = Link::up();
+    let status = link.own.run(SendRequest::send(1, &[link.own.region.sge(0..64)]));
+    assert_eq!(status, Status::RNR_RETRY_EXCEEDED);
+    counters_settle();
+    let causes = link.causes(Failure::Completion(status));
+    expect(&causes, Likelihood::Likely, &["the process at 10.0.0.1 posts no receives"], "rcvd_rnr_err +");
+}
+
+#[test]
+fn stopped_by_this_side() {
+    let link = Link::up();
+    link.own.qp.stop().expect("stopped");
+    let failure = link.failure();
+    assert_eq!(failure, Failure::Completion(Status::FLUSHED));
+    let causes = link.causes(failure);
+    expect(&causes, Likelihood::Likely, &["this side stopped the queue pair"], "the own port is active");
+}
+
+#[test]
+fn nobody_has_the_address() {
+    let context = End::new(HOSTS[0]).context;
+    let peer = at(77).expect("an address");
+    let outcome = cm::resolve(&verbs(), at(2), peer, Duration::from_secs(2));
+    assert!(outcome.is_err(), "nobody is there");
+    let causes = causes(&subject(&context, Some(peer), Failure::ConnectTimeout));
+    let down = ["the host 10.0.0.77 is down, cut off, or has lost its address"];
+    expect(&causes, Likelihood::Likely, &down, "10.0.0.77 does not answer ARP on h2");
+}
+
+/// A port takes all its links with it: they are diagnosed one after the other, on one thread.
+#[test]
+fn a_thousand_links_fail_together() {
+    let link = Link::up();
+    let _fault = fault("ip link set h2 down", "ip link set h2 up");
+    let failure = link.failure();
+    let start = Instant::now();
+    for _ in 0..1000 {
+        expect(&link.causes(failure), Likelihood::Certain, &["the own interface h2 is down"], "");
+    }
+    assert!(start.elapsed() < Duration::from_secs(1), "took {:?}", start.elapsed());
+}
