@@ -133,7 +133,7 @@ fn run_in(root: &Path, out: &Path, console: &Path, options: &Options) -> anyhow:
 fn build(root: &Path, binaries: &Path, metadata: &Path) -> anyhow::Result<()> {
     let programs = cargo(root)
         .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
-        .args(["--all-features", "--bins"])
+        .args(["--all-features", "--bins", "--examples"])
         .status()?;
     ensure!(programs.success(), "the programs do not build");
     // The nextest that reads the list must be the one that wrote it: both are found by PATH.

@@ -119,8 +119,8 @@ impl fmt::Display for Cause {
 
 /// The likely causes of a failure, the best first, five at most. Where one is certain, only such are returned.
 ///
-/// It reads about fifty small files of the kernel and asks the device three times: well under a millisecond on a
-/// host, a few in the lab. What was seen is used again for links that fail within the next 20 ms.
+/// It reads about fifty small files of the kernel and asks the device a few times: well under a millisecond on a
+/// host, some milliseconds in the lab. What was seen serves all links that fail within the next 20 ms.
 ///
 /// ```
 /// use ferrite_fabric::diagnose::{Baseline, Failure, Likelihood, Subject, causes};

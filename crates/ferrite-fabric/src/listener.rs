@@ -15,7 +15,7 @@ use crate::engine::Engine;
 use crate::error::Error;
 use crate::link::Link;
 use crate::link::shared::LinkShared;
-use crate::link::state::Wakes;
+use crate::link::state::{Wakes, keep};
 use crate::mem::lock;
 
 /// Links that are open and that nobody has accepted yet.
@@ -127,6 +127,29 @@ impl Listener {
         Accepting(self)
     }
 
+    /// The next link, if there is one.
+    ///
+    /// # Errors
+    /// When the listener's device has gone.
+    pub fn try_accept(&mut self) -> Result<Option<Link>, Error> {
+        self.next(None)
+    }
+
+    fn next(&self, waker: Option<&Waker>) -> Result<Option<Link>, Error> {
+        let mut queue = lock(&self.shared.queue);
+        if let Some(link) = queue.links.pop_front() {
+            drop(queue);
+            return Ok(Some(Link::new(link, self.engine.clone())));
+        }
+        if let Some(error) = &queue.failure {
+            return Err(error.clone());
+        }
+        if let Some(waker) = waker {
+            keep(&mut queue.waiting, waker);
+        }
+        Ok(None)
+    }
+
     /// Takes peers that do not say hello, such as clients of other protocols, instead of refusing them.
     #[must_use]
     pub fn strangers(&self) -> Strangers {
@@ -161,17 +184,11 @@ impl Future for Accepting<'_> {
     type Output = Result<Link, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let listener = &self.0;
-        let mut queue = lock(&listener.shared.queue);
-        if let Some(link) = queue.links.pop_front() {
-            drop(queue);
-            return Poll::Ready(Ok(Link::new(link, listener.engine.clone())));
+        match self.0.next(Some(cx.waker())) {
+            Ok(Some(link)) => Poll::Ready(Ok(link)),
+            Ok(None) => Poll::Pending,
+            Err(error) => Poll::Ready(Err(error)),
         }
-        if let Some(error) = &queue.failure {
-            return Poll::Ready(Err(error.clone()));
-        }
-        queue.waiting.push(cx.waker().clone());
-        Poll::Pending
     }
 }
 
@@ -200,7 +217,7 @@ impl Strangers {
             if let Some(error) = &queue.failure {
                 return Poll::Ready(Err(error.clone()));
             }
-            queue.waiting_for_strangers.push(cx.waker().clone());
+            keep(&mut queue.waiting_for_strangers, cx.waker());
             Poll::Pending
         })
         .await

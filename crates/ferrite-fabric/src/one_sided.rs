@@ -30,7 +30,7 @@ use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
-use crate::link::state::Wakes;
+use crate::link::state::{Wakes, keep};
 use crate::mem::{BufMut, Exposed, lock};
 use crate::wire::{Control, GrantToken, Rights};
 
@@ -249,7 +249,7 @@ impl Future for Revoking {
         let over = || Error::new(ErrorKind::Misuse, "a future that was ready was asked again");
         match &mut *lock(&self.region.shared.state) {
             State::Revoking { wakes, .. } => {
-                wakes.push(cx.waker().clone());
+                keep(wakes, cx.waker());
                 Poll::Pending
             }
             State::Revoked(buf) => Poll::Ready(buf.take().ok_or_else(over)),

@@ -9,6 +9,9 @@ use super::counters::{Meaning, Moved};
 use super::snapshot::{Netdev, Snapshot};
 use super::surroundings::{Neighbour, Route, Surroundings, Twin};
 
+/// What happened longer ago than this is no longer a likely cause.
+const RECENT: Duration = Duration::from_secs(60);
+
 /// See the head of this file.
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
@@ -87,8 +90,13 @@ impl Facts {
         Some(figure(now)?.saturating_sub(figure(then)?))
     }
 
+    /// Whether what moved moved lately: counters of an old baseline tell of old troubles too.
+    pub(super) fn is_recent(&self) -> bool {
+        self.age().is_some_and(|age| age < RECENT)
+    }
+
     /// How long ago the link was known to be well.
-    pub(super) fn age(&self) -> Option<Duration> {
+    fn age(&self) -> Option<Duration> {
         Some(self.now.as_ref()?.taken.duration_since(self.then.as_ref()?.taken))
     }
 

@@ -1,7 +1,5 @@
 //! What is wrong on this side: the second half of `rank.rs`.
 
-use std::time::Duration;
-
 use ferrite_verbs::{GidType, PortState};
 
 use super::counters::Meaning;
@@ -9,9 +7,6 @@ use super::facts::Facts;
 use super::rank::{HEADERS, cause};
 use super::snapshot::PortView;
 use super::{Cause, Likelihood};
-
-/// What happened longer ago than this is no longer a likely cause.
-const RECENT: Duration = Duration::from_secs(60);
 
 /// What is wrong on this side.
 pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
@@ -53,7 +48,7 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
     went_down(found, facts);
     if let Some(unsent) = facts.did_move(Meaning::Unsent) {
         found.push(cause(
-            Likelihood::Likely,
+            lately(facts),
             format!("this host cannot send packets to {}", facts.peer_name()),
             format!("{unsent} {}", facts.within()),
             Some(format!("look for what refuses them: ip route get {}, nft list ruleset", facts.peer_name())),
@@ -100,15 +95,19 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
     }
 }
 
+/// How likely a cause is that only a counter shows.
+fn lately(facts: &Facts) -> Likelihood {
+    if facts.is_recent() { Likelihood::Likely } else { Likelihood::Possible }
+}
+
 /// The own port was down, and is up again.
 fn went_down(found: &mut Vec<Cause>, facts: &Facts) {
     let counted = facts.did_move(Meaning::LinkDown).map(|moved| moved.to_string());
     let losses = facts.netdev_moved(|netdev| netdev.carrier_losses).filter(|losses| *losses > 0);
     let losses = losses.map(|losses| format!("carrier lost {losses} times"));
     let Some(evidence) = counted.or(losses) else { return };
-    let recent = facts.age().is_some_and(|age| age < RECENT);
     found.push(cause(
-        if recent { Likelihood::Likely } else { Likelihood::Possible },
+        lately(facts),
         "the own port went down, and came back".to_owned(),
         format!("{evidence} {}", facts.within()),
         Some("connect again; if it repeats: cable, transceiver, the port of the switch".into()),

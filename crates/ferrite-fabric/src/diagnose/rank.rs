@@ -321,7 +321,7 @@ fn stuck(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let peer = facts.peer_name();
     let counted = |meaning| facts.did_move(meaning).map(|moved| format!("{moved} {}", facts.within()));
     let not_ready = counted(Meaning::PeerNotReady);
-    let what = if not_ready.is_some() || failure != Failure::NoKeepalive {
+    let what = if (not_ready.is_some() && facts.is_recent()) || failure != Failure::NoKeepalive {
         format!(
             "the process at {peer} posts no receives: it is stuck, stopped, or slower than its credits promise"
         )

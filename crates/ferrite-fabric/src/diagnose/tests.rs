@@ -394,14 +394,23 @@ fn guesses_are_named_and_stay_last() {
 /// A port that flapped a week ago is not why the link failed now.
 #[test]
 fn old_news_is_only_possible() {
-    let mut made = Made::new();
-    made.moves(Meaning::LinkDown, "link_downed", 1);
-    made.now.taken += Duration::from_secs(7 * 86_400);
-    let causes = rank(RETRY, &made.facts());
-    assert_ne!(causes[0].what, "the own port went down, and came back");
-    let flap = causes.iter().find(|cause| cause.what.contains("came back")).expect("still there");
-    assert_eq!(flap.likelihood, Possible);
-    assert!(flap.evidence.ends_with("in 10080 min"), "{flap}");
+    let old = || {
+        let mut made = Made::new();
+        made.moves(Meaning::LinkDown, "link_downed", 1);
+        made.moves(Meaning::Unsent, "send_err", 1);
+        made.moves(Meaning::PeerNotReady, "rcvd_rnr_err", 1);
+        made.now.taken += Duration::from_secs(7 * 86_400);
+        made.facts()
+    };
+    let causes = rank(RETRY, &old());
+    assert!(causes[0].what.starts_with("nothing arrives here"), "{causes:#?}");
+    for what in ["the own port went down, and came back", "this host cannot send packets to 10.0.0.1"] {
+        let cause = causes.iter().find(|cause| cause.what == what).expect("still there");
+        assert_eq!(cause.likelihood, Possible);
+        assert!(cause.evidence.ends_with("+1 in 10080 min"), "{cause}");
+    }
+    let causes = rank(Failure::NoKeepalive, &old());
+    assert!(causes[0].what.contains("stopped, stuck, or starved"), "{causes:#?}");
 }
 
 #[test]

@@ -379,7 +379,8 @@ fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
     Outcome { result, buf }
 }
 
-fn keep(wakers: &mut Wakes, waker: &Waker) {
+/// Keeps a waker, once.
+pub(crate) fn keep(wakers: &mut Wakes, waker: &Waker) {
     if !wakers.iter().any(|kept| kept.will_wake(waker)) {
         wakers.push(waker.clone());
     }

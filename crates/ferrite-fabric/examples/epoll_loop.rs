@@ -1,0 +1,76 @@
+//! The engine in somebody else's event loop: plain epoll, no runtime, no thread, no future.
+//!
+//! ```text
+//! cargo run --example epoll_loop -- 10.0.0.1:7471        # an echo server; a line on standard input ends it
+//! ```
+//!
+//! The rules: watch the engine's descriptor; when it is readable, call `progress()`, then take what has come with
+//! `try_recv`; call `progress()` once more after giving the engine work and before waiting. This is how a database would
+//! drive it beside its own sockets.
+#![expect(clippy::print_stdout, reason = "an example")]
+
+use std::error::Error;
+use std::net::SocketAddr;
+
+use ferrite_fabric::{Engine, ErrorKind, Link};
+use ferrite_verbs::Verbs;
+use rustix::event::epoll;
+
+const ENGINE: u64 = 1;
+const STDIN: u64 = 2;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let local: SocketAddr = std::env::args().nth(1).ok_or("say a local address")?.parse()?;
+    let engine = Engine::builder(&Verbs::system()?).build()?;
+    let mut listener = engine.listen(local)?;
+    println!("listening on {}", listener.local_addr());
+
+    let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    epoll::add(&set, &engine, epoll::EventData::new_u64(ENGINE), epoll::EventFlags::IN)?;
+    epoll::add(&set, std::io::stdin(), epoll::EventData::new_u64(STDIN), epoll::EventFlags::IN)?;
+
+    let mut links: Vec<Link> = Vec::new();
+    let mut echoed = 0_u64;
+    loop {
+        // Until the engine has nothing more and has prepared its descriptor for waiting.
+        loop {
+            while let Some(link) = listener.try_accept()? {
+                println!("{:?} came", link.peer_addr());
+                links.push(link);
+            }
+            links.retain(|link| match echo(link) {
+                Ok(count) => {
+                    echoed += count;
+                    true
+                }
+                Err(error) => {
+                    println!("{:?} left: {error}", link.peer_addr());
+                    false
+                }
+            });
+            if engine.progress() == 0 {
+                break;
+            }
+        }
+        let mut events = Vec::with_capacity(8);
+        epoll::wait(&set, rustix::buffer::spare_capacity(&mut events), None)?;
+        if events.iter().any(|event| event.data.u64() == STDIN) {
+            println!("{echoed} messages echoed");
+            return Ok(());
+        }
+    }
+}
+
+/// Sends back whatever has come; how many.
+fn echo(link: &Link) -> Result<u64, ferrite_fabric::Error> {
+    let mut count = 0;
+    while let Some(message) = link.try_recv()? {
+        match link.post_bytes(message.channel(), &message.to_vec()) {
+            Ok(()) => count += 1,
+            // The peer sends and does not take. A database would keep the answer; an example may lose it.
+            Err(error) if error.kind() == ErrorKind::Full => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(count)
+}
