@@ -19,7 +19,6 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, EventChannel, State};
 
-use crate::diagnose::Baseline;
 use crate::engine::Shared;
 use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
@@ -172,7 +171,7 @@ impl Poller {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
             (links.len(), links.vacancy())
         };
-        let Some((index, generation)) = vacancy else {
+        let Some((name, generation)) = vacancy else {
             return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
         };
         let hello = shared.hello(links);
@@ -183,11 +182,11 @@ impl Poller {
             keepalive: config.keepalive,
             peer_timeout: config.peer_timeout,
         };
-        let queue = SendQueue::new(qp, index, lane.index, generation);
+        let queue = SendQueue::new(qp, name.index, lane.index, generation);
         let state = LinkState::new(queue, inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
-        let link = Arc::new(LinkShared::new(index, state, Arc::clone(lane), pool, mailbox));
-        self.enter(shared, index, &link);
+        let link = Arc::new(LinkShared::new(name, state, Arc::clone(lane), pool, mailbox));
+        self.enter(shared, &link);
         Ok((link, hello))
     }
 
@@ -204,10 +203,10 @@ impl Poller {
             local: id.local_addr(),
             peer: id.peer_addr(),
             mtu: mtu.unwrap_or(ferrite_verbs::Mtu::B1024),
-            baseline: Baseline::take(&link.lane.context, port),
         });
+        link.is_well();
         self.meetings.put(key, Meeting::Linked { id, link: link.index });
-        self.timers.add(self.now + shared.config.keepalive, Timer::Keepalive(link.index));
+        self.timers.add(self.now + shared.config.keepalive, Timer::Keepalive(link.name));
         // What came in meanwhile may wait for an answer.
         link.with_wakes(&mut self.wakes, LinkState::pump);
     }

@@ -23,7 +23,7 @@ mod watch;
 
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
 use ferrite_verbs::{Absence, Verbs};
@@ -96,6 +96,7 @@ pub(crate) struct Shared {
     abandoned: AtomicBool,
     /// Tasks and threads that drive it.
     drivers: AtomicUsize,
+    busy_poll_us: AtomicU32,
     clock: quanta::Clock,
     pub(crate) counters: Counters,
 }
@@ -174,6 +175,7 @@ impl Builder {
                 lanes,
                 pool,
                 verbs,
+                busy_poll_us: AtomicU32::new(config.busy_poll_us),
                 config,
                 mailbox,
                 waits,
@@ -288,6 +290,7 @@ impl Engine {
             totals,
             in_flight: shared.lanes.iter().map(|lane| u64::from(lane.in_flight())).sum(),
             receives_posted: shared.lanes.iter().map(|lane| lock(&lane.stock).posted() as u64).sum(),
+            receives_overdue: shared.lanes.iter().map(|lane| lock(&lane.stock).overdue() as u64).sum(),
             passes: counters.passes.load(Ordering::Relaxed),
             completions: counters.completions.load(Ordering::Relaxed),
             sleeps: counters.sleeps.load(Ordering::Relaxed),
@@ -346,6 +349,8 @@ pub struct EngineStats {
     pub in_flight: u64,
     /// Receives that wait for messages.
     pub receives_posted: u64,
+    /// Receives that failed links took along; their memory comes back with the engine's end.
+    pub receives_overdue: u64,
     /// Looks at the completion queues.
     pub passes: u64,
     /// Completions found by them.

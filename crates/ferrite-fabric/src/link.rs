@@ -80,6 +80,14 @@ impl Link {
         Sending::new(Arc::clone(self.shared()), channel, parts)
     }
 
+    /// Waits until the queue takes something: for [`Link::post`] and the one-sided operations, which do not wait.
+    ///
+    /// # Errors
+    /// The link is down or closing.
+    pub async fn room(&self) -> Result<(), Error> {
+        std::future::poll_fn(|cx| self.shared().poll_room(cx.waker())).await
+    }
+
     /// Copies `bytes` into buffers of the pool and sends them.
     ///
     /// # Errors

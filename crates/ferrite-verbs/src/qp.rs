@@ -346,7 +346,7 @@ pub struct Path {
     pub mtu: Mtu,
     /// Wait for an acknowledgement: 4.096 µs × 2^this; 0 is for ever.
     pub ack_timeout: u8,
-    /// Resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7.
+    /// Resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7; Soft-RoCE never gives up with 7.
     pub retries: u8,
     /// Resends to a peer without receives, 0 to 6; 7 is for ever.
     pub rnr_retries: u8,
@@ -356,9 +356,9 @@ pub struct Path {
 }
 
 impl Default for Path {
-    /// A dead peer is noticed after about half a second: 67 ms × 8 tries.
+    /// A dead peer is noticed after about half a second: 67 ms × 7 tries. (Soft-RoCE takes 7 resends for "for ever".)
     fn default() -> Self {
-        Self { mtu: Mtu::B1024, ack_timeout: 14, retries: 7, rnr_retries: 7, rnr_timer: 12 }
+        Self { mtu: Mtu::B1024, ack_timeout: 14, retries: 6, rnr_retries: 7, rnr_timer: 12 }
     }
 }
 

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams};
 use futures_channel::oneshot;
 
-use super::{Meeting, UNKNOWN_PEER, bring_up, initialise, lane_of, params, since};
+use super::{Meeting, bring_up, initialise, lane_of, params, since};
 use crate::diagnose::{self, Failure, Subject};
 use crate::engine::poller::Poller;
 use crate::engine::timers::Timer;
@@ -101,18 +101,16 @@ impl Outgoing {
 #[must_use = "futures do nothing unless awaited"]
 pub struct Connecting {
     engine: Engine,
-    reply: Result<oneshot::Receiver<Reply>, Option<Error>>,
+    reply: oneshot::Receiver<Reply>,
 }
 
 impl Future for Connecting {
     type Output = Result<Link, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let gone = || Error::new(ErrorKind::Closed, "the engine is gone");
-        let reply = match &mut self.reply {
-            Ok(reply) => Pin::new(reply).poll(cx).map(|reply| reply.unwrap_or_else(|_| Err(gone()))),
-            Err(error) => Poll::Ready(Err(error.take().unwrap_or_else(gone))),
-        };
+        let reply = Pin::new(&mut self.reply)
+            .poll(cx)
+            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine is gone"))));
         reply.map_ok(|link| Link::new(link, self.engine.clone()))
     }
 }
@@ -152,7 +150,7 @@ impl Engine {
             poller.meetings.waiting.push_back(outgoing);
             poller.start_waiting(shared);
         });
-        Connecting { engine: self.clone(), reply: Ok(receiver) }
+        Connecting { engine: self.clone(), reply: receiver }
     }
 }
 
@@ -323,9 +321,10 @@ impl Poller {
         let error = outgoing.last.clone().unwrap_or_else(|| {
             let error =
                 Error::new(ErrorKind::Timeout, format!("{peer} did not answer the handshake in time"));
-            let lane = outgoing.link.as_ref().map(|(link, _)| &link.lane).or(shared.lanes.first());
-            let Some(lane) = lane else { return error };
-            let local = outgoing.id.as_ref().and_then(CmId::local_addr).or(outgoing.local);
+            // Without a device the address says which; the diagnosis must not look at another.
+            let lane = outgoing.id.as_ref().and_then(|id| lane_of(shared, id).ok());
+            let local = lane.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
+            let Some(lane) = lane.or(shared.lanes.first()) else { return error };
             error.with_causes(diagnose::causes(&Subject {
                 context: &lane.context,
                 port: outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port),
@@ -356,6 +355,5 @@ impl Poller {
 }
 
 fn not_ours(peer: SocketAddr, error: HelloError) -> Error {
-    debug_assert!(peer != UNKNOWN_PEER, "a peer that was called has an address");
     Error::new(ErrorKind::Protocol, format!("{peer} is not a Ferrite peer of our version: {error}"))
 }

@@ -46,7 +46,8 @@ pub struct Config {
     pub max_reads: u8,
     /// How long to wait for an acknowledgement: 4.096 µs × 2^this. 14, which is 67 ms.
     pub ack_timeout: u8,
-    /// Resends before the peer counts as dead. 7: with the timeout above about half a second on hardware.
+    /// Resends before the peer counts as dead. 6: with the timeout above about half a second. (Not 7, which Soft-RoCE
+    /// takes for "for ever".)
     pub retries: u8,
     /// Handshakes under way at a time, each way. More wait for their turn, or are told to come again. 64.
     pub max_half_open: usize,
@@ -80,7 +81,7 @@ impl Default for Config {
             cq_size: 16_384,
             max_reads: 16,
             ack_timeout: 14,
-            retries: 7,
+            retries: 6,
             max_half_open: 64,
             max_connections: 16_384,
             connection_timeout: Duration::from_secs(5),

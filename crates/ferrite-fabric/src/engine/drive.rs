@@ -63,7 +63,7 @@ impl Shared {
     }
 
     fn busy_poll(&self) -> Duration {
-        Duration::from_micros(self.config.busy_poll_us.into())
+        Duration::from_micros(self.busy_poll_us.load(Ordering::Relaxed).into())
     }
 
     /// Waits until the descriptor is readable, or `patience` is over.
@@ -143,6 +143,12 @@ impl Engine {
                 total += 1;
             }
         }
+    }
+
+    /// Looks for completions this long before sleeping, from now on: [`Config::busy_poll_us`](crate::Config) was where it
+    /// began. For programs that wait for peers asleep and then work with them awake.
+    pub fn set_busy_poll_us(&self, busy_poll_us: u32) {
+        self.shared().busy_poll_us.store(busy_poll_us, Ordering::Relaxed);
     }
 
     /// Runs a future to its end on this thread, driving the engine meanwhile.

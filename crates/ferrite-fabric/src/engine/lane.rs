@@ -37,6 +37,8 @@ pub(crate) struct Lane {
     has_waiting: AtomicBool,
     /// What queue pairs of this device take inline: found when the first is made.
     inline: AtomicU32,
+    /// The completion queue will tell of its next completion.
+    pub(crate) armed: AtomicBool,
     pub(crate) gone: AtomicBool,
 }
 
@@ -71,6 +73,7 @@ impl Lane {
             waiting: Mutex::new(VecDeque::new()),
             has_waiting: AtomicBool::new(false),
             inline: AtomicU32::new(config.inline_threshold),
+            armed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
         })
     }

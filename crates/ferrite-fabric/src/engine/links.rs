@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::slots::OWNER_MAX;
+use super::timers::LinkName;
 use crate::link::LinkStats;
 use crate::link::shared::LinkShared;
 
@@ -10,6 +11,7 @@ use crate::link::shared::LinkShared;
 pub(crate) struct Links {
     places: Vec<Place>,
     free: Vec<u32>,
+    next_serial: u64,
     /// What links did that are gone.
     pub(crate) retired: LinkStats,
 }
@@ -22,8 +24,8 @@ struct Place {
 }
 
 impl Links {
-    /// A free number and where its generations begin; the caller makes the link and puts it there.
-    pub(crate) fn vacancy(&mut self) -> Option<(u32, u32)> {
+    /// A free number, a new serial, and where the generations begin; the caller makes the link and puts it there.
+    pub(crate) fn vacancy(&mut self) -> Option<(LinkName, u32)> {
         let index = match self.free.pop() {
             Some(index) => index,
             None if self.places.len() <= OWNER_MAX as usize => {
@@ -32,7 +34,9 @@ impl Links {
             }
             None => return None,
         };
-        Some((index, self.places[index as usize].next_generation))
+        self.next_serial += 1;
+        let name = LinkName { index, serial: self.next_serial };
+        Some((name, self.places[index as usize].next_generation))
     }
 
     pub(crate) fn put(&mut self, index: u32, link: Arc<LinkShared>) {

@@ -15,7 +15,7 @@ use super::Shared;
 use super::lane::Lane;
 use super::links::Links;
 use super::slots::WorkId;
-use super::timers::{Timer, Timers};
+use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
 use crate::connect::{Meeting, Meetings};
 use crate::error::{Error, ErrorKind};
@@ -62,18 +62,20 @@ impl Poller {
 
     /// Takes what completions there are, and looks at the rest if it is time; how much there was.
     pub(crate) fn pass(&mut self, shared: &Shared) -> usize {
-        let mut done = self.reap(shared);
-        let calls = shared.mailbox.take();
-        for link in &calls {
-            self.attend(shared, *link);
-        }
-        done += calls.len();
+        let mut done = 0;
+        // First, because what follows goes by the time of the last look.
         let now = shared.clock.now();
         if shared.mailbox.is_asleep() || now.saturating_duration_since(self.looked) >= LOOK_EVERY {
             self.looked = now;
             shared.mailbox.set_asleep(false);
             done += self.look(shared);
         }
+        done += self.reap(shared);
+        let calls = shared.mailbox.take();
+        for link in &calls {
+            self.attend(shared, *link);
+        }
+        done += calls.len();
         shared.counters.passes.fetch_add(1, Ordering::Relaxed);
         done
     }
@@ -170,6 +172,11 @@ impl Poller {
         shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(index).cloned()
     }
 
+    /// The link, unless its number is another's by now.
+    fn link_named(&self, shared: &Shared, name: LinkName) -> Option<Arc<LinkShared>> {
+        self.link(shared, name.index).filter(|link| link.name == name)
+    }
+
     /// Looks at the descriptors and the clock; how much there was to do.
     fn look(&mut self, shared: &Shared) -> usize {
         self.now = Instant::now();
@@ -179,7 +186,10 @@ impl Poller {
         for ready in ready.drain(..) {
             match ready {
                 Ready::Completions(lane) => {
-                    while let Ok(Some(_)) = shared.lanes[lane].channel.next_event() {}
+                    let lane = &shared.lanes[lane];
+                    while let Ok(Some(_)) = lane.channel.next_event() {
+                        lane.armed.store(false, Ordering::Relaxed);
+                    }
                 }
                 Ready::Device(lane) => done += self.device_events(shared, lane),
                 Ready::Cm => done += self.cm_events(shared),
@@ -246,22 +256,26 @@ impl Poller {
 
     fn on_timer(&mut self, shared: &Shared, timer: Timer) {
         match timer {
-            Timer::Keepalive(index) => {
-                let Some(link) = self.link(shared, index) else { return };
+            Timer::Keepalive(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
                 if let Some(next) = link.on_timer(self.now) {
                     self.timers.add(next, timer);
                 }
             }
-            Timer::Close(index) => {
-                let Some(link) = self.link(shared, index) else { return };
+            Timer::Close(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
                 let what = format!(
                     "the peer did not take what was sent within {} ms of closing",
                     shared.config.close_timeout.as_millis()
                 );
                 link.fail(Error::new(ErrorKind::Timeout, what));
-                self.attend(shared, index);
+                self.attend(shared, name.index);
             }
-            Timer::Drain(index) => self.tear_down(shared, index, true),
+            Timer::Drain(name) => {
+                if let Some(link) = self.link_named(shared, name) {
+                    self.tear_down(shared, &link, true);
+                }
+            }
             Timer::Meeting(key) => self.meeting_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),
@@ -272,16 +286,18 @@ impl Poller {
     /// A link called: it is closing, or down, or a grant came back.
     pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
-        let (released, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
+        let (released, closing, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let down = state.failure().cloned();
             let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
-            (std::mem::take(&mut state.released), down.map(|error| (error, first)))
+            (std::mem::take(&mut state.released), state.take_closing(), down.map(|error| (error, first)))
         });
         for grant in released {
             shared.regions.on_released(grant, Some(index), &mut self.wakes);
         }
         let Some((error, first)) = down else {
-            self.timers.add(self.now + shared.config.close_timeout, Timer::Close(index));
+            if closing {
+                self.timers.add(self.now + shared.config.close_timeout, Timer::Close(link.name));
+            }
             return;
         };
         if first {
@@ -292,21 +308,20 @@ impl Poller {
             if let Some(path) = link.path.get() {
                 self.meetings.hang_up(path.cm_key);
             }
-            self.timers.add(self.now + DRAIN, Timer::Drain(index));
+            self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
         }
-        self.tear_down(shared, index, false);
+        self.tear_down(shared, &link, false);
     }
 
     /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`), and forgets the link.
-    fn tear_down(&mut self, shared: &Shared, index: u32, by_force: bool) {
-        let Some(link) = self.link(shared, index) else { return };
+    fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
         let gone = link.with_wakes(&mut self.wakes, |state, around, wakes| {
             state.failure().is_some() && state.destroy(around, by_force, wakes)
         });
         if !gone {
             // The last completion of what is in flight brings us here again, or else the clock.
             if by_force {
-                self.timers.add(self.now + DRAIN, Timer::Drain(index));
+                self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
             }
             return;
         }
@@ -314,20 +329,27 @@ impl Poller {
         if let Some(path) = link.path.get() {
             self.meetings.remove(path.cm_key);
         }
-        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(index);
+        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(link.index);
     }
 
     /// Puts a link where its completions find it.
-    pub(crate) fn enter(&mut self, shared: &Shared, index: u32, link: &Arc<LinkShared>) {
-        self.by_qp.insert(qp_key(link.lane.index, link.qp_num), index);
-        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).put(index, Arc::clone(link));
+    pub(crate) fn enter(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        self.by_qp.insert(qp_key(link.lane.index, link.qp_num), link.index);
+        shared
+            .links
+            .write()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .put(link.index, Arc::clone(link));
     }
 
     /// Prepares for sleep: after this the descriptor becomes readable when there is something to do. `false` if there
     /// is something already.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
         for lane in &shared.lanes {
-            let _ = lane.cq.request_notify(false); // on a device that is gone nothing comes any more
+            // Once armed it stays so until its event was taken: arming again would be a system call for nothing.
+            if !lane.armed.swap(true, Ordering::Relaxed) {
+                let _ = lane.cq.request_notify(false); // on a device that is gone nothing comes any more
+            }
         }
         let soonest = self.timers.soonest();
         if soonest != self.clock_set {

@@ -242,11 +242,25 @@ impl<T> Drop for SendQueue<T> {
 }
 
 /// A shared receive queue and the buffers in it.
+///
+/// A queue pair that fails in the middle of a message may keep the receive it had begun, without a completion
+/// (Soft-RoCE does; the specification knows only that the queue pair took its last one). The device may write that buffer as
+/// long as its queue pair lives, and nobody can tell which buffer it is. So a receive that was overtaken by two rounds of
+/// the whole queue counts as overdue: its buffer stays where it is until it completes or the queue ends, and another
+/// receive takes its place, so that the stock does not dwindle.
 pub(crate) struct ReceiveStock {
     /// `None` only while it is dropped.
     srq: Option<SharedReceiveQueue>,
     slots: Vec<ReceiveSlot>,
     free: Vec<usize>,
+    /// Slots that were added for overdue ones, which have come after all.
+    spare: Vec<usize>,
+    overdue: usize,
+    depth: usize,
+    /// Receives posted, the youngest that completed, and when overdue ones were looked for.
+    posted: u64,
+    youngest: u64,
+    checked: u64,
     domain: usize,
     /// Bytes of each buffer.
     block_bytes: usize,
@@ -255,13 +269,33 @@ pub(crate) struct ReceiveStock {
 struct ReceiveSlot {
     generation: u32,
     buf: Option<BufMut>,
+    /// How many had been posted when this was.
+    posted_at: u64,
+    overdue: bool,
+}
+
+impl ReceiveSlot {
+    fn new() -> Self {
+        Self { generation: 0, buf: None, posted_at: 0, overdue: false }
+    }
 }
 
 impl ReceiveStock {
     /// Up to `depth` receives of `block_bytes` each; none is posted yet.
     pub(crate) fn new(srq: SharedReceiveQueue, depth: usize, block_bytes: usize, domain: usize) -> Self {
-        let slots = (0..depth).map(|_| ReceiveSlot { generation: 0, buf: None }).collect();
-        Self { srq: Some(srq), slots, free: (0..depth).rev().collect(), domain, block_bytes }
+        Self {
+            srq: Some(srq),
+            slots: (0..depth).map(|_| ReceiveSlot::new()).collect(),
+            free: (0..depth).rev().collect(),
+            spare: Vec::new(),
+            overdue: 0,
+            depth,
+            posted: 0,
+            youngest: 0,
+            checked: 0,
+            domain,
+            block_bytes,
+        }
     }
 
     /// How many receives could be posted.
@@ -269,9 +303,34 @@ impl ReceiveStock {
         self.free.len()
     }
 
-    /// How many are posted.
+    /// How many wait for messages.
     pub(crate) fn posted(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.depth - self.free.len()
+    }
+
+    /// How many were taken by queue pairs that never completed them.
+    pub(crate) fn overdue(&self) -> usize {
+        self.overdue
+    }
+
+    /// Looks for receives that were overtaken by two rounds, and makes room for others in their place.
+    fn replace_overdue(&mut self) {
+        let rounds = 2 * self.depth as u64;
+        self.checked = self.youngest;
+        let late = self.youngest.saturating_sub(rounds);
+        for slot in 0..self.slots.len() {
+            let place = &mut self.slots[slot];
+            if place.buf.is_none() || place.overdue || place.posted_at >= late {
+                continue;
+            }
+            place.overdue = true;
+            self.overdue += 1;
+            let another = self.spare.pop().unwrap_or_else(|| {
+                self.slots.push(ReceiveSlot::new());
+                self.slots.len() - 1
+            });
+            self.free.push(another);
+        }
     }
 
     /// Posts receives until none is missing, or memory or the device says no.
@@ -279,6 +338,9 @@ impl ReceiveStock {
     /// # Errors
     /// What the pool or the device said; what was posted before stays.
     pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), PoolError> {
+        if self.youngest - self.checked > self.depth as u64 {
+            self.replace_overdue();
+        }
         while !self.free.is_empty() {
             // SAFETY: without bytes nothing is touched.
             let mut pieces = [unsafe { Sge::from_raw(0, 0, 0) }; BATCH];
@@ -301,6 +363,8 @@ impl ReceiveStock {
                 let place = &mut self.slots[slot];
                 place.generation = place.generation.wrapping_add(1);
                 place.buf = Some(buf);
+                self.posted += 1;
+                place.posted_at = self.posted;
                 ids[count] = WorkId::of_receive(slot, place.generation);
                 count += 1;
             }
@@ -333,7 +397,13 @@ impl ReceiveStock {
             return None;
         }
         let buf = place.buf.take()?;
-        self.free.push(slot);
+        self.youngest = self.youngest.max(place.posted_at);
+        if std::mem::take(&mut place.overdue) {
+            self.overdue -= 1;
+            self.spare.push(slot);
+        } else {
+            self.free.push(slot);
+        }
         Some(buf)
     }
 }
@@ -345,5 +415,37 @@ impl Drop for ReceiveStock {
             // As for sends. (The queue's own drop tries once more, and counts.)
             std::mem::forget(std::mem::take(&mut self.slots));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_verbs::fake::{DeviceSpec, World};
+
+    use super::*;
+
+    #[test]
+    fn receives_that_never_complete_are_replaced() {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+        let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+        let domain = context.allocate_protection_domain().expect("domain");
+        // Deeper than the stock: what the test takes out by hand the device still has.
+        let srq = domain.create_shared_receive_queue(64, 1).expect("queue");
+        let pool = Pool::builder(&[domain]).build().expect("pool");
+        let mut stock = ReceiveStock::new(srq, 4, 256, 0);
+        stock.refill(&pool).expect("posted");
+        let lost = WorkId::of_receive(0, 1).0;
+        for _ in 0..4 {
+            for slot in 1..4 {
+                let generation = stock.slots[slot].generation;
+                stock.take(WorkId::of_receive(slot, generation).0).expect("posted");
+            }
+            stock.refill(&pool).expect("posted");
+        }
+        assert_eq!((stock.posted(), stock.overdue(), stock.slots.len()), (4, 1, 5));
+        stock.take(lost).expect("late, but known");
+        assert_eq!((stock.posted(), stock.overdue(), stock.missing()), (4, 0, 0), "no place is free for it");
+        assert!(stock.take(lost).is_none(), "twice");
     }
 }

@@ -6,15 +6,22 @@ use std::time::Instant;
 
 use ferrite_verbs::CmKey;
 
+/// A link by its number, which others get after it, and by its serial, which none does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct LinkName {
+    pub(crate) index: u32,
+    pub(crate) serial: u64,
+}
+
 /// What to look at when the time has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Timer {
     /// Is the peer of this link alive?
-    Keepalive(u32),
+    Keepalive(LinkName),
     /// Has this link delivered what was sent?
-    Close(u32),
+    Close(LinkName),
     /// Is everything of this link out of flight?
-    Drain(u32),
+    Drain(LinkName),
     /// Has this handshake got anywhere?
     Meeting(CmKey),
     /// Try this handshake again.

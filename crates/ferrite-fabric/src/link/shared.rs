@@ -16,6 +16,7 @@ use crate::diagnose::{self, Baseline, Failure, Subject};
 use crate::engine::lane::Lane;
 use crate::engine::mailbox::Mailbox;
 use crate::engine::slots::Held;
+use crate::engine::timers::LinkName;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut, Pool, lock};
 use crate::wire::{GrantToken, Rights};
@@ -24,11 +25,14 @@ pub(crate) struct LinkShared {
     // First: the queue pair goes before the lane whose queues it uses.
     state: Mutex<LinkState>,
     pub(crate) index: u32,
+    pub(crate) name: LinkName,
     pub(crate) qp_num: u32,
     pub(crate) lane: Arc<Lane>,
     pub(crate) pool: Pool,
     mailbox: Arc<Mailbox>,
     pub(crate) path: OnceLock<PathInfo>,
+    /// The port when the link was last known to be well.
+    baseline: Mutex<Option<Baseline>>,
 }
 
 /// Where a link goes, known when the handshake is done.
@@ -39,19 +43,29 @@ pub(crate) struct PathInfo {
     pub(crate) local: Option<SocketAddr>,
     pub(crate) peer: Option<SocketAddr>,
     pub(crate) mtu: Mtu,
-    pub(crate) baseline: Baseline,
 }
 
 impl LinkShared {
     pub(crate) fn new(
-        index: u32,
+        name: LinkName,
         state: LinkState,
         lane: Arc<Lane>,
         pool: Pool,
         mailbox: Arc<Mailbox>,
     ) -> Self {
         let qp_num = state.queue.qp().map_or(0, ferrite_verbs::QueuePair::number);
-        Self { state: Mutex::new(state), index, qp_num, lane, pool, mailbox, path: OnceLock::new() }
+        let index = name.index;
+        Self {
+            state: Mutex::new(state),
+            index,
+            name,
+            qp_num,
+            lane,
+            pool,
+            mailbox,
+            path: OnceLock::new(),
+            baseline: Mutex::new(None),
+        }
     }
 
     /// Runs `act` under the lock, then whatever must happen outside of it.
@@ -95,14 +109,21 @@ impl LinkShared {
     #[cold]
     pub(crate) fn causes(&self, failure: Failure) -> Vec<diagnose::Cause> {
         let path = self.path.get();
+        let baseline = lock(&self.baseline).clone();
         diagnose::causes(&Subject {
             context: &self.lane.context,
             port: path.map_or(1, |path| path.port),
             local: path.and_then(|path| path.local),
             peer: path.and_then(|path| path.peer),
-            baseline: path.map(|path| &path.baseline),
+            baseline: baseline.as_ref(),
             failure,
         })
+    }
+
+    /// The link is well: from here on a diagnosis counts what changed.
+    pub(crate) fn is_well(&self) {
+        let port = self.path.get().map_or(1, |path| path.port);
+        *lock(&self.baseline) = Some(Baseline::take(&self.lane.context, port));
     }
 
     pub(crate) fn peer_name(&self) -> String {
@@ -144,6 +165,19 @@ impl LinkShared {
             state.pump(around, wakes);
             Ok(ticket)
         })
+    }
+
+    /// Ready when another message may be queued.
+    pub(crate) fn poll_room(&self, waker: &Waker) -> Poll<Result<(), Error>> {
+        let mut state = lock(&self.state);
+        if let Err(error) = state.check_open() {
+            return Poll::Ready(Err(error));
+        }
+        if state.has_room(0) {
+            return Poll::Ready(Ok(()));
+        }
+        state.wake_on_room(waker);
+        Poll::Pending
     }
 
     /// Sends one buffer without an answer: nothing is allocated.
@@ -271,10 +305,19 @@ impl LinkShared {
             state.pump(around, wakes);
             next
         });
-        next.unwrap_or_else(|error| {
-            self.fail(error.with_causes(self.causes(Failure::NoKeepalive)));
-            None
-        })
+        match next {
+            Ok(Some((next, well))) => {
+                if well {
+                    self.is_well();
+                }
+                Some(next)
+            }
+            Ok(None) => None,
+            Err(error) => {
+                self.fail(error.with_causes(self.causes(Failure::NoKeepalive)));
+                None
+            }
+        }
     }
 }
 

@@ -86,6 +86,7 @@ pub(crate) struct LinkState {
     consumed: u64,
     told: u64,
     closing: bool,
+    close_called: bool,
     fin_sent: bool,
     peer_fin: bool,
     fin_ack_sent: bool,
@@ -140,6 +141,7 @@ impl LinkState {
             consumed: 0,
             told: 0,
             closing: false,
+            close_called: false,
             fin_sent: false,
             peer_fin: false,
             fin_ack_sent: false,
@@ -282,7 +284,13 @@ impl LinkState {
 
     /// Takes nothing new; what was sent is delivered, then the link ends.
     pub(crate) fn close(&mut self) {
+        self.close_called = !self.closing;
         self.closing = true;
+    }
+
+    /// Whether the link was told to close since this was asked last.
+    pub(crate) fn take_closing(&mut self) -> bool {
+        std::mem::take(&mut self.close_called)
     }
 
     /// The peer's connection manager hung up.
@@ -316,11 +324,12 @@ impl LinkState {
         wakes.append(&mut self.wait_for_end);
     }
 
-    /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look again.
+    /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look again, and whether the
+    /// peer was heard lately.
     ///
     /// # Errors
     /// The peer has not answered.
-    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<Instant>, Error> {
+    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Error> {
         if !matches!(self.phase, Phase::Up) {
             return Ok(None);
         }
@@ -330,15 +339,15 @@ impl LinkState {
                 let what = format!("the peer has not answered for {} ms", silent.as_millis());
                 return Err(Error::new(ErrorKind::PeerStalled, what));
             }
-            return Ok(Some(asked + self.limits.peer_timeout));
+            return Ok(Some((asked + self.limits.peer_timeout, false)));
         }
         let ask_at = self.last_heard + self.limits.keepalive;
         if now < ask_at {
-            return Ok(Some(ask_at));
+            return Ok(Some((ask_at, true)));
         }
         self.asked = Some(now);
         self.controls.push_back(Control::Ping(self.sent));
-        Ok(Some(now + self.limits.peer_timeout))
+        Ok(Some((now + self.limits.peer_timeout, false)))
     }
 
     /// Whether the engine is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
