@@ -1,10 +1,13 @@
-//! What must hold for any bytes, one check per decoder. A check panics if it does not.
+//! What must hold for any bytes, one check per decoder, and one for the link behind them. A check panics if it does not.
 //!
 //! Apart from the fuzz targets, because a test of ferrite-fabric (`tests/corpus.rs`) includes this file and runs the
 //! same checks over the committed corpora. So it knows nothing of the fuzzer.
 //!
 //! A new target needs: a check and its line in [`CHECKS`], a `[[bin]]`, a file in `fuzz_targets`, a folder in
 //! `corpus`.
+
+mod inbox;
+mod link;
 
 use ferrite_fabric::wire::{
     CONTROL_BYTES, Control, ControlError, Features, GRANT_BYTES, GrantError, GrantToken, HELLO_BYTES, Hello,
@@ -14,9 +17,18 @@ use ferrite_fabric::wire::{
 /// A check that any bytes must pass.
 pub type Check = fn(&[u8]);
 
-/// All checks by the names of their targets. Still to come: `link`.
-pub const CHECKS: &[(&str, Check)] =
-    &[("hello", hello), ("refusal", refusal), ("control", control), ("grant", grant)];
+pub use inbox::inbox;
+pub use link::link;
+
+/// All checks by the names of their targets.
+pub const CHECKS: &[(&str, Check)] = &[
+    ("hello", hello),
+    ("refusal", refusal),
+    ("control", control),
+    ("grant", grant),
+    ("inbox", inbox),
+    ("link", link),
+];
 
 /// A hello is taken only with limits that we can serve, and says the same when it is sent on.
 pub fn hello(bytes: &[u8]) {

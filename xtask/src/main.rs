@@ -4,6 +4,7 @@
 
 mod bindings;
 mod fuzz;
+mod instructions;
 mod lab_test;
 mod tidy;
 
@@ -29,6 +30,8 @@ enum Command {
     LabTest(lab_test::Options),
     /// Give every decoder of what peers send any bytes, for a while (needs a C++ compiler).
     Fuzz(fuzz::Options),
+    /// Count the instructions that a message costs, and compare with what is recorded (needs valgrind).
+    Instructions(instructions::Options),
     /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and clang).
     Bindings,
 }
@@ -39,6 +42,7 @@ fn main() -> ExitCode {
         Command::Tidy => tidy::run(&root),
         Command::LabTest(options) => lab_test::run(&root, &options),
         Command::Fuzz(options) => fuzz::run(&root, &options),
+        Command::Instructions(options) => instructions::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {

@@ -7,6 +7,8 @@ use clap::Args;
 use ferrite_verbs::{Absence, Context, Device, Limits, Port, Verbs, choose_gid};
 use serde::Serialize;
 
+use crate::output;
+
 mod view;
 
 /// List the RDMA devices of this host: ports, addresses, limits
@@ -140,11 +142,7 @@ struct LimitsEntry {
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     let inventory = collect()?;
-    if options.json {
-        println!("{}", serde_json::to_string_pretty(&inventory)?);
-    } else {
-        print!("{}", view::render(&inventory, options.verbose));
-    }
+    output::print(&inventory, options.json, |inventory| view::render(inventory, options.verbose))?;
     let broken: Vec<_> = inventory.devices.iter().filter(|device| device.error.is_some()).collect();
     anyhow::ensure!(broken.len() < inventory.devices.len(), "none of the devices could be opened");
     Ok(())

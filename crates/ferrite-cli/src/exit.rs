@@ -48,18 +48,23 @@ impl Failure {
         let verbs = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_verbs::Error>());
         let absence = error.chain().find_map(|cause| cause.downcast_ref::<Absence>());
         let absence = absence.or_else(|| verbs.and_then(ferrite_verbs::Error::absence));
+        let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
         let ending = error.chain().find_map(|cause| cause.downcast_ref::<Ending>());
         Self {
-            kind: match (absence, verbs, ending) {
+            kind: match (absence, verbs, fabric, ending) {
                 (Some(_), ..) => "absent",
-                (_, Some(verbs), _) => kind_name(verbs.kind()),
+                (_, Some(verbs), ..) => kind_name(verbs.kind()),
+                (_, _, Some(fabric), _) => fabric_kind_name(fabric.kind()),
                 (.., Some(ending)) => ending.kind_name(),
                 _ if error.downcast_ref::<CompletionError>().is_some() => "completion_error",
                 _ => "failure",
             },
             missing: absence.map(missing),
-            message: format!("{error:#}"),
-            remedy: absence.map(Absence::remedy).or_else(|| verbs.and_then(ferrite_verbs::Error::remedy)),
+            message: message(error),
+            remedy: absence
+                .map(Absence::remedy)
+                .or_else(|| verbs.and_then(ferrite_verbs::Error::remedy))
+                .or_else(|| fabric.and_then(ferrite_fabric::Error::remedy)),
         }
     }
 
@@ -85,6 +90,19 @@ impl Failure {
         }
         text
     }
+}
+
+/// What happened, from the outermost cause to the innermost; one that only repeats the last is left out.
+fn message(error: &anyhow::Error) -> String {
+    let mut text = String::new();
+    for cause in error.chain().map(ToString::to_string) {
+        if text.is_empty() {
+            text = cause;
+        } else if !text.ends_with(&cause) {
+            let _ = write!(text, ": {cause}");
+        }
+    }
+    text
 }
 
 /// Which of the parts an absence is about.
@@ -121,6 +139,28 @@ fn kind_name(kind: ErrorKind) -> &'static str {
     }
 }
 
+/// A failure of the fabric, for scripts.
+pub(crate) fn fabric_kind_name(kind: ferrite_fabric::ErrorKind) -> &'static str {
+    use ferrite_fabric::ErrorKind as Kind;
+    match kind {
+        Kind::Absent => "absent",
+        Kind::Resources => "resources",
+        Kind::Full => "full",
+        Kind::Refused => "refused",
+        Kind::Unreachable => "unreachable",
+        Kind::Timeout => "timeout",
+        Kind::LinkDown => "link_down",
+        Kind::PeerStalled => "peer_stalled",
+        Kind::Closed => "closed",
+        Kind::Protocol => "protocol",
+        Kind::Denied => "denied",
+        Kind::TooLarge => "too_large",
+        Kind::DeviceGone => "device_gone",
+        Kind::Misuse => "misuse",
+        _ => "failure",
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -134,6 +174,16 @@ mod tests {
         let text = failure.paragraph();
         assert!(text.contains("a device is missing: while trying: no RDMA device"), "{text}");
         assert!(text.contains("What to do: load the driver") && !text.contains('\n'), "{text}");
+    }
+
+    #[test]
+    fn the_fabric_is_no_detour() {
+        let error = ferrite_fabric::Error::from(ferrite_verbs::Error::from(Absence::NoDevice));
+        let text = error.to_string();
+        let failure = Failure::of(&anyhow::Error::from(error).context("while trying"));
+        assert_eq!((failure.kind, failure.missing), ("absent", Some("device")));
+        assert_eq!(failure.message, format!("while trying: {text}"), "said once");
+        assert!(failure.remedy.is_some());
     }
 
     #[test]

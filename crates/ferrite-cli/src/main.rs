@@ -1,4 +1,4 @@
-//! The `ferrite` command: one file per subcommand, nothing else.
+//! The `ferrite` command: one file per subcommand, and a few that several share (addresses, choices, percentiles).
 //!
 //! A command returns what went wrong as an error; this file alone turns it into words and an exit code.
 #![forbid(unsafe_code)]
@@ -12,9 +12,15 @@ use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
 
+mod address;
+mod bench;
+mod choice;
 mod devices;
 mod exit;
+mod latency;
+mod output;
 mod pingpong;
+mod seconds;
 
 /// RDMA for Redis, Valkey and blobs: tools for the fabric.
 ///
@@ -31,12 +37,14 @@ struct Cli {
 enum Command {
     Devices(devices::Options),
     Pingpong(pingpong::Options),
+    Bench(bench::Options),
 }
 
 fn main() -> ExitCode {
     let (outcome, json) = match Cli::parse().command {
         Command::Devices(options) => (devices::run(&options), options.json),
         Command::Pingpong(options) => (pingpong::run(&options), options.json),
+        Command::Bench(options) => (bench::run(&options), options.json()),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

@@ -2,7 +2,6 @@
 //!
 //! | file | part |
 //! |---|---|
-//! | `address.rs` | addresses as people type them |
 //! | `wire.rs` | what the two sides tell each other in the private data of the handshake |
 //! | `lane.rs` | one queue pair, its memory and its completions |
 //! | `rounds.rs` | the loops: send, write, read; client and server |
@@ -15,10 +14,11 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
-use serde::Serialize;
+use clap::Args;
 
-mod address;
+use crate::choice::{Mode, Op};
+use crate::{address, seconds};
+
 mod client;
 mod lane;
 mod report;
@@ -45,10 +45,10 @@ const DEFAULT_PORT: u16 = 7471;
 #[command(after_help = HELP)]
 pub(crate) struct Options {
     /// The server's address: IP (IPv6 in brackets) or name, with :PORT unless it is 7471
-    #[arg(value_name = "SERVER", value_parser = address::parse, required_unless_present = "listen")]
+    #[arg(value_name = "SERVER", value_parser = address::parse::<DEFAULT_PORT>, required_unless_present = "listen")]
     server: Option<SocketAddr>,
     /// Be the server: wait at this address (with :PORT unless it is 7471) and serve one client
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse, conflicts_with = "server")]
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, conflicts_with = "server")]
     listen: Option<SocketAddr>,
     /// Serve one client after the other until stopped
     #[arg(long, conflicts_with = "server")]
@@ -57,7 +57,7 @@ pub(crate) struct Options {
     ///
     /// Worth giving on a host with several: otherwise the routing table chooses, which may pick another device
     /// than you think, or loop back inside the host if the server's address is local as well.
-    #[arg(long, value_name = "ADDRESS", value_parser = address::parse_local, conflicts_with = "listen")]
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
     bind: Option<SocketAddr>,
     /// What each round does
     #[arg(long, value_enum, default_value_t = Op::Send, conflicts_with = "listen")]
@@ -74,14 +74,15 @@ pub(crate) struct Options {
     #[arg(long, value_name = "COUNT", default_value_t = 100, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..))]
     warmup: u32,
-    /// How both sides wait for completions
+    /// How both sides wait for completions (event: not for write, which completes nothing at the receiver)
     #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
     mode: Mode,
     /// Messages up to this size travel inside the work request, if the device can
     #[arg(long, value_name = "BYTES", default_value_t = 220, conflicts_with = "listen")]
     inline: u32,
     /// Give up after this many seconds without progress
-    #[arg(long, value_name = "SECONDS", default_value = "10", value_parser = parse_timeout)]
+    #[arg(long, value_name = "SECONDS", default_value = "10",
+          value_parser = |text: &str| seconds::parse(text, 0.1))]
     timeout: Duration,
     /// Print the result as JSON
     #[arg(long)]
@@ -101,28 +102,6 @@ JSON fields of the client, stable within a value of `format`:
 The server prints a line per client: peer, device, op, mode, size_bytes, rounds.
 Failures print {error: {kind, missing?, message, remedy?}}.";
 
-/// What a round does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Op {
-    /// A send each way.
-    Send,
-    /// A write each way; each side watches the last byte of its memory.
-    Write,
-    /// The client reads the server's memory; the server is idle.
-    Read,
-}
-
-/// How completions are awaited.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
-#[serde(rename_all = "lowercase")]
-enum Mode {
-    /// By asking all the time: least latency, one busy CPU per side.
-    Poll,
-    /// By sleeping until the device interrupts (not for write, which completes nothing at the receiver).
-    Event,
-}
-
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     if options.op == Op::Write && options.mode == Mode::Event {
         let text = "--mode event cannot be used with --op write: a write completes nothing at its receiver, so \
@@ -133,26 +112,5 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         (Some(listen), _) => server::run(options, listen),
         (None, Some(server)) => client::run(options, server),
         (None, None) => anyhow::bail!("give a server's address, or --listen"),
-    }
-}
-
-fn parse_timeout(text: &str) -> Result<Duration, String> {
-    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_owned())?;
-    match Duration::try_from_secs_f64(seconds) {
-        Ok(timeout) if (0.1..=86_400.0).contains(&seconds) => Ok(timeout),
-        _ => Err("from 0.1 to 86400 seconds".to_owned()),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn timeouts_are_bounded() {
-        assert_eq!(parse_timeout("2.5"), Ok(Duration::from_millis(2500)));
-        for bad in ["0", "-1", "nan", "inf", "1e9", "ten", ""] {
-            assert!(parse_timeout(bad).is_err(), "{bad}");
-        }
     }
 }

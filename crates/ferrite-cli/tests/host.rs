@@ -18,8 +18,13 @@ fn text(bytes: &[u8]) -> String {
 }
 
 /// The invocations that need RDMA.
-const COMMANDS: [&[&str]; 3] =
-    [&["devices"], &["pingpong", "10.0.0.1"], &["pingpong", "--listen", "10.0.0.1:7471"]];
+const COMMANDS: [&[&str]; 5] = [
+    &["devices"],
+    &["pingpong", "10.0.0.1"],
+    &["pingpong", "--listen", "10.0.0.1:7471"],
+    &["bench", "fabric", "10.0.0.1"],
+    &["bench", "fabric", "--listen", "10.0.0.1:7472"],
+];
 
 /// A developer may have a device; then there is nothing to see here.
 fn has_device() -> bool {
@@ -77,6 +82,14 @@ fn wrong_usage_has_its_own_code() {
         &["pingpong", "10.0.0.1:port"],
         &["pingpong", "--listen", "10.0.0.1", "--op", "read"],
         &["pingpong", "10.0.0.1", "--forever"],
+        &["bench"],
+        &["bench", "fabric"],
+        &["bench", "fabric", "10.0.0.1", "--listen", "10.0.0.1"],
+        &["bench", "fabric", "10.0.0.1", "--size", "3M"],
+        &["bench", "fabric", "10.0.0.1", "--op", "atomic"],
+        &["bench", "fabric", "10.0.0.1", "--iters", "5", "--seconds", "1"],
+        &["bench", "fabric", "10.0.0.1", "--once"],
+        &["bench", "fabric", "--listen", "10.0.0.1", "--links", "2"],
         &["no-such-command"],
     ] {
         assert_eq!(ferrite(arguments).status.code(), Some(2), "{arguments:?}");
@@ -90,8 +103,8 @@ fn wrong_usage_has_its_own_code() {
 fn help_and_version() {
     assert!(text(&ferrite(&["--version"]).stdout).starts_with("ferrite 0."));
     assert!(text(&ferrite(&["--help"]).stdout).contains("69 this host has no usable RDMA"));
-    for command in ["devices", "pingpong"] {
-        let help = ferrite(&[command, "--help"]);
-        assert!(help.status.success() && text(&help.stdout).contains("JSON fields"), "{command}");
+    for command in [&["devices"][..], &["pingpong"], &["bench", "fabric"]] {
+        let help = ferrite(&[command, &["--help"]].concat());
+        assert!(help.status.success() && text(&help.stdout).contains("JSON fields"), "{command:?}");
     }
 }

@@ -1,10 +1,12 @@
 //! The command on real devices: runs in the lab's guest, with rxe1 on 10.0.0.1 (h1) and rxe2 on 10.0.0.2 (h2).
 
 use std::io::{BufRead as _, BufReader};
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
+use ferrite_fabric::{ConnectOptions, Engine};
+use ferrite_verbs::Verbs;
 use serde_json::Value;
 
 fn ferrite(arguments: &[&str]) -> Command {
@@ -21,36 +23,60 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8(bytes.to_vec()).expect("UTF-8")
 }
 
+/// A command with two ends, and how its client says where it is.
+type TwoEnds = (&'static [&'static str], &'static str);
+
+const PINGPONG: TwoEnds = (&["pingpong"], "--bind");
+const BENCH: TwoEnds = (&["bench", "fabric"], "--local");
+
 /// A server that listens, and is ended with the test.
 struct Server {
     child: Child,
     address: String,
+    ends: TwoEnds,
+    /// Kept, so that it may go on talking.
+    _stderr: BufReader<ChildStderr>,
 }
 
 impl Server {
     fn start(more: &[&str]) -> Self {
+        Self::of(PINGPONG, more)
+    }
+
+    fn of(ends: TwoEnds, more: &[&str]) -> Self {
         // Of its own for every server: the CM keeps a port for a while after a connection.
         static NEXT_PORT: AtomicU16 = AtomicU16::new(7500);
         let address = format!("10.0.0.1:{}", NEXT_PORT.fetch_add(1, Ordering::Relaxed));
-        let mut child = ferrite(&[&["pingpong", "--listen", &address], more].concat())
+        let mut child = ferrite(&[ends.0, &["--listen", &address], more].concat())
             .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
             .expect("ferrite starts");
         let mut line = String::new();
-        BufReader::new(child.stderr.take().expect("piped")).read_line(&mut line).expect("a line");
+        let mut stderr = BufReader::new(child.stderr.take().expect("piped"));
+        stderr.read_line(&mut line).expect("a line");
         assert!(line.contains("listening on"), "{line}");
-        Self { child, address }
+        Self { child, address, ends, _stderr: stderr }
     }
 
     fn client(&self, more: &[&str]) -> Vec<String> {
-        let arguments = [&["pingpong", &self.address, "--bind", "10.0.0.2"], more].concat();
+        let (command, local) = self.ends;
+        let arguments = [command, &[&self.address, local, "10.0.0.2"], more].concat();
         arguments.iter().map(ToString::to_string).collect()
     }
 
     fn run_client(&self, more: &[&str]) -> Output {
         let arguments = self.client(more);
         output(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+    }
+
+    fn start_client(&self, more: &[&str]) -> Child {
+        let arguments = self.client(more);
+        ferrite(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("ferrite starts")
     }
 
     /// Its exit code and output, once it has ended by itself.
@@ -158,12 +184,7 @@ fn a_server_may_serve_for_ever() {
 fn client_of_a_harmed_server(more: &[&str], harm: impl FnOnce(&mut Child)) -> (Output, Duration) {
     let mut server = Server::start(&[]);
     let endless = ["--iters", "1000000000", "--timeout", "2", "--json"];
-    let arguments = server.client(&[&endless, more].concat());
-    let client = ferrite(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .spawn()
-        .expect("ferrite starts");
+    let client = server.start_client(&[&endless, more].concat());
     std::thread::sleep(Duration::from_millis(500));
     harm(&mut server.child);
     let since = Instant::now();
@@ -228,16 +249,177 @@ fn an_address_without_a_device_is_explained() {
 #[test]
 fn a_busy_server_refuses_a_second_client() {
     let server = Server::start(&[]);
-    let arguments = server.client(&["--iters", "1000000000"]);
-    let mut first = ferrite(&arguments.iter().map(String::as_str).collect::<Vec<_>>())
-        .stdout(Stdio::null())
-        .spawn()
-        .expect("ferrite starts");
+    let mut first = server.start_client(&["--iters", "1000000000"]);
     std::thread::sleep(Duration::from_millis(500));
     let second = server.run_client(&["--json", "--timeout", "3"]);
     first.kill().expect("still at work");
     first.wait().expect("it ends");
     assert_eq!(error_of(&second)["kind"], "rejected");
+}
+
+/// What a client of `ferrite bench fabric` measured.
+fn report_of(client: &Output) -> Value {
+    assert!(client.status.success(), "{}", text(&client.stderr));
+    serde_json::from_slice(&client.stdout).expect("JSON")
+}
+
+#[test]
+fn bench_measures_every_operation() {
+    let server = Server::of(BENCH, &["--once"]);
+    let before = packets_sent();
+    let client = server.run_client(&["--size", "64,20000", "--iters", "20", "--warmup", "2", "--json"]);
+    let report = report_of(&client);
+    assert_eq!((&report["device"], &report["mtu_bytes"]), (&"rxe2".into(), &4096.into()), "{report}");
+    assert_eq!((&report["software"], &report["mode"]), (&true.into(), &"poll".into()));
+    let results = report["results"].as_array().expect("a list");
+    assert_eq!(results.len(), 12);
+    for row in results {
+        if row["measure"] == "latency" {
+            let of = if row["op"] == "read" { "round_trip" } else { "half_round_trip" };
+            assert_eq!((&row["iterations"], &row["latency_of"]), (&20.into(), &of.into()), "{row}");
+            assert!(row["latency_us"]["p50"].as_f64().is_some_and(|us| us > 0.0), "{row}");
+        } else {
+            let bytes = 20 * row["size_bytes"].as_u64().expect("a size");
+            assert_eq!((&row["messages"], &row["bytes"]), (&20.into(), &bytes.into()), "{row}");
+            assert!(row["mib_per_s"].as_f64().is_some_and(|rate| rate > 0.0), "{row}");
+        }
+    }
+    let sent = packets_sent() - before;
+    assert!(sent >= 12 * 22, "{sent} packets on the wire");
+    let (code, served) = server.finish();
+    assert_eq!(code, Some(0));
+    assert!(served.contains("on rxe1: links 1, cases 12"), "{served}");
+}
+
+#[test]
+fn bench_sleeps_if_told_to() {
+    let server = Server::of(BENCH, &["--once", "--json"]);
+    let few = ["--mode", "event", "--size", "64", "--iters", "20", "--warmup", "2", "--json"];
+    let report = report_of(&server.run_client(&few));
+    let results = report["results"].as_array().expect("a list");
+    let measured: Vec<_> = results.iter().map(|row| format!("{} {}", row["measure"], row["op"])).collect();
+    assert_eq!(measured.len(), 5, "{measured:?}");
+    assert!(report["notes"][0].as_str().is_some_and(|note| note.contains("latency of write")), "{report}");
+    assert!(results[0]["client"]["sleeps"].as_u64().is_some_and(|sleeps| sleeps > 0), "{report}");
+    let served: Value = serde_json::from_str(&server.finish().1).expect("JSON");
+    assert_eq!((&served["cases"], &served["device"]), (&5.into(), &"rxe1".into()));
+}
+
+#[test]
+fn bench_over_several_links_beside_idle_ones() {
+    let server = Server::of(BENCH, &[]);
+    let few = ["--links", "3", "--idle", "40", "--size", "64,9000", "--iters", "31", "--warmup", "2"];
+    let report = report_of(&server.run_client(&[&few[..], &["--json"]].concat()));
+    assert_eq!((&report["links"], &report["server"]["links"]), (&3.into(), &3.into()));
+    let idle = &report["idle"];
+    assert_eq!(
+        (&idle["open"], &idle["kept"], &idle["failures"]),
+        (&40.into(), &40.into(), &Value::Object(Default::default()))
+    );
+    assert!(idle["pinned_bytes_per_link"].as_f64().is_some_and(|bytes| bytes <= 16384.0), "{idle}");
+    assert_eq!(report["results"].as_array().map(Vec::len), Some(12));
+    // The same server, and for people.
+    let client = server.run_client(&few);
+    let shown = text(&client.stdout);
+    for part in [
+        "over rxe2, 3 links, MTU 4096, by poll\nSoft-RoCE: ratios mean something, microseconds do not.\n",
+        "40 of 40 idle links opened",
+        "send     64 half round trip ",
+        "read   9000 ",
+        "bandwidth      MiB/s  messages/s  window  seconds",
+    ] {
+        assert!(shown.contains(part), "{part} is not in:\n{shown}{}", text(&client.stderr));
+    }
+}
+
+/// What the server answers to these words on a link, if it answers.
+fn answer(server: &Server, words: &[&str]) -> String {
+    let engine = Engine::builder(&Verbs::system().expect("verbs")).build().expect("an engine");
+    let local = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
+    engine.block_on(async {
+        let link =
+            engine.connect_with(server.address.parse().expect("an address"), &local).await.expect("a link");
+        let mut answers = Vec::new();
+        for word in words {
+            link.post_bytes(0, word.as_bytes()).expect("room");
+            let Ok(answer) = link.recv().await else { break };
+            answers.push(String::from_utf8(answer.to_vec()).expect("UTF-8"));
+        }
+        answers.join("\n")
+    })
+}
+
+#[test]
+fn bench_refuses_nonsense_and_goes_on() {
+    let server = Server::of(BENCH, &[]);
+    let begin = r#"{"begin":{"format":1,"links":1}}"#;
+    let test = |size: u32| {
+        format!(r#"{{"test":{{"op":"write","measure":"latency","size_bytes":{size},"mode":"event"}}}}"#)
+    };
+    for (words, why) in [
+        (vec!["nonsense"], "does not speak as a ferrite bench does"),
+        (vec![r#"{"begin":{"format":1,"links":0}}"#], "0 links: 1 to"),
+        (vec![r#"{"begin":{"format":9,"links":1}}"#], "speaks version 9"),
+        (vec![r#""end""#], "no way to begin"),
+        (vec![begin, "{}"], "does not speak"),
+        (vec![begin, &test(0)], "messages of 0 bytes"),
+        (vec![begin, &test(64)], "nothing wakes its receiver"),
+    ] {
+        let said = answer(&server, &words);
+        assert!(said.contains("refused") && said.contains(why), "{words:?}: {said}");
+    }
+    // Nor does it mind one that says nothing, or leaves in the middle.
+    assert_eq!(answer(&server, &[]), "");
+    assert!(answer(&server, &[begin]).contains("registered_bytes"));
+    let stranger = output(&["pingpong", &server.address, "--bind", "10.0.0.2", "--json", "--timeout", "5"]);
+    assert_eq!(error_of(&stranger)["kind"], "rejected");
+    let few = ["--size", "64", "--iters", "5", "--warmup", "1", "--json"];
+    assert_eq!(report_of(&server.run_client(&few))["results"].as_array().map(Vec::len), Some(6));
+}
+
+/// Waits until a client is well beyond its handshake.
+fn wait_for_traffic(before: u64) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while packets_sent() < before + 100 {
+        assert!(Instant::now() < deadline, "no traffic");
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+#[test]
+fn bench_notices_that_the_other_end_was_killed() {
+    for op in ["send", "write", "read"] {
+        for measure in ["latency", "bandwidth"] {
+            let mut server = Server::of(BENCH, &[]);
+            let before = packets_sent();
+            let client =
+                server.start_client(&["--op", op, "--measure", measure, "--seconds", "600", "--json"]);
+            wait_for_traffic(before);
+            server.child.kill().expect("a live server");
+            let since = Instant::now();
+            let error = error_of(&client.wait_with_output().expect("it ends"));
+            // A process that dies may lose its memory before its queue pairs: then the first word is of that.
+            let kind = error["kind"].as_str().expect("a kind");
+            assert!(["link_down", "denied"].contains(&kind), "{op} {measure}: {error}");
+            assert!(since.elapsed() < Duration::from_secs(5), "{op} {measure}: {:?}", since.elapsed());
+        }
+    }
+    // And the other way round: the next client is served.
+    let server = Server::of(BENCH, &[]);
+    let before = packets_sent();
+    let mut first = server.start_client(&["--seconds", "600"]);
+    wait_for_traffic(before);
+    first.kill().expect("still at work");
+    first.wait().expect("it ends");
+    report_of(&server.run_client(&["--op", "read", "--size", "64", "--iters", "5", "--json"]));
+}
+
+#[test]
+fn bench_without_a_server() {
+    let output = output(&["bench", "fabric", "10.0.0.1:7499", "--local", "10.0.0.2", "--json"]);
+    assert_eq!(error_of(&output)["kind"], "rejected");
+    let message = text(&output.stderr);
+    assert!(message.contains("`ferrite bench fabric --listen` must run there"), "{message}");
 }
 
 /// Runs the command where something is hidden from it by a mount of its own.

@@ -35,10 +35,26 @@ pub use outgoing::{ConnectOptions, Connecting};
 
 /// An identifier of the connection manager, and what it is for.
 pub(crate) enum Meeting {
-    Listening { id: CmId, listener: Arc<ListenerShared> },
+    Listening {
+        id: CmId,
+        listener: Arc<ListenerShared>,
+    },
     Outgoing(Box<Outgoing>),
-    Incoming { id: CmId, link: Arc<LinkShared>, hello: Hello, listener: Weak<ListenerShared> },
-    Linked { id: CmId, link: u32 },
+    Incoming {
+        id: CmId,
+        link: Arc<LinkShared>,
+        hello: Hello,
+        listener: Weak<ListenerShared>,
+    },
+    Linked {
+        id: CmId,
+        link: u32,
+    },
+    /// Bound to a device's address and nothing else: how a device without links is heard to go.
+    Watching {
+        id: CmId,
+        lane: usize,
+    },
 }
 
 #[derive(Default)]
@@ -58,7 +74,7 @@ impl Meetings {
         match meeting {
             Meeting::Outgoing(_) => self.outgoing += 1,
             Meeting::Incoming { .. } => self.incoming += 1,
-            Meeting::Listening { .. } | Meeting::Linked { .. } => {}
+            _ => {}
         }
         self.by_key.insert(key, meeting);
     }
@@ -68,7 +84,7 @@ impl Meetings {
         match meeting {
             Meeting::Outgoing(_) => self.outgoing -= 1,
             Meeting::Incoming { .. } => self.incoming -= 1,
-            Meeting::Listening { .. } | Meeting::Linked { .. } => {}
+            _ => {}
         }
         Some(meeting)
     }
@@ -104,6 +120,11 @@ impl Poller {
         let channel = shared.verbs.open_event_channel()?;
         shared.waits.add(std::os::fd::AsFd::as_fd(&channel), Ready::Cm)?;
         self.cm = Some(channel.clone());
+        for lane in &shared.lanes {
+            if let Some(id) = watch(&channel, lane) {
+                self.meetings.put(id.key(), Meeting::Watching { id, lane: lane.index });
+            }
+        }
         Ok(channel)
     }
 
@@ -124,6 +145,13 @@ impl Poller {
                 // Until the link is torn down, unless its device must be let go of.
                 if event.kind != CmEventKind::DEVICE_REMOVAL {
                     self.meetings.put(key, Meeting::Linked { id, link });
+                }
+            }
+            Meeting::Watching { id, lane } => {
+                if event.kind == CmEventKind::DEVICE_REMOVAL {
+                    self.device_gone(shared, lane, "the device is being removed");
+                } else {
+                    self.meetings.put(key, Meeting::Watching { id, lane });
                 }
             }
             Meeting::Listening { id, listener } => {
@@ -161,11 +189,12 @@ impl Poller {
 
     /// A link on `lane`, with a queue pair in its first state, entered where completions find it.
     fn make_link(&mut self, shared: &Shared, lane: &Arc<Lane>) -> Result<(Arc<LinkShared>, Hello), Error> {
-        if lane.gone.load(std::sync::atomic::Ordering::Relaxed) {
+        let gear = self.gears[lane.index].as_ref().filter(|_| !lane.is_gone());
+        let Some(gear) = gear else {
             return Err(Error::new(ErrorKind::DeviceGone, format!("{} was removed", lane.name)));
-        }
-        let qp = lane.create_queue_pair(&shared.config)?;
-        let inline = lane.inline(&qp);
+        };
+        let qp = gear.create_queue_pair(lane, &shared.config)?;
+        let inline = qp.capacity().max_inline.min(lane.inline()) as usize;
         let config = &shared.config;
         let (links, vacancy) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -236,6 +265,16 @@ impl Poller {
             None => {}
         }
     }
+}
+
+/// An identifier on a device, if the device has an address.
+fn watch(channel: &EventChannel, lane: &Lane) -> Option<CmId> {
+    let gids = lane.context()?.gids().ok()?;
+    gids.iter().find_map(|entry| {
+        let id = channel.create_id().ok()?;
+        id.bind(SocketAddr::new(entry.gid.ip(), 0)).ok()?;
+        id.device().is_some_and(|(device, _)| device == lane.name).then_some(id)
+    })
 }
 
 /// The lane of the device that an identifier is bound to.

@@ -69,6 +69,8 @@ pub enum Failure {
     ConnectTimeout,
     /// The peer's device acknowledges frames, but its process does not answer them.
     NoKeepalive,
+    /// Neither does, and the own device has not given up yet.
+    NoAcknowledgement,
 }
 
 /// How sure a [`Cause`] is. The greater, the surer.

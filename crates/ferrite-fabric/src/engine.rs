@@ -5,19 +5,24 @@
 //! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the engine |
 //! | `lane.rs` | what the engine has on one device, shared by all links there |
 //! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
-//! | `waits.rs` `mailbox.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
+//! | `waits.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
 //! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
 //! | `config.rs` | settings |
 
+mod bell;
 pub(crate) mod config;
 mod drive;
+pub(crate) mod gear;
 pub(crate) mod lane;
 mod links;
 pub(crate) mod mailbox;
 pub(crate) mod poller;
+#[cfg(all(test, loom))]
+mod protocol;
 pub(crate) mod slots;
 pub(crate) mod timers;
 pub(crate) mod waits;
+mod wakeup;
 #[cfg(feature = "tokio")]
 mod watch;
 
@@ -80,7 +85,7 @@ impl Drop for Handle {
 }
 
 pub(crate) struct Shared {
-    // In the order in which things must go: identifiers, queue pairs, devices, memory.
+    // See `drop` for the order in which things go.
     poller: Mutex<Poller>,
     pub(crate) links: RwLock<Links>,
     pub(crate) regions: Regions,
@@ -94,11 +99,29 @@ pub(crate) struct Shared {
     instance: u64,
     /// Nobody but the driver has the engine any more.
     abandoned: AtomicBool,
-    /// Tasks and threads that drive it.
+    /// Tasks and threads that drive it, those in `block_on` included, and one for a loop that calls `progress`.
     drivers: AtomicUsize,
+    has_foreign_loop: AtomicBool,
     busy_poll_us: AtomicU32,
     clock: quanta::Clock,
     pub(crate) counters: Counters,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // Futures may outlive the engine: nobody would answer them any more. Peers hear of it first.
+        let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        poller.hang_up();
+        let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        for link in links.iter() {
+            link.with(|state, around, wakes| {
+                state.fail(Error::new(ErrorKind::Closed, "the engine is gone"), wakes);
+                state.destroy(around, true, wakes);
+            });
+        }
+        // Only now: receives outlive the queue pairs that take them.
+        poller.drop_gears();
+    }
 }
 
 #[derive(Default)]
@@ -159,17 +182,18 @@ impl Builder {
         let pool = Pool::builder(&domains).config(config.memory.clone()).build()?;
         let (waits, mailbox) = (Waits::new()?, Arc::new(Mailbox::new()?));
         waits.add(mailbox.as_fd(), Ready::Mailbox)?;
-        let mut lanes = Vec::new();
+        let (mut lanes, mut gears) = (Vec::new(), Vec::new());
         for (index, domain) in domains.iter().enumerate() {
-            let lane = Lane::new(index, domain, &config)?;
-            lane.refill(&pool)?;
-            waits.add(lane.channel.as_fd(), Ready::Completions(index))?;
-            waits.add(lane.context.as_fd(), Ready::Device(index))?;
+            let (lane, mut gear) = Lane::new(index, domain, &config)?;
+            gear.refill(&pool)?;
+            waits.add(gear.channel.as_fd(), Ready::Completions(index))?;
+            waits.add(gear.context.as_fd(), Ready::Device(index))?;
             lanes.push(Arc::new(lane));
+            gears.push(Some(gear));
         }
         Ok(Engine(Arc::new(Handle {
             shared: Arc::new(Shared {
-                poller: Mutex::new(Poller::new(config.poll_batch)),
+                poller: Mutex::new(Poller::new(config.poll_batch, gears)),
                 links: RwLock::new(Links::default()),
                 regions: Regions::default(),
                 lanes,
@@ -182,6 +206,7 @@ impl Builder {
                 instance: random(),
                 abandoned: AtomicBool::new(false),
                 drivers: AtomicUsize::new(0),
+                has_foreign_loop: AtomicBool::new(false),
                 clock: quanta::Clock::new(),
                 counters: Counters::default(),
             }),
@@ -279,6 +304,7 @@ impl Engine {
     #[must_use]
     pub fn stats(&self) -> EngineStats {
         let shared = self.shared();
+        let (receives_posted, receives_overdue) = lock(&shared.poller).receives();
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut totals = links.retired;
         for link in links.iter() {
@@ -289,8 +315,8 @@ impl Engine {
             links: links.iter().count() as u64,
             totals,
             in_flight: shared.lanes.iter().map(|lane| u64::from(lane.in_flight())).sum(),
-            receives_posted: shared.lanes.iter().map(|lane| lock(&lane.stock).posted() as u64).sum(),
-            receives_overdue: shared.lanes.iter().map(|lane| lock(&lane.stock).overdue() as u64).sum(),
+            receives_posted,
+            receives_overdue,
             passes: counters.passes.load(Ordering::Relaxed),
             completions: counters.completions.load(Ordering::Relaxed),
             sleeps: counters.sleeps.load(Ordering::Relaxed),
@@ -312,13 +338,16 @@ impl Shared {
         let config = &self.config;
         let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
         let fits = each / u64::from(config.recv_buffer_size);
+        // A message lies in receives until it is whole, twice as many as it needs if its frames are short: one that takes
+        // them all would stop every link.
+        let largest = (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
         Hello {
             version: Version::CURRENT,
             features: Features::WRITE_IMM | Features::ONE_SIDED,
             segment_bytes: config.recv_buffer_size,
             window: u16::try_from(fits).unwrap_or(u16::MAX).clamp(*Hello::WINDOW.start(), config.window),
             channels: config.channels,
-            max_message_bytes: config.max_message_bytes,
+            max_message_bytes: config.max_message_bytes.min(largest),
             instance: self.instance,
         }
     }

@@ -18,10 +18,14 @@ mod connect;
 pub mod diagnose;
 mod engine;
 mod error;
+#[cfg(feature = "fuzzing")]
+#[doc(hidden)]
+pub mod fuzzing;
 mod link;
 mod listener;
 pub mod mem;
 mod one_sided;
+mod sync;
 pub mod wire;
 
 pub use connect::{ConnectOptions, Connecting};

@@ -8,9 +8,11 @@
 //! | `shared.rs` | what engine and users share |
 
 pub(crate) mod inbox;
-mod message;
+pub(crate) mod message;
 mod ops;
 mod outbox;
+#[cfg(all(test, loom))]
+mod races;
 pub(crate) mod shared;
 pub(crate) mod state;
 mod stats;

@@ -313,6 +313,15 @@ impl Regions {
         }
     }
 
+    /// The device goes, and every registration on it.
+    pub(crate) fn on_device_gone(&self, lane: &Lane, wakes: &mut Wakes) {
+        let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
+        for region in regions.iter().filter(|region| region.lane.index == lane.index) {
+            region.wait_for(Vec::new());
+            region.finish_if_released(wakes, true);
+        }
+    }
+
     /// Links had time enough.
     pub(crate) fn revocation_due(&self, id: u64, wakes: &mut Wakes) {
         if let Some(region) = self.get(id) {

@@ -207,12 +207,18 @@ impl CmId {
     /// Starts to find the path; [`CmEventKind::ROUTE_RESOLVED`] or an error event follows.
     ///
     /// # Errors
-    /// When the state does not allow it.
+    /// When the state does not allow it; [`ErrorKind::NoRoute`] if the address is not an RDMA device's (as 127.0.0.1,
+    /// which the kernel resolves and then finds no way to).
     pub fn resolve_route(&self, timeout: Duration) -> Result<(), Error> {
+        let peer = self.peer_addr();
         let _locked = self.channel.lock();
         // SAFETY: the identifier is alive.
         let rc = unsafe { (self.cm().rdma_resolve_route)(self.raw(), millis(timeout)) };
-        done("rdma_resolve_route", rc, String::new)
+        let context = || peer.map(|peer| peer.to_string()).unwrap_or_default();
+        done("rdma_resolve_route", rc, context).map_err(|error| match peer {
+            Some(peer) => no_rdma_at(error, peer),
+            None => error,
+        })
     }
 
     /// Asks the peer for a connection; [`CmEventKind::CONNECT_RESPONSE`] (then bring the queue pair up and

@@ -298,7 +298,7 @@ impl From<Absence> for Error {
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { call, context, errno, cause, .. } = &*self.0;
+        let Inner { kind, call, context, errno, cause } = &*self.0;
         if let Some(Cause::Absence(absence)) = cause {
             return absence.fmt(f);
         }
@@ -306,8 +306,13 @@ impl fmt::Display for Error {
         if !context.is_empty() {
             write!(f, " ({context})")?;
         }
-        if let Some(errno) = errno {
-            write!(f, ": {}", io::Error::from(*errno))?;
+        match errno {
+            // What its number says in words ("temporarily unavailable") sends readers astray.
+            Some(Errno::AGAIN) if *kind == ErrorKind::CgroupLimit => {
+                f.write_str(": the cgroup allows no more (rdma.max)")?;
+            }
+            Some(errno) => write!(f, ": {}", io::Error::from(*errno))?,
+            None => {}
         }
         match cause {
             Some(Cause::Memlock(memlock)) => write!(f, ": {memlock}"),

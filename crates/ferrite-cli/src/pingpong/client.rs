@@ -9,9 +9,10 @@ use ferrite_verbs::{CmId, ConnectParams, QueuePair, Verbs, cm};
 use super::Options;
 use super::lane;
 use super::report::{Link, Report};
-use super::rounds::{self, Recorder};
+use super::rounds;
 use super::watch::Watch;
 use super::wire::{Memory, Request};
+use crate::latency::Recorder;
 
 pub(super) fn run(options: &Options, server: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;

@@ -3,13 +3,14 @@
 use std::net::SocketAddr;
 use std::time::Duration;
 
-use clap::ValueEnum;
 use ferrite_verbs::{CmId, Context, GidEntry, QueuePair, choose_gid};
 use serde::Serialize;
 
 use super::lane::Lane;
-use super::rounds::RoundTrips;
 use super::{Mode, Op, Options};
+use crate::choice::name;
+use crate::latency::{self, Latency, RoundTrips};
+use crate::output;
 
 /// Which way the messages went.
 #[derive(Debug, Serialize)]
@@ -78,35 +79,6 @@ pub(super) struct Report {
     seconds: f64,
 }
 
-#[derive(Debug, PartialEq, Serialize)]
-struct Latency {
-    min: f64,
-    p50: f64,
-    p90: f64,
-    p99: f64,
-    p99_9: f64,
-    max: f64,
-    mean: f64,
-}
-
-impl Latency {
-    /// From round trips, each divided by `parts`.
-    fn of(RoundTrips { ticks, us_per_tick }: &RoundTrips, parts: f64) -> Self {
-        #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are a month")]
-        let us = |ticks: u64| ticks as f64 * us_per_tick / parts;
-        let at = |quantile| us(ticks.value_at_quantile(quantile));
-        Self {
-            min: us(ticks.min()),
-            p50: at(0.5),
-            p90: at(0.9),
-            p99: at(0.99),
-            p99_9: at(0.999),
-            max: us(ticks.max()),
-            mean: ticks.mean() * us_per_tick / parts,
-        }
-    }
-}
-
 impl Report {
     pub(super) fn new(
         options: &Options,
@@ -115,9 +87,7 @@ impl Report {
         round_trips: &RoundTrips,
         elapsed: Duration,
     ) -> Self {
-        // A read comes back to where it started: there is no half of it.
-        let (measure, parts) =
-            if options.op == Op::Read { ("round_trip", 1.0) } else { ("half_round_trip", 2.0) };
+        let (measure, parts) = options.op.latency_measure();
         Self {
             format: 1,
             role: "client",
@@ -135,12 +105,7 @@ impl Report {
     }
 
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
-        if json {
-            println!("{}", serde_json::to_string_pretty(self)?);
-        } else {
-            print!("{}", self.text());
-        }
-        Ok(())
+        output::print(self, json, Self::text)
     }
 
     fn text(&self) -> String {
@@ -151,7 +116,7 @@ impl Report {
             .as_ref()
             .map_or("no GID".to_owned(), |gid| format!("GID {} ({}, {})", gid.index, gid.address, gid.kind));
         let inline = if self.inline { ", inline" } else { "" };
-        let measure = if self.op == Op::Read { "round trip" } else { "half round trip" };
+        let measure = self.measure.replace('_', " ");
         let caveat = if link.software {
             "\nThis is a software device: it shows that RDMA works, not how fast it is. Compare ratios only.\n"
         } else {
@@ -160,8 +125,8 @@ impl Report {
         format!(
             "{} → {} over {} port {}, {gid}, MTU {}\n\
              {} of {} bytes by {}{inline}: {} rounds after {} to warm up, {:.2} s, every message checked\n\n\
-             {measure}     min      p50      p90      p99    p99.9      max     mean\n\
-             {:>width$}{:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2} {:>8.2}\n{caveat}",
+             {measure}{}\n\
+             {:>width$}{}\n{caveat}",
             addr(link.local),
             addr(link.peer),
             link.device,
@@ -173,38 +138,17 @@ impl Report {
             self.iterations,
             self.warmup,
             self.seconds,
+            latency::heading(),
             "µs",
-            latency.min,
-            latency.p50,
-            latency.p90,
-            latency.p99,
-            latency.p99_9,
-            latency.max,
-            latency.mean,
+            latency.row(),
             width = measure.len(),
         )
     }
 }
 
-/// A choice as it is typed on the command line.
-pub(super) fn name(value: &impl ValueEnum) -> String {
-    value.to_possible_value().map_or(String::new(), |value| value.get_name().to_owned())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn latencies_are_microseconds_of_half_a_round_trip() {
-        let mut ticks = hdrhistogram::Histogram::new_with_bounds(1, 1_000_000_000, 3).expect("bounds");
-        for value in [4_000, 8_000, 8_000, 20_000] {
-            ticks.record(value).expect("in bounds");
-        }
-        let latency = Latency::of(&RoundTrips { ticks, us_per_tick: 0.0005 }, 2.0);
-        assert!((latency.min - 1.0).abs() < 0.01 && (latency.p50 - 2.0).abs() < 0.01, "{latency:?}");
-        assert!((latency.max - 5.0).abs() < 0.01 && (latency.mean - 2.5).abs() < 0.01, "{latency:?}");
-    }
 
     #[test]
     fn an_ordinary_report() {

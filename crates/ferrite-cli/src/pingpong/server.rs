@@ -11,6 +11,7 @@ use super::client::params;
 use super::watch::Watch;
 use super::wire::{Memory, Request};
 use super::{Mode, Op, Options, lane, rounds};
+use crate::choice::name;
 
 /// A client that was served.
 #[derive(Debug, Serialize)]
@@ -89,9 +90,9 @@ fn print(served: &Served, json: bool) -> anyhow::Result<()> {
     println!(
         "served {peer} on {}: {} of {} bytes by {}, {} rounds, every message checked",
         served.device,
-        super::report::name(&served.op),
+        name(&served.op),
         served.size_bytes,
-        super::report::name(&served.mode),
+        name(&served.mode),
         served.rounds
     );
     Ok(())

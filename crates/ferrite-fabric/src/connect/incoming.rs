@@ -111,7 +111,7 @@ impl Poller {
             shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
             match listener.upgrade() {
                 Some(listener) => listener.arrived(link, &mut self.wakes),
-                None => link.fail(Error::new(ErrorKind::Closed, "the listener is gone")),
+                None => link.close(), // the listener is gone
             }
             return;
         }

@@ -71,8 +71,9 @@ pub(crate) struct Outgoing {
     peer: SocketAddr,
     local: Option<SocketAddr>,
     deadline: Instant,
-    /// For the next try at finding the peer's address.
+    /// For the next try at finding the peer's address, and when that began.
     patience: Duration,
+    asked: Instant,
     link: Option<(Arc<LinkShared>, ConnectedBy)>,
     reply: oneshot::Sender<Reply>,
     /// Why the last try failed, for the case that time runs out.
@@ -115,6 +116,16 @@ impl Future for Connecting {
     }
 }
 
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        // A link that was made, and that nobody will ask for any more.
+        self.reply.close();
+        if let Ok(Some(Ok(link))) = self.reply.try_recv() {
+            link.close();
+        }
+    }
+}
+
 impl fmt::Debug for Connecting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Connecting").finish_non_exhaustive()
@@ -141,6 +152,7 @@ impl Engine {
             local: options.local,
             deadline: now + timeout,
             patience: FIRST_RESOLVE,
+            asked: now,
             link: None,
             reply,
             last: None,
@@ -174,6 +186,7 @@ impl Poller {
     /// First step, with a new identifier.
     fn resolve(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>) {
         let patience = outgoing.patience.min(since(outgoing.deadline, self.now));
+        outgoing.asked = self.now;
         let begun = self.cm(shared).and_then(|channel| {
             let id = channel.create_id()?;
             id.resolve_address(outgoing.local, outgoing.peer, patience)?;
@@ -197,9 +210,17 @@ impl Poller {
         }
         match event.kind {
             CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
-                outgoing.patience *= 2;
+                // Whatever else it says (no device, no route), it would say again.
+                let timed_out = event.status.abs() == rustix::io::Errno::TIMEDOUT.raw_os_error();
                 let error = Error::from(event.into_error(outgoing.peer));
-                self.try_again(shared, outgoing, error, Duration::ZERO);
+                if timed_out {
+                    // At once, unless it did not take its time.
+                    let rest = outgoing.patience.saturating_sub(since(self.now, outgoing.asked));
+                    outgoing.patience = outgoing.patience.saturating_mul(2);
+                    self.try_again(shared, outgoing, error, rest);
+                } else {
+                    self.finish(shared, *outgoing, Err(error));
+                }
             }
             CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
                 let error = Error::from(event.into_error(outgoing.peer));
@@ -248,6 +269,8 @@ impl Poller {
         let Some(id) = &outgoing.id else { return Err(Error::new(ErrorKind::System, "no identifier")) };
         match event.kind {
             CmEventKind::ADDRESS_RESOLVED => {
+                // That it could not be found before is over.
+                outgoing.last = outgoing.last.take().filter(|last| last.kind() != ErrorKind::Unreachable);
                 id.resolve_route(since(outgoing.deadline, self.now))?;
                 Ok(false)
             }
@@ -271,8 +294,8 @@ impl Poller {
                     Hello::decode(&event.private_data).map_err(|error| not_ours(outgoing.peer, error))?;
                 // Before the peer hears that it may send.
                 link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));
-                bring_up(id, &link, by.reads_in, by.reads_out)?;
-                id.establish()?;
+                let up = bring_up(id, &link, by.reads_in, by.reads_out).and_then(|()| Ok(id.establish()?));
+                up.map_err(|error| hung_up(outgoing.peer, error))?;
                 if let Some(id) = outgoing.id.take() {
                     self.establish(shared, id, &link, hello);
                 }
@@ -282,14 +305,15 @@ impl Poller {
     }
 
     fn try_again(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, error: Error, wait: Duration) {
+        if self.now + wait >= outgoing.deadline {
+            let error = explain(shared, &outgoing, error);
+            self.finish(shared, *outgoing, Err(error));
+            return;
+        }
         if let Some((link, _)) = outgoing.link.take() {
             self.unmake_link(shared, &link, &error);
         }
         outgoing.id = None;
-        if self.now + wait >= outgoing.deadline {
-            self.finish(shared, *outgoing, Err(error));
-            return;
-        }
         outgoing.last = Some(error);
         if wait.is_zero() {
             self.resolve(shared, outgoing);
@@ -316,24 +340,12 @@ impl Poller {
         self.start_waiting(shared);
     }
 
-    pub(super) fn outgoing_timed_out(&mut self, shared: &Shared, outgoing: Outgoing) {
-        let peer = outgoing.peer;
-        let error = outgoing.last.clone().unwrap_or_else(|| {
-            let error =
-                Error::new(ErrorKind::Timeout, format!("{peer} did not answer the handshake in time"));
-            // Without a device the address says which; the diagnosis must not look at another.
-            let lane = outgoing.id.as_ref().and_then(|id| lane_of(shared, id).ok());
-            let local = lane.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
-            let Some(lane) = lane.or(shared.lanes.first()) else { return error };
-            error.with_causes(diagnose::causes(&Subject {
-                context: &lane.context,
-                port: outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port),
-                local,
-                peer: Some(peer),
-                baseline: None,
-                failure: Failure::ConnectTimeout,
-            }))
+    pub(super) fn outgoing_timed_out(&mut self, shared: &Shared, mut outgoing: Outgoing) {
+        let error = outgoing.last.take().unwrap_or_else(|| {
+            let what = format!("{} did not answer the handshake in time", outgoing.peer);
+            Error::new(ErrorKind::Timeout, what)
         });
+        let error = explain(shared, &outgoing, error);
         self.finish(shared, outgoing, Err(error));
     }
 
@@ -351,6 +363,36 @@ impl Poller {
             link.close(); // nobody wanted it any more
         }
         self.start_waiting(shared);
+    }
+}
+
+/// Adds the likely causes of silence, if that is what the handshake ended in.
+fn explain(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
+    if ![ErrorKind::Timeout, ErrorKind::Unreachable].contains(&error.kind()) {
+        return error;
+    }
+    // Without a device the address says which; the diagnosis must not look at another.
+    let lane = outgoing.id.as_ref().and_then(|id| lane_of(shared, id).ok());
+    let local = lane.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
+    let context = lane.or(shared.lanes.first()).and_then(|lane| lane.context());
+    let Some(context) = context else { return error };
+    error.with_causes(diagnose::causes(&Subject {
+        context: &context,
+        port: outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port),
+        local,
+        peer: Some(outgoing.peer),
+        baseline: None,
+        failure: Failure::ConnectTimeout,
+    }))
+}
+
+/// A peer that went after it had answered makes the next steps wrong: that is nobody's mistake here.
+fn hung_up(peer: SocketAddr, error: Error) -> Error {
+    match error.kind() {
+        ErrorKind::Misuse => {
+            Error::new(ErrorKind::LinkDown, format!("{peer} hung up during the handshake ({error})"))
+        }
+        _ => error,
     }
 }
 

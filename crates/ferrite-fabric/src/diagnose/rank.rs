@@ -27,6 +27,11 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
             own_side(&mut found, facts);
             stuck(&mut found, failure, facts);
         }
+        // Met no receive there, or nobody.
+        Failure::NoAcknowledgement if facts.did_move(Meaning::PeerNotReady).is_some() => {
+            stuck(&mut found, failure, facts);
+        }
+        Failure::NoAcknowledgement => silence(&mut found, failure, facts),
         Failure::Completion(status) => match status {
             Status::SUCCESS => {}
             Status::RETRY_EXCEEDED | Status::RESPONSE_TIMEOUT => silence(&mut found, failure, facts),
@@ -52,7 +57,7 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
 /// take a minute to answer.
 pub(super) fn wants_facts(failure: Failure) -> bool {
     match failure {
-        Failure::ConnectTimeout | Failure::NoKeepalive => true,
+        Failure::ConnectTimeout | Failure::NoKeepalive | Failure::NoAcknowledgement => true,
         Failure::Completion(status) => [
             Status::RETRY_EXCEEDED,
             Status::RESPONSE_TIMEOUT,
@@ -316,6 +321,7 @@ fn guesses(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
 fn stuck(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let evidence = match failure {
         Failure::Completion(status) => status.to_string(),
+        Failure::NoAcknowledgement => "what was sent is not taken".into(),
         _ => "its device acknowledges, and nothing above it answers".into(),
     };
     let peer = facts.peer_name();
@@ -349,7 +355,11 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
     let peer = facts.peer_name();
     let rows: Vec<(Likelihood, String, Option<&str>)> = match status {
         Status::FLUSHED => vec![
-            (Likelihood::Likely, "this side stopped the queue pair".into(), None),
+            (
+                Likelihood::Likely,
+                "this side stopped the queue pair, or its device did after an error of its own".into(),
+                Some("dmesg may say more"),
+            ),
             (
                 Likelihood::Possible,
                 format!("{peer} ended the connection, and this side followed"),

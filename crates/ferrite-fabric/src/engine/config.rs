@@ -32,7 +32,7 @@ pub struct Config {
     pub window: u16,
     /// Channels of a link: messages on one keep their order, a large one does not hold up another channel. 64.
     pub channels: u16,
-    /// The largest message that peers may send. 64 MiB.
+    /// The largest message that peers may send. 64 MiB; at most a quarter of the receive reserve.
     pub max_message_bytes: u64,
     /// Messages and operations that may wait on a link before it says that it is full. 1,024.
     pub send_queue_messages: usize,

@@ -1,16 +1,18 @@
 //! Ways to drive an engine. All do the same: passes while there is something to do, a short spin, then sleep.
 
 use std::future::Future;
+use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::pin::pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::task::{Context, Poll, Wake, Waker};
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use super::mailbox::Mailbox;
+use super::bell::Bell;
+use super::wakeup::Wakeup;
 use super::{Engine, Shared};
 use crate::mem::lock;
 
@@ -66,14 +68,16 @@ impl Shared {
         Duration::from_micros(self.busy_poll_us.load(Ordering::Relaxed).into())
     }
 
-    /// Waits until the descriptor is readable, or `patience` is over.
-    fn sleep(&self, patience: Option<Duration>) {
+    /// Waits until the descriptor is readable, or the bell, or `patience` is over. Whether one is.
+    fn sleep(&self, bell: Option<&Bell>, patience: Option<Duration>) -> bool {
         let patience = patience.map(|patience| Timespec {
             tv_sec: patience.as_secs().cast_signed(),
             tv_nsec: patience.subsec_nanos().into(),
         });
         let fd = self.waits.as_fd();
-        let _ = poll(&mut [PollFd::from_borrowed_fd(fd, PollFlags::IN)], patience.as_ref());
+        let second = bell.map_or(fd, AsFd::as_fd);
+        let mut fds = [fd, second].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
+        poll(&mut fds, patience.as_ref()).is_ok_and(|ready| ready > 0)
     }
 
     /// Passes and sleeps until nobody has the engine any more and its links are gone.
@@ -88,9 +92,14 @@ impl Shared {
                 std::hint::spin_loop();
             } else {
                 match self.arm() {
-                    Armed::Sleep => self.sleep(None),
+                    Armed::Sleep if self.is_over() => return, // another driver may have taken the call that said so
+                    Armed::Sleep => {
+                        self.sleep(None, None);
+                    }
                     Armed::Again => {}
-                    Armed::Elsewhere => self.sleep(Some(ELSEWHERE)),
+                    Armed::Elsewhere => {
+                        self.sleep(None, Some(ELSEWHERE));
+                    }
                 }
                 active = self.clock.now();
             }
@@ -110,13 +119,19 @@ impl Engine {
     /// For those who spin. Who wants to sleep calls [`Engine::progress`].
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn poll(&self) -> usize {
-        self.shared().pass()
+        let shared = self.shared();
+        let done = shared.pass();
+        if shared.drivers.load(Ordering::SeqCst) > 0 {
+            shared.mailbox.hand_over(); // this may be the last call
+        }
+        done
     }
 
     /// Does all there is to do, looks a little longer (`busy_poll_us`), and prepares the descriptor for waiting: when
     /// this returns, wait until it is readable, then call this again. Returns how much there was to do.
     ///
-    /// Call it also after giving the engine something to do, before waiting.
+    /// Call it also after giving the engine something to do, before waiting. The descriptor stays readable while there is
+    /// something to do: a loop that tells of changes only (`EPOLLET`) must look at it before it waits.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn progress(&self) -> usize {
         /// A busy link must not keep the foreign loop from its other descriptors.
@@ -124,6 +139,9 @@ impl Engine {
         let shared = self.shared();
         let mut total = 0;
         let begun = shared.clock.now();
+        if !shared.has_foreign_loop.swap(true, Ordering::SeqCst) {
+            shared.drivers.fetch_add(1, Ordering::SeqCst);
+        }
         loop {
             let done = shared.pass();
             total += done;
@@ -137,10 +155,15 @@ impl Engine {
             let spin = total == 0 && shared.clock.now().saturating_duration_since(begun) < shared.busy_poll();
             if spin {
                 std::hint::spin_loop();
-            } else if shared.arm() != Armed::Again {
-                return total;
-            } else {
-                total += 1;
+                continue;
+            }
+            match shared.arm() {
+                Armed::Sleep => return total,
+                Armed::Again => total += 1,
+                Armed::Elsewhere => {
+                    shared.mailbox.wake(); // not prepared: the caller must not wait
+                    return total;
+                }
             }
         }
     }
@@ -154,36 +177,37 @@ impl Engine {
     /// Runs a future to its end on this thread, driving the engine meanwhile.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let shared = self.shared();
-        let wakeup = Arc::new(Wakeup { woken: AtomicBool::new(true), mailbox: Arc::clone(&shared.mailbox) });
+        let _driving = Driving::new(&**shared);
+        let wakeup = Arc::new(Wakeup::new());
         let waker = Waker::from(Arc::clone(&wakeup));
         let mut context = Context::from_waker(&waker);
         let mut future = pin!(future);
         let mut active = shared.clock.now();
-        let output = loop {
-            if wakeup.woken.swap(false, Ordering::SeqCst)
+        loop {
+            if wakeup.take()
                 && let Poll::Ready(output) = future.as_mut().poll(&mut context)
             {
-                break output;
+                return output;
             }
             if shared.pass() > 0 {
                 active = shared.clock.now();
-            } else if wakeup.woken.load(Ordering::SeqCst) {
+            } else if wakeup.is_woken() {
                 // by another thread
             } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
                 std::hint::spin_loop();
             } else {
                 match shared.arm() {
-                    Armed::Sleep if !wakeup.woken.load(Ordering::SeqCst) => shared.sleep(None),
-                    Armed::Sleep | Armed::Again => {}
-                    Armed::Elsewhere => shared.sleep(Some(ELSEWHERE)),
+                    Armed::Sleep => wakeup.sleep(|bell| {
+                        shared.sleep(bell, bell.is_none().then_some(ELSEWHERE));
+                    }),
+                    Armed::Again => {}
+                    Armed::Elsewhere => {
+                        shared.sleep(None, Some(ELSEWHERE));
+                    }
                 }
                 active = shared.clock.now();
             }
-        };
-        if shared.drivers.load(Ordering::Relaxed) > 0 {
-            shared.mailbox.wake(); // we may have taken the event that was to wake it
         }
-        output
     }
 
     /// Drives the engine under tokio until nobody else has it: `tokio::spawn(engine.drive())`.
@@ -192,9 +216,9 @@ impl Engine {
     /// When tokio cannot watch the descriptor (its I/O driver is not enabled).
     #[cfg(feature = "tokio")]
     pub fn drive(&self) -> impl Future<Output = std::io::Result<()>> + Send + 'static {
-        let shared = Arc::clone(self.shared());
-        shared.drivers.fetch_add(1, Ordering::Relaxed);
+        let driving = Driving::new(Arc::clone(self.shared()));
         async move {
+            let shared = &driving.0;
             let fd = rustix::io::fcntl_dupfd_cloexec(shared.waits.as_fd(), 0)?;
             let fd = super::watch::watch(fd)?;
             let mut active = shared.clock.now();
@@ -208,7 +232,15 @@ impl Engine {
                     tokio::task::yield_now().await;
                 } else {
                     match shared.arm() {
-                        Armed::Sleep => fd.readable().await?.clear_ready(),
+                        Armed::Sleep if shared.is_over() => return Ok(()), // as in `run`
+                        Armed::Sleep => loop {
+                            // tokio tells of changes only: what was readable and not taken would be forgotten.
+                            let mut ready = fd.readable().await?;
+                            if shared.sleep(None, Some(Duration::ZERO)) {
+                                break;
+                            }
+                            ready.clear_ready();
+                        },
                         Armed::Again => {}
                         Armed::Elsewhere => tokio::time::sleep(ELSEWHERE).await,
                     }
@@ -223,27 +255,25 @@ impl Engine {
     /// # Errors
     /// When the thread cannot be made.
     pub fn spawn_thread(&self) -> std::io::Result<std::thread::JoinHandle<()>> {
-        let shared = Arc::clone(self.shared());
-        shared.drivers.fetch_add(1, Ordering::Relaxed);
-        std::thread::Builder::new().name("ferrite-engine".into()).spawn(move || shared.run())
+        let driving = Driving::new(Arc::clone(self.shared()));
+        std::thread::Builder::new().name("ferrite-engine".into()).spawn(move || driving.0.run())
     }
 }
 
-/// The waker of [`Engine::block_on`].
-struct Wakeup {
-    woken: AtomicBool,
-    mailbox: Arc<Mailbox>,
+/// Someone who drives the engine; when it stops, another takes over.
+struct Driving<S: Deref<Target = Shared>>(S);
+
+impl<S: Deref<Target = Shared>> Driving<S> {
+    fn new(shared: S) -> Self {
+        shared.drivers.fetch_add(1, Ordering::SeqCst);
+        Self(shared)
+    }
 }
 
-impl Wake for Wakeup {
-    fn wake(self: Arc<Self>) {
-        self.wake_by_ref();
-    }
-
-    fn wake_by_ref(self: &Arc<Self>) {
-        self.woken.store(true, Ordering::SeqCst);
-        if self.mailbox.is_asleep() {
-            self.mailbox.ring();
+impl<S: Deref<Target = Shared>> Drop for Driving<S> {
+    fn drop(&mut self) {
+        if self.0.drivers.fetch_sub(1, Ordering::SeqCst) > 1 {
+            self.0.mailbox.hand_over();
         }
     }
 }

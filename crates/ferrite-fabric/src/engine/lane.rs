@@ -1,4 +1,4 @@
-//! A lane: what an engine has on one device, shared by all links there.
+//! A lane: one device as links see it. Its objects are the poller's (`gear.rs`).
 //!
 //! One completion queue and one stock of receives, however many links: an idle link costs neither. The completion queue
 //! must never overrun, so each request in flight holds one of its entries from post to completion, also if it is not
@@ -8,28 +8,19 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
-use ferrite_verbs::{
-    CompletionChannel, CompletionQueue, Context, ErrorKind, Limits, ProtectionDomain, QueuePair,
-    QueuePairConfig, SharedReceiveQueue,
-};
+use ferrite_verbs::{Context, Limits, ProtectionDomain};
 
 use super::config::Config;
-use super::slots::ReceiveStock;
-use crate::error::Error;
-use crate::mem::{Pool, lock};
+use super::gear::Gear;
+use crate::mem::lock;
 
 pub(crate) struct Lane {
-    pub(crate) context: Context,
     pub(crate) name: String,
     pub(crate) limits: Limits,
     /// Its index, which is also that of its protection domain in the pool.
     pub(crate) index: usize,
-    pub(crate) domain: ProtectionDomain,
-    pub(crate) cq: CompletionQueue,
-    pub(crate) channel: CompletionChannel,
-    /// `stock` must be dropped when no queue pair is left: links hold their lane.
-    pub(crate) stock: Mutex<ReceiveStock>,
-    srq: Mutex<Option<SharedReceiveQueue>>,
+    /// To look at when a link fails; `None` once the device is gone.
+    context: Mutex<Option<Context>>,
     in_flight: AtomicU32,
     in_flight_max: u32,
     /// Links that found no entry left.
@@ -37,9 +28,7 @@ pub(crate) struct Lane {
     has_waiting: AtomicBool,
     /// What queue pairs of this device take inline: found when the first is made.
     inline: AtomicU32,
-    /// The completion queue will tell of its next completion.
-    pub(crate) armed: AtomicBool,
-    pub(crate) gone: AtomicBool,
+    gone: AtomicBool,
 }
 
 impl Lane {
@@ -47,72 +36,60 @@ impl Lane {
         index: usize,
         domain: &ProtectionDomain,
         config: &Config,
-    ) -> Result<Self, ferrite_verbs::Error> {
+    ) -> Result<(Self, Gear), ferrite_verbs::Error> {
         let context = domain.context().clone();
         let limits = context.limits()?;
         let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
         let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
         let receives = receives.min(entries / 2);
-        let channel = context.create_completion_channel()?;
-        let cq = context.create_completion_queue(entries, Some(&channel), index as u32)?;
-        let srq = domain.create_shared_receive_queue(receives, 1)?;
-        let block_bytes = config.recv_buffer_size as usize;
-        let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index);
-        Ok(Self {
+        let gear = Gear::new(domain, index, receives, entries, config)?;
+        let lane = Self {
             name: context.device().name(),
             limits,
             index,
-            domain: domain.clone(),
-            context,
-            cq,
-            channel,
-            stock: Mutex::new(stock),
-            srq: Mutex::new(Some(srq)),
+            context: Mutex::new(Some(context)),
             in_flight: AtomicU32::new(0),
             in_flight_max: entries - receives,
             waiting: Mutex::new(VecDeque::new()),
             has_waiting: AtomicBool::new(false),
             inline: AtomicU32::new(config.inline_threshold),
-            armed: AtomicBool::new(false),
             gone: AtomicBool::new(false),
-        })
+        };
+        Ok((lane, gear))
     }
 
-    /// Posts what receives are missing. A pool without memory is no error: peers wait until there is some.
-    pub(crate) fn refill(&self, pool: &Pool) -> Result<(), Error> {
-        match lock(&self.stock).refill(pool) {
-            Ok(()) => Ok(()),
-            Err(error) if error.kind() == crate::mem::ErrorKind::Exhausted => Ok(()),
-            Err(error) => Err(error.into()),
-        }
+    /// The device, unless it is gone.
+    pub(crate) fn context(&self) -> Option<Context> {
+        lock(&self.context).clone()
     }
 
-    /// A queue pair for a link.
-    pub(crate) fn create_queue_pair(&self, config: &Config) -> Result<QueuePair, Error> {
-        let max_send_wr =
-            config.send_queue_depth.clamp(BATCH_MIN, self.limits.max_qp_wr.min(u16::MAX.into()));
-        loop {
-            let inline = self.inline.load(Ordering::Relaxed);
-            let made = self.domain.create_queue_pair(&QueuePairConfig {
-                srq: lock(&self.srq).clone(),
-                max_send_wr,
-                max_recv_wr: 0,
-                max_inline: inline,
-                ..QueuePairConfig::new(&self.cq)
-            });
-            match made {
-                // A device does not say how much it takes inline: it refuses too much.
-                Err(error) if inline > 0 && error.kind() == ErrorKind::DeviceLimit => {
-                    self.inline.store(if inline > 64 { 64 } else { 0 }, Ordering::Relaxed);
-                }
-                made => return made.map_err(Error::from),
-            }
-        }
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Relaxed)
+    }
+
+    /// Nothing new begins on it.
+    pub(crate) fn set_gone(&self) {
+        self.gone.store(true, Ordering::Relaxed);
+    }
+
+    /// Lets go of the device.
+    pub(crate) fn close(&self) {
+        lock(&self.context).take();
+    }
+
+    pub(super) fn send_queue_depth(&self, config: &Config) -> u32 {
+        config.send_queue_depth.clamp(BATCH_MIN, self.limits.max_qp_wr.min(u16::MAX.into()))
     }
 
     /// What links may put into a request instead of memory.
-    pub(crate) fn inline(&self, qp: &QueuePair) -> usize {
-        qp.capacity().max_inline.min(self.inline.load(Ordering::Relaxed)) as usize
+    pub(crate) fn inline(&self) -> u32 {
+        self.inline.load(Ordering::Relaxed)
+    }
+
+    /// The device did not take so much.
+    pub(super) fn less_inline(&self) {
+        let less = if self.inline() > 64 { 64 } else { 0 };
+        self.inline.store(less, Ordering::Relaxed);
     }
 
     /// Takes up to `wanted` entries of the completion queue.
@@ -154,13 +131,6 @@ impl Lane {
         }
         self.has_waiting.store(false, Ordering::Release);
         std::mem::take(&mut lock(&self.waiting))
-    }
-}
-
-impl Drop for Lane {
-    fn drop(&mut self) {
-        // The stock destroys the queue and must see that: it is to have the last handle.
-        lock(&self.srq).take();
     }
 }
 

@@ -1,13 +1,24 @@
-//! How other threads call the engine's attention, and wake it if it sleeps.
+//! How other threads call the engine's attention and wake it if it sleeps, and how those who drive it leave it to each
+//! other.
+//!
+//! Any number may drive an engine at a time: one of them makes a pass, the others sleep on the descriptor or do
+//! something else. What makes sure that nobody sleeps over something:
+//!
+//! - Before sleeping, a driver says that it is `asleep` and then looks whether something is `pending`. Who calls does it
+//!   the other way round. So one of two that meet sees the other. (The flags are never merely stored to: a swap sees what
+//!   the one before it did, which is also what loom understands best.)
+//! - Who takes events from the descriptor may take those that were to wake another. So it either prepares the descriptor
+//!   for waiting again, as all do before they sleep, or rings the bell when it leaves ([`Mailbox::hand_over`]).
+//! - A future is woken through a bell of its own thread (`wakeup.rs`): this one rings for any driver.
+//!
+//! `protocol.rs` has the model that loom goes through.
 
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::Ordering;
 
-use rustix::event::{EventfdFlags, eventfd};
-
-use crate::error::{Error, ErrorKind};
-use crate::mem::lock;
+use super::bell::Bell;
+use crate::error::Error;
+use crate::sync::{AtomicBool, Mutex, lock};
 
 pub(crate) struct Mailbox {
     /// Links that need something of the engine.
@@ -15,18 +26,19 @@ pub(crate) struct Mailbox {
     pending: AtomicBool,
     /// Whether whoever drives the engine is waiting on its descriptor, or about to.
     asleep: AtomicBool,
-    bell: OwnedFd,
+    /// Events were taken from the descriptor, and it was not prepared for waiting since.
+    disarmed: AtomicBool,
+    bell: Bell,
 }
 
 impl Mailbox {
     pub(crate) fn new() -> Result<Self, Error> {
-        let bell = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
-            .map_err(|errno| Error::new(ErrorKind::System, format!("eventfd: {errno}")))?;
         Ok(Self {
             links: Mutex::new(Vec::new()),
             pending: AtomicBool::new(false),
             asleep: AtomicBool::new(true),
-            bell,
+            disarmed: AtomicBool::new(false),
+            bell: Bell::new()?,
         })
     }
 
@@ -38,7 +50,7 @@ impl Mailbox {
 
     /// The engine is to look around.
     pub(crate) fn ring(&self) {
-        self.pending.store(true, Ordering::SeqCst);
+        self.pending.swap(true, Ordering::SeqCst);
         if self.asleep.swap(false, Ordering::SeqCst) {
             self.wake();
         }
@@ -46,11 +58,11 @@ impl Mailbox {
 
     /// Makes the descriptor readable.
     pub(crate) fn wake(&self) {
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes()); // full: it is readable already
+        self.bell.ring();
     }
 
     pub(crate) fn silence(&self) {
-        let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+        self.bell.silence();
     }
 
     /// What was called in since the last time.
@@ -61,16 +73,35 @@ impl Mailbox {
         std::mem::take(&mut lock(&self.links))
     }
 
-    pub(crate) fn is_pending(&self) -> bool {
-        self.pending.load(Ordering::SeqCst)
-    }
-
-    pub(crate) fn set_asleep(&self, asleep: bool) {
-        self.asleep.store(asleep, Ordering::SeqCst);
-    }
-
+    /// Whether the descriptor was prepared for waiting, and not looked at since.
     pub(crate) fn is_asleep(&self) -> bool {
         self.asleep.load(Ordering::SeqCst)
+    }
+
+    /// The caller takes what the descriptor has: `look`.
+    pub(crate) fn awake<R>(&self, look: impl FnOnce() -> R) -> R {
+        self.asleep.swap(false, Ordering::SeqCst);
+        let seen = look();
+        // Afterwards: a bell that somebody rang for us in between may be among what was taken.
+        self.disarmed.swap(true, Ordering::SeqCst);
+        seen
+    }
+
+    /// The descriptor is prepared for waiting; `false` if there is something to do all the same.
+    pub(crate) fn fall_asleep(&self) -> bool {
+        self.asleep.swap(true, Ordering::SeqCst);
+        if self.pending.load(Ordering::SeqCst) {
+            return false;
+        }
+        self.disarmed.swap(false, Ordering::SeqCst);
+        true
+    }
+
+    /// The caller stops driving, and others may be asleep.
+    pub(crate) fn hand_over(&self) {
+        if self.disarmed.load(Ordering::Relaxed) && self.disarmed.swap(false, Ordering::SeqCst) {
+            self.wake();
+        }
     }
 }
 

@@ -9,26 +9,33 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::{AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion};
+use ferrite_verbs::{AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion};
 
 use super::Shared;
+use super::gear::Gear;
 use super::lane::Lane;
 use super::links::Links;
 use super::slots::WorkId;
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
 use crate::connect::{Meeting, Meetings};
+use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, Wakes};
-use crate::mem::lock;
 
 /// Between looks at the descriptors while completions keep coming.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// A link whose requests have not been flushed by then is destroyed with them.
 const DRAIN: Duration = Duration::from_secs(2);
+/// When requests were flushed, whatever caused it is told within this time, or never.
+const FLUSHED: Duration = Duration::from_millis(50);
+/// Between looks for memory while there is too little for receives.
+const STARVED: Duration = Duration::from_millis(5);
 
 pub(crate) struct Poller {
+    /// By lane; `None` once the device is gone.
+    pub(crate) gears: Vec<Option<Gear>>,
     completions: Vec<WorkCompletion>,
     /// Links by lane and queue pair number.
     by_qp: HashMap<u64, u32>,
@@ -37,6 +44,8 @@ pub(crate) struct Poller {
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     ready: Vec<Ready>,
+    /// The clock was told to look for memory for receives.
+    starved: bool,
     /// To be woken when the poller is free again.
     pub(crate) wakes: Wakes,
     /// The time of the last look.
@@ -45,8 +54,9 @@ pub(crate) struct Poller {
 }
 
 impl Poller {
-    pub(crate) fn new(batch: usize) -> Self {
+    pub(crate) fn new(batch: usize, gears: Vec<Option<Gear>>) -> Self {
         Self {
+            gears,
             completions: vec![WorkCompletion::default(); batch],
             by_qp: HashMap::new(),
             cm: None,
@@ -54,6 +64,7 @@ impl Poller {
             timers: Timers::default(),
             clock_set: None,
             ready: Vec::new(),
+            starved: false,
             wakes: Wakes::new(),
             now: Instant::now(),
             looked: quanta::Instant::recent(),
@@ -67,8 +78,7 @@ impl Poller {
         let now = shared.clock.now();
         if shared.mailbox.is_asleep() || now.saturating_duration_since(self.looked) >= LOOK_EVERY {
             self.looked = now;
-            shared.mailbox.set_asleep(false);
-            done += self.look(shared);
+            done += shared.mailbox.awake(|| self.look(shared));
         }
         done += self.reap(shared);
         let calls = shared.mailbox.take();
@@ -85,8 +95,9 @@ impl Poller {
         const BATCHES: usize = 4;
         let mut total = 0;
         for lane in &shared.lanes {
+            let Some(mut gear) = self.gears[lane.index].take() else { continue };
             for _ in 0..BATCHES {
-                let taken = lane.cq.poll(&mut self.completions).unwrap_or(0);
+                let taken = gear.cq.poll(&mut self.completions).unwrap_or(0);
                 if taken == 0 {
                     break;
                 }
@@ -94,7 +105,7 @@ impl Poller {
                 {
                     let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
                     for wc in &completions[..taken] {
-                        self.dispatch(shared, &links, lane, wc);
+                        self.dispatch(shared, &links, lane, &mut gear, wc);
                     }
                 }
                 self.completions = completions;
@@ -108,7 +119,17 @@ impl Poller {
                     link.with_wakes(&mut self.wakes, LinkState::pump);
                 }
             }
-            self.refill(shared, lane, total == 0);
+            // Some at a time while busy, all when idle.
+            let (missing, posted) = (gear.stock.missing(), gear.stock.posted());
+            if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !lane.is_gone() {
+                // What fails here fails again, and is seen by peers as back-pressure.
+                let _ = gear.refill(&shared.pool);
+                if gear.stock.missing() > 0 && !std::mem::replace(&mut self.starved, true) {
+                    // Nobody tells when there is memory again.
+                    self.timers.add(self.now + STARVED, Timer::Refill);
+                }
+            }
+            self.gears[lane.index] = Some(gear);
         }
         if total > 0 {
             shared.counters.completions.fetch_add(total as u64, Ordering::Relaxed);
@@ -118,8 +139,7 @@ impl Poller {
 
     /// Takes all completions that are there now; those that keep coming wait for the next pass.
     pub(crate) fn reap_all(&mut self, shared: &Shared) {
-        let entries: usize = shared.lanes.iter().map(|lane| lane.cq.depth() as usize).sum();
-        let mut left = entries;
+        let mut left: usize = self.gears.iter().flatten().map(|gear| gear.cq.depth() as usize).sum();
         while left > 0 {
             match self.reap(shared) {
                 0 => return,
@@ -128,19 +148,14 @@ impl Poller {
         }
     }
 
-    /// Replaces receives that were used: some at a time while busy, all when idle.
-    fn refill(&self, shared: &Shared, lane: &Lane, idle: bool) {
-        let missing = {
-            let stock = lock(&lane.stock);
-            (stock.missing(), stock.posted())
-        };
-        if missing.0 > 0 && (idle || missing.0 >= 8 || missing.1 < 8) && !lane.gone.load(Ordering::Relaxed) {
-            // What fails here fails again, and is seen by peers as back-pressure.
-            let _ = lane.refill(&shared.pool);
-        }
-    }
-
-    fn dispatch(&mut self, shared: &Shared, links: &Links, lane: &Lane, wc: &WorkCompletion) {
+    fn dispatch(
+        &mut self,
+        shared: &Shared,
+        links: &Links,
+        lane: &Lane,
+        gear: &mut Gear,
+        wc: &WorkCompletion,
+    ) {
         let id = WorkId(wc.wr_id());
         if !id.is_receive() {
             if let Some(link) = links.get(id.owner()) {
@@ -150,7 +165,7 @@ impl Poller {
             }
             return;
         }
-        let buf = lock(&lane.stock).take(wc.wr_id());
+        let buf = gear.stock.take(wc.wr_id());
         let link = self.by_qp.get(&qp_key(lane.index, wc.qp_num())).and_then(|index| links.get(*index));
         let (Some(buf), Some(link)) = (buf, link) else {
             shared.counters.unknown_receives.fetch_add(1, Ordering::Relaxed);
@@ -177,7 +192,9 @@ impl Poller {
         self.link(shared, name.index).filter(|link| link.name == name)
     }
 
-    /// Looks at the descriptors and the clock; how much there was to do.
+    /// Looks at the descriptors and the clock; how much there was to do. Apart, so that counts of instructions can leave it
+    /// out: it comes with the clock.
+    #[inline(never)]
     fn look(&mut self, shared: &Shared) -> usize {
         self.now = Instant::now();
         let mut ready = std::mem::take(&mut self.ready);
@@ -186,9 +203,9 @@ impl Poller {
         for ready in ready.drain(..) {
             match ready {
                 Ready::Completions(lane) => {
-                    let lane = &shared.lanes[lane];
-                    while let Ok(Some(_)) = lane.channel.next_event() {
-                        lane.armed.store(false, Ordering::Relaxed);
+                    let Some(gear) = &mut self.gears[lane] else { continue };
+                    while let Ok(Some(_)) = gear.channel.next_event() {
+                        gear.armed = false;
                     }
                 }
                 Ready::Device(lane) => done += self.device_events(shared, lane),
@@ -211,7 +228,7 @@ impl Poller {
     fn device_events(&mut self, shared: &Shared, lane: usize) -> usize {
         let mut count = 0;
         let lane = &shared.lanes[lane];
-        while let Ok(Some(event)) = lane.context.next_async_event() {
+        while let Some(event) = self.next_device_event(lane.index) {
             count += 1;
             match (event.kind, event.subject) {
                 (
@@ -242,7 +259,7 @@ impl Poller {
     pub(crate) fn device_gone(&mut self, shared: &Shared, lane: usize, why: &str) {
         self.reap_all(shared);
         let lane = &shared.lanes[lane];
-        lane.gone.store(true, Ordering::Relaxed);
+        lane.set_gone();
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
             links.iter().filter(|link| link.lane.index == lane.index).cloned().collect()
@@ -252,12 +269,50 @@ impl Poller {
             let error = Error::new(ErrorKind::DeviceGone, what);
             link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
         }
+        self.retire_if_unused(shared, lane.index);
+    }
+
+    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish removing a Soft-RoCE device
+    /// that somebody holds.
+    fn retire_if_unused(&mut self, shared: &Shared, lane: usize) {
+        let lane = &shared.lanes[lane];
+        let in_use = {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            links.iter().any(|link| link.lane.index == lane.index)
+        };
+        if !lane.is_gone() || in_use {
+            return;
+        }
+        shared.regions.on_device_gone(lane, &mut self.wakes);
+        drop(self.gears[lane.index].take());
+        shared.pool.retire_domain(lane.index);
+        lane.close();
+    }
+
+    fn next_device_event(&self, lane: usize) -> Option<AsyncEvent> {
+        self.gears[lane].as_ref()?.context.next_async_event().ok().flatten()
+    }
+
+    /// Receives that are posted, and those that failed links took along.
+    pub(crate) fn receives(&self) -> (u64, u64) {
+        let stocks = self.gears.iter().flatten().map(|gear| &gear.stock);
+        stocks.fold((0, 0), |(posted, overdue), stock| {
+            (posted + stock.posted() as u64, overdue + stock.overdue() as u64)
+        })
+    }
+
+    pub(crate) fn drop_gears(&mut self) {
+        self.gears.clear();
     }
 
     fn on_timer(&mut self, shared: &Shared, timer: Timer) {
         match timer {
             Timer::Keepalive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
+                if link.with(|state, _, _| state.is_overdue(self.now)) {
+                    // It may be us who had no time to look: its answer can be here.
+                    self.reap_all(shared);
+                }
                 if let Some(next) = link.on_timer(self.now) {
                     self.timers.add(next, timer);
                 }
@@ -276,6 +331,19 @@ impl Poller {
                     self.tear_down(shared, &link, true);
                 }
             }
+            Timer::Flushed(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                let what = format!(
+                    "link to {} (queue pair {:#x} on {}): the queue pair failed, and nobody says why",
+                    link.peer_name(),
+                    link.qp_num,
+                    link.lane.name
+                );
+                let causes = link.causes(Failure::Completion(Status::FLUSHED));
+                link.fail(Error::new(ErrorKind::LinkDown, what).with_causes(causes));
+                self.attend(shared, name.index);
+            }
+            Timer::Refill => self.starved = false, // the pass goes on to do it
             Timer::Meeting(key) => self.meeting_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),
@@ -286,10 +354,11 @@ impl Poller {
     /// A link called: it is closing, or down, or a grant came back.
     pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
-        let (released, closing, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
+        let (released, closing, flushed, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let down = state.failure().cloned();
             let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
-            (std::mem::take(&mut state.released), state.take_closing(), down.map(|error| (error, first)))
+            let (closing, flushed) = (state.take_closing(), state.take_flushed());
+            (std::mem::take(&mut state.released), closing, flushed, down.map(|error| (error, first)))
         });
         for grant in released {
             shared.regions.on_released(grant, Some(index), &mut self.wakes);
@@ -298,9 +367,13 @@ impl Poller {
             if closing {
                 self.timers.add(self.now + shared.config.close_timeout, Timer::Close(link.name));
             }
+            if flushed {
+                self.timers.add(self.now + FLUSHED, Timer::Flushed(link.name));
+            }
             return;
         };
         if first {
+            link.with_wakes(&mut self.wakes, |state, around, _| state.post_last(around));
             if error.kind() != ErrorKind::Closed {
                 shared.counters.failed_links.fetch_add(1, Ordering::Relaxed);
             }
@@ -330,6 +403,7 @@ impl Poller {
             self.meetings.remove(path.cm_key);
         }
         shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(link.index);
+        self.retire_if_unused(shared, link.lane.index);
     }
 
     /// Puts a link where its completions find it.
@@ -345,20 +419,19 @@ impl Poller {
     /// Prepares for sleep: after this the descriptor becomes readable when there is something to do. `false` if there
     /// is something already.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
-        for lane in &shared.lanes {
+        for gear in self.gears.iter_mut().flatten() {
             // Once armed it stays so until its event was taken: arming again would be a system call for nothing.
-            if !lane.armed.swap(true, Ordering::Relaxed) {
-                let _ = lane.cq.request_notify(false); // on a device that is gone nothing comes any more
+            if !std::mem::replace(&mut gear.armed, true) {
+                let _ = gear.cq.request_notify(false); // on a device that is gone nothing comes any more
             }
         }
+        let found = self.reap(shared);
         let soonest = self.timers.soonest();
         if soonest != self.clock_set {
             shared.waits.set_clock(soonest);
             self.clock_set = soonest;
         }
-        let found = self.reap(shared);
-        shared.mailbox.set_asleep(true);
-        if found > 0 || shared.mailbox.is_pending() {
+        if !shared.mailbox.fall_asleep() || found > 0 {
             return false;
         }
         shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
@@ -373,6 +446,11 @@ impl Poller {
             self.on_cm_event(shared, event);
         }
         count
+    }
+
+    /// Ends all handshakes and connections: the engine ends.
+    pub(crate) fn hang_up(&mut self) {
+        self.meetings = Meetings::default();
     }
 
     pub(crate) fn meeting(&mut self, key: CmKey) -> Option<Meeting> {

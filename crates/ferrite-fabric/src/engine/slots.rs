@@ -206,6 +206,11 @@ impl<T> SendQueue<T> {
         })
     }
 
+    /// What a completion names, while it is in flight.
+    pub(crate) fn get(&mut self, wc: &WorkCompletion) -> Option<&InFlight<T>> {
+        self.table.get_mut(WorkId(wc.wr_id()).key()).map(|it| &*it)
+    }
+
     /// A completion came: everything that is done by it goes to `each`, the request that it names last and marked.
     /// `false` if it names nothing that is in flight.
     pub(crate) fn complete(&mut self, wc: &WorkCompletion, each: impl FnMut(InFlight<T>, bool)) -> bool {

@@ -22,6 +22,10 @@ pub(crate) enum Timer {
     Close(LinkName),
     /// Is everything of this link out of flight?
     Drain(LinkName),
+    /// Has nobody said why requests of this link were flushed?
+    Flushed(LinkName),
+    /// Is there memory for receives again?
+    Refill,
     /// Has this handshake got anywhere?
     Meeting(CmKey),
     /// Try this handshake again.

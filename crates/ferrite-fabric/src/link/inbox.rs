@@ -11,8 +11,9 @@ use super::message::Parts;
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) channels: u16,
-    /// Bytes of all messages together that have begun and not ended.
+    /// Bytes of all messages together that have begun and not ended, and their frames.
     pub(crate) max_message_bytes: u64,
+    pub(crate) max_frames: u64,
 }
 
 /// The peer broke the rules.
@@ -22,6 +23,8 @@ pub(crate) enum Violation {
     Channel { channel: u16, channels: u16 },
     #[error("more than {max} bytes of messages under way")]
     TooLarge { max: u64 },
+    #[error("more than {max} frames of messages under way")]
+    TooMany { max: u64 },
     #[error("an empty frame that is not the last of its message")]
     Empty,
 }
@@ -36,26 +39,37 @@ pub(crate) enum Arrived<B> {
 struct Partial<B> {
     channel: u16,
     parts: Parts<B>,
+    /// Not the number of parts: the last frame may be empty.
+    frames: usize,
 }
 
 pub(crate) struct Inbox<B> {
     limits: Limits,
-    ready: VecDeque<Arrived<B>>,
+    /// Each with the number of its frames.
+    ready: VecDeque<(Arrived<B>, usize)>,
     /// Frames of the messages in `ready`: what a peer waits to have back.
     ready_frames: usize,
     /// At most one for each channel; few at a time.
     partial: Vec<Partial<B>>,
     partial_bytes: u64,
+    partial_frames: u64,
 }
 
 impl<B: AsRef<[u8]>> Inbox<B> {
     pub(crate) fn new(limits: Limits) -> Self {
-        Self { limits, ready: VecDeque::new(), ready_frames: 0, partial: Vec::new(), partial_bytes: 0 }
+        Self {
+            limits,
+            ready: VecDeque::new(),
+            ready_frames: 0,
+            partial: Vec::new(),
+            partial_bytes: 0,
+            partial_frames: 0,
+        }
     }
 
     /// Takes a frame; `true` if that completed a message.
     pub(crate) fn frame(&mut self, channel: u16, more: bool, piece: B) -> Result<bool, Violation> {
-        let Limits { channels, max_message_bytes: max } = self.limits;
+        let Limits { channels, max_message_bytes: max, max_frames } = self.limits;
         if channel >= channels {
             return Err(Violation::Channel { channel, channels });
         }
@@ -63,7 +77,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         let begun = self.partial.iter().position(|partial| partial.channel == channel);
         if !more && begun.is_none() {
             let parts = if len == 0 { Parts::Empty } else { Parts::One(piece) };
-            self.push(Arrived::Message { channel, parts });
+            self.push(Arrived::Message { channel, parts }, 1);
             return Ok(true);
         }
         if len == 0 && more {
@@ -72,36 +86,42 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         if self.partial_bytes + len > max {
             return Err(Violation::TooLarge { max });
         }
+        if self.partial_frames >= max_frames {
+            return Err(Violation::TooMany { max: max_frames });
+        }
         let at = begun.unwrap_or_else(|| {
-            self.partial.push(Partial { channel, parts: Parts::Empty });
+            self.partial.push(Partial { channel, parts: Parts::Empty, frames: 0 });
             self.partial.len() - 1
         });
+        self.partial[at].frames += 1;
+        self.partial_frames += 1;
         if len > 0 {
             self.partial[at].parts.push(piece);
             self.partial_bytes += len;
         }
         if !more {
-            let Partial { channel, parts } = self.partial.swap_remove(at);
+            let Partial { channel, parts, frames } = self.partial.swap_remove(at);
             self.partial_bytes -= parts.len() as u64;
-            self.push(Arrived::Message { channel, parts });
+            self.partial_frames -= frames as u64;
+            self.push(Arrived::Message { channel, parts }, frames);
         }
         Ok(!more)
     }
 
     /// Takes the notice of a one-sided write.
     pub(crate) fn notice(&mut self, imm: u32) {
-        self.push(Arrived::Notice(imm));
+        self.push(Arrived::Notice(imm), 1);
     }
 
-    fn push(&mut self, arrived: Arrived<B>) {
-        self.ready_frames += frames(&arrived);
-        self.ready.push_back(arrived);
+    fn push(&mut self, arrived: Arrived<B>, frames: usize) {
+        self.ready_frames += frames;
+        self.ready.push_back((arrived, frames));
     }
 
     /// The next message that is complete.
     pub(crate) fn pop(&mut self) -> Option<Arrived<B>> {
-        let arrived = self.ready.pop_front()?;
-        self.ready_frames -= frames(&arrived);
+        let (arrived, frames) = self.ready.pop_front()?;
+        self.ready_frames -= frames;
         Some(arrived)
     }
 
@@ -114,13 +134,7 @@ impl<B: AsRef<[u8]>> Inbox<B> {
     pub(crate) fn drop_partial(&mut self) {
         self.partial = Vec::new();
         self.partial_bytes = 0;
-    }
-}
-
-fn frames<B: AsRef<[u8]>>(arrived: &Arrived<B>) -> usize {
-    match arrived {
-        Arrived::Message { parts, .. } => parts.as_slice().len().max(1),
-        Arrived::Notice(_) => 1,
+        self.partial_frames = 0;
     }
 }
 
@@ -129,7 +143,7 @@ mod tests {
     use super::*;
 
     fn inbox() -> Inbox<&'static [u8]> {
-        Inbox::new(Limits { channels: 2, max_message_bytes: 10 })
+        Inbox::new(Limits { channels: 2, max_message_bytes: 10, max_frames: 4 })
     }
 
     fn text(arrived: Option<Arrived<&'static [u8]>>) -> (u16, String) {
@@ -162,7 +176,9 @@ mod tests {
         assert_eq!(text(inbox.pop()), (0, String::new()));
         assert_eq!(inbox.frame(0, true, b"x"), Ok(false));
         assert_eq!(inbox.frame(0, false, b""), Ok(true));
+        assert_eq!(inbox.ready_frames(), 2, "the empty one is a frame too");
         assert_eq!(text(inbox.pop()), (0, "x".into()));
+        assert_eq!(inbox.ready_frames(), 0);
         assert_eq!(inbox.frame(0, true, b""), Err(Violation::Empty));
     }
 
@@ -175,5 +191,9 @@ mod tests {
         assert_eq!(inbox.frame(1, true, b"6"), Err(Violation::TooLarge { max: 10 }));
         inbox.drop_partial();
         assert_eq!(inbox.frame(1, true, b"6"), Ok(false));
+        for channel in [0, 0, 1] {
+            assert_eq!(inbox.frame(channel, true, b"."), Ok(false));
+        }
+        assert_eq!(inbox.frame(1, false, b"."), Err(Violation::TooMany { max: 4 }), "small ones are counted");
     }
 }

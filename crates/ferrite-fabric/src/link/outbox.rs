@@ -20,6 +20,8 @@ pub(crate) struct Letter {
     sent: usize,
     /// Bytes in all.
     total: u64,
+    /// Frames that it takes, known when it has begun.
+    frames: u64,
     begun: bool,
     ticket: Option<Ticket>,
 }
@@ -30,7 +32,7 @@ impl Letter {
         let part = parts.next();
         let rest: VecDeque<Buf> = parts.collect(); // empty ones do not allocate
         let total = part.iter().chain(&rest).map(|part| part.len() as u64).sum();
-        Self { part, rest, sent: 0, total, begun: false, ticket }
+        Self { part, rest, sent: 0, total, frames: 0, begun: false, ticket }
     }
 }
 
@@ -56,8 +58,14 @@ pub(crate) struct Allowed {
     pub(crate) segment_bytes: usize,
     /// Frames that it has room for.
     pub(crate) credits: usize,
-    /// Bytes of messages that may be under way together.
+    /// Bytes of messages that may be under way together, and their frames.
     pub(crate) max_message_bytes: u64,
+    pub(crate) max_frames: u64,
+}
+
+/// Frames that a message of these parts takes: each part begins a new one.
+pub(crate) fn frames<'a>(parts: impl IntoIterator<Item = &'a Buf>, segment_bytes: usize) -> u64 {
+    parts.into_iter().map(|part| part.len().div_ceil(segment_bytes) as u64).sum()
 }
 
 struct Queue {
@@ -74,8 +82,9 @@ pub(crate) struct Outbox {
     turn: usize,
     waiting: usize,
     waiting_bytes: u64,
-    /// Bytes of the messages that have begun and need more frames.
+    /// Bytes and frames of the messages that have begun and need more frames.
     under_way_bytes: u64,
+    under_way_frames: u64,
 }
 
 impl Outbox {
@@ -155,11 +164,14 @@ impl Outbox {
         let more = !(ends_part && letter.rest.is_empty());
         if more && !letter.begun {
             // One that fills the peer's whole allowance may go alone, so that it goes at all.
-            let under_way = self.under_way_bytes + letter.total;
-            if under_way > allowed.max_message_bytes && self.under_way_bytes > 0 {
+            let bytes = self.under_way_bytes + letter.total;
+            letter.frames = frames(letter.part.iter().chain(&letter.rest), allowed.segment_bytes);
+            let frames = self.under_way_frames + letter.frames;
+            let too_much = bytes > allowed.max_message_bytes || frames > allowed.max_frames;
+            if too_much && self.under_way_frames > 0 {
                 return None;
             }
-            self.under_way_bytes = under_way;
+            (self.under_way_bytes, self.under_way_frames) = (bytes, frames);
             letter.begun = true;
         }
         let piece = if letter.sent == 0 && ends_part { part.clone() } else { part.slice(letter.sent..end) };
@@ -174,6 +186,7 @@ impl Outbox {
         if !more {
             if letter.begun {
                 self.under_way_bytes -= letter.total;
+                self.under_way_frames -= letter.frames;
             }
             ticket = queue.letters.pop_front().and_then(|letter| letter.ticket);
             self.waiting -= 1;

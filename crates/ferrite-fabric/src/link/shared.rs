@@ -10,7 +10,7 @@ use ferrite_verbs::{CmKey, Mtu, Operation, RemoteSlice, Status};
 
 use super::message::Message;
 use super::outbox::OneSided;
-use super::state::{Around, LinkState, Wakes};
+use super::state::{Around, LinkState, Silence, Wakes};
 use super::tickets::{Outcome, Ticket};
 use crate::diagnose::{self, Baseline, Failure, Subject};
 use crate::engine::lane::Lane;
@@ -86,6 +86,9 @@ impl LinkShared {
         let mut state = lock(&self.state);
         let result = act(&mut state, &around, wakes);
         let attention = state.wants_attention();
+        if attention {
+            state.complete_flushed(&around, wakes);
+        }
         drop(state);
         if attention {
             self.mailbox.attend(self.index);
@@ -110,8 +113,9 @@ impl LinkShared {
     pub(crate) fn causes(&self, failure: Failure) -> Vec<diagnose::Cause> {
         let path = self.path.get();
         let baseline = lock(&self.baseline).clone();
+        let Some(context) = self.lane.context() else { return Vec::new() };
         diagnose::causes(&Subject {
-            context: &self.lane.context,
+            context: &context,
             port: path.map_or(1, |path| path.port),
             local: path.and_then(|path| path.local),
             peer: path.and_then(|path| path.peer),
@@ -123,7 +127,7 @@ impl LinkShared {
     /// The link is well: from here on a diagnosis counts what changed.
     pub(crate) fn is_well(&self) {
         let port = self.path.get().map_or(1, |path| path.port);
-        *lock(&self.baseline) = Some(Baseline::take(&self.lane.context, port));
+        *lock(&self.baseline) = self.lane.context().map(|context| Baseline::take(&context, port));
     }
 
     pub(crate) fn peer_name(&self) -> String {
@@ -152,7 +156,8 @@ impl LinkShared {
         }
         let bytes = parts.iter().map(|part| part.len() as u64).sum();
         self.with(|state, around, wakes| {
-            if let Err(error) = state.check_open().and_then(|()| state.check_message(channel, bytes)) {
+            let checked = state.check_open().and_then(|()| state.check_message(channel, bytes));
+            if let Err(error) = checked.and_then(|()| state.check_parts(&parts)) {
                 return Err((parts, error));
             }
             if !state.has_room(bytes) {
@@ -313,8 +318,11 @@ impl LinkShared {
                 Some(next)
             }
             Ok(None) => None,
-            Err(error) => {
-                self.fail(error.with_causes(self.causes(Failure::NoKeepalive)));
+            Err(Silence { after, acknowledged }) => {
+                let failure = if acknowledged { Failure::NoKeepalive } else { Failure::NoAcknowledgement };
+                let (peer, ms) = (self.peer_name(), after.as_millis());
+                let what = format!("link to {peer}: the peer has not answered for {ms} ms");
+                self.fail(Error::new(ErrorKind::PeerStalled, what).with_causes(self.causes(failure)));
                 None
             }
         }

@@ -18,9 +18,11 @@ use std::collections::{HashSet, VecDeque};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
+use ferrite_verbs::WorkCompletion;
+
 use super::inbox::{Arrived, Inbox, Limits};
 use super::message::Message;
-use super::outbox::{Letter, OneSided, Outbox};
+use super::outbox::{Letter, OneSided, Outbox, frames};
 use super::stats::LinkStats;
 use super::tickets::{Outcome, Ticket, Tickets};
 use crate::engine::lane::Lane;
@@ -44,6 +46,8 @@ pub(crate) struct Tag {
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
+    /// The last request of a link that is down: its completion says that all before it are done.
+    Last,
     Control,
     Send,
     Write,
@@ -100,8 +104,22 @@ pub(crate) struct LinkState {
     wait_for_end: Wakes,
     last_heard: Instant,
     asked: Option<Instant>,
+    /// The peer's device has acknowledged something since it was asked.
+    acknowledged_since: bool,
     /// The engine has been told that the link is down.
     pub(crate) announced: bool,
+    /// The last request was posted.
+    last_posted: bool,
+    /// Completions of requests that were flushed before it was known why, and whether the engine was told of them.
+    flushed: Vec<WorkCompletion>,
+    flush_called: bool,
+}
+
+/// A peer that was asked for a sign of life and gave none.
+pub(crate) struct Silence {
+    pub(crate) after: Duration,
+    /// Its device did.
+    pub(crate) acknowledged: bool,
 }
 
 /// What the configuration allows on this side.
@@ -128,7 +146,7 @@ impl LinkState {
             stats: LinkStats::default(),
             outbox: Outbox::default(),
             tickets: Tickets::default(),
-            inbox: Inbox::new(Limits { channels, max_message_bytes }),
+            inbox: Inbox::new(Limits { channels, max_message_bytes, max_frames: limits.hello.max_frames() }),
             controls: VecDeque::new(),
             batch: Vec::new(),
             inline,
@@ -153,7 +171,11 @@ impl LinkState {
             wait_for_end: Vec::new(),
             last_heard: Instant::now(),
             asked: None,
+            acknowledged_since: false,
             announced: false,
+            last_posted: false,
+            flushed: Vec::new(),
+            flush_called: false,
         }
     }
 
@@ -210,6 +232,17 @@ impl LinkState {
                 "a message of {bytes} bytes: the peer takes {} (max_message_bytes)",
                 self.peer.max_message_bytes
             );
+            return Err(Error::new(ErrorKind::TooLarge, what));
+        }
+        Ok(())
+    }
+
+    /// As [`LinkState::check_message`], of what a message of several parts may be.
+    pub(crate) fn check_parts(&self, parts: &[Buf]) -> Result<(), Error> {
+        let (frames, max) = (frames(parts, self.peer.segment_bytes as usize), self.peer.max_frames());
+        if frames > max {
+            let what =
+                format!("a message of {frames} frames: the peer takes {max}; send fewer, larger parts");
             return Err(Error::new(ErrorKind::TooLarge, what));
         }
         Ok(())
@@ -284,7 +317,7 @@ impl LinkState {
 
     /// Takes nothing new; what was sent is delivered, then the link ends.
     pub(crate) fn close(&mut self) {
-        self.close_called = !self.closing;
+        self.close_called |= !self.closing;
         self.closing = true;
     }
 
@@ -315,7 +348,6 @@ impl LinkState {
         self.outbox.drain(|ticket, held| {
             wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
         });
-        self.inbox.drop_partial();
         self.controls.clear();
         self.revoking.clear();
         self.phase = Phase::Down(error);
@@ -324,20 +356,24 @@ impl LinkState {
         wakes.append(&mut self.wait_for_end);
     }
 
+    /// Whether the peer was asked and has not answered in time, by what was taken from the device so far.
+    pub(crate) fn is_overdue(&self, now: Instant) -> bool {
+        self.asked.is_some_and(|asked| now.saturating_duration_since(asked) >= self.limits.peer_timeout)
+    }
+
     /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look again, and whether the
     /// peer was heard lately.
     ///
     /// # Errors
     /// The peer has not answered.
-    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Error> {
+    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Silence> {
         if !matches!(self.phase, Phase::Up) {
             return Ok(None);
         }
         if let Some(asked) = self.asked {
-            let silent = now.saturating_duration_since(asked);
-            if silent >= self.limits.peer_timeout {
-                let what = format!("the peer has not answered for {} ms", silent.as_millis());
-                return Err(Error::new(ErrorKind::PeerStalled, what));
+            let after = now.saturating_duration_since(asked);
+            if after >= self.limits.peer_timeout {
+                return Err(Silence { after, acknowledged: self.acknowledged_since });
             }
             return Ok(Some((asked + self.limits.peer_timeout, false)));
         }
@@ -346,6 +382,7 @@ impl LinkState {
             return Ok(Some((ask_at, true)));
         }
         self.asked = Some(now);
+        self.acknowledged_since = false;
         self.controls.push_back(Control::Ping(self.sent));
         Ok(Some((now + self.limits.peer_timeout, false)))
     }
@@ -354,7 +391,14 @@ impl LinkState {
     /// back.
     pub(crate) fn wants_attention(&self) -> bool {
         let down = self.failure().is_some() && self.queue.qp().is_some();
-        down && (!self.announced || self.queue.in_flight() == 0) || !self.released.is_empty()
+        down && (!self.announced || self.queue.in_flight() == 0)
+            || !self.released.is_empty()
+            || !self.flushed.is_empty() && !self.flush_called
+    }
+
+    /// Whether requests were flushed and nobody has said why, for the first time.
+    pub(crate) fn take_flushed(&mut self) -> bool {
+        !self.flushed.is_empty() && !std::mem::replace(&mut self.flush_called, true)
     }
 
     /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone.
@@ -376,6 +420,9 @@ impl LinkState {
             }
         });
         around.lane.release(entries);
+        if destroyed.is_ok() {
+            self.inbox.drop_partial();
+        }
         destroyed.is_ok()
     }
 }

@@ -33,12 +33,15 @@ pub struct LinkStats {
 
 impl LinkStats {
     pub(crate) fn completed(&mut self, kind: Kind, bytes: u32, failed: bool) {
+        if kind == Kind::Last {
+            return;
+        }
         if failed {
             self.completion_errors += 1;
             return;
         }
         let (ops, total) = match kind {
-            Kind::Control => return,
+            Kind::Last | Kind::Control => return,
             Kind::Send => (&mut self.send_ops, &mut self.send_bytes),
             Kind::Write => (&mut self.write_ops, &mut self.write_bytes),
             Kind::Read => (&mut self.read_ops, &mut self.read_bytes),

@@ -97,6 +97,12 @@ impl Tickets {
         }
     }
 
+    /// Whether no ticket is out.
+    #[cfg(all(test, loom))]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.free.len() == self.entries.len()
+    }
+
     fn entry(&mut self, ticket: Ticket) -> Option<&mut Entry> {
         self.entries.get_mut(ticket.index as usize).filter(|entry| entry.generation == ticket.generation)
     }

@@ -5,12 +5,15 @@
 #![expect(unsafe_code, reason = "maps and registers memory: each block states its obligations")]
 
 use std::ptr::NonNull;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use ferrite_verbs::{Access, MemoryRegion, ProtectionDomain};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
 
 use super::class::CHUNK_BYTES;
 use super::error::PoolError;
+use super::lock;
 
 /// The pages under an arena. [`Pages::Normal`] where huge ones were asked for means that the host has neither kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -26,18 +29,18 @@ pub enum Pages {
 /// Mapped and registered memory. What happens to its bytes is the business of the blocks cut from it: the arena
 /// itself never looks at them.
 pub(super) struct Arena {
-    /// In the order of the pool's domains. They go before the memory: see `drop`.
-    regions: Vec<MemoryRegion>,
+    /// In the order of the pool's domains; `None` where the device is gone. They go before the memory: see `drop`.
+    regions: Mutex<Vec<Option<MemoryRegion>>>,
     lkeys: Vec<u32>,
     memory: Mapping,
     pages: Pages,
 }
 
 impl Arena {
-    /// Maps `len` bytes, a multiple of the chunk, and registers them with `domains`.
+    /// Maps `len` bytes, a multiple of the chunk, and registers them with those of `domains` that are there.
     pub(super) fn new(
         len: usize,
-        domains: &[ProtectionDomain],
+        domains: &[Option<ProtectionDomain>],
         huge_pages: bool,
         numa_node: Option<u32>,
     ) -> Result<Self, PoolError> {
@@ -47,15 +50,20 @@ impl Arena {
         if let Some(node) = numa_node {
             memory.prefer_node(node); // before the first touch, which is the registration
         }
-        let mut arena = Self { regions: Vec::new(), lkeys: Vec::new(), memory, pages };
+        let mut arena = Self { regions: Mutex::default(), lkeys: Vec::new(), memory, pages };
         for domain in domains {
+            let Some(domain) = domain else {
+                arena.lkeys.push(0);
+                lock(&arena.regions).push(None);
+                continue;
+            };
             // SAFETY: the mapping is valid for `len` bytes and outlives the region: `drop` releases the regions
             // first, and keeps the mapping if one is not released. Rust references into it and the device's
             // accesses are kept apart by the owner of each buffer, as the contract of `Sge::from_raw` demands;
             // without remote rights there is no other way to reach it.
             let region = unsafe { domain.register(arena.memory.at, len, Access::LOCAL) }?;
             arena.lkeys.push(region.lkey());
-            arena.regions.push(region);
+            lock(&arena.regions).push(Some(region));
         }
         Ok(arena)
     }
@@ -73,6 +81,22 @@ impl Arena {
         self.lkeys[domain]
     }
 
+    /// Ends the registration with one domain. Nothing of that domain may use the arena any more.
+    pub(super) fn retire(&self, domain: usize) {
+        let region = lock(&self.regions).get_mut(domain).and_then(Option::take);
+        if let Some(region) = region {
+            self.let_go(region);
+        }
+    }
+
+    fn let_go(&self, region: MemoryRegion) {
+        if let Err((region, _)) = region.deregister() {
+            // The device may still write. Dropping the region tries once more and counts the leak.
+            self.memory.keep_for_ever.store(true, Ordering::Relaxed);
+            drop(region);
+        }
+    }
+
     /// The address of a byte within it.
     pub(super) fn at(&self, offset: usize) -> NonNull<u8> {
         assert!(offset < self.memory.len, "{offset} is not within the arena");
@@ -83,12 +107,8 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
-        for region in self.regions.drain(..) {
-            if let Err((region, _)) = region.deregister() {
-                // The device may still write. Dropping the region tries once more and counts the leak.
-                self.memory.keep_for_ever = true;
-                drop(region);
-            }
+        for region in std::mem::take(&mut *lock(&self.regions)).into_iter().flatten() {
+            self.let_go(region);
         }
     }
 }
@@ -97,7 +117,7 @@ impl Drop for Arena {
 struct Mapping {
     at: NonNull<u8>,
     len: usize,
-    keep_for_ever: bool,
+    keep_for_ever: AtomicBool,
 }
 
 // SAFETY: it is an address range that is valid wherever in the process it is used; access to the bytes is ruled by
@@ -125,7 +145,7 @@ impl Mapping {
         // SAFETY: a fresh mapping at an address of the kernel's choice.
         let at = unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, MapFlags::PRIVATE | flags) }?;
         let at = NonNull::new(at.cast()).ok_or(rustix::io::Errno::NOMEM)?;
-        Ok(Self { at, len, keep_for_ever: false })
+        Ok(Self { at, len, keep_for_ever: AtomicBool::new(false) })
     }
 
     /// At a multiple of 2 MiB, where alone the kernel can join pages.
@@ -182,7 +202,7 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        if !self.keep_for_ever {
+        if !*self.keep_for_ever.get_mut() {
             // SAFETY: mapped by us with this length. The arena was the only owner, and goes when no lease on its
             // blocks is left and the device has lost its permission.
             let _ = unsafe { munmap(self.at.as_ptr().cast(), self.len) };

@@ -18,7 +18,8 @@ use super::stats::Counters;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,
-    pub(super) domains: Vec<ProtectionDomain>,
+    /// `None` where the device is gone. Held while an arena is made, so that none is registered with one that goes.
+    domains: Mutex<Vec<Option<ProtectionDomain>>>,
     /// The memory node that the first device with one is on.
     pub(super) numa_node: Option<u32>,
     /// By [`Purpose`].
@@ -40,6 +41,7 @@ impl Core {
         let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
         let (counters, quarantine) = (Counters::default(), Mutex::default());
+        let domains = Mutex::new(domains.into_iter().map(Some).collect());
         Self { config, domains, numa_node, heaps, cache, counters, quarantine }
     }
 
@@ -105,9 +107,31 @@ impl Core {
 
     /// Adds an arena of `len` bytes.
     pub(super) fn grow(&self, purpose: Purpose, len: usize) -> Result<(), PoolError> {
-        let arena = Arena::new(len, &self.domains, self.config.huge_pages, self.numa_node)?;
+        let domains = lock(&self.domains);
+        let arena = Arena::new(len, &domains, self.config.huge_pages, self.numa_node)?;
         self.heap(purpose).add(&Arc::new(arena));
         Ok(())
+    }
+
+    /// The domain with this index, unless its device is gone.
+    pub(super) fn domain(&self, index: usize) -> Option<ProtectionDomain> {
+        lock(&self.domains).get(index).cloned().flatten()
+    }
+
+    /// The domains whose device is there.
+    pub(super) fn live_domains(&self) -> Vec<ProtectionDomain> {
+        lock(&self.domains).iter().flatten().cloned().collect()
+    }
+
+    /// Ends every registration with one domain.
+    pub(super) fn retire(&self, index: usize) {
+        let mut domains = lock(&self.domains);
+        if let Some(domain) = domains.get_mut(index) {
+            *domain = None;
+        }
+        for heap in &self.heaps {
+            heap.holdings().arenas.iter().for_each(|arena| arena.retire(index));
+        }
     }
 
     /// The heap is at its maximum: counted.

@@ -56,6 +56,12 @@ pub enum PoolError {
     /// The device or the kernel did not register (or release) the memory; the text says why, and what to do.
     #[error(transparent)]
     Register(#[from] ferrite_verbs::Error),
+    /// The pool has no such domain, or not any more: its device is gone.
+    #[error("the pool has no domain {index}, or its device is gone")]
+    NoDomain {
+        /// What was asked for.
+        index: usize,
+    },
     /// The pool cannot be used like that.
     #[error("{0}")]
     Misuse(String),
@@ -101,6 +107,7 @@ impl PoolError {
         match self {
             Self::OverBudget { .. } => ErrorKind::Exhausted,
             Self::TooLarge { .. } | Self::Misuse(_) => ErrorKind::Misuse,
+            Self::NoDomain { .. } => ErrorKind::DeviceGone,
             Self::Map { .. } => ErrorKind::Refused,
             Self::Register(error) => match error.kind() {
                 ferrite_verbs::ErrorKind::DeviceGone | ferrite_verbs::ErrorKind::Absent => {

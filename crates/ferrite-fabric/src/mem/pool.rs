@@ -278,16 +278,19 @@ impl Pool {
     /// **The peer sees what is in the buffer**: overwrite what the last user left there.
     ///
     /// # Errors
-    /// [`PoolError::Register`] if the device or the locked-memory limit refuses, or the buffer is empty;
-    /// [`PoolError::Misuse`] if the buffer is of another pool or there is no such domain. The buffer comes back.
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses; [`PoolError::Misuse`] if the buffer is
+    /// empty or of another pool, [`PoolError::NoDomain`] if there is no such domain. The buffer comes back.
     pub fn expose(&self, buf: BufMut, domain: usize, access: Access) -> Result<Exposed, (BufMut, PoolError)> {
         let core = &self.0.core;
         let wrong = if !buf.is_of(core) {
             "the buffer is of another pool"
-        } else if domain >= core.domains.len() {
-            "the pool has no domain with this index"
+        } else if buf.is_empty() {
+            "an empty buffer has nothing to reach"
         } else {
-            return Exposed::new(buf, &core.domains[domain], access);
+            return match core.domain(domain) {
+                Some(domain) => Exposed::new(buf, &domain, access),
+                None => Err((buf, PoolError::NoDomain { index: domain })),
+            };
         };
         Err((buf, PoolError::Misuse(wrong.into())))
     }
@@ -311,10 +314,18 @@ impl Pool {
         buf.is_of(&self.0.core)
     }
 
-    /// The domains it was made with, in order.
+    /// The domains it is registered with.
     #[must_use]
-    pub fn domains(&self) -> &[ProtectionDomain] {
-        &self.0.core.domains
+    pub fn domains(&self) -> Vec<ProtectionDomain> {
+        self.0.core.live_domains()
+    }
+
+    /// Lets go of the domain with this index, because its device goes: ends every registration with it. The buffers stay.
+    ///
+    /// Nothing may be in flight on it: destroy its queue pairs and shared receive queues first, or the device answers what
+    /// it still has with protection errors.
+    pub fn retire_domain(&self, index: usize) {
+        self.0.core.retire(index);
     }
 
     /// What it is made of now. The parts are read one after the other: they add up while nobody takes or returns.

@@ -145,7 +145,7 @@ impl PoolStats {
                 Purpose::Receive => stats.receive = of,
             }
         }
-        stats.registered_bytes = stats.mapped_bytes * core.domains.len() as u64;
+        stats.registered_bytes = stats.mapped_bytes * core.live_domains().len() as u64;
         stats
     }
 
@@ -264,7 +264,7 @@ impl Counters {
             PoolError::TooLarge { .. } => &self.too_large,
             PoolError::Map { .. } => &self.map,
             PoolError::Register(_) => &self.register,
-            PoolError::Misuse(_) => return,
+            PoolError::Misuse(_) | PoolError::NoDomain { .. } => return,
         };
         counter.fetch_add(1, Ordering::Relaxed);
     }

@@ -151,6 +151,13 @@ impl Hello {
     /// What [`Hello::channels`] may be: a frame has 14 bits for the channel.
     pub const CHANNELS: RangeInclusive<u16> = 1..=16_384;
 
+    /// Frames of messages that have begun and not ended, at most: each takes a receive, however short it is.
+    #[must_use]
+    pub fn max_frames(&self) -> u64 {
+        let whole = self.max_message_bytes / u64::from(self.segment_bytes.max(1));
+        whole.saturating_mul(2).saturating_add(self.window.into())
+    }
+
     /// Its bytes, whatever it says: see [`Hello::check`].
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {

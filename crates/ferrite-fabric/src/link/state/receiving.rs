@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ferrite_verbs::{Opcode, WorkCompletion};
 
-use super::{CONTROLS_MAX, LinkState, REVOKED_MAX, Wakes, outcome};
+use super::{CONTROLS_MAX, Kind, LinkState, REVOKED_MAX, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
 use crate::mem::BufMut;
@@ -22,6 +22,11 @@ impl LinkState {
         now: Instant,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
+        if let Some(error) = self.failure()
+            && error.kind() == ErrorKind::Protocol
+        {
+            return Ok(()); // nothing that follows means anything
+        }
         self.last_heard = now;
         self.asked = None;
         let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
@@ -66,6 +71,9 @@ impl LinkState {
     }
 
     fn on_control(&mut self, control: Control, wakes: &mut Wakes) -> Result<(), Error> {
+        if self.failure().is_some() {
+            return Ok(()); // there is nobody to answer
+        }
         if self.controls.len() + self.revoking.len() >= CONTROLS_MAX {
             return Err(protocol("more questions than answers fit"));
         }
@@ -107,7 +115,10 @@ impl LinkState {
     pub(super) fn answer_revocations(&mut self) {
         let (queue, controls) = (&self.queue, &mut self.controls);
         self.revoking.retain(|grant| {
-            let used = queue.iter().any(|in_flight| in_flight.tag.grant == *grant);
+            // A peer may have a grant of number 0, which is what sends have.
+            let used = queue.iter().any(|in_flight| {
+                in_flight.tag.grant == *grant && matches!(in_flight.tag.kind, Kind::Write | Kind::Read)
+            });
             if !used {
                 controls.push_back(Control::Revoked(*grant));
             }

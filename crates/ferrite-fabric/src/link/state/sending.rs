@@ -57,7 +57,7 @@ impl LinkState {
         if !matches!(self.phase, Phase::Up) {
             return;
         }
-        if let Err(error) = self.post_all(around) {
+        if let Err(error) = self.post_all(around, wakes) {
             self.fail(error, wakes);
             return;
         }
@@ -77,16 +77,20 @@ impl LinkState {
         }
         // Half a window at a time, unless a frame takes the news along.
         let untold = self.consumed - self.told;
-        if untold > 0 && untold >= u64::from(self.limits.hello.window) / 2 && self.controls.is_empty() {
+        if !self.peer_fin
+            && untold > 0
+            && untold >= u64::from(self.limits.hello.window) / 2
+            && self.controls.is_empty()
+        {
             self.controls.push_back(Control::Credit);
             more = true;
         }
-        if more && let Err(error) = self.post_all(around) {
+        if more && let Err(error) = self.post_all(around, wakes) {
             self.fail(error, wakes);
         }
     }
 
-    fn post_all(&mut self, around: &Around<'_>) -> Result<(), Error> {
+    fn post_all(&mut self, around: &Around<'_>, wakes: &mut Wakes) -> Result<(), Error> {
         loop {
             if self.controls.is_empty() && self.outbox.is_empty() {
                 return Ok(());
@@ -104,14 +108,21 @@ impl LinkState {
                     return Ok(());
                 }
             }
+            let mut made = Ok(());
             while self.batch.len() < reserved {
-                let Some(work) = self.next_work(around)? else { break };
-                self.batch.push(work);
+                match self.next_work(around) {
+                    Ok(Some(work)) => self.batch.push(work),
+                    Ok(None) => break,
+                    Err(error) => {
+                        made = Err(error);
+                        break;
+                    }
+                }
             }
             let count = self.batch.len();
             around.lane.release(reserved - count);
             if count == 0 {
-                return Ok(());
+                return made;
             }
             let posted = self.queue.post(&mut self.batch);
             if let Err(error) = posted {
@@ -120,13 +131,13 @@ impl LinkState {
                 let error = Error::from(error);
                 for Work { held, tag, .. } in unposted {
                     if let Some(ticket) = tag.ticket {
-                        self.tickets.finish(ticket, outcome(Err(error.clone()), held));
+                        wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
                     }
                 }
                 return Err(error);
             }
-            if count < reserved {
-                return Ok(());
+            if made.is_err() || count < reserved {
+                return made;
             }
         }
     }
@@ -146,6 +157,7 @@ impl LinkState {
             segment_bytes: self.peer.segment_bytes as usize,
             credits: self.credits(),
             max_message_bytes: self.peer.max_message_bytes,
+            max_frames: self.peer.max_frames(),
         };
         let Some(next) = self.outbox.next(allowed) else { return Ok(None) };
         Ok(Some(match next {
@@ -186,10 +198,35 @@ impl LinkState {
             buf.copy_from_slice(&control.encode());
             Held::Shared(buf.freeze())
         };
-        let signaled = self.signal(around, !inline);
+        // That the peer's device took the question says something too.
+        let signaled = self.signal(around, !inline || matches!(control, Control::Ping(_)));
         self.stats.controls_sent += 1;
         let tag = Tag { ticket: None, grant: 0, kind: Kind::Control, bytes: CONTROL_BYTES as u32 };
         Ok(Work { operation: Operation::SendImm(frame.to_imm()), held, signaled, inline, tag })
+    }
+
+    /// The link is down: now it is known what requests are told that were flushed before.
+    #[cold]
+    pub(crate) fn complete_flushed(&mut self, around: &Around<'_>, wakes: &mut Wakes) {
+        if self.failure().is_some() {
+            for wc in std::mem::take(&mut self.flushed) {
+                self.on_sent(around, &wc, wakes, |_| Error::new(ErrorKind::LinkDown, "flushed"));
+            }
+        }
+    }
+
+    /// Requests that did not report and were done when the link went down do not report now either. One more, which is
+    /// flushed at once, completes them.
+    pub(crate) fn post_last(&mut self, around: &Around<'_>) {
+        let wanted = self.failure().is_some() && !self.last_posted && self.queue.in_flight() > 0;
+        if !wanted || self.queue.room() == 0 || around.lane.reserve(1) == 0 {
+            return; // or else the clock ends it
+        }
+        let tag = Tag { ticket: None, grant: 0, kind: Kind::Last, bytes: 0 };
+        self.last_posted = true;
+        if self.queue.post_inline(Operation::Send, &[], true, tag).is_err() {
+            around.lane.release(1);
+        }
     }
 
     /// A send, write or read completed. `failure` makes the error if it is the first.
@@ -202,8 +239,20 @@ impl LinkState {
     ) {
         let status = wc.status();
         let ok = status == Status::SUCCESS;
+        if status == Status::FLUSHED && self.failure().is_none() {
+            // Something else failed before it, and will be told: by an event, or by the peer.
+            self.flushed.push(*wc);
+            return;
+        }
+        self.acknowledged_since |= ok;
         if !ok && self.failure().is_none() {
-            self.fail(failure(status), wakes);
+            // All of ours was acknowledged before the farewell: a peer that has left by then has left in good order.
+            let is_control = self.queue.get(wc).is_some_and(|it| it.tag.kind == Kind::Control);
+            let error = match self.fin_ack_sent && is_control {
+                true => Error::new(ErrorKind::Closed, "the peer has closed the link"),
+                false => failure(status),
+            };
+            self.fail(error, wakes);
         }
         let error = self.failure().cloned();
         let (tickets, stats) = (&mut self.tickets, &mut self.stats);
@@ -231,5 +280,6 @@ impl LinkState {
         if ok {
             self.pump(around, wakes);
         }
+        self.post_last(around);
     }
 }

@@ -2,29 +2,18 @@
 
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs as _};
 
-use super::DEFAULT_PORT;
-
-/// An IP address or a name, with a port or without.
-pub(super) fn parse(text: &str) -> Result<SocketAddr, String> {
-    parse_with(text, DEFAULT_PORT)
-}
-
-/// The same for a local end, where any port will do.
-pub(super) fn parse_local(text: &str) -> Result<SocketAddr, String> {
-    parse_with(text, 0)
-}
-
-fn parse_with(text: &str, default_port: u16) -> Result<SocketAddr, String> {
+/// An IP address or a name, with a port or without. Port 0 is for a local end, where any will do.
+pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, String> {
     if let Ok(addr) = text.parse() {
         return Ok(addr);
     }
     let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
     if let Ok(ip) = bare.parse::<IpAddr>() {
-        return Ok(SocketAddr::new(ip, default_port));
+        return Ok(SocketAddr::new(ip, DEFAULT_PORT));
     }
     let (name, port) = match text.rsplit_once(':') {
         Some((name, port)) => (name, port.parse().map_err(|_| format!("{port:?} is not a port"))?),
-        None => (text, default_port),
+        None => (text, DEFAULT_PORT),
     };
     if name.is_empty() || name.contains([':', '[', ']']) {
         return Err("expected ADDRESS or ADDRESS:PORT ([ADDRESS]:PORT for IPv6)".to_owned());
@@ -41,7 +30,7 @@ mod tests {
     use super::*;
 
     fn parsed(text: &str) -> String {
-        parse(text).map_or_else(|error| error, |addr| addr.to_string())
+        parse::<7471>(text).map_or_else(|error| error, |addr| addr.to_string())
     }
 
     #[test]
@@ -51,7 +40,7 @@ mod tests {
         assert_eq!(parsed("2001:db8::1"), "[2001:db8::1]:7471");
         assert_eq!(parsed("[2001:db8::1]"), "[2001:db8::1]:7471");
         assert_eq!(parsed("[2001:db8::1]:99"), "[2001:db8::1]:99");
-        assert_eq!(parse_local("10.0.0.2").map(|addr| addr.port()), Ok(0));
+        assert_eq!(parse::<0>("10.0.0.2").map(|addr| addr.port()), Ok(0));
     }
 
     #[test]

@@ -1,0 +1,180 @@
+"""What the benches share: runs in pairs inside one boot of the lab, and a verdict over their ratios.
+
+A bench is one program that plays two parts. On the host it builds, boots the guest with itself as the command
+(`--guest FILE`), and judges what that wrote to FILE. In the guest it runs the rivals alternately.
+"""
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FERRITE = os.path.join(ROOT, "target/release/ferrite")
+NOISY = 1.5  # quartiles further apart than this: the median says nothing, so nothing has passed
+ATTEMPTS = 5
+DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing about hardware"
+
+
+# ---- in the guest ------------------------------------------------------------------------
+
+
+def tsc_reader():
+    """A function that reads the time stamp counter: rdtsc; shl rdx, 32; or rax, rdx; ret."""
+    page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    page.write(bytes.fromhex("0f3148c1e2204809d0c3"))
+    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+    return ctypes.CFUNCTYPE(ctypes.c_uint64)(at), page
+
+
+class Cycles:
+    """What a cycle of the time stamp counter is worth, by the guest's clock over the whole run."""
+
+    def __init__(self):
+        self.read, self.page = tsc_reader()
+        self.started = self.read(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+
+    def per_us(self):
+        cycles, now = self.read(), time.clock_gettime_ns(time.CLOCK_MONOTONIC)
+        return (cycles - self.started[0]) / ((now - self.started[1]) / 1000)
+
+
+def kernel_work():
+    """What the whole guest has done so far: context switches, and calls from one CPU to another."""
+    with open("/proc/stat", encoding="ascii") as file:
+        switches = next(int(line.split()[1]) for line in file if line.startswith("ctxt "))
+    with open("/proc/interrupts", encoding="ascii") as file:
+        calls = [line for line in file if line.split(":")[0].strip() == "CAL"]
+    return {"switches": switches,
+            "cpu_calls": sum(int(word) for line in calls for word in line.split() if word.isdigit())}
+
+
+class Guest:
+    """Runs of a server and a client, each on a CPU of its own."""
+
+    def __init__(self, limit_s=20):
+        self.limit_s = limit_s
+        self.port = 20000
+        self.repeated = []
+        self.work = {}  # what the guest did during the last run
+
+    def pair(self, server, client, listening):
+        """Starts the server, waits until it listens, runs the client; returns its output."""
+        server = subprocess.Popen(["taskset", "-c", "0"] + server, stdout=subprocess.DEVNULL,
+                                  stderr=subprocess.PIPE, text=True)
+        try:
+            listening(server)
+            before = kernel_work()
+            done = subprocess.run(["taskset", "-c", "1"] + client, capture_output=True, text=True,
+                                  timeout=self.limit_s, check=True)
+            after = kernel_work()
+            server.wait(timeout=5)
+            self.work = {what: after[what] - before[what] for what in after}
+            return done.stdout
+        finally:
+            server.kill()
+            server.communicate()
+
+    def ferrite(self, command, server, client):
+        """A pair of ours between the two devices; returns the client's JSON."""
+        address = f"10.0.0.1:{self.port}"
+        output = self.pair([FERRITE] + command + ["--listen", address] + server,
+                           [FERRITE] + command + [address, "--json"] + client,
+                           lambda process: process.stderr.readline())
+        return json.loads(output)
+
+    def perftest(self, words, size):
+        """A pair of perftest's between the two devices; returns the row of its table for `size`."""
+        common = ["-x", "1", "-F", "-s", str(size), "-p", str(self.port)]
+        output = self.pair(words + ["-d", "rxe1"] + common, words + ["-d", "rxe2"] + common + ["127.0.0.1"],
+                           lambda process: self.wait_for_tcp())
+        rows = [line.split() for line in output.splitlines() if line.split()[:1] == [str(size)]]
+        return rows[0]
+
+    def wait_for_tcp(self):
+        listening = f":{self.port:04X} "
+        for _ in range(500):
+            with open("/proc/net/tcp", encoding="ascii") as table:
+                if any(listening in line and " 0A " in line for line in table):
+                    return
+            time.sleep(0.01)
+        raise TimeoutError("perftest does not listen")
+
+    def attempt(self, name, run, *arguments):
+        """Runs it on a new port; again if it fails or takes too long, which is counted."""
+        for attempt in range(ATTEMPTS):
+            self.port += 1
+            try:
+                return run(*arguments)
+            except (subprocess.SubprocessError, OSError, ValueError, IndexError, KeyError) as error:
+                said = getattr(error, "stderr", None) or ""
+                self.repeated.append([name, run.__name__, str(error), str(said)[-500:]])
+                if attempt + 1 == ATTEMPTS:
+                    raise
+        raise AssertionError("not reached")
+
+    def write(self, path, **result):
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"kernel": os.uname().release, "repeated": self.repeated, **result}, file, indent=1)
+
+
+# ---- on the host -------------------------------------------------------------------------
+
+
+def parser(text, rounds):
+    made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--rounds", type=int, default=rounds, help="alternating rounds (at least 9 for a verdict)")
+    made.add_argument("--kernel", default="uml", help="the lab's kernel")
+    made.add_argument("--guest", metavar="FILE", help=argparse.SUPPRESS)
+    return made
+
+
+def boot(script, words, kernel, limit_s=1800, memory=None):
+    """Builds, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
+    subprocess.run(["cargo", "build", "--quiet", "--release", "-p", "ferrite-cli"], cwd=ROOT, check=True)
+    out = os.path.join(ROOT, "target/bench")
+    os.makedirs(out, exist_ok=True)
+    name = os.path.basename(script)
+    raw = os.path.join(out, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    try:
+        os.nice(-10)
+    except PermissionError:
+        print("not root: other load on this host will show in the spread", file=sys.stderr)
+    lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s), "-w", out]
+    lab += ["-m", memory] if memory else []
+    subprocess.run(lab + ["--", os.path.abspath(script), "--guest", raw] + words, cwd=ROOT, check=True)
+    with open(raw, encoding="utf-8") as file:
+        return json.load(file), os.path.relpath(raw, ROOT)
+
+
+def median(samples, field):
+    return statistics.median(sample[field] for sample in samples)
+
+
+def best(samples, most):
+    """Best run to best run: what is left of the ratio when other load on the host is not. For orientation."""
+    pick = min if most else max
+    ours, theirs = (pick(sample[who] for sample in samples) for who in ("ours", "theirs"))
+    return f", best to best {ours / theirs:.2f}"
+
+
+def judge(name, ratios, bar, most, more=""):
+    """Prints the line of one measure; whether it passed. `most`: the bar is the most that passes, not the least."""
+    ratios = sorted(ratios)
+    value = statistics.median(ratios)
+    middle = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    passed = value <= bar if most else value >= bar
+    verdict = "NOISY" if middle[2] > NOISY * middle[0] else "pass" if passed else "FAIL"
+    print(f"{name} {value:.3f} {'<=' if most else '>='}{bar} {verdict} (middle half {middle[0]:.2f}–{middle[2]:.2f}, "
+          f"all {ratios[0]:.2f}–{ratios[-1]:.2f}{more})")
+    return verdict == "pass"
+
+
+def finish(passed, raw):
+    print(f"raw figures: {raw}")
+    print(DISCLAIMER)
+    return 0 if all(passed) else 1

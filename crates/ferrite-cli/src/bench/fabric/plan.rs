@@ -1,0 +1,244 @@
+//! From options to cases: what is measured, in which order.
+
+use std::time::Duration;
+
+use super::{Measure, Options, SIZE_MAX};
+use crate::choice::{Mode, Op};
+
+/// One line of the result.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Case {
+    pub(super) op: Op,
+    pub(super) measure: Measure,
+    pub(super) size: u32,
+    /// Operations that do not count, before those that do.
+    pub(super) warmup: u64,
+    pub(super) amount: Amount,
+    /// In flight on each link; 1 for latency.
+    pub(super) window: u32,
+}
+
+/// How much is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Amount {
+    Operations(u64),
+    Time(Duration),
+}
+
+/// What a link's queue has room for: the fabric's settings.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Room {
+    pub(super) messages: usize,
+    pub(super) bytes: u64,
+}
+
+/// What the options ask for, and what of it cannot be had.
+pub(super) fn cases(options: &Options, room: Room) -> (Vec<Case>, Vec<String>) {
+    let mut cases = Vec::new();
+    let mut notes = Vec::new();
+    for measure in &options.measure {
+        let sizes: &[u32] = match measure {
+            _ if !options.size.is_empty() => &options.size,
+            Measure::Latency => &[64],
+            Measure::Bandwidth => &[64 << 10, 1 << 20],
+        };
+        for op in &options.op {
+            if (*measure, *op, options.mode) == (Measure::Latency, Op::Write, Mode::Event) {
+                notes
+                    .push("the latency of write is not measured by event: nothing wakes its receiver".into());
+                continue;
+            }
+            cases.extend(sizes.iter().map(|size| case(options, room, *measure, *op, *size)));
+        }
+    }
+    (cases, notes)
+}
+
+fn case(options: &Options, room: Room, measure: Measure, op: Op, size: u32) -> Case {
+    let window = match measure {
+        Measure::Latency => 1,
+        Measure::Bandwidth => fitting(options.window, room, size),
+    };
+    let (default, warmup) = match measure {
+        Measure::Latency => (Amount::Operations(1000), 100),
+        Measure::Bandwidth => {
+            (Amount::Time(Duration::from_secs(2)), u64::from(window) * u64::from(options.links))
+        }
+    };
+    let amount = options.iters.map(Amount::Operations).or(options.seconds.map(Amount::Time));
+    Case {
+        op,
+        measure,
+        size,
+        warmup: options.warmup.unwrap_or(warmup),
+        amount: amount.unwrap_or(default),
+        window,
+    }
+}
+
+/// The part of a window that a link's queue takes.
+fn fitting(window: u32, room: Room, size: u32) -> u32 {
+    let messages = u64::from(window).min(room.messages as u64).min(room.bytes / u64::from(size));
+    u32::try_from(messages).unwrap_or(window).max(1)
+}
+
+/// `64`, `64K`, `64KiB`, `1M`, …
+pub(super) fn parse_size(text: &str) -> Result<u32, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        _ => return Err("a size is a number of bytes, or one with K or M (1024 and 1048576)".into()),
+    };
+    let number: u64 = digits.parse().map_err(|_| "a size is a whole number, such as 64 or 64K".to_owned())?;
+    number
+        .checked_mul(unit)
+        .and_then(|bytes| u32::try_from(bytes).ok())
+        .filter(|bytes| (1..=SIZE_MAX).contains(bytes))
+        .ok_or_else(|| "from 1 byte to 2M".to_owned())
+}
+
+/// Counts operations, and says when there are enough: first the warm-up, then what is measured.
+#[derive(Debug)]
+pub(super) struct Pace {
+    left: u64,
+    /// By the clock, once it runs.
+    deadline: Option<quanta::Instant>,
+    time: Option<Duration>,
+    warmup: u64,
+    clock: quanta::Clock,
+}
+
+impl Pace {
+    /// Warm-up and measured operations in one go: the clock runs after the warm-up.
+    pub(super) fn of(case: &Case) -> Self {
+        Self::new(case.warmup, case.amount)
+    }
+
+    pub(super) fn new(warmup: u64, amount: Amount) -> Self {
+        let (left, time) = match amount {
+            Amount::Operations(count) => (count.saturating_add(warmup), None),
+            Amount::Time(time) => (u64::MAX, Some(time)),
+        };
+        Self { left, deadline: None, time, warmup, clock: quanta::Clock::new() }
+    }
+
+    /// Whether to do another.
+    pub(super) fn another(&mut self) -> bool {
+        if self.left == 0 {
+            return false;
+        }
+        if let Some(time) = self.time {
+            if self.warmup > 0 {
+                self.warmup -= 1;
+            } else {
+                let now = self.clock.now();
+                let deadline = *self.deadline.get_or_insert(now + time);
+                if now >= deadline {
+                    self.left = 0;
+                    return false;
+                }
+            }
+        }
+        self.left -= 1;
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser as _;
+
+    use super::*;
+
+    #[derive(clap::Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: Options,
+    }
+
+    const ROOM: Room = Room { messages: 1024, bytes: 16 << 20 };
+
+    fn planned(words: &[&str]) -> (Vec<Case>, Vec<String>) {
+        let line = Line::try_parse_from([&["bench", "10.0.0.1"], words].concat()).expect("good options");
+        cases(&line.options, ROOM)
+    }
+
+    #[test]
+    fn by_default_everything() {
+        let (cases, notes) = planned(&[]);
+        let shown: Vec<_> = cases.iter().map(|case| (case.measure, case.op, case.size)).collect();
+        use {Measure::*, Op::*};
+        let expected = [
+            (Latency, Send, 64),
+            (Latency, Write, 64),
+            (Latency, Read, 64),
+            (Bandwidth, Send, 64 << 10),
+            (Bandwidth, Send, 1 << 20),
+            (Bandwidth, Write, 64 << 10),
+            (Bandwidth, Write, 1 << 20),
+            (Bandwidth, Read, 64 << 10),
+            (Bandwidth, Read, 1 << 20),
+        ];
+        assert_eq!(shown, expected);
+        assert_eq!((cases[0].amount, cases[0].warmup, cases[0].window), (Amount::Operations(1000), 100, 1));
+        let two_seconds = Amount::Time(Duration::from_secs(2));
+        assert_eq!((cases[3].amount, cases[3].warmup, cases[3].window), (two_seconds, 16, 16));
+        assert!(notes.is_empty());
+    }
+
+    #[test]
+    fn options_choose() {
+        let (cases, _) = planned(&[
+            "--op",
+            "read,send",
+            "--measure",
+            "bandwidth",
+            "--size",
+            "2M,8KiB",
+            "--iters",
+            "7",
+            "--links",
+            "3",
+        ]);
+        let shown: Vec<_> = cases.iter().map(|case| (case.op, case.size, case.window, case.warmup)).collect();
+        // What fits the queue of 16 MiB.
+        let expected = [
+            (Op::Read, 2 << 20, 8, 24),
+            (Op::Read, 8 << 10, 16, 48),
+            (Op::Send, 2 << 20, 8, 24),
+            (Op::Send, 8 << 10, 16, 48),
+        ];
+        assert_eq!(shown, expected);
+        assert!(cases.iter().all(|case| case.amount == Amount::Operations(7)));
+    }
+
+    #[test]
+    fn nothing_wakes_the_receiver_of_a_write() {
+        let (cases, notes) = planned(&["--mode", "event", "--measure", "latency"]);
+        assert_eq!(cases.iter().map(|case| case.op).collect::<Vec<_>>(), [Op::Send, Op::Read]);
+        assert_eq!(notes.len(), 1);
+    }
+
+    #[test]
+    fn sizes_have_units() {
+        let good = [("1", 1), ("64", 64), ("64K", 65_536), ("8kib", 8192), ("1M", 1 << 20), ("100b", 100)];
+        for (text, bytes) in good {
+            assert_eq!(parse_size(text), Ok(bytes), "{text}");
+        }
+        for bad in ["", "0", "K", "3M", "64X", "-1", "1.5K", "99999999999999999999", "18446744073709551615K"]
+        {
+            assert!(parse_size(bad).is_err(), "{bad}");
+        }
+    }
+
+    #[test]
+    fn pace_counts_warm_up_and_rest() {
+        let mut pace = Pace::new(3, Amount::Operations(4));
+        assert_eq!(std::iter::from_fn(|| pace.another().then_some(())).count(), 7);
+        let mut pace = Pace::new(3, Amount::Time(Duration::from_millis(1)));
+        assert!(std::iter::from_fn(|| pace.another().then_some(())).count() > 3);
+        assert!(!pace.another());
+    }
+}

@@ -1,0 +1,121 @@
+//! Round trips: taken by the CPU's counter, shown as percentiles.
+//!
+//! A time is taken right after each post, while the message is on its way; two such moments are one round trip
+//! apart. It is taken from the CPU's time stamp counter where there is a steady one: asking the kernel costs a
+//! system call on hosts whose clock is not mapped into the process (many guests).
+
+use std::time::Instant;
+
+use hdrhistogram::Histogram;
+use serde::Serialize;
+
+/// Takes the time of round trips.
+pub(crate) struct Recorder {
+    clock: quanta::Clock,
+    /// The same moment by both clocks: what a tick is worth follows from a later such pair.
+    started: (u64, Instant),
+    warmup: u64,
+    posted: u64,
+    last: u64,
+    ticks: Histogram<u64>,
+}
+
+/// Round trips, in ticks of the counter.
+pub(crate) struct RoundTrips {
+    pub(crate) ticks: Histogram<u64>,
+    pub(crate) us_per_tick: f64,
+}
+
+impl Recorder {
+    /// Leaves the first `warmup` round trips out; at least one.
+    pub(crate) fn new(warmup: u64) -> anyhow::Result<Self> {
+        /// About an hour; what is longer counts as this.
+        const LONGEST_TICKS: u64 = 1 << 43;
+        let clock = quanta::Clock::new();
+        let started = (clock.raw(), Instant::now());
+        let ticks = Histogram::new_with_bounds(1, LONGEST_TICKS, 3)?;
+        Ok(Self { clock, started, warmup: warmup.max(1), posted: 0, last: 0, ticks })
+    }
+
+    /// A message has just been posted.
+    pub(crate) fn posted(&mut self) {
+        let now = self.clock.raw();
+        if self.posted >= self.warmup {
+            self.ticks.saturating_record(now.saturating_sub(self.last));
+        }
+        self.posted += 1;
+        self.last = now;
+    }
+
+    /// What was recorded.
+    pub(crate) fn finish(self) -> RoundTrips {
+        let (ticks, time) = (self.clock.raw().saturating_sub(self.started.0), self.started.1.elapsed());
+        #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are a month")]
+        let us_per_tick = time.as_secs_f64() * 1e6 / ticks.max(1) as f64;
+        RoundTrips { ticks: self.ticks, us_per_tick }
+    }
+}
+
+/// Percentiles, in microseconds.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(crate) struct Latency {
+    pub(crate) min: f64,
+    pub(crate) p50: f64,
+    pub(crate) p90: f64,
+    pub(crate) p99: f64,
+    pub(crate) p99_9: f64,
+    pub(crate) max: f64,
+    pub(crate) mean: f64,
+}
+
+impl Latency {
+    /// From round trips, each divided by `parts`.
+    pub(crate) fn of(RoundTrips { ticks, us_per_tick }: &RoundTrips, parts: f64) -> Self {
+        #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are a month")]
+        let us = |ticks: u64| ticks as f64 * us_per_tick / parts;
+        let at = |quantile| us(ticks.value_at_quantile(quantile));
+        Self {
+            min: us(ticks.min()),
+            p50: at(0.5),
+            p90: at(0.9),
+            p99: at(0.99),
+            p99_9: at(0.999),
+            max: us(ticks.max()),
+            mean: ticks.mean() * us_per_tick / parts,
+        }
+    }
+
+    /// A row of a table, under [`heading`].
+    pub(crate) fn row(&self) -> String {
+        let columns = [self.min, self.p50, self.p90, self.p99, self.p99_9, self.max, self.mean];
+        columns.map(|us| format!("{us:>8.2}")).join(" ")
+    }
+}
+
+/// Above the columns of [`Latency::row`].
+pub(crate) fn heading() -> String {
+    ["min", "p50", "p90", "p99", "p99.9", "max", "mean"].map(|name| format!("{name:>8}")).join(" ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn latencies_are_microseconds_of_half_a_round_trip() {
+        let mut ticks = Histogram::new_with_bounds(1, 1_000_000_000, 3).expect("bounds");
+        for value in [4_000, 8_000, 8_000, 20_000] {
+            ticks.record(value).expect("in bounds");
+        }
+        let latency = Latency::of(&RoundTrips { ticks, us_per_tick: 0.0005 }, 2.0);
+        assert!((latency.min - 1.0).abs() < 0.01 && (latency.p50 - 2.0).abs() < 0.01, "{latency:?}");
+        assert!((latency.max - 5.0).abs() < 0.01 && (latency.mean - 2.5).abs() < 0.01, "{latency:?}");
+    }
+
+    #[test]
+    fn warm_up_is_left_out() {
+        let mut recorder = Recorder::new(3).expect("bounds");
+        (0..10).for_each(|_| recorder.posted());
+        assert_eq!(recorder.finish().ticks.len(), 7);
+    }
+}

@@ -1,0 +1,73 @@
+//! The gear of a lane: the objects of its device that all links share. The poller has it, so that taking completions needs
+//! no lock, and can let go of it when the device goes.
+
+use ferrite_verbs::{
+    CompletionChannel, CompletionQueue, Context, ErrorKind, ProtectionDomain, QueuePair, QueuePairConfig,
+    SharedReceiveQueue,
+};
+
+use super::config::Config;
+use super::lane::Lane;
+use super::slots::ReceiveStock;
+use crate::error::Error;
+use crate::mem::Pool;
+
+/// Dropped when no queue pair of the lane is left: else the device would still use the receives, and they are leaked.
+pub(crate) struct Gear {
+    // In the order in which they go. The stock destroys the shared receive queue and must have the last handle of it.
+    srq: SharedReceiveQueue,
+    pub(crate) stock: ReceiveStock,
+    pub(crate) cq: CompletionQueue,
+    pub(crate) channel: CompletionChannel,
+    /// The completion queue will tell of its next completion.
+    pub(crate) armed: bool,
+    domain: ProtectionDomain,
+    pub(crate) context: Context,
+}
+
+impl Gear {
+    /// Queues for `receives` receives and `entries` completions.
+    pub(super) fn new(
+        domain: &ProtectionDomain,
+        index: usize,
+        receives: u32,
+        entries: u32,
+        config: &Config,
+    ) -> Result<Self, ferrite_verbs::Error> {
+        let context = domain.context().clone();
+        let channel = context.create_completion_channel()?;
+        let cq = context.create_completion_queue(entries, Some(&channel), index as u32)?;
+        let srq = domain.create_shared_receive_queue(receives, 1)?;
+        let block_bytes = config.recv_buffer_size as usize;
+        let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index);
+        Ok(Self { srq, stock, cq, channel, armed: false, domain: domain.clone(), context })
+    }
+
+    /// Posts what receives are missing. A pool without memory is no error: peers wait until there is some.
+    pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), Error> {
+        match self.stock.refill(pool) {
+            Ok(()) => Ok(()),
+            Err(error) if error.kind() == crate::mem::ErrorKind::Exhausted => Ok(()),
+            Err(error) => Err(error.into()),
+        }
+    }
+
+    /// A queue pair for a link.
+    pub(crate) fn create_queue_pair(&self, lane: &Lane, config: &Config) -> Result<QueuePair, Error> {
+        loop {
+            let inline = lane.inline();
+            let made = self.domain.create_queue_pair(&QueuePairConfig {
+                srq: Some(self.srq.clone()),
+                max_send_wr: lane.send_queue_depth(config),
+                max_recv_wr: 0,
+                max_inline: inline,
+                ..QueuePairConfig::new(&self.cq)
+            });
+            match made {
+                // A device does not say how much it takes inline: it refuses too much.
+                Err(error) if inline > 0 && error.kind() == ErrorKind::DeviceLimit => lane.less_inline(),
+                made => return made.map_err(Error::from),
+            }
+        }
+    }
+}

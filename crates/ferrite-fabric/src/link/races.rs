@@ -1,0 +1,189 @@
+//! The slot table and the tickets as a link uses them, under its lock, for loom: one posts, one reaps, and a future is
+//! asked, woken and dropped meanwhile.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::{Poll, Wake, Waker};
+
+use loom::sync::{Condvar, Mutex};
+use loom::thread;
+
+use super::tickets::{Outcome, Ticket, Tickets};
+use crate::engine::slots::{Key, Table};
+use crate::error::{Error, ErrorKind};
+use crate::sync::{explore, lock};
+
+/// What of a `LinkState` matters here.
+struct State {
+    table: Table<(Ticket, u32)>,
+    tickets: Tickets,
+    /// Completions that the device has for us.
+    completed: VecDeque<Key>,
+}
+
+struct Link(Mutex<State>);
+
+impl Link {
+    fn new() -> Arc<Self> {
+        let (table, tickets) = (Table::new(1, 0), Tickets::default()); // one slot, so that it is used again
+        Arc::new(Self(Mutex::new(State { table, tickets, completed: VecDeque::new() })))
+    }
+
+    /// Posts a request, once there is room; the device completes it at once.
+    fn post(&self, what: u32) -> Ticket {
+        loop {
+            let mut state = lock(&self.0);
+            if state.table.room() == 0 {
+                drop(state);
+                thread::yield_now();
+                continue;
+            }
+            let ticket = state.tickets.issue();
+            let key = state.table.claim((ticket, what)).expect("room");
+            state.completed.push_back(key);
+            return ticket;
+        }
+    }
+
+    /// Takes completions until there were so many. One comes a second time, as none should: it must find nothing.
+    fn reap(&self, count: usize) {
+        let mut reaped = 0;
+        while reaped < count {
+            let mut wakes = Vec::new();
+            let mut state = lock(&self.0);
+            let State { table, tickets, completed } = &mut *state;
+            let Some(key) = completed.pop_front() else {
+                drop(state);
+                thread::yield_now();
+                continue;
+            };
+            let known = table.complete(key, |(ticket, what), last| {
+                assert!(last);
+                wakes.extend(tickets.finish(ticket, outcome(what)));
+            });
+            assert!(known && !table.complete(key, |_, _| unreachable!("gone")));
+            drop(state);
+            wakes.into_iter().for_each(Waker::wake);
+            reaped += 1;
+        }
+    }
+
+    fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll<String> {
+        lock(&self.0)
+            .tickets
+            .poll(ticket, waker)
+            .map(|outcome| outcome.result.expect_err("its name").to_string())
+    }
+
+    /// Asks for the result of a request until it is there.
+    fn wait(&self, ticket: Ticket, what: u32) {
+        let parker = Arc::new(Parker::default());
+        let waker = Waker::from(Arc::clone(&parker));
+        loop {
+            if let Poll::Ready(result) = self.poll(ticket, &waker) {
+                assert_eq!(result, name(what));
+                return;
+            }
+            parker.park();
+        }
+    }
+
+    fn is_empty(&self) -> bool {
+        let state = lock(&self.0);
+        state.table.in_flight() == 0 && state.tickets.is_empty()
+    }
+}
+
+fn name(what: u32) -> String {
+    Error::new(ErrorKind::Misuse, what.to_string()).to_string()
+}
+
+/// An error, because it can have a name.
+fn outcome(what: u32) -> Outcome {
+    Outcome { result: Err(Error::new(ErrorKind::Misuse, what.to_string())), buf: None }
+}
+
+#[derive(Default)]
+struct Parker {
+    woken: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Parker {
+    fn park(&self) {
+        let mut woken = lock(&self.woken);
+        while !std::mem::take(&mut *woken) {
+            woken = self.changed.wait(woken).expect("no panic");
+        }
+    }
+}
+
+impl Wake for Parker {
+    fn wake(self: Arc<Self>) {
+        *lock(&self.woken) = true;
+        self.changed.notify_one();
+    }
+}
+
+/// Each gets its own result, whoever came first, and nothing is left.
+#[test]
+fn loom_every_waiter_gets_its_own() {
+    explore("every waiter gets its own", || {
+        let link = Link::new();
+        let waiting = [1, 2].map(|what| {
+            let link = Arc::clone(&link);
+            thread::spawn(move || link.wait(link.post(what), what))
+        });
+        link.reap(2);
+        waiting.map(|thread| thread.join().expect("its result"));
+        assert!(link.is_empty());
+    });
+}
+
+/// A future that is dropped, asked before or not, leaves its operation to itself; the next one gets its own result.
+#[test]
+fn loom_dropped_futures_leave_nothing() {
+    for asked in [false, true] {
+        explore("dropped futures leave nothing", move || {
+            let link = Link::new();
+            let dropping = {
+                let link = Arc::clone(&link);
+                thread::spawn(move || {
+                    let ticket = link.post(1);
+                    if !asked || link.poll(ticket, Waker::noop()).is_pending() {
+                        lock(&link.0).tickets.abandon(ticket);
+                    }
+                    link.wait(link.post(2), 2);
+                })
+            };
+            let reaping = {
+                let link = Arc::clone(&link);
+                thread::spawn(move || link.reap(3))
+            };
+            link.wait(link.post(3), 3);
+            dropping.join().expect("its result");
+            reaping.join().expect("all");
+            assert!(link.is_empty());
+        });
+    }
+}
+
+/// A future moves to another thread: the waker that counts is the last.
+#[test]
+fn loom_the_last_waker_counts() {
+    explore("the last waker counts", || {
+        let link = Link::new();
+        let reaping = {
+            let link = Arc::clone(&link);
+            thread::spawn(move || link.reap(1))
+        };
+        let ticket = link.post(1);
+        let first = Arc::new(Parker::default());
+        if link.poll(ticket, &Waker::from(first)).is_pending() {
+            let link = Arc::clone(&link);
+            thread::spawn(move || link.wait(ticket, 1)).join().expect("its result");
+        }
+        reaping.join().expect("all");
+        assert!(link.is_empty());
+    });
+}

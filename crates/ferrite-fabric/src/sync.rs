@@ -1,0 +1,32 @@
+//! Locks and flags of what loom looks at; under `--cfg loom` they are loom's (`cargo xtask loom`).
+
+#[cfg(not(all(test, loom)))]
+pub(crate) use std::sync::{Mutex, atomic::AtomicBool};
+
+#[cfg(all(test, loom))]
+pub(crate) use loom::sync::{Mutex, atomic::AtomicBool};
+
+#[cfg(not(all(test, loom)))]
+pub(crate) use crate::mem::lock;
+
+#[cfg(all(test, loom))]
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+}
+
+/// Runs `act` in every order that the bounds allow (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`), and says how many these
+/// were.
+#[cfg(all(test, loom))]
+#[expect(clippy::print_stdout, reason = "what a run of loom came to")]
+pub(crate) fn explore(what: &str, act: impl Fn() + Send + Sync + 'static) {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    let executions = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&executions);
+    loom::model(move || {
+        count.fetch_add(1, Ordering::Relaxed);
+        act();
+    });
+    println!("loom: {what}: {} executions", executions.load(Ordering::Relaxed));
+}

@@ -1,0 +1,201 @@
+//! Limits of the host are reached: locked memory, queue pairs, memory regions, completion queues.
+
+use std::os::unix::process::CommandExt;
+
+use ferrite_fabric::mem::PoolConfig;
+use ferrite_fabric::wire::{RefusalCode, Rights};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link};
+
+use crate::net::sh;
+use crate::pair::{Pair, Peer, connect, show};
+use crate::process::{Process, again, peer, role, serve_as_peer_after};
+use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, quick, until, verbs, within};
+use crate::traffic::Traffic;
+
+const NOBODY: u32 = 65534;
+const MIB: usize = 1 << 20;
+
+/// Root has CAP_IPC_LOCK, which lifts the limit: so as nobody.
+#[test]
+fn memlock_too_small() {
+    if role().is_some() {
+        let memory = PoolConfig { memory_pool_initial: 32 * MIB, ..PoolConfig::default() };
+        let config = Config { memory, ..Config::default() };
+        let error = Engine::builder(&verbs()).device(PEER.0).config(config).build().expect_err("too much");
+        show("memlock too small for the pool", &error);
+        assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
+        assert!(error.to_string().contains("memlock is 8 MiB, 16 MiB needed"), "{error}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")), "{error}");
+        // With less it works.
+        let config = Config { recv_queue_depth: 64, ..Config::default() };
+        let engine = Engine::builder(&verbs()).device(PEER.0).config(config).build().expect("an engine");
+        // And says the same when the limit is met later.
+        let mut taken = Vec::new();
+        let error = loop {
+            match engine.buffer(2 * MIB) {
+                Ok(buf) => taken.push(buf),
+                Err(error) => break error,
+            }
+            assert!(taken.len() < 10, "the limit never comes");
+        };
+        show("memlock too small to grow", &error);
+        assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
+        return;
+    }
+    let wrapper = ["prlimit", "--memlock=8388608"];
+    let out = again("limits::memlock_too_small", "child", &wrapper)
+        .uid(NOBODY)
+        .gid(NOBODY)
+        .output()
+        .expect("prlimit");
+    println!("{}", String::from_utf8_lossy(&out.stdout));
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+/// The control group of this process: made, and left when it ends.
+struct Group(String);
+
+impl Group {
+    fn join(name: &str) -> Self {
+        let path = format!("/sys/fs/cgroup/{name}");
+        sh(&format!("echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && mkdir -p {path}"));
+        std::fs::write(format!("{path}/cgroup.procs"), std::process::id().to_string()).expect("joined");
+        Self(path)
+    }
+
+    /// Lets the group have `more` objects than it has now.
+    fn allow(&self, device: &str, more: u64) {
+        let current = std::fs::read_to_string(format!("{}/rdma.current", self.0)).expect("current");
+        // rxe1 hca_handle=1 hca_object=12
+        let line = current.lines().find(|line| line.starts_with(device)).expect("the device");
+        let objects = line.split_once("hca_object=").expect("a count").1.trim();
+        let limit = objects.parse::<u64>().expect("a count") + more;
+        let limits = format!("{device} hca_handle=max hca_object={limit}");
+        std::fs::write(format!("{}/rdma.max", self.0), limits).expect("limited");
+    }
+}
+
+impl Drop for Group {
+    fn drop(&mut self) {
+        let _ = std::fs::write("/sys/fs/cgroup/cgroup.procs", std::process::id().to_string());
+        let _ = std::fs::remove_dir(&self.0);
+    }
+}
+
+/// The role of a peer that may make so many objects beyond what its engine has: a link takes a queue pair and what it grants.
+fn serve_with(objects: u64) {
+    let group = Group::join("ferrite-faults");
+    // So much memory that it need not grow, which takes a region.
+    let memory = PoolConfig { memory_pool_initial: 32 * MIB, ..PoolConfig::default() };
+    serve_as_peer_after(Config { memory, ..quick() }, || group.allow(PEER.0, objects));
+}
+
+/// A peer that has no queue pair left says so; the links that it has do not notice.
+#[test]
+fn queue_pairs_of_the_peer_exhausted() {
+    if role().is_some() {
+        return serve_with(4);
+    }
+    let clean = Clean::begin();
+    let (process, addr) = peer("limits::queue_pairs_of_the_peer_exhausted");
+    let own = Host::new(&[OWN.0], quick());
+    let links = [(); 2].map(|()| connect(&own, addr).expect("a link"));
+    let traffic = links.each_ref().map(Traffic::start);
+    for _ in 0..3 {
+        let error = connect(&own, addr).expect_err("no queue pair is left");
+        show("the peer's queue pairs are exhausted", &error);
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error:?}");
+        let refusal = error.refusal().expect("in our words");
+        assert_eq!(refusal.code, RefusalCode::MEMORY, "{refusal:?}");
+        assert!(refusal.text.contains("cgroup"), "{refusal:?}");
+    }
+    traffic.iter().for_each(|traffic| traffic.flows("on the links that there are"));
+    // One goes, and another may come.
+    let [first, second] = traffic;
+    first.stop();
+    let [gone, kept] = links;
+    within(PATIENCE, "closing", gone.close()).expect("closed in good order");
+    drop(gone);
+    let mut link = None;
+    until(PATIENCE, "another link", || {
+        link = connect(&own, addr).ok();
+        link.is_some()
+    });
+    second.stop();
+    drop((link, kept));
+    own.finish();
+    process.finish();
+    clean.end();
+}
+
+/// The own side has no queue pair left: a connect says so, and the link that there is does not notice. The same for memory
+/// to grant.
+#[test]
+fn own_objects_exhausted() {
+    if let Some(target) = role() {
+        let group = Group::join("ferrite-faults");
+        let own = Host::new(&[OWN.0], quick());
+        let target = target.parse().expect("an address");
+        let link = connect(&own, target).expect("a link");
+        let traffic = Traffic::start(&link);
+        group.allow(OWN.0, 1);
+        let second = connect(&own, target).expect("the last queue pair");
+        let error = connect(&own, target).expect_err("no queue pair is left");
+        show("no queue pair is left", &error);
+        assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");
+        let buf = own.engine.buffer(4096).expect("a buffer");
+        let (buf, error) = link.register_memory(buf, Rights::READ).expect_err("no region is left");
+        show("no memory region is left", &error);
+        assert_eq!((error.kind(), buf.len()), (ErrorKind::Resources, 4096), "{error:?}");
+        traffic.flows("on the link that there is");
+        traffic.stop();
+        drop((buf, second, link));
+        own.finish();
+        return;
+    }
+    let clean = Clean::begin();
+    let peer = Peer::start(quick());
+    let process = Process::start("limits::own_objects_exhausted", &peer.addr.to_string());
+    process.finish();
+    assert!(peer.finish().iter().all(Result::is_ok), "closed in good order");
+    clean.end();
+}
+
+/// No object at all: the engine is not made, and says why.
+#[test]
+fn no_room_for_an_engine() {
+    if role().is_some() {
+        let group = Group::join("ferrite-faults");
+        // A domain and a pool, but neither queue.
+        sh(&format!("echo '{} hca_handle=max hca_object=3' >{}/rdma.max", PEER.0, group.0));
+        let error = Engine::builder(&verbs()).device(PEER.0).build().expect_err("no room");
+        show("no room for an engine", &error);
+        assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");
+        assert_eq!(ferrite_verbs::leaked_objects(), 0);
+        return;
+    }
+    let clean = Clean::begin();
+    Process::start("limits::no_room_for_an_engine", "child").finish();
+    clean.end();
+}
+
+/// A completion queue smaller than what the links could have under way: they take turns, and it never overruns.
+#[test]
+fn completion_queue_too_small() {
+    let small = || Config { cq_size: 40, recv_queue_depth: 16, ..quick() };
+    let pair = Pair::start(small(), small());
+    let options = ConnectOptions::new().local(any_port(OWN));
+    let more: Vec<Link> = (0..3)
+        .map(|_| {
+            within(PATIENCE, "a link", pair.own.engine.connect_with(pair.peer.addr, &options))
+                .expect("a link")
+        })
+        .collect();
+    let traffic: Vec<Traffic> = more.iter().map(Traffic::start).collect();
+    traffic.iter().for_each(|traffic| traffic.flows("on each link"));
+    traffic.into_iter().for_each(Traffic::stop);
+    drop(more);
+    pair.survives("four links share 24 places of a completion queue");
+}

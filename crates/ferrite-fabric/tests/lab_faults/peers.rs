@@ -1,0 +1,181 @@
+//! The peer's process dies, stops, or never looks again.
+
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind};
+
+use crate::pair::{Peer, connect, judge, show};
+use crate::process::{Process, end_of_input, peer, role, say, serve_as_peer};
+use crate::rig::{
+    Clean, Host, OWN, PATIENCE, PEER, any_port, pace, quick, stalled_after, until, verbs, within,
+};
+use crate::traffic::Traffic;
+
+/// The kernel closes a dead process's identifiers at once, and the peer hears it by a message that is repeated if lost.
+const HEARD_WITHIN: Duration = Duration::from_secs(2);
+/// Beyond the time that was agreed: for the engine to wake up, and for the diagnosis.
+const SLACK: Duration = Duration::from_secs(1);
+
+#[test]
+fn peer_killed() {
+    if role().is_some() {
+        return serve_as_peer(quick());
+    }
+    let clean = Clean::begin();
+    let (process, addr) = peer("peers::peer_killed");
+    let own = Host::new(&[OWN.0], quick());
+    let link = connect(&own, addr).expect("a link");
+    let traffic = Traffic::start(&link);
+    let since = Instant::now();
+    process.signal("KILL");
+    judge("peer killed", &link, traffic, since, &[ErrorKind::LinkDown], HEARD_WITHIN);
+    drop((link, process));
+    own.finish();
+    clean.end();
+}
+
+/// Its device goes on: reads and writes succeed, and messages until the credits are used up. Then the own queue fills,
+/// and says so. The process is given up when it has not answered in time.
+#[test]
+fn peer_stopped() {
+    if role().is_some() {
+        return serve_as_peer(quick());
+    }
+    let clean = Clean::begin();
+    let (process, addr) = peer("peers::peer_stopped");
+    let config = quick();
+    let own = Host::new(&[OWN.0], config.clone());
+    let [link, other] = [(); 2].map(|()| connect(&own, addr).expect("a link"));
+    let traffic = Traffic::start(&link);
+    drop(within(PATIENCE, "the grant", other.recv()).expect("the grant"));
+    let since = Instant::now();
+    process.signal("STOP");
+    let mut posted = 0;
+    let full = loop {
+        match other.post_bytes(1, b"are you there?") {
+            Ok(()) => posted += 1,
+            Err(error) => break error,
+        }
+    };
+    assert_eq!(full.kind(), ErrorKind::Full, "{full:?}");
+    let most = usize::from(config.window) + config.send_queue_messages;
+    assert!(posted >= most && posted <= most + 1, "{posted} messages for {most} places");
+    // Inline ones have no memory; those that wait have the smallest block each.
+    let held = own.engine.stats().memory.send.in_use_bytes;
+    assert!(held < 256 * most as u64 + (1 << 20), "{held} bytes");
+    traffic.flows_one_sided();
+
+    let stalled = stalled_after(&config);
+    let error = judge("peer stopped", &link, traffic, since, &[ErrorKind::PeerStalled], stalled + SLACK);
+    assert!(!error.causes().is_empty(), "{error}");
+    assert!(since.elapsed() + Duration::from_millis(200) >= stalled, "given up after {:?}", since.elapsed());
+    let error = within(stalled, "the other link ends", other.ended()).expect_err("by an error");
+    assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");
+    drop((link, other));
+    own.finish();
+    process.signal("CONT");
+    // When it goes on it finds that it was given up.
+    for end in process.finish() {
+        assert!(end.starts_with("failed LinkDown"), "{end}");
+    }
+    clean.end();
+}
+
+/// Long enough to be asked, not to be given up.
+#[test]
+fn peer_stopped_shortly() {
+    if role().is_some() {
+        return serve_as_peer(quick());
+    }
+    let clean = Clean::begin();
+    let (process, addr) = peer("peers::peer_stopped_shortly");
+    let own = Host::new(&[OWN.0], quick());
+    let link = connect(&own, addr).expect("a link");
+    let traffic = Traffic::start(&link);
+    process.signal("STOP");
+    std::thread::sleep(quick().keepalive + quick().peer_timeout / 2);
+    process.signal("CONT");
+    traffic.flows("after the stop");
+    traffic.stop();
+    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    drop(link);
+    own.finish();
+    for end in process.finish() {
+        assert!(end.starts_with("closed"), "{end}");
+    }
+    clean.end();
+}
+
+/// A process that connects and then never drives its engine: what is kept for it is bounded, and it is given up.
+#[test]
+fn peer_never_polls() {
+    if let Some(target) = role() {
+        let engine = Engine::builder(&verbs()).device(PEER.0).config(quick()).build().expect("an engine");
+        let options = ConnectOptions::new().local(any_port(PEER));
+        let target = target.parse().expect("an address");
+        let _link = engine.block_on(engine.connect_with(target, &options)).expect("a link");
+        say("connected", "");
+        let _ = within(PATIENCE * 2, "the parent", end_of_input());
+        return;
+    }
+    let clean = Clean::begin();
+    let config = quick();
+    let own = Host::new(&[OWN.0], config.clone());
+    let mut listener = own.engine.listen(any_port(OWN)).expect("a listener");
+    let process = Process::start("peers::peer_never_polls", &listener.local_addr().to_string());
+    let link = within(PATIENCE, "the child connects", listener.accept()).expect("a link");
+    process.says("connected");
+    let since = Instant::now();
+    let payload = vec![7; 4000];
+    let mut posted = 0_u64;
+    let error = loop {
+        match link.post_bytes(0, &payload) {
+            Ok(()) => posted += 1,
+            Err(error) if error.kind() == ErrorKind::Full => {
+                let held = own.engine.stats().memory.send.in_use_bytes;
+                let most = 8192 * (config.send_queue_messages as u64 + u64::from(config.window));
+                assert!(held <= most, "{held} bytes, of {most}");
+                std::thread::sleep(Duration::from_millis(10));
+            }
+            Err(error) => break error,
+        }
+        assert!(since.elapsed() < PATIENCE, "never given up");
+    };
+    let after = since.elapsed();
+    show(&format!("peer never polls, after {after:.0?} and {posted} messages"), &error);
+    assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");
+    assert!(!error.causes().is_empty(), "{error}");
+    assert!(after <= stalled_after(&config) + SLACK * pace(), "{after:?}");
+    assert!(posted <= (config.send_queue_messages + usize::from(config.window)) as u64 + 1, "{posted}");
+    drop((link, listener));
+    own.finish();
+    process.finish();
+    clean.end();
+}
+
+/// This process gets no time between asking the peer and looking for the answer, which has long been there.
+#[test]
+fn a_starved_process_blames_nobody() {
+    let clean = Clean::begin();
+    let peer = Peer::start(Config::default());
+    let config = quick();
+    let engine = Engine::builder(&verbs()).device(OWN.0).config(config.clone()).build().expect("an engine");
+    let options = ConnectOptions::new().local(any_port(OWN));
+    let link = engine.block_on(engine.connect_with(peer.addr, &options)).expect("a link");
+    drop(engine.block_on(link.recv()).expect("the grant"));
+    let asked = link.stats().controls_sent;
+    until(config.keepalive * 2, "the peer is asked", || {
+        while engine.poll() > 0 && link.stats().controls_sent == asked {}
+        link.stats().controls_sent > asked
+    });
+    std::thread::sleep(config.peer_timeout + Duration::from_millis(100));
+    let begun = Instant::now();
+    while begun.elapsed() < Duration::from_millis(100) {
+        engine.poll();
+    }
+    assert!(link.failure().is_none(), "{:?}", link.failure());
+    engine.block_on(link.close()).expect("closed in good order");
+    drop((link, engine));
+    assert!(peer.finish().into_iter().all(|end| end.is_ok()), "the peer's end");
+    clean.end();
+}

@@ -1,0 +1,387 @@
+//! The ways to drive an engine: under tokio, on a thread, from a foreign loop. Whoever waits is woken.
+
+use std::future::Future;
+use std::os::fd::AsFd;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::mem::PoolConfig;
+use ferrite_fabric::wire::{GrantToken, Rights};
+use ferrite_fabric::{Config, ConnectOptions, Engine, Error, ErrorKind, Link, Listener};
+use futures_util::join;
+use rustix::event::{Timespec, epoll};
+use tokio::runtime::Builder;
+use tokio::time::timeout;
+
+use super::pair::{Pair, assert_unused, buffer, call, filled, once, pattern};
+use super::random::Random;
+use super::{Fixture, KIB, PATIENCE};
+
+const CLIENTS: u64 = 4;
+
+/// Sends back whatever comes, until the peer closes.
+async fn echo(link: Link) -> Result<(), Error> {
+    loop {
+        match link.recv().await {
+            Ok(message) => {
+                let (channel, parts) = (message.channel(), message.into_pieces());
+                // Received memory is of the same pool: nothing is copied.
+                link.send_parts(channel, parts).await?;
+            }
+            Err(error) if error.kind() == ErrorKind::Closed => return Ok(()),
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Asks and checks the answers, then closes.
+async fn ask(link: Link, client: u64, rounds: u64) -> Result<(), Error> {
+    for round in 0..rounds {
+        let len = (round as usize * 1327 + client as usize) % (40 * KIB);
+        let bytes = pattern(client << 32 | round, len);
+        let (sent, answer) = join!(link.send((round % 5) as u16, filled(link.engine(), &bytes)), link.recv());
+        sent?;
+        assert!(answer?.to_vec() == bytes, "round {round} of client {client}");
+    }
+    link.close().await
+}
+
+/// Two engines, and a listener of the second.
+fn engines(fixture: &Fixture, config: &Config) -> (Engine, Engine, Listener) {
+    let [host, peer] = &fixture.hosts;
+    let [a, b] = [peer, host].map(|host| fixture.engine(host, config));
+    let listener = b.listen(host.any_port()).expect("listen");
+    (a, b, listener)
+}
+
+fn under_tokio(fixture: &Fixture, mut builder: Builder) {
+    let runtime = builder.enable_all().build().expect("a runtime");
+    for busy_poll_us in [0, 50] {
+        let (a, b, mut listener) = engines(fixture, &Config { busy_poll_us, ..Config::default() });
+        let pools = [a.pool().clone(), b.pool().clone()];
+        let rounds = 60 / fixture.slower.min(10) as u64;
+        runtime.block_on(async {
+            let driving = [tokio::spawn(a.drive()), tokio::spawn(b.drive())];
+            let mut tasks = Vec::new();
+            for client in 0..CLIENTS {
+                let begun = Instant::now();
+                let calling = call(&a, &fixture.hosts[1], &listener);
+                let (there, here) = timeout(PATIENCE, async { join!(calling, listener.accept()) })
+                    .await
+                    .expect("a link in time");
+                assert!(begun.elapsed() < Duration::from_secs(4), "{:?} for a handshake", begun.elapsed());
+                tasks.push(tokio::spawn(ask(there.expect("connect"), client, rounds)));
+                tasks.push(tokio::spawn(echo(here.expect("accept"))));
+            }
+            for task in tasks {
+                let done = timeout(PATIENCE, task).await.expect("answers in time");
+                done.expect("no panic").expect("in good order");
+            }
+            // When nobody has the engines any more, their drivers end.
+            drop((a, b, listener));
+            for driver in driving {
+                let driven = timeout(PATIENCE, driver).await.expect("it ends");
+                driven.expect("no panic").expect("driven");
+            }
+        });
+        pools.iter().for_each(assert_unused);
+    }
+}
+
+pub(crate) fn tokio_on_several_threads(fixture: &Fixture) {
+    let mut builder = Builder::new_multi_thread();
+    builder.worker_threads(2);
+    under_tokio(fixture, builder);
+}
+
+pub(crate) fn tokio_on_one_thread(fixture: &Fixture) {
+    under_tokio(fixture, Builder::new_current_thread());
+}
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// Waits for a future that somebody else drives; `None` when `patience` is over.
+fn wait<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    let deadline = Instant::now() + patience;
+    loop {
+        if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+            return Some(output);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return None;
+        }
+        thread::park_timeout(left);
+    }
+}
+
+fn in_time<F: Future>(future: F) -> F::Output {
+    wait(future, PATIENCE).expect("in time")
+}
+
+/// Engines on threads of their own, clients on others.
+pub(crate) fn on_threads(fixture: &Fixture) {
+    for busy_poll_us in [0, 50] {
+        let (a, b, mut listener) = engines(fixture, &Config { busy_poll_us, ..Config::default() });
+        let pools = [a.pool().clone(), b.pool().clone()];
+        let rounds = 60 / fixture.slower.min(10) as u64;
+        let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+        thread::scope(|scope| {
+            for client in 0..CLIENTS {
+                let calling = call(&a, &fixture.hosts[1], &listener);
+                let (there, here) = in_time(async { join!(calling, listener.accept()) });
+                let (there, here) = (there.expect("connect"), here.expect("accept"));
+                scope.spawn(move || in_time(ask(there, client, rounds)).expect("in good order"));
+                scope.spawn(move || in_time(echo(here)).expect("in good order"));
+            }
+        });
+        drop((a, b, listener));
+        for thread in driving {
+            let begun = Instant::now();
+            while !thread.is_finished() {
+                assert!(begun.elapsed() < PATIENCE, "it does not end");
+                thread::sleep(Duration::from_millis(1));
+            }
+            thread.join().expect("no panic");
+        }
+        pools.iter().for_each(assert_unused);
+    }
+}
+
+/// Several threads send on one link while others receive; one of them drives with its own future.
+pub(crate) fn one_link_many_threads(fixture: &Fixture) {
+    const SENDERS: u16 = 4;
+    let (a, b, mut listener) = engines(fixture, &Config::default());
+    let each = 300 / fixture.slower as u64;
+    let driving = b.spawn_thread().expect("a thread");
+    let calling = call(&a, &fixture.hosts[1], &listener);
+    let (there, here) = a.block_on(async { join!(calling, listener.accept()) });
+    let (there, here) = (there.expect("connect"), here.expect("accept"));
+    thread::scope(|scope| {
+        for channel in 0..SENDERS {
+            let (a, there) = (&a, &there);
+            // All of them drive the engine, by turns.
+            scope.spawn(move || {
+                for number in 0..each {
+                    let buf = filled(a, &pattern(number, (number % 700) as usize));
+                    a.block_on(there.send(channel, buf)).expect("acknowledged");
+                }
+            });
+        }
+        scope.spawn(|| {
+            let mut next = [0; SENDERS as usize];
+            for _ in 0..each * u64::from(SENDERS) {
+                let message = in_time(here.recv()).expect("a message");
+                let number = &mut next[usize::from(message.channel())];
+                assert!(message.to_vec() == pattern(*number, (*number % 700) as usize), "message {number}");
+                *number += 1;
+            }
+        });
+    });
+    a.block_on(there.close()).expect("in good order");
+    drop((there, here, listener, b));
+    driving.join().expect("no panic");
+}
+
+/// A plain epoll loop that knows the engine by its descriptor alone. A wait that ends by its time limit is a wake-up
+/// that was lost.
+fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::EventFlags) {
+    let pair = Pair::with(fixture, &Config { busy_poll_us, ..Config::default() });
+    let rounds = 200 / fixture.slower.min(10) as u64;
+    let poll = epoll::create(epoll::CreateFlags::CLOEXEC).expect("epoll");
+    let ends = [&pair.a, &pair.b];
+    for (token, end) in (0..).zip(ends) {
+        let data = epoll::EventData::new_u64(token);
+        epoll::add(&poll, end.engine.as_fd(), data, epoll::EventFlags::IN | trigger).expect("epoll");
+    }
+    let bytes = |round: u64| pattern(round, (round as usize * 997) % (20 * KIB));
+    let patience = Timespec { tv_sec: 5, tv_nsec: 0 };
+    let mut asked = 0;
+    let mut answered = 0;
+    pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
+    for end in ends {
+        end.engine.progress();
+    }
+    while answered < rounds {
+        // Whatever a call of `progress` brought is looked at before waiting.
+        let mut busy = true;
+        while std::mem::take(&mut busy) {
+            while let Some(message) = pair.b.link.try_recv().expect("it is up") {
+                pair.b.link.post_bytes(0, &message.to_vec()).expect("room");
+                pair.b.engine.progress();
+                busy = true;
+            }
+            while let Some(message) = pair.a.link.try_recv().expect("it is up") {
+                assert!(message.to_vec() == bytes(answered), "round {answered}");
+                (answered, asked) = (answered + 1, asked + 1);
+                pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
+                pair.a.engine.progress();
+                busy = true;
+            }
+        }
+        let mut events =
+            [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 4];
+        let ready = epoll::wait(&poll, &mut events[..], Some(&patience)).expect("epoll");
+        assert!(ready > 0, "nobody woke us in round {answered}");
+        for event in &events[..ready] {
+            ends[event.data.u64() as usize].engine.progress();
+        }
+    }
+    drop(poll);
+    pair.end();
+}
+
+pub(crate) fn foreign_loop(fixture: &Fixture) {
+    for busy_poll_us in [0, 50] {
+        in_a_foreign_loop(fixture, busy_poll_us, epoll::EventFlags::empty());
+    }
+}
+
+pub(crate) fn foreign_loop_by_edges(fixture: &Fixture) {
+    for busy_poll_us in [0, 50] {
+        in_a_foreign_loop(fixture, busy_poll_us, epoll::EventFlags::ET);
+    }
+}
+
+/// With nothing to do an engine sleeps.
+pub(crate) fn idle_engines_sleep(fixture: &Fixture) {
+    let (a, b, mut listener) = engines(fixture, &Config::default());
+    let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+    let calling = call(&a, &fixture.hosts[1], &listener);
+    let links = in_time(async { join!(calling, listener.accept()) });
+    let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
+    in_time(there.send_bytes(0, b"hello")).expect("acknowledged");
+    in_time(here.recv()).expect("a message");
+    thread::sleep(Duration::from_millis(100));
+    let before = [&a, &b].map(|engine| engine.stats().passes);
+    thread::sleep(Duration::from_millis(500));
+    let after = [&a, &b].map(|engine| engine.stats().passes);
+    for (before, after) in before.into_iter().zip(after) {
+        assert!(after - before < 1000, "{} passes in half a second of silence", after - before);
+    }
+    drop((there, here, listener, a, b));
+    driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
+}
+
+/// Memory that the application gives back is posted again, though nothing tells the engine of it.
+pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
+    let memory = PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
+    let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
+    let (a, b, mut listener) = engines(fixture, &config);
+    let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+    let calling = call(&a, &fixture.hosts[1], &listener);
+    let links = in_time(async { join!(calling, listener.accept()) });
+    let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
+    for number in 0..600_u64 {
+        there.post_bytes(0, &pattern(number, 300)).expect("room");
+    }
+    let mut kept = Vec::new();
+    while let Some(message) = wait(here.recv(), Duration::from_millis(500)) {
+        kept.push(message.expect("it is up"));
+        assert!(kept.len() <= 256, "more than 2 MiB hold");
+    }
+    let mut received = kept.len() as u64;
+    assert!(received >= 128, "{received} messages in 2 MiB");
+    kept.clear();
+    while received < 600 {
+        let message = wait(here.recv(), Duration::from_secs(3)).expect("it goes on soon");
+        assert!(message.expect("it is up").to_vec() == pattern(received, 300), "message {received}");
+        received += 1;
+    }
+    drop((there, here, listener, a, b));
+    driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
+}
+
+/// Threads that connect, send, read, abort and drop as they like, while others drive.
+pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
+    let (a, b, mut listener) = engines(fixture, &Config { window: 8, ..Config::default() });
+    let pools = [a.pool().clone(), b.pool().clone()];
+    let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+    let rounds = 60 / fixture.slower.min(10) as u64;
+    let (target, over) = (listener.local_addr(), &std::sync::atomic::AtomicBool::new(false));
+    thread::scope(|scope| {
+        let callers: Vec<_> = (0..3)
+            .map(|seed| {
+                let a = &a;
+                scope.spawn(move || {
+                    let mut random = Random::new(seed);
+                    let options = ConnectOptions::new().local(fixture.hosts[1].any_port());
+                    for _ in 0..rounds {
+                        let link = in_time(a.connect_with(target, &options)).expect("a link");
+                        hurry(&link, &mut random);
+                    }
+                })
+            })
+            .collect();
+        let serving = scope.spawn(|| {
+            let mut random = Random::new(9);
+            while !over.load(std::sync::atomic::Ordering::Acquire) {
+                let Some(link) = wait(listener.accept(), Duration::from_millis(20)) else { continue };
+                let (link, seed) = (link.expect("it listens"), random.below(1 << 30));
+                scope.spawn(move || hurry(&link, &mut Random::new(seed)));
+            }
+            listener
+        });
+        for caller in callers {
+            caller.join().expect("no panic");
+        }
+        over.store(true, std::sync::atomic::Ordering::Release);
+        drop(serving.join().expect("no panic"));
+    });
+    drop((a, b));
+    driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
+    pools.iter().for_each(assert_unused);
+}
+
+/// Does this and that with a link, and leaves it in one way or another.
+fn hurry(link: &Link, random: &mut Random) {
+    let buf = buffer(link.engine(), &pattern(1, 4096));
+    let region = link.register_memory(buf, Rights::READ).expect("a region");
+    let _ = link.post_bytes(0, &region.grant(link).encode());
+    let mut token = None;
+    let mut kept = Vec::new();
+    for _ in 0..30 {
+        match random.below(5) {
+            0 => drop(link.post_bytes(1, &pattern(2, random.below(20_000) as usize))),
+            1 => kept.push(link.send(2, filled(link.engine(), &[1; 10_000]))),
+            2 => kept.iter_mut().for_each(|sending| drop(once(sending))),
+            3 => {
+                if let Some(Ok(message)) = wait(link.recv(), Duration::from_millis(2))
+                    && message.channel() == 0
+                {
+                    token = Some(GrantToken::decode(&message.to_vec()).expect("a grant"));
+                }
+            }
+            _ => {
+                let Some(token) = &token else { continue };
+                let Ok(reading) = link.rdma_read(token, 0, link.engine().buffer(4096).expect("memory"))
+                else {
+                    continue;
+                };
+                if random.below(2) == 0
+                    && let Ok(buf) = in_time(reading)
+                {
+                    assert!(buf[..] == pattern(1, 4096), "others' bytes");
+                }
+            }
+        }
+    }
+    match random.below(4) {
+        0 => link.abort(),
+        1 => drop(in_time(region.revoke())),
+        2 => drop(wait(link.close(), Duration::from_millis(50))),
+        _ => {}
+    }
+}

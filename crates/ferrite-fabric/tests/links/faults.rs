@@ -1,0 +1,370 @@
+//! What only the fake can do: every call that can fail fails once; it is told, and nothing is left of it.
+
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::wire::Rights;
+use ferrite_fabric::{Config, Engine, Error, ErrorKind};
+use ferrite_verbs::fake::{Objects, World};
+use futures_util::join;
+
+use crate::links::pair::{Pair, buffer, call, clear, drive, failed, filled, meet, once, pattern, run_for};
+use crate::links::{Fixture, KIB};
+
+const EIO: i32 = 5;
+const EAGAIN: i32 = 11;
+const ENOMEM: i32 = 12;
+
+/// Runs a test in a world of its own; nothing may be left of it.
+pub(crate) fn run(test: impl FnOnce(&World, &Fixture)) {
+    let (world, fixture) = crate::world();
+    test(&world, &fixture);
+    drop(fixture);
+    assert_eq!(world.objects(), Objects::default());
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+/// Never shown: it only says that something else happened before.
+pub(crate) fn assert_told(error: &Error, kinds: &[ErrorKind]) {
+    assert!(kinds.contains(&error.kind()), "{error:?}");
+    assert!(!error.to_string().contains("flush"), "{error}");
+}
+
+#[test]
+fn making_an_engine() {
+    run(|world, fixture| {
+        let build = || Engine::builder(&fixture.verbs).device("fake1").build();
+        for (call, errno, kind) in [
+            ("ibv_open_device", 13, ErrorKind::Resources),
+            ("ibv_query_device", EIO, ErrorKind::DeviceGone),
+            ("ibv_alloc_pd", ENOMEM, ErrorKind::Resources),
+            ("ibv_reg_mr", ENOMEM, ErrorKind::Resources),
+            ("ibv_create_comp_channel", 24, ErrorKind::Resources),
+            ("ibv_create_cq", ENOMEM, ErrorKind::Resources),
+            ("ibv_create_srq", ENOMEM, ErrorKind::Resources),
+        ] {
+            world.fail_next(call, errno);
+            let error = failed(build(), call);
+            assert_eq!(error.kind(), kind, "{call}: {error}");
+            assert!(error.to_string().contains(call), "{call}: {error}");
+            assert_eq!(world.objects(), Objects::default(), "{call}");
+        }
+        world.fail_next("ibv_get_device_list", 38);
+        let error = failed(build(), "no kernel support");
+        assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
+        assert!(error.absence().is_some());
+        let error = failed(Engine::builder(&World::new().verbs()).build(), "no device");
+        assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
+        build().expect("an engine");
+    });
+}
+
+#[test]
+fn listening() {
+    run(|world, fixture| {
+        let engine = fixture.engine(&fixture.hosts[0], &Config::default());
+        world.fail_next("rdma_create_event_channel", 19);
+        let error = failed(engine.listen(fixture.hosts[0].any_port()), "no connection manager");
+        assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
+        engine.listen(fixture.hosts[0].any_port()).expect("to listen");
+        for (call, errno, kind) in [
+            ("rdma_create_id", 24, ErrorKind::Resources),
+            ("rdma_bind_addr", 98, ErrorKind::Misuse),
+            ("rdma_listen", 98, ErrorKind::Misuse),
+        ] {
+            world.fail_next(call, errno);
+            let error = failed(engine.listen(fixture.hosts[0].any_port()), call);
+            assert_eq!(error.kind(), kind, "{call}: {error}");
+        }
+        engine.listen(fixture.hosts[0].any_port()).expect("to listen");
+        clear([engine]);
+    });
+}
+
+/// Every step of a handshake fails once, on either side: the caller hears of it in time, the next attempt succeeds, and
+/// nothing is left of the first.
+#[test]
+fn meeting() {
+    for call in [
+        "rdma_create_id",
+        "rdma_resolve_addr",
+        "rdma_resolve_route",
+        "rdma_connect",
+        "rdma_accept",
+        "rdma_establish",
+        "rdma_init_qp_attr",
+        "rdma_set_option",
+        "rdma_get_cm_event",
+        "ibv_create_qp",
+        "ibv_modify_qp",
+        "ibv_query_qp",
+        "ibv_query_port",
+    ] {
+        for skip in 0..6 {
+            run(|world, fixture| meet_with_a_fault(world, fixture, call, skip));
+        }
+    }
+}
+
+/// Makes the fault at the `skip`th pass of the two.
+fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
+    let [host, peer] = &fixture.hosts;
+    let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
+    let [a, b] = [peer, host].map(|host| fixture.engine(host, &config));
+    let mut listener = b.listen(host.any_port()).expect("listen");
+    if skip == 0 {
+        world.fail_next(fault, EIO);
+    }
+    let mut connecting = call(&a, peer, &listener);
+    for _ in 0..skip {
+        // A pass looks at events once in a millisecond.
+        std::thread::sleep(Duration::from_micros(1100));
+        a.poll();
+        b.poll();
+    }
+    if skip > 0 {
+        world.fail_next(fault, EIO);
+    }
+    let begun = Instant::now();
+    let made = drive(&[&a, &b], &mut connecting);
+    assert!(begun.elapsed() < Duration::from_secs(2), "{fault}: {:?}", begun.elapsed());
+    if let Err(error) = &made {
+        let kinds = [ErrorKind::DeviceGone, ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
+        assert_told(error, &kinds);
+    }
+    drop((made, connecting));
+    // The fault is over now, whoever met it, or is met by what follows.
+    run_for(&[&a, &b], Duration::from_millis(5));
+    while let Some(link) = once(&mut listener.accept()) {
+        drop(link);
+    }
+    for attempt in 0.. {
+        let connecting = call(&a, peer, &listener);
+        match drive(&[&a, &b], connecting) {
+            Ok(link) => {
+                drop(link);
+                break;
+            }
+            Err(error) => assert!(attempt < 2, "{fault} at {skip}: {error}"),
+        }
+    }
+    drop(listener);
+    clear([a, b]);
+}
+
+/// A refusal that cannot be sent, a farewell that cannot be said: the peer hears something, and nobody hangs.
+#[test]
+fn parting() {
+    run(|world, fixture| {
+        let [host, peer] = &fixture.hosts;
+        let a = fixture.engine(peer, &Config::default());
+        let b = fixture.engine(host, &Config { max_connections: 1, ..Config::default() });
+        let mut listener = b.listen(host.any_port()).expect("listen");
+        let [there, here] = meet(&a, peer, &b, &mut listener);
+        world.fail_next("rdma_reject", EIO);
+        let error = failed(drive(&[&a, &b], call(&a, peer, &listener)), "one is the limit");
+        assert_told(&error, &[ErrorKind::Refused]);
+        world.fail_next("rdma_disconnect", EIO);
+        drive(&[&a, &b], there.close()).expect("in good order");
+        drive(&[&a, &b], here.ended()).expect("in good order");
+        drop((there, here, listener));
+        clear([a, b]);
+    });
+}
+
+/// A queue pair that does not go at once is tried again.
+#[test]
+fn queue_pair_that_stays() {
+    run(|world, fixture| {
+        let pair = Pair::new(fixture);
+        world.fail_next("ibv_destroy_qp", 16);
+        world.fail_next("ibv_destroy_qp", 16);
+        pair.end();
+    });
+}
+
+/// A post that the device refuses ends the link with what it said, whoever made it.
+#[test]
+fn refused_post() {
+    run(|world, fixture| {
+        let mut pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
+        let (region, token) = {
+            let buf = buffer(&pair.b.engine, &[1; 100]);
+            let region = pair.b.link.register_memory(buf, Rights::READ).expect("a region");
+            let token = region.grant(&pair.b.link);
+            (region, token)
+        };
+        for case in 0..6 {
+            let [a, b] = pair.another(fixture);
+            let error = match case {
+                // At once.
+                0 => {
+                    world.fail_next("ibv_post_send", EIO);
+                    failed(a.post_bytes(0, b"x"), "refused")
+                }
+                1 => {
+                    world.fail_next("ibv_post_send", EIO);
+                    let (_, error) = a.post(0, filled(&pair.a.engine, &[1; 1000])).map_or_else(
+                        |(buf, error)| (Some(buf), error),
+                        |()| (None, a.failure().expect("it is down")),
+                    );
+                    error
+                }
+                2 => {
+                    world.fail_next("ibv_post_send", EIO);
+                    failed(pair.drive(a.send(0, filled(&pair.a.engine, &[1; 1000]))), "refused")
+                }
+                3 => {
+                    world.fail_next("ibv_post_send", EIO);
+                    let buf = pair.a.engine.buffer(100).expect("memory");
+                    let failed_read = match a.rdma_read(&token, 0, buf) {
+                        Ok(reading) => pair.drive(reading).expect_err("refused"),
+                        Err(failed_read) => failed_read,
+                    };
+                    assert!(failed_read.buf.is_some(), "the buffer comes back");
+                    failed_read.error
+                }
+                // Later, when the peer's credit lets it go: whoever waits is woken.
+                4 | 5 => {
+                    let mut sending: Vec<_> =
+                        (0..8).map(|_| a.send(0, filled(&pair.a.engine, &[1; 1000]))).collect();
+                    for future in &mut sending {
+                        assert!(once(future).is_none());
+                    }
+                    // The window is 2: the third is the one whose post fails, the last still waits.
+                    let waiting = sending.remove(if case == 4 { 2 } else { 7 });
+                    drive(&[&pair.b.engine], b.recv()).expect("the first");
+                    world.fail_next("ibv_post_send", EIO);
+                    let sent = pair.drive(waiting);
+                    drop(sending);
+                    failed(sent, "refused")
+                }
+                _ => unreachable!(),
+            };
+            assert_told(&error, &[ErrorKind::DeviceGone, ErrorKind::System, ErrorKind::LinkDown]);
+            pair.drive(async { join!(a.ended(), b.ended()) }).0.expect_err("it is down");
+        }
+        drop(region);
+        pair.end();
+    });
+}
+
+/// Receives that cannot be posted now are posted later.
+#[test]
+fn refused_receives() {
+    run(|world, fixture| {
+        let pair = Pair::with(fixture, &Config { recv_queue_depth: 16, ..Config::default() });
+        for number in 0..200_u64 {
+            if number % 10 == 0 {
+                world.fail_next("ibv_post_srq_recv", ENOMEM);
+            }
+            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room");
+            assert!(pair.receive(&pair.b).to_vec() == pattern(number, 300), "message {number}");
+        }
+        pair.end();
+    });
+}
+
+/// Calls that fail once while everything else is well: nothing is lost.
+#[test]
+fn hiccups() {
+    for call in
+        ["ibv_poll_cq", "ibv_req_notify_cq", "ibv_get_cq_event", "ibv_get_async_event", "rdma_get_cm_event"]
+    {
+        run(|world, fixture| {
+            let mut pair = Pair::new(fixture);
+            for number in 0..20_u64 {
+                world.fail_next(call, EAGAIN);
+                pair.a.link.post_bytes(0, &pattern(number, 10 * KIB)).expect("room");
+                // By all ways that arm the queue.
+                pair.a.engine.progress();
+                pair.b.engine.progress();
+                assert!(pair.receive(&pair.b).to_vec() == pattern(number, 10 * KIB), "{call}, {number}");
+            }
+            let links = pair.another(fixture);
+            drop(links);
+            pair.end();
+        });
+    }
+}
+
+/// Memory cannot be registered: each is told, and works when it can.
+#[test]
+fn no_registration() {
+    run(|world, fixture| {
+        let pair = Pair::with(fixture, &Config { inline_threshold: 0, ..Config::default() });
+        world.fail_next("ibv_reg_mr", ENOMEM);
+        let (buf, error) = pair
+            .a
+            .link
+            .register_memory(buffer(&pair.a.engine, &[1; 100]), Rights::READ)
+            .expect_err("refused");
+        assert_told(&error, &[ErrorKind::Resources]);
+        let region = pair.a.link.register_memory(buf, Rights::READ).expect("now it can");
+
+        // The pool has to grow, and cannot.
+        let kept: Vec<_> = (0..2).map_while(|_| pair.a.engine.buffer(2 << 20).ok()).collect();
+        world.fail_next("ibv_reg_mr", ENOMEM);
+        let mut more = Vec::new();
+        let error = loop {
+            match pair.a.engine.buffer(2 << 20) {
+                Ok(buf) => more.push(buf),
+                Err(error) => break error,
+            }
+        };
+        assert_told(&error, &[ErrorKind::Resources]);
+        drop((kept, more, region));
+        pair.end();
+    });
+}
+
+/// The pool has to grow for a control frame, and cannot: the frame waits, or the link says why; no place in the
+/// completion queue is lost.
+#[test]
+fn no_registration_for_a_control_frame() {
+    run(|world, fixture| {
+        let config = Config { inline_threshold: 0, window: 2, ..Config::default() };
+        let pair = Pair::with(fixture, &config);
+        // Takes all that is registered for sends.
+        let mut kept = vec![pair.b.engine.buffer(2 << 20).expect("memory")];
+        while pair.b.engine.stats().memory.send.free_bytes >= 2 << 20 {
+            kept.push(pair.b.engine.buffer(2 << 20).expect("memory"));
+        }
+        for _ in 0..3 {
+            world.fail_next("ibv_reg_mr", ENOMEM);
+        }
+        for number in 0..20_u64 {
+            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room");
+        }
+        for number in 0..20_u64 {
+            match pair.drive(pair.b.link.recv()) {
+                Ok(message) => assert!(message.to_vec() == pattern(number, 300), "message {number}"),
+                Err(error) => {
+                    assert_told(&error, &[ErrorKind::Resources]);
+                    break;
+                }
+            }
+        }
+        drop(kept);
+        pair.clear();
+    });
+}
+
+/// The device does not let go of a region: the owner is told, and the memory is not used again until it does.
+#[test]
+fn region_that_stays() {
+    run(|world, fixture| {
+        let pair = Pair::new(fixture);
+        let region =
+            pair.b.link.register_memory(buffer(&pair.b.engine, &[1; 100]), Rights::READ).expect("a region");
+        let _token = region.grant(&pair.b.link);
+        // Once when it is revoked, once when it is dropped.
+        world.fail_next("ibv_dereg_mr", 16);
+        world.fail_next("ibv_dereg_mr", 16);
+        let error = pair.drive(region.revoke()).expect_err("it stays");
+        assert_told(&error, &[ErrorKind::Resources, ErrorKind::System, ErrorKind::DeviceGone]);
+        let quarantined = pair.b.engine.stats().memory.quarantined_bytes;
+        assert_eq!(quarantined, 256);
+        assert_eq!(pair.b.engine.pool().retry_quarantined(), 1);
+        pair.end();
+    });
+}

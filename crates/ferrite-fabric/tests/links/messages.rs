@@ -1,0 +1,219 @@
+//! Messages: every size arrives as it was sent, in the order of its channel.
+
+use ferrite_fabric::{Config, ErrorKind, Link, Message};
+use futures_util::future::join_all;
+use futures_util::join;
+
+use super::pair::{End, Pair, failed, filled, pattern};
+use super::{Fixture, KIB, MIB};
+
+/// Around every boundary: nothing, inline, a frame, several, a buffer. By all three ways to send.
+pub(crate) fn of_every_size(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let config = pair.a.engine.config();
+    let (inline, segment) = (config.inline_threshold as usize, config.recv_buffer_size as usize);
+    let sizes = [
+        0,
+        1,
+        63,
+        inline - 1,
+        inline,
+        inline + 1,
+        segment - 1,
+        segment,
+        segment + 1,
+        3 * segment,
+        64 * KIB,
+        2 * MIB - 1,
+        2 * MIB,
+    ];
+    for (seed, len) in sizes.into_iter().enumerate() {
+        let bytes = pattern(seed as u64, len);
+        for (from, to) in pair.directions() {
+            from.link.post_bytes(1, &bytes).expect("room");
+            from.link.post(2, filled(&from.engine, &bytes)).expect("room");
+            let (sent, received) = pair.drive(async {
+                join!(from.link.send(3, filled(&from.engine, &bytes)), async {
+                    let mut received = Vec::new();
+                    while received.len() < 3 {
+                        received.push(to.link.recv().await.expect("a message"));
+                    }
+                    received
+                })
+            });
+            sent.expect("acknowledged");
+            let mut channels: Vec<u16> = received.iter().map(Message::channel).collect();
+            channels.sort_unstable();
+            assert_eq!(channels, [1, 2, 3]);
+            for message in received {
+                assert_eq!((message.len(), message.notice()), (len, None));
+                assert_eq!(message.is_empty(), len == 0);
+                assert!(message.to_vec() == bytes, "another content, {len} bytes");
+                assert!(message.into_bytes() == bytes, "another content in one piece, {len} bytes");
+            }
+        }
+    }
+    pair.end();
+}
+
+/// In parts of all kinds, empty ones among them.
+pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let len = 20 * MIB / fixture.slower;
+    let bytes = pattern(7, len);
+    let (sent, received) = pair.drive(async { join!(pair.a.link.send_bytes(0, &bytes), pair.b.link.recv()) });
+    sent.expect("acknowledged");
+    assert!(received.expect("a message").to_vec() == bytes, "another content");
+
+    let cuts = [0, 0, 1, 100, 8 * KIB, 100 * KIB, 100 * KIB, MIB];
+    let mut parts: Vec<_> =
+        cuts.windows(2).map(|cut| filled(&pair.b.engine, &bytes[cut[0]..cut[1]])).collect();
+    parts.push(filled(&pair.b.engine, &[]));
+    let (sent, received) = pair.drive(async { join!(pair.b.link.send_parts(5, parts), pair.a.link.recv()) });
+    sent.expect("acknowledged");
+    let received = received.expect("a message");
+    assert_eq!(received.channel(), 5);
+    assert!(received.to_vec() == bytes[..MIB], "another content");
+    drop(received);
+    pair.end();
+}
+
+/// Posts until there is no room, waits, goes on; the other side takes at its own pace.
+pub(crate) fn many_in_order(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let count = 20_000 / fixture.slower as u64;
+    let (mut sent, mut received) = (0_u64, 0_u64);
+    while received < count {
+        while sent < count {
+            let len = 8 + (sent % 300) as usize;
+            match pair.a.link.post_bytes(0, &pattern_of(sent, len)) {
+                Ok(()) => sent += 1,
+                Err(error) => {
+                    assert_eq!(error.kind(), ErrorKind::Full, "{error}");
+                    break;
+                }
+            }
+        }
+        let message = pair.receive(&pair.b);
+        assert!(
+            message.to_vec() == pattern_of(received, 8 + (received % 300) as usize),
+            "message {received}"
+        );
+        received += 1;
+    }
+    let stats = (pair.a.link.stats(), pair.b.link.stats());
+    assert_eq!(stats.1.recv_ops, count);
+    assert_eq!(stats.0.completion_errors + stats.0.stale_completions + stats.1.stale_completions, 0);
+    pair.end();
+}
+
+/// Bytes that begin with their number.
+fn pattern_of(number: u64, len: usize) -> Vec<u8> {
+    let mut bytes = number.to_le_bytes().to_vec();
+    bytes.extend(pattern(number, len - 8));
+    bytes
+}
+
+/// Messages of all sizes on four channels at once.
+pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
+    let pair = Pair::with(fixture, &Config { channels: 4, ..Config::default() });
+    let each = 60 / fixture.slower.min(3) as u64;
+    let len =
+        |channel: u16, number: u64| 8 + (number as usize * 2917 + usize::from(channel) * 977) % (30 * KIB);
+    let send = async |link: &Link, channel: u16| {
+        for number in 0..each {
+            let bytes = pattern_of(number, len(channel, number));
+            link.send(channel, filled(link.engine(), &bytes)).await.expect("acknowledged");
+        }
+    };
+    let link = &pair.a.link;
+    let receive = async {
+        let mut next = [0; 4];
+        while next != [each; 4] {
+            let message = pair.b.link.recv().await.expect("a message");
+            let number = &mut next[usize::from(message.channel())];
+            let expected = pattern_of(*number, len(message.channel(), *number));
+            assert!(message.to_vec() == expected, "message {number} of channel {}", message.channel());
+            *number += 1;
+        }
+    };
+    pair.drive(async { join!(send(link, 0), send(link, 1), send(link, 2), send(link, 3), receive) });
+    pair.end();
+}
+
+/// A message that takes a while does not hold up small ones on another channel.
+pub(crate) fn small_beside_large(fixture: &Fixture) {
+    const SMALL: u64 = 64;
+    let config = Config { send_queue_bytes: 64 << 20, ..Config::default() };
+    let pair = Pair::with(fixture, &config);
+    let large = pattern(1, 32 * MIB / fixture.slower);
+    pair.a.link.post_bytes(1, &large).expect("one message may always wait");
+    for number in 0..SMALL {
+        pair.a.link.post_bytes(2, &pattern_of(number, 64)).expect("room");
+    }
+    // What is with the device already goes first, and then a frame of each in turn.
+    let frames = config.send_queue_depth + u32::from(config.window) + SMALL as u32;
+    let ahead = u64::from(frames * config.recv_buffer_size);
+    for number in 0..SMALL {
+        let message = pair.receive(&pair.b);
+        assert_eq!(message.channel(), 2, "the large message came before small one {number}");
+        assert!(message.to_vec() == pattern_of(number, 64), "message {number}");
+        let came = pair.b.link.stats().recv_bytes;
+        assert!(came < ahead, "{came} bytes had come before small message {number}");
+    }
+    let message = pair.receive(&pair.b);
+    assert!(message.channel() == 1 && message.to_vec() == large, "another content");
+    drop(message);
+    pair.end();
+}
+
+/// The same with the default limit on what may wait: senders wait for room, and still come before its end.
+pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
+    const SMALL: usize = 64;
+    let pair = Pair::new(fixture);
+    let large = pattern(1, 32 * MIB / fixture.slower);
+    let link = &pair.a.link;
+    let small = (0..SMALL).map(|_| link.send(2, filled(link.engine(), &[2; 64])));
+    let receive = async {
+        let mut channels = Vec::new();
+        while channels.len() <= SMALL {
+            channels.push(pair.b.link.recv().await.expect("a message").channel());
+        }
+        channels
+    };
+    let (sent, small, channels) =
+        pair.drive(async { join!(link.send_bytes(1, &large), join_all(small), receive) });
+    sent.expect("acknowledged");
+    small.into_iter().for_each(|sent| sent.expect("acknowledged"));
+    assert_eq!(channels.iter().position(|channel| *channel == 1), Some(SMALL), "all small ones first");
+    pair.end();
+}
+
+/// What is wrong with a call is said at once, and harms nothing.
+pub(crate) fn wrong_calls(fixture: &Fixture) {
+    let config = Config { max_message_bytes: 64 << 10, channels: 3, ..Config::default() };
+    let pair = Pair::of(fixture, &Config::default(), &config);
+    let End { engine, link } = &pair.a;
+    assert_eq!((link.peer_hello().channels, link.peer_hello().max_message_bytes), (3, 64 << 10));
+    let (buf, error) = link.post(0, filled(engine, &[1; 64 * KIB + 1])).expect_err("too large");
+    assert_eq!((error.kind(), buf.len()), (ErrorKind::TooLarge, 64 * KIB + 1), "{error}");
+    assert_eq!(failed(link.post_bytes(0, &[1; 64 * KIB + 1]), "too large").kind(), ErrorKind::TooLarge);
+    let parts = vec![buf.clone(), buf.clone()];
+    assert_eq!(failed(pair.drive(link.send_parts(0, parts)), "too large").kind(), ErrorKind::TooLarge);
+    drop(buf);
+
+    let buf = filled(engine, &[1; 100]);
+    let (buf, error) = link.post(3, buf).expect_err("no such channel");
+    assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");
+    assert_eq!(failed(link.post_bytes(u16::MAX, b"x"), "no such channel").kind(), ErrorKind::Misuse);
+    assert_eq!(failed(pair.drive(link.send(3, buf.clone())), "no such channel").kind(), ErrorKind::Misuse);
+
+    let (buf, error) = pair.b.link.post(0, buf).expect_err("of another pool");
+    assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");
+    let error = failed(pair.drive(pair.b.link.send(0, buf.clone())), "of another pool");
+    assert_eq!(error.kind(), ErrorKind::Misuse);
+
+    link.post(2, buf).expect("a good one");
+    assert_eq!(pair.receive(&pair.b).len(), 100);
+    pair.end();
+}

@@ -1,0 +1,228 @@
+//! Two engines on two hosts and a link between them, driven from one thread by hand.
+//!
+//! Everything that waits has a deadline. A future is asked again only when it was woken: a wake that is lost is a test
+//! that fails.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::mem::{Buf, BufMut, Pool};
+use ferrite_fabric::{Config, ConnectOptions, Connecting, Engine, Error, Link, Listener, Message};
+use futures_util::join;
+
+use super::{Fixture, Host, PATIENCE};
+
+/// One end of a link.
+pub(crate) struct End {
+    pub(crate) engine: Engine,
+    pub(crate) link: Link,
+}
+
+/// Both ends: `a` connected, `b` accepted.
+pub(crate) struct Pair {
+    pub(crate) a: End,
+    pub(crate) b: End,
+    pub(crate) listener: Listener,
+}
+
+impl Pair {
+    pub(crate) fn new(fixture: &Fixture) -> Self {
+        Self::with(fixture, &Config::default())
+    }
+
+    pub(crate) fn with(fixture: &Fixture, config: &Config) -> Self {
+        Self::of(fixture, config, config)
+    }
+
+    /// With settings of their own.
+    pub(crate) fn of(fixture: &Fixture, a: &Config, b: &Config) -> Self {
+        let [b_host, a_host] = &fixture.hosts;
+        let (a, b) = (fixture.engine(a_host, a), fixture.engine(b_host, b));
+        let mut listener = b.listen(b_host.any_port()).expect("listen");
+        let [a_link, b_link] = meet(&a, a_host, &b, &mut listener);
+        Self { a: End { engine: a, link: a_link }, b: End { engine: b, link: b_link }, listener }
+    }
+
+    /// Another link between the two.
+    pub(crate) fn another(&mut self, fixture: &Fixture) -> [Link; 2] {
+        meet(&self.a.engine, &fixture.hosts[1], &self.b.engine, &mut self.listener)
+    }
+
+    pub(crate) fn drive<F: Future>(&self, future: F) -> F::Output {
+        drive(&[&self.a.engine, &self.b.engine], future)
+    }
+
+    pub(crate) fn until(&self, what: &str, is_so: impl FnMut() -> bool) {
+        until(&[&self.a.engine, &self.b.engine], what, is_so);
+    }
+
+    /// Drives both for a while.
+    pub(crate) fn run_for(&self, time: Duration) {
+        run_for(&[&self.a.engine, &self.b.engine], time);
+    }
+
+    /// `(from, to)` in both directions.
+    pub(crate) fn directions(&self) -> [(&End, &End); 2] {
+        [(&self.a, &self.b), (&self.b, &self.a)]
+    }
+
+    /// The next message that `to` gets.
+    pub(crate) fn receive(&self, to: &End) -> Message {
+        self.drive(to.link.recv()).expect("a message")
+    }
+
+    /// Closes in good order; then nothing may be left.
+    pub(crate) fn end(self) {
+        let (a, b) = self.drive(async { join!(self.a.link.close(), self.b.link.close()) });
+        assert!(a.is_ok() && b.is_ok(), "closing: {a:?}, {b:?}");
+        self.clear();
+    }
+
+    /// Drops everything, whatever became of the link; then nothing may be left.
+    pub(crate) fn clear(self) {
+        let Self { a, b, listener } = self;
+        drop((a.link, b.link, listener));
+        clear([a.engine, b.engine]);
+    }
+}
+
+/// Waits until engines without users have no link left, drops them, and looks for what they left behind.
+pub(crate) fn clear<const N: usize>(engines: [Engine; N]) {
+    let driven: Vec<&Engine> = engines.iter().collect();
+    until(&driven, "no link is left", || engines.iter().all(|engine| engine.stats().links == 0));
+    for engine in &engines {
+        assert_eq!(engine.stats().in_flight, 0, "requests that nobody waits for");
+    }
+    let pools = engines.map(|engine| engine.pool().clone());
+    for pool in &pools {
+        assert_unused(pool);
+    }
+}
+
+pub(crate) fn assert_unused(pool: &Pool) {
+    let stats = pool.stats();
+    let left = (stats.send.in_use_bytes, stats.receive.in_use_bytes, stats.quarantined_bytes);
+    assert_eq!(left, (0, 0, 0), "memory that nobody gave back: {stats:?}");
+}
+
+/// A connect from `host`, over the device of that host.
+pub(crate) fn call(from: &Engine, host: &Host, to: &Listener) -> Connecting {
+    from.connect_with(to.local_addr(), &ConnectOptions::new().local(host.any_port()))
+}
+
+/// Opens a link from `a` on `host` to `b`: both ends.
+pub(crate) fn meet(a: &Engine, host: &Host, b: &Engine, listener: &mut Listener) -> [Link; 2] {
+    let calling = call(a, host, listener);
+    let (a, b) = drive(&[a, b], async { join!(calling, listener.accept()) });
+    [a.expect("connect"), b.expect("accept")]
+}
+
+struct Flag(AtomicBool);
+
+impl Wake for Flag {
+    fn wake(self: Arc<Self>) {
+        self.wake_by_ref();
+    }
+
+    fn wake_by_ref(self: &Arc<Self>) {
+        self.0.store(true, Ordering::Release);
+    }
+}
+
+/// Drives engines until a future is ready.
+pub(crate) fn drive<F: Future>(engines: &[&Engine], future: F) -> F::Output {
+    let flag = Arc::new(Flag(AtomicBool::new(true)));
+    let waker = Waker::from(Arc::clone(&flag));
+    let mut context = Context::from_waker(&waker);
+    let mut future = pin!(future);
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if flag.0.swap(false, Ordering::AcqRel)
+            && let Poll::Ready(output) = future.as_mut().poll(&mut context)
+        {
+            return output;
+        }
+        if pass(engines) == 0 && Instant::now() > deadline {
+            let ready = future.as_mut().poll(&mut context).is_ready();
+            assert!(!ready, "a future was ready, and nobody woke it");
+            let stats: Vec<_> = engines.iter().map(|engine| engine.stats()).collect();
+            panic!("a future was not ready in time: {stats:#?}");
+        }
+    }
+}
+
+/// One pass of each; yields if there was nothing to do: the lab's guest has few CPUs, and one of them plays the card.
+pub(crate) fn pass(engines: &[&Engine]) -> usize {
+    let done = engines.iter().map(|engine| engine.poll()).sum();
+    if done == 0 {
+        std::thread::yield_now();
+    }
+    done
+}
+
+/// Drives engines until something is so.
+pub(crate) fn until(engines: &[&Engine], what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + PATIENCE;
+    while !is_so() {
+        if pass(engines) == 0 && Instant::now() > deadline {
+            let stats: Vec<_> = engines.iter().map(|engine| engine.stats()).collect();
+            panic!("not in time: {what}: {stats:#?}");
+        }
+    }
+}
+
+/// Drives engines for a while.
+pub(crate) fn run_for(engines: &[&Engine], time: Duration) {
+    let end = Instant::now() + time;
+    while Instant::now() < end {
+        pass(engines);
+    }
+}
+
+/// Polls a future once.
+pub(crate) fn once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+    let mut context = Context::from_waker(Waker::noop());
+    match std::pin::Pin::new(future).poll(&mut context) {
+        Poll::Ready(output) => Some(output),
+        Poll::Pending => None,
+    }
+}
+
+/// Bytes that differ by place and by `seed`.
+pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
+    pattern_from(seed, 0, len)
+}
+
+/// The same from a place on, which is a multiple of 8.
+pub(crate) fn pattern_from(seed: u64, offset: usize, len: usize) -> Vec<u8> {
+    const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
+    let mut bytes = Vec::with_capacity(len + 8);
+    let mut at = (seed.wrapping_mul(STEP) | 1).wrapping_add(STEP.wrapping_mul(offset as u64 / 8));
+    while bytes.len() < len {
+        at = at.wrapping_add(STEP);
+        bytes.extend_from_slice(&(at ^ at >> 29).to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// A buffer with these bytes.
+pub(crate) fn buffer(engine: &Engine, bytes: &[u8]) -> BufMut {
+    let mut buf = engine.buffer(bytes.len()).expect("memory");
+    buf.copy_from_slice(bytes);
+    buf
+}
+
+/// The same, ready to be sent.
+pub(crate) fn filled(engine: &Engine, bytes: &[u8]) -> Buf {
+    buffer(engine, bytes).freeze()
+}
+
+/// The error of something that must fail.
+pub(crate) fn failed<T>(result: Result<T, Error>, what: &str) -> Error {
+    result.err().unwrap_or_else(|| panic!("no failure: {what}"))
+}

@@ -1,0 +1,194 @@
+//! Back-pressure: who does not take stops the sender, and nothing grows without bound.
+
+use ferrite_fabric::{Config, ErrorKind};
+use futures_util::future::join_all;
+use futures_util::join;
+
+use super::pair::{Pair, failed, filled, once, pattern};
+use super::{Fixture, KIB};
+
+/// A peer that takes nothing: so much is sent, so much waits, then no more; and all of it arrives in the end.
+pub(crate) fn nobody_takes(fixture: &Fixture) {
+    let config = Config { window: 16, send_queue_messages: 100, ..Config::default() };
+    let pair = Pair::with(fixture, &config);
+    let idle = pair.b.engine.stats().memory.receive.in_use_bytes;
+    let mut posted = 0_u64;
+    let full = loop {
+        let buf = filled(&pair.a.engine, &pattern(posted, 1000));
+        match pair.a.link.post(0, buf) {
+            Ok(()) => posted += 1,
+            Err((buf, error)) => {
+                assert_eq!(error.kind(), ErrorKind::Full, "{error}");
+                assert!(buf[..] == pattern(posted, 1000), "the buffer comes back as it was");
+                // What is on its way may still make room.
+                let before = pair.a.engine.stats().totals.send_ops;
+                pair.run_for(std::time::Duration::from_millis(20));
+                if pair.a.engine.stats().totals.send_ops == before {
+                    break posted;
+                }
+            }
+        }
+        assert!(posted <= 1000, "it takes without end");
+    };
+    assert_eq!(full, 16 + 100, "the peer's window, and what may wait");
+    let held = pair.b.engine.stats().memory.receive.in_use_bytes;
+    assert!(held <= idle + 16 * 8192, "{held} bytes for a window of 16, {idle} when idle");
+    assert_eq!(failed(pair.a.link.post_bytes(1, b"x"), "full").kind(), ErrorKind::Full);
+    for number in 0..full {
+        assert!(pair.receive(&pair.b).to_vec() == pattern(number, 1000), "message {number}");
+    }
+    pair.a.link.post_bytes(1, b"again").expect("room");
+    assert_eq!(pair.receive(&pair.b).to_vec(), b"again");
+    pair.end();
+}
+
+/// The same by bytes: large messages fill the queue before their number does.
+pub(crate) fn bytes_that_wait_are_counted(fixture: &Fixture) {
+    let config = Config { send_queue_bytes: 1 << 20, window: 4, ..Config::default() };
+    let pair = Pair::with(fixture, &config);
+    let bytes = pattern(3, 100 * KIB);
+    let mut posted = 0;
+    while pair.a.link.post(0, filled(&pair.a.engine, &bytes)).is_ok() {
+        posted += 1;
+        assert!(posted < 20, "it takes without end");
+    }
+    assert!((8..=11).contains(&posted), "{posted} of 100 KiB in 1 MiB");
+    for _ in 0..posted {
+        assert!(pair.receive(&pair.b).to_vec() == bytes, "another content");
+    }
+    // More than the limit by itself: goes when nothing waits.
+    let large = pattern(4, 1500 * KIB);
+    let (sent, received) = pair.drive(async { join!(pair.a.link.send_bytes(0, &large), pair.b.link.recv()) });
+    sent.expect("acknowledged");
+    assert!(received.expect("a message").to_vec() == large, "another content");
+    pair.end();
+}
+
+/// The smallest window, in both directions at once, with messages of several frames.
+pub(crate) fn window_of_two(fixture: &Fixture) {
+    let pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
+    assert_eq!((pair.a.link.peer_hello().window, pair.b.link.peer_hello().window), (2, 2));
+    let count = 300 / fixture.slower as u64;
+    let len = |number: u64| (number as usize * 1709) % (50 * KIB);
+    let one = |from, to| {
+        let (from, to): (&super::pair::End, &super::pair::End) = (from, to);
+        async move {
+            let send = async {
+                for number in 0..count {
+                    let bytes = pattern(number, len(number));
+                    from.link.send(0, filled(&from.engine, &bytes)).await.expect("acknowledged");
+                }
+            };
+            let receive = async {
+                for number in 0..count {
+                    let message = to.link.recv().await.expect("a message");
+                    assert!(message.to_vec() == pattern(number, len(number)), "message {number}");
+                }
+            };
+            join!(send, receive);
+        }
+    };
+    let [(a, b), _] = pair.directions();
+    pair.drive(async { join!(one(a, b), one(b, a)) });
+    pair.end();
+}
+
+/// The smallest frames: a message of 64 KiB is 256 of them.
+pub(crate) fn smallest_segments(fixture: &Fixture) {
+    let config = Config { recv_buffer_size: 256, window: 8, ..Config::default() };
+    let pair = Pair::with(fixture, &config);
+    for len in [255, 256, 257, 64 * KIB] {
+        let bytes = pattern(len as u64, len);
+        for (from, to) in pair.directions() {
+            let (sent, received) =
+                pair.drive(async { join!(from.link.send(9, filled(&from.engine, &bytes)), to.link.recv()) });
+            sent.expect("acknowledged");
+            assert!(received.expect("a message").to_vec() == bytes, "{len} bytes");
+        }
+    }
+    pair.end();
+}
+
+/// More senders than the queue has places: each waits for room, is woken, and goes.
+pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
+    let config = Config { send_queue_messages: 4, window: 4, ..Config::default() };
+    let pair = Pair::with(fixture, &config);
+    let senders = 100 / fixture.slower.min(4);
+    let sending = (0..senders).map(|number| {
+        let buf = filled(&pair.a.engine, &pattern(number as u64, 500));
+        pair.a.link.send((number % 8) as u16, buf)
+    });
+    let receiving = async {
+        for _ in 0..senders {
+            assert_eq!(pair.b.link.recv().await.expect("a message").len(), 500);
+        }
+    };
+    let (sent, ()) = pair.drive(async { join!(join_all(sending), receiving) });
+    sent.into_iter().for_each(|sent| sent.expect("acknowledged"));
+
+    // One that waits and is dropped was never sent.
+    let mut sending: Vec<_> =
+        (0..20).map(|_| pair.a.link.send(0, filled(&pair.a.engine, &[1; 500]))).collect();
+    for future in &mut sending {
+        once(future);
+    }
+    drop(sending);
+    let last = pair.a.link.send_bytes(0, b"last");
+    let receive = async {
+        let mut received = 0;
+        while pair.b.link.recv().await.expect("a message").len() == 500 {
+            received += 1;
+        }
+        received
+    };
+    let (sent, received) = pair.drive(async { join!(last, receive) });
+    sent.expect("acknowledged");
+    assert!((4..=8).contains(&received), "{received} of 20 had a place");
+    pair.end();
+}
+
+/// Fewer receives than the windows of all links allow: senders are held up by the device, and nothing is lost.
+pub(crate) fn receives_run_dry(fixture: &Fixture) {
+    let config = Config { recv_queue_depth: 16, ..Config::default() };
+    let mut pair = Pair::with(fixture, &config);
+    let mut links = vec![[pair.a.link.clone(), pair.b.link.clone()]];
+    links.extend((0..7).map(|_| pair.another(fixture)));
+    let count = 400 / fixture.slower as u64;
+    for number in 0..count {
+        for [a, _] in &links {
+            a.post_bytes(0, &pattern(number, 300)).expect("room");
+        }
+    }
+    for number in 0..count {
+        for [_, b] in &links {
+            let message = pair.drive(b.recv()).expect("a message");
+            assert!(message.to_vec() == pattern(number, 300), "message {number}");
+        }
+    }
+    drop(links);
+    pair.end();
+}
+
+/// Many small parts take many frames: as many as the peer may have to keep, and no more.
+pub(crate) fn many_small_parts(fixture: &Fixture) {
+    let config = Config { max_message_bytes: 256 << 10, window: 16, ..Config::default() };
+    let pair = Pair::with(fixture, &config);
+    let most = pair.a.link.peer_hello().max_frames() as usize;
+    assert_eq!(most, 2 * 32 + 16);
+    let crumb = filled(&pair.a.engine, b"crumb");
+    let parts = |count| std::iter::repeat_n(crumb.clone(), count).collect::<Vec<_>>();
+    let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many");
+    assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
+    // On several channels at once they wait for each other.
+    let sending = (0..8).map(|channel| pair.a.link.send_parts(channel, parts(most)));
+    let receiving = async {
+        for _ in 0..8 {
+            let message = pair.b.link.recv().await.expect("a message");
+            assert_eq!((message.len(), message.pieces().count()), (5 * most, most));
+        }
+    };
+    let (sent, ()) = pair.drive(async { join!(join_all(sending), receiving) });
+    sent.into_iter().for_each(|sent| sent.expect("acknowledged"));
+    drop(crumb);
+    pair.end();
+}

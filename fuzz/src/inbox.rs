@@ -1,0 +1,82 @@
+//! Frames put together to messages, against a model that has only lists.
+//!
+//! ```text
+//!   a step is two bytes:   what it is (2 bits), more, channel (3 bits)  │  length, or the bits of a notice
+//! ```
+
+use std::collections::VecDeque;
+
+use ferrite_fabric::fuzzing::{Arrived, Inbox};
+
+const CHANNELS: u16 = 6;
+/// A few frames: so that the limit is met.
+const MAX_BYTES: usize = 600;
+
+/// A message is delivered once, whole, in order and only on channels that exist; what is begun and not ended never
+/// exceeds the limit; every frame is counted until its message is taken.
+pub fn inbox(bytes: &[u8]) {
+    let mut inbox = Inbox::new(CHANNELS, MAX_BYTES as u64);
+    let mut model = Model::default();
+    for (number, step) in bytes.chunks_exact(2).enumerate() {
+        let (more, channel, len) = (step[0] & 4 != 0, u16::from(step[0] >> 3 & 7), usize::from(step[1]));
+        match step[0] & 3 {
+            0 | 1 => {
+                let piece = vec![number as u8; len];
+                let taken = inbox.frame(channel, more, piece.clone());
+                assert_eq!(taken.ok(), model.frame(channel, more, piece));
+            }
+            2 => {
+                inbox.notice(u32::from(step[1]));
+                model.ready.push_back((Arrived::Notice(u32::from(step[1])), 1));
+            }
+            _ if step[0] == u8::MAX => {
+                inbox.drop_partial();
+                model.partial.clear();
+            }
+            _ => assert_eq!(inbox.pop(), model.pop()),
+        }
+        assert!(model.partial_bytes() <= MAX_BYTES);
+        assert_eq!(inbox.ready_frames(), model.ready.iter().map(|(_, frames)| frames).sum::<usize>());
+    }
+    while let Some(arrived) = model.pop() {
+        assert_eq!(inbox.pop(), Some(arrived));
+    }
+    assert_eq!((inbox.pop(), inbox.ready_frames()), (None, 0));
+}
+
+/// What is begun by channel, and what is complete with the number of its frames.
+#[derive(Default)]
+struct Model {
+    partial: Vec<(u16, Vec<Vec<u8>>)>,
+    ready: VecDeque<(Arrived, usize)>,
+}
+
+impl Model {
+    fn partial_bytes(&self) -> usize {
+        self.partial.iter().flat_map(|(_, pieces)| pieces).map(Vec::len).sum()
+    }
+
+    /// Whether that completed a message, or `None` for a frame that must be refused.
+    fn frame(&mut self, channel: u16, more: bool, piece: Vec<u8>) -> Option<bool> {
+        let begun = self.partial.iter().position(|(other, _)| *other == channel);
+        let alone = begun.is_none() && !more;
+        let too_many = !alone && self.partial_bytes() + piece.len() > MAX_BYTES;
+        if channel >= CHANNELS || more && piece.is_empty() || too_many {
+            return None;
+        }
+        let mut pieces = begun.map(|at| self.partial.remove(at).1).unwrap_or_default();
+        pieces.push(piece);
+        if more {
+            self.partial.push((channel, pieces));
+        } else {
+            let frames = pieces.len();
+            pieces.retain(|piece| !piece.is_empty());
+            self.ready.push_back((Arrived::Message { channel, pieces }, frames));
+        }
+        Some(!more)
+    }
+
+    fn pop(&mut self) -> Option<Arrived> {
+        self.ready.pop_front().map(|(arrived, _)| arrived)
+    }
+}
