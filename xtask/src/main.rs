@@ -6,6 +6,7 @@ mod bindings;
 mod fuzz;
 mod instructions;
 mod lab_test;
+mod loom;
 mod tidy;
 
 use std::path::{Path, PathBuf};
@@ -32,6 +33,8 @@ enum Command {
     Fuzz(fuzz::Options),
     /// Count the instructions that a message costs, and compare with what is recorded (needs valgrind).
     Instructions(instructions::Options),
+    /// Go through every order in which threads can meet at the engine's mailbox and a link's tickets.
+    Loom(loom::Options),
     /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and clang).
     Bindings,
 }
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
         Command::LabTest(options) => lab_test::run(&root, &options),
         Command::Fuzz(options) => fuzz::run(&root, &options),
         Command::Instructions(options) => instructions::run(&root, &options),
+        Command::Loom(options) => loom::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {

@@ -208,7 +208,7 @@ impl Poller {
             hello,
             queue_messages: config.send_queue_messages,
             queue_bytes: config.send_queue_bytes,
-            keepalive: config.keepalive,
+            keepalive: spread(config.keepalive, name.serial),
             peer_timeout: config.peer_timeout,
         };
         let queue = SendQueue::new(qp, name.index, lane.index, generation);
@@ -235,7 +235,8 @@ impl Poller {
         });
         link.is_well();
         self.meetings.put(key, Meeting::Linked { id, link: link.index });
-        self.timers.add(self.now + shared.config.keepalive, Timer::Keepalive(link.name));
+        let ask_at = self.now + spread(shared.config.keepalive, link.name.serial);
+        self.timers.add(ask_at, Timer::Keepalive(link.name));
         // What came in meanwhile may wait for an answer.
         link.with_wakes(&mut self.wakes, LinkState::pump);
     }
@@ -265,6 +266,13 @@ impl Poller {
             None => {}
         }
     }
+}
+
+/// From half of `time` to all of it, another for each link: thousands that were opened at once must not ask for a sign of life
+/// at once, or the answers' answers find no receives.
+fn spread(time: Duration, serial: u64) -> Duration {
+    let part = serial.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56; // evenly, whatever the serials
+    time / 2 + time / 512 * part as u32
 }
 
 /// An identifier on a device, if the device has an address.

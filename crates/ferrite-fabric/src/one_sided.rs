@@ -32,7 +32,7 @@ use crate::link::Link;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Wakes, keep};
 use crate::mem::{BufMut, Exposed, lock};
-use crate::wire::{Control, GrantToken, Rights};
+use crate::wire::{GrantToken, Rights};
 
 /// A buffer that peers with a grant may reach, until it is revoked. Dropping it revokes it at once.
 ///
@@ -276,7 +276,7 @@ impl Regions {
                 if state.failure().is_some() {
                     return false;
                 }
-                state.push_control(Control::Revoke(region.id));
+                state.revoke(region.id);
                 state.pump(around, wakes);
                 true
             });

@@ -17,16 +17,20 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
 /// Runs `act` in every order that the bounds allow (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`), and says how many these
 /// were.
 #[cfg(all(test, loom))]
-#[expect(clippy::print_stdout, reason = "what a run of loom came to")]
+#[expect(clippy::print_stdout, reason = "what `cargo xtask loom` reads")]
 pub(crate) fn explore(what: &str, act: impl Fn() + Send + Sync + 'static) {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::time::Instant;
 
+    let bounds = loom::model::Builder::new();
+    let (limit, begun) = (bounds.max_duration, Instant::now());
     let executions = Arc::new(AtomicUsize::new(0));
     let count = Arc::clone(&executions);
-    loom::model(move || {
+    bounds.check(move || {
         count.fetch_add(1, Ordering::Relaxed);
         act();
     });
-    println!("loom: {what}: {} executions", executions.load(Ordering::Relaxed));
+    let end = if limit.is_some_and(|limit| begun.elapsed() >= limit) { ", not all" } else { "" };
+    println!("\nloom: {what}: {} executions{end}", executions.load(Ordering::Relaxed));
 }

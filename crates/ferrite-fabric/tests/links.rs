@@ -74,11 +74,11 @@ macro_rules! run_suite {
             receive_memory_runs_out, message_larger_than_the_memory, send_memory_runs_out, statistics, many_lives);
         run_suite!(@ $run, messages:
             of_every_size, larger_than_a_buffer, many_in_order, channels_keep_their_order, small_beside_large,
-            small_while_large_fills_the_queue, wrong_calls);
+            small_while_large_fills_the_queue, wrong_calls, asked_again, outlive_their_engine);
         run_suite!(@ $run, pressure:
             nobody_takes, bytes_that_wait_are_counted, window_of_two, smallest_segments, senders_wait_for_room,
             receives_run_dry, many_small_parts);
-        run_suite!(@ $run, storm: cancel_storm);
+        run_suite!(@ $run, storm: cancel_storm, storms_at_the_edge);
         run_suite!(@ $run, life:
             closing_delivers_what_was_sent, closing_waits_for_a_slow_receiver, dropping_closes, closed_links_are_gone,
             successors_live_their_own_time, revocation_is_no_farewell, closing_after_a_pause, closing_has_a_deadline,
@@ -88,13 +88,13 @@ macro_rules! run_suite {
             without_immediate_data, more_than_the_window, exactly_the_window, credits_for_nothing, credits_taken_back,
             unknown_control, no_such_channel, endless_message, endless_message_of_crumbs, answers_to_no_farewell,
             words_after_the_last, endless_questions, questions_are_answered, longer_than_a_segment, vanishes,
-            never_gives_credit, ignores_a_revocation, babble);
+            never_gives_credit, ignores_a_revocation, revocations_without_end, babble);
         run_suite!(@ $run, meeting:
             nobody_listens, nobody_there, nobody_answers, given_up, made_and_never_taken, dropped_listener,
             strangers_are_handed_over, strangers_are_refused, other_versions_are_refused, malformed_hellos_are_refused,
             strange_answers, half_open, limit_of_links, fifty_at_once, with_itself);
         run_suite!(@ $run, one_sided:
-            reads, writes, notices, bounds_and_rights, cannot_be_registered, forged_grants, revoke_idle, revoke_under_fire,
+            reads, writes, notices, bounds_and_rights, cannot_be_registered, forged_grants, revoke_idle, revoke_many, revoke_under_fire,
             ignored_revocation, revoke_has_a_deadline, expires, dropped_region, revoke_without_a_link, forgotten_operations, owner_with_requests_under_way);
     };
     (@ $run:path, $module:ident: $($test:ident),*) => {

@@ -167,7 +167,8 @@ pub struct Limits {
 impl Limits {
     fn from_raw(attr: &sys::ibv_device_attr) -> Self {
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
-        let firmware = attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.cast_unsigned()));
+        // A C character is signed here and not there.
+        let firmware = attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.to_ne_bytes()[0]));
         Self {
             firmware: firmware.collect(),
             vendor_id: attr.vendor_id,

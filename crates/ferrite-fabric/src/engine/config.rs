@@ -55,7 +55,8 @@ pub struct Config {
     pub max_connections: usize,
     /// A handshake longer than this failed. 5 s.
     pub connection_timeout: Duration,
-    /// A link that was silent for this long is asked for a sign of life. 10 s.
+    /// A link that was silent for this long is asked for a sign of life: after half of it to all of it, so that links do
+    /// not ask together. 10 s.
     pub keepalive: Duration,
     /// A peer that has not answered for this long is dead or stuck, and the link is down. 5 s.
     pub peer_timeout: Duration,

@@ -4,7 +4,7 @@
 //! links are idle. Looking at descriptors is a system call, so it is done every millisecond while there are completions,
 //! and before and after sleeping.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -33,6 +33,12 @@ const FLUSHED: Duration = Duration::from_millis(50);
 /// Between looks for memory while there is too little for receives.
 const STARVED: Duration = Duration::from_millis(5);
 
+/// Handshakes, deadlines and calls of links cost system calls. So many of each at a time, so that thousands at once do not
+/// keep the completions of others waiting; the rest has its turn in the next pass.
+const CM_EVENTS: usize = 16;
+const TIMERS: usize = 32;
+const CALLS: usize = 64;
+
 pub(crate) struct Poller {
     /// By lane; `None` once the device is gone.
     pub(crate) gears: Vec<Option<Gear>>,
@@ -43,6 +49,8 @@ pub(crate) struct Poller {
     pub(crate) meetings: Meetings,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
+    /// Links that called and have not been attended to.
+    calls: VecDeque<u32>,
     ready: Vec<Ready>,
     /// The clock was told to look for memory for receives.
     starved: bool,
@@ -63,6 +71,7 @@ impl Poller {
             meetings: Meetings::default(),
             timers: Timers::default(),
             clock_set: None,
+            calls: VecDeque::new(),
             ready: Vec::new(),
             starved: false,
             wakes: Wakes::new(),
@@ -81,11 +90,12 @@ impl Poller {
             done += shared.mailbox.awake(|| self.look(shared));
         }
         done += self.reap(shared);
-        let calls = shared.mailbox.take();
-        for link in &calls {
-            self.attend(shared, *link);
+        self.calls.extend(shared.mailbox.take());
+        for _ in 0..CALLS {
+            let Some(link) = self.calls.pop_front() else { break };
+            self.attend(shared, link);
+            done += 1;
         }
-        done += calls.len();
         shared.counters.passes.fetch_add(1, Ordering::Relaxed);
         done
     }
@@ -218,7 +228,8 @@ impl Poller {
             }
         }
         self.ready = ready;
-        while let Some(timer) = self.timers.due(self.now) {
+        for _ in 0..TIMERS {
+            let Some(timer) = self.timers.due(self.now) else { break };
             done += 1;
             self.on_timer(shared, timer);
         }
@@ -431,7 +442,7 @@ impl Poller {
             shared.waits.set_clock(soonest);
             self.clock_set = soonest;
         }
-        if !shared.mailbox.fall_asleep() || found > 0 {
+        if !shared.mailbox.fall_asleep() || found > 0 || !self.calls.is_empty() {
             return false;
         }
         shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
@@ -441,7 +452,9 @@ impl Poller {
     fn cm_events(&mut self, shared: &Shared) -> usize {
         let Some(channel) = self.cm.clone() else { return 0 };
         let mut count = 0;
-        while let Ok(Some(event)) = channel.next_event() {
+        while count < CM_EVENTS
+            && let Ok(Some(event)) = channel.next_event()
+        {
             count += 1;
             self.on_cm_event(shared, event);
         }

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 use std::task::{Poll, Wake, Waker};
 
-use loom::sync::{Condvar, Mutex};
+use loom::sync::{Condvar, Mutex, MutexGuard};
 use loom::thread;
 
 use super::tickets::{Outcome, Ticket, Tickets};
@@ -21,55 +21,59 @@ struct State {
     completed: VecDeque<Key>,
 }
 
-struct Link(Mutex<State>);
+struct Link {
+    state: Mutex<State>,
+    /// There is room, or a completion.
+    changed: Condvar,
+}
 
 impl Link {
     fn new() -> Arc<Self> {
         let (table, tickets) = (Table::new(1, 0), Tickets::default()); // one slot, so that it is used again
-        Arc::new(Self(Mutex::new(State { table, tickets, completed: VecDeque::new() })))
+        let state = Mutex::new(State { table, tickets, completed: VecDeque::new() });
+        Arc::new(Self { state, changed: Condvar::new() })
+    }
+
+    /// The state, as soon as `ready` says so.
+    fn when(&self, ready: impl Fn(&State) -> bool) -> MutexGuard<'_, State> {
+        let mut state = lock(&self.state);
+        while !ready(&state) {
+            state = self.changed.wait(state).expect("no panic");
+        }
+        state
     }
 
     /// Posts a request, once there is room; the device completes it at once.
     fn post(&self, what: u32) -> Ticket {
-        loop {
-            let mut state = lock(&self.0);
-            if state.table.room() == 0 {
-                drop(state);
-                thread::yield_now();
-                continue;
-            }
-            let ticket = state.tickets.issue();
-            let key = state.table.claim((ticket, what)).expect("room");
-            state.completed.push_back(key);
-            return ticket;
-        }
+        let mut state = self.when(|state| state.table.room() > 0);
+        let ticket = state.tickets.issue();
+        let key = state.table.claim((ticket, what)).expect("room");
+        state.completed.push_back(key);
+        drop(state);
+        self.changed.notify_all();
+        ticket
     }
 
-    /// Takes completions until there were so many. One comes a second time, as none should: it must find nothing.
+    /// Takes so many completions. Each comes a second time, as none should: it must find nothing.
     fn reap(&self, count: usize) {
-        let mut reaped = 0;
-        while reaped < count {
+        for _ in 0..count {
             let mut wakes = Vec::new();
-            let mut state = lock(&self.0);
+            let mut state = self.when(|state| !state.completed.is_empty());
             let State { table, tickets, completed } = &mut *state;
-            let Some(key) = completed.pop_front() else {
-                drop(state);
-                thread::yield_now();
-                continue;
-            };
+            let key = completed.pop_front().expect("one");
             let known = table.complete(key, |(ticket, what), last| {
                 assert!(last);
                 wakes.extend(tickets.finish(ticket, outcome(what)));
             });
             assert!(known && !table.complete(key, |_, _| unreachable!("gone")));
             drop(state);
+            self.changed.notify_all();
             wakes.into_iter().for_each(Waker::wake);
-            reaped += 1;
         }
     }
 
     fn poll(&self, ticket: Ticket, waker: &Waker) -> Poll<String> {
-        lock(&self.0)
+        lock(&self.state)
             .tickets
             .poll(ticket, waker)
             .map(|outcome| outcome.result.expect_err("its name").to_string())
@@ -89,7 +93,7 @@ impl Link {
     }
 
     fn is_empty(&self) -> bool {
-        let state = lock(&self.0);
+        let state = lock(&self.state);
         state.table.in_flight() == 0 && state.tickets.is_empty()
     }
 }
@@ -135,7 +139,7 @@ fn loom_every_waiter_gets_its_own() {
             thread::spawn(move || link.wait(link.post(what), what))
         });
         link.reap(2);
-        waiting.map(|thread| thread.join().expect("its result"));
+        waiting.into_iter().for_each(|thread| thread.join().expect("its result"));
         assert!(link.is_empty());
     });
 }
@@ -151,7 +155,7 @@ fn loom_dropped_futures_leave_nothing() {
                 thread::spawn(move || {
                     let ticket = link.post(1);
                     if !asked || link.poll(ticket, Waker::noop()).is_pending() {
-                        lock(&link.0).tickets.abandon(ticket);
+                        lock(&link.state).tickets.abandon(ticket);
                     }
                     link.wait(link.post(2), 2);
                 })

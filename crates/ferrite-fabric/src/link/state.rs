@@ -14,7 +14,7 @@
 mod receiving;
 mod sending;
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::{BTreeSet, VecDeque};
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -95,8 +95,11 @@ pub(crate) struct LinkState {
     peer_fin: bool,
     fin_ack_sent: bool,
     /// Grants that the peer took back, and those whose last use is still in flight.
-    revoked: HashSet<u64>,
+    revoked: BTreeSet<u64>,
     revoking: Vec<u64>,
+    /// Grants of ours that the peer was told are over and has not answered for, and those that it is still to be told of.
+    told_revoked: usize,
+    to_be_revoked: VecDeque<u64>,
     /// Grants of ours that the peer has let go of: for the engine.
     pub(crate) released: Vec<u64>,
     receivers: Wakes,
@@ -132,8 +135,10 @@ pub(crate) struct OwnLimits {
     pub(crate) peer_timeout: Duration,
 }
 
-/// Grants that a peer may have revoked on one link before it is taken for broken.
+/// Grants that are known to be revoked. Beyond that the oldest are forgotten: who uses one of them is told by the device.
 const REVOKED_MAX: usize = 1 << 16;
+/// Revocations that a peer is told of before it has answered.
+const REVOKING_MAX: usize = 64;
 /// Answers to a peer's control frames that may wait to be sent.
 const CONTROLS_MAX: usize = 1024;
 
@@ -163,8 +168,10 @@ impl LinkState {
             fin_sent: false,
             peer_fin: false,
             fin_ack_sent: false,
-            revoked: HashSet::new(),
+            revoked: BTreeSet::new(),
             revoking: Vec::new(),
+            told_revoked: 0,
+            to_be_revoked: VecDeque::new(),
             released: Vec::new(),
             receivers: Vec::new(),
             wait_for_room: Vec::new(),
@@ -267,8 +274,19 @@ impl LinkState {
         ticket
     }
 
-    pub(crate) fn push_control(&mut self, control: Control) {
-        self.controls.push_back(control);
+    /// Tells the peer that a grant of ours is over: as soon as it has answered for enough of the others.
+    pub(crate) fn revoke(&mut self, grant: u64) {
+        self.to_be_revoked.push_back(grant);
+        self.tell_revoked();
+    }
+
+    fn tell_revoked(&mut self) {
+        while self.told_revoked < REVOKING_MAX
+            && let Some(grant) = self.to_be_revoked.pop_front()
+        {
+            self.told_revoked += 1;
+            self.controls.push_back(Control::Revoke(grant));
+        }
     }
 
     /// The next message, or `None` if there is none yet.
@@ -350,6 +368,7 @@ impl LinkState {
         });
         self.controls.clear();
         self.revoking.clear();
+        self.to_be_revoked.clear();
         self.phase = Phase::Down(error);
         wakes.append(&mut self.receivers);
         wakes.append(&mut self.wait_for_room);

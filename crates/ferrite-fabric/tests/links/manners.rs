@@ -296,6 +296,27 @@ pub(crate) fn ignores_a_revocation(fixture: &Fixture) {
     scene.others_are_well();
 }
 
+/// It takes back one grant after the other, as an owner does that has many in its life: that is no offence.
+pub(crate) fn revocations_without_end(fixture: &Fixture) {
+    const AT_A_TIME: usize = 50;
+    let mut scene = Scene::new(fixture, &Config::default());
+    let mut grants = 0..70_000 / fixture.slower as u64;
+    while !grants.is_empty() {
+        for grant in grants.by_ref().take(AT_A_TIME) {
+            scene.raw.post(Some(frame(true, false, 0, 0)), &Control::Revoke(grant).encode());
+        }
+        let deadline = Instant::now() + super::PATIENCE;
+        let mut answers = 0;
+        while answers < AT_A_TIME {
+            answers += scene.raw.received().len();
+            pass(&[&scene.host]);
+            assert!(Instant::now() < deadline, "{answers} answers, then {:?}", scene.link.failure());
+        }
+    }
+    assert!(scene.link.failure().is_none(), "{:?}", scene.link.failure());
+    scene.others_are_well();
+}
+
 /// Anything at all.
 pub(crate) fn babble(fixture: &Fixture) {
     let rounds = 20 / fixture.slower.min(10) as u64;

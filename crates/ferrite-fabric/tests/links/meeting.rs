@@ -85,11 +85,12 @@ pub(crate) fn given_up(fixture: &Fixture) {
         for _ in 0..passes {
             run_for(&[&a, &b], Duration::from_micros(1100));
         }
-        let ready = passes % 2 == 1 && once(&mut connecting).is_some();
+        if passes % 2 == 1 {
+            drop(once(&mut connecting));
+        }
         drop(connecting);
         // The link may have come about; then it is closed, not left to itself.
         until(&[&a, &b], "nothing is left of it", || a.stats().links == 0);
-        assert!(!ready || passes > 1, "so soon");
     }
     run_for(&[&a, &b], Duration::from_millis(20));
     while let Some(link) = once(&mut listener.accept()) {

@@ -4,7 +4,7 @@ use ferrite_fabric::{Config, ErrorKind, Link, Message};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::pair::{End, Pair, failed, filled, pattern};
+use super::pair::{End, Pair, failed, filled, once, pattern};
 use super::{Fixture, KIB, MIB};
 
 /// Around every boundary: nothing, inline, a frame, several, a buffer. By all three ways to send.
@@ -78,10 +78,11 @@ pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
     pair.end();
 }
 
-/// Posts until there is no room, waits, goes on; the other side takes at its own pace.
+/// Posts until there is no room, waits, goes on; the other side takes at its own pace. More than the 16 bits in which
+/// frames are counted.
 pub(crate) fn many_in_order(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let count = 20_000 / fixture.slower as u64;
+    let count = 70_000 / fixture.slower as u64;
     let (mut sent, mut received) = (0_u64, 0_u64);
     while received < count {
         while sent < count {
@@ -216,4 +217,28 @@ pub(crate) fn wrong_calls(fixture: &Fixture) {
     link.post(2, buf).expect("a good one");
     assert_eq!(pair.receive(&pair.b).len(), 100);
     pair.end();
+}
+
+/// A future that was ready says so when it is asked again.
+pub(crate) fn asked_again(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let mut sending = pair.a.link.send(0, filled(&pair.a.engine, b"hello"));
+    pair.drive(&mut sending).expect("acknowledged");
+    assert_eq!(failed(once(&mut sending).expect("ready"), "over").kind(), ErrorKind::Misuse);
+    let mut sending = pair.a.link.send(9999, filled(&pair.a.engine, b"hello"));
+    assert!(once(&mut sending).is_some_and(|sent| sent.is_err()));
+    assert_eq!(failed(once(&mut sending).expect("ready"), "over").kind(), ErrorKind::Misuse);
+    drop((sending, pair.receive(&pair.b)));
+    pair.end();
+}
+
+/// What was received is the application's, as long as it likes.
+pub(crate) fn outlive_their_engine(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let bytes = pattern(1, 20 * KIB);
+    pair.a.link.post_bytes(0, &bytes).expect("room");
+    pair.a.link.post_bytes(0, &bytes[..100]).expect("room");
+    let (long, short) = (pair.receive(&pair.b), pair.receive(&pair.b).into_bytes());
+    drop(pair);
+    assert!(long.to_vec() == bytes && short == bytes[..100], "another content");
 }

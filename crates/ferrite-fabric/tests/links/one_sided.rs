@@ -223,6 +223,18 @@ pub(crate) fn revoke_idle(fixture: &Fixture) {
     pair.end();
 }
 
+/// Many at once, more than a peer may be asked before it has answered.
+pub(crate) fn revoke_many(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let count = 3000 / fixture.slower;
+    let regions: Vec<_> = (0..count).map(|_| region(&pair.b, &[1; 10], Rights::READ).0).collect();
+    let revoked = pair.drive(join_all(regions.into_iter().map(Region::revoke)));
+    assert!(revoked.iter().all(Result::is_ok));
+    drop(revoked);
+    assert_up(&pair);
+    pair.end();
+}
+
 /// Taken back while the peer reads and writes without pause: it finishes or is denied, the link lives, and not one byte
 /// is read or written when the owner has its buffer again.
 pub(crate) fn revoke_under_fire(fixture: &Fixture) {

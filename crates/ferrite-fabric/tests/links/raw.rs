@@ -38,6 +38,8 @@ pub(crate) struct Raw {
     pub(crate) qp: QueuePair,
     cq: CompletionQueue,
     region: MemoryRegion,
+    /// Where the next bytes are sent from.
+    next: usize,
     /// Does not take what comes in: no receive is posted again.
     pub(crate) deaf: bool,
     /// Came in while something else was waited for.
@@ -62,7 +64,7 @@ impl Raw {
                 ..QueuePairConfig::new(&cq)
             })
             .expect("queue pair");
-        Self { id, qp, cq, region, deaf: false, early: Vec::new(), _domain: domain }
+        Self { id, qp, cq, region, next: RECEIVES * BLOCK, deaf: false, early: Vec::new(), _domain: domain }
     }
 
     /// Calls a listener with these bytes, while engines are driven. Also what the listener answered.
@@ -132,8 +134,14 @@ impl Raw {
 
     /// Posts it only.
     pub(crate) fn post(&mut self, imm: Option<u32>, bytes: &[u8]) {
-        self.region.write(RECEIVES * BLOCK, bytes);
-        let local = [self.region.sge(RECEIVES * BLOCK..RECEIVES * BLOCK + bytes.len())];
+        // Each at another place: the device may not have read the one before.
+        if self.next + bytes.len() > self.region.len() {
+            self.next = RECEIVES * BLOCK;
+        }
+        let at = self.next;
+        self.next += bytes.len();
+        self.region.write(at, bytes);
+        let local = [self.region.sge(at..at + bytes.len())];
         let local = if bytes.is_empty() { &local[..0] } else { &local[..] };
         let operation = imm.map_or(Operation::Send, Operation::SendImm);
         self.qp.post_send(&[SendRequest::new(0, operation, local).signaled()]).expect("post");

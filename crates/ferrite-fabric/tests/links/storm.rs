@@ -4,14 +4,17 @@
 //! Each message, each region and each cell of a region has bytes that follow from its name. If a buffer were freed or used
 //! again while a device has it, bytes of one would turn up in another.
 //!
-//! A run is printed with its seed: `FERRITE_SEED` replays it, `FERRITE_STORM` says how many operations. In the lab there
-//! are fewer by default; all of them: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000"`.
+//! A run is printed with its seed: `FERRITE_SEED` replays it as far as the clock allows, `FERRITE_STORM` says how many
+//! operations. In the lab there are fewer by default; all of them:
+//! `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000"`.
 #![expect(clippy::print_stdout, reason = "the seed, and how long it took")]
 
 mod harbour;
 mod scene;
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::Config;
 
 use super::random::Random;
 use super::{Fixture, pair};
@@ -24,20 +27,58 @@ fn number(variable: &str) -> Option<u64> {
     std::env::var(variable).ok()?.parse().ok()
 }
 
-pub(crate) fn cancel_storm(fixture: &Fixture) {
-    let seed = number("FERRITE_SEED").unwrap_or_else(|| {
+fn seed() -> u64 {
+    number("FERRITE_SEED").unwrap_or_else(|| {
         let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH);
         now.map_or(1, |now| now.as_nanos() as u64 & 0xffff_ffff)
-    });
-    let operations = number("FERRITE_STORM").unwrap_or(OPERATIONS / fixture.storm_part);
-    println!("FERRITE_SEED={seed} FERRITE_STORM={operations}");
+    })
+}
+
+fn operations(fixture: &Fixture) -> u64 {
+    number("FERRITE_STORM").unwrap_or(OPERATIONS / fixture.storm_part)
+}
+
+fn run(fixture: &Fixture, random: Random, config: Config, operations: u64) {
+    // Links that are dropped with something left to take are waited for in the end.
+    let config = Config { close_timeout: Duration::from_millis(500), ..config };
     let begun = Instant::now();
-    let mut scene = Scene::new(fixture, Random::new(seed), operations);
+    let mut scene = Scene::new(fixture, random, config, operations);
     while scene.begun < operations {
         scene.step();
     }
     let report = scene.end();
     println!("{report} in {:.1?}", begun.elapsed());
+}
+
+/// One long storm.
+pub(crate) fn cancel_storm(fixture: &Fixture) {
+    let (seed, operations) = (seed(), operations(fixture));
+    println!("FERRITE_SEED={seed} FERRITE_STORM={operations}");
+    let config = Config { window: 16, send_queue_messages: 64, recv_queue_depth: 16, ..Config::default() };
+    run(fixture, Random::new(seed), config, operations);
+}
+
+/// Short ones, each with settings at one end of what is possible, or the other, or usual.
+pub(crate) fn storms_at_the_edge(fixture: &Fixture) {
+    let (seed, operations) = (seed(), operations(fixture) / 50);
+    println!("FERRITE_SEED={seed}");
+    for storm in 0..6 {
+        let mut random = Random::new(seed + storm);
+        let mut one_of = |choices: &[u32]| choices[random.below(choices.len() as u64) as usize];
+        let config = Config {
+            window: one_of(&[2, 16, 64]) as u16,
+            recv_buffer_size: one_of(&[256, 8 << 10, 64 << 10]),
+            recv_queue_depth: one_of(&[16, 64, 512]),
+            send_queue_depth: one_of(&[16, 128]),
+            cq_size: one_of(&[32, 16_384]),
+            poll_batch: one_of(&[1, 32]) as usize,
+            inline_threshold: one_of(&[0, 220]),
+            send_queue_messages: one_of(&[4, 64, 1024]) as usize,
+            ..Config::default()
+        };
+        println!("{config:?}");
+        run(fixture, random, config, operations);
+    }
 }
 
 /// What the header of a message says: who it is.

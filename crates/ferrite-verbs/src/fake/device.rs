@@ -161,7 +161,7 @@ fn put_text(place: &mut [c_char], text: &str) {
     // The last byte stays zero.
     let room = place.len() - 1;
     for (to, from) in place[..room].iter_mut().zip(text.bytes()) {
-        *to = from.cast_signed();
+        *to = std::ffi::c_char::from_ne_bytes([from]);
     }
 }
 

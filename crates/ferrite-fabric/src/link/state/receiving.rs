@@ -82,7 +82,7 @@ impl LinkState {
             Control::Ping(nonce) => self.controls.push_back(Control::Pong(nonce)),
             Control::Revoke(grant) => {
                 if self.revoked.len() >= REVOKED_MAX {
-                    return Err(protocol("too many grants revoked on one link"));
+                    self.revoked.pop_first();
                 }
                 if self.revoked.insert(grant) {
                     let denied = Error::new(ErrorKind::Denied, "the peer took its grant back");
@@ -96,7 +96,11 @@ impl LinkState {
                 self.revoking.push(grant);
                 self.answer_revocations();
             }
-            Control::Revoked(grant) => self.released.push(grant),
+            Control::Revoked(grant) => {
+                self.released.push(grant);
+                self.told_revoked = self.told_revoked.saturating_sub(1);
+                self.tell_revoked();
+            }
             Control::Fin => {
                 self.peer_fin = true;
                 wakes.append(&mut self.receivers);

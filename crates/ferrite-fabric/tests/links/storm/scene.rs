@@ -77,9 +77,7 @@ struct Report {
 }
 
 impl<'f> Scene<'f> {
-    pub(super) fn new(fixture: &'f Fixture, random: Random, operations: u64) -> Self {
-        let config =
-            Config { window: 16, send_queue_messages: 64, recv_queue_depth: 16, ..Config::default() };
+    pub(super) fn new(fixture: &'f Fixture, random: Random, config: Config, operations: u64) -> Self {
         let caller = fixture.engine(&fixture.hosts[1], &config);
         let harbours = [1, 2].map(|serial| Harbour::new(fixture, &config, serial));
         Self {
