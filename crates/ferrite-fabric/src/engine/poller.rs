@@ -90,22 +90,32 @@ impl Poller {
             done += shared.mailbox.awake(|| self.look(shared));
         }
         done += self.reap(shared);
-        self.calls.extend(shared.mailbox.take());
-        for _ in 0..CALLS {
-            let Some(link) = self.calls.pop_front() else { break };
-            self.attend(shared, link);
-            done += 1;
+        let calls = shared.mailbox.take();
+        if !calls.is_empty() || !self.calls.is_empty() {
+            self.calls.extend(calls);
+            done += self.attend_some(shared);
         }
         shared.counters.passes.fetch_add(1, Ordering::Relaxed);
         done
+    }
+
+    #[cold]
+    fn attend_some(&mut self, shared: &Shared) -> usize {
+        let count = self.calls.len().min(CALLS);
+        for _ in 0..count {
+            let Some(link) = self.calls.pop_front() else { break };
+            self.attend(shared, link);
+        }
+        count
     }
 
     /// Takes completions from every lane, at most a few batches each, so that none waits for another.
     fn reap(&mut self, shared: &Shared) -> usize {
         const BATCHES: usize = 4;
         let mut total = 0;
-        for lane in &shared.lanes {
-            let Some(mut gear) = self.gears[lane.index].take() else { continue };
+        let mut gears = std::mem::take(&mut self.gears); // nothing below asks for them
+        for (lane, gear) in shared.lanes.iter().zip(&mut gears) {
+            let Some(gear) = gear else { continue };
             for _ in 0..BATCHES {
                 let taken = gear.cq.poll(&mut self.completions).unwrap_or(0);
                 if taken == 0 {
@@ -115,7 +125,7 @@ impl Poller {
                 {
                     let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
                     for wc in &completions[..taken] {
-                        self.dispatch(shared, &links, lane, &mut gear, wc);
+                        self.dispatch(shared, &links, lane, gear, wc);
                     }
                 }
                 self.completions = completions;
@@ -139,8 +149,8 @@ impl Poller {
                     self.timers.add(self.now + STARVED, Timer::Refill);
                 }
             }
-            self.gears[lane.index] = Some(gear);
         }
+        self.gears = gears;
         if total > 0 {
             shared.counters.completions.fetch_add(total as u64, Ordering::Relaxed);
         }

@@ -147,7 +147,7 @@ impl<T> SendQueue<T> {
             let Some(InFlight { held, .. }) = self.table.get_mut(*key) else { continue };
             let (addr, len, lkey) = match held {
                 Held::Nothing => continue,
-                Held::Copied(bytes) => (bytes.as_ptr().addr() as u64, bytes.len() as u32, 0),
+                Held::Copied(bytes) => (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0),
                 Held::Shared(buf) => buf.raw_parts(self.domain).into(),
                 Held::Unique(buf) => buf.raw_parts(self.domain).into(),
             };
@@ -194,7 +194,7 @@ impl<T> SendQueue<T> {
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
         // SAFETY: an inline request copies its bytes while it is posted, and `bytes` is borrowed until then. The device
         // refuses more than it takes inline, so `len` is that of the slice.
-        let piece = [unsafe { Sge::from_raw(bytes.as_ptr().addr() as u64, len, 0) }];
+        let piece = [unsafe { Sge::from_raw(bytes.as_ptr().expose_provenance() as u64, len, 0) }];
         let local = if bytes.is_empty() { &[] } else { &piece[..] };
         let mut request = SendRequest::new(WorkId::of_send(self.owner, key).0, operation, local).inline();
         if signaled {
