@@ -124,11 +124,10 @@ fn read_in_any_case(engine: &Engine, target: SocketAddr) {
         if round == 0 {
             show("at the one that does not listen", &error);
         }
-        assert_eq!(error.kind(), ErrorKind::Denied, "{error:?}");
-        assert!(
-            link.failure().is_some_and(|failure| failure.kind() == ErrorKind::Denied),
-            "its link is down"
-        );
+        // The owner's device refuses and its engine hangs up: on a busy host the second can be heard first.
+        let expected = [ErrorKind::Denied, ErrorKind::LinkDown];
+        assert!(expected.contains(&error.kind()), "{error:?}");
+        assert!(link.failure().is_some_and(|failure| expected.contains(&failure.kind())), "its link is down");
     }
 }
 
