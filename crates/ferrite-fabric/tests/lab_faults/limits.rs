@@ -9,7 +9,7 @@ use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link};
 use crate::net::sh;
 use crate::pair::{Pair, Peer, connect, show};
 use crate::process::{Process, again, peer, role, serve_as_peer_after};
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, quick, until, verbs, within};
+use crate::rig::{Clean, HOSTS, Host, OWN, PATIENCE, PEER, any_port, quick, until, verbs, within};
 use crate::traffic::Traffic;
 
 const NOBODY: u32 = 65534;
@@ -52,42 +52,57 @@ fn memlock_too_small() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// The control group of this process: made, and left when it ends.
-struct Group(String);
+/// A control group for a child. Its parent makes it, and removes it when the child is gone.
+struct Group;
+
+const GROUP: &str = "/sys/fs/cgroup/ferrite-faults";
 
 impl Group {
-    fn join(name: &str) -> Self {
-        let path = format!("/sys/fs/cgroup/{name}");
-        sh(&format!("echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && mkdir -p {path}"));
-        std::fs::write(format!("{path}/cgroup.procs"), std::process::id().to_string()).expect("joined");
-        Self(path)
+    fn new() -> Self {
+        sh(&format!("echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && mkdir -p {GROUP}"));
+        Self
     }
 
-    /// Lets the group have `more` objects than it has now.
-    fn allow(&self, device: &str, more: u64) {
-        let current = std::fs::read_to_string(format!("{}/rdma.current", self.0)).expect("current");
+    /// In the child.
+    fn join() {
+        std::fs::write(format!("{GROUP}/cgroup.procs"), std::process::id().to_string()).expect("joined");
+    }
+
+    /// Lets it have so many objects on a device.
+    fn limit(device: &str, objects: &str) {
+        let limits = format!("{device} hca_handle=max hca_object={objects}");
+        std::fs::write(format!("{GROUP}/rdma.max"), limits).expect("limited");
+    }
+
+    /// Lets it have `more` objects than it has now.
+    fn allow(device: &str, more: u64) {
+        let current = std::fs::read_to_string(format!("{GROUP}/rdma.current")).expect("current");
         // rxe1 hca_handle=1 hca_object=12
         let line = current.lines().find(|line| line.starts_with(device)).expect("the device");
         let objects = line.split_once("hca_object=").expect("a count").1.trim();
         let limit = objects.parse::<u64>().expect("a count") + more;
-        let limits = format!("{device} hca_handle=max hca_object={limit}");
-        std::fs::write(format!("{}/rdma.max", self.0), limits).expect("limited");
+        Self::limit(device, &limit.to_string());
     }
 }
 
 impl Drop for Group {
     fn drop(&mut self) {
-        let _ = std::fs::write("/sys/fs/cgroup/cgroup.procs", std::process::id().to_string());
-        let _ = std::fs::remove_dir(&self.0);
+        // Linux 6.1 keeps a limit that is set in a list of the device's, also when the group is gone, and stumbles over it
+        // when the device is removed.
+        for (device, _) in HOSTS {
+            let none = format!("{device} hca_handle=max hca_object=max");
+            let _ = std::fs::write(format!("{GROUP}/rdma.max"), none);
+        }
+        let _ = std::fs::remove_dir(GROUP);
     }
 }
 
 /// The role of a peer that may make so many objects beyond what its engine has: a link takes a queue pair and what it grants.
 fn serve_with(objects: u64) {
-    let group = Group::join("ferrite-faults");
+    Group::join();
     // So much memory that it need not grow, which takes a region.
     let memory = PoolConfig { memory_pool_initial: 32 * MIB, ..PoolConfig::default() };
-    serve_as_peer_after(Config { memory, ..quick() }, || group.allow(PEER.0, objects));
+    serve_as_peer_after(Config { memory, ..quick() }, || Group::allow(PEER.0, objects));
 }
 
 /// A peer that has no queue pair left says so; the links that it has do not notice.
@@ -96,7 +111,7 @@ fn queue_pairs_of_the_peer_exhausted() {
     if role().is_some() {
         return serve_with(4);
     }
-    let clean = Clean::begin();
+    let (clean, _group) = (Clean::begin(), Group::new());
     let (process, addr) = peer("limits::queue_pairs_of_the_peer_exhausted");
     let own = Host::new(&[OWN.0], quick());
     let links = [(); 2].map(|()| connect(&own, addr).expect("a link"));
@@ -133,12 +148,12 @@ fn queue_pairs_of_the_peer_exhausted() {
 #[test]
 fn own_objects_exhausted() {
     if let Some(target) = role() {
-        let group = Group::join("ferrite-faults");
+        Group::join();
         let own = Host::new(&[OWN.0], quick());
         let target = target.parse().expect("an address");
         let link = connect(&own, target).expect("a link");
         let traffic = Traffic::start(&link);
-        group.allow(OWN.0, 1);
+        Group::allow(OWN.0, 1);
         let second = connect(&own, target).expect("the last queue pair");
         let error = connect(&own, target).expect_err("no queue pair is left");
         show("no queue pair is left", &error);
@@ -154,7 +169,7 @@ fn own_objects_exhausted() {
         own.finish();
         return;
     }
-    let clean = Clean::begin();
+    let (clean, _group) = (Clean::begin(), Group::new());
     let peer = Peer::start(quick());
     let process = Process::start("limits::own_objects_exhausted", &peer.addr.to_string());
     process.finish();
@@ -166,9 +181,8 @@ fn own_objects_exhausted() {
 #[test]
 fn no_room_for_an_engine() {
     if role().is_some() {
-        let group = Group::join("ferrite-faults");
-        // A domain and a pool, but neither queue.
-        sh(&format!("echo '{} hca_handle=max hca_object=3' >{}/rdma.max", PEER.0, group.0));
+        Group::join();
+        Group::limit(PEER.0, "3"); // a domain and a pool, but neither queue
         let error = Engine::builder(&verbs()).device(PEER.0).build().expect_err("no room");
         show("no room for an engine", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
@@ -176,7 +190,7 @@ fn no_room_for_an_engine() {
         assert_eq!(ferrite_verbs::leaked_objects(), 0);
         return;
     }
-    let clean = Clean::begin();
+    let (clean, _group) = (Clean::begin(), Group::new());
     Process::start("limits::no_room_for_an_engine", "child").finish();
     clean.end();
 }

@@ -82,18 +82,6 @@ fn hosts_are_up() -> bool {
 /// connection can be made through the device any more. So a test that takes an interface down begins with this.
 pub(crate) struct Renewal;
 
-impl Renewal {
-    /// `None` on Linux 6.1, where such a device cannot even be removed: only a new boot helps, so that a test which takes an
-    /// interface down would be the last of its guest.
-    pub(crate) fn begin() -> Option<Self> {
-        let stock = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel == "stock");
-        if stock {
-            println!("left out: Soft-RoCE of Linux 6.1 does not survive an interface that is down");
-        }
-        (!stock).then_some(Self)
-    }
-}
-
 impl Drop for Renewal {
     fn drop(&mut self) {
         for (host, netdev) in HOSTS.into_iter().zip(["h1", "h2"]) {

@@ -5,7 +5,7 @@
 //! again while a device has it, bytes of one would turn up in another.
 //!
 //! A run is printed with its seed: `FERRITE_SEED` replays it as far as the clock allows, `FERRITE_STORM` says how many
-//! operations (on an emulated kernel there are fewer). In the lab:
+//! operations (by default half of them in the lab, a hundredth where it is emulated). In the lab:
 //! `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000 FERRITE_SEED=1"`.
 #![expect(clippy::print_stdout, reason = "the seed, and how long it took")]
 
