@@ -7,6 +7,7 @@ mod fuzz;
 mod instructions;
 mod lab_test;
 mod loom;
+mod miri;
 mod tidy;
 
 use std::path::{Path, PathBuf};
@@ -35,6 +36,8 @@ enum Command {
     Instructions(instructions::Options),
     /// Go through every order in which threads can meet at the engine's mailbox and a link's tickets.
     Loom(loom::Options),
+    /// Run tests of memory and links under Miri (needs a nightly toolchain that has it).
+    Miri(miri::Options),
     /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and clang).
     Bindings,
 }
@@ -47,6 +50,7 @@ fn main() -> ExitCode {
         Command::Fuzz(options) => fuzz::run(&root, &options),
         Command::Instructions(options) => instructions::run(&root, &options),
         Command::Loom(options) => loom::run(&root, &options),
+        Command::Miri(options) => miri::run(&root, &options),
         Command::Bindings => bindings::run(&root).map(|()| ExitCode::SUCCESS),
     });
     done.unwrap_or_else(|error| {

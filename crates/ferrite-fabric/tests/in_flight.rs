@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use ferrite_fabric::mem::PoolConfig;
+use ferrite_fabric::mem::{BufMut, PoolConfig};
 use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{Config, Engine, ErrorKind, Link};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
@@ -14,8 +14,9 @@ use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 /// Receives of each side; the window is larger, so that more can be sent than there is room for.
 const RECEIVES: usize = 16;
 const SEGMENT: usize = 8 << 10;
-/// Longer than what goes inline, and of the same size class: another would cost Miri seconds.
-const LEN: usize = 1100;
+/// Longer than what goes inline. Every byte that is copied costs Miri a millisecond.
+const LEN: usize = 40;
+const INLINE: usize = 20;
 /// Under Miri a second is nothing.
 const HOUR: Duration = Duration::from_secs(3600);
 
@@ -65,8 +66,10 @@ impl Pair {
         (&self.links[0], &self.links[1])
     }
 
-    fn buffer(&self, len: usize, fill: u8) -> ferrite_fabric::mem::BufMut {
-        let mut buf = self.engines[0].buffer(len).expect("a buffer");
+    /// A buffer of [`LEN`], in a block as long as a receive: another size class would cost Miri seconds.
+    fn buffer(&self, end: usize, fill: u8) -> BufMut {
+        let mut buf = self.engines[end].buffer(SEGMENT).expect("a buffer");
+        buf.set_len(LEN);
         buf.fill(fill);
         buf
     }
@@ -101,19 +104,19 @@ fn run(test: impl FnOnce(&World, Pair)) {
 fn messages_inline_in_one_buffer_and_in_many() {
     run(|_, pair| {
         let (near, far) = pair.ends();
-        for len in [0, 20, LEN, SEGMENT + 1] {
+        for len in [0, INLINE] {
             near.post_bytes(0, &vec![7; len]).expect("room");
             assert_eq!(pair.drive(far.recv()).expect("a message").to_vec(), vec![7; len]);
-            let buf = pair.buffer(len.max(LEN), 8);
-            let (sent, message) = pair.drive(async { futures_util::join!(near.send(1, buf), far.recv()) });
-            sent.expect("an acknowledgement");
-            assert_eq!(message.expect("a message").into_bytes(), vec![8; len.max(LEN)]);
         }
-        let parts = vec![pair.buffer(LEN, 1).freeze(), pair.buffer(LEN, 2).freeze().slice(..10)];
-        let (sent, message) =
-            pair.drive(async { futures_util::join!(near.send_parts(2, parts), far.recv()) });
-        sent.expect("an acknowledgement");
-        assert_eq!(message.expect("a message").len(), LEN + 10);
+        let parts = [1, 2].map(|fill| pair.buffer(0, fill).freeze());
+        for count in [1, 2] {
+            let sending = near.send_parts(1, parts[..count].to_vec());
+            let (sent, message) = pair.drive(async { futures_util::join!(sending, far.recv()) });
+            sent.expect("an acknowledgement");
+            let message = message.expect("a message");
+            assert_eq!((message.pieces().count(), message.len()), (count, count * LEN));
+            assert_eq!(message.into_bytes(), [vec![1; LEN], vec![2; LEN]].concat()[..count * LEN]);
+        }
     });
 }
 
@@ -122,13 +125,13 @@ fn messages_outlive_their_engine() {
     let world = World::new();
     let pair = Pair::new(&world);
     let (near, far) = pair.ends();
-    near.post_bytes(0, &[7; 20]).expect("room");
+    near.post_bytes(0, &[7; INLINE]).expect("room");
     let taken = pair.drive(far.recv()).expect("a message");
-    near.post_bytes(0, &[8; SEGMENT + 1]).expect("room");
+    near.post(0, pair.buffer(0, 8)).map_err(|(_, error)| error).expect("room");
     let bytes = pair.drive(far.recv()).expect("a message").into_bytes();
     drop(pair);
-    assert_eq!((taken.to_vec(), &bytes[..]), (vec![7; 20], &[8; SEGMENT + 1][..]));
-    drop(taken);
+    assert_eq!((taken.to_vec(), &bytes[..]), (vec![7; INLINE], &[8; LEN][..]));
+    drop((taken, bytes));
     assert_eq!(world.objects(), Objects::default());
 }
 
@@ -136,26 +139,23 @@ fn messages_outlive_their_engine() {
 fn reads_and_writes_of_granted_memory() {
     run(|_, pair| {
         let (near, far) = pair.ends();
-        let mut buf = pair.engines[1].buffer(LEN).expect("a buffer");
-        buf.fill(1);
-        let region = far.register_memory(buf, Rights::READ | Rights::WRITE).map_err(|(_, error)| error);
-        let region = region.expect("a region");
+        let region = far.register_memory(pair.buffer(1, 1), Rights::READ | Rights::WRITE);
+        let region = region.map_err(|(_, error)| error).expect("a region");
         let grant = region.grant(far);
-        let source = pair.buffer(LEN, 9).freeze();
-        for len in [10, 100] {
-            let writing = near.rdma_write(&grant, 20, source.slice(..len)).expect("room");
+        let source = pair.buffer(0, 9).freeze();
+        for len in [5, 35] {
+            let writing = near.rdma_write(&grant, 5, source.slice(..len)).expect("room");
             pair.drive(writing).expect("an acknowledgement");
         }
-        let writing =
-            near.rdma_write_imm(&grant, 0, pair.buffer(LEN, 6).freeze().slice(..5), 77).expect("room");
+        let writing = near.rdma_write_imm(&grant, 0, source.slice(..2), 77).expect("room");
         pair.drive(writing).expect("an acknowledgement");
         assert_eq!(pair.drive(far.recv()).expect("a notice").notice(), Some(77));
-        let copy = near.rdma_read(&grant, 0, pair.buffer(LEN, 0)).expect("room");
+        let copy = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
         let copy = pair.drive(copy).expect("bytes");
-        assert_eq!((&copy[..5], &copy[5..20], &copy[20..120]), (&[6; 5][..], &[1; 15][..], &[9; 100][..]));
+        assert_eq!((&copy[..2], &copy[2..5], &copy[5..]), (&[9; 2][..], &[1; 3][..], &[9; LEN - 5][..]));
         let buf = pair.drive(region.revoke()).expect("the buffer");
-        assert_eq!(buf.len(), LEN);
-        let late = near.rdma_read(&grant, 0, pair.buffer(LEN, 0)).map(drop);
+        assert_eq!(buf[..], copy[..]);
+        let late = near.rdma_read(&grant, 0, copy).map(drop);
         assert_eq!(late.expect_err("revoked").error.kind(), ErrorKind::Denied);
     });
 }
@@ -164,7 +164,7 @@ fn reads_and_writes_of_granted_memory() {
 fn fill(pair: &Pair) {
     let (near, _) = pair.ends();
     for _ in 0..RECEIVES + 4 {
-        near.post(0, pair.buffer(LEN, 5)).map_err(|(_, error)| error).expect("room");
+        near.post(0, pair.buffer(0, 5)).map_err(|(_, error)| error).expect("room");
     }
     pair.engines[0].poll();
     assert!(pair.engines[0].stats().in_flight > 0);
@@ -174,15 +174,16 @@ fn fill(pair: &Pair) {
 fn futures_that_nobody_waits_for() {
     run(|_, pair| {
         let (near, far) = pair.ends();
-        let mut buf = pair.engines[1].buffer(LEN).expect("a buffer");
-        buf.fill(3);
-        let region = far.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
+        let region = far
+            .register_memory(pair.buffer(1, 3), Rights::READ)
+            .map_err(|(_, error)| error)
+            .expect("a region");
         let grant = region.grant(far);
         fill(&pair);
         // Behind what the device cannot send yet.
-        let mut sending = Box::pin(near.send(0, pair.buffer(LEN, 6)));
+        let mut sending = Box::pin(near.send(0, pair.buffer(0, 6)));
         assert!(poll(sending.as_mut()).is_pending());
-        let reading = near.rdma_read(&grant, 0, pair.buffer(LEN, 0)).expect("room");
+        let reading = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
         drop((sending, reading));
         for _ in 0..RECEIVES + 5 {
             assert_eq!(pair.drive(far.recv()).expect("a message").len(), LEN);
@@ -196,7 +197,7 @@ fn a_link_that_is_given_up() {
     run(|_, pair| {
         fill(&pair);
         let (near, _) = pair.ends();
-        let sending = near.send(0, pair.buffer(LEN, 6));
+        let sending = near.send(0, pair.buffer(0, 6));
         near.abort();
         assert_eq!(pair.drive(sending).expect_err("it is down").kind(), ErrorKind::Closed);
         pair.drive(near.ended()).expect("as was wished");
@@ -212,9 +213,9 @@ fn an_engine_that_is_given_up() {
     run(|_, pair| {
         fill(&pair);
         let (near, _) = pair.ends();
-        let mut sending = Box::pin(near.send(0, pair.buffer(LEN, 6)));
+        let mut sending = Box::pin(near.send(0, pair.buffer(0, 6)));
         let _ = poll(sending.as_mut());
-        let buf = pair.buffer(LEN, 1);
+        let buf = pair.buffer(0, 1);
         drop(pair);
         assert_eq!(buf[..], [1; LEN]);
         assert!(matches!(poll(sending.as_mut()), Poll::Ready(Err(_))), "nobody would answer");
