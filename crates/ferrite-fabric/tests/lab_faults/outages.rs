@@ -13,10 +13,10 @@ use crate::rig::{Clean, Host, OWN, PATIENCE, pace, quick, stalled_after, within}
 /// repeat while packets wait for the neighbour's address, for which the kernel takes three more to give up.
 const RETRIES_OVER: Duration = Duration::from_secs(5);
 
-/// As by default, where an idle link asks for no sign of life within these outages. The kernel cannot say goodbye over a device
-/// whose interface was down (see `Renewal`), so that closing takes all of its time.
+/// As by default, but an idle link asks for no sign of life within these outages, and closing takes less: the kernel cannot say
+/// goodbye over a device whose interface was down (see `Renewal`), so that it takes all of its time.
 fn by_default() -> Config {
-    Config { close_timeout: quick().close_timeout, ..Config::default() }
+    Config { keepalive: Duration::from_secs(20), close_timeout: quick().close_timeout, ..Config::default() }
 }
 
 /// A second link on the same way, without traffic.

@@ -44,7 +44,7 @@ pub(crate) fn quick() -> Config {
     }
 }
 
-/// When a silent peer is given up: it is asked after one time, and waited for during the other.
+/// When a silent peer is given up at the latest: it is asked after one time, and waited for during the other.
 pub(crate) fn stalled_after(config: &Config) -> Duration {
     config.keepalive + config.peer_timeout
 }
