@@ -25,7 +25,7 @@ pub struct Config {
     /// Receives that wait on a device, shared by all links. 512: with the size below, 4 MiB for each device.
     pub recv_queue_depth: u32,
     /// Bytes of a receive, and so of the largest frame that peers may send. 8 KiB. One of 8 KiB, 64 KiB and 2 MiB fills
-    /// its block.
+    /// its block. 64 KiB for links that carry large messages: fewer frames, eight times the memory for small ones.
     pub recv_buffer_size: u32,
     /// Frames that a peer may have sent and this side not taken, for each link. 64; fewer when there are so many links
     /// that they could ask for more than the receive reserve.
