@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{Features, Frame, GrantToken, Hello, Rights, Version};
-use ferrite_fabric::{Config, Engine, Error, Link, Listener, Region};
+use ferrite_fabric::{Config, Engine, Error, Link, Listener, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
@@ -194,7 +194,12 @@ impl Scene {
             close_timeout: HOUR,
             ..Config::default()
         };
-        let engine = Engine::builder(&verbs).device("ours").config(config).build().expect("an engine");
+        let engine = Engine::builder(&verbs)
+            .rdma(Rdma::Require)
+            .device("ours")
+            .config(config)
+            .build()
+            .expect("an engine");
         let listener = engine.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
         let buf = engine.buffer(64).expect("a buffer");
         let region = engine.register_memory("ours", buf, Rights::WRITE).map_err(|(_, error)| error);

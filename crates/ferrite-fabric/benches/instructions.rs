@@ -14,7 +14,7 @@ use std::task::{Context, Poll, Waker};
 
 use ferrite_fabric::mem::{Buf, BufMut};
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Engine, Link, Region};
+use ferrite_fabric::{Engine, Link, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use gungraun::{Callgrind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main};
 
@@ -42,7 +42,9 @@ impl Pair {
         for (name, address) in [("near", [10, 0, 0, 1]), ("far", [10, 0, 0, 2])] {
             world.add_device(DeviceSpec::new(name, address.into()));
         }
-        let engine = |name: &str| Engine::builder(&world.verbs()).device(name).build().expect("an engine");
+        let engine = |name: &str| {
+            Engine::builder(&world.verbs()).rdma(Rdma::Require).device(name).build().expect("an engine")
+        };
         let (near, far) = (engine("near"), engine("far"));
         let mut listener = far.listen(([10, 0, 0, 2], 0).into()).expect("to listen");
         let mut connecting = pin!(near.connect(listener.local_addr()));

@@ -44,7 +44,7 @@ fn answer(engine: &Engine, local: SocketAddr) -> Result<(), Box<dyn Error>> {
 }
 
 fn ask(engine: &Engine, link: &Link, rounds: u32) -> Result<(), Box<dyn Error>> {
-    println!("connected through {} to {:?}", link.device(), link.peer_addr());
+    println!("connected through {} to {:?}", link.transport(), link.peer_addr());
     engine.block_on(async {
         let begun = Instant::now();
         for round in 0..rounds {

@@ -1,4 +1,4 @@
-//! Meeting a peer by RDMA CM: handshakes under way, and what keeps an established link's identifier.
+//! Meeting a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an established link's identifier.
 //!
 //! Everything here runs in the poller's pass and never waits: each event of the connection manager moves a handshake one
 //! step, and the clock ends those that get nowhere.
@@ -11,6 +11,7 @@
 
 mod incoming;
 mod outgoing;
+mod sockets;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -23,15 +24,16 @@ use crate::engine::Shared;
 use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
 use crate::engine::slots::SendQueue;
-use crate::engine::timers::Timer;
+use crate::engine::timers::{LinkName, Timer};
 use crate::engine::waits::Ready;
 use crate::error::{Error, ErrorKind};
-use crate::link::shared::{LinkShared, PathInfo};
+use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
 pub(crate) use outgoing::Outgoing;
 pub use outgoing::{ConnectOptions, Connecting};
+pub(crate) use sockets::Sockets;
 
 /// An identifier of the connection manager, and what it is for.
 pub(crate) enum Meeting {
@@ -117,7 +119,8 @@ impl Poller {
         if let Some(channel) = &self.cm {
             return Ok(channel.clone());
         }
-        let channel = shared.verbs.open_event_channel()?;
+        let Some(verbs) = &shared.verbs else { return Err(shared.no_rdma()) };
+        let channel = verbs.open_event_channel()?;
         shared.waits.add(std::os::fd::AsFd::as_fd(&channel), Ready::Cm)?;
         self.cm = Some(channel.clone());
         for lane in &shared.lanes {
@@ -181,7 +184,9 @@ impl Poller {
                 });
             }
             CmEventKind::DEVICE_REMOVAL => {
-                self.device_gone(shared, link.lane.index, "the device is being removed");
+                if let Some(lane) = link.lane() {
+                    self.device_gone(shared, lane.index, "the device is being removed");
+                }
             }
             _ => {}
         }
@@ -195,7 +200,6 @@ impl Poller {
         };
         let qp = gear.create_queue_pair(lane, &shared.config)?;
         let inline = qp.capacity().max_inline.min(lane.inline()) as usize;
-        let config = &shared.config;
         let (links, vacancy) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
             (links.len(), links.vacancy())
@@ -204,17 +208,11 @@ impl Poller {
             return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
         };
         let hello = shared.hello(links);
-        let limits = OwnLimits {
-            hello,
-            queue_messages: config.send_queue_messages,
-            queue_bytes: config.send_queue_bytes,
-            keepalive: spread(config.keepalive, name.serial),
-            peer_timeout: config.peer_timeout,
-        };
+        let limits = own_limits(shared, hello, name);
         let queue = SendQueue::new(qp, name.index, lane.index, generation);
-        let state = LinkState::new(queue, inline, limits);
+        let state = LinkState::new(queue, Arc::clone(lane), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
-        let link = Arc::new(LinkShared::new(name, state, Arc::clone(lane), pool, mailbox));
+        let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
         self.enter(shared, &link);
         Ok((link, hello))
     }
@@ -226,12 +224,9 @@ impl Poller {
             state.open(hello, self.now);
             state.queue.qp().and_then(|qp| qp.path().ok()).map(|path| path.mtu)
         });
-        let _ = link.path.set(PathInfo {
-            cm_key: key,
-            port,
-            local: id.local_addr(),
-            peer: id.peer_addr(),
-            mtu: mtu.unwrap_or(ferrite_verbs::Mtu::B1024),
+        link.set_route(|route| {
+            (route.cm_key, route.port, route.mtu) = (Some(key), port, mtu);
+            (route.local, route.peer) = (id.local_addr(), id.peer_addr());
         });
         link.is_well();
         self.meetings.put(key, Meeting::Linked { id, link: link.index });
@@ -268,6 +263,18 @@ impl Poller {
     }
 }
 
+/// What this side allows itself and its peer on a link.
+fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
+    let config = &shared.config;
+    OwnLimits {
+        hello,
+        queue_messages: config.send_queue_messages,
+        queue_bytes: config.send_queue_bytes,
+        keepalive: spread(config.keepalive, name.serial),
+        peer_timeout: config.peer_timeout,
+    }
+}
+
 /// From half of `time` to all of it, another for each link: thousands that were opened at once must not ask for a sign of life
 /// at once, or the answers' answers find no receives.
 fn spread(time: Duration, serial: u64) -> Duration {
@@ -299,7 +306,7 @@ fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
 fn params<'a>(shared: &Shared, lane: &Lane, link: &LinkShared, hello: &'a [u8]) -> ConnectParams<'a> {
     let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
     ConnectParams {
-        qp_num: link.qp_num,
+        qp_num: link.route().qp_num,
         srq: true,
         private_data: hello,
         reads_in: max(lane.limits.max_qp_rd_atom),

@@ -129,7 +129,7 @@ impl fmt::Display for Cause {
 /// use ferrite_verbs::Status;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let context = world.verbs().device("fake1")?.open()?;
 /// let baseline = Baseline::take(&context, 1); // the link is up
 /// # world.device_down("fake1");
@@ -137,7 +137,7 @@ impl fmt::Display for Cause {
 /// let causes = causes(&Subject {
 ///     context: &context,
 ///     port: 1,
-///     local: Some("10.0.0.1:0".parse()?),
+///     local: Some("127.0.0.1:0".parse()?),
 ///     peer: Some("10.0.0.2:7471".parse()?),
 ///     baseline: Some(&baseline),
 ///     failure: Failure::Completion(Status::RETRY_EXCEEDED),

@@ -32,11 +32,14 @@ use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering}
 use std::sync::{Arc, Mutex, RwLock};
 
 use ferrite_verbs::{Absence, Verbs};
+use rustls::{ClientConfig, ServerConfig};
 
 use crate::error::{Error, ErrorKind};
 use crate::link::LinkStats;
+use crate::link::shared::LinkShared;
 use crate::mem::{BufMut, Pool, PoolStats, Purpose, lock};
 use crate::one_sided::{Region, Regions};
+use crate::policy::{Fallback, FallbackCause, Rdma};
 use crate::wire::{Features, Hello, Rights, Version};
 pub use config::Config;
 use lane::Lane;
@@ -55,11 +58,11 @@ use waits::{Ready, Waits};
 /// use ferrite_fabric::{Config, Engine};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs(); // on a host with RDMA: Verbs::system()?
 /// let engine = Engine::builder(&verbs).config(Config { busy_poll_us: 0, ..Config::default() }).build()?;
 /// assert_eq!(engine.devices(), ["fake1"]);
-/// let mut listener = engine.listen("10.0.0.1:0".parse()?)?;
+/// let mut listener = engine.listen("127.0.0.1:0".parse()?)?;
 /// let (there, here) = engine.block_on(async {
 ///     let (there, here) = futures_util::join!(engine.connect(listener.local_addr()), listener.accept());
 ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
@@ -91,7 +94,11 @@ pub(crate) struct Shared {
     pub(crate) regions: Regions,
     pub(crate) lanes: Vec<Arc<Lane>>,
     pub(crate) pool: Pool,
-    pub(crate) verbs: Verbs,
+    /// `None` where there is no RDMA.
+    pub(crate) verbs: Option<Verbs>,
+    /// Why there is no device, if there is none.
+    absence: Option<Error>,
+    pub(crate) tls: Tls,
     pub(crate) config: Config,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: Waits,
@@ -135,15 +142,26 @@ pub(crate) struct Counters {
     pub(crate) strangers: AtomicU64,
     pub(crate) failed_links: AtomicU64,
     pub(crate) unknown_receives: AtomicU64,
+    /// By [`FallbackCause::index`].
+    pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
 }
 
 /// Makes an [`Engine`]: see [`Engine::builder`].
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Builder {
-    verbs: Verbs,
+    verbs: Result<Verbs, Error>,
     devices: Vec<String>,
+    rdma: Option<Rdma>,
+    tls: Tls,
     config: Config,
+}
+
+/// TLS where nothing else is said.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Tls {
+    pub(crate) client: Option<Arc<ClientConfig>>,
+    pub(crate) server: Option<Arc<ServerConfig>>,
 }
 
 impl Builder {
@@ -153,44 +171,55 @@ impl Builder {
         self
     }
 
+    /// Whether RDMA may carry links, whatever the settings say.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = Some(rdma);
+        self
+    }
+
+    /// TLS for links that TCP carries: what to trust, and who this side is. Without the first, connects are in clear text,
+    /// without the second listeners are. The peer's certificate must be for its IP address, unless the connect says otherwise.
+    pub fn tls(mut self, client: Option<Arc<ClientConfig>>, server: Option<Arc<ServerConfig>>) -> Self {
+        self.tls = Tls { client, server };
+        self
+    }
+
     /// The settings.
     pub fn config(mut self, config: Config) -> Self {
         self.config = config;
         self
     }
 
-    /// Opens the devices, registers memory and posts receives.
+    /// Opens the devices, registers memory and posts receives. Where RDMA is preferred and not to be had, the engine has no
+    /// device, and says why: [`Engine::absence`].
     ///
     /// # Errors
-    /// [`ErrorKind::Absent`] if there is no RDMA here; [`ErrorKind::Resources`] if the locked-memory limit or the device
-    /// refuses, with figures and remedy.
+    /// [`ErrorKind::Misuse`] for settings that contradict each other. Where RDMA is required: [`ErrorKind::Absent`] if there is
+    /// none here, [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures and remedy.
     pub fn build(self) -> Result<Engine, Error> {
-        let Self { verbs, devices, config } = self;
+        let Self { verbs, devices, rdma, tls, mut config } = self;
+        config.rdma = rdma.unwrap_or(config.rdma);
         check(&config)?;
-        let opened = if devices.is_empty() {
-            verbs.devices()?
-        } else {
-            devices.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?
+        let rdma = match (config.rdma, &verbs) {
+            (Rdma::Forbid, _) => Err(Error::new(ErrorKind::Absent, "RDMA is forbidden by the settings")),
+            (_, Err(absent)) => Err(absent.clone()),
+            (_, Ok(verbs)) => Devices::open(verbs, &devices, &config),
         };
-        if opened.is_empty() {
-            return Err(ferrite_verbs::Error::from(Absence::NoDevice).into());
+        let (rdma, absence) = match rdma {
+            Ok(rdma) => (rdma, None),
+            // What the caller named wrongly is no absence.
+            Err(error) if config.rdma == Rdma::Require || error.kind() == ErrorKind::Misuse => {
+                return Err(error);
+            }
+            Err(error) => (Devices::none(&config)?, Some(error)),
+        };
+        if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer) {
+            let to_do = error.remedy().unwrap_or_default();
+            tracing::warn!("no RDMA on this host, links go over TCP: {error}; to do: {to_do}");
         }
-        let domains = opened
-            .iter()
-            .map(|device| device.open()?.allocate_protection_domain())
-            .collect::<Result<Vec<_>, _>>()?;
-        let pool = Pool::builder(&domains).config(config.memory.clone()).build()?;
-        let (waits, mailbox) = (Waits::new()?, Arc::new(Mailbox::new()?));
+        let Devices { pool, lanes, gears, waits } = rdma;
+        let mailbox = Arc::new(Mailbox::new()?);
         waits.add(mailbox.as_fd(), Ready::Mailbox)?;
-        let (mut lanes, mut gears) = (Vec::new(), Vec::new());
-        for (index, domain) in domains.iter().enumerate() {
-            let (lane, mut gear) = Lane::new(index, domain, &config)?;
-            gear.refill(&pool)?;
-            waits.add(gear.channel.as_fd(), Ready::Completions(index))?;
-            waits.add(gear.context.as_fd(), Ready::Device(index))?;
-            lanes.push(Arc::new(lane));
-            gears.push(Some(gear));
-        }
         Ok(Engine(Arc::new(Handle {
             shared: Arc::new(Shared {
                 poller: Mutex::new(Poller::new(config.poll_batch, gears)),
@@ -198,7 +227,9 @@ impl Builder {
                 regions: Regions::default(),
                 lanes,
                 pool,
-                verbs,
+                verbs: verbs.ok(),
+                absence,
+                tls,
                 busy_poll_us: AtomicU32::new(config.busy_poll_us),
                 config,
                 mailbox,
@@ -211,6 +242,48 @@ impl Builder {
                 counters: Counters::default(),
             }),
         })))
+    }
+}
+
+/// What an engine has of its devices.
+struct Devices {
+    pool: Pool,
+    lanes: Vec<Arc<Lane>>,
+    gears: Vec<Option<gear::Gear>>,
+    waits: Waits,
+}
+
+impl Devices {
+    fn open(verbs: &Verbs, names: &[String], config: &Config) -> Result<Self, Error> {
+        let opened = if names.is_empty() {
+            verbs.devices()?
+        } else {
+            names.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?
+        };
+        if opened.is_empty() {
+            return Err(ferrite_verbs::Error::from(Absence::NoDevice).into());
+        }
+        let domains = opened
+            .iter()
+            .map(|device| device.open()?.allocate_protection_domain())
+            .collect::<Result<Vec<_>, _>>()?;
+        let pool = Pool::builder(&domains).config(config.memory.clone()).build()?;
+        let waits = Waits::new()?;
+        let (mut lanes, mut gears) = (Vec::new(), Vec::new());
+        for (index, domain) in domains.iter().enumerate() {
+            let (lane, mut gear) = Lane::new(index, domain, config)?;
+            gear.refill(&pool)?;
+            waits.add(gear.channel.as_fd(), Ready::Completions(index))?;
+            waits.add(gear.context.as_fd(), Ready::Device(index))?;
+            lanes.push(Arc::new(lane));
+            gears.push(Some(gear));
+        }
+        Ok(Self { pool, lanes, gears, waits })
+    }
+
+    fn none(config: &Config) -> Result<Self, Error> {
+        let pool = Pool::builder(&[]).config(config.memory.clone()).build()?;
+        Ok(Self { pool, lanes: Vec::new(), gears: Vec::new(), waits: Waits::new()? })
     }
 }
 
@@ -240,7 +313,41 @@ fn random() -> u64 {
 impl Engine {
     /// An engine on devices of `verbs`.
     pub fn builder(verbs: &Verbs) -> Builder {
-        Builder { verbs: verbs.clone(), devices: Vec::new(), config: Config::default() }
+        Builder {
+            verbs: Ok(verbs.clone()),
+            devices: Vec::new(),
+            rdma: None,
+            tls: Tls::default(),
+            config: Config::default(),
+        }
+    }
+
+    /// An engine on this host, whatever it has: its RDMA devices, or only TCP.
+    ///
+    /// ```
+    /// use ferrite_fabric::{Config, Engine, Rdma};
+    ///
+    /// let config = Config { rdma: Rdma::Forbid, ..Config::default() }; // as on a host without RDMA
+    /// let engine = Engine::system().config(config).build()?;
+    /// let mut listener = engine.listen("127.0.0.1:0".parse()?)?;
+    /// let (there, here) = engine.block_on(async {
+    ///     let (there, here) = futures_util::join!(engine.connect(listener.local_addr()), listener.accept());
+    ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
+    /// })?;
+    /// there.post_bytes(0, b"hello")?;
+    /// assert_eq!(engine.block_on(here.recv())?.to_vec(), b"hello");
+    /// assert_eq!(there.transport().to_string(), "TCP");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn system() -> Builder {
+        let verbs = Verbs::system().map_err(|absence| ferrite_verbs::Error::from(absence).into());
+        Builder { verbs, devices: Vec::new(), rdma: None, tls: Tls::default(), config: Config::default() }
+    }
+
+    /// Why it has no RDMA device, if it has none.
+    #[must_use]
+    pub fn absence(&self) -> Option<&Error> {
+        self.shared().absence.as_ref()
     }
 
     pub(crate) fn shared(&self) -> &Arc<Shared> {
@@ -286,14 +393,14 @@ impl Engine {
         rights: Rights,
     ) -> Result<Region, (BufMut, Error)> {
         match self.shared().lanes.iter().find(|lane| lane.name == device) {
-            Some(lane) => self.register_on(lane, buf, rights),
+            Some(lane) => self.register_on(Some(Arc::clone(lane)), buf, rights),
             None => Err((buf, Error::new(ErrorKind::Misuse, format!("the engine has no device {device}")))),
         }
     }
 
     pub(crate) fn register_on(
         &self,
-        lane: &Arc<Lane>,
+        lane: Option<Arc<Lane>>,
         buf: BufMut,
         rights: Rights,
     ) -> Result<Region, (BufMut, Error)> {
@@ -326,12 +433,27 @@ impl Engine {
             strangers: counters.strangers.load(Ordering::Relaxed),
             failed_links: counters.failed_links.load(Ordering::Relaxed),
             unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
+            fallbacks: FallbackCause::ALL
+                .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
             memory: shared.pool.stats(),
         }
     }
 }
 
 impl Shared {
+    /// For those who want RDMA and cannot have it.
+    pub(crate) fn no_rdma(&self) -> Error {
+        let absence = self.absence.clone();
+        absence.unwrap_or_else(|| ferrite_verbs::Error::from(Absence::NoDevice).into())
+    }
+
+    /// A link is on TCP although RDMA was preferred: said once for each.
+    pub(crate) fn fell_back(&self, link: &LinkShared, fallback: Fallback) {
+        self.counters.fallbacks[fallback.cause.index()].fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(peer = %link.peer_name(), cause = %fallback.cause, "link to {} {fallback}", link.peer_name());
+        link.set_fallback(Some(fallback));
+    }
+
     /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory
     /// than there is for receives.
     pub(crate) fn hello(&self, links: usize) -> Hello {
@@ -398,6 +520,8 @@ pub struct EngineStats {
     pub failed_links: u64,
     /// Receives for queue pairs that nobody knows.
     pub unknown_receives: u64,
+    /// Links that went over TCP although RDMA was preferred, by cause.
+    pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
     /// The pool.
     pub memory: PoolStats,
 }

@@ -6,6 +6,7 @@
 //! | `engine` | [`Engine`]: devices, completions, and the ways to drive it |
 //! | `link` | [`Link`]: messages and one-sided operations to a peer |
 //! | `connect` `listener` | how peers meet: [`Engine::connect`], [`Listener`] |
+//! | `policy` | [`Rdma`]: whether RDMA may carry links, must, or must not; [`Fallback`]: why it does not |
 //! | `one_sided` | [`Region`]: memory for peers, granted and revoked |
 //! | [`wire`] | what links say to each other |
 //! | [`diagnose`] | why a link failed, by what can be measured |
@@ -25,12 +26,17 @@ mod link;
 mod listener;
 pub mod mem;
 mod one_sided;
+mod policy;
 mod sync;
 pub mod wire;
 
 pub use connect::{ConnectOptions, Connecting};
 pub use engine::{Builder, Config, Engine, EngineStats};
 pub use error::{Error, ErrorKind};
-pub use link::{Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
-pub use listener::{Accepting, Listener, Strangers};
+pub use link::{
+    Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport, Writing,
+};
+pub use listener::{Accepting, ListenOptions, Listener, Strangers};
 pub use one_sided::{Region, Revoking};
+pub use policy::{Fallback, FallbackCause, Rdma};
+pub use rustls;

@@ -1,10 +1,11 @@
-//! A link: a connection between two Ferrite peers over RDMA.
+//! A link: a connection between two Ferrite peers, over RDMA or TCP.
 //!
 //! | file | what it is |
 //! |---|---|
 //! | `state.rs` | credits, closing, failing: everything under the link's lock |
 //! | `outbox.rs` `inbox.rs` | messages into frames in fair turns, and frames into messages: pure |
 //! | `tickets.rs` `ops.rs` | how futures learn of results |
+//! | `tcp.rs` `tls.rs` | the connection of a link that RDMA does not carry |
 //! | `shared.rs` | what engine and users share |
 
 pub(crate) mod inbox;
@@ -16,7 +17,9 @@ mod races;
 pub(crate) mod shared;
 pub(crate) mod state;
 mod stats;
+pub(crate) mod tcp;
 mod tickets;
+pub(crate) mod tls;
 
 use std::fmt;
 use std::net::SocketAddr;
@@ -29,11 +32,34 @@ use crate::engine::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::one_sided::Region;
+use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
 use shared::{LinkShared, unique};
 pub use stats::LinkStats;
+
+/// What carries a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Transport {
+    /// A queue pair of a device.
+    Rdma,
+    /// A TCP connection.
+    Tcp,
+    /// A TCP connection with TLS.
+    TcpTls,
+}
+
+impl fmt::Display for Transport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rdma => "RDMA",
+            Self::Tcp => "TCP",
+            Self::TcpTls => "TCP with TLS",
+        })
+    }
+}
 
 /// A connection to a peer. Clones share it; when the last is dropped, what was sent is delivered and the link closes.
 ///
@@ -196,7 +222,7 @@ impl Link {
     /// # Errors
     /// The buffer comes back, with what the device or the locked-memory limit said.
     pub fn register_memory(&self, buf: BufMut, rights: Rights) -> Result<Region, (BufMut, Error)> {
-        self.0.engine.register_on(&self.shared().lane, buf, rights)
+        self.0.engine.register_on(self.shared().lane(), buf, rights)
     }
 
     /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The peer's messages that came
@@ -240,31 +266,49 @@ impl Link {
     /// The peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
-        self.shared().path.get().and_then(|path| path.peer)
+        self.shared().route().peer
     }
 
     /// Our address.
     #[must_use]
     pub fn local_addr(&self) -> Option<SocketAddr> {
-        self.shared().path.get().and_then(|path| path.local)
+        self.shared().route().local
     }
 
-    /// The device that carries it.
+    /// What carries it at the moment.
     #[must_use]
-    pub fn device(&self) -> &str {
-        &self.shared().lane.name
+    pub fn transport(&self) -> Transport {
+        let route = self.shared().route();
+        match route.lane {
+            Some(_) => Transport::Rdma,
+            None if route.encrypted => Transport::TcpTls,
+            None => Transport::Tcp,
+        }
     }
 
-    /// Bytes in a packet.
+    /// Why it is on TCP, if RDMA was preferred.
+    #[must_use]
+    pub fn fallback(&self) -> Option<Fallback> {
+        self.shared().fallback()
+    }
+
+    /// The device that carries it; `None` on TCP.
+    #[must_use]
+    pub fn device(&self) -> Option<String> {
+        self.shared().lane().map(|lane| lane.name.clone())
+    }
+
+    /// Bytes in a packet, on RDMA.
     #[must_use]
     pub fn mtu(&self) -> Option<Mtu> {
-        self.shared().path.get().map(|path| path.mtu)
+        self.shared().route().mtu
     }
 
-    /// Its queue pair: what logs and the device's tools call it.
+    /// Its queue pair: what logs and the device's tools call it. `None` on TCP.
     #[must_use]
-    pub fn qp_num(&self) -> u32 {
-        self.shared().qp_num
+    pub fn qp_num(&self) -> Option<u32> {
+        let route = self.shared().route();
+        route.lane.map(|_| route.qp_num)
     }
 
     /// What the peer said of itself.

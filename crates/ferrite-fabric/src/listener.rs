@@ -9,14 +9,17 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 
 use ferrite_verbs::{CmKey, ConnectionRequest};
+use rustls::ServerConfig;
 
 use crate::connect::Meeting;
-use crate::engine::Engine;
-use crate::error::Error;
+use crate::engine::poller::Poller;
+use crate::engine::{Engine, Shared};
+use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Wakes, keep};
 use crate::mem::lock;
+use crate::policy::Rdma;
 
 /// Links that are open and that nobody has accepted yet.
 const BACKLOG: usize = 1024;
@@ -90,28 +93,145 @@ impl ListenerShared {
 pub struct Listener {
     engine: Engine,
     shared: Arc<ListenerShared>,
-    key: CmKey,
+    /// Where RDMA comes in, and where TCP does.
+    cm: Option<CmKey>,
+    tcp: Option<u64>,
     local: SocketAddr,
+    absence: Option<Error>,
+}
+
+/// How to listen.
+///
+/// ```
+/// use ferrite_fabric::{ListenOptions, Rdma};
+///
+/// let options = ListenOptions::new().rdma(Rdma::Require); // no TCP connection is taken
+/// ```
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ListenOptions {
+    rdma: Option<Rdma>,
+    tls: Option<Arc<ServerConfig>>,
+    require_encryption: bool,
+}
+
+impl ListenOptions {
+    /// As the engine's settings say, and TCP in clear text.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Whether RDMA may carry links.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = Some(rdma);
+        self
+    }
+
+    /// TLS on TCP: peers without it are refused there.
+    pub fn tls(mut self, config: Arc<ServerConfig>) -> Self {
+        self.tls = Some(config);
+        self
+    }
+
+    /// Nothing in clear text. RDMA payload is, so only TCP with TLS is taken: see [`ListenOptions::tls`].
+    pub fn require_encryption(mut self) -> Self {
+        self.require_encryption = true;
+        self
+    }
 }
 
 impl Engine {
-    /// Listens on an address of its devices; port 0 picks one.
+    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both.
     ///
     /// # Errors
+    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or not of this host. Where RDMA is required:
     /// [`ErrorKind::Absent`](crate::ErrorKind::Absent) without a connection manager,
-    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use,
-    /// [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no RDMA device has it.
+    /// [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no RDMA device has the address.
     pub fn listen(&self, local: SocketAddr) -> Result<Listener, Error> {
+        self.listen_with(local, &ListenOptions::new())
+    }
+
+    /// The same, with options.
+    ///
+    /// # Errors
+    /// As [`Engine::listen`].
+    pub fn listen_with(&self, local: SocketAddr, options: &ListenOptions) -> Result<Listener, Error> {
+        /// A port that TCP has free may be taken for RDMA.
+        const TRIES: usize = 8;
+        let policy = match options.rdma.unwrap_or(self.config().rdma) {
+            Rdma::Require if options.require_encryption => {
+                let what = "encryption and RDMA are both required: RDMA payload is clear text";
+                return Err(Error::new(ErrorKind::Misuse, what));
+            }
+            _ if options.require_encryption => Rdma::Forbid,
+            policy => policy,
+        };
+        let tls = options.tls.clone().or_else(|| self.shared().tls.server.clone());
+        if options.require_encryption && tls.is_none() {
+            let what = "encryption is required, and there is no TLS configuration (ListenOptions::tls)";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
         let listener = Arc::new(ListenerShared { queue: Mutex::default() });
-        let (key, local) = self.shared().with_poller(|poller, shared| {
-            let id = poller.cm(shared)?.create_id()?;
-            id.bind(local)?;
-            id.listen(BACKLOG as u32)?;
-            let (key, local) = (id.key(), id.local_addr().unwrap_or(local));
-            poller.meetings.listen(key, Meeting::Listening { id, listener: Arc::clone(&listener) });
-            Ok::<_, Error>((key, local))
-        })?;
-        Ok(Listener { engine: self.clone(), shared: listener, key, local })
+        let mut last = None;
+        for _ in 0..TRIES {
+            let opened = self.shared().with_poller(|poller, shared| {
+                let (tcp, bound) = match policy {
+                    Rdma::Require => (None, local),
+                    Rdma::Prefer | Rdma::Forbid => {
+                        let (tcp, bound) = poller.listen_tcp(shared, local, tls.clone(), &listener)?;
+                        (Some(tcp), bound)
+                    }
+                };
+                let cm = match policy {
+                    Rdma::Forbid => Ok(None),
+                    Rdma::Prefer | Rdma::Require => poller.listen_cm(shared, bound, &listener).map(Some),
+                };
+                let (cm, bound, absence) = match cm {
+                    Ok(Some((key, bound))) => (Some(key), bound, None),
+                    Ok(None) => (None, bound, None),
+                    Err(error) if policy == Rdma::Require => return Err(error),
+                    // Somebody else has the port.
+                    Err(error) if error.kind() == ErrorKind::Misuse => {
+                        tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));
+                        return Err(error);
+                    }
+                    Err(error) => (None, bound, Some(error)),
+                };
+                Ok((cm, tcp, bound, absence))
+            });
+            match opened {
+                Ok((cm, tcp, local, absence)) => {
+                    if let Some(error) = &absence {
+                        let to_do = error.remedy().unwrap_or_default();
+                        tracing::warn!("{local} takes TCP only, not RDMA: {error}; to do: {to_do}");
+                    }
+                    return Ok(Listener { engine: self.clone(), shared: listener, cm, tcp, local, absence });
+                }
+                Err(error)
+                    if policy == Rdma::Prefer && local.port() == 0 && error.kind() == ErrorKind::Misuse =>
+                {
+                    last = Some(error);
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(last.unwrap_or_else(|| Error::new(ErrorKind::System, "no port is free for both RDMA and TCP")))
+    }
+}
+
+impl Poller {
+    fn listen_cm(
+        &mut self,
+        shared: &Shared,
+        local: SocketAddr,
+        listener: &Arc<ListenerShared>,
+    ) -> Result<(CmKey, SocketAddr), Error> {
+        let id = self.cm(shared)?.create_id()?;
+        id.bind(local)?;
+        id.listen(BACKLOG as u32)?;
+        let (key, local) = (id.key(), id.local_addr().unwrap_or(local));
+        self.meetings.listen(key, Meeting::Listening { id, listener: Arc::clone(listener) });
+        Ok((key, local))
     }
 }
 
@@ -120,6 +240,12 @@ impl Listener {
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
+    }
+
+    /// Why it takes no RDMA, if RDMA is preferred.
+    #[must_use]
+    pub fn absence(&self) -> Option<&Error> {
+        self.absence.as_ref()
     }
 
     /// The next link. Safe to drop: a link that nobody took stays in line.
@@ -160,8 +286,12 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let key = self.key;
-        let listening = self.engine.shared().with_poller(|poller, _| poller.meeting(key));
+        let listening = self.engine.shared().with_poller(|poller, _| {
+            if let Some(tcp) = self.tcp {
+                poller.stop_listening_tcp(tcp);
+            }
+            self.cm.and_then(|key| poller.meeting(key))
+        });
         drop(listening); // its identifier, without the poller's lock
         for link in std::mem::take(&mut lock(&self.shared.queue).links) {
             link.close();

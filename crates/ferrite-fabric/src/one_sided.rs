@@ -30,7 +30,7 @@ use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
-use crate::link::state::{Wakes, keep};
+use crate::link::state::{Request, Wakes, keep};
 use crate::mem::{BufMut, Exposed, lock};
 use crate::wire::{GrantToken, Rights};
 
@@ -41,9 +41,9 @@ use crate::wire::{GrantToken, Rights};
 /// # use ferrite_fabric::Engine;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let engine = Engine::builder(&world.verbs()).build()?;
-/// # let mut listener = engine.listen("10.0.0.1:0".parse()?)?;
+/// # let mut listener = engine.listen("127.0.0.1:0".parse()?)?;
 /// # let (there, here) = engine.block_on(async {
 /// #     let (there, here) = futures_util::join!(engine.connect(listener.local_addr()), listener.accept());
 /// #     Ok::<_, ferrite_fabric::Error>((there?, here?))
@@ -69,7 +69,8 @@ pub(crate) struct RegionShared {
     id: u64,
     rights: Rights,
     remote: RemoteSlice,
-    lane: Arc<Lane>,
+    /// `None` if only this process serves it.
+    lane: Option<Arc<Lane>>,
     state: Mutex<State>,
 }
 
@@ -98,7 +99,7 @@ pub(crate) struct Regions {
 impl Region {
     pub(crate) fn new(
         engine: Engine,
-        lane: &Arc<Lane>,
+        lane: Option<Arc<Lane>>,
         buf: BufMut,
         rights: Rights,
     ) -> Result<Self, (BufMut, Error)> {
@@ -109,7 +110,10 @@ impl Region {
         if rights.contains(Rights::WRITE) {
             access = access | Access::REMOTE_WRITE;
         }
-        let exposed = engine.pool().expose(buf, lane.index, access);
+        let exposed = match &lane {
+            Some(lane) => engine.pool().expose(buf, lane.index, access),
+            None => engine.pool().expose_without_device(buf),
+        };
         let exposed = exposed.map_err(|(buf, error)| (buf, Error::from(error)))?;
         let regions = &engine.shared().regions;
         let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 is no grant
@@ -117,7 +121,7 @@ impl Region {
             id,
             rights,
             remote: exposed.remote(),
-            lane: Arc::clone(lane),
+            lane,
             state: Mutex::new(State::Live { exposed, granted: Vec::new() }),
         });
         lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
@@ -165,10 +169,10 @@ impl Region {
         self.shared.remote.len as usize
     }
 
-    /// The device that it is reachable through.
+    /// The device that it is reachable through; `None` if only over TCP.
     #[must_use]
-    pub fn device(&self) -> &str {
-        &self.shared.lane.name
+    pub fn device(&self) -> Option<&str> {
+        self.shared.lane.as_ref().map(|lane| lane.name.as_str())
     }
 
     /// Whether peers can still reach it.
@@ -264,6 +268,34 @@ impl Regions {
         lock(&self.by_id).get(&id).and_then(Weak::upgrade)
     }
 
+    /// Carries out what the peer of `link` asks over TCP; `false` if it was not granted.
+    pub(crate) fn serve(&self, link: &Arc<LinkShared>, request: Request<'_>) -> bool {
+        let (grant, offset, len, needs) = match &request {
+            Request::Write { grant, offset, bytes } => (*grant, *offset, bytes.len(), Rights::WRITE),
+            Request::Read { grant, offset, into } => (*grant, *offset, into.len(), Rights::READ),
+        };
+        let Some(region) = self.get(grant).filter(|region| region.rights.contains(needs)) else {
+            return false;
+        };
+        let within = offset.checked_add(len as u64).is_some_and(|end| end <= region.remote.len);
+        let state = &mut *lock(&region.state);
+        let exposed = match state {
+            State::Live { exposed, granted } => {
+                let given = granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link));
+                given.then_some(exposed)
+            }
+            // Until it has let go.
+            State::Revoking { exposed, waiting, .. } => waiting.contains(&link.index).then_some(exposed),
+            State::Revoked(_) | State::Failed(_) => None,
+        };
+        let Some(exposed) = exposed.filter(|_| within) else { return false };
+        match request {
+            Request::Write { bytes, .. } => exposed.write(offset as usize, bytes),
+            Request::Read { into, .. } => exposed.read(offset as usize, into),
+        }
+        true
+    }
+
     /// First step: tells the links that have the grant.
     fn begin(&self, poller: &mut Poller, shared: &Shared, region: &RegionShared) {
         let granted = match &mut *lock(&region.state) {
@@ -316,7 +348,7 @@ impl Regions {
     /// The device goes, and every registration on it.
     pub(crate) fn on_device_gone(&self, lane: &Lane, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
-        for region in regions.iter().filter(|region| region.lane.index == lane.index) {
+        for region in regions.iter().filter(|region| region.is_on(lane)) {
             region.wait_for(Vec::new());
             region.finish_if_released(wakes, true);
         }
@@ -331,6 +363,10 @@ impl Regions {
 }
 
 impl RegionShared {
+    fn is_on(&self, lane: &Lane) -> bool {
+        self.lane.as_ref().is_some_and(|on| on.index == lane.index)
+    }
+
     fn wait_for(&self, links: Vec<u32>) {
         let state = &mut *lock(&self.state);
         let live = std::mem::replace(state, State::Revoked(None));

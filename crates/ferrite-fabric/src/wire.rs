@@ -2,10 +2,11 @@
 //!
 //! | message | where it travels |
 //! |---|---|
-//! | [`Hello`] | private data of a CM request and of its acceptance |
-//! | [`Refusal`] | private data of a CM rejection |
+//! | [`Hello`] | private data of a CM request and of its acceptance; the first bytes of a TCP connection, each way |
+//! | [`Refusal`] | private data of a CM rejection; the answer over TCP |
 //! | [`Frame`] | immediate data of every two-sided frame |
 //! | [`Control`] | payload of a control frame |
+//! | [`Parcel`] | before everything on a TCP path |
 //! | [`GrantToken`] | anywhere in the application's messages |
 //!
 //! Rules of all layouts: integers are little-endian; reserved bytes are sent as zeros and ignored when received; so is
@@ -16,12 +17,14 @@ mod control;
 mod frame;
 mod grant;
 mod hello;
+mod parcel;
 mod refusal;
 
 pub use control::{CONTROL_BYTES, Control, ControlError};
 pub use frame::Frame;
 pub use grant::{GRANT_BYTES, GrantError, GrantToken, Rights};
 pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
+pub use parcel::{PARCEL_BYTES, Parcel, ParcelKind};
 pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};
 
 /// The `N` bytes of a field, if the message is long enough.

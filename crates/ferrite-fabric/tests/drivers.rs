@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use ferrite_fabric::{Config, Engine, Link};
+use ferrite_fabric::{Config, Engine, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 /// Far longer than it takes: a wake-up that is lost is never made up for.
@@ -26,7 +26,8 @@ fn scene(busy_poll_us: u32) -> Scene {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", [10, 0, 0, 1].into()));
     let config = Config { busy_poll_us, recv_queue_depth: 32, cq_size: 256, ..Config::default() };
-    let engine = Engine::builder(&world.verbs()).config(config).build().expect("an engine");
+    let engine =
+        Engine::builder(&world.verbs()).rdma(Rdma::Require).config(config).build().expect("an engine");
     let mut listener = engine.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
     let address = listener.local_addr();
     let (there, here) =

@@ -17,7 +17,7 @@ fn world() -> (World, Fixture) {
         world.add_device(DeviceSpec::new(&host.device, host.ip));
     }
     let verbs = world.verbs();
-    (world, Fixture { verbs, hosts, slower: 1, storm_part: 1 })
+    (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
 }
 
 /// Runs a test in a world of its own; nothing may be left of it.

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ferrite_fabric::mem::{BufMut, PoolConfig};
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, Engine, ErrorKind, Link};
+use ferrite_fabric::{Config, Engine, ErrorKind, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 
 /// Receives of each side; the window is larger, so that more can be sent than there is room for.
@@ -47,7 +47,8 @@ impl Pair {
         };
         let engines = [("fake1", [10, 0, 0, 1]), ("fake2", [10, 0, 0, 2])].map(|(name, address)| {
             world.add_device(DeviceSpec::new(name, address.into()));
-            let builder = Engine::builder(&world.verbs()).device(name).config(config.clone());
+            let builder =
+                Engine::builder(&world.verbs()).rdma(Rdma::Require).device(name).config(config.clone());
             builder.build().expect("an engine")
         });
         let mut listener = engines[1].listen(([10, 0, 0, 2], 0).into()).expect("to listen");

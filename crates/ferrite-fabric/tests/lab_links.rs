@@ -11,7 +11,7 @@ fn run(test: impl FnOnce(&Fixture)) {
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     let hosts = [Host::new("rxe1", "10.0.0.1"), Host::new("rxe2", "10.0.0.2")];
     let (slower, storm_part) = if emulated { (20, 100) } else { (1, 2) };
-    test(&Fixture { verbs, hosts, slower, storm_part });
+    test(&Fixture { verbs: Some(verbs), tls: None, hosts, slower, storm_part });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 

@@ -11,7 +11,10 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams};
 use futures_channel::oneshot;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 
+use super::sockets::Dial;
 use super::{Meeting, bring_up, initialise, lane_of, params, since};
 use crate::diagnose::{self, Failure, Subject};
 use crate::engine::poller::Poller;
@@ -20,6 +23,7 @@ use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
+use crate::policy::{Fallback, Rdma};
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
 /// The kernel can miss the moment when a neighbour's address becomes known, and then looks again only when its time is
@@ -32,7 +36,7 @@ const FIRST_RESOLVE: Duration = Duration::from_millis(250);
 /// use ferrite_fabric::ConnectOptions;
 /// use std::time::Duration;
 ///
-/// let options = ConnectOptions::new().local("10.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
+/// let options = ConnectOptions::new().local("127.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -40,6 +44,9 @@ const FIRST_RESOLVE: Duration = Duration::from_millis(250);
 pub struct ConnectOptions {
     local: Option<SocketAddr>,
     timeout: Option<Duration>,
+    rdma: Option<Rdma>,
+    tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    require_encryption: bool,
 }
 
 impl ConnectOptions {
@@ -55,14 +62,34 @@ impl ConnectOptions {
         self
     }
 
-    /// How long the whole handshake may take, waiting for its turn included.
+    /// Whether RDMA may carry it; without this, what the engine's settings say.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = Some(rdma);
+        self
+    }
+
+    /// TLS for the case that TCP carries it: what to trust, and what the peer's certificate must be for.
+    pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
+        self.tls = Some((config, name));
+        self
+    }
+
+    /// Nothing in clear text. RDMA payload is, so TCP with TLS carries the link: see [`ConnectOptions::tls`].
+    pub fn require_encryption(mut self) -> Self {
+        self.require_encryption = true;
+        self
+    }
+
+    /// How long the handshake may take on each way, waiting for its turn included.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 }
 
-type Reply = Result<Arc<LinkShared>, Error>;
+/// Who waits for a link.
+pub(super) type Reply = oneshot::Sender<Opened>;
+type Opened = Result<Arc<LinkShared>, Error>;
 
 /// A handshake that this side began.
 pub(crate) struct Outgoing {
@@ -75,7 +102,9 @@ pub(crate) struct Outgoing {
     patience: Duration,
     asked: Instant,
     link: Option<(Arc<LinkShared>, ConnectedBy)>,
-    reply: oneshot::Sender<Reply>,
+    reply: Reply,
+    /// The way to take when this one fails.
+    otherwise: Option<OverTcp>,
     /// Why the last try failed, for the case that time runs out.
     last: Option<Error>,
 }
@@ -102,7 +131,7 @@ impl Outgoing {
 #[must_use = "futures do nothing unless awaited"]
 pub struct Connecting {
     engine: Engine,
-    reply: oneshot::Receiver<Reply>,
+    reply: oneshot::Receiver<Opened>,
 }
 
 impl Future for Connecting {
@@ -144,8 +173,25 @@ impl Engine {
     /// The same, with options.
     pub fn connect_with(&self, peer: SocketAddr, options: &ConnectOptions) -> Connecting {
         let (reply, receiver) = oneshot::channel();
+        let connecting = Connecting { engine: self.clone(), reply: receiver };
         let now = Instant::now();
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        let (rdma, over_tcp) = match self.ways(peer, options, timeout) {
+            Ok(ways) => ways,
+            Err(error) => {
+                let _ = reply.send(Err(error));
+                return connecting;
+            }
+        };
+        if !rdma {
+            if let Some(over_tcp) = over_tcp {
+                self.shared().with_poller(|poller, shared| {
+                    poller.now = now;
+                    poller.dial(shared, over_tcp.dial(now, reply, None));
+                });
+            }
+            return connecting;
+        }
         let outgoing = Box::new(Outgoing {
             id: None,
             peer,
@@ -155,6 +201,7 @@ impl Engine {
             asked: now,
             link: None,
             reply,
+            otherwise: over_tcp,
             last: None,
         });
         self.shared().with_poller(|poller, shared| {
@@ -162,7 +209,48 @@ impl Engine {
             poller.meetings.waiting.push_back(outgoing);
             poller.start_waiting(shared);
         });
-        Connecting { engine: self.clone(), reply: receiver }
+        connecting
+    }
+
+    /// Whether RDMA is tried, and how TCP is, if it may be.
+    fn ways(
+        &self,
+        peer: SocketAddr,
+        options: &ConnectOptions,
+        timeout: Duration,
+    ) -> Result<(bool, Option<OverTcp>), Error> {
+        let policy = options.rdma.unwrap_or(self.config().rdma);
+        if options.require_encryption && policy == Rdma::Require {
+            let what = "encryption and RDMA are both required: RDMA payload is clear text";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        let name = || ServerName::IpAddress(peer.ip().into());
+        let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
+        if options.require_encryption && tls.is_none() {
+            let what = "encryption is required, and there is no TLS configuration (ConnectOptions::tls)";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        let over_tcp = OverTcp { peer, local: options.local, timeout, tls };
+        Ok(match policy {
+            Rdma::Require => (true, None),
+            Rdma::Prefer => (!options.require_encryption, Some(over_tcp)),
+            Rdma::Forbid => (false, Some(over_tcp)),
+        })
+    }
+}
+
+/// How to connect over TCP.
+struct OverTcp {
+    peer: SocketAddr,
+    local: Option<SocketAddr>,
+    timeout: Duration,
+    tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+}
+
+impl OverTcp {
+    fn dial(self, now: Instant, reply: Reply, fallback: Option<Fallback>) -> Dial {
+        let Self { peer, local, timeout, tls } = self;
+        Dial { peer, local, deadline: now + timeout, tls, reply, fallback }
     }
 }
 
@@ -349,9 +437,9 @@ impl Poller {
         self.finish(shared, outgoing, Err(error));
     }
 
-    fn finish(&mut self, shared: &Shared, outgoing: Outgoing, reply: Reply) {
-        let Outgoing { id, link, reply: to, .. } = outgoing;
-        match (&reply, link) {
+    fn finish(&mut self, shared: &Shared, outgoing: Outgoing, opened: Opened) {
+        let Outgoing { id, link, reply, otherwise, .. } = outgoing;
+        match (&opened, link) {
             (Err(error), Some((link, _))) => self.unmake_link(shared, &link, error),
             (Ok(_), _) => {
                 shared.counters.connected.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
@@ -359,8 +447,16 @@ impl Poller {
             _ => {}
         }
         drop(id);
-        if let Err(Ok(link)) = to.send(reply) {
-            link.close(); // nobody wanted it any more
+        match (opened, otherwise) {
+            (Err(error), Some(otherwise)) if !reply.is_canceled() => {
+                let fallback = Some(Fallback::new(error));
+                self.dial(shared, otherwise.dial(self.now, reply, fallback));
+            }
+            (opened, _) => {
+                if let Err(Ok(link)) = reply.send(opened) {
+                    link.close(); // nobody wanted it any more
+                }
+            }
         }
         self.start_waiting(shared);
     }

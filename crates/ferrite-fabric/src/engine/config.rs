@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::mem::PoolConfig;
+use crate::policy::Rdma;
 
 /// How an [`Engine`](crate::Engine) works. The names are those that people know from other RDMA software.
 ///
@@ -16,6 +17,8 @@ use crate::mem::PoolConfig;
 pub struct Config {
     /// Registered memory: sizes and limits.
     pub memory: PoolConfig,
+    /// Whether RDMA carries links: `prefer`, `require` or `forbid`. Listeners and connects may say otherwise. Prefer.
+    pub rdma: Rdma,
     /// How long to look for completions before sleeping, in microseconds. 50. More costs CPU, and answers sooner.
     pub busy_poll_us: u32,
     /// Completions taken at a time. 32.
@@ -68,6 +71,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             memory: PoolConfig::default(),
+            rdma: Rdma::default(),
             busy_poll_us: 50,
             poll_batch: 32,
             send_queue_depth: 128,

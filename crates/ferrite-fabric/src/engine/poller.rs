@@ -18,7 +18,7 @@ use super::links::Links;
 use super::slots::WorkId;
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
-use crate::connect::{Meeting, Meetings};
+use crate::connect::{Meeting, Meetings, Sockets};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
@@ -47,6 +47,7 @@ pub(crate) struct Poller {
     by_qp: HashMap<u64, u32>,
     pub(crate) cm: Option<EventChannel>,
     pub(crate) meetings: Meetings,
+    pub(crate) sockets: Sockets,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// Links that called and have not been attended to.
@@ -69,6 +70,7 @@ impl Poller {
             by_qp: HashMap::new(),
             cm: None,
             meetings: Meetings::default(),
+            sockets: Sockets::default(),
             timers: Timers::default(),
             clock_set: None,
             calls: VecDeque::new(),
@@ -85,11 +87,17 @@ impl Poller {
         let mut done = 0;
         // First, because what follows goes by the time of the last look.
         let now = shared.clock.now();
-        if shared.mailbox.is_asleep() || now.saturating_duration_since(self.looked) >= LOOK_EVERY {
+        if shared.mailbox.is_asleep()
+            || self.sockets.are_in_use()
+            || now.saturating_duration_since(self.looked) >= LOOK_EVERY
+        {
             self.looked = now;
             done += shared.mailbox.awake(|| self.look(shared));
         }
         done += self.reap(shared);
+        if self.sockets.has_ready() {
+            done += self.serve_sockets(shared);
+        }
         let calls = shared.mailbox.take();
         if !calls.is_empty() || !self.calls.is_empty() {
             self.calls.extend(calls);
@@ -144,9 +152,8 @@ impl Poller {
             if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !lane.is_gone() {
                 // What fails here fails again, and is seen by peers as back-pressure.
                 let _ = gear.refill(&shared.pool);
-                if gear.stock.missing() > 0 && !std::mem::replace(&mut self.starved, true) {
-                    // Nobody tells when there is memory again.
-                    self.timers.add(self.now + STARVED, Timer::Refill);
+                if gear.stock.missing() > 0 {
+                    self.look_for_memory();
                 }
             }
         }
@@ -155,6 +162,13 @@ impl Poller {
             shared.counters.completions.fetch_add(total as u64, Ordering::Relaxed);
         }
         total
+    }
+
+    /// There was too little memory for what comes in. Nobody tells when there is some again.
+    pub(crate) fn look_for_memory(&mut self) {
+        if !std::mem::replace(&mut self.starved, true) {
+            self.timers.add(self.now + STARVED, Timer::Refill);
+        }
     }
 
     /// Takes all completions that are there now; those that keep coming wait for the next pass.
@@ -231,6 +245,7 @@ impl Poller {
                 Ready::Device(lane) => done += self.device_events(shared, lane),
                 Ready::Cm => done += self.cm_events(shared),
                 Ready::Mailbox => shared.mailbox.silence(),
+                Ready::Socket(id) => self.sockets.on_ready(id),
                 Ready::Clock => {
                     shared.waits.silence_clock();
                     self.clock_set = None;
@@ -283,7 +298,7 @@ impl Poller {
         lane.set_gone();
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            links.iter().filter(|link| link.lane.index == lane.index).cloned().collect()
+            links.iter().filter(|link| link.is_on(lane)).cloned().collect()
         };
         for link in links {
             let what = format!("link to {}: {}: {why}", link.peer_name(), lane.name);
@@ -297,11 +312,14 @@ impl Poller {
     /// that somebody holds.
     fn retire_if_unused(&mut self, shared: &Shared, lane: usize) {
         let lane = &shared.lanes[lane];
+        if !lane.is_gone() {
+            return;
+        }
         let in_use = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            links.iter().any(|link| link.lane.index == lane.index)
+            links.iter().any(|link| link.is_on(lane))
         };
-        if !lane.is_gone() || in_use {
+        if in_use {
             return;
         }
         shared.regions.on_device_gone(lane, &mut self.wakes);
@@ -355,16 +373,19 @@ impl Poller {
             Timer::Flushed(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 let what = format!(
-                    "link to {} (queue pair {:#x} on {}): the queue pair failed, and nobody says why",
+                    "link to {} ({}): the queue pair failed, and nobody says why",
                     link.peer_name(),
-                    link.qp_num,
-                    link.lane.name
+                    link.carrier()
                 );
                 let causes = link.causes(Failure::Completion(Status::FLUSHED));
                 link.fail(Error::new(ErrorKind::LinkDown, what).with_causes(causes));
                 self.attend(shared, name.index);
             }
-            Timer::Refill => self.starved = false, // the pass goes on to do it
+            Timer::Refill => {
+                self.starved = false; // the pass goes on to do it
+                self.sockets.unstarve();
+            }
+            Timer::Greeting(id) => self.greeting_timed_out(id),
             Timer::Meeting(key) => self.meeting_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),
@@ -399,8 +420,8 @@ impl Poller {
                 shared.counters.failed_links.fetch_add(1, Ordering::Relaxed);
             }
             shared.regions.on_link_down(index, &mut self.wakes);
-            if let Some(path) = link.path.get() {
-                self.meetings.hang_up(path.cm_key);
+            if let Some(key) = link.route().cm_key {
+                self.meetings.hang_up(key);
             }
             self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
         }
@@ -419,17 +440,28 @@ impl Poller {
             }
             return;
         }
-        self.by_qp.remove(&qp_key(link.lane.index, link.qp_num));
-        if let Some(path) = link.path.get() {
-            self.meetings.remove(path.cm_key);
+        let route = link.route();
+        if let Some(lane) = &route.lane {
+            self.by_qp.remove(&qp_key(lane.index, route.qp_num));
+        }
+        if let Some(key) = route.cm_key {
+            self.meetings.remove(key);
+        }
+        if let Some(socket) = route.socket {
+            self.sockets.forget(socket);
         }
         shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(link.index);
-        self.retire_if_unused(shared, link.lane.index);
+        if let Some(lane) = route.lane {
+            self.retire_if_unused(shared, lane.index);
+        }
     }
 
     /// Puts a link where its completions find it.
     pub(crate) fn enter(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
-        self.by_qp.insert(qp_key(link.lane.index, link.qp_num), link.index);
+        let route = link.route();
+        if let Some(lane) = route.lane {
+            self.by_qp.insert(qp_key(lane.index, route.qp_num), link.index);
+        }
         shared
             .links
             .write()
@@ -452,7 +484,7 @@ impl Poller {
             shared.waits.set_clock(soonest);
             self.clock_set = soonest;
         }
-        if !shared.mailbox.fall_asleep() || found > 0 || !self.calls.is_empty() {
+        if !shared.mailbox.fall_asleep() || found > 0 || !self.calls.is_empty() || self.sockets.has_ready() {
             return false;
         }
         shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
@@ -474,6 +506,7 @@ impl Poller {
     /// Ends all handshakes and connections: the engine ends.
     pub(crate) fn hang_up(&mut self) {
         self.meetings = Meetings::default();
+        self.sockets = Sockets::default();
     }
 
     pub(crate) fn meeting(&mut self, key: CmKey) -> Option<Meeting> {

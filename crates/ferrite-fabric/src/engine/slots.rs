@@ -105,6 +105,11 @@ impl<T> SendQueue<T> {
         Self { qp: Some(qp), table: Table::new(capacity, first_generation), owner, domain }
     }
 
+    /// Without a queue pair: of a link that something else carries.
+    pub(crate) fn none() -> Self {
+        Self { qp: None, table: Table::new(0, 0), owner: 0, domain: 0 }
+    }
+
     pub(crate) fn qp(&self) -> Option<&QueuePair> {
         self.qp.as_ref()
     }

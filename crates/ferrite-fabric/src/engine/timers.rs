@@ -28,6 +28,8 @@ pub(crate) enum Timer {
     Refill,
     /// Has this handshake got anywhere?
     Meeting(CmKey),
+    /// Has this greeting over TCP got anywhere?
+    Greeting(u64),
     /// Try this handshake again.
     Retry(u64),
     /// A grant's time is over.

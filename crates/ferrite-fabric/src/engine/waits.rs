@@ -21,9 +21,11 @@ pub(crate) enum Ready {
     Cm,
     Mailbox,
     Clock,
+    /// The TCP connection with this number.
+    Socket(u64),
 }
 
-const KINDS: u64 = 5;
+const KINDS: u64 = 6;
 
 impl Ready {
     fn token(self) -> u64 {
@@ -33,6 +35,7 @@ impl Ready {
             Self::Cm => 2,
             Self::Mailbox => 3,
             Self::Clock => 4,
+            Self::Socket(id) => id * KINDS + 5,
         }
     }
 
@@ -43,7 +46,8 @@ impl Ready {
             1 => Self::Device(lane),
             2 => Self::Cm,
             3 => Self::Mailbox,
-            _ => Self::Clock,
+            4 => Self::Clock,
+            _ => Self::Socket(token / KINDS),
         }
     }
 }
@@ -71,6 +75,14 @@ impl Waits {
         let data = epoll::EventData::new_u64(ready.token());
         let changes_only = if cfg!(miri) { epoll::EventFlags::ET } else { epoll::EventFlags::empty() }; // as it has it
         epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN | changes_only).map_err(system("epoll_ctl"))
+    }
+
+    /// Tells once when there is more to read or room to write: whoever is told goes on until there is none.
+    pub(crate) fn add_socket(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
+        use epoll::EventFlags as Flags;
+        let data = epoll::EventData::new_u64(ready.token());
+        let flags = Flags::IN | Flags::OUT | Flags::RDHUP | Flags::ET;
+        epoll::add(&self.epoll, fd, data, flags).map_err(system("epoll_ctl"))
     }
 
     /// What is ready now, without waiting.

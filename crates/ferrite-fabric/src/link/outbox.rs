@@ -42,6 +42,8 @@ pub(crate) struct OneSided {
     pub(crate) held: Held,
     pub(crate) ticket: Option<Ticket>,
     pub(crate) grant: u64,
+    /// Where in what was granted.
+    pub(crate) offset: u64,
     pub(crate) bytes: u32,
 }
 
@@ -61,6 +63,8 @@ pub(crate) struct Allowed {
     /// Bytes of messages that may be under way together, and their frames.
     pub(crate) max_message_bytes: u64,
     pub(crate) max_frames: u64,
+    /// Whether a one-sided operation may go.
+    pub(crate) one_sided: bool,
 }
 
 /// Frames that a message of these parts takes: each part begins a new one.
@@ -136,7 +140,16 @@ impl Outbox {
         None
     }
 
+    /// Bytes that the next one-sided operation reads, if there is one.
+    pub(crate) fn next_one_sided_reads(&self) -> Option<u64> {
+        let next = self.one_sided.front()?;
+        Some(if matches!(next.operation, Operation::Read(_)) { next.bytes.into() } else { 0 })
+    }
+
     fn next_one_sided(&mut self, allowed: Allowed) -> Option<OneSided> {
+        if !allowed.one_sided {
+            return None;
+        }
         let needs_credit = matches!(self.one_sided.front()?.operation, Operation::WriteImm(..));
         if needs_credit && allowed.credits == 0 {
             return None;

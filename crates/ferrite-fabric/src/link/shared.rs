@@ -2,7 +2,7 @@
 
 use std::fmt;
 use std::net::SocketAddr;
-use std::sync::{Arc, Mutex, OnceLock};
+use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
@@ -19,6 +19,7 @@ use crate::engine::slots::Held;
 use crate::engine::timers::LinkName;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut, Pool, lock};
+use crate::policy::Fallback;
 use crate::wire::{GrantToken, Rights};
 
 pub(crate) struct LinkShared {
@@ -26,46 +27,76 @@ pub(crate) struct LinkShared {
     state: Mutex<LinkState>,
     pub(crate) index: u32,
     pub(crate) name: LinkName,
-    pub(crate) qp_num: u32,
-    pub(crate) lane: Arc<Lane>,
     pub(crate) pool: Pool,
     mailbox: Arc<Mailbox>,
-    pub(crate) path: OnceLock<PathInfo>,
+    route: Mutex<Route>,
+    /// Why it is on TCP, if it should not be.
+    fallback: Mutex<Option<Fallback>>,
     /// The port when the link was last known to be well.
     baseline: Mutex<Option<Baseline>>,
 }
 
-/// Where a link goes, known when the handshake is done.
-#[derive(Debug, Clone)]
-pub(crate) struct PathInfo {
-    pub(crate) cm_key: CmKey,
+/// What carries a link, and where it goes.
+#[derive(Clone, Default)]
+pub(crate) struct Route {
+    /// The device and the queue pair, on RDMA.
+    pub(crate) lane: Option<Arc<Lane>>,
+    pub(crate) qp_num: u32,
     pub(crate) port: u8,
+    pub(crate) mtu: Option<Mtu>,
+    /// The connection manager's name for it, if it made the link.
+    pub(crate) cm_key: Option<CmKey>,
+    /// The engine's number of the connection, and whether it is encrypted, on TCP.
+    pub(crate) socket: Option<u64>,
+    pub(crate) encrypted: bool,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) peer: Option<SocketAddr>,
-    pub(crate) mtu: Mtu,
 }
 
 impl LinkShared {
-    pub(crate) fn new(
-        name: LinkName,
-        state: LinkState,
-        lane: Arc<Lane>,
-        pool: Pool,
-        mailbox: Arc<Mailbox>,
-    ) -> Self {
-        let qp_num = state.queue.qp().map_or(0, ferrite_verbs::QueuePair::number);
-        let index = name.index;
+    pub(crate) fn new(name: LinkName, state: LinkState, pool: Pool, mailbox: Arc<Mailbox>) -> Self {
+        let route = Route {
+            lane: state.lane.clone(),
+            qp_num: state.queue.qp().map_or(0, ferrite_verbs::QueuePair::number),
+            port: 1,
+            ..Route::default()
+        };
         Self {
             state: Mutex::new(state),
-            index,
+            index: name.index,
             name,
-            qp_num,
-            lane,
             pool,
             mailbox,
-            path: OnceLock::new(),
+            route: Mutex::new(route),
+            fallback: Mutex::new(None),
             baseline: Mutex::new(None),
         }
+    }
+
+    /// What carries it now.
+    pub(crate) fn route(&self) -> Route {
+        lock(&self.route).clone()
+    }
+
+    pub(crate) fn set_route(&self, set: impl FnOnce(&mut Route)) {
+        set(&mut lock(&self.route));
+    }
+
+    pub(crate) fn fallback(&self) -> Option<Fallback> {
+        lock(&self.fallback).clone()
+    }
+
+    pub(crate) fn set_fallback(&self, fallback: Option<Fallback>) {
+        *lock(&self.fallback) = fallback;
+    }
+
+    /// The device that carries it; `None` on TCP.
+    pub(crate) fn lane(&self) -> Option<Arc<Lane>> {
+        lock(&self.route).lane.clone()
+    }
+
+    pub(crate) fn is_on(&self, lane: &Lane) -> bool {
+        lock(&self.route).lane.as_ref().is_some_and(|on| on.index == lane.index)
     }
 
     /// Runs `act` under the lock, then whatever must happen outside of it.
@@ -82,8 +113,8 @@ impl LinkShared {
         wakes: &mut Wakes,
         act: impl FnOnce(&mut LinkState, &Around<'_>, &mut Wakes) -> R,
     ) -> R {
-        let around = Around { index: self.index, lane: &self.lane, pool: &self.pool };
         let mut state = lock(&self.state);
+        let around = Around { index: self.index, lane: state.lane.clone(), pool: &self.pool };
         let result = act(&mut state, &around, wakes);
         let attention = state.wants_attention();
         if attention {
@@ -105,20 +136,20 @@ impl LinkShared {
             _ => ErrorKind::LinkDown,
         };
         let causes = self.causes(Failure::Completion(status));
-        let what = format!("link to {peer} (queue pair {:#x} on {}): {status}", self.qp_num, self.lane.name);
+        let what = format!("link to {peer} ({}): {status}", self.carrier());
         Error::completion(kind, what, status, causes)
     }
 
     #[cold]
     pub(crate) fn causes(&self, failure: Failure) -> Vec<diagnose::Cause> {
-        let path = self.path.get();
+        let Route { lane, port, local, peer, .. } = self.route();
         let baseline = lock(&self.baseline).clone();
-        let Some(context) = self.lane.context() else { return Vec::new() };
+        let Some(context) = lane.and_then(|lane| lane.context()) else { return Vec::new() };
         diagnose::causes(&Subject {
             context: &context,
-            port: path.map_or(1, |path| path.port),
-            local: path.and_then(|path| path.local),
-            peer: path.and_then(|path| path.peer),
+            port,
+            local,
+            peer,
             baseline: baseline.as_ref(),
             failure,
         })
@@ -126,12 +157,22 @@ impl LinkShared {
 
     /// The link is well: from here on a diagnosis counts what changed.
     pub(crate) fn is_well(&self) {
-        let port = self.path.get().map_or(1, |path| path.port);
-        *lock(&self.baseline) = self.lane.context().map(|context| Baseline::take(&context, port));
+        let Route { lane, port, .. } = self.route();
+        let context = lane.and_then(|lane| lane.context());
+        *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
     }
 
     pub(crate) fn peer_name(&self) -> String {
-        self.path.get().and_then(|path| path.peer).map_or_else(|| "a peer".into(), |peer| peer.to_string())
+        lock(&self.route).peer.map_or_else(|| "a peer".into(), |peer| peer.to_string())
+    }
+
+    /// What carries it, for people.
+    pub(crate) fn carrier(&self) -> String {
+        match self.route() {
+            Route { lane: Some(lane), qp_num, .. } => format!("queue pair {qp_num:#x} on {}", lane.name),
+            Route { encrypted: true, .. } => "TCP with TLS".into(),
+            _ => "TCP".into(),
+        }
     }
 
     /// Queues a message and posts what may go. Without room, `waker` is called when there is some.
@@ -253,7 +294,8 @@ impl LinkShared {
             if !state.has_room(len as u64) {
                 return Err((held, full()));
             }
-            let operation = OneSided { operation, held, ticket: None, grant: grant.grant, bytes: len as u32 };
+            let operation =
+                OneSided { operation, held, ticket: None, grant: grant.grant, offset, bytes: len as u32 };
             let ticket = state.push_one_sided(operation, true);
             state.pump(around, wakes);
             Ok(ticket.expect("a ticket was asked for"))
@@ -332,9 +374,8 @@ impl LinkShared {
 impl fmt::Debug for LinkShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Link")
-            .field("peer", &self.path.get().and_then(|path| path.peer))
-            .field("device", &self.lane.name)
-            .field("qp", &format_args!("{:#x}", self.qp_num))
+            .field("peer", &lock(&self.route).peer)
+            .field("over", &self.carrier())
             .finish_non_exhaustive()
     }
 }

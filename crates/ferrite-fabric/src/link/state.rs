@@ -11,10 +11,14 @@
 //! if there is none to send, in a control frame of its own. Control frames need no credit: they are consumed at once, and
 //! if ever no receive is posted, the device repeats them until one is.
 
+mod over_tcp;
 mod receiving;
 mod sending;
 
+pub(crate) use over_tcp::{Reading, Request};
+
 use std::collections::{BTreeSet, VecDeque};
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
@@ -24,6 +28,7 @@ use super::inbox::{Arrived, Inbox, Limits};
 use super::message::Message;
 use super::outbox::{Letter, OneSided, Outbox, frames};
 use super::stats::LinkStats;
+use super::tcp::TcpPath;
 use super::tickets::{Outcome, Ticket, Tickets};
 use crate::engine::lane::Lane;
 use crate::engine::slots::{Held, InFlight, SendQueue, Work};
@@ -63,13 +68,42 @@ pub(crate) enum Phase {
 /// What the lock's holder needs from outside.
 pub(crate) struct Around<'a> {
     pub(crate) index: u32,
-    pub(crate) lane: &'a Lane,
+    /// The device that carries the link when the lock is taken; `None` on TCP.
+    pub(crate) lane: Option<Arc<Lane>>,
     pub(crate) pool: &'a Pool,
+}
+
+impl Around<'_> {
+    /// Takes up to `wanted` entries of the completion queue.
+    fn reserve(&self, wanted: usize) -> usize {
+        self.lane.as_ref().map_or(0, |lane| lane.reserve(wanted))
+    }
+
+    fn release(&self, entries: usize) {
+        if let Some(lane) = &self.lane {
+            lane.release(entries);
+        }
+    }
+
+    fn is_pressed(&self) -> bool {
+        self.lane.as_ref().is_some_and(|lane| lane.is_pressed())
+    }
+
+    /// Stands in line for entries.
+    fn wait(&self) {
+        if let Some(lane) = &self.lane {
+            lane.wait(self.index);
+        }
+    }
 }
 
 pub(crate) struct LinkState {
     pub(crate) phase: Phase,
     pub(crate) queue: SendQueue<Tag>,
+    /// Whose queues the queue pair uses; `None` on TCP.
+    pub(crate) lane: Option<Arc<Lane>>,
+    /// The connection, on TCP.
+    pub(crate) tcp: Option<TcpPath>,
     pub(crate) stats: LinkStats,
     outbox: Outbox,
     tickets: Tickets,
@@ -143,11 +177,29 @@ const REVOKING_MAX: usize = 64;
 const CONTROLS_MAX: usize = 1024;
 
 impl LinkState {
-    pub(crate) fn new(queue: SendQueue<Tag>, inline: usize, limits: OwnLimits) -> Self {
+    /// Over a queue pair.
+    pub(crate) fn new(queue: SendQueue<Tag>, lane: Arc<Lane>, inline: usize, limits: OwnLimits) -> Self {
+        Self::with(queue, Some(lane), None, inline, limits)
+    }
+
+    /// Over a TCP connection.
+    pub(crate) fn over_tcp(tcp: TcpPath, limits: OwnLimits) -> Self {
+        Self::with(SendQueue::none(), None, Some(tcp), 0, limits)
+    }
+
+    fn with(
+        queue: SendQueue<Tag>,
+        lane: Option<Arc<Lane>>,
+        tcp: Option<TcpPath>,
+        inline: usize,
+        limits: OwnLimits,
+    ) -> Self {
         let Hello { channels, max_message_bytes, .. } = limits.hello;
         Self {
             phase: Phase::Opening,
             queue,
+            lane,
+            tcp,
             stats: LinkStats::default(),
             outbox: Outbox::default(),
             tickets: Tickets::default(),
@@ -409,7 +461,7 @@ impl LinkState {
     /// Whether the engine is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
     /// back.
     pub(crate) fn wants_attention(&self) -> bool {
-        let down = self.failure().is_some() && self.queue.qp().is_some();
+        let down = self.failure().is_some() && (self.queue.qp().is_some() || self.tcp.is_some());
         down && (!self.announced || self.queue.in_flight() == 0)
             || !self.released.is_empty()
             || !self.flushed.is_empty() && !self.flush_called
@@ -420,8 +472,11 @@ impl LinkState {
         !self.flushed.is_empty() && !std::mem::replace(&mut self.flush_called, true)
     }
 
-    /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone.
+    /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone. Closes the connection.
     pub(crate) fn destroy(&mut self, around: &Around<'_>, by_force: bool, wakes: &mut Wakes) -> bool {
+        if self.close_tcp(by_force, wakes) {
+            self.inbox.drop_partial();
+        }
         if self.queue.qp().is_none() {
             return true;
         }
@@ -438,7 +493,7 @@ impl LinkState {
                 wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
             }
         });
-        around.lane.release(entries);
+        around.release(entries);
         if destroyed.is_ok() {
             self.inbox.drop_partial();
         }

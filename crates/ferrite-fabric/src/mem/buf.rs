@@ -24,7 +24,7 @@ use super::lease::Lease;
 /// # use ferrite_fabric::mem::{Pool, Purpose};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let buf = pool.take_uncharged(64, Purpose::Send)?.freeze();
@@ -99,7 +99,7 @@ impl Span {
 /// # use ferrite_fabric::mem::Pool;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let mut buf = pool.take_uncharged(1000, Purpose::Send)?;
@@ -224,7 +224,7 @@ impl fmt::Debug for BufMut {
 /// # use ferrite_fabric::mem::Pool;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let mut buf = pool.take_uncharged(11, Purpose::Receive)?;

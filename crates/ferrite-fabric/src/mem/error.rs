@@ -13,7 +13,7 @@ use super::class::Purpose;
 /// # use ferrite_fabric::mem::Pool;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let greedy = Account::new("peer 10.0.0.7", 16 << 10);

@@ -23,7 +23,7 @@ use super::error::PoolError;
 /// # use ferrite_fabric::mem::Pool;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let mut buf = pool.take_uncharged(4096, Purpose::Receive)?;
@@ -38,7 +38,15 @@ use super::error::PoolError;
 /// ```
 pub struct Exposed {
     /// `None` only after `revoke` has taken it.
-    held: Option<(MemoryRegion, BufMut)>,
+    held: Option<(Key, BufMut)>,
+}
+
+/// How a peer gets at it.
+enum Key {
+    /// By the device, without asking.
+    Device(MemoryRegion),
+    /// By asking this process.
+    Process,
 }
 
 impl Exposed {
@@ -54,7 +62,7 @@ impl Exposed {
                 let counters = &buf.core().counters;
                 counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
                 counters.exposed_bytes.fetch_add(buf.len() as u64, Ordering::Relaxed);
-                Ok(Self { held: Some((region, buf)) })
+                Ok(Self { held: Some((Key::Device(region), buf)) })
             }
             Err(error) => {
                 let error = PoolError::from(error);
@@ -64,21 +72,32 @@ impl Exposed {
         }
     }
 
-    fn region(&self) -> &MemoryRegion {
-        &self.held.as_ref().expect("held until it is revoked").0
+    /// For peers that this process serves: no device knows of it.
+    pub(super) fn without_device(buf: BufMut) -> Self {
+        let counters = &buf.core().counters;
+        counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
+        counters.exposed_bytes.fetch_add(buf.len() as u64, Ordering::Relaxed);
+        Self { held: Some((Key::Process, buf)) }
     }
 
-    /// What the peer needs to address it: send it these numbers.
+    fn held(&self) -> &(Key, BufMut) {
+        self.held.as_ref().expect("held until it is revoked")
+    }
+
+    /// What the peer needs to address it: send it these numbers. Without a device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
-        self.region().remote(0..self.len())
+        match &self.held().0 {
+            Key::Device(region) => region.remote(0..self.len()),
+            Key::Process => RemoteSlice { addr: 0, len: self.len() as u64, rkey: 0 },
+        }
     }
 
     /// Its length in bytes; never 0.
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "what is exposed is never empty")]
     pub fn len(&self) -> usize {
-        self.region().len()
+        self.held().1.len()
     }
 
     /// Copies bytes out. What the peer writes meanwhile may be seen in part.
@@ -86,7 +105,10 @@ impl Exposed {
     /// # Panics
     /// If they are not within it.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
-        self.region().read(offset, out);
+        match self.held() {
+            (Key::Device(region), _) => region.read(offset, out),
+            (Key::Process, buf) => out.copy_from_slice(&buf[offset..offset + out.len()]),
+        }
     }
 
     /// Copies bytes in. A peer that reads meanwhile may see a part.
@@ -94,7 +116,10 @@ impl Exposed {
     /// # Panics
     /// If they are not within it.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
-        self.held.as_mut().expect("held until it is revoked").0.write(offset, bytes);
+        match self.held.as_mut().expect("held until it is revoked") {
+            (Key::Device(region), _) => region.write(offset, bytes),
+            (Key::Process, buf) => buf[offset..offset + bytes.len()].copy_from_slice(bytes),
+        }
     }
 
     /// Takes the key away and gives the buffer back: no access of the peer's is under way or can come any more.
@@ -102,7 +127,11 @@ impl Exposed {
     /// # Errors
     /// What the device said if it did not let go; it is still exposed then.
     pub fn revoke(mut self) -> Result<BufMut, (Self, PoolError)> {
-        let (region, buf) = self.held.take().expect("held until it is revoked");
+        let (key, buf) = self.held.take().expect("held until it is revoked");
+        let Key::Device(region) = key else {
+            not_exposed(&buf);
+            return Ok(buf);
+        };
         match region.deregister() {
             Ok(()) => {
                 not_exposed(&buf);
@@ -110,7 +139,7 @@ impl Exposed {
             }
             Err((region, error)) => {
                 buf.core().counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
-                self.held = Some((region, buf));
+                self.held = Some((Key::Device(region), buf));
                 Err((self, error.into()))
             }
         }
@@ -119,9 +148,11 @@ impl Exposed {
 
 impl Drop for Exposed {
     fn drop(&mut self) {
-        let Some((region, buf)) = self.held.take() else { return };
+        let Some((key, buf)) = self.held.take() else { return };
         not_exposed(&buf);
-        if let Err((region, _)) = region.deregister() {
+        if let Key::Device(region) = key
+            && let Err((region, _)) = region.deregister()
+        {
             let core = std::sync::Arc::clone(buf.core());
             core.counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
             core.quarantine(region, buf);
@@ -137,6 +168,6 @@ fn not_exposed(buf: &BufMut) {
 
 impl fmt::Debug for Exposed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Exposed").field("len", &self.len()).field("rkey", &self.region().rkey()).finish()
+        f.debug_struct("Exposed").field("len", &self.len()).field("rkey", &self.remote().rkey).finish()
     }
 }

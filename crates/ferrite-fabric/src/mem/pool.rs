@@ -104,7 +104,7 @@ impl PoolConfig {
 /// use ferrite_fabric::mem::{Pool, PoolConfig};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// let pool = Pool::builder(&[domain])
 ///     .config(PoolConfig { receive_reserve: 32 << 20, ..PoolConfig::default() })
@@ -171,12 +171,9 @@ impl Builder {
     /// Maps and registers what the pool begins with.
     ///
     /// # Errors
-    /// [`PoolError::Misuse`] if the sizes do not fit together or there is no domain; [`PoolError::Register`] if the
+    /// [`PoolError::Misuse`] if the sizes do not fit together; [`PoolError::Register`] if the
     /// locked-memory limit or the device refuses: its text has the figures and the remedy.
     pub fn build(self) -> Result<Pool, PoolError> {
-        if self.domains.is_empty() {
-            return Err(PoolError::Misuse("a pool needs a protection domain".into()));
-        }
         let config = self.config.checked()?;
         let heaps = Purpose::ALL.map(|purpose| Heap::new(purpose, config.max_of(purpose)));
         let core = Arc::new(Core::new(config, self.domains, heaps));
@@ -199,7 +196,7 @@ impl Builder {
 /// use ferrite_fabric::mem::{Account, Pool, Purpose};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// let pool = Pool::builder(&[domain]).memory_pool_max(64 << 20).receive_reserve(16 << 20).build()?;
 /// let peer = Account::new("peer 10.0.0.7", 1 << 20);
@@ -226,7 +223,7 @@ impl Drop for Handle {
 
 impl Pool {
     /// A pool whose memory every one of `domains` may use: one for each device that the process talks through. Their
-    /// order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`].
+    /// order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`]. Without any it is plain memory.
     pub fn builder(domains: &[ProtectionDomain]) -> Builder {
         Builder { domains: domains.to_vec(), config: PoolConfig::default() }
     }
@@ -293,6 +290,20 @@ impl Pool {
             };
         };
         Err((buf, PoolError::Misuse(wrong.into())))
+    }
+
+    /// The same for peers that this process serves by itself: nothing is registered.
+    ///
+    /// # Errors
+    /// [`PoolError::Misuse`] if the buffer is empty or of another pool. The buffer comes back.
+    pub fn expose_without_device(&self, buf: BufMut) -> Result<Exposed, (BufMut, PoolError)> {
+        if !buf.is_of(&self.0.core) {
+            return Err((buf, PoolError::Misuse("the buffer is of another pool".into())));
+        }
+        if buf.is_empty() {
+            return Err((buf, PoolError::Misuse("an empty buffer has nothing to reach".into())));
+        }
+        Ok(Exposed::without_device(buf))
     }
 
     /// Asks the devices once more to let go of buffers that are in quarantine ([`PoolStats::quarantined_bytes`]);

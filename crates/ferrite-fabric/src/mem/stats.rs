@@ -16,7 +16,7 @@ use super::error::{Budget, PoolError};
 /// # use ferrite_fabric::mem::Pool;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let _buf = pool.take_uncharged(5000, Purpose::Send)?;

@@ -101,7 +101,7 @@ fn one_of_two_devices_removed() {
     // The other device, which talks to itself.
     let options = ConnectOptions::new().local(any_port(PEER));
     let kept = within(PATIENCE, "a connect", own.engine.connect_with(peer.addr, &options)).expect("a link");
-    assert_eq!((lost.device(), kept.device()), (OWN.0, PEER.0));
+    assert_eq!((lost.device().as_deref(), kept.device().as_deref()), (Some(OWN.0), Some(PEER.0)));
     let (on_lost, on_kept) = (Traffic::start(&lost), Traffic::start(&kept));
     let since = Instant::now();
     let mut removal = remove(OWN.0);

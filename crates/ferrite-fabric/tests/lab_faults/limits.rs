@@ -4,7 +4,7 @@ use std::os::unix::process::CommandExt;
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{RefusalCode, Rights};
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Rdma};
 
 use crate::net::sh;
 use crate::pair::{Pair, Peer, connect, show};
@@ -21,14 +21,24 @@ fn memlock_too_small() {
     if role().is_some() {
         let memory = PoolConfig { memory_pool_initial: 32 * MIB, ..PoolConfig::default() };
         let config = Config { memory, ..Config::default() };
-        let error = Engine::builder(&verbs()).device(PEER.0).config(config).build().expect_err("too much");
+        let error = Engine::builder(&verbs())
+            .rdma(Rdma::Require)
+            .device(PEER.0)
+            .config(config)
+            .build()
+            .expect_err("too much");
         show("memlock too small for the pool", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.to_string().contains("memlock is 8 MiB, 16 MiB needed"), "{error}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")), "{error}");
         // With less it works.
         let config = Config { recv_queue_depth: 64, ..Config::default() };
-        let engine = Engine::builder(&verbs()).device(PEER.0).config(config).build().expect("an engine");
+        let engine = Engine::builder(&verbs())
+            .rdma(Rdma::Require)
+            .device(PEER.0)
+            .config(config)
+            .build()
+            .expect("an engine");
         // And says the same when the limit is met later.
         let mut taken = Vec::new();
         let error = loop {
@@ -183,7 +193,8 @@ fn no_room_for_an_engine() {
     if role().is_some() {
         Group::join();
         Group::limit(PEER.0, "3"); // a domain and a pool, but neither queue
-        let error = Engine::builder(&verbs()).device(PEER.0).build().expect_err("no room");
+        let error =
+            Engine::builder(&verbs()).rdma(Rdma::Require).device(PEER.0).build().expect_err("no room");
         show("no room for an engine", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Rdma};
 
 use crate::pair::{Peer, connect, judge, show};
 use crate::process::{Process, end_of_input, peer, role, say, serve_as_peer};
@@ -114,7 +114,12 @@ fn peer_stopped_shortly() {
 #[test]
 fn peer_never_polls() {
     if let Some(target) = role() {
-        let engine = Engine::builder(&verbs()).device(PEER.0).config(quick()).build().expect("an engine");
+        let engine = Engine::builder(&verbs())
+            .rdma(Rdma::Require)
+            .device(PEER.0)
+            .config(quick())
+            .build()
+            .expect("an engine");
         let options = ConnectOptions::new().local(any_port(PEER));
         let target = target.parse().expect("an address");
         let _link = engine.block_on(engine.connect_with(target, &options)).expect("a link");
@@ -163,7 +168,12 @@ fn a_starved_process_blames_nobody() {
     let clean = Clean::begin();
     let peer = Peer::start(Config::default());
     let config = quick();
-    let engine = Engine::builder(&verbs()).device(OWN.0).config(config.clone()).build().expect("an engine");
+    let engine = Engine::builder(&verbs())
+        .rdma(Rdma::Require)
+        .device(OWN.0)
+        .config(config.clone())
+        .build()
+        .expect("an engine");
     let options = ConnectOptions::new().local(any_port(OWN));
     let link = engine.block_on(engine.connect_with(peer.addr, &options)).expect("a link");
     drop(engine.block_on(link.recv()).expect("the grant"));

@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, Engine};
+use ferrite_fabric::{Config, Engine, Rdma};
 use ferrite_verbs::{Verbs, cm};
 
 /// The peer's, then the own: device and address.
@@ -97,8 +97,9 @@ pub(crate) struct Host {
 
 impl Host {
     pub(crate) fn new(devices: &[&str], config: Config) -> Self {
-        let builder =
-            devices.iter().fold(Engine::builder(&verbs()), |builder, device| builder.device(*device));
+        let builder = devices
+            .iter()
+            .fold(Engine::builder(&verbs()).rdma(Rdma::Require), |builder, device| builder.device(*device));
         let engine = builder.config(config).build().expect("an engine");
         let driver = engine.spawn_thread().expect("a thread");
         Self { engine, driver }

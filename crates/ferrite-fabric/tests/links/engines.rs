@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
-use ferrite_fabric::{Config, Engine, ErrorKind, Link};
+use ferrite_fabric::{Config, ErrorKind, Link};
 use futures_util::future::join_all;
 use futures_util::join;
 
@@ -101,12 +101,12 @@ pub(crate) fn impossible_settings(fixture: &Fixture) {
             "receive_reserve",
         ),
     ] {
-        let built = Engine::builder(&fixture.verbs).device(&fixture.hosts[0].device).config(config).build();
+        let built = fixture.builder().device(&fixture.hosts[0].device).config(config).build();
         let error = failed(built, word);
         assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
         assert!(error.to_string().contains(word), "{error}");
     }
-    let error = failed(Engine::builder(&fixture.verbs).device("nic9").build(), "no such device");
+    let error = failed(fixture.builder().device("nic9").build(), "no such device");
     assert!(error.to_string().contains(&fixture.hosts[0].device), "says which there are: {error}");
 }
 

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, Engine, Error, ErrorKind};
+use ferrite_fabric::{Config, Engine, Error, ErrorKind, Rdma};
 use ferrite_verbs::fake::{Objects, World};
 use futures_util::join;
 
@@ -32,7 +32,7 @@ pub(crate) fn assert_told(error: &Error, kinds: &[ErrorKind]) {
 #[test]
 fn making_an_engine() {
     run(|world, fixture| {
-        let build = || Engine::builder(&fixture.verbs).device("fake1").build();
+        let build = || fixture.builder().device("fake1").build();
         for (call, errno, kind) in [
             ("ibv_open_device", 13, ErrorKind::Resources),
             ("ibv_query_device", EIO, ErrorKind::DeviceGone),
@@ -52,7 +52,7 @@ fn making_an_engine() {
         let error = failed(build(), "no kernel support");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
         assert!(error.absence().is_some());
-        let error = failed(Engine::builder(&World::new().verbs()).build(), "no device");
+        let error = failed(Engine::builder(&World::new().verbs()).rdma(Rdma::Require).build(), "no device");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
         build().expect("an engine");
     });

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{Hello, Refusal, RefusalCode, Version};
-use ferrite_fabric::{Config, ConnectOptions, Engine, Error, ErrorKind, Link};
+use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Link};
 use ferrite_verbs::cm;
 use futures_util::future::join_all;
 use futures_util::join;
@@ -223,7 +223,7 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
     let other = Hello { version: Version { major: 9, minor: 9 }, ..HELLO };
     for (answer, word) in [(&b"+PONG"[..], "not a Ferrite peer"), (&other.encode()[..], "9.9")] {
         let engine = fixture.engine(peer, &Config::default());
-        let listener = cm::Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
+        let listener = cm::Listener::bind(&fixture.verbs(), host.any_port(), 4).expect("listen");
         let target = listener.id().local_addr().expect("an address");
         let mut connecting = engine.connect_with(target, &ConnectOptions::new().local(peer.any_port()));
         let raw = Raw::answer(fixture, &listener, answer, &[&engine]);
@@ -243,10 +243,10 @@ pub(crate) fn half_open(fixture: &Fixture) {
         Config { max_half_open: 1, connection_timeout: Duration::from_millis(400), ..Config::default() };
     let [a, b] = [peer, host].map(|host| fixture.engine(host, &config));
     let mut listener = b.listen(host.any_port()).expect("listen");
-    let id =
-        cm::resolve(&fixture.verbs, Some(peer.any_port()), listener.local_addr(), PATIENCE).expect("resolve");
+    let id = cm::resolve(&fixture.verbs(), Some(peer.any_port()), listener.local_addr(), PATIENCE)
+        .expect("resolve");
     let hello = HELLO.encode();
-    let context = fixture.verbs.device(&peer.device).and_then(|device| device.open()).expect("device");
+    let context = fixture.verbs().device(&peer.device).and_then(|device| device.open()).expect("device");
     let domain = context.allocate_protection_domain().expect("domain");
     let cq = context.create_completion_queue(4, None, 0).expect("queue");
     let qp = domain.create_queue_pair(&ferrite_verbs::QueuePairConfig::new(&cq)).expect("queue pair");
@@ -327,7 +327,7 @@ pub(crate) fn fifty_at_once(fixture: &Fixture) {
 
 /// One engine on both devices talks to itself: over the wire, and over one device.
 pub(crate) fn with_itself(fixture: &Fixture) {
-    let engine = Engine::builder(&fixture.verbs).build().expect("an engine");
+    let engine = fixture.builder().build().expect("an engine");
     let [host, peer] = &fixture.hosts;
     assert!(engine.devices().len() >= 2, "{:?}", engine.devices());
     let mut listener = engine.listen(host.any_port()).expect("listen");
@@ -335,7 +335,7 @@ pub(crate) fn with_itself(fixture: &Fixture) {
         let connecting = call(&engine, from, &listener);
         let (there, here) = engine.block_on(async { join!(connecting, listener.accept()) });
         let (there, here) = (there.expect("connect"), here.expect("accept"));
-        assert_eq!((there.device(), here.device()), (&*from.device, &*host.device));
+        assert_eq!((there.device(), here.device()), (Some(from.device.clone()), Some(host.device.clone())));
         assert_eq!(there.peer_addr(), Some(listener.local_addr()));
         assert_eq!(here.peer_addr(), there.local_addr());
         there.post_bytes(0, &[7; 100_000]).expect("room");

@@ -154,7 +154,7 @@ pub(crate) fn small_beside_large(fixture: &Fixture) {
     }
     // What is with the device already goes first, and then a frame of each in turn.
     let frames = config.send_queue_depth + u32::from(config.window) + SMALL as u32;
-    let ahead = u64::from(frames * config.recv_buffer_size);
+    let ahead = u64::from(frames) * fixture.segment_bytes(&config);
     for number in 0..SMALL {
         let message = pair.receive(&pair.b);
         assert_eq!(message.channel(), 2, "the large message came before small one {number}");

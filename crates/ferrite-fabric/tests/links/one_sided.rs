@@ -37,7 +37,10 @@ pub(crate) fn reads(fixture: &Fixture) {
     for (from, to) in pair.directions() {
         let bytes = pattern(1, 2 * MIB);
         let (region, token) = region(to, &bytes, Rights::READ);
-        assert_eq!((region.len(), region.device(), region.is_live()), (2 * MIB, to.link.device(), true));
+        assert_eq!(
+            (region.len(), region.device(), region.is_live()),
+            (2 * MIB, to.link.device().as_deref(), true)
+        );
         for (offset, len) in [
             (0, 0),
             (0, 1),

@@ -52,7 +52,7 @@ pub(crate) type Received = (Option<u32>, Vec<u8>);
 
 impl Raw {
     fn new(fixture: &Fixture, host: &Host, id: CmId) -> Self {
-        let context = fixture.verbs.device(&host.device).and_then(|device| device.open()).expect("device");
+        let context = fixture.verbs().device(&host.device).and_then(|device| device.open()).expect("device");
         let domain = context.allocate_protection_domain().expect("domain");
         let cq = context.create_completion_queue((SENDS + RECEIVES) as u32, None, 0).expect("queue");
         let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -77,7 +77,7 @@ impl Raw {
         let host = &fixture.hosts[1];
         std::thread::scope(|scope| {
             let calling = scope.spawn(|| {
-                let id = cm::resolve(&fixture.verbs, Some(host.any_port()), to, PATIENCE)?;
+                let id = cm::resolve(&fixture.verbs(), Some(host.any_port()), to, PATIENCE)?;
                 id.set_ack_timeout(14)?;
                 let raw = Self::new(fixture, host, id);
                 let access = Access::REMOTE_READ | Access::REMOTE_WRITE;

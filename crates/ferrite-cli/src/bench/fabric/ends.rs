@@ -4,7 +4,7 @@ use std::net::{IpAddr, SocketAddr};
 
 use ferrite_fabric::mem::Buf;
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Config, Engine, Link, Region};
+use ferrite_fabric::{Config, Engine, Link, Rdma, Region};
 use ferrite_verbs::Verbs;
 
 use super::talk::{TALK, hear_grant};
@@ -81,7 +81,7 @@ pub(super) fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) ->
         max_connections: (IDLE_MAX + LINKS_MAX) as usize,
         ..default
     };
-    let builder = Engine::builder(verbs).config(config);
+    let builder = Engine::builder(verbs).rdma(Rdma::Require).config(config);
     let builder = match local.map(|local| device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,

@@ -33,7 +33,7 @@ pub(super) struct Way {
 
 impl Way {
     pub(super) fn of(verbs: &Verbs, link: &Link) -> anyhow::Result<Self> {
-        let device = verbs.device(link.device())?;
+        let device = verbs.device(&link.device().context("the link is not on RDMA")?)?;
         Ok(Self {
             device: device.name(),
             driver: device.driver(),

@@ -122,7 +122,7 @@ impl Session {
         let count = Request::begun(message)? as usize;
         let served = Served {
             peer: first.peer_addr(),
-            device: first.device().to_owned(),
+            device: first.device().unwrap_or_default(),
             links: count,
             idle: 0,
             cases: 0,

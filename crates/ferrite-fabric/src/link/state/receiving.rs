@@ -4,9 +4,10 @@ use std::time::Instant;
 
 use ferrite_verbs::{Opcode, WorkCompletion};
 
-use super::{CONTROLS_MAX, Kind, LinkState, REVOKED_MAX, Wakes, outcome};
+use super::{CONTROLS_MAX, Kind, LinkState, REVOKED_MAX, Tag, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
+use crate::link::tcp::TcpPath;
 use crate::mem::BufMut;
 use crate::wire::{Control, Frame};
 
@@ -22,6 +23,22 @@ impl LinkState {
         now: Instant,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
+        let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
+        if wc.opcode() == Opcode::RECV_WRITE_IMM {
+            return self.on_frame(imm, None, now, wakes);
+        }
+        buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+        self.on_frame(imm, Some(buf), now, wakes)
+    }
+
+    /// A frame came with its payload, or the notice of a write, without.
+    pub(super) fn on_frame(
+        &mut self,
+        imm: u32,
+        buf: Option<BufMut>,
+        now: Instant,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
         if let Some(error) = self.failure()
             && error.kind() == ErrorKind::Protocol
         {
@@ -29,19 +46,16 @@ impl LinkState {
         }
         self.last_heard = now;
         self.asked = None;
-        let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
-        let notice = wc.opcode() == Opcode::RECV_WRITE_IMM;
         let frame = Frame::from_imm(imm);
-        if !notice {
+        if buf.is_some() {
             let newly = frame.consumed.wrapping_sub(self.acknowledged as u16);
             if u64::from(newly) > self.sent - self.acknowledged {
                 return Err(protocol("credits for frames that were never sent"));
             }
             self.acknowledged += u64::from(newly);
         }
-        if frame.control && !notice {
-            buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
-            let control = Control::decode(&buf).map_err(|error| protocol(&error.to_string()))?;
+        if let Some(buf) = buf.as_ref().filter(|_| frame.control) {
+            let control = Control::decode(buf).map_err(|error| protocol(&error.to_string()))?;
             return self.on_control(control, wakes);
         }
         if self.peer_fin {
@@ -51,17 +65,16 @@ impl LinkState {
         if self.received - self.told > u64::from(self.limits.hello.window) {
             return Err(protocol("more frames than it had credits for"));
         }
-        let complete = if notice {
-            self.stats.recv_ops += 1;
-            self.inbox.notice(imm);
-            true
-        } else {
-            buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+        let complete = if let Some(buf) = buf {
             self.stats.recv_bytes += buf.len() as u64;
             let complete = self.inbox.frame(frame.channel, frame.more, buf.freeze());
             let complete = complete.map_err(|violation| protocol(&violation.to_string()))?;
             self.stats.recv_ops += u64::from(complete);
             complete
+        } else {
+            self.stats.recv_ops += 1;
+            self.inbox.notice(imm);
+            true
         };
         if complete {
             wakes.append(&mut self.receivers);
@@ -117,12 +130,15 @@ impl LinkState {
 
     /// Tells the peer of grants that nothing in flight uses any more.
     pub(super) fn answer_revocations(&mut self) {
-        let (queue, controls) = (&self.queue, &mut self.controls);
+        if self.lane.is_none() && self.tcp.is_none() {
+            return; // its connection is being read: afterwards
+        }
+        let (queue, tcp, controls) = (&self.queue, &self.tcp, &mut self.controls);
         self.revoking.retain(|grant| {
             // A peer may have a grant of number 0, which is what sends have.
-            let used = queue.iter().any(|in_flight| {
-                in_flight.tag.grant == *grant && matches!(in_flight.tag.kind, Kind::Write | Kind::Read)
-            });
+            let uses = |tag: &Tag| tag.grant == *grant && matches!(tag.kind, Kind::Write | Kind::Read);
+            let used = queue.iter().any(|in_flight| uses(&in_flight.tag))
+                || tcp.iter().flat_map(TcpPath::asked).any(|asked| uses(&asked.tag));
             if !used {
                 controls.push_back(Control::Revoked(*grant));
             }
@@ -140,6 +156,6 @@ impl LinkState {
     }
 }
 
-fn protocol(what: &str) -> Error {
+pub(super) fn protocol(what: &str) -> Error {
     Error::new(ErrorKind::Protocol, format!("the peer broke the protocol: {what}"))
 }

@@ -17,28 +17,31 @@ impl LinkState {
         channel: u16,
         bytes: &[u8],
     ) -> Result<bool, Error> {
+        if self.tcp.is_some() {
+            return self.send_now_over_tcp(channel, bytes);
+        }
         let ready = matches!(self.phase, Phase::Up)
             && self.outbox.is_empty()
             && self.controls.is_empty()
             && bytes.len() <= self.inline.min(self.peer.segment_bytes as usize)
             && self.credits() > 0
             && self.queue.room() > 0;
-        if !ready || around.lane.reserve(1) == 0 {
+        if !ready || around.reserve(1) == 0 {
             return Ok(false);
         }
         let operation = Operation::SendImm(self.data_frame(channel, false));
         let tag = Tag { ticket: None, grant: 0, kind: Kind::Send, bytes: bytes.len() as u32 };
         let signaled = self.signal(around, false);
-        self.queue.post_inline(operation, bytes, signaled, tag).inspect_err(|_| around.lane.release(1))?;
+        self.queue.post_inline(operation, bytes, signaled, tag).inspect_err(|_| around.release(1))?;
         Ok(true)
     }
 
-    fn credits(&self) -> usize {
+    pub(super) fn credits(&self) -> usize {
         let used = self.sent - self.acknowledged;
         usize::from(self.peer.window).saturating_sub(used as usize)
     }
 
-    fn data_frame(&mut self, channel: u16, more: bool) -> u32 {
+    pub(super) fn data_frame(&mut self, channel: u16, more: bool) -> u32 {
         self.sent += 1;
         self.told = self.consumed;
         Frame { control: false, more, channel, consumed: self.consumed as u16 }.to_imm()
@@ -47,7 +50,7 @@ impl LinkState {
     /// Whether the next request must report: someone waits for it or for its memory, or too many have not.
     fn signal(&mut self, around: &Around<'_>, wanted: bool) -> bool {
         let run = (self.queue.room() + self.queue.in_flight()) / 4;
-        let signaled = wanted || self.unsignaled >= run || around.lane.is_pressed();
+        let signaled = wanted || self.unsignaled >= run || around.is_pressed();
         self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
         signaled
     }
@@ -91,6 +94,9 @@ impl LinkState {
     }
 
     fn post_all(&mut self, around: &Around<'_>, wakes: &mut Wakes) -> Result<(), Error> {
+        if self.tcp.is_some() {
+            return self.post_over_tcp(wakes);
+        }
         loop {
             if self.controls.is_empty() && self.outbox.is_empty() {
                 return Ok(());
@@ -99,11 +105,11 @@ impl LinkState {
             if room == 0 {
                 return Ok(());
             }
-            let mut reserved = around.lane.reserve(room);
+            let mut reserved = around.reserve(room);
             if reserved == 0 {
-                around.lane.wait(around.index);
+                around.wait();
                 // Those that came back between the two would not call us.
-                reserved = around.lane.reserve(room);
+                reserved = around.reserve(room);
                 if reserved == 0 {
                     return Ok(());
                 }
@@ -120,13 +126,13 @@ impl LinkState {
                 }
             }
             let count = self.batch.len();
-            around.lane.release(reserved - count);
+            around.release(reserved - count);
             if count == 0 {
                 return made;
             }
             let posted = self.queue.post(&mut self.batch);
             if let Err(error) = posted {
-                around.lane.release(self.batch.len());
+                around.release(self.batch.len());
                 let unposted = std::mem::take(&mut self.batch);
                 let error = Error::from(error);
                 for Work { held, tag, .. } in unposted {
@@ -142,6 +148,16 @@ impl LinkState {
         }
     }
 
+    pub(super) fn allowed(&self, segment_bytes: usize) -> Allowed {
+        Allowed {
+            segment_bytes,
+            credits: self.credits(),
+            max_message_bytes: self.peer.max_message_bytes,
+            max_frames: self.peer.max_frames(),
+            one_sided: true,
+        }
+    }
+
     fn next_work(&mut self, around: &Around<'_>) -> Result<Option<Work<Tag>>, Error> {
         if let Some(control) = self.controls.pop_front() {
             return match self.control_work(control, around) {
@@ -153,12 +169,7 @@ impl LinkState {
                 work => work.map(Some),
             };
         }
-        let allowed = Allowed {
-            segment_bytes: self.peer.segment_bytes as usize,
-            credits: self.credits(),
-            max_message_bytes: self.peer.max_message_bytes,
-            max_frames: self.peer.max_frames(),
-        };
+        let allowed = self.allowed(self.peer.segment_bytes as usize);
         let Some(next) = self.outbox.next(allowed) else { return Ok(None) };
         Ok(Some(match next {
             Next::Frame { channel, more, piece, ticket } => {
@@ -174,7 +185,7 @@ impl LinkState {
                     tag: Tag { ticket, grant: 0, kind: Kind::Send, bytes: bytes as u32 },
                 }
             }
-            Next::OneSided(OneSided { operation, held, ticket, grant, bytes }) => {
+            Next::OneSided(OneSided { operation, held, ticket, grant, bytes, .. }) => {
                 if matches!(operation, Operation::WriteImm(..)) {
                     self.sent += 1;
                 }
@@ -219,13 +230,13 @@ impl LinkState {
     /// flushed at once, completes them.
     pub(crate) fn post_last(&mut self, around: &Around<'_>) {
         let wanted = self.failure().is_some() && !self.last_posted && self.queue.in_flight() > 0;
-        if !wanted || self.queue.room() == 0 || around.lane.reserve(1) == 0 {
+        if !wanted || self.queue.room() == 0 || around.reserve(1) == 0 {
             return; // or else the clock ends it
         }
         let tag = Tag { ticket: None, grant: 0, kind: Kind::Last, bytes: 0 };
         self.last_posted = true;
         if self.queue.post_inline(Operation::Send, &[], true, tag).is_err() {
-            around.lane.release(1);
+            around.release(1);
         }
     }
 
@@ -273,7 +284,7 @@ impl LinkState {
             self.stats.stale_completions += 1;
             return;
         }
-        around.lane.release(entries);
+        around.release(entries);
         if !self.revoking.is_empty() {
             self.answer_revocations();
         }

@@ -1,0 +1,592 @@
+//! TCP connections of an engine: listeners, greetings under way, and which link has which.
+//!
+//! ```text
+//!   outgoing   connect ─► our hello ─► the peer's hello ─► link
+//!   incoming   accept ─► the peer's hello ─► our hello ─► link in the listener's queue
+//!                                         └► or a refusal, in words; strangers get one too
+//! ```
+//!
+//! As with RDMA CM, everything runs in the poller's pass and never waits.
+
+use std::collections::{HashMap, VecDeque};
+use std::io::{self, IoSlice, IoSliceMut};
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Weak};
+use std::time::Instant;
+
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
+use rustls::pki_types::ServerName;
+use rustls::{ClientConfig, ServerConfig};
+
+use super::outgoing::Reply;
+use super::{UNKNOWN_PEER, own_limits, spread};
+use crate::engine::Shared;
+use crate::engine::poller::Poller;
+use crate::engine::timers::{LinkName, Timer};
+use crate::engine::waits::Ready;
+use crate::error::{Error, ErrorKind};
+use crate::link::shared::LinkShared;
+use crate::link::state::{LinkState, Reading};
+use crate::link::tcp::{TcpPath, receive, send};
+use crate::link::tls::Tls;
+use crate::listener::ListenerShared;
+use crate::policy::Fallback;
+use crate::wire::{
+    HELLO_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Version,
+};
+
+/// Connections that are looked at in one pass, and that are accepted.
+const TURNS: usize = 16;
+/// Where bytes go that have no buffer yet. Shared by all connections.
+const SCRATCH_BYTES: usize = 64 << 10;
+
+/// The connections of an engine, by number.
+#[derive(Default)]
+pub(crate) struct Sockets {
+    uses: HashMap<u64, Use>,
+    next: u64,
+    /// Those with something to do.
+    ready: VecDeque<u64>,
+    /// Listeners that wait until fewer greetings are under way.
+    waiting: Vec<u64>,
+    /// Those that wait for memory.
+    starved: Vec<u64>,
+    scratch: Vec<u8>,
+    /// Links that TCP carries: then each pass has to look.
+    carried: usize,
+    incoming: usize,
+}
+
+enum Use {
+    Listening { socket: OwnedFd, listener: Weak<ListenerShared>, tls: Option<Arc<ServerConfig>> },
+    Greeting(Box<Greeting>),
+    Link(LinkName),
+}
+
+/// A connection whose peers are not acquainted yet.
+struct Greeting {
+    socket: OwnedFd,
+    tls: Option<Box<Tls>>,
+    /// What is to be said, and how much of it has gone.
+    saying: Vec<u8>,
+    said: usize,
+    heard: Vec<u8>,
+    /// Ours; the answering side makes it when it has heard the peer's.
+    ours: Option<Hello>,
+    side: Side,
+    peer: SocketAddr,
+    /// Said no: it ends when that is written.
+    refusing: bool,
+}
+
+enum Side {
+    Dialing { connected: bool, reply: Reply, fallback: Option<Fallback> },
+    Answering { listener: Weak<ListenerShared> },
+}
+
+impl Sockets {
+    /// Whether links are carried: then looking is not left to the clock.
+    pub(crate) fn are_in_use(&self) -> bool {
+        self.carried > 0
+    }
+
+    pub(crate) fn has_ready(&self) -> bool {
+        !self.ready.is_empty()
+    }
+
+    pub(crate) fn on_ready(&mut self, id: u64) {
+        if !self.ready.contains(&id) {
+            self.ready.push_back(id);
+        }
+    }
+
+    /// The link that had it is gone.
+    pub(crate) fn forget(&mut self, id: u64) {
+        if let Some(Use::Link(_)) = self.uses.remove(&id) {
+            self.carried -= 1;
+        }
+    }
+
+    /// There may be memory again.
+    pub(crate) fn unstarve(&mut self) {
+        self.ready.extend(self.starved.drain(..));
+    }
+
+    fn put(&mut self, id: u64, entry: Use) {
+        match &entry {
+            Use::Link(_) => self.carried += 1,
+            Use::Greeting(greeting) if matches!(greeting.side, Side::Answering { .. }) => self.incoming += 1,
+            _ => {}
+        }
+        self.uses.insert(id, entry);
+    }
+
+    fn take_greeting(&mut self, id: u64) -> Option<Box<Greeting>> {
+        match self.uses.remove(&id)? {
+            Use::Greeting(greeting) => {
+                if matches!(greeting.side, Side::Answering { .. }) {
+                    self.incoming -= 1;
+                    self.ready.extend(self.waiting.drain(..));
+                }
+                Some(greeting)
+            }
+            other => {
+                self.uses.insert(id, other);
+                None
+            }
+        }
+    }
+}
+
+/// What a dial needs to know.
+pub(crate) struct Dial {
+    pub(crate) peer: SocketAddr,
+    pub(crate) local: Option<SocketAddr>,
+    pub(crate) deadline: Instant,
+    pub(crate) tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    pub(crate) reply: Reply,
+    /// Why not RDMA.
+    pub(crate) fallback: Option<Fallback>,
+}
+
+impl Poller {
+    /// Listens; the number and where.
+    pub(crate) fn listen_tcp(
+        &mut self,
+        shared: &Shared,
+        local: SocketAddr,
+        tls: Option<Arc<ServerConfig>>,
+        listener: &Arc<ListenerShared>,
+    ) -> Result<(u64, SocketAddr), Error> {
+        let socket = open(local).map_err(failed("socket", local))?;
+        sockopt::set_socket_reuseaddr(&socket, true).map_err(failed("SO_REUSEADDR", local))?;
+        rustix::net::bind(&socket, &local).map_err(failed("bind", local))?;
+        rustix::net::listen(&socket, 1024).map_err(failed("listen", local))?;
+        let bound = address(rustix::net::getsockname(&socket)).unwrap_or(local);
+        let id = self.sockets.next;
+        self.sockets.next += 1;
+        shared.waits.add_socket(socket.as_fd(), Ready::Socket(id))?;
+        self.sockets.put(id, Use::Listening { socket, listener: Arc::downgrade(listener), tls });
+        Ok((id, bound))
+    }
+
+    pub(crate) fn stop_listening_tcp(&mut self, id: u64) {
+        self.sockets.uses.remove(&id);
+    }
+
+    /// Begins a connection.
+    pub(crate) fn dial(&mut self, shared: &Shared, dial: Dial) {
+        let Dial { peer, local, deadline, tls, reply, fallback } = dial;
+        let tls = match tls.map(|(config, name)| Tls::client(config, name)).transpose() {
+            Ok(tls) => tls.map(Box::new),
+            Err(error) => {
+                let _ = reply.send(Err(Error::new(ErrorKind::Misuse, format!("TLS to {peer}: {error}"))));
+                return;
+            }
+        };
+        let begun = open(peer).and_then(|socket| {
+            if let Some(local) = local {
+                rustix::net::bind(&socket, &local)?;
+            }
+            match rustix::net::connect(&socket, &peer) {
+                Ok(()) | Err(Errno::INPROGRESS) => Ok(socket),
+                Err(errno) => Err(errno),
+            }
+        });
+        let socket = match begun {
+            Ok(socket) => socket,
+            Err(errno) => {
+                let _ = reply.send(Err(both(failed("connect", peer)(errno), fallback)));
+                return;
+            }
+        };
+        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
+        let ours = shared.hello(links);
+        let id = self.sockets.next;
+        self.sockets.next += 1;
+        if let Err(error) = shared.waits.add_socket(socket.as_fd(), Ready::Socket(id)) {
+            let _ = reply.send(Err(error));
+            return;
+        }
+        let side = Side::Dialing { connected: false, reply, fallback };
+        let greeting = Greeting {
+            socket,
+            tls,
+            saying: ours.encode().to_vec(),
+            said: 0,
+            heard: Vec::new(),
+            ours: Some(ours),
+            side,
+            peer,
+            refusing: false,
+        };
+        self.sockets.put(id, Use::Greeting(Box::new(greeting)));
+        self.timers.add(deadline, Timer::Greeting(id));
+    }
+
+    /// Looks at connections that have something; how many there were.
+    pub(crate) fn serve_sockets(&mut self, shared: &Shared) -> usize {
+        let turns = self.sockets.ready.len().min(TURNS);
+        for _ in 0..turns {
+            let Some(id) = self.sockets.ready.pop_front() else { break };
+            match self.sockets.uses.get(&id) {
+                Some(Use::Link(name)) => {
+                    let name = *name;
+                    self.serve_link(shared, id, name);
+                }
+                Some(Use::Listening { .. }) => self.accept_some(shared, id),
+                Some(Use::Greeting(_)) => self.greet(shared, id),
+                None => {}
+            }
+        }
+        turns
+    }
+
+    fn serve_link(&mut self, shared: &Shared, id: u64, name: LinkName) {
+        let Some(link) = self.link(shared, name.index).filter(|link| link.name == name) else { return };
+        let mut scratch = std::mem::take(&mut self.sockets.scratch);
+        scratch.resize(SCRATCH_BYTES, 0);
+        let now = self.now;
+        let read = link.with_wakes(&mut self.wakes, |state, around, wakes| {
+            if let Some(tcp) = &mut state.tcp {
+                tcp.unblock();
+            }
+            state.on_socket(around, &mut scratch, now, wakes, &mut |request| {
+                shared.regions.serve(&link, request)
+            })
+        });
+        self.sockets.scratch = scratch;
+        match read {
+            Reading::Done => {}
+            Reading::More => self.sockets.ready.push_back(id),
+            Reading::NoMemory => {
+                self.sockets.starved.push(id);
+                self.look_for_memory();
+            }
+        }
+    }
+
+    fn accept_some(&mut self, shared: &Shared, id: u64) {
+        let Some(Use::Listening { socket, listener, tls }) = self.sockets.uses.get(&id) else { return };
+        let (listener, tls) = (listener.clone(), tls.clone());
+        let free = shared.config.max_half_open.saturating_sub(self.sockets.incoming);
+        if free == 0 {
+            self.sockets.waiting.push(id); // the kernel keeps them until it is their turn
+            return;
+        }
+        let most = TURNS.min(free);
+        let mut taken = Vec::new();
+        while taken.len() < most {
+            match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok((socket, peer)) => taken.push((socket, address(peer.ok_or(Errno::INVAL)))),
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(_) => break,
+            }
+        }
+        if taken.len() == most {
+            self.sockets.on_ready(id); // there may be more
+        }
+        for (socket, peer) in taken {
+            self.answer(shared, socket, peer.unwrap_or(UNKNOWN_PEER), &listener, tls.clone());
+        }
+    }
+
+    /// A peer has connected: what it says comes next.
+    fn answer(
+        &mut self,
+        shared: &Shared,
+        socket: OwnedFd,
+        peer: SocketAddr,
+        listener: &Weak<ListenerShared>,
+        tls: Option<Arc<ServerConfig>>,
+    ) {
+        let tls = match tls.map(Tls::server).transpose() {
+            Ok(tls) => tls.map(Box::new),
+            Err(_) => return, // a configuration without a certificate: no peer can be answered
+        };
+        let _ = sockopt::set_tcp_nodelay(&socket, true);
+        let id = self.sockets.next;
+        self.sockets.next += 1;
+        if shared.waits.add_socket(socket.as_fd(), Ready::Socket(id)).is_err() {
+            return;
+        }
+        let deadline = self.now + shared.config.connection_timeout;
+        let greeting = Greeting {
+            socket,
+            tls,
+            saying: Vec::new(),
+            said: 0,
+            heard: Vec::new(),
+            ours: None,
+            side: Side::Answering { listener: listener.clone() },
+            peer,
+            refusing: false,
+        };
+        self.sockets.put(id, Use::Greeting(Box::new(greeting)));
+        self.timers.add(deadline, Timer::Greeting(id));
+        self.sockets.on_ready(id);
+    }
+
+    fn greet(&mut self, shared: &Shared, id: u64) {
+        let Some(mut greeting) = self.sockets.take_greeting(id) else { return };
+        match self.step_greeting(shared, &mut greeting) {
+            Ok(None) => self.sockets.put(id, Use::Greeting(greeting)),
+            Ok(Some(theirs)) => self.become_link(shared, id, *greeting, theirs),
+            Err(error) => {
+                if let Side::Dialing { reply, fallback, .. } = greeting.side {
+                    let _ = reply.send(Err(both(error, fallback)));
+                }
+            }
+        }
+    }
+
+    pub(crate) fn greeting_timed_out(&mut self, id: u64) {
+        let Some(greeting) = self.sockets.take_greeting(id) else { return };
+        if let Side::Dialing { reply, connected, fallback } = greeting.side {
+            let what = if connected {
+                format!("{} accepted a TCP connection and did not say hello in time", greeting.peer)
+            } else {
+                format!("{} did not answer over TCP in time", greeting.peer)
+            };
+            let _ = reply.send(Err(both(Error::new(ErrorKind::Timeout, what), fallback)));
+        }
+    }
+
+    /// One step; the peer's hello when both have said theirs.
+    fn step_greeting(&mut self, shared: &Shared, greeting: &mut Greeting) -> Result<Option<Hello>, Error> {
+        let peer = greeting.peer;
+        if let Side::Dialing { connected, .. } = &mut greeting.side
+            && !*connected
+        {
+            match sockopt::socket_error(&greeting.socket) {
+                Ok(Ok(())) => {}
+                Ok(Err(errno)) | Err(errno) => return Err(failed("connect", peer)(errno)),
+            }
+            if rustix::net::getpeername(&greeting.socket).is_err() {
+                return Ok(None); // not yet
+            }
+            *connected = true;
+            let _ = sockopt::set_tcp_nodelay(&greeting.socket, true);
+        }
+        greeting.speak().map_err(|error| broken(peer, &error))?;
+        if greeting.refusing {
+            // Once it is said, the connection ends.
+            return match greeting.said == greeting.saying.len() {
+                true => Err(Error::new(ErrorKind::Refused, "refused")),
+                false => Ok(None),
+            };
+        }
+        let ended = greeting.listen().map_err(|error| broken(peer, &error))?;
+        if ended && greeting.heard.is_empty() {
+            return Err(Error::new(
+                ErrorKind::LinkDown,
+                format!("{peer} hung up during the handshake over TCP"),
+            ));
+        }
+        if greeting.heard.starts_with(&REFUSAL_MAGIC) {
+            return match Refusal::decode(&greeting.heard) {
+                Some(refusal) if ended || greeting.heard.len() >= 13 + usize::from(greeting.heard[12]) => {
+                    Err(Error::refused(&peer.to_string(), refusal))
+                }
+                _ => Ok(None),
+            };
+        }
+        let heard = &greeting.heard[..greeting.heard.len().min(HELLO_BYTES)];
+        let theirs = match Hello::decode(heard) {
+            Ok(theirs) => theirs,
+            Err(HelloError::Short { .. }) if !ended => return Ok(None),
+            Err(HelloError::Stranger) if heard.len() < 4 && !ended => return Ok(None),
+            Err(error) => {
+                let Side::Answering { .. } = greeting.side else {
+                    let what = format!("{peer} is not a Ferrite peer of our version: {error}");
+                    return Err(Error::new(ErrorKind::Protocol, what));
+                };
+                let (code, text) = match error {
+                    HelloError::Version { theirs } => {
+                        (RefusalCode::VERSION, format!("we speak {}, you {theirs}", Version::CURRENT))
+                    }
+                    HelloError::Stranger | HelloError::Short { .. } => {
+                        shared.counters.strangers.fetch_add(1, Ordering::Relaxed);
+                        (RefusalCode::STRANGER, "this listener takes Ferrite peers only".into())
+                    }
+                    error => (RefusalCode::PROTOCOL, error.to_string()),
+                };
+                greeting.refuse(shared, code, 0, &text).map_err(|error| broken(peer, &error))?;
+                return Ok(None);
+            }
+        };
+        if greeting.ours.is_none() {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
+            let full = match &greeting.side {
+                Side::Answering { listener } => listener.upgrade().is_none_or(|listener| listener.is_full()),
+                Side::Dialing { .. } => false,
+            };
+            let no = if links >= shared.config.max_connections {
+                Some((RefusalCode::LIMIT, 1000, "max_connections is reached"))
+            } else if full {
+                Some((RefusalCode::BUSY, 20, "too many links that nobody has accepted"))
+            } else {
+                None
+            };
+            if let Some((code, later, text)) = no {
+                greeting.refuse(shared, code, later, text).map_err(|error| broken(peer, &error))?;
+                return Ok(None);
+            }
+            let ours = shared.hello(links);
+            greeting.ours = Some(ours);
+            greeting.saying = ours.encode().to_vec();
+            greeting.speak().map_err(|error| broken(peer, &error))?;
+        }
+        Ok((greeting.said == greeting.saying.len()).then_some(theirs))
+    }
+
+    /// Both have said hello.
+    fn become_link(&mut self, shared: &Shared, id: u64, greeting: Greeting, theirs: Hello) {
+        let Greeting { socket, tls, mut heard, ours, side, peer, .. } = greeting;
+        let vacancy = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).vacancy();
+        let (Some((name, _)), Some(ours)) = (vacancy, ours) else {
+            if let Side::Dialing { reply, .. } = side {
+                let what = "no number is left for another link";
+                let _ = reply.send(Err(Error::new(ErrorKind::Resources, what)));
+            }
+            return;
+        };
+        let early = heard.split_off(HELLO_BYTES.min(heard.len()));
+        let local = address(rustix::net::getsockname(&socket));
+        let encrypted = tls.is_some();
+        let mut state = LinkState::over_tcp(TcpPath::new(socket, tls, early), own_limits(shared, ours, name));
+        state.open(theirs, self.now);
+        let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
+        let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
+        link.set_route(|route| {
+            (route.socket, route.encrypted) = (Some(id), encrypted);
+            (route.local, route.peer) = (local, Some(peer));
+        });
+        self.enter(shared, &link);
+        self.sockets.put(id, Use::Link(name));
+        self.sockets.on_ready(id); // something may have come along with the hello
+        let ask_at = self.now + spread(shared.config.keepalive, name.serial);
+        self.timers.add(ask_at, Timer::Keepalive(name));
+        match side {
+            Side::Dialing { reply, fallback, .. } => {
+                shared.counters.connected.fetch_add(1, Ordering::Relaxed);
+                if let Some(fallback) = fallback {
+                    shared.fell_back(&link, fallback);
+                }
+                if let Err(Ok(link)) = reply.send(Ok(link)) {
+                    link.close(); // nobody wanted it any more
+                }
+            }
+            Side::Answering { listener } => {
+                shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
+                match listener.upgrade() {
+                    Some(listener) => listener.arrived(link, &mut self.wakes),
+                    None => link.close(),
+                }
+            }
+        }
+    }
+}
+
+impl Greeting {
+    /// Says what is left to say.
+    fn speak(&mut self) -> io::Result<()> {
+        loop {
+            let rest = &self.saying[self.said..];
+            let wants = self.tls.as_ref().is_some_and(|tls| tls.wants_write());
+            if rest.is_empty() && !wants {
+                return Ok(());
+            }
+            let slices = [IoSlice::new(rest)];
+            let sent = match &mut self.tls {
+                None => send(&self.socket, &slices)?,
+                Some(tls) => tls.write(&self.socket, &slices)?,
+            };
+            match sent {
+                Some(sent) => self.said += sent,
+                None => return Ok(()),
+            }
+        }
+    }
+
+    /// Hears what there is, up to a hello and what came with it; whether the peer has ended.
+    fn listen(&mut self) -> io::Result<bool> {
+        while self.heard.len() < HELLO_BYTES.max(REFUSAL_BYTES_MAX) {
+            let mut bytes = [0; 256];
+            let slices = &mut [IoSliceMut::new(&mut bytes)];
+            let heard = match &mut self.tls {
+                None => receive(&self.socket, slices)?,
+                Some(tls) => tls.read(&self.socket, slices)?,
+            };
+            match heard {
+                Some(0) => return Ok(true),
+                Some(len) => self.heard.extend_from_slice(&bytes[..len]),
+                None => break,
+            }
+        }
+        Ok(false)
+    }
+
+    fn refuse(&mut self, shared: &Shared, code: RefusalCode, later_ms: u32, text: &str) -> io::Result<()> {
+        shared.counters.refused.fetch_add(1, Ordering::Relaxed);
+        self.saying = refusal(code, later_ms, text);
+        (self.said, self.refusing) = (0, true);
+        self.speak()
+    }
+}
+
+fn refusal(code: RefusalCode, retry_after_ms: u32, text: &str) -> Vec<u8> {
+    Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() }.encode()
+}
+
+fn open(of: SocketAddr) -> Result<OwnedFd, Errno> {
+    let family = if of.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    rustix::net::socket_with(family, SocketType::STREAM, flags, None)
+}
+
+fn address(found: Result<rustix::net::SocketAddrAny, Errno>) -> Option<SocketAddr> {
+    found.ok().and_then(|found| SocketAddr::try_from(found).ok())
+}
+
+fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
+    move |errno| {
+        let kind = match errno {
+            Errno::CONNREFUSED => ErrorKind::Refused,
+            Errno::CONNRESET | Errno::PIPE => ErrorKind::LinkDown,
+            Errno::HOSTUNREACH
+            | Errno::NETUNREACH
+            | Errno::NETDOWN
+            | Errno::HOSTDOWN
+            | Errno::ADDRNOTAVAIL
+            | Errno::INVAL => ErrorKind::Unreachable, // the last two: not from this address
+            Errno::TIMEDOUT => ErrorKind::Timeout,
+            Errno::ADDRINUSE | Errno::ACCESS => ErrorKind::Misuse,
+            Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => ErrorKind::Resources,
+            _ => ErrorKind::System,
+        };
+        Error::new(kind, format!("{call} {addr} over TCP: {errno}"))
+    }
+}
+
+/// How both ways failed. The first is told as what it is: it is the one that was wanted.
+fn both(error: Error, fallback: Option<Fallback>) -> Error {
+    match fallback {
+        None => error,
+        Some(Fallback { error: first, .. }) => {
+            let what = format!("{first}; and over TCP: {error}");
+            Error::new(first.kind(), what).with_causes(first.causes().to_vec())
+        }
+    }
+}
+
+fn broken(peer: SocketAddr, error: &io::Error) -> Error {
+    let kind = match error.kind() {
+        io::ErrorKind::InvalidData => ErrorKind::Protocol,
+        _ => ErrorKind::LinkDown,
+    };
+    Error::new(kind, format!("{peer} during the handshake over TCP: {error}"))
+}

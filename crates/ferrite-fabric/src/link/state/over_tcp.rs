@@ -1,0 +1,284 @@
+//! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided operations that the engine serves.
+
+use std::io;
+use std::time::Instant;
+
+use ferrite_verbs::Operation;
+
+use super::receiving::protocol;
+use super::{Around, Kind, LinkState, Phase, Tag, Wakes, outcome};
+use crate::engine::slots::Held;
+use crate::error::{Error, ErrorKind};
+use crate::link::outbox::{Next, OneSided};
+use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath};
+use crate::mem::BufMut;
+use crate::wire::{CONTROL_BYTES, Frame, Parcel, ParcelKind};
+
+/// Read before other links have their turn.
+const TURN_BYTES: usize = 1 << 20;
+
+/// What a peer asks of our memory: see `one_sided.rs`.
+pub(crate) enum Request<'a> {
+    Write { grant: u64, offset: u64, bytes: &'a [u8] },
+    Read { grant: u64, offset: u64, into: &'a mut [u8] },
+}
+
+/// How reading ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reading {
+    /// All there was.
+    Done,
+    /// There may be more, after others.
+    More,
+    /// There is no memory for more.
+    NoMemory,
+}
+
+impl LinkState {
+    /// The largest frame that the peer takes over TCP.
+    fn tcp_segment(&self) -> usize {
+        (self.peer.segment_bytes as usize).max(SEGMENT_BYTES)
+    }
+
+    /// As [`LinkState::send_now`]: up to a whole frame goes from the caller's memory to the kernel.
+    pub(super) fn send_now_over_tcp(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
+        let ready = matches!(self.phase, Phase::Up)
+            && self.outbox.is_empty()
+            && self.controls.is_empty()
+            && bytes.len() <= self.tcp_segment()
+            && self.credits() > 0;
+        let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(false) };
+        let parcel = frame(self.data_frame(channel, false), bytes.len());
+        let written = tcp.write_now(&parcel, bytes);
+        self.tcp = Some(tcp);
+        written.map_err(|error| self.broken(&error))?;
+        self.stats.completed(Kind::Send, bytes.len() as u32, false);
+        Ok(true)
+    }
+
+    /// Writes whatever may go.
+    pub(super) fn post_over_tcp(&mut self, wakes: &mut Wakes) -> Result<(), Error> {
+        let Some(mut tcp) = self.tcp.take() else { return Ok(()) };
+        let mut result;
+        loop {
+            while tcp.has_room() && self.add_parcel(&mut tcp) {}
+            let before = tcp.is_written();
+            let (tickets, stats) = (&mut self.tickets, &mut self.stats);
+            result = tcp.flush(|tag| {
+                stats.completed(tag.kind, tag.bytes, false);
+                if let Some(ticket) = tag.ticket {
+                    wakes.extend(tickets.finish(ticket, outcome(Ok(()), Held::Nothing)));
+                }
+            });
+            if result.is_err() || before || !tcp.is_written() {
+                break;
+            }
+        }
+        self.tcp = Some(tcp);
+        result.map_err(|error| self.broken(&error))
+    }
+
+    /// The next parcel that may go; `false` if there is none.
+    fn add_parcel(&mut self, tcp: &mut TcpPath) -> bool {
+        if let Some(control) = self.controls.pop_front() {
+            self.told = self.consumed;
+            let imm =
+                Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 }.to_imm();
+            self.stats.controls_sent += 1;
+            tcp.push(&frame(imm, CONTROL_BYTES), Body::Few(control.encode()), None);
+            return true;
+        }
+        let may_ask = self.outbox.next_one_sided_reads().is_none_or(|bytes| tcp.may_ask(bytes));
+        let mut allowed = self.allowed(self.tcp_segment());
+        allowed.one_sided = may_ask;
+        let Some(next) = self.outbox.next(allowed) else { return false };
+        match next {
+            Next::Frame { channel, more, piece, ticket } => {
+                let bytes = piece.as_ref().map_or(0, |piece| piece.len());
+                let tag = Tag { ticket, grant: 0, kind: Kind::Send, bytes: bytes as u32 };
+                let parcel = frame(self.data_frame(channel, more), bytes);
+                tcp.push(&parcel, piece.map_or(Body::Nothing, Body::Buf), Some(tag));
+            }
+            Next::OneSided(OneSided { operation, held, ticket, grant, offset, bytes }) => {
+                let (kind, parcel_kind, imm) = match operation {
+                    Operation::Read(_) => (Kind::Read, ParcelKind::Read, 0),
+                    Operation::WriteImm(_, imm) => {
+                        self.sent += 1;
+                        (Kind::Write, ParcelKind::WriteImm, imm)
+                    }
+                    _ => (Kind::Write, ParcelKind::Write, 0),
+                };
+                let parcel = Parcel { kind: parcel_kind, imm, len: bytes, op: 0, grant, offset };
+                tcp.ask(parcel, held, Tag { ticket, grant, kind, bytes });
+            }
+        }
+        true
+    }
+
+    /// Something came, or the connection takes more. Reads and delivers a turn's worth; `serve` carries out what the peer asks
+    /// of our memory, `false` if it may not.
+    pub(crate) fn on_socket(
+        &mut self,
+        around: &Around<'_>,
+        scratch: &mut [u8],
+        now: Instant,
+        wakes: &mut Wakes,
+        serve: &mut dyn FnMut(Request<'_>) -> bool,
+    ) -> Reading {
+        let Some(mut tcp) = self.tcp.take() else { return Reading::Done };
+        tcp.begin_reading(scratch);
+        let mut left = TURN_BYTES;
+        let read = loop {
+            if left == 0 {
+                break Ok(Reading::More);
+            }
+            let largest = (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES);
+            match tcp.next(scratch, around.pool, largest) {
+                Ok(Arrival::Parcel(parcel, body)) => {
+                    left = left.saturating_sub(parcel.follows() + size_of::<Parcel>());
+                    if let Err(error) = self.on_parcel(&mut tcp, &parcel, body, now, wakes, serve) {
+                        break Err(error);
+                    }
+                    if self.failure().is_some() {
+                        break Ok(Reading::Done);
+                    }
+                }
+                Ok(Arrival::Nothing) => break Ok(Reading::Done),
+                Ok(Arrival::NoMemory) => break Ok(Reading::NoMemory),
+                Ok(Arrival::End) => break Err(self.hung_up()),
+                Err(error) if error.kind() == io::ErrorKind::InvalidData => {
+                    break Err(protocol(&error.to_string()));
+                }
+                Err(error) => break Err(self.broken(&error)),
+            }
+        };
+        tcp.end_reading(scratch);
+        self.tcp = Some(tcp);
+        match read {
+            Ok(reading) => {
+                if !self.revoking.is_empty() {
+                    self.answer_revocations();
+                }
+                self.pump(around, wakes);
+                reading
+            }
+            Err(error) => {
+                self.fail(error, wakes);
+                Reading::Done
+            }
+        }
+    }
+
+    fn on_parcel(
+        &mut self,
+        tcp: &mut TcpPath,
+        parcel: &Parcel,
+        body: Option<BufMut>,
+        now: Instant,
+        wakes: &mut Wakes,
+        serve: &mut dyn FnMut(Request<'_>) -> bool,
+    ) -> Result<(), Error> {
+        self.last_heard = now;
+        self.asked = None;
+        let &Parcel { kind, imm, len, op, grant, offset } = parcel;
+        match (kind, body) {
+            (ParcelKind::Frame, Some(body)) => return self.on_frame(imm, Some(body), now, wakes),
+            (ParcelKind::Write | ParcelKind::WriteImm, Some(body)) => {
+                let done = serve(Request::Write { grant, offset, bytes: &body });
+                drop(body);
+                if kind == ParcelKind::WriteImm {
+                    if done {
+                        self.on_frame(imm, None, now, wakes)?;
+                    } else {
+                        // It has taken its credit all the same.
+                        self.received += 1;
+                        self.count_consumed();
+                    }
+                }
+                tcp.answer(op, done, Body::Nothing);
+            }
+            (ParcelKind::Read, None) => {
+                if tcp.is_overasked(len as usize) {
+                    return Err(protocol("more reads at a time than are answered"));
+                }
+                let mut bytes = vec![0; len as usize].into_boxed_slice();
+                let done = serve(Request::Read { grant, offset, into: &mut bytes });
+                tcp.answer(op, done, Body::Loose(bytes));
+            }
+            (ParcelKind::Done, None) => self.on_answer(tcp, op, None, Ok(()), wakes)?,
+            (ParcelKind::Data, Some(body)) => self.on_answer(tcp, op, Some(body), Ok(()), wakes)?,
+            (ParcelKind::Denied, None) => {
+                let what = "the peer refused: the grant is over, or does not cover this";
+                self.on_answer(tcp, op, None, Err(Error::new(ErrorKind::Denied, what)), wakes)?;
+            }
+            _ => return Err(protocol("a parcel without its payload")),
+        }
+        Ok(())
+    }
+
+    fn on_answer(
+        &mut self,
+        tcp: &mut TcpPath,
+        op: u32,
+        data: Option<BufMut>,
+        result: Result<(), Error>,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        let Some(Asked { held, tag, .. }) = tcp.answered(op) else {
+            return Err(protocol("an answer to no question"));
+        };
+        let held = match (tag.kind, data, held) {
+            // What came went into the buffer that waited for it, if it had the right length.
+            (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
+            (Kind::Read, None, held) if result.is_err() => held,
+            (Kind::Write, None, held) => held,
+            _ => return Err(protocol("an answer to another question")),
+        };
+        self.stats.completed(tag.kind, tag.bytes, result.is_err());
+        if let Some(ticket) = tag.ticket {
+            wakes.extend(self.tickets.finish(ticket, outcome(result, held)));
+        }
+        Ok(())
+    }
+
+    /// Tells all who wait on the connection, when the link is down. `true` if there was one.
+    ///
+    /// In good order its last words are written first, unless `by_force`.
+    pub(super) fn close_tcp(&mut self, _by_force: bool, wakes: &mut Wakes) -> bool {
+        let Some(mut tcp) = self.tcp.take() else { return false };
+        let error =
+            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
+        let _ = tcp.flush(|_| {});
+        tcp.shut_down();
+        for tag in tcp.take_leaving() {
+            self.stats.completed(tag.kind, tag.bytes, true);
+            if let Some(ticket) = tag.ticket {
+                wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), Held::Nothing)));
+            }
+        }
+        for Asked { held, tag, .. } in tcp.take_asked() {
+            self.stats.completed(tag.kind, tag.bytes, true);
+            if let Some(ticket) = tag.ticket {
+                wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
+            }
+        }
+        true
+    }
+
+    /// The connection broke.
+    fn broken(&self, error: &io::Error) -> Error {
+        Error::new(ErrorKind::LinkDown, format!("the TCP connection broke: {error}"))
+    }
+
+    fn hung_up(&self) -> Error {
+        if self.fin_ack_sent {
+            return Error::new(ErrorKind::Closed, "the peer has closed the link");
+        }
+        let what = "the peer hung up without closing (its process ended, or aborted the link)";
+        Error::new(ErrorKind::LinkDown, what)
+    }
+}
+
+fn frame(imm: u32, bytes: usize) -> Parcel {
+    Parcel { kind: ParcelKind::Frame, imm, len: bytes as u32, op: 0, grant: 0, offset: 0 }
+}

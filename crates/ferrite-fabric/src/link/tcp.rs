@@ -1,0 +1,436 @@
+//! A TCP connection that carries a link: parcels out, parcels in. Knows nothing of credits, tickets or messages.
+//!
+//! Whoever has something to send writes it at once, from where it lies; the engine writes the rest when the connection takes
+//! more, and reads. Payload goes from the kernel into the buffer that the application gets.
+
+use std::collections::VecDeque;
+use std::io::{self, IoSlice, IoSliceMut};
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+
+use super::state::Tag;
+use super::tls::Tls;
+use crate::engine::slots::Held;
+use crate::mem::{Buf, BufMut, Pool, PoolError, Purpose};
+use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
+
+/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for them here, so that larger ones
+/// cost nothing.
+pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
+/// What waits to be written before the outbox has to keep the rest, in bytes and in parcels.
+const OUT_BYTES: usize = 512 << 10;
+const OUT_PARCELS: usize = 128;
+/// Slices given to the kernel in one call.
+const SLICES: usize = 64;
+/// One-sided operations that wait for the peer's answer.
+const OPERATIONS: usize = 128;
+/// The same in bytes that reads have asked for, unless it is one alone. A peer that asks for twice as much breaks the rules.
+const READ_BYTES: u64 = 4 << 20;
+/// The largest one-sided operation: the largest buffer.
+const OPERATION_BYTES: usize = 2 << 20;
+
+/// A parcel on its way out.
+struct Leaving {
+    head: [u8; PARCEL_BYTES],
+    body: Body,
+    /// Of both together, what has gone.
+    gone: usize,
+    /// Who is to be told when it has.
+    tag: Option<Tag>,
+    /// It answers a read of the peer's.
+    is_answer: bool,
+}
+
+pub(super) enum Body {
+    Nothing,
+    /// A control message.
+    Few([u8; 16]),
+    Buf(Buf),
+    /// What the kernel did not take of somebody else's memory.
+    Loose(Box<[u8]>),
+}
+
+impl Body {
+    fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Nothing => &[],
+            Self::Few(bytes) => bytes,
+            Self::Buf(buf) => buf,
+            Self::Loose(bytes) => bytes,
+        }
+    }
+}
+
+/// A one-sided operation that the peer has not answered.
+pub(super) struct Asked {
+    pub(super) op: u32,
+    pub(super) held: Held,
+    pub(super) tag: Tag,
+}
+
+/// What was read.
+pub(super) enum Arrival {
+    /// A parcel, with its payload if it may have one.
+    Parcel(Parcel, Option<BufMut>),
+    /// Nothing more for now.
+    Nothing,
+    /// Nobody has memory for it at the moment.
+    NoMemory,
+    /// The peer has closed the connection.
+    End,
+}
+
+pub(crate) struct TcpPath {
+    socket: OwnedFd,
+    tls: Option<Box<Tls>>,
+    out: VecDeque<Leaving>,
+    out_bytes: usize,
+    /// The kernel takes no more until it says so.
+    blocked: bool,
+    head: [u8; PARCEL_BYTES],
+    head_len: usize,
+    /// The payload that is being read, and how much of it is there.
+    body: Option<(Parcel, BufMut, usize)>,
+    /// Bytes that were read and could not be looked at.
+    stash: Vec<u8>,
+    /// Of the scratch memory, while a call is at it, what has not been looked at.
+    chunk: Range<usize>,
+    asked: VecDeque<Asked>,
+    asked_reads: u64,
+    next_op: u32,
+}
+
+impl TcpPath {
+    /// `early` was read after the peer's greeting.
+    pub(crate) fn new(socket: OwnedFd, tls: Option<Box<Tls>>, early: Vec<u8>) -> Self {
+        Self {
+            socket,
+            tls,
+            out: VecDeque::new(),
+            out_bytes: 0,
+            blocked: false,
+            head: [0; PARCEL_BYTES],
+            head_len: 0,
+            body: None,
+            stash: early,
+            chunk: 0..0,
+            asked: VecDeque::new(),
+            asked_reads: 0,
+            next_op: 0,
+        }
+    }
+
+    /// Whether another parcel may be added.
+    pub(super) fn has_room(&self) -> bool {
+        self.out_bytes < OUT_BYTES && self.out.len() < OUT_PARCELS
+    }
+
+    /// Whether another one-sided operation may be asked for, if it reads so much.
+    pub(super) fn may_ask(&self, read_bytes: u64) -> bool {
+        self.asked.len() < OPERATIONS
+            && (self.asked_reads == 0 || self.asked_reads + read_bytes <= READ_BYTES)
+    }
+
+    /// Whether everything was written.
+    pub(super) fn is_written(&self) -> bool {
+        self.out.is_empty() && self.tls.as_ref().is_none_or(|tls| !tls.wants_write())
+    }
+
+    /// Adds a parcel; [`TcpPath::flush`] writes it.
+    pub(super) fn push(&mut self, parcel: &Parcel, body: Body, tag: Option<Tag>) {
+        self.out_bytes += PARCEL_BYTES + body.bytes().len();
+        self.out.push_back(Leaving { head: parcel.encode(), body, gone: 0, tag, is_answer: false });
+    }
+
+    /// Answers a one-sided operation of the peer's: with what it read, if it did.
+    pub(super) fn answer(&mut self, op: u32, done: bool, body: Body) {
+        let (kind, body) = match body {
+            _ if !done => (ParcelKind::Denied, Body::Nothing),
+            Body::Nothing => (ParcelKind::Done, Body::Nothing),
+            body => (ParcelKind::Data, body),
+        };
+        let len = body.bytes().len();
+        let head = Parcel { kind, imm: 0, len: len as u32, op, grant: 0, offset: 0 }.encode();
+        self.out_bytes += PARCEL_BYTES + len;
+        self.out.push_back(Leaving { head, body, gone: 0, tag: None, is_answer: true });
+    }
+
+    /// Asks the peer for a one-sided operation.
+    pub(super) fn ask(&mut self, mut parcel: Parcel, held: Held, tag: Tag) {
+        parcel.op = self.next_op;
+        self.next_op = self.next_op.wrapping_add(1);
+        let body = match &held {
+            Held::Shared(buf) => Body::Buf(buf.clone()),
+            _ => Body::Nothing,
+        };
+        if parcel.kind == ParcelKind::Read {
+            self.asked_reads += u64::from(parcel.len);
+        }
+        self.push(&parcel, body, None);
+        self.asked.push_back(Asked { op: parcel.op, held, tag });
+    }
+
+    /// The operation that an answer is for: they come in the order of the questions.
+    pub(super) fn answered(&mut self, op: u32) -> Option<Asked> {
+        if self.asked.front()?.op != op {
+            return None;
+        }
+        let asked = self.asked.pop_front()?;
+        if let Held::Unique(buf) = &asked.held {
+            self.asked_reads -= buf.len() as u64;
+        }
+        Some(asked)
+    }
+
+    /// Operations that have not been answered.
+    pub(super) fn asked(&self) -> impl Iterator<Item = &Asked> {
+        self.asked.iter()
+    }
+
+    pub(super) fn take_asked(&mut self) -> VecDeque<Asked> {
+        if let Some((Parcel { kind: ParcelKind::Data, .. }, buf, _)) = self.body.take()
+            && let Some(asked) = self.asked.front_mut()
+        {
+            asked.held = Held::Unique(buf); // half of it is there
+        }
+        std::mem::take(&mut self.asked)
+    }
+
+    /// Parcels that have not gone whole: who waits for them.
+    pub(super) fn take_leaving(&mut self) -> impl Iterator<Item = Tag> {
+        self.out_bytes = 0;
+        std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.tag)
+    }
+
+    /// Bytes of answers to the peer's reads that it has not taken: more than a peer in good order asks for.
+    pub(super) fn is_overasked(&self, more: usize) -> bool {
+        let answers = self.out.iter().filter(|leaving| leaving.is_answer);
+        let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();
+        waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
+    }
+
+    /// Writes a frame from the caller's memory if nothing stands before it. What the kernel does not take is copied.
+    pub(super) fn write_now(&mut self, parcel: &Parcel, bytes: &[u8]) -> io::Result<()> {
+        debug_assert!(self.out.is_empty(), "frames keep their order");
+        let head = parcel.encode();
+        let sent = self.write(&[IoSlice::new(&head), IoSlice::new(bytes)])?.unwrap_or(0);
+        if sent < head.len() + bytes.len() {
+            self.blocked = true;
+            let rest = Box::from(&bytes[sent.saturating_sub(head.len())..]);
+            // What went of the body is not in the rest: the head is what is left of itself.
+            let gone = sent.min(head.len());
+            self.out_bytes += head.len() - gone + bytes.len() - sent.saturating_sub(head.len());
+            self.out.push_back(Leaving { head, body: Body::Loose(rest), gone, tag: None, is_answer: false });
+        }
+        Ok(())
+    }
+
+    /// The kernel says that it takes more.
+    pub(crate) fn unblock(&mut self) {
+        self.blocked = false;
+    }
+
+    /// Writes what it can. Whoever waits for a parcel that has gone is told by `each`.
+    pub(super) fn flush(&mut self, mut each: impl FnMut(Tag)) -> io::Result<()> {
+        while !self.blocked && !self.is_written() {
+            let sent = {
+                let mut slices = [IoSlice::new(&[]); SLICES];
+                let mut count = 0;
+                for leaving in &self.out {
+                    if count + 2 > SLICES {
+                        break;
+                    }
+                    let (head, body) = (&leaving.head[..], leaving.body.bytes());
+                    let of_body = leaving.gone.saturating_sub(head.len());
+                    for rest in [&head[leaving.gone.min(head.len())..], &body[of_body..]] {
+                        if !rest.is_empty() {
+                            slices[count] = IoSlice::new(rest);
+                            count += 1;
+                        }
+                    }
+                }
+                write(&self.socket, self.tls.as_deref_mut(), &slices[..count])?
+            };
+            let Some(mut sent) = sent else {
+                self.blocked = true;
+                return Ok(());
+            };
+            self.out_bytes -= sent;
+            while let Some(first) = self.out.front_mut() {
+                let left = first.head.len() + first.body.bytes().len() - first.gone;
+                if sent < left {
+                    first.gone += sent;
+                    break;
+                }
+                sent -= left;
+                if let Some(tag) = self.out.pop_front().and_then(|first| first.tag) {
+                    each(tag);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn write(&mut self, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+        write(&self.socket, self.tls.as_deref_mut(), slices)
+    }
+
+    /// Begins to look at what has come. `scratch` is the engine's, and the same until [`TcpPath::end_reading`].
+    pub(super) fn begin_reading(&mut self, scratch: &mut [u8]) {
+        let len = self.stash.len();
+        scratch[..len].copy_from_slice(&self.stash);
+        self.stash.clear();
+        self.chunk = 0..len;
+    }
+
+    /// Keeps what was not looked at.
+    pub(super) fn end_reading(&mut self, scratch: &[u8]) {
+        self.stash.extend_from_slice(&scratch[std::mem::take(&mut self.chunk)]);
+    }
+
+    /// The next parcel. `largest` is what a frame may have.
+    ///
+    /// # Errors
+    /// The connection broke, or the peer sent what is no parcel (`InvalidData`).
+    pub(super) fn next(&mut self, scratch: &mut [u8], pool: &Pool, largest: usize) -> io::Result<Arrival> {
+        loop {
+            if let Some((parcel, mut buf, mut filled)) = self.body.take() {
+                let here = self.chunk.len().min(buf.len() - filled);
+                buf[filled..filled + here]
+                    .copy_from_slice(&scratch[self.chunk.start..self.chunk.start + here]);
+                self.chunk.start += here;
+                filled += here;
+                if filled == buf.len() {
+                    return Ok(Arrival::Parcel(parcel, Some(buf)));
+                }
+                // Into its place, and what follows into the scratch memory.
+                let wanted = buf.len() - filled;
+                let read = {
+                    let mut slices = [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(scratch)];
+                    read(&self.socket, self.tls.as_deref_mut(), &mut slices)
+                };
+                let got = match read {
+                    Ok(Some(got)) => got,
+                    other => {
+                        self.body = Some((parcel, buf, filled));
+                        return other.map(|_| Arrival::Nothing);
+                    }
+                };
+                self.chunk = 0..got.saturating_sub(wanted);
+                self.body = Some((parcel, buf, filled + got.min(wanted)));
+                if got == 0 {
+                    return Ok(Arrival::End);
+                }
+                continue;
+            }
+            let here = self.chunk.len().min(PARCEL_BYTES - self.head_len);
+            self.head[self.head_len..self.head_len + here]
+                .copy_from_slice(&scratch[self.chunk.start..self.chunk.start + here]);
+            self.chunk.start += here;
+            self.head_len += here;
+            if self.head_len < PARCEL_BYTES {
+                match read(&self.socket, self.tls.as_deref_mut(), &mut [IoSliceMut::new(scratch)])? {
+                    Some(0) => return Ok(Arrival::End),
+                    Some(got) => self.chunk = 0..got,
+                    None => return Ok(Arrival::Nothing),
+                }
+                continue;
+            }
+            let Some(parcel) = Parcel::decode(&self.head) else {
+                return Err(invalid(format!("a parcel of kind {}", self.head[0])));
+            };
+            let most = if parcel.kind == ParcelKind::Frame { largest } else { OPERATION_BYTES };
+            if parcel.len as usize > most {
+                return Err(invalid(format!("a parcel of {} bytes, {most} are allowed", parcel.len)));
+            }
+            match self.place_for(&parcel, pool) {
+                Err(_) => return Ok(Arrival::NoMemory),
+                Ok(None) => {
+                    self.head_len = 0;
+                    return Ok(Arrival::Parcel(parcel, None));
+                }
+                Ok(Some(buf)) => {
+                    self.head_len = 0;
+                    self.body = Some((parcel, buf, 0));
+                }
+            }
+        }
+    }
+
+    /// Where the payload goes: what was read goes into the buffer that waits for it.
+    fn place_for(&mut self, parcel: &Parcel, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
+        match parcel.kind {
+            ParcelKind::Read | ParcelKind::Done | ParcelKind::Denied => return Ok(None),
+            ParcelKind::Data => {
+                if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == parcel.op)
+                    && let Held::Unique(buf) = &asked.held
+                    && buf.len() == parcel.len as usize
+                    && let Held::Unique(buf) = std::mem::replace(&mut asked.held, Held::Nothing)
+                {
+                    self.asked_reads -= buf.len() as u64;
+                    return Ok(Some(buf));
+                }
+            }
+            ParcelKind::Frame | ParcelKind::Write | ParcelKind::WriteImm => {}
+        }
+        pool.take_uncharged(parcel.len as usize, Purpose::Receive).map(Some)
+    }
+
+    /// Says that nothing more will be written; what the kernel has is delivered.
+    pub(super) fn shut_down(&mut self) {
+        if let Some(tls) = &mut self.tls {
+            tls.say_goodbye(&self.socket);
+        }
+        let _ = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Write);
+    }
+}
+
+fn write(socket: &OwnedFd, tls: Option<&mut Tls>, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+    match tls {
+        None => send(socket, slices),
+        Some(tls) => tls.write(socket, slices),
+    }
+}
+
+fn read(socket: &OwnedFd, tls: Option<&mut Tls>, slices: &mut [IoSliceMut<'_>]) -> io::Result<Option<usize>> {
+    match tls {
+        None => receive(socket, slices),
+        Some(tls) => tls.read(socket, slices),
+    }
+}
+
+/// `None` if the kernel takes nothing now.
+pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    loop {
+        match rustix::net::sendmsg(socket, slices, &mut SendAncillaryBuffer::default(), flags) {
+            Ok(sent) => return Ok(Some(sent)),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+/// `None` if nothing is there, 0 at the end.
+pub(crate) fn receive(socket: &OwnedFd, slices: &mut [IoSliceMut<'_>]) -> io::Result<Option<usize>> {
+    loop {
+        let received = match &mut *slices {
+            [one] => rustix::net::recv(socket.as_fd(), &mut **one, RecvFlags::DONTWAIT).map(|(len, _)| len),
+            several => rustix::io::readv(socket.as_fd(), several),
+        };
+        match received {
+            Ok(len) => return Ok(Some(len)),
+            Err(Errno::INTR) => {}
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
+}
+
+fn invalid(what: String) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what)
+}

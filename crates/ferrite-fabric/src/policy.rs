@@ -1,0 +1,157 @@
+//! What may carry links, and why something else does.
+
+use std::fmt;
+use std::str::FromStr;
+
+use ferrite_verbs::Absence;
+
+use crate::error::{Error, ErrorKind};
+
+/// Whether RDMA may carry links, must, or must not. The setting `rdma`.
+///
+/// ```
+/// use ferrite_fabric::Rdma;
+///
+/// assert_eq!("require".parse(), Ok(Rdma::Require));
+/// assert_eq!(Rdma::default().to_string(), "prefer");
+/// assert!("maybe".parse::<Rdma>().is_err());
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Rdma {
+    /// RDMA where it works, else TCP, and never silently: see [`Fallback`].
+    #[default]
+    Prefer,
+    /// RDMA or an error.
+    Require,
+    /// TCP.
+    Forbid,
+}
+
+impl fmt::Display for Rdma {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Prefer => "prefer",
+            Self::Require => "require",
+            Self::Forbid => "forbid",
+        })
+    }
+}
+
+impl FromStr for Rdma {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "prefer" => Ok(Self::Prefer),
+            "require" => Ok(Self::Require),
+            "forbid" => Ok(Self::Forbid),
+            other => Err(format!("{other} is none of prefer, require, forbid")),
+        }
+    }
+}
+
+/// Why a link that should be on RDMA is on TCP, in a word: for counters.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[non_exhaustive]
+pub enum FallbackCause {
+    /// libibverbs or librdmacm is not there, or too old.
+    NoLibrary,
+    /// The kernel has no RDMA, or no connection manager.
+    NoKernelSupport,
+    /// There is no device, or none that reaches the peer.
+    NoDevice,
+    /// The port of the device is down.
+    PortDown,
+    /// The locked-memory limit, or the device, has nothing left.
+    Resources,
+    /// The peer said no.
+    Refused,
+    /// No way to the peer over RDMA, or no answer.
+    Unreachable,
+    /// The device was removed or failed.
+    DeviceGone,
+    /// Something else: the error says what.
+    Other,
+}
+
+impl FallbackCause {
+    /// All of them, in the order of [`FallbackCause::index`].
+    pub const ALL: [Self; 9] = [
+        Self::NoLibrary,
+        Self::NoKernelSupport,
+        Self::NoDevice,
+        Self::PortDown,
+        Self::Resources,
+        Self::Refused,
+        Self::Unreachable,
+        Self::DeviceGone,
+        Self::Other,
+    ];
+
+    pub(crate) fn index(self) -> usize {
+        self as usize
+    }
+
+    pub(crate) fn of(error: &Error) -> Self {
+        match error.absence() {
+            Some(Absence::NoLibrary { .. } | Absence::OldLibrary { .. }) => return Self::NoLibrary,
+            Some(Absence::NoKernel { .. } | Absence::NoCm { .. }) => {
+                return Self::NoKernelSupport;
+            }
+            Some(Absence::PortDown { .. }) => return Self::PortDown,
+            Some(_) => return Self::NoDevice,
+            None => {}
+        }
+        match error.kind() {
+            ErrorKind::Absent => Self::NoDevice,
+            ErrorKind::Resources | ErrorKind::Full => Self::Resources,
+            ErrorKind::Refused => Self::Refused,
+            ErrorKind::Unreachable | ErrorKind::Timeout | ErrorKind::LinkDown | ErrorKind::PeerStalled => {
+                Self::Unreachable
+            }
+            ErrorKind::DeviceGone => Self::DeviceGone,
+            _ => Self::Other,
+        }
+    }
+}
+
+impl fmt::Display for FallbackCause {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::NoLibrary => "no-library",
+            Self::NoKernelSupport => "no-kernel-support",
+            Self::NoDevice => "no-device",
+            Self::PortDown => "port-down",
+            Self::Resources => "resources",
+            Self::Refused => "refused",
+            Self::Unreachable => "unreachable",
+            Self::DeviceGone => "device-gone",
+            Self::Other => "other",
+        })
+    }
+}
+
+/// Why a link is on TCP although RDMA was preferred.
+#[derive(Debug, Clone)]
+pub struct Fallback {
+    /// In a word.
+    pub cause: FallbackCause,
+    /// How RDMA failed: with likely causes and the remedy, where they are known.
+    pub error: Error,
+}
+
+impl Fallback {
+    pub(crate) fn new(error: Error) -> Self {
+        Self { cause: FallbackCause::of(&error), error }
+    }
+}
+
+impl fmt::Display for Fallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "over TCP instead of RDMA ({}): {}", self.cause, self.error)?;
+        match self.error.remedy() {
+            Some(remedy) => write!(f, "; to do: {remedy}"),
+            None => Ok(()),
+        }
+    }
+}
