@@ -223,7 +223,7 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
     let other = Hello { version: Version { major: 9, minor: 9 }, ..HELLO };
     for (answer, word) in [(&b"+PONG"[..], "not a Ferrite peer"), (&other.encode()[..], "9.9")] {
         let engine = fixture.engine(peer, &Config::default());
-        let listener = cm::Listener::bind(&fixture.verbs(), host.any_port(), 4).expect("listen");
+        let listener = cm::Listener::bind(fixture.verbs(), host.any_port(), 4).expect("listen");
         let target = listener.id().local_addr().expect("an address");
         let mut connecting = engine.connect_with(target, &ConnectOptions::new().local(peer.any_port()));
         let raw = Raw::answer(fixture, &listener, answer, &[&engine]);
@@ -243,7 +243,7 @@ pub(crate) fn half_open(fixture: &Fixture) {
         Config { max_half_open: 1, connection_timeout: Duration::from_millis(400), ..Config::default() };
     let [a, b] = [peer, host].map(|host| fixture.engine(host, &config));
     let mut listener = b.listen(host.any_port()).expect("listen");
-    let id = cm::resolve(&fixture.verbs(), Some(peer.any_port()), listener.local_addr(), PATIENCE)
+    let id = cm::resolve(fixture.verbs(), Some(peer.any_port()), listener.local_addr(), PATIENCE)
         .expect("resolve");
     let hello = HELLO.encode();
     let context = fixture.verbs().device(&peer.device).and_then(|device| device.open()).expect("device");

@@ -77,7 +77,7 @@ impl Raw {
         let host = &fixture.hosts[1];
         std::thread::scope(|scope| {
             let calling = scope.spawn(|| {
-                let id = cm::resolve(&fixture.verbs(), Some(host.any_port()), to, PATIENCE)?;
+                let id = cm::resolve(fixture.verbs(), Some(host.any_port()), to, PATIENCE)?;
                 id.set_ack_timeout(14)?;
                 let raw = Self::new(fixture, host, id);
                 let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
