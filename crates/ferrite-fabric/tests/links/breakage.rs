@@ -103,7 +103,7 @@ fn breaks(kinds: &[ErrorKind], fault: impl FnOnce(&World, &Pair)) {
 #[test]
 fn broken_queue_pair() {
     breaks(&[ErrorKind::LinkDown], |world, pair| {
-        assert!(world.break_queue_pair(pair.a.link.qp_num().expect("on RDMA")))
+        assert!(world.break_queue_pair(pair.a.link.qp_num().expect("on RDMA")));
     });
 }
 
