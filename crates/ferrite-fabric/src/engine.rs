@@ -5,6 +5,7 @@
 //! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the engine |
 //! | `lane.rs` | what the engine has on one device, shared by all links there |
 //! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
+//! | `revive.rs` | devices that go and come back |
 //! | `waits.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
 //! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
 //! | `config.rs` | settings |
@@ -19,6 +20,7 @@ pub(crate) mod mailbox;
 pub(crate) mod poller;
 #[cfg(all(test, loom))]
 mod protocol;
+mod revive;
 pub(crate) mod slots;
 pub(crate) mod timers;
 pub(crate) mod waits;
@@ -39,7 +41,7 @@ use crate::mem::{BufMut, Pool, PoolStats, Purpose, lock};
 use crate::one_sided::{Region, Regions};
 use crate::wire::{Features, Hello, Rights, Version};
 pub use config::Config;
-use lane::Lane;
+use lane::{Lane, Life};
 use links::Links;
 use mailbox::Mailbox;
 use poller::Poller;
@@ -135,6 +137,8 @@ pub(crate) struct Counters {
     pub(crate) strangers: AtomicU64,
     pub(crate) failed_links: AtomicU64,
     pub(crate) unknown_receives: AtomicU64,
+    pub(crate) devices_lost: AtomicU64,
+    pub(crate) devices_back: AtomicU64,
 }
 
 /// Makes an [`Engine`]: see [`Engine::builder`].
@@ -184,11 +188,10 @@ impl Builder {
         waits.add(mailbox.as_fd(), Ready::Mailbox)?;
         let (mut lanes, mut gears) = (Vec::new(), Vec::new());
         for (index, domain) in domains.iter().enumerate() {
-            let (lane, mut gear) = Lane::new(index, domain, &config)?;
+            let (life, mut gear) = Life::begin(index, domain, &config)?;
             gear.refill(&pool)?;
-            waits.add(gear.channel.as_fd(), Ready::Completions(index))?;
-            waits.add(gear.context.as_fd(), Ready::Device(index))?;
-            lanes.push(Arc::new(lane));
+            revive::attach(&gear, &waits, index)?;
+            lanes.push(Arc::new(Lane::new(index, life)));
             gears.push(Some(gear));
         }
         Ok(Engine(Arc::new(Handle {
@@ -267,6 +270,14 @@ impl Engine {
         self.shared().lanes.iter().map(|lane| lane.name.as_str()).collect()
     }
 
+    /// Its devices that were removed or failed and are not back, each with what was found when it was last looked for. An
+    /// engine looks for them by itself, after a second at first and every 8 seconds later, and goes on with a device of the
+    /// same name.
+    #[must_use]
+    pub fn missing_devices(&self) -> Vec<Error> {
+        self.shared().lanes.iter().filter(|lane| lane.is_gone()).map(|lane| lane.absence()).collect()
+    }
+
     /// The settings it was made with.
     #[must_use]
     pub fn config(&self) -> &Config {
@@ -297,7 +308,10 @@ impl Engine {
         buf: BufMut,
         rights: Rights,
     ) -> Result<Region, (BufMut, Error)> {
-        Region::new(self.clone(), lane, buf, rights)
+        Region::new(self.clone(), lane, buf, rights).map_err(|(buf, error)| match error.kind() {
+            ErrorKind::DeviceGone if lane.is_gone() => (buf, lane.absence()),
+            _ => (buf, error),
+        })
     }
 
     /// What it has done and what it holds.
@@ -326,6 +340,8 @@ impl Engine {
             strangers: counters.strangers.load(Ordering::Relaxed),
             failed_links: counters.failed_links.load(Ordering::Relaxed),
             unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
+            devices_lost: counters.devices_lost.load(Ordering::Relaxed),
+            devices_back: counters.devices_back.load(Ordering::Relaxed),
             memory: shared.pool.stats(),
         }
     }
@@ -398,6 +414,10 @@ pub struct EngineStats {
     pub failed_links: u64,
     /// Receives for queue pairs that nobody knows.
     pub unknown_receives: u64,
+    /// Times that a device was removed, or failed.
+    pub devices_lost: u64,
+    /// Times that one came back.
+    pub devices_back: u64,
     /// The pool.
     pub memory: PoolStats,
 }
