@@ -8,14 +8,19 @@ use ferrite_fabric::{Config, ConnectOptions, ErrorKind};
 
 use crate::net::Mend;
 use crate::pair::{Pair, Peer, connect, judge};
-use crate::process::{peer, role, serve_as_peer};
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, pace, quick, until, within};
+use crate::process::{peer, role, serve_as_peer, serve_everywhere};
+use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, held_on, pace, quick, until, within};
 use crate::traffic::Traffic;
 
 /// The kernel's message comes in milliseconds.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
 /// The engine lets go as soon as its links are gone, which takes 2 s at most.
 const REMOVED_WITHIN: Duration = Duration::from_secs(5);
+
+/// The engine looks every 8 s at least, and once more a second later if the device was not ready.
+const BACK_WITHIN: Duration = Duration::from_secs(12);
+/// How often a device goes and comes back.
+const TIMES: u64 = 5;
 
 /// The removal of a device, under way; the device is made again at the end.
 struct Removal {
@@ -123,4 +128,99 @@ fn one_of_two_devices_removed() {
     drop(removal);
     clean.end();
     assert!(removed, "the removal waited for the engine's end");
+}
+
+/// A device goes and comes back, with links and without: each time the removal ends while the engine lives, links are made
+/// again, and no more is held than the first time.
+#[test]
+fn own_device_removed_and_added_again() {
+    let (own, peer, mut link, mut traffic, clean) = Pair::start(quick(), quick()).into_parts();
+    let first = held_on(OWN.0);
+    for time in 1..=TIMES {
+        let since = Instant::now();
+        let mut removal = remove(OWN.0);
+        judge("own device removed", &link, traffic, since, &[ErrorKind::DeviceGone], HEARD_WITHIN);
+        drop(link);
+        removal.ends();
+        println!("connect meanwhile: {:?}", connect(&own, peer.addr).expect_err("there is no device"));
+        println!("missing: {:?}", own.engine.missing_devices());
+        drop(removal); // adds it again
+        is_back(&own, time);
+        link = connect(&own, peer.addr).expect("a link");
+        traffic = Traffic::start(&link);
+        let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
+        let left = || held_on(OWN.0).into_iter().filter(more).collect::<Vec<_>>();
+        // Identifiers linger in timewait.
+        until(PATIENCE, &format!("no more than at first: {first:?}"), || left().is_empty());
+    }
+    traffic.stop();
+    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    drop(link);
+    until(PATIENCE, "no link is left", || own.engine.stats().links == 0);
+    let mut removal = remove(OWN.0);
+    removal.ends();
+    drop(removal);
+    is_back(&own, TIMES + 1);
+    let link = connect(&own, peer.addr).expect("a link");
+    Traffic::start(&link).stop();
+    drop(link);
+    let ends = peer.finish();
+    assert_eq!(ends.len() as u64, TIMES + 2);
+    let lost = ends.into_iter().filter_map(Result::err).map(|error| error.kind());
+    assert_eq!(lost.collect::<Vec<_>>(), [ErrorKind::LinkDown; TIMES as usize]);
+    own.finish();
+    clean.end();
+}
+
+#[track_caller]
+fn is_back(host: &Host, times: u64) {
+    let begun = Instant::now();
+    until(BACK_WITHIN * pace(), "the device is used again", || host.engine.stats().devices_back == times);
+    println!("  (used again {:.0?} later)", begun.elapsed());
+    assert_eq!(host.engine.stats().devices_lost, times);
+    assert!(host.engine.missing_devices().is_empty());
+}
+
+/// The peer listens on all addresses: its listener goes on with the device that came back.
+#[test]
+fn device_of_the_peer_removed_and_added_again() {
+    if role().is_some() {
+        return serve_everywhere(quick());
+    }
+    let clean = Clean::with(&[OWN]); // or librdmacm would hold the other here
+    let (process, addr) = peer("devices::device_of_the_peer_removed_and_added_again");
+    let addr = std::net::SocketAddr::new(any_port(PEER).ip(), addr.port());
+    let own = Host::new(&[OWN.0], quick());
+    let mut link = connect(&own, addr).expect("a link");
+    let mut first = None;
+    for _ in 0..TIMES {
+        let traffic = Traffic::start(&link);
+        let first = first.get_or_insert_with(|| held_on(PEER.0));
+        let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
+        let left = || held_on(PEER.0).into_iter().filter(more).collect::<Vec<_>>();
+        until(PATIENCE, &format!("no more than at first: {first:?}"), || left().is_empty());
+        let since = Instant::now();
+        let mut removal = remove(PEER.0);
+        judge("peer's device removed", &link, traffic, since, &[ErrorKind::LinkDown], HEARD_WITHIN);
+        drop(link);
+        removal.ends();
+        drop(removal); // adds it again
+        let begun = Instant::now();
+        link = loop {
+            match connect(&own, addr) {
+                Ok(link) => break link,
+                Err(error) => assert!(begun.elapsed() < BACK_WITHIN * pace(), "{error:?}"),
+            }
+            std::thread::sleep(Duration::from_millis(100));
+        };
+        println!("  (used again {:.0?} later)", begun.elapsed());
+    }
+    Traffic::start(&link).stop();
+    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    drop(link);
+    own.finish();
+    let ends = process.finish();
+    let lost = ends.iter().filter(|end| end.starts_with("failed DeviceGone")).count();
+    assert_eq!((lost, ends.len()), (TIMES as usize, TIMES as usize + 1), "{ends:?}");
+    clean.end();
 }
