@@ -95,7 +95,8 @@ pub struct Listener {
 }
 
 impl Engine {
-    /// Listens on an address of its devices; port 0 picks one.
+    /// Listens on an address of its devices; port 0 picks one. A listener on a device's address is lost with the device; one
+    /// on all addresses (`0.0.0.0` or `[::]`) goes on when the device is back.
     ///
     /// # Errors
     /// [`ErrorKind::Absent`](crate::ErrorKind::Absent) without a connection manager,

@@ -18,7 +18,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{Access, RemoteSlice};
@@ -121,6 +121,12 @@ impl Region {
             state: Mutex::new(State::Live { exposed, granted: Vec::new() }),
         });
         lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
+        if lane.is_gone() {
+            // Since the pool gave us its domain: this may have been too late to be ended with the others.
+            let mut wakes = Wakes::new();
+            regions.on_device_gone(lane, &mut wakes);
+            wakes.into_iter().for_each(Waker::wake);
+        }
         Ok(Self { shared, engine })
     }
 

@@ -106,8 +106,8 @@ impl Lane {
     /// What to tell who wants to use it while it is gone.
     pub(crate) fn absence(&self) -> Error {
         let what = match &lock(&self.device).absence {
-            Some(reason) => format!("{} was removed, and is not back: {reason}", self.name),
-            None => format!("{} was removed", self.name),
+            Some(reason) => format!("{} was removed or failed, and is not back: {reason}", self.name),
+            None => format!("{} was removed or failed", self.name),
         };
         Error::new(ErrorKind::DeviceGone, what)
     }

@@ -1,6 +1,7 @@
 //! A device is removed under traffic (`rdma link delete`). The kernel tells those who have an identifier on it, and waits until
 //! the last user of a Soft-RoCE device has let go.
 
+use std::net::SocketAddr;
 use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
@@ -8,7 +9,7 @@ use ferrite_fabric::{Config, ConnectOptions, ErrorKind};
 
 use crate::net::Mend;
 use crate::pair::{Pair, Peer, connect, judge};
-use crate::process::{peer, role, serve_as_peer, serve_everywhere};
+use crate::process::{peer, role, serve_as_peer, serve_at};
 use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, held_on, pace, quick, until, within};
 use crate::traffic::Traffic;
 
@@ -20,7 +21,7 @@ const REMOVED_WITHIN: Duration = Duration::from_secs(5);
 /// The engine looks every 8 s at least, and once more a second later if the device was not ready.
 const BACK_WITHIN: Duration = Duration::from_secs(12);
 /// How often a device goes and comes back.
-const TIMES: u64 = 5;
+const TIMES: usize = 5;
 
 /// The removal of a device, under way; the device is made again at the end.
 struct Removal {
@@ -136,7 +137,7 @@ fn one_of_two_devices_removed() {
 fn own_device_removed_and_added_again() {
     let (own, peer, mut link, mut traffic, clean) = Pair::start(quick(), quick()).into_parts();
     let first = held_on(OWN.0);
-    for time in 1..=TIMES {
+    for time in 1..=TIMES as u64 {
         let since = Instant::now();
         let mut removal = remove(OWN.0);
         judge("own device removed", &link, traffic, since, &[ErrorKind::DeviceGone], HEARD_WITHIN);
@@ -160,14 +161,14 @@ fn own_device_removed_and_added_again() {
     let mut removal = remove(OWN.0);
     removal.ends();
     drop(removal);
-    is_back(&own, TIMES + 1);
+    is_back(&own, TIMES as u64 + 1);
     let link = connect(&own, peer.addr).expect("a link");
     Traffic::start(&link).stop();
     drop(link);
     let ends = peer.finish();
-    assert_eq!(ends.len() as u64, TIMES + 2);
+    assert_eq!(ends.len(), TIMES + 2);
     let lost = ends.into_iter().filter_map(Result::err).map(|error| error.kind());
-    assert_eq!(lost.collect::<Vec<_>>(), [ErrorKind::LinkDown; TIMES as usize]);
+    assert_eq!(lost.collect::<Vec<_>>(), [ErrorKind::LinkDown; TIMES]);
     own.finish();
     clean.end();
 }
@@ -181,19 +182,28 @@ fn is_back(host: &Host, times: u64) {
     assert!(host.engine.missing_devices().is_empty());
 }
 
-/// The peer listens on all addresses: its listener goes on with the device that came back.
 #[test]
 fn device_of_the_peer_removed_and_added_again() {
+    peer_comes_back("devices::device_of_the_peer_removed_and_added_again", "0.0.0.0:0", TIMES);
+}
+
+#[test]
+fn device_of_the_peer_removed_and_added_again_under_ipv6() {
+    peer_comes_back("devices::device_of_the_peer_removed_and_added_again_under_ipv6", "[::]:0", 2);
+}
+
+/// The peer listens on all addresses: its listener goes on with the device that came back.
+fn peer_comes_back(test: &str, everywhere: &str, times: usize) {
     if role().is_some() {
-        return serve_everywhere(quick());
+        return serve_at(everywhere.parse().expect("an address"), quick(), || ());
     }
     let clean = Clean::with(&[OWN]); // or librdmacm would hold the other here
-    let (process, addr) = peer("devices::device_of_the_peer_removed_and_added_again");
-    let addr = std::net::SocketAddr::new(any_port(PEER).ip(), addr.port());
+    let (process, addr) = peer(test);
+    let addr = SocketAddr::new(any_port(PEER).ip(), addr.port());
     let own = Host::new(&[OWN.0], quick());
     let mut link = connect(&own, addr).expect("a link");
     let mut first = None;
-    for _ in 0..TIMES {
+    for _ in 0..times {
         let traffic = Traffic::start(&link);
         let first = first.get_or_insert_with(|| held_on(PEER.0));
         let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
@@ -221,6 +231,6 @@ fn device_of_the_peer_removed_and_added_again() {
     own.finish();
     let ends = process.finish();
     let lost = ends.iter().filter(|end| end.starts_with("failed DeviceGone")).count();
-    assert_eq!((lost, ends.len()), (TIMES as usize, TIMES as usize + 1), "{ends:?}");
+    assert_eq!((lost, ends.len()), (times, times + 1), "{ends:?}");
     clean.end();
 }

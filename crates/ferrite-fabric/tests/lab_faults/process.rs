@@ -119,12 +119,8 @@ pub(crate) fn serve_as_peer_after(config: Config, prepare: impl FnMut()) {
     serve_at(any_port(PEER), config, prepare);
 }
 
-/// The same on all addresses.
-pub(crate) fn serve_everywhere(config: Config) {
-    serve_at(SocketAddr::from(([0, 0, 0, 0], 0)), config, || ());
-}
-
-fn serve_at(at: SocketAddr, config: Config, mut prepare: impl FnMut()) {
+/// The same elsewhere than at the peer's address.
+pub(crate) fn serve_at(at: SocketAddr, config: Config, mut prepare: impl FnMut()) {
     let host = Host::new(&[PEER.0], config);
     let serving = serve_all(host.engine.clone(), at, end_of_input(), |event| match event {
         Event::Listening(addr) => {
