@@ -308,10 +308,10 @@ impl Engine {
         buf: BufMut,
         rights: Rights,
     ) -> Result<Region, (BufMut, Error)> {
-        Region::new(self.clone(), lane, buf, rights).map_err(|(buf, error)| match error.kind() {
-            ErrorKind::DeviceGone if lane.is_gone() => (buf, lane.absence()),
-            _ => (buf, error),
-        })
+        if lane.is_gone() {
+            return Err((buf, lane.absence()));
+        }
+        Region::new(self.clone(), lane, buf, rights)
     }
 
     /// What it has done and what it holds.

@@ -299,6 +299,21 @@ impl Poller {
         self.retire_if_unused(shared, lane.index);
     }
 
+    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish removing a Soft-RoCE device
+    /// that somebody holds.
+    fn retire_if_unused(&mut self, shared: &Shared, lane: usize) {
+        let lane = &shared.lanes[lane];
+        let in_use = {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            links.iter().any(|link| link.lane.index == lane.index)
+        };
+        if !lane.is_gone() || in_use {
+            return;
+        }
+        shared.regions.on_device_gone(lane, &mut self.wakes);
+        self.retire(shared, lane);
+    }
+
     fn next_device_event(&self, lane: usize) -> Option<AsyncEvent> {
         self.gears[lane].as_ref()?.context.next_async_event().ok().flatten()
     }

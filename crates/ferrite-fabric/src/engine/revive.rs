@@ -14,6 +14,8 @@ use std::os::fd::AsFd;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+use ferrite_verbs::EventChannel;
+
 use super::Shared;
 use super::gear::Gear;
 use super::lane::{Lane, Life};
@@ -50,27 +52,12 @@ impl Search {
 }
 
 impl Poller {
-    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish removing a Soft-RoCE device
-    /// that somebody holds. From then on it is looked for.
-    pub(super) fn retire_if_unused(&mut self, shared: &Shared, lane: usize) {
-        let lane = &shared.lanes[lane];
-        let in_use = {
-            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            links.iter().any(|link| link.lane.index == lane.index)
-        };
-        if !lane.is_gone() || in_use {
-            return;
-        }
-        shared.regions.on_device_gone(lane, &mut self.wakes);
-        let gear = self.gears[lane.index].take();
-        let is_new = gear.is_some();
-        if let Some(gear) = gear {
-            retire(gear, &shared.waits, &shared.pool, lane);
-        }
+    /// Lets go of a device that is gone and that nothing uses any more. From now on it is looked for.
+    pub(super) fn retire(&mut self, shared: &Shared, lane: &Lane) {
+        let Some(gear) = self.gears[lane.index].take() else { return };
+        let_go(gear, &shared.waits, &shared.pool, lane);
         lane.close();
-        if is_new {
-            self.search(lane, Search::BEGINNING);
-        }
+        self.search(lane, Search::BEGINNING);
     }
 
     fn search(&mut self, lane: &Lane, search: Search) {
@@ -89,6 +76,9 @@ impl Poller {
             }
             Err(error) => {
                 lane.set_absence(error);
+                // A device that came and went while we looked may have gone unheard: librdmacm looks what is gone, and lets
+                // go of it, when it loses an identifier.
+                drop(self.cm.as_ref().map(EventChannel::create_id));
                 self.search(lane, search.again(seen));
             }
         }
@@ -113,7 +103,7 @@ impl Poller {
         shared.pool.restore_domain(lane.index, &domain)?;
         let ready = gear.refill(&shared.pool).and_then(|()| attach(&gear, &shared.waits, lane.index));
         if let Err(error) = ready {
-            retire(gear, &shared.waits, &shared.pool, lane);
+            let_go(gear, &shared.waits, &shared.pool, lane);
             return Err(error);
         }
         self.gears[lane.index] = Some(gear);
@@ -132,7 +122,7 @@ pub(super) fn attach(gear: &Gear, waits: &Waits, lane: usize) -> Result<(), Erro
 }
 
 /// Lets go of everything on a device. The receives go before the registrations that they use.
-fn retire(gear: Gear, waits: &Waits, pool: &Pool, lane: &Lane) {
+fn let_go(gear: Gear, waits: &Waits, pool: &Pool, lane: &Lane) {
     // They close with the gear, unless something of the device could not be released.
     waits.remove(gear.channel.as_fd());
     waits.remove(gear.context.as_fd());

@@ -173,6 +173,30 @@ fn own_device_removed_and_added_again() {
     clean.end();
 }
 
+/// A device goes again at any moment of its return: before it was found, while everything is made anew, and after.
+#[test]
+fn own_device_comes_and_goes() {
+    let clean = Clean::begin();
+    let (own, peer) = (Host::new(&[OWN.0], quick()), Peer::start(quick()));
+    drop(connect(&own, peer.addr).expect("a link"));
+    for pause in [0, 600, 700, 750, 800, 820, 840, 860, 880, 900, 920, 940, 960, 1000, 1200] {
+        let mut removal = remove(OWN.0);
+        removal.ends();
+        drop(removal); // adds it again
+        std::thread::sleep(Duration::from_millis(pause));
+    }
+    until(BACK_WITHIN * pace(), "the device is used again", || own.engine.missing_devices().is_empty());
+    let stats = own.engine.stats();
+    println!("lost {} times, back {} times", stats.devices_lost, stats.devices_back);
+    assert_eq!(stats.devices_lost, stats.devices_back);
+    let link = connect(&own, peer.addr).expect("a link");
+    Traffic::start(&link).stop();
+    drop(link);
+    peer.finish();
+    own.finish();
+    clean.end();
+}
+
 #[track_caller]
 fn is_back(host: &Host, times: u64) {
     let begun = Instant::now();

@@ -1,6 +1,6 @@
 //! What only the fake can do at will: devices that are pulled out come back, and the engines that had them go on.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener};
@@ -9,7 +9,7 @@ use futures_util::join;
 
 use crate::faults::{assert_told, run};
 use crate::links::pair::{Pair, buffer, call, clear, drive, failed, filled, meet, pattern, run_for, until};
-use crate::links::{Host, KIB};
+use crate::links::{Host, KIB, PATIENCE};
 
 fn add(world: &World, host: &Host) {
     world.add_device(DeviceSpec::new(&host.device, host.ip));
@@ -225,5 +225,35 @@ fn port_down_at_first() {
         world.device_up(&host.device);
         until(&[&engine], "it is back", || engine.stats().devices_back == 1);
         clear([engine]);
+    });
+}
+
+/// A device goes again at any moment of its return, while a thread drives the engine.
+#[test]
+fn comes_and_goes() {
+    run(|world, fixture| {
+        let host = &fixture.hosts[0];
+        let engine = fixture.engine(host, &Config::default());
+        let mut listener = engine.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
+        let driver = engine.spawn_thread().expect("a thread");
+        for pause in (0..8).map(|step| 990 + 5 * step) {
+            world.remove_device(&host.device);
+            add(world, host);
+            std::thread::sleep(Duration::from_millis(pause));
+        }
+        // Each look may have missed it: the last begins a second after the last removal was heard.
+        let deadline = Instant::now() + PATIENCE;
+        while !engine.missing_devices().is_empty() {
+            assert!(Instant::now() < deadline, "{:?}", engine.missing_devices());
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let target = std::net::SocketAddr::new(host.ip, listener.local_addr().port());
+        let calling = engine.connect_with(target, &ConnectOptions::new().local(host.any_port()));
+        let (there, here) = engine.block_on(async { join!(calling, listener.accept()) });
+        let links = [there.expect("connect"), here.expect("accept")];
+        talk([&engine, &engine], [&links[0], &links[1]]);
+        drop((links, listener));
+        clear([engine]);
+        driver.join().expect("it ends");
     });
 }
