@@ -264,7 +264,7 @@ impl Engine {
         Ok(self.pool().take_uncharged(len, Purpose::Send)?)
     }
 
-    /// The names of its devices.
+    /// The names of its devices, those that are missing included.
     #[must_use]
     pub fn devices(&self) -> Vec<&str> {
         self.shared().lanes.iter().map(|lane| lane.name.as_str()).collect()

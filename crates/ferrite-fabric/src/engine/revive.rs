@@ -91,13 +91,10 @@ impl Poller {
         let context = device.open()?;
         context.active_port()?;
         // First what fails while the device comes up. Without an identifier on it, its next removal would not be heard.
-        let watching =
-            match &self.cm {
-                Some(channel) => Some(watch(channel, &context, &lane.name).ok_or_else(|| {
-                    Error::new(ErrorKind::Absent, format!("{} has no address yet", lane.name))
-                })?),
-                None => None,
-            };
+        let watching = match &self.cm {
+            Some(channel) => Some(watch(channel, &context, &lane.name).ok_or_else(|| no_address(lane))?),
+            None => None,
+        };
         let domain = context.allocate_protection_domain()?;
         let (life, mut gear) = Life::begin(lane.index, &domain, &shared.config)?;
         shared.pool.restore_domain(lane.index, &domain)?;
@@ -113,6 +110,10 @@ impl Poller {
         lane.begin(life);
         Ok(())
     }
+}
+
+fn no_address(lane: &Lane) -> Error {
+    Error::new(ErrorKind::Absent, format!("{} has no address yet", lane.name))
 }
 
 /// Makes the engine's descriptor tell of a lane's events.

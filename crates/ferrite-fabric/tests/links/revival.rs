@@ -8,7 +8,9 @@ use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::join;
 
 use crate::faults::{assert_told, run};
-use crate::links::pair::{Pair, buffer, call, clear, drive, failed, filled, meet, pattern, run_for, until};
+use crate::links::pair::{
+    Pair, assert_unused, buffer, call, clear, drive, failed, filled, meet, pattern, run_for, until,
+};
 use crate::links::{Host, KIB, PATIENCE};
 
 fn add(world: &World, host: &Host) {
@@ -253,7 +255,9 @@ fn comes_and_goes() {
         let links = [there.expect("connect"), here.expect("accept")];
         talk([&engine, &engine], [&links[0], &links[1]]);
         drop((links, listener));
-        clear([engine]);
+        let pool = engine.pool().clone();
+        drop(engine);
         driver.join().expect("it ends");
+        assert_unused(&pool);
     });
 }
