@@ -18,7 +18,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, EventChannel, State};
+use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, State};
 
 use crate::engine::Shared;
 use crate::engine::lane::Lane;
@@ -95,6 +95,13 @@ impl Meetings {
         self.put(key, listening);
     }
 
+    /// Hears of the device of `lane` by `id`, and not any more by the one before, whose device has gone.
+    pub(crate) fn watch(&mut self, id: CmId, lane: usize) {
+        self.by_key
+            .retain(|_, meeting| !matches!(meeting, Meeting::Watching { lane: of, .. } if *of == lane));
+        self.put(id.key(), Meeting::Watching { id, lane });
+    }
+
     pub(crate) fn remove(&mut self, key: CmKey) {
         self.take(key);
     }
@@ -124,8 +131,9 @@ impl Poller {
         shared.waits.add(std::os::fd::AsFd::as_fd(&channel), Ready::Cm)?;
         self.cm = Some(channel.clone());
         for lane in &shared.lanes {
-            if let Some(id) = watch(&channel, lane) {
-                self.meetings.put(id.key(), Meeting::Watching { id, lane: lane.index });
+            let context = lane.context();
+            if let Some(id) = context.and_then(|context| watch(&channel, &context, &lane.name)) {
+                self.meetings.watch(id, lane.index);
             }
         }
         Ok(channel)
@@ -196,7 +204,7 @@ impl Poller {
     fn make_link(&mut self, shared: &Shared, lane: &Arc<Lane>) -> Result<(Arc<LinkShared>, Hello), Error> {
         let gear = self.gears[lane.index].as_ref().filter(|_| !lane.is_gone());
         let Some(gear) = gear else {
-            return Err(Error::new(ErrorKind::DeviceGone, format!("{} was removed", lane.name)));
+            return Err(lane.absence());
         };
         let qp = gear.create_queue_pair(lane, &shared.config)?;
         let inline = qp.capacity().max_inline.min(lane.inline()) as usize;
@@ -283,12 +291,12 @@ fn spread(time: Duration, serial: u64) -> Duration {
 }
 
 /// An identifier on a device, if the device has an address.
-fn watch(channel: &EventChannel, lane: &Lane) -> Option<CmId> {
-    let gids = lane.context()?.gids().ok()?;
+pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> Option<CmId> {
+    let gids = context.gids().ok()?;
     gids.iter().find_map(|entry| {
         let id = channel.create_id().ok()?;
         id.bind(SocketAddr::new(entry.gid.ip(), 0)).ok()?;
-        id.device().is_some_and(|(device, _)| device == lane.name).then_some(id)
+        id.device().is_some_and(|(bound, _)| bound == device).then_some(id)
     })
 }
 
@@ -304,13 +312,14 @@ fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
 }
 
 fn params<'a>(shared: &Shared, lane: &Lane, link: &LinkShared, hello: &'a [u8]) -> ConnectParams<'a> {
+    let limits = lane.limits();
     let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
     ConnectParams {
         qp_num: link.route().qp_num,
         srq: true,
         private_data: hello,
-        reads_in: max(lane.limits.max_qp_rd_atom),
-        reads_out: max(lane.limits.max_qp_init_rd_atom),
+        reads_in: max(limits.max_qp_rd_atom),
+        reads_out: max(limits.max_qp_init_rd_atom),
         retries: shared.config.retries,
         rnr_retries: RNR_RETRIES,
     }

@@ -5,6 +5,7 @@
 //! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the engine |
 //! | `lane.rs` | what the engine has on one device, shared by all links there |
 //! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
+//! | `revive.rs` | devices that go and come back |
 //! | `waits.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
 //! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
 //! | `config.rs` | settings |
@@ -19,6 +20,7 @@ pub(crate) mod mailbox;
 pub(crate) mod poller;
 #[cfg(all(test, loom))]
 mod protocol;
+mod revive;
 pub(crate) mod slots;
 pub(crate) mod timers;
 pub(crate) mod waits;
@@ -42,7 +44,7 @@ use crate::one_sided::{Region, Regions};
 use crate::policy::{Fallback, FallbackCause, Rdma};
 use crate::wire::{Features, Hello, Rights, Version};
 pub use config::Config;
-use lane::Lane;
+use lane::{Lane, Life};
 use links::Links;
 use mailbox::Mailbox;
 use poller::Poller;
@@ -144,6 +146,8 @@ pub(crate) struct Counters {
     pub(crate) unknown_receives: AtomicU64,
     /// By [`FallbackCause::index`].
     pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
+    pub(crate) devices_lost: AtomicU64,
+    pub(crate) devices_back: AtomicU64,
 }
 
 /// Makes an [`Engine`]: see [`Engine::builder`].
@@ -271,11 +275,10 @@ impl Devices {
         let waits = Waits::new()?;
         let (mut lanes, mut gears) = (Vec::new(), Vec::new());
         for (index, domain) in domains.iter().enumerate() {
-            let (lane, mut gear) = Lane::new(index, domain, config)?;
+            let (life, mut gear) = Life::begin(index, domain, config)?;
             gear.refill(&pool)?;
-            waits.add(gear.channel.as_fd(), Ready::Completions(index))?;
-            waits.add(gear.context.as_fd(), Ready::Device(index))?;
-            lanes.push(Arc::new(lane));
+            revive::attach(&gear, &waits, index)?;
+            lanes.push(Arc::new(Lane::new(index, life)));
             gears.push(Some(gear));
         }
         Ok(Self { pool, lanes, gears, waits })
@@ -368,10 +371,18 @@ impl Engine {
         Ok(self.pool().take_uncharged(len, Purpose::Send)?)
     }
 
-    /// The names of its devices.
+    /// The names of its devices, those that are missing included.
     #[must_use]
     pub fn devices(&self) -> Vec<&str> {
         self.shared().lanes.iter().map(|lane| lane.name.as_str()).collect()
+    }
+
+    /// Its devices that were removed or failed and are not back, each with what was found when it was last looked for. An
+    /// engine looks for them by itself, after a second at first and every 8 seconds later, and goes on with a device of the
+    /// same name.
+    #[must_use]
+    pub fn missing_devices(&self) -> Vec<Error> {
+        self.shared().lanes.iter().filter(|lane| lane.is_gone()).map(|lane| lane.absence()).collect()
     }
 
     /// The settings it was made with.
@@ -393,17 +404,20 @@ impl Engine {
         rights: Rights,
     ) -> Result<Region, (BufMut, Error)> {
         match self.shared().lanes.iter().find(|lane| lane.name == device) {
-            Some(lane) => self.register_on(Some(Arc::clone(lane)), buf, rights),
+            Some(lane) => self.register_on(Some(lane), buf, rights),
             None => Err((buf, Error::new(ErrorKind::Misuse, format!("the engine has no device {device}")))),
         }
     }
 
     pub(crate) fn register_on(
         &self,
-        lane: Option<Arc<Lane>>,
+        lane: Option<&Arc<Lane>>,
         buf: BufMut,
         rights: Rights,
     ) -> Result<Region, (BufMut, Error)> {
+        if let Some(lane) = lane.filter(|lane| lane.is_gone()) {
+            return Err((buf, lane.absence()));
+        }
         Region::new(self.clone(), lane, buf, rights)
     }
 
@@ -435,6 +449,8 @@ impl Engine {
             unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
             fallbacks: FallbackCause::ALL
                 .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
+            devices_lost: counters.devices_lost.load(Ordering::Relaxed),
+            devices_back: counters.devices_back.load(Ordering::Relaxed),
             memory: shared.pool.stats(),
         }
     }
@@ -522,6 +538,10 @@ pub struct EngineStats {
     pub unknown_receives: u64,
     /// Links that went over TCP although RDMA was preferred, by cause.
     pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
+    /// Times that a device was removed, or failed.
+    pub devices_lost: u64,
+    /// Times that one came back.
+    pub devices_back: u64,
     /// The pool.
     pub memory: PoolStats,
 }

@@ -40,7 +40,7 @@ pub enum ErrorKind {
     Denied,
     /// More than the peer or the configuration allows.
     TooLarge,
-    /// The local device was removed or failed: reconnect over another.
+    /// The local device was removed or failed: reconnect over another, or over the same when it is back.
     DeviceGone,
     /// The call was wrong: a bug in the caller.
     Misuse,

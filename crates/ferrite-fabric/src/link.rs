@@ -222,7 +222,7 @@ impl Link {
     /// # Errors
     /// The buffer comes back, with what the device or the locked-memory limit said.
     pub fn register_memory(&self, buf: BufMut, rights: Rights) -> Result<Region, (BufMut, Error)> {
-        self.0.engine.register_on(self.shared().lane(), buf, rights)
+        self.0.engine.register_on(self.shared().lane().as_ref(), buf, rights)
     }
 
     /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The peer's messages that came

@@ -141,7 +141,9 @@ impl ListenOptions {
 }
 
 impl Engine {
-    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both.
+    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both. For RDMA, a
+    /// listener on a device's address is lost with the device; one on all addresses (`0.0.0.0` or `[::]`) goes on when the
+    /// device is back.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or not of this host. Where RDMA is required:

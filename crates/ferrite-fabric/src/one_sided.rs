@@ -18,7 +18,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{Access, RemoteSlice};
@@ -99,7 +99,7 @@ pub(crate) struct Regions {
 impl Region {
     pub(crate) fn new(
         engine: Engine,
-        lane: Option<Arc<Lane>>,
+        lane: Option<&Arc<Lane>>,
         buf: BufMut,
         rights: Rights,
     ) -> Result<Self, (BufMut, Error)> {
@@ -110,7 +110,7 @@ impl Region {
         if rights.contains(Rights::WRITE) {
             access = access | Access::REMOTE_WRITE;
         }
-        let exposed = match &lane {
+        let exposed = match lane {
             Some(lane) => engine.pool().expose(buf, lane.index, access),
             None => engine.pool().expose_without_device(buf),
         };
@@ -121,10 +121,16 @@ impl Region {
             id,
             rights,
             remote: exposed.remote(),
-            lane,
+            lane: lane.cloned(),
             state: Mutex::new(State::Live { exposed, granted: Vec::new() }),
         });
         lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
+        if let Some(lane) = lane.filter(|lane| lane.is_gone()) {
+            // Since the pool gave us its domain: this may have been too late to be ended with the others.
+            let mut wakes = Wakes::new();
+            regions.on_device_gone(lane, &mut wakes);
+            wakes.into_iter().for_each(Waker::wake);
+        }
         Ok(Self { shared, engine })
     }
 

@@ -5,6 +5,8 @@ mod breakage;
 #[path = "links/faults.rs"]
 mod faults;
 mod links;
+#[path = "links/revival.rs"]
+mod revival;
 
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use links::{Fixture, Host, run_suite};

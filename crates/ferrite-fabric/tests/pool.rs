@@ -332,6 +332,62 @@ fn registered_with_every_device_or_not_at_all() {
     assert_eq!(world.objects().memory_regions, 4);
 }
 
+/// Opens a device of this name, which is there again.
+fn domain_again(world: &World, name: &str, ip: &str) -> ProtectionDomain {
+    world.remove_device(name);
+    domain(world, name, ip)
+}
+
+#[test]
+fn a_device_comes_back() {
+    let (world, pool) = small_pool();
+    let early = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
+    pool.retire_domain(0);
+    assert_eq!((world.objects().memory_regions, pool.domains().len()), (0, 0));
+    // Grows while no device is there.
+    let meanwhile = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
+    let (meanwhile, error) = pool.expose(meanwhile, 0, Access::REMOTE_READ).expect_err("no device");
+    assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
+    let domain = domain_again(&world, "fake1", "10.0.0.1");
+    pool.restore_domain(0, &domain).expect("restored");
+    assert_eq!((world.objects().memory_regions, pool.domains().len()), (3, 1));
+    // And afterwards, with the new domain.
+    let late = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
+    assert_eq!(world.objects().memory_regions, 4);
+    let exposed = pool.expose(meanwhile, 0, Access::REMOTE_READ).expect("it is there again");
+    drop((early, exposed, late, pool, domain));
+    assert_eq!(world.objects().memory_regions, 0);
+}
+
+#[test]
+fn a_device_comes_back_wholly_or_not_at_all() {
+    let world = World::new();
+    let domains = [domain(&world, "fake1", "10.0.0.1"), domain(&world, "fake2", "10.0.0.2")];
+    let pool = Pool::builder(&domains).memory_pool_initial(4 * MIB).build().expect("pool");
+    let error = pool.restore_domain(0, &domains[0]).expect_err("it was not retired");
+    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+    let error = pool.restore_domain(2, &domains[0]).expect_err("there is none");
+    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+    pool.retire_domain(1);
+    // A device that has room for one of the two arenas.
+    world.remove_device("fake2");
+    let small = DeviceSpec { max_mr: 1, ..DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address")) };
+    world.add_device(small);
+    let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
+    let too_small = context.allocate_protection_domain().expect("domain");
+    let error = pool.restore_domain(1, &too_small).expect_err("there is no room");
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    assert!(error.to_string().contains("fake2"), "{error}");
+    assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1), "nothing of it is left");
+    drop((too_small, context));
+    let again = domain_again(&world, "fake2", "10.0.0.2");
+    assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1));
+    pool.restore_domain(1, &again).expect("restored");
+    assert_eq!((world.objects().memory_regions, pool.domains().len()), (4, 2));
+    drop((pool, domains, again));
+    assert_eq!(world.objects().memory_regions, 0);
+}
+
 #[test]
 fn nonsense_is_refused() {
     let plain = Pool::builder(&[]).build().expect("memory without a device");

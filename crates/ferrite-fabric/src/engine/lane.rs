@@ -12,17 +12,16 @@ use ferrite_verbs::{Context, Limits, ProtectionDomain};
 
 use super::config::Config;
 use super::gear::Gear;
+use crate::error::{Error, ErrorKind};
 use crate::mem::lock;
 
 pub(crate) struct Lane {
     pub(crate) name: String,
-    pub(crate) limits: Limits,
     /// Its index, which is also that of its protection domain in the pool.
     pub(crate) index: usize,
-    /// To look at when a link fails; `None` once the device is gone.
-    context: Mutex<Option<Context>>,
+    device: Mutex<Device>,
     in_flight: AtomicU32,
-    in_flight_max: u32,
+    in_flight_max: AtomicU32,
     /// Links that found no entry left.
     waiting: Mutex<VecDeque<u32>>,
     has_waiting: AtomicBool,
@@ -31,8 +30,27 @@ pub(crate) struct Lane {
     gone: AtomicBool,
 }
 
-impl Lane {
-    pub(crate) fn new(
+/// What is known of the device.
+struct Device {
+    /// To look at when a link fails; `None` while the device is gone.
+    context: Option<Context>,
+    /// Of the last that there was.
+    limits: Limits,
+    /// Why it is not back, when it was last looked for.
+    absence: Option<Error>,
+}
+
+/// A lane's part of a device's life: from when it is opened until it goes.
+pub(crate) struct Life {
+    context: Context,
+    limits: Limits,
+    in_flight_max: u32,
+    inline: u32,
+}
+
+impl Life {
+    /// Makes what all links of a lane share.
+    pub(super) fn begin(
         index: usize,
         domain: &ProtectionDomain,
         config: &Config,
@@ -43,42 +61,77 @@ impl Lane {
         let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
         let receives = receives.min(entries / 2);
         let gear = Gear::new(domain, index, receives, entries, config)?;
-        let lane = Self {
+        let inline = config.inline_threshold;
+        Ok((Self { context, limits, in_flight_max: entries - receives, inline }, gear))
+    }
+}
+
+impl Lane {
+    pub(crate) fn new(index: usize, life: Life) -> Self {
+        let Life { context, limits, in_flight_max, inline } = life;
+        Self {
             name: context.device().name(),
-            limits,
             index,
-            context: Mutex::new(Some(context)),
+            device: Mutex::new(Device { context: Some(context), limits, absence: None }),
             in_flight: AtomicU32::new(0),
-            in_flight_max: entries - receives,
+            in_flight_max: AtomicU32::new(in_flight_max),
             waiting: Mutex::new(VecDeque::new()),
             has_waiting: AtomicBool::new(false),
-            inline: AtomicU32::new(config.inline_threshold),
+            inline: AtomicU32::new(inline),
             gone: AtomicBool::new(false),
-        };
-        Ok((lane, gear))
+        }
+    }
+
+    /// The device is back. No link is left of the time before, so that nothing is in flight and nobody waits.
+    pub(super) fn begin(&self, life: Life) {
+        let Life { context, limits, in_flight_max, inline } = life;
+        self.in_flight.store(0, Ordering::Relaxed);
+        self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
+        self.inline.store(inline, Ordering::Relaxed);
+        lock(&self.waiting).clear();
+        *lock(&self.device) = Device { context: Some(context), limits, absence: None };
+        self.gone.store(false, Ordering::Release);
     }
 
     /// The device, unless it is gone.
     pub(crate) fn context(&self) -> Option<Context> {
-        lock(&self.context).clone()
+        lock(&self.device).context.clone()
+    }
+
+    /// What the device can do at most.
+    pub(crate) fn limits(&self) -> Limits {
+        lock(&self.device).limits.clone()
+    }
+
+    /// What to tell who wants to use it while it is gone.
+    pub(crate) fn absence(&self) -> Error {
+        let what = match &lock(&self.device).absence {
+            Some(reason) => format!("{} was removed or failed, and is not back: {reason}", self.name),
+            None => format!("{} was removed or failed", self.name),
+        };
+        Error::new(ErrorKind::DeviceGone, what)
+    }
+
+    pub(super) fn set_absence(&self, reason: Error) {
+        lock(&self.device).absence = Some(reason);
     }
 
     pub(crate) fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::Relaxed)
+        self.gone.load(Ordering::Acquire)
     }
 
-    /// Nothing new begins on it.
-    pub(crate) fn set_gone(&self) {
-        self.gone.store(true, Ordering::Relaxed);
+    /// Nothing new begins on it; whether that is news.
+    pub(crate) fn set_gone(&self) -> bool {
+        !self.gone.swap(true, Ordering::AcqRel)
     }
 
     /// Lets go of the device.
     pub(crate) fn close(&self) {
-        lock(&self.context).take();
+        lock(&self.device).context.take();
     }
 
     pub(super) fn send_queue_depth(&self, config: &Config) -> u32 {
-        config.send_queue_depth.clamp(BATCH_MIN, self.limits.max_qp_wr.min(u16::MAX.into()))
+        config.send_queue_depth.clamp(BATCH_MIN, self.limits().max_qp_wr.min(u16::MAX.into()))
     }
 
     /// What links may put into a request instead of memory.
@@ -96,7 +149,7 @@ impl Lane {
     pub(crate) fn reserve(&self, wanted: usize) -> usize {
         let wanted = wanted as u32; // a batch
         let before = self.in_flight.fetch_add(wanted, Ordering::Relaxed);
-        let granted = self.in_flight_max.saturating_sub(before).min(wanted);
+        let granted = self.in_flight_max().saturating_sub(before).min(wanted);
         if granted < wanted {
             self.in_flight.fetch_sub(wanted - granted, Ordering::Relaxed);
         }
@@ -109,7 +162,11 @@ impl Lane {
 
     /// Whether requests should be signaled so that their entries come back soon.
     pub(crate) fn is_pressed(&self) -> bool {
-        self.in_flight.load(Ordering::Relaxed) > self.in_flight_max / 4
+        self.in_flight.load(Ordering::Relaxed) > self.in_flight_max() / 4
+    }
+
+    fn in_flight_max(&self) -> u32 {
+        self.in_flight_max.load(Ordering::Relaxed)
     }
 
     pub(crate) fn in_flight(&self) -> u32 {
@@ -125,7 +182,7 @@ impl Lane {
     /// The links in line, if there are entries for some.
     pub(crate) fn take_waiting(&self) -> VecDeque<u32> {
         if !self.has_waiting.load(Ordering::Acquire)
-            || self.in_flight.load(Ordering::Relaxed) >= self.in_flight_max
+            || self.in_flight.load(Ordering::Relaxed) >= self.in_flight_max()
         {
             return VecDeque::new();
         }

@@ -15,6 +15,7 @@ use super::Shared;
 use super::gear::Gear;
 use super::lane::Lane;
 use super::links::Links;
+use super::revive::Search;
 use super::slots::WorkId;
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
@@ -40,8 +41,10 @@ const TIMERS: usize = 32;
 const CALLS: usize = 64;
 
 pub(crate) struct Poller {
-    /// By lane; `None` once the device is gone.
+    /// By lane; `None` while the device is gone.
     pub(crate) gears: Vec<Option<Gear>>,
+    /// By lane: devices that are gone and looked for.
+    pub(super) searches: HashMap<usize, Search>,
     completions: Vec<WorkCompletion>,
     /// Links by lane and queue pair number.
     by_qp: HashMap<u64, u32>,
@@ -66,6 +69,7 @@ impl Poller {
     pub(crate) fn new(batch: usize, gears: Vec<Option<Gear>>) -> Self {
         Self {
             gears,
+            searches: HashMap::new(),
             completions: vec![WorkCompletion::default(); batch],
             by_qp: HashMap::new(),
             cm: None,
@@ -295,7 +299,9 @@ impl Poller {
     pub(crate) fn device_gone(&mut self, shared: &Shared, lane: usize, why: &str) {
         self.reap_all(shared);
         let lane = &shared.lanes[lane];
-        lane.set_gone();
+        if lane.set_gone() {
+            shared.counters.devices_lost.fetch_add(1, Ordering::Relaxed);
+        }
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
             links.iter().filter(|link| link.is_on(lane)).cloned().collect()
@@ -323,9 +329,7 @@ impl Poller {
             return;
         }
         shared.regions.on_device_gone(lane, &mut self.wakes);
-        drop(self.gears[lane.index].take());
-        shared.pool.retire_domain(lane.index);
-        lane.close();
+        self.retire(shared, lane);
     }
 
     fn next_device_event(&self, lane: usize) -> Option<AsyncEvent> {
@@ -390,6 +394,7 @@ impl Poller {
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),
             Timer::Revocation(region) => shared.regions.revocation_due(region, &mut self.wakes),
+            Timer::Look(lane) => self.look_for(shared, lane),
         }
     }
 

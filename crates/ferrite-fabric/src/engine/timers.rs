@@ -36,6 +36,8 @@ pub(crate) enum Timer {
     Expiry(u64),
     /// A grant's users had time enough to let go.
     Revocation(u64),
+    /// Is the device of this lane back?
+    Look(usize),
 }
 
 #[derive(Default)]

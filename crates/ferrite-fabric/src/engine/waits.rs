@@ -85,6 +85,11 @@ impl Waits {
         epoll::add(&self.epoll, fd, data, flags).map_err(system("epoll_ctl"))
     }
 
+    /// Forgets a descriptor that is open still.
+    pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
+        let _ = epoll::delete(&self.epoll, fd); // it may never have been added
+    }
+
     /// What is ready now, without waiting.
     pub(crate) fn ready(&self, out: &mut Vec<Ready>) {
         let mut events =

@@ -6,7 +6,7 @@
 
 use std::ptr::NonNull;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 
 use ferrite_verbs::{Access, MemoryRegion, ProtectionDomain};
 use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap_anonymous, munmap};
@@ -31,7 +31,8 @@ pub enum Pages {
 pub(super) struct Arena {
     /// In the order of the pool's domains; `None` where the device is gone. They go before the memory: see `drop`.
     regions: Mutex<Vec<Option<MemoryRegion>>>,
-    lkeys: Vec<u32>,
+    /// Those of the regions; 0 where the device is gone. Read for each request that is posted, so not under their lock.
+    lkeys: Box<[AtomicU32]>,
     memory: Mapping,
     pages: Pages,
 }
@@ -50,22 +51,34 @@ impl Arena {
         if let Some(node) = numa_node {
             memory.prefer_node(node); // before the first touch, which is the registration
         }
-        let mut arena = Self { regions: Mutex::default(), lkeys: Vec::new(), memory, pages };
-        for domain in domains {
-            let Some(domain) = domain else {
-                arena.lkeys.push(0);
-                lock(&arena.regions).push(None);
-                continue;
-            };
-            // SAFETY: the mapping is valid for `len` bytes and outlives the region: `drop` releases the regions
-            // first, and keeps the mapping if one is not released. Rust references into it and the device's
-            // accesses are kept apart by the owner of each buffer, as the contract of `Sge::from_raw` demands;
-            // without remote rights there is no other way to reach it.
-            let region = unsafe { domain.register(arena.memory.at, len, Access::LOCAL) }?;
-            arena.lkeys.push(region.lkey());
-            lock(&arena.regions).push(Some(region));
+        let regions = Mutex::new(domains.iter().map(|_| None).collect());
+        let lkeys = domains.iter().map(|_| AtomicU32::new(0)).collect();
+        let arena = Self { regions, lkeys, memory, pages };
+        for (index, domain) in domains.iter().enumerate() {
+            if let Some(domain) = domain {
+                arena.restore(index, arena.register(domain)?);
+            }
         }
         Ok(arena)
+    }
+
+    /// Registers it with a domain. The region is for [`Arena::restore`] or [`Arena::let_go`]: it must not outlive the arena.
+    pub(super) fn register(&self, domain: &ProtectionDomain) -> Result<MemoryRegion, PoolError> {
+        // SAFETY: the mapping is valid for its length and outlives the region: `drop` releases the regions first, and
+        // keeps the mapping if one is not released; a caller who does not put the region among them lets go of it,
+        // which keeps the mapping in the same way. Rust references into it and the device's accesses are kept apart by
+        // the owner of each buffer, as the contract of `Sge::from_raw` demands; without remote rights there is no other
+        // way to reach it.
+        Ok(unsafe { domain.register(self.memory.at, self.memory.len, Access::LOCAL) }?)
+    }
+
+    /// Makes a registration that of the pool's `domain`, which has none.
+    pub(super) fn restore(&self, domain: usize, region: MemoryRegion) {
+        // Relaxed: who posts on the domain's queues got them later, through locks.
+        self.lkeys[domain].store(region.lkey(), Ordering::Relaxed);
+        if let Some(before) = lock(&self.regions)[domain].replace(region) {
+            self.let_go(before);
+        }
     }
 
     pub(super) fn len(&self) -> usize {
@@ -78,18 +91,20 @@ impl Arena {
 
     /// The local key under the pool's `domain`.
     pub(super) fn lkey(&self, domain: usize) -> u32 {
-        self.lkeys[domain]
+        self.lkeys[domain].load(Ordering::Relaxed)
     }
 
     /// Ends the registration with one domain. Nothing of that domain may use the arena any more.
     pub(super) fn retire(&self, domain: usize) {
         let region = lock(&self.regions).get_mut(domain).and_then(Option::take);
         if let Some(region) = region {
+            self.lkeys[domain].store(0, Ordering::Relaxed);
             self.let_go(region);
         }
     }
 
-    fn let_go(&self, region: MemoryRegion) {
+    /// Ends a registration.
+    pub(super) fn let_go(&self, region: MemoryRegion) {
         if let Err((region, _)) = region.deregister() {
             // The device may still write. Dropping the region tries once more and counts the leak.
             self.memory.keep_for_ever.store(true, Ordering::Relaxed);

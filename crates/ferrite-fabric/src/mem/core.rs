@@ -134,6 +134,38 @@ impl Core {
         }
     }
 
+    /// Registers everything with a domain in the place of one that is gone; all or nothing.
+    pub(super) fn restore(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
+        let mut domains = lock(&self.domains); // an arena that is made meanwhile waits, and is registered with it
+        let count = domains.len();
+        let place = match domains.get_mut(index) {
+            Some(place @ None) => place,
+            Some(Some(_)) => {
+                return Err(PoolError::Misuse(format!("domain {index} of the pool was not retired")));
+            }
+            None => {
+                return Err(PoolError::Misuse(format!(
+                    "the pool has {count} domains: there is none to restore at {index}"
+                )));
+            }
+        };
+        let arenas: Vec<_> = self.heaps.iter().flat_map(|heap| heap.holdings().arenas).collect();
+        let mut regions = Vec::with_capacity(arenas.len());
+        for arena in &arenas {
+            match arena.register(domain) {
+                Ok(region) => regions.push(region),
+                Err(error) => {
+                    self.counters.count_failure(&error);
+                    arenas.iter().zip(regions).for_each(|(arena, region)| arena.let_go(region));
+                    return Err(error);
+                }
+            }
+        }
+        arenas.iter().zip(regions).for_each(|(arena, region)| arena.restore(index, region));
+        *place = Some(domain.clone());
+        Ok(())
+    }
+
     /// The heap is at its maximum: counted.
     fn over_budget(&self, heap: &Heap, purpose: Purpose, class: SizeClass) -> PoolError {
         let tally = self.cache.tally()[purpose.index()];

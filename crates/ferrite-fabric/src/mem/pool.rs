@@ -339,6 +339,36 @@ impl Pool {
         self.0.core.retire(index);
     }
 
+    /// Puts a domain in the place of one that was retired, because its device is back: registers all there is with it, and
+    /// what the pool grows by later. Buffers that are out can be used with it, too. Who needs the pool to grow waits meanwhile.
+    ///
+    /// Nothing may be in flight on the index: requests that were made with the keys of the old domain mean nothing to the
+    /// new one, and are answered with protection errors.
+    ///
+    /// # Errors
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses, then nothing is registered with it;
+    /// [`PoolError::Misuse`] if there is no domain with this index, or it was not retired.
+    ///
+    /// ```
+    /// # use ferrite_fabric::mem::{Pool, Purpose};
+    /// # use ferrite_verbs::fake::{DeviceSpec, World};
+    /// # let world = World::new();
+    /// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+    /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+    /// let pool = Pool::builder(&[domain]).build()?;
+    /// let buf = pool.take_uncharged(100, Purpose::Send)?;
+    /// # world.remove_device("fake1");
+    /// pool.retire_domain(0); // the device goes
+    /// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+    /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
+    /// pool.restore_domain(0, &domain)?; // and one comes back
+    /// # drop(buf);
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn restore_domain(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
+        self.0.core.restore(index, domain)
+    }
+
     /// What it is made of now. The parts are read one after the other: they add up while nobody takes or returns.
     #[must_use]
     pub fn stats(&self) -> PoolStats {

@@ -76,3 +76,35 @@ fn the_key_of_another_device_is_refused() {
     unsafe { a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(1))])]) }.expect("post");
     assert_eq!(reap(&a.1), Status::LOCAL_PROTECTION);
 }
+
+/// A buffer that was filled before its device went is sent through the one that came back.
+#[test]
+fn buffers_are_good_for_a_device_that_came_back() {
+    let world = World::new();
+    let [a, b] = pair(&world);
+    let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
+    let mut message = pool.take_uncharged(64, Purpose::Send).expect("memory");
+    message.fill(7);
+    let message = message.freeze();
+    let before = message.raw_parts(0);
+    drop((a, b));
+    for device in 0..2 {
+        pool.retire_domain(device);
+        assert_eq!(message.raw_parts(device).lkey, 0, "no key of a device that is gone");
+    }
+    world.remove_device("10.0.0.1");
+    world.remove_device("10.0.0.2");
+    let [a, b] = pair(&world);
+    for (device, end) in [&a, &b].into_iter().enumerate() {
+        pool.restore_domain(device, &end.0).expect("restored");
+    }
+    assert_ne!(message.raw_parts(0).lkey, before.lkey, "another key");
+    let mut received = pool.take_uncharged(64, Purpose::Receive).expect("memory");
+    // SAFETY: as above.
+    unsafe {
+        b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])]).expect("post");
+        a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(0))]).signaled()]).expect("post");
+    }
+    assert_eq!((reap(&a.1), reap(&b.1)), (Status::SUCCESS, Status::SUCCESS));
+    assert_eq!(received[..], message[..]);
+}

@@ -40,7 +40,7 @@ impl Peer {
                 Event::Listening(local) => drop(addr.send(local)),
                 Event::ListenerLost(error) => show("  the peer's listener", error),
             };
-            within(LIFE, "the peer", serve_all(engine, stopped, tell))
+            within(LIFE, "the peer", serve_all(engine, any_port(PEER), stopped, tell))
         });
         let addr = listening.recv_timeout(PATIENCE).expect("the peer listens");
         Self { host, addr, stop, thread }
@@ -63,13 +63,14 @@ pub(crate) enum Event<'a> {
     ListenerLost(&'a Error),
 }
 
-/// Listens on the peer's host, and serves what links come until it is told to stop and all have ended.
+/// Listens, and serves what links come until it is told to stop and all have ended.
 pub(crate) async fn serve_all(
     engine: Engine,
+    at: SocketAddr,
     mut stopped: oneshot::Receiver<()>,
     mut tell: impl FnMut(Event<'_>),
 ) -> Ends {
-    let listener = engine.listen(any_port(PEER)).expect("a listener");
+    let listener = engine.listen(at).expect("a listener");
     tell(Event::Listening(listener.local_addr()));
     let mut listener = Some(listener);
     let mut serving = FuturesUnordered::new();

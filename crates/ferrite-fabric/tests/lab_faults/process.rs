@@ -12,7 +12,7 @@ use futures_channel::oneshot;
 
 use crate::net::sh;
 use crate::pair::{Event, serve_all};
-use crate::rig::{Host, PATIENCE, PEER, until, within};
+use crate::rig::{Host, PATIENCE, PEER, any_port, until, within};
 
 const ROLE: &str = "FERRITE_LAB_ROLE";
 /// How cargo and nextest are told to start tests, if not directly.
@@ -115,9 +115,14 @@ pub(crate) fn serve_as_peer(config: Config) {
 }
 
 /// The same, with something to do when it listens.
-pub(crate) fn serve_as_peer_after(config: Config, mut prepare: impl FnMut()) {
+pub(crate) fn serve_as_peer_after(config: Config, prepare: impl FnMut()) {
+    serve_at(any_port(PEER), config, prepare);
+}
+
+/// The same elsewhere than at the peer's address.
+pub(crate) fn serve_at(at: SocketAddr, config: Config, mut prepare: impl FnMut()) {
     let host = Host::new(&[PEER.0], config);
-    let serving = serve_all(host.engine.clone(), end_of_input(), |event| match event {
+    let serving = serve_all(host.engine.clone(), at, end_of_input(), |event| match event {
         Event::Listening(addr) => {
             prepare();
             say("listening", addr);

@@ -157,6 +157,13 @@ impl Clean {
     }
 }
 
+/// What a program cannot have more of by using its device again: objects on a device, except memory regions (pools grow),
+/// and file descriptors.
+pub(crate) fn held_on(device: &str) -> BTreeMap<String, u64> {
+    let counts = |what: &str| what.starts_with(device) && !what.ends_with(" mr") || what == "fds";
+    resources().into_iter().filter(|(what, _)| counts(what)).collect()
+}
+
 /// What the kernel holds, by kind ("rxe1 qp" → 1), and our file descriptors.
 fn resources() -> BTreeMap<String, u64> {
     let out = Command::new("rdma").args(["resource", "show"]).output().expect("rdma");

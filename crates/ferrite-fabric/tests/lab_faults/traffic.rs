@@ -154,7 +154,7 @@ async fn reads(link: &Link, token: &GrantToken, shared: &Shared, read_bytes: usi
     let expected = pattern(0, HALF as usize);
     while !shared.stop.load(Ordering::Relaxed) {
         let bytes = read_in_pieces(link, token, 0, HALF as usize, read_bytes).await?;
-        assert!(bytes == expected, "what was read is what is there");
+        assert!(bytes == expected, "what was read is what is there: {}", difference(&bytes, &expected));
         shared.rounds[1].fetch_add(1, Ordering::Relaxed);
     }
     Ok(())
@@ -170,11 +170,17 @@ async fn writes(link: &Link, token: &GrantToken, shared: &Shared, read_bytes: us
             buf.copy_from_slice(&bytes);
             link.rdma_write(token, HALF, buf)?.await?;
             let back = read_in_pieces(link, token, HALF, len, read_bytes).await?;
-            assert!(back == bytes, "{len} bytes that were written are there");
+            assert!(back == bytes, "{len} bytes that were written are there: {}", difference(&back, &bytes));
         }
         shared.rounds[2].fetch_add(1, Ordering::Relaxed);
     }
     Ok(())
+}
+
+/// Which bytes are wrong: whole packets point at the device, anything else at a buffer.
+fn difference(bytes: &[u8], expected: &[u8]) -> String {
+    let wrong: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at] != expected[*at]).collect();
+    format!("{} differ, from {:?} to {:?}", wrong.len(), wrong.first(), wrong.last())
 }
 
 async fn read_in_pieces(

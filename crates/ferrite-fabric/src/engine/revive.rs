@@ -1,0 +1,153 @@
+//! Devices that come back: a lane whose device went is looked for until one of the same name is there and works.
+//!
+//! ```text
+//!   in use ── removed, or failed ──► gone: no new links, those there are end ── the last is gone ──► retired: nothing is held
+//!     ▲                                                                                                 │
+//!     └──────────────── found, and everything could be made anew ◄──── looked for, 1 s … 8 s ◄──────────┘
+//! ```
+//!
+//! Nobody tells a program of new devices but udev, so the clock does; an engine with all its devices has no such timer. The
+//! lane keeps its index, and with it its place in the pool: buffers that are out are good for the device that came back.
+//! A look takes as long as it takes to register the pool's memory, and the pass waits for it.
+
+use std::os::fd::AsFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::EventChannel;
+
+use super::Shared;
+use super::gear::Gear;
+use super::lane::{Lane, Life};
+use super::poller::Poller;
+use super::timers::Timer;
+use super::waits::{Ready, Waits};
+use crate::connect::watch;
+use crate::error::{Error, ErrorKind};
+use crate::mem::Pool;
+
+/// Between looks for a device: at first, and at most.
+const FIRST_LOOK: Duration = Duration::from_secs(1);
+const LAST_LOOK: Duration = Duration::from_secs(8);
+
+/// The search for the device of one lane.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Search {
+    /// Until the next look.
+    wait: Duration,
+    /// The device was there, and not usable: it is on its way.
+    seen: bool,
+}
+
+impl Search {
+    const BEGINNING: Self = Self { wait: FIRST_LOOK, seen: false };
+
+    /// After a look in vain. A device that has just appeared needs a moment, not the rest of a long wait.
+    fn again(self, seen: bool) -> Self {
+        if seen && !self.seen {
+            return Self { seen, ..Self::BEGINNING };
+        }
+        Self { wait: (self.wait * 2).min(LAST_LOOK), seen }
+    }
+}
+
+impl Poller {
+    /// Lets go of a device that is gone and that nothing uses any more. From now on it is looked for.
+    pub(super) fn retire(&mut self, shared: &Shared, lane: &Lane) {
+        let Some(gear) = self.gears[lane.index].take() else { return };
+        let_go(gear, &shared.waits, &shared.pool, lane);
+        lane.close();
+        self.search(lane, Search::BEGINNING);
+    }
+
+    fn search(&mut self, lane: &Lane, search: Search) {
+        self.searches.insert(lane.index, search);
+        self.timers.add(Instant::now() + search.wait, Timer::Look(lane.index));
+    }
+
+    /// Looks for the device of a lane.
+    pub(super) fn look_for(&mut self, shared: &Shared, lane: usize) {
+        let lane = &shared.lanes[lane];
+        let Some(search) = self.searches.remove(&lane.index) else { return };
+        let mut seen = false;
+        match self.revive(shared, lane, &mut seen) {
+            Ok(()) => {
+                shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
+            }
+            Err(error) => {
+                lane.set_absence(error);
+                // A device that came and went while we looked may have gone unheard: librdmacm looks what is gone, and lets
+                // go of it, when it loses an identifier.
+                drop(self.cm.as_ref().map(EventChannel::create_id));
+                self.search(lane, search.again(seen));
+            }
+        }
+    }
+
+    /// Makes everything anew on the device of the lane's name; all or nothing.
+    fn revive(&mut self, shared: &Shared, lane: &Lane, seen: &mut bool) -> Result<(), Error> {
+        let device = shared.verbs.as_ref().ok_or_else(|| shared.no_rdma())?.device(&lane.name)?;
+        *seen = true;
+        let context = device.open()?;
+        context.active_port()?;
+        // First what fails while the device comes up. Without an identifier on it, its next removal would not be heard.
+        let watching = match &self.cm {
+            Some(channel) => Some(watch(channel, &context, &lane.name).ok_or_else(|| no_address(lane))?),
+            None => None,
+        };
+        let domain = context.allocate_protection_domain()?;
+        let (life, mut gear) = Life::begin(lane.index, &domain, &shared.config)?;
+        shared.pool.restore_domain(lane.index, &domain)?;
+        let ready = gear.refill(&shared.pool).and_then(|()| attach(&gear, &shared.waits, lane.index));
+        if let Err(error) = ready {
+            let_go(gear, &shared.waits, &shared.pool, lane);
+            return Err(error);
+        }
+        self.gears[lane.index] = Some(gear);
+        if let Some(id) = watching {
+            self.meetings.watch(id, lane.index);
+        }
+        lane.begin(life);
+        Ok(())
+    }
+}
+
+fn no_address(lane: &Lane) -> Error {
+    Error::new(ErrorKind::Absent, format!("{} has no address yet", lane.name))
+}
+
+/// Makes the engine's descriptor tell of a lane's events.
+pub(super) fn attach(gear: &Gear, waits: &Waits, lane: usize) -> Result<(), Error> {
+    waits.add(gear.channel.as_fd(), Ready::Completions(lane))?;
+    waits.add(gear.context.as_fd(), Ready::Device(lane))
+}
+
+/// Lets go of everything on a device. The receives go before the registrations that they use.
+fn let_go(gear: Gear, waits: &Waits, pool: &Pool, lane: &Lane) {
+    // They close with the gear, unless something of the device could not be released.
+    waits.remove(gear.channel.as_fd());
+    waits.remove(gear.context.as_fd());
+    drop(gear);
+    pool.retire_domain(lane.index);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn looks_become_rarer_and_begin_anew_when_the_device_appears() {
+        let waits = |seen: &[bool]| {
+            let mut search = Search::BEGINNING;
+            let mut waits = vec![search.wait.as_secs()];
+            for seen in seen {
+                search = search.again(*seen);
+                waits.push(search.wait.as_secs());
+            }
+            waits
+        };
+        assert_eq!(waits(&[false; 5]), [1, 2, 4, 8, 8, 8]);
+        assert_eq!(waits(&[false, false, true, true, true]), [1, 2, 4, 1, 2, 4]);
+        assert_eq!(waits(&[true, false, true]), [1, 1, 2, 1]);
+    }
+}
