@@ -7,6 +7,7 @@
 //! | `link` | [`Link`]: messages and one-sided operations to a peer |
 //! | `connect` `listener` | how peers meet: [`Engine::connect`], [`Listener`] |
 //! | `one_sided` | [`Region`]: memory for peers, granted and revoked |
+//! | `stream` | [`Stream`], [`StreamListener`]: a link as a stream of bytes, for software that knows TCP |
 //! | [`wire`] | what links say to each other |
 //! | [`diagnose`] | why a link failed, by what can be measured |
 //!
@@ -25,6 +26,8 @@ mod link;
 mod listener;
 pub mod mem;
 mod one_sided;
+#[cfg(feature = "tokio")]
+mod stream;
 mod sync;
 pub mod wire;
 
@@ -34,3 +37,5 @@ pub use error::{Error, ErrorKind};
 pub use link::{Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Writing};
 pub use listener::{Accepting, Listener, Strangers};
 pub use one_sided::{Region, Revoking};
+#[cfg(feature = "tokio")]
+pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};
