@@ -110,9 +110,12 @@ impl Engines {
         [a.expect("connect"), b.expect("accept").0]
     }
 
-    pub(crate) async fn call(&self) -> io::Result<Stream> {
-        let options = ConnectOptions::new().local(self.from);
-        Stream::connect_with(&self.a, self.listener.local_addr(), &options).await
+    async fn call(&self) -> io::Result<Stream> {
+        self.call_at(self.listener.local_addr()).await
+    }
+
+    pub(crate) async fn call_at(&self, peer: SocketAddr) -> io::Result<Stream> {
+        Stream::connect_with(&self.a, peer, &ConnectOptions::new().local(self.from)).await
     }
 
     pub(crate) fn of_caller(&self) -> &Engine {

@@ -145,7 +145,7 @@ pub(crate) async fn nobody_listens(scene: Scene) {
     let mut there = b.local_addr().expect("an address");
     assert_eq!(a.peer_addr().expect("an address"), there);
     there.set_port(there.port() ^ 1);
-    let error = ferrite_fabric::Stream::connect(engines.of_caller(), there).await.expect_err("nobody");
+    let error = engines.call_at(there).await.expect_err("nobody");
     assert_eq!((error.kind(), ours(&error)), (ErrorKind::ConnectionRefused, Kind::Refused), "{error:?}");
     drop((a, b));
     engines.clear().await;
