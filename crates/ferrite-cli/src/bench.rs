@@ -3,6 +3,7 @@
 use clap::{Args, Subcommand};
 
 mod fabric;
+mod stream;
 
 /// Measure how fast things are between two hosts
 #[derive(Args)]
@@ -14,12 +15,14 @@ pub(crate) struct Options {
 #[derive(Subcommand)]
 enum What {
     Fabric(fabric::Options),
+    Stream(stream::Options),
 }
 
 impl Options {
     pub(crate) fn json(&self) -> bool {
         match &self.what {
             What::Fabric(options) => options.json,
+            What::Stream(options) => options.json,
         }
     }
 }
@@ -27,5 +30,6 @@ impl Options {
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     match &options.what {
         What::Fabric(options) => fabric::run(options),
+        What::Stream(options) => stream::run(options),
     }
 }

@@ -28,6 +28,7 @@ type TwoEnds = (&'static [&'static str], &'static str);
 
 const PINGPONG: TwoEnds = (&["pingpong"], "--bind");
 const BENCH: TwoEnds = (&["bench", "fabric"], "--local");
+const STREAM: TwoEnds = (&["bench", "stream"], "--local");
 
 /// A server that listens, and is ended with the test.
 struct Server {
@@ -185,7 +186,9 @@ fn client_of_a_harmed_server(more: &[&str], harm: impl FnOnce(&mut Child)) -> (O
     let mut server = Server::start(&[]);
     let endless = ["--iters", "1000000000", "--timeout", "2", "--json"];
     let client = server.start_client(&[&endless, more].concat());
-    std::thread::sleep(Duration::from_millis(500));
+    // Until it is at work: the emulated kernel is slow.
+    let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
+    std::thread::sleep(Duration::from_millis(if emulated { 3000 } else { 500 }));
     harm(&mut server.child);
     let since = Instant::now();
     let output = client.wait_with_output().expect("it ends");
@@ -289,6 +292,22 @@ fn bench_measures_every_operation() {
     let (code, served) = server.finish();
     assert_eq!(code, Some(0));
     assert!(served.contains("on rxe1: links 1, cases 12"), "{served}");
+}
+
+#[test]
+fn bench_measures_streams() {
+    let server = Server::of(STREAM, &["--once"]);
+    let report = report_of(&server.run_client(&["--rounds", "20", "--mib", "2", "--json"]));
+    assert_eq!((&report["device"], &report["software"]), (&"rxe2".into(), &true.into()), "{report}");
+    let results = report["results"].as_array().expect("a list");
+    let measured: Vec<_> =
+        results.iter().map(|row| format!("{} {}", row["size_bytes"], row["transfers"])).collect();
+    assert_eq!(measured, ["64 1", "65536 32", "1048576 2"], "{report}");
+    assert!(results[0]["latency_us"]["p50"].as_f64().is_some_and(|us| us > 0.0), "{report}");
+    assert!(results.iter().all(|row| row["mib_per_s"].as_f64().is_some_and(|rate| rate > 0.0)), "{report}");
+    let (code, served) = server.finish();
+    assert_eq!(code, Some(0));
+    assert!(served.contains("on rxe1: tests 3"), "{served}");
 }
 
 #[test]

@@ -3,6 +3,8 @@
 //! A link fails once. Its first failure is kept, and everything that was under way gets a clone of it: the flush that
 //! follows is never shown.
 
+mod io;
+
 use std::fmt;
 use std::sync::Arc;
 

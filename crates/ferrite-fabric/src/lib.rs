@@ -8,6 +8,7 @@
 //! | `connect` `listener` | how peers meet: [`Engine::connect`], [`Listener`] |
 //! | `policy` | [`Rdma`]: whether RDMA may carry links, must, or must not; [`Fallback`]: why it does not |
 //! | `one_sided` | [`Region`]: memory for peers, granted and revoked |
+//! | `stream` | [`Stream`], [`StreamListener`]: a link as a stream of bytes, for software that knows TCP |
 //! | [`wire`] | what links say to each other |
 //! | [`diagnose`] | why a link failed, by what can be measured |
 //!
@@ -27,6 +28,8 @@ mod listener;
 pub mod mem;
 mod one_sided;
 mod policy;
+#[cfg(feature = "tokio")]
+mod stream;
 mod sync;
 pub mod wire;
 
@@ -40,3 +43,5 @@ pub use listener::{Accepting, ListenOptions, Listener, Strangers};
 pub use one_sided::{Region, Revoking};
 pub use policy::{Fallback, FallbackCause, Rdma};
 pub use rustls;
+#[cfg(feature = "tokio")]
+pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};

@@ -98,6 +98,12 @@ impl Link {
         &self.0.shared
     }
 
+    /// Whether both are handles on one connection.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
     /// Sends a message on a channel: waits for room in the queue, then until the peer's device has it.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
@@ -113,7 +119,7 @@ impl Link {
     /// # Errors
     /// The link is down or closing.
     pub async fn room(&self) -> Result<(), Error> {
-        std::future::poll_fn(|cx| self.shared().poll_room(cx.waker())).await
+        std::future::poll_fn(|cx| self.shared().poll_room(0, cx.waker())).await
     }
 
     /// Copies `bytes` into buffers of the pool and sends them.

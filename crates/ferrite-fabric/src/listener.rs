@@ -263,7 +263,7 @@ impl Listener {
         self.next(None)
     }
 
-    fn next(&self, waker: Option<&Waker>) -> Result<Option<Link>, Error> {
+    pub(crate) fn next(&self, waker: Option<&Waker>) -> Result<Option<Link>, Error> {
         let mut queue = lock(&self.shared.queue);
         if let Some(link) = queue.links.pop_front() {
             drop(queue);

@@ -28,6 +28,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "ferrite-client",
         ],
     ),
+    ("ferrite-examples", &["ferrite-verbs", "ferrite-fabric"]),
     ("xtask", &[]),
 ];
 

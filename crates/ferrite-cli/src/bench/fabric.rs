@@ -32,10 +32,15 @@ mod report;
 mod server;
 mod talk;
 
+// What the other benches use too.
+pub(super) use ends::{device_of, name};
+pub(super) use plan::parse_size;
+pub(super) use report::{Way, size_text};
+
 /// Where the server listens unless it is told otherwise.
 const DEFAULT_PORT: u16 = 7472;
 /// The largest message: the largest buffer of the fabric's memory.
-const SIZE_MAX: u32 = 2 << 20;
+pub(super) const SIZE_MAX: u32 = 2 << 20;
 /// More links than anybody measures over; bounds what a client can ask of a server.
 const LINKS_MAX: u32 = 1024;
 const IDLE_MAX: u32 = 15_000;
@@ -141,7 +146,7 @@ Failures print {error: {kind, missing?, message, remedy?}}.";
 /// What is measured.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-enum Measure {
+pub(super) enum Measure {
     /// How long one takes, one at a time.
     Latency,
     /// How many get through, a window at a time.

@@ -74,6 +74,11 @@ impl Message {
         }
     }
 
+    #[cfg(feature = "tokio")]
+    pub(crate) fn into_parts(self) -> Parts<Buf> {
+        self.parts
+    }
+
     /// In one piece: copied only if there are several.
     #[must_use]
     pub fn into_bytes(self) -> Bytes {

@@ -213,17 +213,46 @@ impl LinkShared {
         })
     }
 
-    /// Ready when another message may be queued.
-    pub(crate) fn poll_room(&self, waker: &Waker) -> Poll<Result<(), Error>> {
+    /// Ready when another message of `bytes` may be queued.
+    pub(crate) fn poll_room(&self, bytes: u64, waker: &Waker) -> Poll<Result<(), Error>> {
         let mut state = lock(&self.state);
         if let Err(error) = state.check_open() {
             return Poll::Ready(Err(error));
         }
-        if state.has_room(0) {
+        if state.has_room(bytes) {
             return Poll::Ready(Ok(()));
         }
         state.wake_on_room(waker);
         Poll::Pending
+    }
+
+    /// Whether something of the link is queued or under way that holds memory; then `waker` is called when some of it
+    /// has gone.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn poll_progress(&self, waker: &Waker) -> bool {
+        let mut state = lock(&self.state);
+        let holds = state.holds_memory();
+        if holds {
+            state.wake_on_room(waker);
+        }
+        holds
+    }
+
+    /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the last does not wait.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
+        self.with(|state, around, wakes| {
+            state.check_open()?;
+            state.push(channel, [], false);
+            state.pump(around, wakes);
+            Ok(())
+        })
+    }
+
+    /// Whether the peer said farewell: what it sent is all there.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn peer_has_closed(&self) -> bool {
+        lock(&self.state).peer_has_closed()
     }
 
     /// Sends one buffer without an answer: nothing is allocated.

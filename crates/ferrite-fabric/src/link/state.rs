@@ -281,6 +281,18 @@ impl LinkState {
                 && self.outbox.waiting_bytes() + bytes <= self.limits.queue_bytes
     }
 
+    /// Whether messages wait, or something that is in flight has a buffer: a completion of it brings progress.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn holds_memory(&self) -> bool {
+        let has_buffer = |held: &Held| matches!(held, Held::Shared(_) | Held::Unique(_));
+        !self.outbox.is_empty() || self.queue.iter().any(|in_flight| has_buffer(&in_flight.held))
+    }
+
+    #[cfg(feature = "tokio")]
+    pub(crate) fn peer_has_closed(&self) -> bool {
+        self.peer_fin
+    }
+
     pub(crate) fn check_message(&self, channel: u16, bytes: u64) -> Result<(), Error> {
         if channel >= self.peer.channels {
             let what = format!("channel {channel}: the peer has {}", self.peer.channels);

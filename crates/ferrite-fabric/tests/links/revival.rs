@@ -134,7 +134,7 @@ fn device_of_listeners() {
 fn one_of_two_devices() {
     run(|world, fixture| {
         let [host, idle] = &fixture.hosts;
-        let engine = Engine::builder(&fixture.verbs).build().expect("an engine");
+        let engine = fixture.builder().build().expect("an engine");
         let mut listener = engine.listen(host.any_port()).expect("listen");
         let [there, here] = meet(&engine, host, &engine, &mut listener);
         for _ in 0..2 {
@@ -142,7 +142,7 @@ fn one_of_two_devices() {
             talk([&engine, &engine], [&there, &here]);
             put_back(world, idle, &engine);
             let on_idle = meet(&engine, idle, &engine, &mut listener);
-            assert_eq!(on_idle[0].device(), idle.device);
+            assert_eq!(on_idle[0].device().as_ref(), Some(&idle.device));
             talk([&engine, &engine], [&on_idle[0], &on_idle[1]]);
         }
         talk([&engine, &engine], [&there, &here]);

@@ -90,7 +90,7 @@ pub(super) fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) ->
 }
 
 /// The device with this address, as RoCE has it.
-fn device_of(verbs: &Verbs, local: IpAddr) -> anyhow::Result<Option<String>> {
+pub(in crate::bench) fn device_of(verbs: &Verbs, local: IpAddr) -> anyhow::Result<Option<String>> {
     for device in verbs.devices()? {
         let Ok(gids) = device.open().and_then(|context| context.gids()) else { continue };
         if gids.iter().any(|entry| entry.gid.ip() == local) {
@@ -101,6 +101,6 @@ fn device_of(verbs: &Verbs, local: IpAddr) -> anyhow::Result<Option<String>> {
 }
 
 /// An address for people.
-pub(super) fn name(addr: Option<SocketAddr>) -> String {
+pub(in crate::bench) fn name(addr: Option<SocketAddr>) -> String {
     addr.map_or("?".to_owned(), |addr| addr.to_string())
 }

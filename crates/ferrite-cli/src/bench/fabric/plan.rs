@@ -83,7 +83,7 @@ fn fitting(window: u32, room: Room, size: u32) -> u32 {
 }
 
 /// `64`, `64K`, `64KiB`, `1M`, …
-pub(super) fn parse_size(text: &str) -> Result<u32, String> {
+pub(in crate::bench) fn parse_size(text: &str) -> Result<u32, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1,

@@ -20,7 +20,7 @@ use crate::output;
 
 /// Which way the messages went.
 #[derive(Debug, Clone, Serialize)]
-pub(super) struct Way {
+pub(in crate::bench) struct Way {
     device: String,
     #[serde(skip_serializing_if = "Option::is_none")]
     driver: Option<String>,
@@ -32,7 +32,7 @@ pub(super) struct Way {
 }
 
 impl Way {
-    pub(super) fn of(verbs: &Verbs, link: &Link) -> anyhow::Result<Self> {
+    pub(in crate::bench) fn of(verbs: &Verbs, link: &Link) -> anyhow::Result<Self> {
         let device = verbs.device(&link.device().context("the link is not on RDMA")?)?;
         Ok(Self {
             device: device.name(),
@@ -45,7 +45,7 @@ impl Way {
     }
 
     /// The head of the result.
-    fn text(&self, mode: Mode, links: u32) -> String {
+    pub(in crate::bench) fn text(&self, mode: Mode, links: u32) -> String {
         let many = if links == 1 { "1 link".to_owned() } else { format!("{links} links") };
         let caveat = match (self.software, self.driver.as_deref()) {
             (false, _) => "",
@@ -189,7 +189,7 @@ fn idle_text(idle: &idle::Figures) -> String {
 }
 
 /// A size as it may be typed.
-pub(super) fn size_text(bytes: u32) -> String {
+pub(in crate::bench) fn size_text(bytes: u32) -> String {
     match bytes {
         _ if bytes.is_multiple_of(1 << 20) => format!("{}M", bytes >> 20),
         _ if bytes.is_multiple_of(1 << 10) => format!("{}K", bytes >> 10),

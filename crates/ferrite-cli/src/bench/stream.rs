@@ -1,0 +1,109 @@
+//! `ferrite bench stream`: latency and bandwidth of byte streams, as software that knows TCP sees them.
+//!
+//! | file | part |
+//! |---|---|
+//! | `play.rs` | the test itself, over any stream: both sides |
+//! | `client.rs` `server.rs` | the two ends |
+//! | `report.rs` | what is printed |
+//!
+//! The test is that of `rstream` (rdmacm-utils), so that the two can be held against each other.
+
+use std::net::{IpAddr, SocketAddr};
+
+use clap::Args;
+use ferrite_fabric::{Config, Engine};
+use ferrite_verbs::Verbs;
+
+use super::fabric::{self, Measure, SIZE_MAX};
+use crate::address;
+use crate::choice::Mode;
+
+mod client;
+mod play;
+mod report;
+mod server;
+
+/// Where the server listens unless it is told otherwise.
+const DEFAULT_PORT: u16 = 7473;
+
+/// Measure latency and bandwidth of byte streams
+///
+/// On one host, `ferrite bench stream --listen ADDRESS` serves clients, one after the other; on the other, `ferrite
+/// bench stream ADDRESS` runs the measurements and prints them.
+///
+/// Latency is half of a round: a write there and one back. Bandwidth is that of many writes there, then as many back,
+/// until the last byte has been read.
+#[derive(Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Options {
+    /// The server's address: IP (IPv6 in brackets) or name, with :PORT unless it is 7473
+    #[arg(value_name = "PEER", value_parser = address::parse::<DEFAULT_PORT>, required_unless_present = "listen")]
+    peer: Option<SocketAddr>,
+    /// Be the server: wait for clients at this address (with :PORT unless it is 7473)
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, conflicts_with = "peer")]
+    listen: Option<SocketAddr>,
+    /// Serve one client, then end
+    #[arg(long, conflicts_with = "peer")]
+    once: bool,
+    /// Connect from this local address, and so over its device
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
+    local: Option<SocketAddr>,
+    /// What is measured [default: both]
+    #[arg(long, value_enum, value_delimiter = ',', conflicts_with = "listen", hide_default_value = true,
+          default_values_t = [Measure::Latency, Measure::Bandwidth])]
+    measure: Vec<Measure>,
+    /// Sizes of a write, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
+    #[arg(long, value_name = "SIZES", value_parser = fabric::parse_size, value_delimiter = ',', conflicts_with = "listen")]
+    size: Vec<u32>,
+    /// Rounds, for latency
+    #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
+          value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
+    rounds: u64,
+    /// Bytes each way, for bandwidth, in whole writes
+    #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
+          value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
+    mib: u64,
+    /// How both sides wait
+    #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
+    mode: Mode,
+    /// Print the result as JSON
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const HELP: &str = "\
+Examples:
+  ferrite bench stream --listen 10.0.0.1               on the first host
+  ferrite bench stream 10.0.0.1 --local 10.0.0.2       on the second: everything
+
+JSON fields of the client, stable within a value of `format`:
+  format (1), role (client), device, driver?, software, mtu_bytes, mode, local, peer, results[]
+  results[]: measure, size_bytes, rounds, transfers, seconds, us_per_transfer, mib_per_s,
+    for latency: latency_us {min, p50, p90, p99, p99_9, max, mean} of half a round
+The server prints a line per client: peer, device, tests.
+Failures print {error: {kind, missing?, message, remedy?}}.";
+
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    match (options.listen, options.peer) {
+        (Some(listen), _) => server::run(options, listen),
+        (None, Some(peer)) => client::run(options, peer),
+        (None, None) => anyhow::bail!("give a server's address, or --listen"),
+    }
+}
+
+/// An engine with the fabric's own settings, on the device that has `local`; on all if none has.
+fn engine(verbs: &Verbs, local: Option<IpAddr>) -> anyhow::Result<Engine> {
+    let builder = Engine::builder(verbs).config(Config { busy_poll_us: 0, ..Config::default() });
+    let builder = match local.map(|local| fabric::device_of(verbs, local)).transpose()?.flatten() {
+        Some(device) => builder.device(device),
+        None => builder,
+    };
+    Ok(builder.build()?)
+}
+
+fn set_mode(engine: &Engine, mode: Mode) {
+    engine.set_busy_poll_us(match mode {
+        Mode::Poll => u32::MAX,
+        Mode::Event => 0,
+    });
+}

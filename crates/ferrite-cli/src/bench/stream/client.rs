@@ -1,0 +1,50 @@
+//! The client: connects, plays one test after the other, prints the result.
+
+use std::net::SocketAddr;
+
+use anyhow::Context as _;
+use ferrite_fabric::{ConnectOptions, Stream};
+use ferrite_verbs::Verbs;
+
+use super::fabric::{Measure, Way};
+use super::play::{self, Test};
+use super::report::{Report, Row};
+use super::{Options, engine, set_mode};
+
+pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
+    let verbs = Verbs::system()?;
+    let engine = engine(&verbs, options.local.map(|local| local.ip()))?;
+    let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
+    let mut stream = engine
+        .block_on(Stream::connect_with(&engine, peer, &to))
+        .with_context(|| format!("no stream to {peer} (`ferrite bench stream --listen` must run there)"))?;
+    let way = Way::of(&verbs, stream.link())?;
+    set_mode(&engine, options.mode);
+    let mut results = Vec::new();
+    for (measure, test) in tests(options) {
+        let played = engine.block_on(play::ask(&mut stream, &test))?;
+        results.push(Row::new(measure, test, &played));
+    }
+    set_mode(&engine, crate::choice::Mode::Event);
+    engine.block_on(stream.link().close())?;
+    Report::new(options.mode, way, results).print(options.json)
+}
+
+fn tests(options: &Options) -> Vec<(Measure, Test)> {
+    let of = |measure: &Measure| {
+        let sizes: &[u32] = match measure {
+            _ if !options.size.is_empty() => &options.size,
+            Measure::Latency => &[64],
+            Measure::Bandwidth => &[64 << 10, 1 << 20],
+        };
+        let measure = *measure;
+        sizes.iter().map(move |size| {
+            let (rounds, transfers) = match measure {
+                Measure::Latency => (options.rounds, 1),
+                Measure::Bandwidth => (1, ((options.mib << 20) / u64::from(*size)).max(1)),
+            };
+            (measure, Test { size_bytes: *size, rounds, transfers, mode: options.mode })
+        })
+    };
+    options.measure.iter().flat_map(of).collect()
+}

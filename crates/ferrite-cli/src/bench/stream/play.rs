@@ -1,0 +1,155 @@
+//! The test itself, over any stream: so many rounds of so many writes there, then as many back.
+//!
+//! ```text
+//!   client                                        server
+//!   {"size_bytes": …, …} and a newline    ──►
+//!                                         ◄──     a newline
+//!   rounds × (transfers × write           ──►     read
+//!             transfers × read            ◄──     write)
+//!   … the next test, or the end of the stream
+//! ```
+
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, ensure};
+use serde::{Deserialize, Serialize};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+
+use super::SIZE_MAX;
+use crate::choice::Mode;
+use crate::latency::{Recorder, RoundTrips};
+
+/// What is done, as the client asks for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Test {
+    pub(super) size_bytes: u32,
+    pub(super) rounds: u64,
+    pub(super) transfers: u64,
+    pub(super) mode: Mode,
+}
+
+/// What the client measured.
+pub(super) struct Played {
+    pub(super) time: Duration,
+    pub(super) rounds: RoundTrips,
+}
+
+/// More than any request has.
+const LINE_MAX: usize = 1024;
+
+pub(super) async fn ask<S>(stream: &mut S, test: &Test) -> anyhow::Result<Played>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut line = serde_json::to_vec(test)?;
+    line.push(b'\n');
+    stream.write_all(&line).await?;
+    let answer = stream.read_u8().await.context("the server left")?;
+    ensure!(answer == b'\n', "the server does not speak as a ferrite bench does");
+    let mut buf = vec![0x5a; test.size_bytes as usize];
+    let mut recorder = Recorder::new(1)?;
+    let begun = Instant::now();
+    for _ in 0..test.rounds {
+        for _ in 0..test.transfers {
+            stream.write_all(&buf).await?;
+        }
+        recorder.posted();
+        for _ in 0..test.transfers {
+            stream.read_exact(&mut buf).await?;
+        }
+    }
+    Ok(Played { time: begun.elapsed(), rounds: recorder.finish() })
+}
+
+/// The next test that the client asks for; none at the end.
+pub(super) async fn next_test<S>(stream: &mut S) -> anyhow::Result<Option<Test>>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut line = Vec::new();
+    loop {
+        let mut byte = [0];
+        match stream.read(&mut byte).await? {
+            0 if line.is_empty() => return Ok(None),
+            0 => anyhow::bail!("the client left in the middle of a word"),
+            _ if byte[0] == b'\n' => break,
+            _ => line.push(byte[0]),
+        }
+        ensure!(line.len() <= LINE_MAX, "the client does not speak as a ferrite bench does");
+    }
+    let test: Test =
+        serde_json::from_slice(&line).context("the client does not speak as a ferrite bench does")?;
+    let size = test.size_bytes;
+    ensure!((1..=SIZE_MAX).contains(&size), "writes of {size} bytes: 1 to {SIZE_MAX}");
+    Ok(Some(test))
+}
+
+pub(super) async fn answer<S>(stream: &mut S, test: &Test) -> anyhow::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut buf = vec![0xa5; test.size_bytes as usize];
+    stream.write_all(b"\n").await?;
+    for _ in 0..test.rounds {
+        for _ in 0..test.transfers {
+            stream.read_exact(&mut buf).await?;
+        }
+        for _ in 0..test.transfers {
+            stream.write_all(&buf).await?;
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::Future;
+    use std::pin::pin;
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+
+    /// Runs a future that never waits for anything but itself.
+    fn run<F: Future>(future: F) -> F::Output {
+        let mut future = pin!(future);
+        let mut context = Context::from_waker(Waker::noop());
+        for _ in 0..1_000_000 {
+            if let Poll::Ready(output) = future.as_mut().poll(&mut context) {
+                return output;
+            }
+        }
+        panic!("it does not end");
+    }
+
+    #[test]
+    fn both_sides_play_the_same_test() {
+        let (mut there, mut here) = tokio::io::duplex(64);
+        let test = Test { size_bytes: 100, rounds: 7, transfers: 3, mode: Mode::Poll };
+        let asking = async move {
+            let played = ask(&mut there, &test).await?;
+            anyhow::Ok(played.rounds.ticks.len())
+        };
+        let answering = async move {
+            let asked = next_test(&mut here).await?.context("a test")?;
+            answer(&mut here, &asked).await?;
+            ensure!(next_test(&mut here).await?.is_none(), "the client has left");
+            anyhow::Ok(asked)
+        };
+        let (measured, asked) = run(async { futures_util::join!(asking, answering) });
+        assert_eq!((measured.expect("played"), asked.expect("played")), (6, test));
+    }
+
+    #[test]
+    fn nonsense_is_refused() {
+        for wrong in ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"mode":"poll"}"#] {
+            let (mut there, mut here) = tokio::io::duplex(4096);
+            let refused = run(async {
+                there.write_all(wrong.as_bytes()).await?;
+                there.write_all(b"\n").await?;
+                next_test(&mut here).await
+            });
+            assert!(refused.is_err(), "{wrong}");
+        }
+    }
+}

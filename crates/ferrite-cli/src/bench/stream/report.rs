@@ -1,0 +1,107 @@
+//! What was measured, for people and for scripts.
+
+use std::fmt::Write as _;
+
+use serde::Serialize;
+
+use super::fabric::{Measure, Way, size_text};
+use super::play::{Played, Test};
+use crate::choice::Mode;
+use crate::latency::{self, Latency};
+use crate::output;
+
+/// The result of one test.
+#[derive(Debug, Clone, Serialize)]
+pub(super) struct Row {
+    measure: Measure,
+    size_bytes: u32,
+    rounds: u64,
+    transfers: u64,
+    seconds: f64,
+    us_per_transfer: f64,
+    mib_per_s: f64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    latency_us: Option<Latency>,
+}
+
+impl Row {
+    pub(super) fn new(measure: Measure, test: Test, played: &Played) -> Self {
+        let Test { size_bytes, rounds, transfers, .. } = test;
+        let seconds = played.time.as_secs_f64().max(1e-9);
+        #[expect(clippy::cast_precision_loss, reason = "2^53 transfers take longer than anybody waits")]
+        let both_ways = (2 * rounds * transfers) as f64;
+        Self {
+            measure,
+            size_bytes,
+            rounds,
+            transfers,
+            seconds,
+            us_per_transfer: seconds * 1e6 / both_ways,
+            mib_per_s: both_ways * f64::from(size_bytes) / f64::from(1 << 20) / seconds,
+            // Of a single round there is none between two others.
+            latency_us: (measure == Measure::Latency && rounds > 1).then(|| Latency::of(&played.rounds, 2.0)),
+        }
+    }
+}
+
+/// The result of a client.
+#[derive(Debug, Serialize)]
+pub(super) struct Report {
+    format: u32,
+    role: &'static str,
+    mode: Mode,
+    #[serde(flatten)]
+    way: Way,
+    results: Vec<Row>,
+}
+
+impl Report {
+    pub(super) fn new(mode: Mode, way: Way, results: Vec<Row>) -> Self {
+        Self { format: 1, role: "client", mode, way, results }
+    }
+
+    pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
+        output::print(self, json, Self::text)
+    }
+
+    fn text(&self) -> String {
+        let mut out = self.way.text(self.mode, 1);
+        let mut heading = Some(latency::heading());
+        for row in &self.results {
+            let Some(latency_us) = &row.latency_us else { continue };
+            if let Some(heading) = heading.take() {
+                let _ = writeln!(out, "\nlatency, µs {heading}");
+            }
+            let _ = writeln!(out, "{:>11} {}", size_text(row.size_bytes), latency_us.row());
+        }
+        let mut first = true;
+        for row in self.results.iter().filter(|row| row.measure == Measure::Bandwidth) {
+            if std::mem::take(&mut first) {
+                let _ = writeln!(out, "\nbandwidth    MiB/s  writes each way  seconds");
+            }
+            let Row { size_bytes, transfers, seconds, mib_per_s, .. } = row;
+            let size = size_text(*size_bytes);
+            let _ = writeln!(out, "{size:>9} {mib_per_s:>8.1}  {transfers:>15}  {seconds:>7.2}");
+        }
+        out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::latency::Recorder;
+
+    #[test]
+    fn both_ways_count() {
+        let mut recorder = Recorder::new(1).expect("bounds");
+        (0..3).for_each(|_| recorder.posted());
+        let played = Played { time: Duration::from_secs(2), rounds: recorder.finish() };
+        let test = Test { size_bytes: 1 << 20, rounds: 1, transfers: 10, mode: Mode::Poll };
+        let row = Row::new(Measure::Bandwidth, test, &played);
+        assert!((row.mib_per_s - 10.0).abs() < 1e-6 && (row.us_per_transfer - 1e5).abs() < 1e-3, "{row:?}");
+        assert!(row.latency_us.is_none());
+    }
+}

@@ -1,0 +1,124 @@
+//! The reading side of a stream: messages into bytes.
+
+use std::io;
+use std::task::{Context, Poll, ready};
+
+use bytes::Bytes;
+use tokio::io::ReadBuf;
+use tokio::task::coop;
+
+use super::CHANNEL;
+use crate::error::{Error, ErrorKind};
+use crate::link::Link;
+use crate::link::message::Parts;
+use crate::mem::Buf;
+
+pub(super) struct Reader {
+    pub(super) link: Link,
+    /// What is being read, from `at` on.
+    piece: Option<Buf>,
+    at: usize,
+    /// What follows it in the same message.
+    rest: std::vec::IntoIter<Buf>,
+    /// The peer writes no more.
+    over: bool,
+}
+
+impl Reader {
+    pub(super) fn new(link: Link) -> Self {
+        Self { link, piece: None, at: 0, rest: Vec::new().into_iter(), over: false }
+    }
+
+    pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        if out.remaining() == 0 {
+            return Poll::Ready(Ok(()));
+        }
+        let budget = ready!(coop::poll_proceed(cx));
+        ready!(self.poll_piece(cx))?;
+        while let Some(piece) = &self.piece {
+            let bytes = &piece[self.at..];
+            let len = bytes.len().min(out.remaining());
+            out.put_slice(&bytes[..len]);
+            self.at += len;
+            if self.at == piece.len() {
+                self.piece = None;
+            }
+            if out.remaining() == 0 {
+                break;
+            }
+            self.next_piece();
+        }
+        budget.made_progress();
+        Poll::Ready(Ok(()))
+    }
+
+    /// The rest of what is being read, or the next; empty at the end.
+    pub(super) fn poll_bytes(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Bytes>> {
+        let budget = ready!(coop::poll_proceed(cx));
+        ready!(self.poll_piece(cx))?;
+        budget.made_progress();
+        let bytes = self.piece.take().map(|piece| Bytes::from(piece).slice(self.at..));
+        Poll::Ready(Ok(bytes.unwrap_or_default()))
+    }
+
+    /// Sees to it that there is a piece, or that it is over.
+    fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        while self.piece.is_none() && !self.over {
+            if let Some(piece) = self.rest.next() {
+                self.begin(piece);
+                break;
+            }
+            match self.link.shared().receive(Some(cx.waker())) {
+                // Of others that use the link.
+                Ok(Some(message)) if message.notice().is_some() || message.channel() != CHANNEL => {}
+                Ok(Some(message)) => self.take(message.into_parts()),
+                Ok(None) => return Poll::Pending,
+                Err(error) => self.ended(error)?,
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// Goes on with what is here already. A failure is told when there is nothing more to give.
+    fn next_piece(&mut self) {
+        if self.piece.is_some() || self.over {
+            return;
+        }
+        if let Some(piece) = self.rest.next() {
+            self.begin(piece);
+        } else if let Ok(Some(message)) = self.link.shared().receive(None)
+            && message.notice().is_none()
+            && message.channel() == CHANNEL
+        {
+            self.take(message.into_parts());
+            if let Some(piece) = self.rest.next() {
+                self.begin(piece);
+            }
+        }
+    }
+
+    fn take(&mut self, message: Parts<Buf>) {
+        match message {
+            Parts::Empty => self.over = true,
+            Parts::One(piece) => self.begin(piece),
+            Parts::Many(pieces) => self.rest = pieces.into_iter(),
+        }
+    }
+
+    fn begin(&mut self, piece: Buf) {
+        self.piece = Some(piece);
+        self.at = 0;
+    }
+
+    /// A peer that left in good order has written all it wanted. Anything else is no end of the stream.
+    fn ended(&mut self, error: Error) -> io::Result<()> {
+        if error.kind() != ErrorKind::Closed {
+            return Err(error.into());
+        }
+        if self.link.shared().peer_has_closed() {
+            self.over = true;
+            return Ok(());
+        }
+        Err(io::Error::new(io::ErrorKind::ConnectionAborted, error))
+    }
+}

@@ -1,0 +1,154 @@
+//! The two directions of a stream, each for a task of its own.
+
+use std::fmt;
+use std::future::poll_fn;
+use std::io::{self, IoSlice};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+
+use bytes::Bytes;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+
+use super::Stream;
+use super::reader::Reader;
+use super::writer::Writer;
+use crate::link::Link;
+
+/// The reading half of a [`Stream`]: see [`Stream::into_split`].
+///
+/// ```
+/// # use ferrite_fabric::OwnedReadHalf;
+/// async fn count(mut half: OwnedReadHalf) -> std::io::Result<usize> {
+///     let mut total = 0;
+///     loop {
+///         match half.read_bytes().await? {
+///             bytes if bytes.is_empty() => return Ok(total),
+///             bytes => total += bytes.len(),
+///         }
+///     }
+/// }
+/// ```
+pub struct OwnedReadHalf(Reader);
+
+/// The writing half of a [`Stream`]: see [`Stream::into_split`]. When it is dropped, the peer reads the end of the stream
+/// after all that was written, as after [`shutdown`](tokio::io::AsyncWriteExt::shutdown).
+///
+/// ```
+/// # use ferrite_fabric::OwnedWriteHalf;
+/// use tokio::io::AsyncWriteExt;
+///
+/// async fn greet(mut half: OwnedWriteHalf) -> std::io::Result<()> {
+///     half.write_all(b"hello").await // and no more
+/// }
+/// ```
+pub struct OwnedWriteHalf(Writer);
+
+/// The halves are not of the same stream; here they are again.
+#[derive(Debug)]
+pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
+
+pub(super) fn split(reader: Reader, writer: Writer) -> (OwnedReadHalf, OwnedWriteHalf) {
+    (OwnedReadHalf(reader), OwnedWriteHalf(writer))
+}
+
+impl OwnedReadHalf {
+    /// As [`Stream::read_bytes`].
+    ///
+    /// # Errors
+    /// How the link failed.
+    pub async fn read_bytes(&mut self) -> io::Result<Bytes> {
+        poll_fn(|cx| self.0.poll_bytes(cx)).await
+    }
+
+    /// The link below.
+    #[must_use]
+    pub fn link(&self) -> &Link {
+        &self.0.link
+    }
+
+    /// The whole stream again.
+    ///
+    /// # Errors
+    /// If the other half is of another stream.
+    pub fn reunite(self, mut other: OwnedWriteHalf) -> Result<Stream, ReuniteError> {
+        if !self.0.link.is_same(&other.0.link) {
+            return Err(ReuniteError(self, other));
+        }
+        let over = std::mem::replace(&mut other.0.over, true); // so that dropping it says nothing
+        let mut writer = Writer::new(self.0.link.clone());
+        writer.over = over;
+        Ok(Stream { reader: self.0, writer })
+    }
+}
+
+impl OwnedWriteHalf {
+    /// The link below.
+    #[must_use]
+    pub fn link(&self) -> &Link {
+        &self.0.link
+    }
+}
+
+impl Drop for OwnedWriteHalf {
+    fn drop(&mut self) {
+        let _ = self.0.shutdown(); // of a link that is down there is no one to be told
+    }
+}
+
+impl AsyncRead for OwnedReadHalf {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.0.poll_read(cx, out)
+    }
+}
+
+impl AsyncWrite for OwnedWriteHalf {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.0.poll_write(cx, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.0.poll_write(cx, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// What was written is on its way already.
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    /// Says that nothing more will be written.
+    fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(self.0.shutdown())
+    }
+}
+
+impl fmt::Display for ReuniteError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the halves are of different streams")
+    }
+}
+
+impl std::error::Error for ReuniteError {}
+
+impl fmt::Debug for OwnedReadHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedReadHalf").field("link", &self.0.link).finish_non_exhaustive()
+    }
+}
+
+impl fmt::Debug for OwnedWriteHalf {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("OwnedWriteHalf").field("link", &self.0.link).finish_non_exhaustive()
+    }
+}

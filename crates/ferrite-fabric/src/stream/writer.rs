@@ -1,0 +1,135 @@
+//! The writing side of a stream: bytes into messages.
+//!
+//! A write copies into registered memory, queues the message and returns; nobody waits for an acknowledgement. The link's
+//! queue bounds what waits (`send_queue_messages`, `send_queue_bytes`), the peer's window what is under way.
+
+use std::io::{self, IoSlice};
+use std::task::{Context, Poll, ready};
+
+use tokio::task::coop;
+
+use super::CHANNEL;
+use crate::error::ErrorKind;
+use crate::link::Link;
+use crate::mem::{ErrorKind as PoolErrorKind, Purpose};
+
+/// Copied at a time: a block of the pool. Several are on their way while the next is copied.
+const CHUNK: usize = 64 << 10;
+/// What may go inside the request is gathered on the stack.
+const SMALL: usize = 256;
+/// So much every device takes inside the request, if it takes anything.
+const CRUMB: usize = 32;
+
+pub(super) struct Writer {
+    pub(super) link: Link,
+    chunk: usize,
+    /// We write no more.
+    pub(super) over: bool,
+}
+
+impl Writer {
+    pub(super) fn new(link: Link) -> Self {
+        let most = usize::try_from(link.peer_hello().max_message_bytes).unwrap_or(CHUNK);
+        Self { link, chunk: most.clamp(1, CHUNK), over: false }
+    }
+
+    /// Sends a part of the slices, at least a byte unless there is none; how much.
+    pub(super) fn poll_write(&self, cx: &mut Context<'_>, slices: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        if self.over {
+            let what = "the stream was shut down on this side";
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, what)));
+        }
+        let total = slices.iter().map(|slice| slice.len()).sum();
+        if total == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        let budget = ready!(coop::poll_proceed(cx));
+        let written = ready!(self.poll_send(cx, slices, total))?;
+        budget.made_progress();
+        Poll::Ready(Ok(written))
+    }
+
+    fn poll_send(
+        &self,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+        total: usize,
+    ) -> Poll<io::Result<usize>> {
+        if total <= SMALL && self.send_now(slices, total)? {
+            return Poll::Ready(Ok(total));
+        }
+        let shared = self.link.shared();
+        let len = total.min(self.chunk);
+        loop {
+            ready!(shared.poll_room(len as u64, cx.waker()))?;
+            let mut buf = match self.link.pool().take_uncharged(len, Purpose::Send) {
+                Ok(buf) => buf,
+                Err(error) if error.kind() == PoolErrorKind::Exhausted => {
+                    return self.poll_without_memory(cx, slices, total);
+                }
+                Err(error) => return Poll::Ready(Err(crate::Error::from(error).into())),
+            };
+            gather(slices, &mut buf);
+            match shared.post(CHANNEL, buf.freeze()) {
+                Ok(()) => return Poll::Ready(Ok(len)),
+                Err((_, error)) if error.kind() == ErrorKind::Full => {} // another user of the link was quicker
+                Err((_, error)) => return Poll::Ready(Err(error.into())),
+            }
+        }
+    }
+
+    /// Whether the first `len` bytes could go at once, inside the request.
+    fn send_now(&self, slices: &[IoSlice<'_>], len: usize) -> io::Result<bool> {
+        let mut gathered = [0; SMALL];
+        let bytes = match slices {
+            [only] => &only[..len],
+            _ => {
+                gather(slices, &mut gathered[..len]);
+                &gathered[..len]
+            }
+        };
+        Ok(self.link.shared().send_now(CHANNEL, bytes)?)
+    }
+
+    /// The pool has no block left. That is no failure: what is under way gives some back.
+    #[cold]
+    fn poll_without_memory(
+        &self,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+        total: usize,
+    ) -> Poll<io::Result<usize>> {
+        if self.link.shared().poll_progress(cx.waker()) {
+            return Poll::Pending;
+        }
+        // Others have it all, and their progress does not wake us. A few bytes need none.
+        let len = total.min(CRUMB);
+        if self.send_now(slices, len)? {
+            return Poll::Ready(Ok(len));
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    }
+
+    /// Tells the peer that nothing more will be written.
+    pub(super) fn shutdown(&mut self) -> io::Result<()> {
+        if std::mem::replace(&mut self.over, true) {
+            return Ok(());
+        }
+        match self.link.shared().post_end(CHANNEL) {
+            // The peer is gone already: there is nobody to be told.
+            Err(error) if error.kind() != ErrorKind::Closed => Err(error.into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Fills `out` from the slices, which have at least as much.
+fn gather(slices: &[IoSlice<'_>], mut out: &mut [u8]) {
+    for slice in slices {
+        let len = slice.len().min(out.len());
+        let (part, rest) = out.split_at_mut(len);
+        part.copy_from_slice(&slice[..len]);
+        out = rest;
+    }
+}
