@@ -229,6 +229,7 @@ impl Scene {
             channels: PEERS.channels,
             max_message_bytes: PEERS.message as u64,
             instance: 1,
+            session: 0,
         };
         let params = ConnectParams {
             qp_num: peer.qp.number(),

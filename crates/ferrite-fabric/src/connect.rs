@@ -10,6 +10,7 @@
 //! ```
 
 mod incoming;
+mod moving;
 mod outgoing;
 mod sockets;
 
@@ -201,7 +202,12 @@ impl Poller {
     }
 
     /// A link on `lane`, with a queue pair in its first state, entered where completions find it.
-    fn make_link(&mut self, shared: &Shared, lane: &Arc<Lane>) -> Result<(Arc<LinkShared>, Hello), Error> {
+    fn make_link(
+        &mut self,
+        shared: &Shared,
+        lane: &Arc<Lane>,
+        moves: bool,
+    ) -> Result<(Arc<LinkShared>, Hello), Error> {
         let gear = self.gears[lane.index].as_ref().filter(|_| !lane.is_gone());
         let Some(gear) = gear else {
             return Err(lane.absence());
@@ -215,7 +221,7 @@ impl Poller {
         let Some((name, generation)) = vacancy else {
             return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
         };
-        let hello = shared.hello(links);
+        let hello = shared.hello(links, moves);
         let limits = own_limits(shared, hello, name);
         let queue = SendQueue::new(qp, name.index, lane.index, generation);
         let state = LinkState::new(queue, Arc::clone(lane), inline, limits);

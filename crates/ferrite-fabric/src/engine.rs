@@ -146,6 +146,7 @@ pub(crate) struct Counters {
     pub(crate) unknown_receives: AtomicU64,
     /// By [`FallbackCause::index`].
     pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
+    pub(crate) climbs: AtomicU64,
     pub(crate) devices_lost: AtomicU64,
     pub(crate) devices_back: AtomicU64,
 }
@@ -449,6 +450,7 @@ impl Engine {
             unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
             fallbacks: FallbackCause::ALL
                 .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
+            climbs: counters.climbs.load(Ordering::Relaxed),
             devices_lost: counters.devices_lost.load(Ordering::Relaxed),
             devices_back: counters.devices_back.load(Ordering::Relaxed),
             memory: shared.pool.stats(),
@@ -472,7 +474,7 @@ impl Shared {
 
     /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory
     /// than there is for receives.
-    pub(crate) fn hello(&self, links: usize) -> Hello {
+    pub(crate) fn hello(&self, links: usize, moves: bool) -> Hello {
         let config = &self.config;
         let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
         let fits = each / u64::from(config.recv_buffer_size);
@@ -481,12 +483,15 @@ impl Shared {
         let largest = (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
         Hello {
             version: Version::CURRENT,
-            features: Features::WRITE_IMM | Features::ONE_SIDED,
+            features: Features::WRITE_IMM
+                | Features::ONE_SIDED
+                | if moves { Features::MOVE } else { Features::NONE },
             segment_bytes: config.recv_buffer_size,
             window: u16::try_from(fits).unwrap_or(u16::MAX).clamp(*Hello::WINDOW.start(), config.window),
             channels: config.channels,
             max_message_bytes: config.max_message_bytes.min(largest),
             instance: self.instance,
+            session: if moves { random().max(1) } else { 0 },
         }
     }
 }
@@ -538,6 +543,8 @@ pub struct EngineStats {
     pub unknown_receives: u64,
     /// Links that went over TCP although RDMA was preferred, by cause.
     pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
+    /// Times that a link went from TCP to RDMA.
+    pub climbs: u64,
     /// Times that a device was removed, or failed.
     pub devices_lost: u64,
     /// Times that one came back.

@@ -25,7 +25,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
-use ferrite_verbs::{Mtu, Operation};
+use ferrite_verbs::Mtu;
 
 use crate::engine::Engine;
 use crate::engine::slots::Held;
@@ -37,6 +37,7 @@ use crate::wire::{GrantToken, Hello, Rights};
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
 use shared::{LinkShared, unique};
+use state::Kind;
 pub use stats::LinkStats;
 
 /// What carries a link.
@@ -182,7 +183,7 @@ impl Link {
     /// is. Later through [`Reading`].
     pub fn rdma_read(&self, grant: &GrantToken, offset: u64, buf: BufMut) -> Result<Reading, ReadError> {
         self.shared()
-            .one_sided(grant, Rights::READ, offset, Held::Unique(buf), Operation::Read)
+            .one_sided(grant, Rights::READ, offset, Held::Unique(buf), (Kind::Read, 0))
             .map(|ticket| Reading::new(Arc::clone(self.shared()), ticket))
             .map_err(|(held, error)| ReadError { error, buf: unique(held) })
     }
@@ -192,7 +193,7 @@ impl Link {
     /// # Errors
     /// As for [`Link::rdma_read`].
     pub fn rdma_write(&self, grant: &GrantToken, offset: u64, buf: impl Into<Buf>) -> Result<Writing, Error> {
-        self.write(grant, offset, buf.into(), Operation::Write)
+        self.write(grant, offset, buf.into(), (Kind::Write, 0))
     }
 
     /// The same, and the peer gets a [`Message`] with these 32 bits when the bytes are there.
@@ -206,18 +207,12 @@ impl Link {
         buf: impl Into<Buf>,
         imm: u32,
     ) -> Result<Writing, Error> {
-        self.write(grant, offset, buf.into(), |remote| Operation::WriteImm(remote, imm))
+        self.write(grant, offset, buf.into(), (Kind::Notice, imm))
     }
 
-    fn write(
-        &self,
-        grant: &GrantToken,
-        offset: u64,
-        buf: Buf,
-        operation: impl FnOnce(ferrite_verbs::RemoteSlice) -> Operation,
-    ) -> Result<Writing, Error> {
+    fn write(&self, grant: &GrantToken, offset: u64, buf: Buf, kind: (Kind, u32)) -> Result<Writing, Error> {
         self.shared()
-            .one_sided(grant, Rights::WRITE, offset, Held::Shared(buf), operation)
+            .one_sided(grant, Rights::WRITE, offset, Held::Shared(buf), kind)
             .map(|ticket| Writing::new(Arc::clone(self.shared()), ticket))
             .map_err(|(_, error)| error)
     }

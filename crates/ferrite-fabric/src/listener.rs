@@ -28,6 +28,8 @@ const STRANGERS: usize = 64;
 
 pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
+    /// TCP is taken too: links can go on there.
+    pub(crate) moves: bool,
 }
 
 #[derive(Default)]
@@ -173,7 +175,8 @@ impl Engine {
             let what = "encryption is required, and there is no TLS configuration (ListenOptions::tls)";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
-        let listener = Arc::new(ListenerShared { queue: Mutex::default() });
+        let moves = policy == Rdma::Prefer;
+        let listener = Arc::new(ListenerShared { queue: Mutex::default(), moves });
         let mut last = None;
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {

@@ -32,6 +32,7 @@ use crate::link::Link;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Request, Wakes, keep};
 use crate::mem::{BufMut, Exposed, lock};
+use crate::policy::Rdma;
 use crate::wire::{GrantToken, Rights};
 
 /// A buffer that peers with a grant may reach, until it is revoked. Dropping it revokes it at once.
@@ -103,13 +104,7 @@ impl Region {
         buf: BufMut,
         rights: Rights,
     ) -> Result<Self, (BufMut, Error)> {
-        let mut access = Access::LOCAL;
-        if rights.contains(Rights::READ) {
-            access = access | Access::REMOTE_READ;
-        }
-        if rights.contains(Rights::WRITE) {
-            access = access | Access::REMOTE_WRITE;
-        }
+        let access = access_of(rights);
         let exposed = match lane {
             Some(lane) => engine.pool().expose(buf, lane.index, access),
             None => engine.pool().expose_without_device(buf),
@@ -128,7 +123,7 @@ impl Region {
         if let Some(lane) = lane.filter(|lane| lane.is_gone()) {
             // Since the pool gave us its domain: this may have been too late to be ended with the others.
             let mut wakes = Wakes::new();
-            regions.on_device_gone(lane, &mut wakes);
+            regions.on_device_gone(lane, engine.shared().config.rdma == Rdma::Prefer, &mut wakes);
             wakes.into_iter().for_each(Waker::wake);
         }
         Ok(Self { shared, engine })
@@ -302,6 +297,24 @@ impl Regions {
         true
     }
 
+    /// Where the regions that `link` was granted are on `lane`: registered there too, if they were not.
+    pub(crate) fn keys_for(
+        &self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        lane: &Lane,
+    ) -> Vec<(u64, RemoteSlice)> {
+        let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
+        let keys = regions.iter().filter_map(|region| {
+            let State::Live { exposed, granted } = &mut *lock(&region.state) else { return None };
+            granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link)).then_some(())?;
+            // Without a key the peer is refused by the device when it uses the grant.
+            let remote = shared.pool.expose_also(exposed, lane.index, access_of(region.rights)).ok()?;
+            Some((region.id, remote))
+        });
+        keys.collect()
+    }
+
     /// First step: tells the links that have the grant.
     fn begin(&self, poller: &mut Poller, shared: &Shared, region: &RegionShared) {
         let granted = match &mut *lock(&region.state) {
@@ -352,9 +365,17 @@ impl Regions {
     }
 
     /// The device goes, and every registration on it.
-    pub(crate) fn on_device_gone(&self, lane: &Lane, wakes: &mut Wakes) {
+    pub(crate) fn on_device_gone(&self, lane: &Lane, stays: bool, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
-        for region in regions.iter().filter(|region| region.is_on(lane)) {
+        for region in &regions {
+            // Peers that go on over TCP can still be served.
+            if stays && let State::Live { exposed, .. } = &mut *lock(&region.state) {
+                exposed.unregister(lane.index);
+                continue;
+            }
+            if !region.is_on(lane) {
+                continue;
+            }
             region.wait_for(Vec::new());
             region.finish_if_released(wakes, true);
         }
@@ -366,6 +387,17 @@ impl Regions {
             region.finish_if_released(wakes, true);
         }
     }
+}
+
+fn access_of(rights: Rights) -> Access {
+    let mut access = Access::LOCAL;
+    if rights.contains(Rights::READ) {
+        access = access | Access::REMOTE_READ;
+    }
+    if rights.contains(Rights::WRITE) {
+        access = access | Access::REMOTE_WRITE;
+    }
+    access
 }
 
 impl RegionShared {

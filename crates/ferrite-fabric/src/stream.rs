@@ -53,12 +53,12 @@ const CHANNEL: u16 = 0;
 /// use tokio::io::{AsyncReadExt, AsyncWriteExt};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs();
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
 /// let engine = Engine::builder(&verbs).build()?;
 /// tokio::spawn(engine.drive());
-/// let listener = StreamListener::bind(&engine, "10.0.0.1:0".parse()?)?;
+/// let listener = StreamListener::bind(&engine, "127.0.0.1:0".parse()?)?;
 /// let connecting = Stream::connect(&engine, listener.local_addr());
 /// let (mut client, (mut server, _)) = try_join!(connecting, listener.accept())?;
 ///

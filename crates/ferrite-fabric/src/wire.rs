@@ -13,16 +13,20 @@
 //! whatever follows a layout, because the CM pads private data. A decoder takes any bytes, never panics, and never
 //! allocates by a number of the peer's.
 
+mod address;
 mod control;
 mod frame;
 mod grant;
+mod greeting;
 mod hello;
 mod parcel;
 mod refusal;
 
+pub use address::{ADDRESS_BYTES, Address};
 pub use control::{CONTROL_BYTES, Control, ControlError};
 pub use frame::Frame;
 pub use grant::{GRANT_BYTES, GrantError, GrantToken, Rights};
+pub use greeting::{GREETING_BYTES, Greeting, Resume};
 pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
 pub use parcel::{PARCEL_BYTES, Parcel, ParcelKind};
 pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};

@@ -12,7 +12,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Stream, StreamListener};
+use ferrite_fabric::{Config, ConnectOptions, Engine, Rdma, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
 /// Longer than anything here takes, on the slowest kernel.
@@ -84,7 +84,11 @@ impl Scene {
     pub(crate) fn engines(&self, config: &Config) -> Engines {
         let [b_host, a_host] = &self.hosts;
         let [a, b] = [a_host, b_host].map(|host| {
-            let engine = Engine::builder(&self.verbs).device(host.device).config(config.clone()).build();
+            let engine = Engine::builder(&self.verbs)
+                .rdma(Rdma::Require)
+                .device(host.device)
+                .config(config.clone())
+                .build();
             let engine = engine.expect("an engine");
             tokio::spawn(engine.drive());
             engine

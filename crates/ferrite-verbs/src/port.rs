@@ -135,6 +135,18 @@ impl Mtu {
     /// 4096 bytes.
     pub const B4096: Self = Self(5);
 
+    /// By the number that verbs have for it, 1 to 5, which is also what peers tell each other. Others count as the smallest.
+    #[must_use]
+    pub fn from_code(code: u8) -> Self {
+        Self(if (1..=5).contains(&code) { code.into() } else { 1 })
+    }
+
+    /// The number that verbs have for it.
+    #[must_use]
+    pub fn code(self) -> u8 {
+        u8::try_from(self.0).unwrap_or(1)
+    }
+
     /// In bytes; 0 for a code that is not known.
     #[must_use]
     pub fn bytes(self) -> u32 {

@@ -55,7 +55,7 @@ impl Poller {
             refuse(shared, &request, RefusalCode::BUSY, 20, "too many handshakes at a time");
             return;
         }
-        match self.accept(shared, &request, hello) {
+        match self.accept(shared, &request, hello, listener.moves) {
             Ok(link) => {
                 let (key, listener) = (request.id.key(), Arc::downgrade(&listener));
                 self.meetings.put(key, Meeting::Incoming { id: request.id, link, hello, listener });
@@ -76,11 +76,12 @@ impl Poller {
         shared: &Shared,
         request: &ConnectionRequest,
         hello: Hello,
+        moves: bool,
     ) -> Result<Arc<LinkShared>, Error> {
         let id = &request.id;
         let lane = lane_of(shared, id)?;
         let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
-        let (link, ours) = self.make_link(shared, lane)?;
+        let (link, ours) = self.make_link(shared, lane, moves)?;
         // The peer may send as soon as it hears of us.
         link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));
         let private_data = ours.encode();

@@ -14,7 +14,7 @@ use futures_channel::oneshot;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
-use super::sockets::Dial;
+use super::sockets::{Dial, Wants};
 use super::{Meeting, bring_up, initialise, lane_of, params, since};
 use crate::diagnose::{self, Failure, Subject};
 use crate::engine::poller::Poller;
@@ -250,7 +250,7 @@ struct OverTcp {
 impl OverTcp {
     fn dial(self, now: Instant, reply: Reply, fallback: Option<Fallback>) -> Dial {
         let Self { peer, local, timeout, tls } = self;
-        Dial { peer, local, deadline: now + timeout, tls, reply, fallback }
+        Dial { peer, local, deadline: now + timeout, tls, wants: Wants::Link(reply, fallback) }
     }
 }
 
@@ -365,7 +365,9 @@ impl Poller {
             CmEventKind::ROUTE_RESOLVED => {
                 let lane = lane_of(shared, id)?;
                 let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
-                let (link, hello) = self.make_link(shared, lane)?;
+                let (link, hello) = self.make_link(shared, lane, outgoing.otherwise.is_some())?;
+                link.with_wakes(&mut self.wakes, |state, _, _| state.is_caller = true);
+                link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
                 let hello = hello.encode();
                 let params = params(shared, lane, &link, &hello);
                 let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };

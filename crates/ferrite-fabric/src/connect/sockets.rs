@@ -8,7 +8,7 @@
 //!
 //! As with RDMA CM, everything runs in the poller's pass and never waits.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
@@ -35,7 +35,8 @@ use crate::link::tls::Tls;
 use crate::listener::ListenerShared;
 use crate::policy::Fallback;
 use crate::wire::{
-    HELLO_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Version,
+    self, GREETING_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Resume,
+    Version,
 };
 
 /// Connections that are looked at in one pass, and that are accepted.
@@ -55,8 +56,8 @@ pub(crate) struct Sockets {
     /// Those that wait for memory.
     starved: Vec<u64>,
     scratch: Vec<u8>,
-    /// Links that TCP carries: then each pass has to look.
-    carried: usize,
+    /// Those that carry a link, and are not only its way back: then each pass has to look.
+    carrying: HashSet<u64>,
     incoming: usize,
 }
 
@@ -70,6 +71,8 @@ enum Use {
 struct Greeting {
     socket: OwnedFd,
     tls: Option<Box<Tls>>,
+    /// How the peer can be called again.
+    trusted: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     /// What is to be said, and how much of it has gone.
     saying: Vec<u8>,
     said: usize,
@@ -83,14 +86,29 @@ struct Greeting {
 }
 
 enum Side {
-    Dialing { connected: bool, reply: Reply, fallback: Option<Fallback> },
-    Answering { listener: Weak<ListenerShared> },
+    Dialing {
+        connected: bool,
+        wants: Wants,
+    },
+    /// `resumes` is the link that goes on here, and the frames of ours that its peer has.
+    Answering {
+        listener: Weak<ListenerShared>,
+        resumes: Option<(Arc<LinkShared>, u64)>,
+    },
+}
+
+/// What a connection is wanted for.
+pub(crate) enum Wants {
+    /// A new link; why not over RDMA, if that was preferred.
+    Link(Reply, Option<Fallback>),
+    /// A link that has lost its path.
+    Resume(LinkName, Resume),
 }
 
 impl Sockets {
     /// Whether links are carried: then looking is not left to the clock.
     pub(crate) fn are_in_use(&self) -> bool {
-        self.carried > 0
+        !self.carrying.is_empty()
     }
 
     pub(crate) fn has_ready(&self) -> bool {
@@ -105,8 +123,16 @@ impl Sockets {
 
     /// The link that had it is gone.
     pub(crate) fn forget(&mut self, id: u64) {
-        if let Some(Use::Link(_)) = self.uses.remove(&id) {
-            self.carried -= 1;
+        self.uses.remove(&id);
+        self.carrying.remove(&id);
+    }
+
+    /// Whether it carries its link, or is its way back.
+    pub(crate) fn carries(&mut self, id: u64, does: bool) {
+        if does {
+            self.carrying.insert(id);
+        } else {
+            self.carrying.remove(&id);
         }
     }
 
@@ -117,7 +143,6 @@ impl Sockets {
 
     fn put(&mut self, id: u64, entry: Use) {
         match &entry {
-            Use::Link(_) => self.carried += 1,
             Use::Greeting(greeting) if matches!(greeting.side, Side::Answering { .. }) => self.incoming += 1,
             _ => {}
         }
@@ -147,9 +172,7 @@ pub(crate) struct Dial {
     pub(crate) local: Option<SocketAddr>,
     pub(crate) deadline: Instant,
     pub(crate) tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
-    pub(crate) reply: Reply,
-    /// Why not RDMA.
-    pub(crate) fallback: Option<Fallback>,
+    pub(crate) wants: Wants,
 }
 
 impl Poller {
@@ -179,11 +202,16 @@ impl Poller {
 
     /// Begins a connection.
     pub(crate) fn dial(&mut self, shared: &Shared, dial: Dial) {
-        let Dial { peer, local, deadline, tls, reply, fallback } = dial;
+        let Dial { peer, local, deadline, tls, wants } = dial;
+        let trusted = tls.clone();
         let tls = match tls.map(|(config, name)| Tls::client(config, name)).transpose() {
             Ok(tls) => tls.map(Box::new),
             Err(error) => {
-                let _ = reply.send(Err(Error::new(ErrorKind::Misuse, format!("TLS to {peer}: {error}"))));
+                self.dial_failed(
+                    shared,
+                    wants,
+                    Error::new(ErrorKind::Misuse, format!("TLS to {peer}: {error}")),
+                );
                 return;
             }
         };
@@ -199,23 +227,29 @@ impl Poller {
         let socket = match begun {
             Ok(socket) => socket,
             Err(errno) => {
-                let _ = reply.send(Err(both(failed("connect", peer)(errno), fallback)));
+                self.dial_failed(shared, wants, failed("connect", peer)(errno));
                 return;
             }
         };
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-        let ours = shared.hello(links);
+        let moves = matches!(&wants, Wants::Link(_, Some(_)) | Wants::Resume(..));
+        let ours = shared.hello(links, moves);
+        let resume = match &wants {
+            Wants::Link(..) => None,
+            Wants::Resume(_, resume) => Some(*resume),
+        };
         let id = self.sockets.next;
         self.sockets.next += 1;
         if let Err(error) = shared.waits.add_socket(socket.as_fd(), Ready::Socket(id)) {
-            let _ = reply.send(Err(error));
+            self.dial_failed(shared, wants, error);
             return;
         }
-        let side = Side::Dialing { connected: false, reply, fallback };
+        let side = Side::Dialing { connected: false, wants };
         let greeting = Greeting {
             socket,
             tls,
-            saying: ours.encode().to_vec(),
+            trusted,
+            saying: wire::Greeting { hello: ours, resume }.encode().to_vec(),
             said: 0,
             heard: Vec::new(),
             ours: Some(ours),
@@ -317,11 +351,12 @@ impl Poller {
         let greeting = Greeting {
             socket,
             tls,
+            trusted: None,
             saying: Vec::new(),
             said: 0,
             heard: Vec::new(),
             ours: None,
-            side: Side::Answering { listener: listener.clone() },
+            side: Side::Answering { listener: listener.clone(), resumes: None },
             peer,
             refusing: false,
         };
@@ -336,27 +371,38 @@ impl Poller {
             Ok(None) => self.sockets.put(id, Use::Greeting(greeting)),
             Ok(Some(theirs)) => self.become_link(shared, id, *greeting, theirs),
             Err(error) => {
-                if let Side::Dialing { reply, fallback, .. } = greeting.side {
-                    let _ = reply.send(Err(both(error, fallback)));
+                if let Side::Dialing { wants, .. } = greeting.side {
+                    self.dial_failed(shared, wants, error);
                 }
             }
         }
     }
 
-    pub(crate) fn greeting_timed_out(&mut self, id: u64) {
+    fn dial_failed(&mut self, shared: &Shared, wants: Wants, error: Error) {
+        match wants {
+            Wants::Link(reply, fallback) => drop(reply.send(Err(both(error, fallback)))),
+            Wants::Resume(name, _) => self.redial_failed(shared, name, &error),
+        }
+    }
+
+    pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
-        if let Side::Dialing { reply, connected, fallback } = greeting.side {
+        if let Side::Dialing { connected, wants } = greeting.side {
             let what = if connected {
                 format!("{} accepted a TCP connection and did not say hello in time", greeting.peer)
             } else {
                 format!("{} did not answer over TCP in time", greeting.peer)
             };
-            let _ = reply.send(Err(both(Error::new(ErrorKind::Timeout, what), fallback)));
+            self.dial_failed(shared, wants, Error::new(ErrorKind::Timeout, what));
         }
     }
 
     /// One step; the peer's hello when both have said theirs.
-    fn step_greeting(&mut self, shared: &Shared, greeting: &mut Greeting) -> Result<Option<Hello>, Error> {
+    fn step_greeting(
+        &mut self,
+        shared: &Shared,
+        greeting: &mut Greeting,
+    ) -> Result<Option<wire::Greeting>, Error> {
         let peer = greeting.peer;
         if let Side::Dialing { connected, .. } = &mut greeting.side
             && !*connected
@@ -394,8 +440,8 @@ impl Poller {
                 _ => Ok(None),
             };
         }
-        let heard = &greeting.heard[..greeting.heard.len().min(HELLO_BYTES)];
-        let theirs = match Hello::decode(heard) {
+        let heard = &greeting.heard[..greeting.heard.len().min(GREETING_BYTES)];
+        let theirs = match wire::Greeting::decode(heard) {
             Ok(theirs) => theirs,
             Err(HelloError::Short { .. }) if !ended => return Ok(None),
             Err(HelloError::Stranger) if heard.len() < 4 && !ended => return Ok(None),
@@ -421,10 +467,17 @@ impl Poller {
         if greeting.ours.is_none() {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
             let full = match &greeting.side {
-                Side::Answering { listener } => listener.upgrade().is_none_or(|listener| listener.is_full()),
+                Side::Answering { listener, .. } => {
+                    listener.upgrade().is_none_or(|listener| listener.is_full())
+                }
                 Side::Dialing { .. } => false,
             };
-            let no = if links >= shared.config.max_connections {
+            let found = theirs.resume.map(|resume| self.find_lost(shared, &resume));
+            let no = if let Some(None) = found {
+                Some((RefusalCode::PROTOCOL, 0, "no such link is without a path"))
+            } else if found.is_some() {
+                None
+            } else if links >= shared.config.max_connections {
                 Some((RefusalCode::LIMIT, 1000, "max_connections is reached"))
             } else if full {
                 Some((RefusalCode::BUSY, 20, "too many links that nobody has accepted"))
@@ -435,30 +488,60 @@ impl Poller {
                 greeting.refuse(shared, code, later, text).map_err(|error| broken(peer, &error))?;
                 return Ok(None);
             }
-            let ours = shared.hello(links);
+            let moves = match &greeting.side {
+                Side::Answering { listener, .. } => listener.upgrade().is_some_and(|listener| listener.moves),
+                Side::Dialing { .. } => false,
+            };
+            let ours = shared.hello(links, moves);
+            let mut resume = None;
+            if let (Some(Some((link, received))), Some(theirs)) = (found, theirs.resume) {
+                resume = Some(Resume { yours: theirs.mine, mine: theirs.yours, received });
+                if let Side::Answering { resumes, .. } = &mut greeting.side {
+                    *resumes = Some((link, theirs.received));
+                }
+            }
             greeting.ours = Some(ours);
-            greeting.saying = ours.encode().to_vec();
+            greeting.saying = wire::Greeting { hello: ours, resume }.encode().to_vec();
             greeting.speak().map_err(|error| broken(peer, &error))?;
         }
         Ok((greeting.said == greeting.saying.len()).then_some(theirs))
     }
 
     /// Both have said hello.
-    fn become_link(&mut self, shared: &Shared, id: u64, greeting: Greeting, theirs: Hello) {
-        let Greeting { socket, tls, mut heard, ours, side, peer, .. } = greeting;
+    fn become_link(&mut self, shared: &Shared, id: u64, greeting: Greeting, theirs: wire::Greeting) {
+        let Greeting { socket, tls, trusted, mut heard, ours, side, peer, .. } = greeting;
+        let early = heard.split_off(GREETING_BYTES.min(heard.len()));
+        let side = match side {
+            Side::Answering { resumes: Some((link, received)), .. } => {
+                let (encrypted, tcp) = (tls.is_some(), TcpPath::new(socket, tls, early));
+                self.carry(id, link.name);
+                self.go_on(&link, id, tcp, encrypted, received);
+                return;
+            }
+            Side::Dialing { wants: Wants::Resume(name, _), .. } => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                let Some(resume) = theirs.resume else { return };
+                let (encrypted, tcp) = (tls.is_some(), TcpPath::new(socket, tls, early));
+                self.carry(id, name);
+                self.go_on(&link, id, tcp, encrypted, resume.received);
+                return;
+            }
+            side => side,
+        };
+        let theirs = theirs.hello;
         let vacancy = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).vacancy();
         let (Some((name, _)), Some(ours)) = (vacancy, ours) else {
-            if let Side::Dialing { reply, .. } = side {
+            if let Side::Dialing { wants: Wants::Link(reply, _), .. } = side {
                 let what = "no number is left for another link";
                 let _ = reply.send(Err(Error::new(ErrorKind::Resources, what)));
             }
             return;
         };
-        let early = heard.split_off(HELLO_BYTES.min(heard.len()));
         let local = address(rustix::net::getsockname(&socket));
         let encrypted = tls.is_some();
         let mut state = LinkState::over_tcp(TcpPath::new(socket, tls, early), own_limits(shared, ours, name));
         state.open(theirs, self.now);
+        state.is_caller = matches!(side, Side::Dialing { .. });
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
         link.set_route(|route| {
@@ -466,21 +549,26 @@ impl Poller {
             (route.local, route.peer) = (local, Some(peer));
         });
         self.enter(shared, &link);
-        self.sockets.put(id, Use::Link(name));
-        self.sockets.on_ready(id); // something may have come along with the hello
+        self.carry(id, name);
+        link.set_tls(trusted);
         let ask_at = self.now + spread(shared.config.keepalive, name.serial);
         self.timers.add(ask_at, Timer::Keepalive(name));
         match side {
-            Side::Dialing { reply, fallback, .. } => {
+            Side::Dialing { wants: Wants::Resume(..), .. } => {}
+            Side::Dialing { wants: Wants::Link(reply, fallback), .. } => {
                 shared.counters.connected.fetch_add(1, Ordering::Relaxed);
                 if let Some(fallback) = fallback {
                     shared.fell_back(&link, fallback);
+                    let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
+                    if moves {
+                        self.timers.add(self.now + shared.config.climb_after, Timer::Climb(name));
+                    }
                 }
                 if let Err(Ok(link)) = reply.send(Ok(link)) {
                     link.close(); // nobody wanted it any more
                 }
             }
-            Side::Answering { listener } => {
+            Side::Answering { listener, .. } => {
                 shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
                 match listener.upgrade() {
                     Some(listener) => listener.arrived(link, &mut self.wakes),
@@ -488,6 +576,15 @@ impl Poller {
                 }
             }
         }
+    }
+}
+
+impl Poller {
+    /// A connection carries a link from here on.
+    fn carry(&mut self, id: u64, name: LinkName) {
+        self.sockets.put(id, Use::Link(name));
+        self.sockets.carries(id, true);
+        self.sockets.on_ready(id); // something may have come along with the greeting
     }
 }
 
@@ -514,7 +611,7 @@ impl Greeting {
 
     /// Hears what there is, up to a hello and what came with it; whether the peer has ended.
     fn listen(&mut self) -> io::Result<bool> {
-        while self.heard.len() < HELLO_BYTES.max(REFUSAL_BYTES_MAX) {
+        while self.heard.len() < GREETING_BYTES.max(REFUSAL_BYTES_MAX) {
             let mut bytes = [0; 256];
             let slices = &mut [IoSliceMut::new(&mut bytes)];
             let heard = match &mut self.tls {

@@ -58,6 +58,11 @@ pub struct Config {
     pub max_connections: usize,
     /// A handshake longer than this failed. 5 s.
     pub connection_timeout: Duration,
+    /// A link that has lost its RDMA path, where RDMA is preferred, has this long to find another. 10 s.
+    pub move_timeout: Duration,
+    /// A link on TCP that would rather be on RDMA tries that after this time, and after twice as long each time that it does
+    /// not work, up to 30 s. 1 s.
+    pub climb_after: Duration,
     /// A link that was silent for this long is asked for a sign of life: after half of it to all of it, so that links do
     /// not ask together. 10 s.
     pub keepalive: Duration,
@@ -90,6 +95,8 @@ impl Default for Config {
             max_half_open: 64,
             max_connections: 16_384,
             connection_timeout: Duration::from_secs(5),
+            move_timeout: Duration::from_secs(10),
+            climb_after: Duration::from_secs(1),
             keepalive: Duration::from_secs(10),
             peer_timeout: Duration::from_secs(5),
             close_timeout: Duration::from_secs(5),

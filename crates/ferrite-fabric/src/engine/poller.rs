@@ -51,6 +51,8 @@ pub(crate) struct Poller {
     pub(crate) cm: Option<EventChannel>,
     pub(crate) meetings: Meetings,
     pub(crate) sockets: Sockets,
+    /// Links that can move, by what this side calls them.
+    pub(crate) sessions: HashMap<u64, LinkName>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// Links that called and have not been attended to.
@@ -75,6 +77,7 @@ impl Poller {
             cm: None,
             meetings: Meetings::default(),
             sockets: Sockets::default(),
+            sessions: HashMap::new(),
             timers: Timers::default(),
             clock_set: None,
             calls: VecDeque::new(),
@@ -216,7 +219,9 @@ impl Poller {
                 Err(error) => state.fail(error, wakes),
             },
             Status::FLUSHED => {}
-            status if state.failure().is_none() => state.fail(link.completion_error(status), wakes),
+            status if state.failure().is_none() && state.is_carried_by(wc.qp_num()) => {
+                state.fail(link.completion_error(status), wakes);
+            }
             _ => {}
         });
     }
@@ -226,7 +231,7 @@ impl Poller {
     }
 
     /// The link, unless its number is another's by now.
-    fn link_named(&self, shared: &Shared, name: LinkName) -> Option<Arc<LinkShared>> {
+    pub(crate) fn link_named(&self, shared: &Shared, name: LinkName) -> Option<Arc<LinkShared>> {
         self.link(shared, name.index).filter(|link| link.name == name)
     }
 
@@ -302,6 +307,7 @@ impl Poller {
         if lane.set_gone() {
             shared.counters.devices_lost.fetch_add(1, Ordering::Relaxed);
         }
+        self.end_climbs_on(shared, lane);
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
             links.iter().filter(|link| link.is_on(lane)).cloned().collect()
@@ -316,7 +322,7 @@ impl Poller {
 
     /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish removing a Soft-RoCE device
     /// that somebody holds.
-    fn retire_if_unused(&mut self, shared: &Shared, lane: usize) {
+    pub(crate) fn retire_if_unused(&mut self, shared: &Shared, lane: usize) {
         let lane = &shared.lanes[lane];
         if !lane.is_gone() {
             return;
@@ -328,7 +334,11 @@ impl Poller {
         if in_use {
             return;
         }
-        shared.regions.on_device_gone(lane, &mut self.wakes);
+        shared.regions.on_device_gone(
+            lane,
+            shared.config.rdma == crate::policy::Rdma::Prefer,
+            &mut self.wakes,
+        );
         self.retire(shared, lane);
     }
 
@@ -376,6 +386,9 @@ impl Poller {
             }
             Timer::Flushed(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
+                if !link.with(|state, _, _| state.has_flushed()) {
+                    return; // it has another path by now
+                }
                 let what = format!(
                     "link to {} ({}): the queue pair failed, and nobody says why",
                     link.peer_name(),
@@ -389,7 +402,10 @@ impl Poller {
                 self.starved = false; // the pass goes on to do it
                 self.sockets.unstarve();
             }
-            Timer::Greeting(id) => self.greeting_timed_out(id),
+            Timer::Move(name) => self.move_timed_out(shared, name),
+            Timer::Climb(name) => self.climb_due(shared, name),
+            Timer::Redial(name) => self.redial(shared, name),
+            Timer::Greeting(id) => self.greeting_timed_out(shared, id),
             Timer::Meeting(key) => self.meeting_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),
@@ -401,6 +417,15 @@ impl Poller {
     /// A link called: it is closing, or down, or a grant came back.
     pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
+        let (steps, lost) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            (std::mem::take(&mut state.steps), state.is_to_be_detached())
+        });
+        if lost {
+            self.fall(shared, &link);
+        }
+        for step in steps {
+            self.move_step(shared, &link, step);
+        }
         let (released, closing, flushed, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let down = state.failure().cloned();
             let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
@@ -447,8 +472,13 @@ impl Poller {
         }
         let route = link.route();
         if let Some(lane) = &route.lane {
-            self.by_qp.remove(&qp_key(lane.index, route.qp_num));
+            self.forget_qp(lane, route.qp_num, link.index);
         }
+        if let Some((lane, number)) = link.with_wakes(&mut self.wakes, |state, _, _| state.end_climb()) {
+            self.forget_qp(&lane, number, link.index);
+        }
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
+        self.sessions.remove(&session);
         if let Some(key) = route.cm_key {
             self.meetings.remove(key);
         }
@@ -461,11 +491,28 @@ impl Poller {
         }
     }
 
+    /// Completions of a queue pair find its link.
+    pub(crate) fn know_qp(&mut self, lane: &Lane, number: u32, link: u32) {
+        self.by_qp.insert(qp_key(lane.index, number), link);
+    }
+
+    /// They do not any more.
+    pub(crate) fn forget_qp(&mut self, lane: &Lane, number: u32, link: u32) {
+        let key = qp_key(lane.index, number);
+        if self.by_qp.get(&key) == Some(&link) {
+            self.by_qp.remove(&key);
+        }
+    }
+
     /// Puts a link where its completions find it.
     pub(crate) fn enter(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let route = link.route();
         if let Some(lane) = route.lane {
-            self.by_qp.insert(qp_key(lane.index, route.qp_num), link.index);
+            self.know_qp(&lane, route.qp_num, link.index);
+        }
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
+        if session != 0 {
+            self.sessions.insert(session, link.name);
         }
         shared
             .links

@@ -24,6 +24,12 @@ pub(crate) enum Timer {
     Drain(LinkName),
     /// Has nobody said why requests of this link were flushed?
     Flushed(LinkName),
+    /// Has this link found another path?
+    Move(LinkName),
+    /// Is this link still on TCP?
+    Climb(LinkName),
+    /// Call the peer of this link again: it has no path.
+    Redial(LinkName),
     /// Is there memory for receives again?
     Refill,
     /// Has this handshake got anywhere?

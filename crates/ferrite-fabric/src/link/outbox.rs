@@ -5,8 +5,7 @@
 
 use std::collections::VecDeque;
 
-use ferrite_verbs::Operation;
-
+use super::state::Kind;
 use super::tickets::Ticket;
 use crate::engine::slots::Held;
 use crate::mem::Buf;
@@ -38,13 +37,19 @@ impl Letter {
 
 /// A one-sided operation that waits to be posted.
 pub(crate) struct OneSided {
-    pub(crate) operation: Operation,
+    /// Read, write, or write with a notice.
+    pub(crate) kind: Kind,
     pub(crate) held: Held,
     pub(crate) ticket: Option<Ticket>,
     pub(crate) grant: u64,
+    /// Where that begins and its key, on the device that it was granted for.
+    pub(crate) base: u64,
+    pub(crate) rkey: u32,
     /// Where in what was granted.
     pub(crate) offset: u64,
     pub(crate) bytes: u32,
+    /// What the peer is told.
+    pub(crate) imm: u32,
 }
 
 /// What goes next.
@@ -143,14 +148,14 @@ impl Outbox {
     /// Bytes that the next one-sided operation reads, if there is one.
     pub(crate) fn next_one_sided_reads(&self) -> Option<u64> {
         let next = self.one_sided.front()?;
-        Some(if matches!(next.operation, Operation::Read(_)) { next.bytes.into() } else { 0 })
+        Some(if next.kind == Kind::Read { next.bytes.into() } else { 0 })
     }
 
     fn next_one_sided(&mut self, allowed: Allowed) -> Option<OneSided> {
         if !allowed.one_sided {
             return None;
         }
-        let needs_credit = matches!(self.one_sided.front()?.operation, Operation::WriteImm(..));
+        let needs_credit = self.one_sided.front()?.kind == Kind::Notice;
         if needs_credit && allowed.credits == 0 {
             return None;
         }

@@ -6,11 +6,13 @@ use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
 use std::time::Instant;
 
-use ferrite_verbs::{CmKey, Mtu, Operation, RemoteSlice, Status};
+use ferrite_verbs::{CmKey, Mtu, Status};
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
 
 use super::message::Message;
 use super::outbox::OneSided;
-use super::state::{Around, LinkState, Silence, Wakes};
+use super::state::{Around, Kind, LinkState, Silence, Wakes};
 use super::tickets::{Outcome, Ticket};
 use crate::diagnose::{self, Baseline, Failure, Subject};
 use crate::engine::lane::Lane;
@@ -32,6 +34,7 @@ pub(crate) struct LinkShared {
     route: Mutex<Route>,
     /// Why it is on TCP, if it should not be.
     fallback: Mutex<Option<Fallback>>,
+    tls: Mutex<Option<(Arc<ClientConfig>, ServerName<'static>)>>,
     /// The port when the link was last known to be well.
     baseline: Mutex<Option<Baseline>>,
 }
@@ -69,6 +72,7 @@ impl LinkShared {
             mailbox,
             route: Mutex::new(route),
             fallback: Mutex::new(None),
+            tls: Mutex::new(None),
             baseline: Mutex::new(None),
         }
     }
@@ -80,6 +84,19 @@ impl LinkShared {
 
     pub(crate) fn set_route(&self, set: impl FnOnce(&mut Route)) {
         set(&mut lock(&self.route));
+    }
+
+    /// How the peer is called over TCP, if with TLS.
+    pub(crate) fn tls(&self) -> Option<(Arc<ClientConfig>, ServerName<'static>)> {
+        lock(&self.tls).clone()
+    }
+
+    pub(crate) fn set_tls(&self, tls: Option<(Arc<ClientConfig>, ServerName<'static>)>) {
+        *lock(&self.tls) = tls;
+    }
+
+    pub(crate) fn failure_known(&self) -> bool {
+        lock(&self.state).failure().is_some()
     }
 
     pub(crate) fn fallback(&self) -> Option<Fallback> {
@@ -291,7 +308,7 @@ impl LinkShared {
         rights: Rights,
         offset: u64,
         mut held: Held,
-        operation: impl FnOnce(RemoteSlice) -> Operation,
+        (kind, imm): (Kind, u32),
     ) -> Result<Ticket, (Held, Error)> {
         let (len, ours) = match &mut held {
             Held::Shared(buf) => (buf.len(), self.pool.owns(buf)),
@@ -311,8 +328,6 @@ impl LinkShared {
         if let Some(error) = wrong {
             return Err((held, error));
         }
-        let addr = grant.range(offset, len as u64).unwrap_or_default();
-        let operation = operation(RemoteSlice { addr, len: len as u64, rkey: grant.rkey });
         self.with(|state, around, wakes| {
             if let Err(error) = state.check_open() {
                 return Err((held, error));
@@ -323,8 +338,9 @@ impl LinkShared {
             if !state.has_room(len as u64) {
                 return Err((held, full()));
             }
-            let operation =
-                OneSided { operation, held, ticket: None, grant: grant.grant, offset, bytes: len as u32 };
+            let GrantToken { grant, addr: base, rkey, .. } = *grant;
+            let bytes = len as u32;
+            let operation = OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
             let ticket = state.push_one_sided(operation, true);
             state.pump(around, wakes);
             Ok(ticket.expect("a ticket was asked for"))

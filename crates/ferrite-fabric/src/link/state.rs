@@ -11,13 +11,15 @@
 //! if there is none to send, in a control frame of its own. Control frames need no credit: they are consumed at once, and
 //! if ever no receive is posted, the device repeats them until one is.
 
+mod moving;
 mod over_tcp;
 mod receiving;
 mod sending;
 
+pub(crate) use moving::{Carrier, Step};
 pub(crate) use over_tcp::{Reading, Request};
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
@@ -34,29 +36,45 @@ use crate::engine::lane::Lane;
 use crate::engine::slots::{Held, InFlight, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, Pool};
-use crate::wire::{Control, Hello};
+use crate::wire::{Control, Features, Hello};
+use moving::{Again, Climb, Kept, Lost};
 
 /// Who is to be woken when the lock is gone.
 pub(crate) type Wakes = Vec<Waker>;
 
 /// What comes back with a completion.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Tag {
     ticket: Option<Ticket>,
-    /// The grant that it uses, or 0.
-    grant: u64,
     kind: Kind,
     bytes: u32,
+    /// Frames sent when it was, itself included if it is one.
+    frame: u64,
+    /// Of one-sided operations: the grant and where in it, and what the peer is told.
+    grant: u64,
+    offset: u64,
+    imm: u32,
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Kind {
     /// The last request of a link that is down: its completion says that all before it are done.
     Last,
+    #[default]
     Control,
     Send,
     Write,
+    /// A write that the peer is told of.
+    Notice,
     Read,
+    /// A frame that the peer's device had once: it was counted then.
+    Again,
+}
+
+impl Kind {
+    pub(crate) fn is_one_sided(self) -> bool {
+        matches!(self, Self::Write | Self::Notice | Self::Read)
+    }
 }
 
 pub(crate) enum Phase {
@@ -102,8 +120,24 @@ pub(crate) struct LinkState {
     pub(crate) queue: SendQueue<Tag>,
     /// Whose queues the queue pair uses; `None` on TCP.
     pub(crate) lane: Option<Arc<Lane>>,
-    /// The connection, on TCP.
+    /// The connection: on TCP, or as the way back.
     pub(crate) tcp: Option<TcpPath>,
+    pub(crate) carrier: Carrier,
+    /// This side opened it.
+    pub(crate) is_caller: bool,
+    /// A path that is lost can be replaced by another.
+    pub(crate) moves: bool,
+    kept: VecDeque<Kept>,
+    again: VecDeque<Again>,
+    pub(crate) lost: Option<Lost>,
+    pub(crate) climb: Option<Climb>,
+    /// For the engine.
+    pub(crate) steps: Vec<Step>,
+    /// Where grants of the peer's are on the device that carries the link, if not where their tokens say.
+    rekeyed: BTreeMap<u64, (u64, u32)>,
+    /// Where the generations of the next queue pair's slots begin.
+    pub(crate) generation: u32,
+    climb_wait: Option<Duration>,
     pub(crate) stats: LinkStats,
     outbox: Outbox,
     tickets: Tickets,
@@ -132,7 +166,7 @@ pub(crate) struct LinkState {
     revoked: BTreeSet<u64>,
     revoking: Vec<u64>,
     /// Grants of ours that the peer was told are over and has not answered for, and those that it is still to be told of.
-    told_revoked: usize,
+    told_revoked: Vec<u64>,
     to_be_revoked: VecDeque<u64>,
     /// Grants of ours that the peer has let go of: for the engine.
     pub(crate) released: Vec<u64>,
@@ -198,8 +232,19 @@ impl LinkState {
         Self {
             phase: Phase::Opening,
             queue,
+            carrier: if tcp.is_some() { Carrier::Tcp } else { Carrier::Rdma },
             lane,
             tcp,
+            is_caller: false,
+            moves: false,
+            kept: VecDeque::new(),
+            again: VecDeque::new(),
+            lost: None,
+            climb: None,
+            steps: Vec::new(),
+            rekeyed: BTreeMap::new(),
+            generation: 0,
+            climb_wait: None,
             stats: LinkStats::default(),
             outbox: Outbox::default(),
             tickets: Tickets::default(),
@@ -222,7 +267,7 @@ impl LinkState {
             fin_ack_sent: false,
             revoked: BTreeSet::new(),
             revoking: Vec::new(),
-            told_revoked: 0,
+            told_revoked: Vec::new(),
             to_be_revoked: VecDeque::new(),
             released: Vec::new(),
             receivers: Vec::new(),
@@ -241,6 +286,8 @@ impl LinkState {
     /// The handshake is done, and this is what the peer said.
     pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
         self.peer = peer;
+        let common = peer.features & self.limits.hello.features;
+        self.moves = common.contains(Features::MOVE) && peer.session != 0 && self.limits.hello.session != 0;
         self.last_heard = now;
         if matches!(self.phase, Phase::Opening) {
             self.phase = Phase::Up;
@@ -345,10 +392,10 @@ impl LinkState {
     }
 
     fn tell_revoked(&mut self) {
-        while self.told_revoked < REVOKING_MAX
+        while self.told_revoked.len() < REVOKING_MAX
             && let Some(grant) = self.to_be_revoked.pop_front()
         {
-            self.told_revoked += 1;
+            self.told_revoked.push(grant);
             self.controls.push_back(Control::Revoke(grant));
         }
     }
@@ -417,9 +464,16 @@ impl LinkState {
         }
     }
 
+    /// Ends the path, if that is what failed and the link can go on elsewhere; else the link.
+    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
+        if !self.lose(&error) {
+            self.end(error, wakes);
+        }
+    }
+
     /// Ends the link: `error` is what everything under way is told, now or when its completion comes. The first
     /// failure counts.
-    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
+    pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
         if self.failure().is_some() {
             return;
         }
@@ -430,6 +484,7 @@ impl LinkState {
         self.outbox.drain(|ticket, held| {
             wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
         });
+        self.end_again(&error, wakes);
         self.controls.clear();
         self.revoking.clear();
         self.to_be_revoked.clear();
@@ -452,6 +507,10 @@ impl LinkState {
     pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Silence> {
         if !matches!(self.phase, Phase::Up) {
             return Ok(None);
+        }
+        if self.carrier == Carrier::Moving {
+            self.last_heard = now;
+            return Ok(Some((now + self.limits.peer_timeout, false)));
         }
         if let Some(asked) = self.asked {
             let after = now.saturating_duration_since(asked);
@@ -476,12 +535,19 @@ impl LinkState {
         let down = self.failure().is_some() && (self.queue.qp().is_some() || self.tcp.is_some());
         down && (!self.announced || self.queue.in_flight() == 0)
             || !self.released.is_empty()
+            || !self.steps.is_empty()
+            || self.is_to_be_detached()
             || !self.flushed.is_empty() && !self.flush_called
     }
 
     /// Whether requests were flushed and nobody has said why, for the first time.
     pub(crate) fn take_flushed(&mut self) -> bool {
         !self.flushed.is_empty() && !std::mem::replace(&mut self.flush_called, true)
+    }
+
+    /// Whether requests were flushed, and it is not known why.
+    pub(crate) fn has_flushed(&self) -> bool {
+        !self.flushed.is_empty()
     }
 
     /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone. Closes the connection.

@@ -29,6 +29,8 @@ pub struct LinkStats {
     pub completion_errors: u64,
     /// Completions that named nothing in flight.
     pub stale_completions: u64,
+    /// RDMA paths that were lost and did not end the link.
+    pub moves: u64,
 }
 
 impl LinkStats {
@@ -41,9 +43,9 @@ impl LinkStats {
             return;
         }
         let (ops, total) = match kind {
-            Kind::Last | Kind::Control => return,
+            Kind::Last | Kind::Control | Kind::Again => return,
             Kind::Send => (&mut self.send_ops, &mut self.send_bytes),
-            Kind::Write => (&mut self.write_ops, &mut self.write_bytes),
+            Kind::Write | Kind::Notice => (&mut self.write_ops, &mut self.write_bytes),
             Kind::Read => (&mut self.read_ops, &mut self.read_bytes),
         };
         *ops += 1;
@@ -63,6 +65,7 @@ impl LinkStats {
             controls_sent,
             completion_errors,
             stale_completions,
+            moves,
         } = other;
         self.send_ops += send_ops;
         self.send_bytes += send_bytes;
@@ -75,5 +78,6 @@ impl LinkStats {
         self.controls_sent += controls_sent;
         self.completion_errors += completion_errors;
         self.stale_completions += stale_completions;
+        self.moves += moves;
     }
 }

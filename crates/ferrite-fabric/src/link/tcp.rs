@@ -54,7 +54,7 @@ pub(super) enum Body {
 }
 
 impl Body {
-    fn bytes(&self) -> &[u8] {
+    pub(super) fn bytes(&self) -> &[u8] {
         match self {
             Self::Nothing => &[],
             Self::Few(bytes) => bytes,
@@ -214,7 +214,7 @@ impl TcpPath {
 
     /// Writes a frame from the caller's memory if nothing stands before it. What the kernel does not take is copied.
     pub(super) fn write_now(&mut self, parcel: &Parcel, bytes: &[u8]) -> io::Result<()> {
-        debug_assert!(self.out.is_empty(), "frames keep their order");
+        debug_assert!(self.is_written(), "frames keep their order");
         let head = parcel.encode();
         let sent = self.write(&[IoSlice::new(&head), IoSlice::new(bytes)])?.unwrap_or(0);
         if sent < head.len() + bytes.len() {
@@ -363,7 +363,7 @@ impl TcpPath {
     /// Where the payload goes: what was read goes into the buffer that waits for it.
     fn place_for(&mut self, parcel: &Parcel, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
         match parcel.kind {
-            ParcelKind::Read | ParcelKind::Done | ParcelKind::Denied => return Ok(None),
+            _ if parcel.follows() == 0 && parcel.kind != ParcelKind::Frame => return Ok(None),
             ParcelKind::Data => {
                 if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == parcel.op)
                     && let Held::Unique(buf) = &asked.held
@@ -374,7 +374,7 @@ impl TcpPath {
                     return Ok(Some(buf));
                 }
             }
-            ParcelKind::Frame | ParcelKind::Write | ParcelKind::WriteImm => {}
+            _ => {}
         }
         pool.take_uncharged(parcel.len as usize, Purpose::Receive).map(Some)
     }

@@ -32,7 +32,7 @@ pub(super) struct Core {
 /// Buffers that were exposed and that the device has not let go.
 #[derive(Default)]
 struct Quarantine {
-    held: Vec<(MemoryRegion, BufMut)>,
+    held: Vec<(Vec<MemoryRegion>, BufMut)>,
     closed: bool,
 }
 
@@ -177,19 +177,19 @@ impl Core {
     }
 
     /// Keeps a buffer that the device has not let go from ever being used.
-    pub(super) fn quarantine(&self, region: MemoryRegion, buf: BufMut) {
+    pub(super) fn quarantine(&self, regions: Vec<MemoryRegion>, buf: BufMut) {
         self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
-        self.put_away(region, buf);
+        self.put_away(regions, buf);
     }
 
     /// Until it is tried again; for ever if the pool is gone.
-    fn put_away(&self, region: MemoryRegion, buf: BufMut) {
+    fn put_away(&self, regions: Vec<MemoryRegion>, buf: BufMut) {
         let mut quarantine = lock(&self.quarantine);
         if quarantine.closed {
             drop(quarantine);
-            give_up(region, buf);
+            give_up(regions, buf);
         } else {
-            quarantine.held.push((region, buf));
+            quarantine.held.push((regions, buf));
         }
     }
 
@@ -198,16 +198,17 @@ impl Core {
         let held = std::mem::take(&mut lock(&self.quarantine).held);
         let tried = held.len();
         let mut refused = 0;
-        for (region, buf) in held {
-            let bytes = buf.block_bytes() as u64;
-            match region.deregister() {
-                Ok(()) => {
-                    self.counters.quarantined_bytes.fetch_sub(bytes, Ordering::Relaxed);
-                }
-                Err((region, _)) => {
-                    refused += 1;
-                    self.put_away(region, buf);
-                }
+        for (regions, buf) in held {
+            let still: Vec<_> = regions
+                .into_iter()
+                .filter_map(|region| region.deregister().err())
+                .map(|(region, _)| region)
+                .collect();
+            if still.is_empty() {
+                self.counters.quarantined_bytes.fetch_sub(buf.block_bytes() as u64, Ordering::Relaxed);
+            } else {
+                refused += 1;
+                self.put_away(still, buf);
             }
         }
         tried - refused
@@ -226,7 +227,7 @@ impl Core {
 
 /// Leaks the buffer, and with it the mapping: the device may write there for ever. Dropping the region tries once more
 /// and counts it ([`ferrite_verbs::leaked_objects`]).
-fn give_up(region: MemoryRegion, buf: BufMut) {
+fn give_up(regions: Vec<MemoryRegion>, buf: BufMut) {
     std::mem::forget(buf);
-    drop(region);
+    drop(regions);
 }

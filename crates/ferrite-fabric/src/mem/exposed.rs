@@ -38,58 +38,73 @@ use super::error::PoolError;
 /// ```
 pub struct Exposed {
     /// `None` only after `revoke` has taken it.
-    held: Option<(Key, BufMut)>,
+    held: Option<Held>,
 }
 
-/// How a peer gets at it.
-enum Key {
-    /// By the device, without asking.
-    Device(MemoryRegion),
-    /// By asking this process.
-    Process,
+struct Held {
+    /// By the number of the domain: how devices reach it. None: only by asking this process.
+    regions: Vec<(usize, MemoryRegion)>,
+    buf: BufMut,
 }
 
 impl Exposed {
-    pub(super) fn new(
-        mut buf: BufMut,
-        domain: &ProtectionDomain,
-        access: Access,
-    ) -> Result<Self, (BufMut, PoolError)> {
-        // SAFETY: the buffer's bytes are mapped while its lease lives. We own it until the region is deregistered,
-        // give no reference into it, and put it away for ever if that fails. The region is never given to a queue.
-        match unsafe { domain.register(buf.at(), buf.len(), access) } {
-            Ok(region) => {
-                let counters = &buf.core().counters;
-                counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
-                counters.exposed_bytes.fetch_add(buf.len() as u64, Ordering::Relaxed);
-                Ok(Self { held: Some((Key::Device(region), buf)) })
-            }
-            Err(error) => {
-                let error = PoolError::from(error);
-                buf.core().counters.count_failure(&error);
-                Err((buf, error))
-            }
-        }
-    }
-
     /// For peers that this process serves: no device knows of it.
-    pub(super) fn without_device(buf: BufMut) -> Self {
+    pub(super) fn new(buf: BufMut) -> Self {
         let counters = &buf.core().counters;
         counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
         counters.exposed_bytes.fetch_add(buf.len() as u64, Ordering::Relaxed);
-        Self { held: Some((Key::Process, buf)) }
+        Self { held: Some(Held { regions: Vec::new(), buf }) }
     }
 
-    fn held(&self) -> &(Key, BufMut) {
+    /// For peers on a device too; where it is for them.
+    pub(super) fn register(
+        &mut self,
+        index: usize,
+        domain: &ProtectionDomain,
+        access: Access,
+    ) -> Result<RemoteSlice, PoolError> {
+        let Held { regions, buf } = self.held.as_mut().expect("held until it is revoked");
+        if !regions.iter().any(|(on, _)| *on == index) {
+            // SAFETY: the buffer's bytes are mapped while its lease lives. We own it until every region is deregistered,
+            // give no reference into it, and put it away for ever if that fails. The region is never given to a queue.
+            let region = unsafe { domain.register(buf.at(), buf.len(), access) }.map_err(|error| {
+                let error = PoolError::from(error);
+                buf.core().counters.count_failure(&error);
+                error
+            })?;
+            regions.push((index, region));
+        }
+        let region = regions.iter().find(|(on, _)| *on == index);
+        Ok(region.map_or(RemoteSlice { addr: 0, len: 0, rkey: 0 }, |(_, region)| region.remote(0..buf.len())))
+    }
+
+    /// The device of a domain goes: it is not reached there any more. What the device does not let go stays registered.
+    pub(crate) fn unregister(&mut self, index: usize) {
+        let Held { regions, .. } = self.held.as_mut().expect("held until it is revoked");
+        let Some(at) = regions.iter().position(|(on, _)| *on == index) else { return };
+        let (_, region) = regions.swap_remove(at);
+        if let Err((region, _)) = region.deregister() {
+            regions.push((usize::MAX, region)); // of no domain that there is: tried again at the end
+        }
+    }
+
+    /// The buffer, as it was given; for a caller whose registration failed.
+    pub(super) fn into_buf(mut self) -> BufMut {
+        let Held { buf, .. } = self.held.take().expect("held until it is revoked");
+        not_exposed(&buf);
+        buf
+    }
+
+    fn held(&self) -> &Held {
         self.held.as_ref().expect("held until it is revoked")
     }
 
     /// What the peer needs to address it: send it these numbers. Without a device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
-        match &self.held().0 {
-            Key::Device(region) => region.remote(0..self.len()),
-            Key::Process => RemoteSlice { addr: 0, len: self.len() as u64, rkey: 0 },
+        match self.held().regions.first() {
+            Some((_, region)) => region.remote(0..self.len()),
+            None => RemoteSlice { addr: 0, len: self.len() as u64, rkey: 0 },
         }
     }
 
@@ -97,7 +112,7 @@ impl Exposed {
     #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "what is exposed is never empty")]
     pub fn len(&self) -> usize {
-        self.held().1.len()
+        self.held().buf.len()
     }
 
     /// Copies bytes out. What the peer writes meanwhile may be seen in part.
@@ -106,8 +121,10 @@ impl Exposed {
     /// If they are not within it.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         match self.held() {
-            (Key::Device(region), _) => region.read(offset, out),
-            (Key::Process, buf) => out.copy_from_slice(&buf[offset..offset + out.len()]),
+            Held { regions, buf } if regions.is_empty() => {
+                out.copy_from_slice(&buf[offset..offset + out.len()]);
+            }
+            Held { regions, .. } => regions[0].1.read(offset, out),
         }
     }
 
@@ -117,45 +134,57 @@ impl Exposed {
     /// If they are not within it.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         match self.held.as_mut().expect("held until it is revoked") {
-            (Key::Device(region), _) => region.write(offset, bytes),
-            (Key::Process, buf) => buf[offset..offset + bytes.len()].copy_from_slice(bytes),
+            Held { regions, buf } if regions.is_empty() => {
+                buf[offset..offset + bytes.len()].copy_from_slice(bytes);
+            }
+            Held { regions, .. } => regions[0].1.write(offset, bytes),
         }
     }
 
-    /// Takes the key away and gives the buffer back: no access of the peer's is under way or can come any more.
+    /// Takes the keys away and gives the buffer back: no access of the peer's is under way or can come any more.
     ///
     /// # Errors
     /// What the device said if it did not let go; it is still exposed then.
     pub fn revoke(mut self) -> Result<BufMut, (Self, PoolError)> {
-        let (key, buf) = self.held.take().expect("held until it is revoked");
-        let Key::Device(region) = key else {
-            not_exposed(&buf);
-            return Ok(buf);
-        };
-        match region.deregister() {
-            Ok(()) => {
+        let Held { regions, buf } = self.held.take().expect("held until it is revoked");
+        let (left, error) = release(regions);
+        match error {
+            None => {
                 not_exposed(&buf);
                 Ok(buf)
             }
-            Err((region, error)) => {
+            Some(error) => {
                 buf.core().counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
-                self.held = Some((Key::Device(region), buf));
+                self.held = Some(Held { regions: left, buf });
                 Err((self, error.into()))
             }
         }
     }
 }
 
+/// Deregisters; what is left if a device does not let go, and what it said.
+fn release(
+    regions: Vec<(usize, MemoryRegion)>,
+) -> (Vec<(usize, MemoryRegion)>, Option<ferrite_verbs::Error>) {
+    let (mut left, mut first) = (Vec::new(), None);
+    for (index, region) in regions {
+        if let Err((region, error)) = region.deregister() {
+            left.push((index, region));
+            first.get_or_insert(error);
+        }
+    }
+    (left, first)
+}
+
 impl Drop for Exposed {
     fn drop(&mut self) {
-        let Some((key, buf)) = self.held.take() else { return };
+        let Some(Held { regions, buf }) = self.held.take() else { return };
         not_exposed(&buf);
-        if let Key::Device(region) = key
-            && let Err((region, _)) = region.deregister()
-        {
+        let (left, error) = release(regions);
+        if error.is_some() {
             let core = std::sync::Arc::clone(buf.core());
             core.counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
-            core.quarantine(region, buf);
+            core.quarantine(left.into_iter().map(|(_, region)| region).collect(), buf);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use ferrite_verbs::{Access, ProtectionDomain};
+use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 
 use super::budget::Account;
 use super::buf::{Buf, BufMut};
@@ -285,7 +285,13 @@ impl Pool {
             "an empty buffer has nothing to reach"
         } else {
             return match core.domain(domain) {
-                Some(domain) => Exposed::new(buf, &domain, access),
+                Some(of) => {
+                    let mut exposed = Exposed::new(buf);
+                    match exposed.register(domain, &of, access) {
+                        Ok(_) => Ok(exposed),
+                        Err(error) => Err((exposed.into_buf(), error)),
+                    }
+                }
                 None => Err((buf, PoolError::NoDomain { index: domain })),
             };
         };
@@ -303,7 +309,20 @@ impl Pool {
         if buf.is_empty() {
             return Err((buf, PoolError::Misuse("an empty buffer has nothing to reach".into())));
         }
-        Ok(Exposed::without_device(buf))
+        Ok(Exposed::new(buf))
+    }
+
+    /// Lets peers on another domain reach what is exposed already; where it is for them.
+    pub(crate) fn expose_also(
+        &self,
+        exposed: &mut Exposed,
+        domain: usize,
+        access: Access,
+    ) -> Result<RemoteSlice, PoolError> {
+        match self.0.core.domain(domain) {
+            Some(of) => exposed.register(domain, &of, access),
+            None => Err(PoolError::NoDomain { index: domain }),
+        }
     }
 
     /// Asks the devices once more to let go of buffers that are in quarantine ([`PoolStats::quarantined_bytes`]);

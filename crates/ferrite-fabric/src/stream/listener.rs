@@ -17,12 +17,12 @@ use crate::listener::Listener;
 /// use tokio::io::{AsyncReadExt, AsyncWriteExt};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
-/// # world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse()?));
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs();
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
 /// let engine = Engine::builder(&verbs).build()?;
 /// tokio::spawn(engine.drive());
-/// let listener = StreamListener::bind(&engine, "10.0.0.1:0".parse()?)?;
+/// let listener = StreamListener::bind(&engine, "127.0.0.1:0".parse()?)?;
 /// let addr = listener.local_addr();
 /// tokio::spawn(async move {
 ///     while let Ok((mut stream, _peer)) = listener.accept().await {

@@ -3,7 +3,7 @@
 //! ```text
 //!   0          4     5     6        8          16              20       22         24                  32         40       48
 //!   ┌──────────┬─────┬─────┬────────┬──────────┬───────────────┬────────┬──────────┬───────────────────┬──────────┬────────┐
-//!   │ "FRTE"   │major│minor│reserved│ features │ segment_bytes │ window │ channels │ max_message_bytes │ instance │reserved│
+//!   │ "FRTE"   │major│minor│reserved│ features │ segment_bytes │ window │ channels │ max_message_bytes │ instance │ session│
 //!   │    4     │  1  │  1  │   2    │    8     │       4       │   2    │    2     │         8         │    8     │   8    │
 //!   └──────────┴─────┴─────┴────────┴──────────┴───────────────┴────────┴──────────┴───────────────────┴──────────┴────────┘
 //! ```
@@ -70,6 +70,8 @@ impl Features {
     pub const WRITE_IMM: Self = Self(1);
     /// Gives and uses grants: one-sided reads and writes.
     pub const ONE_SIDED: Self = Self(2);
+    /// Takes TCP connections where it takes RDMA: a link that loses its path goes on there.
+    pub const MOVE: Self = Self(4);
 
     /// From the number on the wire. Bits that this version does not know are kept.
     #[must_use]
@@ -119,6 +121,7 @@ impl BitOr for Features {
 ///     channels: 16,
 ///     max_message_bytes: 512 << 20,
 ///     instance: 0x5EED,
+///     session: 0,
 /// };
 /// let mut private_data = hello.encode().to_vec();
 /// private_data.resize(56, 0); // as the CM does
@@ -141,6 +144,8 @@ pub struct Hello {
     pub max_message_bytes: u64,
     /// Random per process: tells a restarted peer from the old one.
     pub instance: u64,
+    /// Random per link: who knows both of a link's may move it to another path. 0 if it cannot move.
+    pub session: u64,
 }
 
 impl Hello {
@@ -170,6 +175,7 @@ impl Hello {
         put(&mut bytes, 22, self.channels.to_le_bytes());
         put(&mut bytes, 24, self.max_message_bytes.to_le_bytes());
         put(&mut bytes, 32, self.instance.to_le_bytes());
+        put(&mut bytes, 40, self.session.to_le_bytes());
         bytes
     }
 
@@ -202,6 +208,7 @@ impl Hello {
             channels: u16::from_le_bytes(field(bytes, 22)?),
             max_message_bytes: u64::from_le_bytes(field(bytes, 24)?),
             instance: u64::from_le_bytes(field(bytes, 32)?),
+            session: u64::from_le_bytes(field(bytes, 40)?),
         })
     }
 
@@ -280,6 +287,7 @@ mod tests {
         channels: 0x0607,
         max_message_bytes: 0x0809_0A0B_0C0D_0E0F,
         instance: 0x1011_1213_1415_1617,
+        session: 0x1819_1A1B_1C1D_1E1F,
     };
 
     #[test]
@@ -290,7 +298,7 @@ mod tests {
             3, 2, 1, 0, 5, 4, 7, 6, // segment_bytes, window, channels
             15, 14, 13, 12, 11, 10, 9, 8, // max_message_bytes
             0x17, 0x16, 0x15, 0x14, 0x13, 0x12, 0x11, 0x10, // instance
-            0, 0, 0, 0, 0, 0, 0, 0, // reserved
+            0x1F, 0x1E, 0x1D, 0x1C, 0x1B, 0x1A, 0x19, 0x18, // session
         ];
         assert_eq!(HELLO.encode(), bytes);
         assert_eq!(Hello::decode(&bytes), Ok(HELLO));
@@ -301,7 +309,6 @@ mod tests {
         let mut bytes = HELLO.encode().to_vec();
         bytes[5] = 9;
         bytes[6..8].fill(0xFF);
-        bytes[40..48].fill(0xFF);
         bytes.extend([0xFF; 8]);
         let later = Hello { version: Version { major: 1, minor: 9 }, ..HELLO };
         assert_eq!(Hello::decode(&bytes), Ok(later));
@@ -362,6 +369,7 @@ mod tests {
             channels in Hello::CHANNELS,
             beyond: u64,
             instance: u64,
+            session: u64,
         ) -> Hello {
             Hello {
                 version: Version { major: Version::CURRENT.major, minor },
@@ -371,6 +379,7 @@ mod tests {
                 channels,
                 max_message_bytes: beyond.saturating_add(segment_bytes.into()),
                 instance,
+                session,
             }
         }
     }

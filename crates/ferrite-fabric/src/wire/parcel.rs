@@ -11,6 +11,11 @@
 //!   4 Read     op, grant, offset; `payload` says how many bytes are wanted, none follow
 //!   5 Done     op: the write was carried out            6 Data      op, and the bytes that were read
 //!   7 Denied   op: the grant does not cover it, or is over
+//!
+//!   8 Offer    an address: go on over RDMA?             9 Answer    an address: yes, there
+//!  10 Withdraw not over RDMA after all                 11 Switch    the last of this side on TCP, answers excepted
+//!  12 Resume   offset: frames that came; RDMA is lost, the rest comes here
+//!  13 Rekey    grant, offset, imm: address and key of a grant on the device that is next
 //! ```
 //!
 //! One-sided operations are served by the peer's engine in the order in which they come, among the frames: as on a queue pair.
@@ -31,6 +36,12 @@ pub enum ParcelKind {
     Done,
     Data,
     Denied,
+    Offer,
+    Answer,
+    Withdraw,
+    Switch,
+    Resume,
+    Rekey,
 }
 
 /// What stands before the payload of everything on a TCP path.
@@ -41,7 +52,7 @@ pub enum ParcelKind {
 /// let read = Parcel { kind: ParcelKind::Read, imm: 0, len: 4096, op: 7, grant: 3, offset: 512 };
 /// assert_eq!(Parcel::decode(&read.encode()), Some(read));
 /// assert_eq!(read.follows(), 0, "a question has no payload");
-/// assert_eq!(Parcel::decode(&[9; 32]), None);
+/// assert_eq!(Parcel::decode(&[99; 32]), None);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Parcel {
@@ -71,6 +82,12 @@ impl Parcel {
             ParcelKind::Done => 5,
             ParcelKind::Data => 6,
             ParcelKind::Denied => 7,
+            ParcelKind::Offer => 8,
+            ParcelKind::Answer => 9,
+            ParcelKind::Withdraw => 10,
+            ParcelKind::Switch => 11,
+            ParcelKind::Resume => 12,
+            ParcelKind::Rekey => 13,
         };
         let mut bytes = [0; PARCEL_BYTES];
         put(&mut bytes, 0, [kind]);
@@ -93,6 +110,12 @@ impl Parcel {
             5 => ParcelKind::Done,
             6 => ParcelKind::Data,
             7 => ParcelKind::Denied,
+            8 => ParcelKind::Offer,
+            9 => ParcelKind::Answer,
+            10 => ParcelKind::Withdraw,
+            11 => ParcelKind::Switch,
+            12 => ParcelKind::Resume,
+            13 => ParcelKind::Rekey,
             _ => return None,
         };
         Some(Self {
@@ -109,10 +132,13 @@ impl Parcel {
     #[must_use]
     pub fn follows(&self) -> usize {
         match self.kind {
-            ParcelKind::Read | ParcelKind::Done | ParcelKind::Denied => 0,
-            ParcelKind::Frame | ParcelKind::Write | ParcelKind::WriteImm | ParcelKind::Data => {
-                self.len as usize
-            }
+            ParcelKind::Frame
+            | ParcelKind::Write
+            | ParcelKind::WriteImm
+            | ParcelKind::Data
+            | ParcelKind::Offer
+            | ParcelKind::Answer => self.len as usize,
+            _ => 0,
         }
     }
 }
@@ -149,7 +175,7 @@ mod tests {
             if let Some(parcel) = Parcel::decode(&bytes) {
                 prop_assert_eq!(parcel.encode(), bytes);
             } else {
-                prop_assert!(!(1..=7).contains(&bytes[0]));
+                prop_assert!(!(1..=13).contains(&bytes[0]));
             }
         }
     }

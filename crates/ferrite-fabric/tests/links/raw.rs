@@ -23,6 +23,7 @@ pub(crate) const HELLO: Hello = Hello {
     channels: 64,
     max_message_bytes: 64 << 20,
     instance: 1,
+    session: 0,
 };
 
 const BLOCK: usize = 8 << 10;

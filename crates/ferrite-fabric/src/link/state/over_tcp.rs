@@ -3,16 +3,14 @@
 use std::io;
 use std::time::Instant;
 
-use ferrite_verbs::Operation;
-
 use super::receiving::protocol;
-use super::{Around, Kind, LinkState, Phase, Tag, Wakes, outcome};
+use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome};
 use crate::engine::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::{Next, OneSided};
 use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath};
 use crate::mem::BufMut;
-use crate::wire::{CONTROL_BYTES, Frame, Parcel, ParcelKind};
+use crate::wire::{Address, CONTROL_BYTES, Frame, Parcel, ParcelKind};
 
 /// Read before other links have their turn.
 const TURN_BYTES: usize = 1 << 20;
@@ -46,7 +44,10 @@ impl LinkState {
             && self.outbox.is_empty()
             && self.controls.is_empty()
             && bytes.len() <= self.tcp_segment()
-            && self.credits() > 0;
+            && self.credits() > 0
+            && self.carrier == Carrier::Tcp
+            && self.again.is_empty()
+            && self.climb.as_ref().is_none_or(|climb| !climb.switching);
         let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(false) };
         let parcel = frame(self.data_frame(channel, false), bytes.len());
         let written = tcp.write_now(&parcel, bytes);
@@ -80,6 +81,12 @@ impl LinkState {
 
     /// The next parcel that may go; `false` if there is none.
     fn add_parcel(&mut self, tcp: &mut TcpPath) -> bool {
+        if self.add_again(tcp) {
+            return true;
+        }
+        if self.is_switching(tcp) {
+            return false;
+        }
         if let Some(control) = self.controls.pop_front() {
             self.told = self.consumed;
             let imm =
@@ -95,21 +102,21 @@ impl LinkState {
         match next {
             Next::Frame { channel, more, piece, ticket } => {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
-                let tag = Tag { ticket, grant: 0, kind: Kind::Send, bytes: bytes as u32 };
                 let parcel = frame(self.data_frame(channel, more), bytes);
+                let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, ..Tag::default() };
                 tcp.push(&parcel, piece.map_or(Body::Nothing, Body::Buf), Some(tag));
             }
-            Next::OneSided(OneSided { operation, held, ticket, grant, offset, bytes }) => {
-                let (kind, parcel_kind, imm) = match operation {
-                    Operation::Read(_) => (Kind::Read, ParcelKind::Read, 0),
-                    Operation::WriteImm(_, imm) => {
+            Next::OneSided(OneSided { kind, held, ticket, grant, offset, bytes, imm, .. }) => {
+                let parcel_kind = match kind {
+                    Kind::Read => ParcelKind::Read,
+                    Kind::Notice => {
                         self.sent += 1;
-                        (Kind::Write, ParcelKind::WriteImm, imm)
+                        ParcelKind::WriteImm
                     }
-                    _ => (Kind::Write, ParcelKind::Write, 0),
+                    _ => ParcelKind::Write,
                 };
                 let parcel = Parcel { kind: parcel_kind, imm, len: bytes, op: 0, grant, offset };
-                tcp.ask(parcel, held, Tag { ticket, grant, kind, bytes });
+                tcp.ask(parcel, held, Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm });
             }
         }
         true
@@ -129,6 +136,9 @@ impl LinkState {
         tcp.begin_reading(scratch);
         let mut left = TURN_BYTES;
         let read = loop {
+            if self.is_to_be_detached() {
+                break Ok(Reading::More); // first the queue pair has to go
+            }
             if left == 0 {
                 break Ok(Reading::More);
             }
@@ -145,7 +155,13 @@ impl LinkState {
                 }
                 Ok(Arrival::Nothing) => break Ok(Reading::Done),
                 Ok(Arrival::NoMemory) => break Ok(Reading::NoMemory),
-                Ok(Arrival::End) => break Err(self.hung_up()),
+                Ok(Arrival::End) => {
+                    tcp.end_reading(scratch);
+                    self.tcp = Some(tcp);
+                    let error = self.hung_up();
+                    self.end(error, wakes); // also while RDMA carries the link: this is how a peer is heard to go
+                    return Reading::Done;
+                }
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
                     break Err(protocol(&error.to_string()));
                 }
@@ -156,6 +172,17 @@ impl LinkState {
         self.tcp = Some(tcp);
         match read {
             Ok(reading) => {
+                if self.lost.is_some() {
+                    self.resume(wakes);
+                }
+                if self.carrier != Carrier::Tcp
+                    && let Some(tcp) = &mut self.tcp
+                    && tcp.flush(|_| {}).is_err()
+                {
+                    let error = self.hung_up();
+                    self.end(error, wakes);
+                    return Reading::Done;
+                }
                 if !self.revoking.is_empty() {
                     self.answer_revocations();
                 }
@@ -205,6 +232,28 @@ impl LinkState {
                 let done = serve(Request::Read { grant, offset, into: &mut bytes });
                 tcp.answer(op, done, Body::Loose(bytes));
             }
+            (ParcelKind::Offer | ParcelKind::Answer, Some(body)) => {
+                let Some(address) = Address::decode(&body) else { return Err(protocol("a wrong address")) };
+                let offered = kind == ParcelKind::Offer;
+                if self.steps.len() > 8 || offered && (self.is_caller || self.carrier != Carrier::Tcp) {
+                    return Err(protocol("an offer at the wrong time"));
+                }
+                self.steps.push(if offered { Step::Offered(address) } else { Step::Answered(address) });
+            }
+            (ParcelKind::Withdraw, None) => {
+                if self.steps.len() > 8 {
+                    return Err(protocol("more withdrawals than offers"));
+                }
+                self.steps.push(Step::Withdrawn);
+            }
+            (ParcelKind::Switch, None) => self.on_switch(wakes)?,
+            (ParcelKind::Resume, None) => self.on_resume(offset)?,
+            (ParcelKind::Rekey, None) => {
+                if self.rekeyed.len() >= REVOKED_MAX {
+                    return Err(protocol("more grants than anyone has"));
+                }
+                self.rekeyed.insert(grant, (offset, imm));
+            }
             (ParcelKind::Done, None) => self.on_answer(tcp, op, None, Ok(()), wakes)?,
             (ParcelKind::Data, Some(body)) => self.on_answer(tcp, op, Some(body), Ok(()), wakes)?,
             (ParcelKind::Denied, None) => {
@@ -231,7 +280,7 @@ impl LinkState {
             // What came went into the buffer that waited for it, if it had the right length.
             (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
             (Kind::Read, None, held) if result.is_err() => held,
-            (Kind::Write, None, held) => held,
+            (Kind::Write | Kind::Notice, None, held) => held,
             _ => return Err(protocol("an answer to another question")),
         };
         self.stats.completed(tag.kind, tag.bytes, result.is_err());

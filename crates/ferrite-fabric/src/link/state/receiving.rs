@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ferrite_verbs::{Opcode, WorkCompletion};
 
-use super::{CONTROLS_MAX, Kind, LinkState, REVOKED_MAX, Tag, Wakes, outcome};
+use super::{Again, CONTROLS_MAX, Carrier, LinkState, REVOKED_MAX, Tag, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
 use crate::link::tcp::TcpPath;
@@ -53,6 +53,9 @@ impl LinkState {
                 return Err(protocol("credits for frames that were never sent"));
             }
             self.acknowledged += u64::from(newly);
+            if newly > 0 {
+                self.let_go();
+            }
         }
         if let Some(buf) = buf.as_ref().filter(|_| frame.control) {
             let control = Control::decode(buf).map_err(|error| protocol(&error.to_string()))?;
@@ -92,7 +95,10 @@ impl LinkState {
         }
         match control {
             Control::Credit | Control::Pong(_) => {}
-            Control::Ping(nonce) => self.controls.push_back(Control::Pong(nonce)),
+            Control::Ping(nonce) => {
+                self.on_question(nonce, wakes);
+                self.controls.push_back(Control::Pong(nonce));
+            }
             Control::Revoke(grant) => {
                 if self.revoked.len() >= REVOKED_MAX {
                     self.revoked.pop_first();
@@ -111,7 +117,7 @@ impl LinkState {
             }
             Control::Revoked(grant) => {
                 self.released.push(grant);
-                self.told_revoked = self.told_revoked.saturating_sub(1);
+                self.told_revoked.retain(|told| *told != grant);
                 self.tell_revoked();
             }
             Control::Fin => {
@@ -130,14 +136,15 @@ impl LinkState {
 
     /// Tells the peer of grants that nothing in flight uses any more.
     pub(super) fn answer_revocations(&mut self) {
-        if self.lane.is_none() && self.tcp.is_none() {
-            return; // its connection is being read: afterwards
+        if self.carrier != Carrier::Rdma && self.tcp.is_none() || self.lost.is_some() {
+            return; // its connection is being read, or there is none: afterwards
         }
-        let (queue, tcp, controls) = (&self.queue, &self.tcp, &mut self.controls);
+        let (queue, tcp, again, controls) = (&self.queue, &self.tcp, &self.again, &mut self.controls);
         self.revoking.retain(|grant| {
             // A peer may have a grant of number 0, which is what sends have.
-            let uses = |tag: &Tag| tag.grant == *grant && matches!(tag.kind, Kind::Write | Kind::Read);
+            let uses = |tag: &Tag| tag.grant == *grant && tag.kind.is_one_sided();
             let used = queue.iter().any(|in_flight| uses(&in_flight.tag))
+                || again.iter().any(|again| matches!(again, Again::OneSided { tag, .. } if uses(tag)))
                 || tcp.iter().flat_map(TcpPath::asked).any(|asked| uses(&asked.tag));
             if !used {
                 controls.push_back(Control::Revoked(*grant));

@@ -1,8 +1,8 @@
 //! The sending half of a link's state: credits into posts, posts into completions.
 
-use ferrite_verbs::{Operation, Status, WorkCompletion};
+use ferrite_verbs::{Operation, RemoteSlice, Status, WorkCompletion};
 
-use super::{Around, Kind, LinkState, Phase, Tag, Wakes, outcome};
+use super::{Around, Carrier, Kind, LinkState, Phase, Tag, Wakes, outcome};
 use crate::engine::slots::{BATCH, Held, InFlight, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::{Allowed, Next, OneSided};
@@ -17,7 +17,7 @@ impl LinkState {
         channel: u16,
         bytes: &[u8],
     ) -> Result<bool, Error> {
-        if self.tcp.is_some() {
+        if self.carrier != Carrier::Rdma {
             return self.send_now_over_tcp(channel, bytes);
         }
         let ready = matches!(self.phase, Phase::Up)
@@ -30,9 +30,17 @@ impl LinkState {
             return Ok(false);
         }
         let operation = Operation::SendImm(self.data_frame(channel, false));
-        let tag = Tag { ticket: None, grant: 0, kind: Kind::Send, bytes: bytes.len() as u32 };
+        let tag = Tag { kind: Kind::Send, bytes: bytes.len() as u32, frame: self.sent, ..Tag::default() };
+        self.keep_bytes(channel, bytes);
         let signaled = self.signal(around, false);
-        self.queue.post_inline(operation, bytes, signaled, tag).inspect_err(|_| around.release(1))?;
+        if let Err(error) = self.queue.post_inline(operation, bytes, signaled, tag) {
+            around.release(1);
+            let error = Error::from(error);
+            if !self.lose(&error) {
+                return Err(error);
+            }
+            self.not_posted(Held::Nothing, tag);
+        }
         Ok(true)
     }
 
@@ -68,12 +76,13 @@ impl LinkState {
             wakes.append(&mut self.wait_for_room);
         }
         let mut more = false;
-        if self.closing && !self.fin_sent && self.outbox.is_empty() {
+        let all_gone = self.outbox.is_empty() && self.again.is_empty() && self.carrier != Carrier::Moving;
+        if self.closing && !self.fin_sent && all_gone {
             self.fin_sent = true;
             self.controls.push_back(Control::Fin);
             more = true;
         }
-        if self.peer_fin && !self.fin_ack_sent && self.outbox.is_empty() {
+        if self.peer_fin && !self.fin_ack_sent && all_gone {
             self.fin_ack_sent = true;
             self.controls.push_back(Control::FinAck);
             more = true;
@@ -94,8 +103,10 @@ impl LinkState {
     }
 
     fn post_all(&mut self, around: &Around<'_>, wakes: &mut Wakes) -> Result<(), Error> {
-        if self.tcp.is_some() {
-            return self.post_over_tcp(wakes);
+        match self.carrier {
+            Carrier::Rdma => {}
+            Carrier::Tcp => return self.post_over_tcp(wakes),
+            Carrier::Moving => return Ok(()),
         }
         loop {
             if self.controls.is_empty() && self.outbox.is_empty() {
@@ -135,6 +146,10 @@ impl LinkState {
                 around.release(self.batch.len());
                 let unposted = std::mem::take(&mut self.batch);
                 let error = Error::from(error);
+                if self.lose(&error) {
+                    unposted.into_iter().for_each(|Work { held, tag, .. }| self.not_posted(held, tag));
+                    return Ok(());
+                }
                 for Work { held, tag, .. } in unposted {
                     if let Some(ticket) = tag.ticket {
                         wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
@@ -177,25 +192,47 @@ impl LinkState {
                 let inline = bytes <= self.inline;
                 // What is inline holds no memory, so nobody waits for it. Of the rest the last frame reports.
                 let signaled = self.signal(around, ticket.is_some() || !inline && !more);
+                let operation = Operation::SendImm(self.data_frame(channel, more));
+                self.keep_piece(channel, more, piece.as_ref());
                 Work {
-                    operation: Operation::SendImm(self.data_frame(channel, more)),
+                    operation,
                     held: piece.map_or(Held::Nothing, Held::Shared),
                     signaled,
                     inline,
-                    tag: Tag { ticket, grant: 0, kind: Kind::Send, bytes: bytes as u32 },
+                    tag: Tag {
+                        ticket,
+                        kind: Kind::Send,
+                        bytes: bytes as u32,
+                        frame: self.sent,
+                        ..Tag::default()
+                    },
                 }
             }
-            Next::OneSided(OneSided { operation, held, ticket, grant, bytes, .. }) => {
-                if matches!(operation, Operation::WriteImm(..)) {
+            Next::OneSided(one_sided) => {
+                let operation = self.operation(&one_sided);
+                let OneSided { kind, held, ticket, grant, offset, imm, bytes, .. } = one_sided;
+                if kind == Kind::Notice {
                     self.sent += 1;
+                    self.keep_notice();
                 }
-                let reads = matches!(operation, Operation::Read(_));
-                let inline = !reads && bytes as usize <= self.inline;
-                let kind = if reads { Kind::Read } else { Kind::Write };
+                let inline = kind != Kind::Read && bytes as usize <= self.inline;
                 let signaled = self.signal(around, ticket.is_some() || !inline);
-                Work { operation, held, signaled, inline, tag: Tag { ticket, grant, kind, bytes } }
+                let tag = Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm };
+                Work { operation, held, signaled, inline, tag }
             }
         }))
+    }
+
+    /// On the device that carries the link, which may be another than when the grant was given.
+    fn operation(&self, asked: &OneSided) -> Operation {
+        let (base, rkey) = self.rekeyed.get(&asked.grant).copied().unwrap_or((asked.base, asked.rkey));
+        let addr = base.wrapping_add(asked.offset);
+        let remote = RemoteSlice { addr, len: asked.bytes.into(), rkey };
+        match asked.kind {
+            Kind::Read => Operation::Read(remote),
+            Kind::Notice => Operation::WriteImm(remote, asked.imm),
+            _ => Operation::Write(remote),
+        }
     }
 
     fn control_work(&mut self, control: Control, around: &Around<'_>) -> Result<Work<Tag>, Error> {
@@ -212,7 +249,7 @@ impl LinkState {
         // That the peer's device took the question says something too.
         let signaled = self.signal(around, !inline || matches!(control, Control::Ping(_)));
         self.stats.controls_sent += 1;
-        let tag = Tag { ticket: None, grant: 0, kind: Kind::Control, bytes: CONTROL_BYTES as u32 };
+        let tag = Tag { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..Tag::default() };
         Ok(Work { operation: Operation::SendImm(frame.to_imm()), held, signaled, inline, tag })
     }
 
@@ -233,7 +270,7 @@ impl LinkState {
         if !wanted || self.queue.room() == 0 || around.reserve(1) == 0 {
             return; // or else the clock ends it
         }
-        let tag = Tag { ticket: None, grant: 0, kind: Kind::Last, bytes: 0 };
+        let tag = Tag { kind: Kind::Last, ..Tag::default() };
         self.last_posted = true;
         if self.queue.post_inline(Operation::Send, &[], true, tag).is_err() {
             around.release(1);
@@ -248,8 +285,18 @@ impl LinkState {
         wakes: &mut Wakes,
         failure: impl FnOnce(Status) -> Error,
     ) {
+        if self.climb.is_some() && self.on_climb_sent(wc) {
+            return;
+        }
         let status = wc.status();
         let ok = status == Status::SUCCESS;
+        if self.queue.get(wc).is_none() {
+            self.stats.stale_completions += 1; // of a queue pair that is gone, perhaps
+            return;
+        }
+        if !ok && self.carrier == Carrier::Moving {
+            return; // it stays where it is until the queue pair is gone, and goes elsewhere then
+        }
         if status == Status::FLUSHED && self.failure().is_none() {
             // Something else failed before it, and will be told: by an event, or by the peer.
             self.flushed.push(*wc);
@@ -264,11 +311,14 @@ impl LinkState {
                 false => failure(status),
             };
             self.fail(error, wakes);
+            if self.carrier == Carrier::Moving {
+                return;
+            }
         }
         let error = self.failure().cloned();
         let (tickets, stats) = (&mut self.tickets, &mut self.stats);
         let mut entries = 0;
-        let known = self.queue.complete(wc, |InFlight { held, tag }, last| {
+        self.queue.complete(wc, |InFlight { held, tag }, last| {
             entries += 1;
             let failed = last && !ok;
             stats.completed(tag.kind, tag.bytes, failed);
@@ -280,10 +330,6 @@ impl LinkState {
                 wakes.extend(tickets.finish(ticket, outcome(result, held)));
             }
         });
-        if !known {
-            self.stats.stale_completions += 1;
-            return;
-        }
         around.release(entries);
         if !self.revoking.is_empty() {
             self.answer_revocations();

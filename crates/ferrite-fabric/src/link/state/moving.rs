@@ -1,0 +1,541 @@
+//! How a link goes from one path to another without losing, repeating or reordering anything.
+//!
+//! ```text
+//!              Offer, Answer, probe, Switch both ways
+//!     Tcp ─────────────────────────────────────────────► Rdma (the connection stays, as the way back)
+//!      ▲                                                   │ the path is lost: queue pair destroyed
+//!      └────────────── Resume both ways ◄── Moving ◄───────┘ without a connection: the side that called calls again
+//! ```
+//!
+//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost, each side first destroys its
+//! queue pair, so that nothing can come or land any more, and then says how many frames it has: the other sends the rest again,
+//! on TCP. A write that was under way is carried out again, unless a frame after it has come: then it was carried out, since a
+//! queue pair keeps their order.
+//!
+//! The way up has no loss: each side's `Switch` is its last on TCP. The side that called sends on RDMA when it has the peer's,
+//! and the peer when it hears the first of that (`GO`).
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_verbs::{Operation, WorkCompletion};
+
+use super::{Around, Kind, LinkState, Phase, Tag, Wakes, outcome};
+use crate::engine::lane::Lane;
+use crate::engine::slots::{Held, InFlight, SendQueue};
+use crate::error::{Error, ErrorKind};
+use crate::link::tcp::{Body, TcpPath};
+use crate::mem::Buf;
+use crate::wire::{Address, CONTROL_BYTES, Control, Frame, Parcel, ParcelKind};
+
+/// What carries the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Carrier {
+    Rdma,
+    Tcp,
+    /// Nothing, at the moment.
+    Moving,
+}
+
+/// A frame that went over RDMA and that the peer has not consumed.
+pub(super) struct Kept {
+    number: u64,
+    what: KeptFrame,
+}
+
+enum KeptFrame {
+    Piece {
+        channel: u16,
+        more: bool,
+        body: KeptBody,
+    },
+    /// Of a write: its bytes are in its slot, until the peer's device has them.
+    Notice,
+}
+
+enum KeptBody {
+    Nothing,
+    Buf(Buf),
+    Copied(Box<[u8]>),
+}
+
+/// What is to be sent again, on TCP.
+pub(super) enum Again {
+    Frame { channel: u16, more: bool, body: Body, tag: Tag },
+    OneSided { held: Held, tag: Tag },
+}
+
+/// A path was lost.
+pub(crate) struct Lost {
+    pub(crate) error: Error,
+    /// The queue pair is gone.
+    pub(crate) detached: bool,
+    told: bool,
+    /// Frames of ours that the peer has, when it has said so.
+    peer_received: Option<u64>,
+    /// What was under way on the queue pair, oldest first, and what could not be posted after it.
+    under_way: VecDeque<InFlight<Tag>>,
+    not_posted: VecDeque<InFlight<Tag>>,
+}
+
+impl Lost {
+    fn new(error: &Error) -> Self {
+        Self {
+            error: error.clone(),
+            detached: false,
+            told: false,
+            peer_received: None,
+            under_way: VecDeque::new(),
+            not_posted: VecDeque::new(),
+        }
+    }
+}
+
+/// A way up to RDMA that is being tried.
+pub(crate) struct Climb {
+    pub(crate) queue: SendQueue<Tag>,
+    pub(crate) lane: Arc<Lane>,
+    pub(crate) inline: usize,
+    /// This side has said, or is to say, its last on TCP.
+    pub(crate) switching: bool,
+    switch_sent: bool,
+    peer_switched: bool,
+}
+
+/// What the engine has to do about a link that moves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The peer offers to go on over RDMA.
+    Offered(Address),
+    /// It has taken our offer.
+    Answered(Address),
+    /// It has not, or the way does not work.
+    Withdrawn,
+    /// The new queue pair works.
+    Probed,
+    /// RDMA carries the link.
+    Arrived,
+}
+
+/// The questions on a new queue pair.
+const PROBE: u64 = u64::MAX - 1;
+const GO: u64 = u64::MAX;
+
+impl LinkState {
+    /// Whether this failure is of the path and not of the link.
+    fn can_move(&self, error: &Error) -> bool {
+        let of_the_path = matches!(
+            error.kind(),
+            ErrorKind::LinkDown | ErrorKind::DeviceGone | ErrorKind::Unreachable | ErrorKind::PeerStalled
+        );
+        self.moves && of_the_path && matches!(self.phase, Phase::Up) && self.carrier != Carrier::Tcp
+    }
+
+    /// Ends the path if the link can go on elsewhere; `false` if it cannot.
+    pub(super) fn lose(&mut self, error: &Error) -> bool {
+        if !self.can_move(error) {
+            return false;
+        }
+        if self.carrier == Carrier::Rdma {
+            if let Some(qp) = self.queue.qp() {
+                let _ = qp.stop(); // a device that is gone has stopped it
+            }
+            self.carrier = Carrier::Moving;
+            self.stats.moves += 1;
+            self.lost = Some(Lost::new(error));
+        }
+        true
+    }
+
+    /// A request that the device did not take goes elsewhere.
+    pub(super) fn not_posted(&mut self, held: Held, tag: Tag) {
+        if let Some(lost) = &mut self.lost {
+            lost.not_posted.push_back(InFlight { held, tag });
+        }
+    }
+
+    /// Whether a queue pair is that of the path.
+    pub(crate) fn is_carried_by(&self, number: u32) -> bool {
+        self.queue.qp().is_some_and(|qp| qp.number() == number)
+    }
+
+    /// Whether the engine has to take the queue pair away.
+    pub(crate) fn is_to_be_detached(&self) -> bool {
+        self.lost.as_ref().is_some_and(|lost| !lost.detached)
+    }
+
+    /// Destroys the queue pair of a path that was lost: nothing of it comes, or lands, any more.
+    ///
+    /// # Errors
+    /// The device did not let go: the link cannot go on with that memory.
+    pub(crate) fn detach(&mut self, around: &Around<'_>) -> Result<(), Error> {
+        let Some(lost) = &mut self.lost else { return Ok(()) };
+        if lost.detached {
+            return Ok(());
+        }
+        let under_way = &mut lost.under_way;
+        self.queue.destroy(|in_flight| under_way.push_back(in_flight))?;
+        around.release(under_way.len());
+        under_way.append(&mut lost.not_posted);
+        lost.detached = true;
+        if self.lane.is_some() {
+            self.generation = self.queue.next_generation();
+        }
+        self.queue = SendQueue::none();
+        self.lane = None;
+        self.flushed.clear();
+        (self.flush_called, self.asked, self.unsignaled) = (false, None, 0);
+        Ok(())
+    }
+
+    /// Says on the connection what has come, once nothing more can; and goes on there if the peer has said it too.
+    pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
+        let Some(lost) = &mut self.lost else { return };
+        let Some(tcp) = &mut self.tcp else { return };
+        if !lost.detached {
+            return;
+        }
+        if !std::mem::replace(&mut lost.told, true) {
+            tcp.push(&plain(ParcelKind::Resume, self.received), Body::Nothing, None);
+        }
+        if let Some(received) = lost.peer_received {
+            self.go_on(received, wakes);
+        }
+    }
+
+    /// Another connection: both have said what they have in its greeting.
+    pub(crate) fn resume_over(&mut self, tcp: TcpPath, peer_received: u64, wakes: &mut Wakes) {
+        let Some(lost) = &mut self.lost else { return };
+        lost.told = true;
+        self.tcp = Some(tcp);
+        self.go_on(peer_received, wakes);
+    }
+
+    /// Frames of the peer that have come.
+    pub(crate) fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// TCP carries the link from here on, beginning with what the peer does not have.
+    fn go_on(&mut self, peer_received: u64, wakes: &mut Wakes) {
+        let Some(Lost { under_way, .. }) = self.lost.take() else { return };
+        self.carrier = Carrier::Tcp;
+        if peer_received > self.sent || peer_received < self.acknowledged {
+            let what = "the peer broke the protocol: it has frames that were never sent, or lost some";
+            self.end(Error::new(ErrorKind::Protocol, what), wakes);
+            return;
+        }
+        let first_under_way = under_way.front().map_or(u64::MAX, |first| first.tag.frame);
+        let mut kept = std::mem::take(&mut self.kept);
+        kept.retain(|kept| kept.number > peer_received);
+        // Those that the peer's device had, and the peer has not.
+        while let Some(Kept { number, what }) = kept.pop_front_if(|kept| kept.number < first_under_way) {
+            let KeptFrame::Piece { channel, more, body } = what else {
+                let what = "the path was lost together with the notice of a write";
+                self.end(Error::new(ErrorKind::LinkDown, what), wakes);
+                return;
+            };
+            let tag = Tag { ticket: None, kind: Kind::Again, frame: number, ..Tag::default() };
+            self.again.push_back(Again::Frame { channel, more, body: body.into(), tag });
+        }
+        for InFlight { held, tag } in under_way {
+            let came = tag.frame <= peer_received;
+            match tag.kind {
+                Kind::Send | Kind::Notice if came => self.done(tag, Held::Nothing, wakes),
+                Kind::Send => {
+                    if let Some(Kept { what: KeptFrame::Piece { channel, more, body }, .. }) =
+                        kept.pop_front()
+                    {
+                        self.again.push_back(Again::Frame { channel, more, body: body.into(), tag });
+                    }
+                }
+                Kind::Notice => {
+                    kept.pop_front();
+                    self.again.push_back(Again::OneSided { held, tag });
+                }
+                // A frame after it has come.
+                Kind::Write if tag.frame < peer_received => self.done(tag, held, wakes),
+                Kind::Write | Kind::Read => self.again.push_back(Again::OneSided { held, tag }),
+                Kind::Again | Kind::Control | Kind::Last => {}
+            }
+        }
+        // What may have been lost of what is said past the application is said again; the farewells when all has gone.
+        (self.fin_sent, self.fin_ack_sent) = (false, false);
+        self.controls.clear();
+        for grant in &self.told_revoked {
+            self.controls.push_back(Control::Revoke(*grant));
+        }
+        self.answer_revocations();
+    }
+
+    /// An operation that went over RDMA is known to be done.
+    fn done(&mut self, tag: Tag, held: Held, wakes: &mut Wakes) {
+        self.stats.completed(tag.kind, tag.bytes, false);
+        if let Some(ticket) = tag.ticket {
+            wakes.extend(self.tickets.finish(ticket, outcome(Ok(()), held)));
+        }
+    }
+
+    /// Puts what is to be sent again on the connection; `false` if there is nothing.
+    pub(super) fn add_again(&mut self, tcp: &mut TcpPath) -> bool {
+        match self.again.pop_front() {
+            None => return false,
+            Some(Again::Frame { channel, more, body, tag }) => {
+                let frame = Frame { control: false, more, channel, consumed: self.consumed as u16 };
+                self.told = self.consumed;
+                let parcel = Parcel {
+                    kind: ParcelKind::Frame,
+                    imm: frame.to_imm(),
+                    len: body.bytes().len() as u32,
+                    op: 0,
+                    grant: 0,
+                    offset: 0,
+                };
+                tcp.push(&parcel, body, Some(tag));
+            }
+            Some(Again::OneSided { held, tag }) => {
+                let kind = match tag.kind {
+                    Kind::Read => ParcelKind::Read,
+                    Kind::Notice => ParcelKind::WriteImm,
+                    _ => ParcelKind::Write,
+                };
+                let Tag { grant, offset, imm, bytes: len, .. } = tag;
+                tcp.ask(Parcel { kind, imm, len, op: 0, grant, offset }, held, tag);
+            }
+        }
+        true
+    }
+
+    /// The link is down: who waits for what was to be sent again is told, and what was kept is let go.
+    pub(super) fn end_again(&mut self, error: &Error, wakes: &mut Wakes) {
+        let lost = self.lost.take().map(|lost| lost.under_way.into_iter().chain(lost.not_posted));
+        let lost = lost.into_iter().flatten();
+        let lost = lost.map(|InFlight { held, tag }| (held, tag));
+        let again = std::mem::take(&mut self.again).into_iter().map(|again| match again {
+            Again::Frame { tag, .. } => (Held::Nothing, tag),
+            Again::OneSided { held, tag } => (held, tag),
+        });
+        for (held, tag) in lost.chain(again) {
+            self.stats.completed(tag.kind, tag.bytes, true);
+            if let Some(ticket) = tag.ticket {
+                wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
+            }
+        }
+        self.kept.clear();
+    }
+
+    /// Keeps a frame that goes over RDMA; `sent` counts it already.
+    pub(super) fn keep_piece(&mut self, channel: u16, more: bool, piece: Option<&Buf>) {
+        if self.moves {
+            let body = piece.map_or(KeptBody::Nothing, |piece| KeptBody::Buf(piece.clone()));
+            self.kept.push_back(Kept { number: self.sent, what: KeptFrame::Piece { channel, more, body } });
+        }
+    }
+
+    /// The same for one whose bytes are not ours.
+    pub(super) fn keep_bytes(&mut self, channel: u16, bytes: &[u8]) {
+        if self.moves {
+            let body = KeptBody::Copied(Box::from(bytes));
+            let what = KeptFrame::Piece { channel, more: false, body };
+            self.kept.push_back(Kept { number: self.sent, what });
+        }
+    }
+
+    pub(super) fn keep_notice(&mut self) {
+        if self.moves {
+            self.kept.push_back(Kept { number: self.sent, what: KeptFrame::Notice });
+        }
+    }
+
+    /// The peer has consumed frames: they are not needed any more.
+    pub(super) fn let_go(&mut self) {
+        while self.kept.pop_front_if(|kept| kept.number <= self.acknowledged).is_some() {}
+    }
+
+    /// The peer says on the connection that its path is lost, and what it has.
+    pub(super) fn on_resume(&mut self, received: u64) -> Result<(), Error> {
+        let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
+        if self.carrier == Carrier::Tcp {
+            // It was on its way up, and this side had not heard of it yet.
+            if !self.climb.as_ref().is_some_and(|climb| climb.switch_sent) {
+                return Err(super::receiving::protocol("a path that was not there is lost"));
+            }
+            self.carrier = Carrier::Moving;
+            self.lost = Some(Lost::new(&error));
+        }
+        self.lose(&error);
+        if let Some(lost) = &mut self.lost {
+            lost.peer_received = Some(received);
+        }
+        Ok(())
+    }
+
+    // ---- up ----
+
+    /// A queue pair to climb to.
+    pub(crate) fn begin_climb(&mut self, queue: SendQueue<Tag>, lane: Arc<Lane>, inline: usize) {
+        self.climb =
+            Some(Climb { queue, lane, inline, switching: false, switch_sent: false, peer_switched: false });
+    }
+
+    /// Says something about the way up.
+    pub(crate) fn say(&mut self, kind: ParcelKind, address: Option<&Address>) {
+        let Some(tcp) = &mut self.tcp else { return };
+        let body = address.map_or(Body::Nothing, |address| Body::Loose(Box::new(address.encode())));
+        let len = body.bytes().len() as u32;
+        tcp.push(&Parcel { len, ..plain(kind, 0) }, body, None);
+    }
+
+    /// Tells the peer where a grant is on the next device.
+    pub(crate) fn say_key(&mut self, grant: u64, addr: u64, rkey: u32) {
+        if let Some(tcp) = &mut self.tcp {
+            tcp.push(&Parcel { grant, imm: rkey, ..plain(ParcelKind::Rekey, addr) }, Body::Nothing, None);
+        }
+    }
+
+    /// Asks something on the new queue pair: its acknowledgement says that the way works.
+    pub(crate) fn probe(&mut self) -> Result<(), Error> {
+        let Some(climb) = &mut self.climb else { return Ok(()) };
+        let frame = Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
+        let tag = Tag { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..Tag::default() };
+        if climb.lane.reserve(1) == 0 {
+            return Err(Error::new(ErrorKind::Full, "the device has too much to do"));
+        }
+        let bytes = Control::Ping(PROBE).encode();
+        let posted = climb.queue.post_inline(Operation::SendImm(frame.to_imm()), &bytes, true, tag);
+        posted.inspect_err(|_| climb.lane.release(1)).map_err(Error::from)
+    }
+
+    /// A completion of the queue pair that is being climbed to.
+    pub(super) fn on_climb_sent(&mut self, wc: &WorkCompletion) -> bool {
+        let Some(climb) = &mut self.climb else { return false };
+        let mut entries = 0;
+        let known = climb.queue.complete(wc, |_, _| entries += 1);
+        climb.lane.release(entries);
+        if known {
+            self.steps.push(if wc.ok().is_ok() { Step::Probed } else { Step::Withdrawn });
+        }
+        known
+    }
+
+    /// This side says its last on TCP, as soon as nothing is to be sent again.
+    pub(crate) fn switch(&mut self) {
+        if let Some(climb) = &mut self.climb {
+            climb.switching = true;
+        }
+    }
+
+    /// Whether nothing new may go on TCP any more; says so when it is time.
+    pub(super) fn is_switching(&mut self, tcp: &mut TcpPath) -> bool {
+        let Some(climb) = self.climb.as_mut().filter(|climb| climb.switching) else { return false };
+        if self.again.is_empty() && !std::mem::replace(&mut climb.switch_sent, true) {
+            tcp.push(&plain(ParcelKind::Switch, 0), Body::Nothing, None);
+        }
+        true
+    }
+
+    /// The peer has said its last on TCP.
+    pub(super) fn on_switch(&mut self, wakes: &mut Wakes) -> Result<(), Error> {
+        let Some(climb) = self.climb.as_mut().filter(|climb| !climb.peer_switched) else {
+            return Ok(()); // to where this side has withdrawn from
+        };
+        climb.peer_switched = true;
+        if self.is_caller {
+            if !climb.switch_sent {
+                return Err(super::receiving::protocol("a switch that nobody asked for"));
+            }
+            self.arrive(wakes);
+            self.controls.push_front(Control::Ping(GO));
+        } else {
+            climb.switching = true; // then the caller begins
+        }
+        Ok(())
+    }
+
+    /// The side that called sends on RDMA: so does this one.
+    pub(super) fn on_question(&mut self, nonce: u64, wakes: &mut Wakes) {
+        let ready = self.climb.as_ref().is_some_and(|climb| climb.peer_switched && climb.switch_sent);
+        if nonce == GO && ready && !self.is_caller {
+            self.arrive(wakes);
+        }
+    }
+
+    fn arrive(&mut self, _wakes: &mut Wakes) {
+        let Some(Climb { queue, lane, inline, .. }) = self.climb.take() else { return };
+        (self.queue, self.lane, self.inline) = (queue, Some(lane), inline);
+        self.carrier = Carrier::Rdma;
+        self.steps.push(Step::Arrived);
+    }
+
+    /// Gives up the way up. The queue pair goes with what it has.
+    pub(crate) fn end_climb(&mut self) -> Option<(Arc<Lane>, u32)> {
+        let mut climb = self.climb.take()?;
+        let number = climb.queue.qp().map_or(0, ferrite_verbs::QueuePair::number);
+        let mut entries = 0;
+        if climb.queue.destroy(|_| entries += 1).is_ok() {
+            climb.lane.release(entries);
+        }
+        self.generation = climb.queue.next_generation();
+        Some((climb.lane, number))
+    }
+
+    /// The peer has lost its path, and so has this side; `false` if the link is over.
+    pub(crate) fn lose_for_peer(&mut self) -> bool {
+        let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
+        self.lose(&error)
+    }
+
+    /// When to try to go up next: twice as long each time.
+    pub(crate) fn next_climb(&mut self, first: Duration, most: Duration) -> Duration {
+        let wait = self.climb_wait.unwrap_or(first);
+        self.climb_wait = Some((wait * 2).min(most));
+        wait
+    }
+
+    pub(crate) fn reset_climb(&mut self) {
+        self.climb_wait = None;
+    }
+
+    /// Writes what waits on the connection, whatever carries the link.
+    pub(crate) fn flush_connection(&mut self, wakes: &mut Wakes) {
+        if let Some(tcp) = &mut self.tcp
+            && tcp.flush(|_| {}).is_err()
+        {
+            self.end(Error::new(ErrorKind::LinkDown, "the TCP connection broke"), wakes);
+        }
+    }
+
+    /// What this side calls the link, if it can move.
+    pub(crate) fn session(&self) -> u64 {
+        self.limits.hello.session
+    }
+
+    /// Whether the way up goes over this device.
+    pub(crate) fn climbs_on(&self, lane: &Lane) -> bool {
+        self.climb.as_ref().is_some_and(|climb| climb.lane.index == lane.index)
+    }
+
+    /// Whether it is too late to withdraw from the way up.
+    pub(crate) fn has_switched(&self) -> bool {
+        self.climb.as_ref().is_some_and(|climb| climb.switching)
+    }
+
+    pub(crate) fn climb_qp(&self) -> Option<&ferrite_verbs::QueuePair> {
+        self.climb.as_ref().and_then(|climb| climb.queue.qp())
+    }
+}
+
+impl From<KeptBody> for Body {
+    fn from(body: KeptBody) -> Self {
+        match body {
+            KeptBody::Nothing => Self::Nothing,
+            KeptBody::Buf(buf) => Self::Buf(buf),
+            KeptBody::Copied(bytes) => Self::Loose(bytes),
+        }
+    }
+}
+
+fn plain(kind: ParcelKind, offset: u64) -> Parcel {
+    Parcel { kind, imm: 0, len: 0, op: 0, grant: 0, offset }
+}

@@ -1,0 +1,86 @@
+//! The greeting: what each side of a TCP connection says first.
+//!
+//! ```text
+//!   0       48     49         56      64      72         80
+//!   ┌───────┬──────┬──────────┬───────┬───────┬──────────┐     kind   1 a new link   2 a link that has lost its path
+//!   │ hello │ kind │ reserved │ yours │ mine  │ received │     yours, mine  the sessions of that link (see the hello)
+//!   │  48   │  1   │    7     │   8   │   8   │    8     │     received     frames of the receiver of this that came
+//!   └───────┴──────┴──────────┴───────┴───────┴──────────┘
+//! ```
+
+use super::{HELLO_BYTES, Hello, HelloError, field, put};
+
+/// The bytes of a [`Greeting`].
+pub const GREETING_BYTES: usize = 80;
+
+/// How a TCP connection begins, each way.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Greeting {
+    /// As on RDMA.
+    pub hello: Hello,
+    /// For a link that is there already.
+    pub resume: Option<Resume>,
+}
+
+/// Which link goes on here, and from where.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Resume {
+    /// What the receiver of this called it.
+    pub yours: u64,
+    /// What the sender did.
+    pub mine: u64,
+    /// Frames that the sender of this has received: the next one is the first to be sent again.
+    pub received: u64,
+}
+
+impl Greeting {
+    /// Its bytes.
+    ///
+    /// ```
+    /// use ferrite_fabric::wire::{Features, Greeting, Hello, Resume, Version};
+    ///
+    /// let hello = Hello {
+    ///     version: Version::CURRENT,
+    ///     features: Features::MOVE,
+    ///     segment_bytes: 8 << 10,
+    ///     window: 64,
+    ///     channels: 16,
+    ///     max_message_bytes: 512 << 20,
+    ///     instance: 0x5EED,
+    ///     session: 9,
+    /// };
+    /// let resume = Some(Resume { yours: 7, mine: 9, received: 300 });
+    /// let greeting = Greeting { hello, resume };
+    /// assert_eq!(Greeting::decode(&greeting.encode()), Ok(greeting));
+    /// ```
+    #[must_use]
+    pub fn encode(&self) -> [u8; GREETING_BYTES] {
+        let mut bytes = [0; GREETING_BYTES];
+        put(&mut bytes, 0, self.hello.encode());
+        put(&mut bytes, 48, [if self.resume.is_some() { 2 } else { 1 }]);
+        if let Some(Resume { yours, mine, received }) = self.resume {
+            put(&mut bytes, 56, yours.to_le_bytes());
+            put(&mut bytes, 64, mine.to_le_bytes());
+            put(&mut bytes, 72, received.to_le_bytes());
+        }
+        bytes
+    }
+
+    /// Reads a greeting.
+    ///
+    /// # Errors
+    /// As [`Hello::decode`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
+        let hello = Hello::decode(bytes.get(..HELLO_BYTES).unwrap_or(bytes))?;
+        let short = HelloError::Short { got: bytes.len() };
+        let number = |at| field(bytes, at).map(u64::from_le_bytes).ok_or(short);
+        let (yours, mine, received) = (number(56)?, number(64)?, number(72)?);
+        let [kind] = field(bytes, 48).ok_or(short)?;
+        let resume = match kind {
+            1 => None,
+            2 => Some(Resume { yours, mine, received }),
+            kind => return Err(HelloError::Value { field: "kind", value: kind.into() }),
+        };
+        Ok(Self { hello, resume })
+    }
+}

@@ -1,0 +1,258 @@
+//! Links that lose their RDMA path and go on, on the fake provider and this host's TCP.
+
+#[path = "moves/traffic.rs"]
+mod traffic;
+
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::wire::Rights;
+use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Transport};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use traffic::Traffic;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];
+
+/// Two hosts with a device each, and a link between them that may move.
+struct Scene {
+    world: World,
+    engines: [Engine; 2],
+    links: [Link; 2],
+    listener: Listener,
+}
+
+fn config() -> Config {
+    Config {
+        busy_poll_us: 0,
+        climb_after: Duration::from_millis(50),
+        keepalive: Duration::from_secs(2),
+        peer_timeout: Duration::from_secs(2),
+        ..Config::default()
+    }
+}
+
+fn spec(at: usize) -> DeviceSpec {
+    DeviceSpec::new(HOSTS[at].0, HOSTS[at].1.parse().expect("an address"))
+}
+
+impl Scene {
+    fn new() -> Self {
+        let world = World::new();
+        (0..2).for_each(|at| world.add_device(spec(at)));
+        let verbs = world.verbs();
+        let engines = [0, 1].map(|at| {
+            let builder = Engine::builder(&verbs).device(HOSTS[at].0).config(config());
+            let engine = builder.build().expect("an engine");
+            engine.spawn_thread().expect("a thread");
+            engine
+        });
+        let mut listener =
+            engines[1].listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
+        let options = ConnectOptions::new().local(format!("{}:0", HOSTS[0].1).parse().expect("an address"));
+        let connecting = engines[0].connect_with(listener.local_addr(), &options);
+        let (a, b) = engines[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
+        let links = [a.expect("connect"), b.expect("accept")];
+        Self { world, engines, links, listener }
+    }
+
+    fn traffic(&self, seed: u64) -> Traffic {
+        Traffic::start(self.links.clone(), seed)
+    }
+
+    /// Waits until both ends are on `transport`.
+    fn is_on(&self, transport: Transport) {
+        let begun = Instant::now();
+        while self.links.iter().any(|link| link.transport() != transport) {
+            let failures = [0, 1].map(|at| self.links[at].failure());
+            let now = [0, 1].map(|at| self.links[at].transport());
+            assert!(begun.elapsed() < PATIENCE, "not on {transport}: {now:?} {failures:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+#[test]
+fn queue_pair_breaks() {
+    let scene = Scene::new();
+    scene.is_on(Transport::Rdma);
+    let traffic = scene.traffic(1);
+    traffic.flows(100, PATIENCE, "at first");
+    for side in [0, 1, 0] {
+        let number = scene.links[side].qp_num().expect("on RDMA");
+        assert!(scene.world.break_queue_pair(number));
+        traffic.flows(100, PATIENCE, "after the break");
+        scene.is_on(Transport::Rdma);
+        traffic.flows(100, PATIENCE, "back on RDMA");
+    }
+    let counts = traffic.stop();
+    assert!(counts.iter().all(|count| *count > 500), "{counts:?}");
+    let stats = [0, 1].map(|at| scene.engines[at].stats());
+    assert!(stats.iter().all(|stats| stats.climbs >= 3 && stats.totals.moves >= 3), "{stats:?}");
+    let (a, b) = scene.engines[0]
+        .block_on(async { futures_util::join!(scene.links[0].close(), scene.links[1].ended()) });
+    assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
+    drop(scene.listener);
+}
+
+/// Without RDMA at first: the link climbs when the device comes up.
+#[test]
+fn up_when_it_heals() {
+    let world = World::new();
+    (0..2).for_each(|at| world.add_device(spec(at)));
+    let scene = Scene::new();
+    drop(world);
+    let traffic = scene.traffic(2);
+    scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
+    scene.is_on(Transport::Tcp);
+    traffic.flows(200, PATIENCE, "over TCP");
+    assert!(scene.links[0].fallback().is_some(), "it says why");
+    scene.world.heal(HOSTS[0].0, HOSTS[1].0);
+    scene.is_on(Transport::Rdma);
+    assert!(scene.links[0].fallback().is_none());
+    traffic.flows(200, PATIENCE, "over RDMA");
+    traffic.stop();
+}
+
+#[test]
+fn device_removed_and_added() {
+    let scene = Scene::new();
+    let traffic = scene.traffic(3);
+    traffic.flows(50, PATIENCE, "at first");
+    for side in [0, 1] {
+        scene.world.remove_device(HOSTS[side].0);
+        traffic.flows(200, PATIENCE, "without a device");
+        scene.is_on(Transport::Tcp);
+        scene.world.add_device(spec(side));
+        scene.is_on(Transport::Rdma);
+        traffic.flows(200, PATIENCE, "with the device again");
+    }
+    traffic.stop();
+}
+
+/// Grants stay what they are, whatever carries the link.
+#[test]
+fn grants_survive() {
+    let scene = Scene::new();
+    let [a, b] = &scene.links;
+    let mut buf = scene.engines[1].buffer(10_000).expect("memory");
+    buf.fill(1);
+    let region =
+        b.register_memory(buf, Rights::READ | Rights::WRITE).map_err(|(_, error)| error).expect("a region");
+    let token = region.grant(b);
+    let mut round = |number: u8| {
+        let mut write = scene.engines[0].buffer(5000).expect("memory");
+        write.fill(number);
+        let written = a.rdma_write(&token, 100, write.freeze()).expect("room");
+        scene.engines[0].block_on(written).expect("written");
+        let read = a.rdma_read(&token, 99, scene.engines[0].buffer(5002).expect("memory")).expect("room");
+        let read = scene.engines[0].block_on(read).expect("read");
+        assert!(
+            read[0] == 1 && read[5001] == 1 && read[1..5001].iter().all(|byte| *byte == number),
+            "{number}"
+        );
+    };
+    round(2);
+    for number in [3, 5, 7] {
+        scene.world.break_queue_pair(a.qp_num().expect("on RDMA"));
+        round(number);
+        scene.is_on(Transport::Rdma);
+        round(number + 1);
+    }
+    let buf = scene.engines[0].block_on(region.revoke()).expect("back");
+    assert_eq!(buf[100], 8);
+}
+
+/// What is under way when the path breaks is finished on the other: each operation once, or told.
+#[test]
+fn operations_under_way() {
+    let scene = Scene::new();
+    let [a, b] = &scene.links;
+    let buf = scene.engines[1].buffer(1 << 20).expect("memory");
+    let region = b.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error).expect("a region");
+    let token = region.grant(b);
+    for round in 0..20_u32 {
+        scene.is_on(Transport::Rdma);
+        let mut writing = Vec::new();
+        for at in 0..40_u32 {
+            let mut buf = scene.engines[0].buffer(1000).expect("memory");
+            buf.fill((round + at) as u8);
+            writing.push(
+                a.rdma_write_imm(&token, u64::from(at) * 1000, buf.freeze(), round << 8 | at).expect("room"),
+            );
+            if at == 20 {
+                scene.world.break_queue_pair(scene.links[round as usize % 2].qp_num().expect("on RDMA"));
+            }
+        }
+        for writing in writing {
+            scene.engines[0].block_on(writing).expect("written");
+        }
+        for at in 0..40 {
+            let notice = scene.engines[1].block_on(b.recv()).expect("a notice").notice();
+            assert_eq!(notice, Some(round << 8 | at), "each once, and in order");
+            let mut byte = [0];
+            assert!(region.read(at as usize * 1000 + 999, &mut byte));
+            assert_eq!(byte[0], (round + at) as u8);
+        }
+    }
+}
+
+/// A peer that is gone for good is told, and not waited for longer than `move_timeout`.
+#[test]
+fn peer_gone() {
+    let Scene { world, engines: [a, b], links: [link, other], listener } = Scene::new();
+    link.post_bytes(0, b"hello").expect("room");
+    drop((other, listener, b));
+    let begun = Instant::now();
+    let ended = a.block_on(link.ended());
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+    drop((ended, world));
+}
+
+/// Any faults in any order. `FERRITE_SEED` replays them.
+#[test]
+fn random_faults() {
+    let seed = std::env::var("FERRITE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
+        use std::hash::{BuildHasher, Hasher};
+        std::collections::hash_map::RandomState::new().build_hasher().finish() >> 40
+    });
+    println!("FERRITE_SEED={seed}");
+    let mut state = seed | 1;
+    let mut next = move |below: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % below
+    };
+    let scene = Scene::new();
+    let traffic = scene.traffic(seed);
+    for round in 0..40 {
+        let side = next(2) as usize;
+        let device = HOSTS[side].0;
+        match next(4) {
+            0 => {
+                if let Some(number) = scene.links[side].qp_num() {
+                    scene.world.break_queue_pair(number);
+                }
+            }
+            1 => {
+                scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
+                std::thread::sleep(Duration::from_millis(next(100)));
+                scene.world.heal(HOSTS[0].0, HOSTS[1].0);
+            }
+            2 => {
+                scene.world.device_down(device);
+                std::thread::sleep(Duration::from_millis(next(100)));
+                scene.world.device_up(device);
+            }
+            _ => {
+                scene.world.remove_device(device);
+                std::thread::sleep(Duration::from_millis(next(100)));
+                scene.world.add_device(spec(side));
+            }
+        }
+        traffic.flows(20 + next(50), PATIENCE, &format!("fault {round}"));
+    }
+    scene.is_on(Transport::Rdma);
+    let counts = traffic.stop();
+    println!("{counts:?} messages, {} moves", scene.links[0].stats().moves);
+}
