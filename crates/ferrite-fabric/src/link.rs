@@ -246,6 +246,13 @@ impl Link {
         self.shared().fail(Error::new(ErrorKind::Closed, "the link was aborted on this side"));
     }
 
+    /// Leaves RDMA for TCP now, as if the path were lost: before work on a network card, or to see what happens. Nothing is
+    /// lost. It goes back by itself, after `climb_after` at the earliest. `false` if it cannot move or is not on RDMA.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn leave_rdma(&self) -> bool {
+        self.shared().with(|state, _, _| state.leave())
+    }
+
     /// Why it is down, if it is.
     #[must_use]
     pub fn failure(&self) -> Option<Error> {

@@ -13,7 +13,7 @@ pub(crate) struct Traffic {
     received: [Arc<AtomicU64>; 2],
     longest_gap_us: Arc<AtomicU64>,
     /// What ended it.
-    why: Arc<Mutex<Option<String>>>,
+    why: Arc<Mutex<Vec<String>>>,
     threads: Vec<JoinHandle<Result<(), String>>>,
 }
 
@@ -64,9 +64,9 @@ impl Traffic {
         let stop = Arc::new(AtomicBool::new(false));
         let received = [Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0))];
         let longest_gap_us = Arc::new(AtomicU64::new(0));
-        let why = Arc::new(Mutex::new(None));
-        let told = |why: &Arc<Mutex<Option<String>>>, result: Result<(), String>| {
-            result.inspect_err(|error| drop(lock(why).get_or_insert_with(|| error.clone())))
+        let why = Arc::new(Mutex::new(Vec::new()));
+        let told = |why: &Arc<Mutex<Vec<String>>>, result: Result<(), String>| {
+            result.inspect_err(|error| lock(why).push(error.clone()))
         };
         let mut threads = Vec::new();
         for (at, end) in ends.iter().enumerate() {
@@ -88,8 +88,11 @@ impl Traffic {
     }
 
     fn ended(&self) -> Option<String> {
-        let ended = lock(&self.why).clone();
-        ended.or_else(|| self.threads.iter().any(JoinHandle::is_finished).then(|| "at its end".to_owned()))
+        if !self.threads.iter().any(JoinHandle::is_finished) {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(300)); // for what the others have to say
+        Some(lock(&self.why).join("; "))
     }
 
     /// Waits until `more` have come at both ends; how long that took.

@@ -160,6 +160,11 @@ impl LinkState {
         self.queue.qp().is_some_and(|qp| qp.number() == number)
     }
 
+    /// Whether a queue pair is the link's, or is about to be.
+    pub(crate) fn knows_qp(&self, number: u32) -> bool {
+        self.is_carried_by(number) || self.climb_qp().is_some_and(|qp| qp.number() == number)
+    }
+
     /// Whether the engine has to take the queue pair away.
     pub(crate) fn is_to_be_detached(&self) -> bool {
         self.lost.as_ref().is_some_and(|lost| !lost.detached)
@@ -226,47 +231,56 @@ impl LinkState {
             self.end(Error::new(ErrorKind::Protocol, what), wakes);
             return;
         }
-        let first_under_way = under_way.front().map_or(u64::MAX, |first| first.tag.frame);
         let mut kept = std::mem::take(&mut self.kept);
         kept.retain(|kept| kept.number > peer_received);
-        // Those that the peer's device had, and the peer has not.
-        while let Some(Kept { number, what }) = kept.pop_front_if(|kept| kept.number < first_under_way) {
+        for InFlight { held, tag } in under_way {
+            let came = tag.frame <= peer_received;
+            match tag.kind {
+                Kind::Send | Kind::Notice if came => self.done(tag, Held::Nothing, wakes),
+                Kind::Send | Kind::Notice => {
+                    // Those that the peer's device had, and the peer has not.
+                    self.again_until(&mut kept, tag.frame, wakes);
+                    match kept.pop_front() {
+                        Some(Kept { what: KeptFrame::Piece { channel, more, body }, .. }) => {
+                            self.again.push_back(Again::Frame { channel, more, body: body.into(), tag });
+                        }
+                        _ => self.again.push_back(Again::OneSided { held, tag }),
+                    }
+                }
+                // A frame after it has come.
+                Kind::Write if tag.frame < peer_received => self.done(tag, held, wakes),
+                Kind::Write | Kind::Read => {
+                    self.again_until(&mut kept, tag.frame + 1, wakes);
+                    self.again.push_back(Again::OneSided { held, tag });
+                }
+                Kind::Again | Kind::Control | Kind::Last => {}
+            }
+        }
+        self.again_until(&mut kept, u64::MAX, wakes);
+        if self.failure().is_some() {
+            return;
+        }
+        // What may have been lost of what is said past the application is said again; the farewells when all has gone.
+        (self.fin_sent, self.fin_ack_sent) = (false, false);
+        self.controls.clear();
+        self.controls.push_back(Control::Credit);
+        for grant in &self.told_revoked {
+            self.controls.push_back(Control::Revoke(*grant));
+        }
+        self.answer_revocations();
+    }
+
+    /// Frames before this one that the peer's device had are sent again.
+    fn again_until(&mut self, kept: &mut VecDeque<Kept>, frame: u64, wakes: &mut Wakes) {
+        while let Some(Kept { number, what }) = kept.pop_front_if(|kept| kept.number < frame) {
             let KeptFrame::Piece { channel, more, body } = what else {
                 let what = "the path was lost together with the notice of a write";
                 self.end(Error::new(ErrorKind::LinkDown, what), wakes);
                 return;
             };
-            let tag = Tag { ticket: None, kind: Kind::Again, frame: number, ..Tag::default() };
+            let tag = Tag { kind: Kind::Again, frame: number, ..Tag::default() };
             self.again.push_back(Again::Frame { channel, more, body: body.into(), tag });
         }
-        for InFlight { held, tag } in under_way {
-            let came = tag.frame <= peer_received;
-            match tag.kind {
-                Kind::Send | Kind::Notice if came => self.done(tag, Held::Nothing, wakes),
-                Kind::Send => {
-                    if let Some(Kept { what: KeptFrame::Piece { channel, more, body }, .. }) =
-                        kept.pop_front()
-                    {
-                        self.again.push_back(Again::Frame { channel, more, body: body.into(), tag });
-                    }
-                }
-                Kind::Notice => {
-                    kept.pop_front();
-                    self.again.push_back(Again::OneSided { held, tag });
-                }
-                // A frame after it has come.
-                Kind::Write if tag.frame < peer_received => self.done(tag, held, wakes),
-                Kind::Write | Kind::Read => self.again.push_back(Again::OneSided { held, tag }),
-                Kind::Again | Kind::Control | Kind::Last => {}
-            }
-        }
-        // What may have been lost of what is said past the application is said again; the farewells when all has gone.
-        (self.fin_sent, self.fin_ack_sent) = (false, false);
-        self.controls.clear();
-        for grant in &self.told_revoked {
-            self.controls.push_back(Control::Revoke(*grant));
-        }
-        self.answer_revocations();
     }
 
     /// An operation that went over RDMA is known to be done.
@@ -354,7 +368,7 @@ impl LinkState {
     }
 
     /// The peer says on the connection that its path is lost, and what it has.
-    pub(super) fn on_resume(&mut self, received: u64) -> Result<(), Error> {
+    pub(super) fn on_resume(&mut self, received: u64, wakes: &mut Wakes) -> Result<(), Error> {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         if self.carrier == Carrier::Tcp {
             // It was on its way up, and this side had not heard of it yet.
@@ -367,6 +381,9 @@ impl LinkState {
         self.lose(&error);
         if let Some(lost) = &mut self.lost {
             lost.peer_received = Some(received);
+            if lost.detached && lost.told {
+                self.go_on(received, wakes);
+            }
         }
         Ok(())
     }
@@ -453,11 +470,18 @@ impl LinkState {
         Ok(())
     }
 
-    /// The side that called sends on RDMA: so does this one.
-    pub(super) fn on_question(&mut self, nonce: u64, wakes: &mut Wakes) {
+    /// Something came on the queue pair that is being climbed to: a probe, or that the side that called sends there now. What it
+    /// says of credits may be older than what came on TCP.
+    pub(super) fn on_climb_frame(&mut self, bytes: &[u8], wakes: &mut Wakes) -> Result<(), Error> {
         let ready = self.climb.as_ref().is_some_and(|climb| climb.peer_switched && climb.switch_sent);
-        if nonce == GO && ready && !self.is_caller {
-            self.arrive(wakes);
+        match Control::decode(bytes) {
+            Ok(Control::Ping(GO)) if ready && !self.is_caller => {
+                self.arrive(wakes);
+                self.controls.push_back(Control::Pong(GO));
+                Ok(())
+            }
+            Ok(Control::Ping(PROBE)) => Ok(()),
+            _ => Err(super::receiving::protocol("a frame on a path that is not there yet")),
         }
     }
 
@@ -484,6 +508,11 @@ impl LinkState {
     pub(crate) fn lose_for_peer(&mut self) -> bool {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         self.lose(&error)
+    }
+
+    /// Somebody wants the link to be elsewhere.
+    pub(crate) fn leave(&mut self) -> bool {
+        self.carrier == Carrier::Rdma && self.lose(&Error::new(ErrorKind::LinkDown, "told to leave RDMA"))
     }
 
     /// When to try to go up next: twice as long each time.

@@ -247,7 +247,7 @@ impl LinkState {
                 self.steps.push(Step::Withdrawn);
             }
             (ParcelKind::Switch, None) => self.on_switch(wakes)?,
-            (ParcelKind::Resume, None) => self.on_resume(offset)?,
+            (ParcelKind::Resume, None) => self.on_resume(offset, wakes)?,
             (ParcelKind::Rekey, None) => {
                 if self.rekeyed.len() >= REVOKED_MAX {
                     return Err(protocol("more grants than anyone has"));

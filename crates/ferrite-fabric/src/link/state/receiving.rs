@@ -24,6 +24,10 @@ impl LinkState {
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
         let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
+        if self.climb_qp().is_some_and(|qp| qp.number() == wc.qp_num()) {
+            buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+            return self.on_climb_frame(&buf, wakes);
+        }
         if wc.opcode() == Opcode::RECV_WRITE_IMM {
             return self.on_frame(imm, None, now, wakes);
         }
@@ -95,10 +99,7 @@ impl LinkState {
         }
         match control {
             Control::Credit | Control::Pong(_) => {}
-            Control::Ping(nonce) => {
-                self.on_question(nonce, wakes);
-                self.controls.push_back(Control::Pong(nonce));
-            }
+            Control::Ping(nonce) => self.controls.push_back(Control::Pong(nonce)),
             Control::Revoke(grant) => {
                 if self.revoked.len() >= REVOKED_MAX {
                     self.revoked.pop_first();
