@@ -65,6 +65,12 @@ pub(crate) struct Options {
     /// How long both sides look for completions before they sleep [default: 50, as programs have it by themselves]
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
     busy_poll_us: Option<u32>,
+    /// Largest frame that this side takes, 8K unless said
+    ///
+    /// For client and server alike. Larger ones make large writes cheaper and pin more memory for each receive; 8K, 64K and
+    /// 2M waste none of it.
+    #[arg(long, value_name = "SIZE", value_parser = fabric::parse_size)]
+    recv_buffer_size: Option<u32>,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -90,9 +96,11 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// An engine with the fabric's own settings, on the device that has `local`; on all if none has.
-fn engine(verbs: &Verbs, local: Option<IpAddr>) -> anyhow::Result<Engine> {
-    let builder = Engine::builder(verbs).config(Config { busy_poll_us: 0, ..Config::default() });
+/// An engine with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none has.
+fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Engine> {
+    let default = Config::default();
+    let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
+    let builder = Engine::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
     let builder = match local.map(|local| fabric::device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,

@@ -13,7 +13,7 @@ use super::{Options, engine};
 
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = engine(&verbs, options.local.map(|local| local.ip()))?;
+    let engine = engine(&verbs, options.local.map(|local| local.ip()), options)?;
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
     let mut stream = engine
         .block_on(Stream::connect_with(&engine, peer, &to))

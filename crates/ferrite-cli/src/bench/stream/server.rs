@@ -20,7 +20,7 @@ struct Served {
 
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = engine(&verbs, Some(listen.ip()))?;
+    let engine = engine(&verbs, Some(listen.ip()), options)?;
     let listener =
         StreamListener::bind(&engine, listen).with_context(|| format!("cannot listen on {listen}"))?;
     // On stderr, so that stdout carries results only.
