@@ -2,8 +2,13 @@
 
 mod streams;
 
+use std::io::ErrorKind;
+use std::process::Command;
+
+use ferrite_fabric::{Config, ConnectOptions, Engine, Stream};
 use ferrite_verbs::Verbs;
-use streams::{Host, Test, run_suite};
+use streams::{Host, Scene, Test, run_suite};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 /// Runs a test on the guest's two hosts; nothing may be left of it.
 fn run(test: impl Test) {
@@ -14,3 +19,49 @@ fn run(test: impl Test) {
 }
 
 run_suite!(crate::run);
+
+/// For the child of the test below: where it is to connect to.
+const PEER: &str = "FERRITE_LAB_STREAM_PEER";
+
+/// A process that was killed has not said that it had written everything.
+#[test]
+fn killed_peer_is_no_end() {
+    if let Ok(peer) = std::env::var(PEER) {
+        return write_until_killed(&peer);
+    }
+    run(async |scene: Scene| {
+        let engines = scene.engines(&Config::default());
+        let mut child = Command::new(std::env::current_exe().expect("the test's own path"))
+            .args(["--exact", "killed_peer_is_no_end"])
+            .env(PEER, engines.listener.local_addr().to_string())
+            .spawn()
+            .expect("a child");
+        let (mut stream, _) = engines.listener.accept().await.expect("the child");
+        stream.read_exact(&mut [0; 100_000]).await.expect("it writes");
+        child.kill().expect("it lives");
+        child.wait().expect("it is dead");
+        let error = loop {
+            match stream.read(&mut [0; 10_000]).await {
+                Ok(0) => panic!("the end of the stream, which nobody said"),
+                Ok(_) => {} // what came before
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::TimedOut), "{error:?}");
+        drop(stream);
+        engines.clear().await;
+    });
+}
+
+fn write_until_killed(peer: &str) {
+    let engine = Engine::builder(&Verbs::system().expect("rdma-core")).device("rxe2").build();
+    let engine = engine.expect("an engine");
+    let options = ConnectOptions::new().local(([10, 0, 0, 2], 0).into());
+    engine.block_on(async {
+        let peer = peer.parse().expect("an address");
+        let mut stream = Stream::connect_with(&engine, peer, &options).await.expect("to connect");
+        loop {
+            stream.write_all(&[7; 1000]).await.expect("to write");
+        }
+    });
+}

@@ -76,7 +76,7 @@ pub(crate) struct Engines {
     a: Engine,
     b: Engine,
     from: SocketAddr,
-    listener: StreamListener,
+    pub(crate) listener: StreamListener,
 }
 
 impl Scene {

@@ -16,7 +16,6 @@ use ferrite_verbs::Verbs;
 
 use super::fabric::{self, Measure, SIZE_MAX};
 use crate::address;
-use crate::choice::Mode;
 
 mod client;
 mod play;
@@ -63,9 +62,15 @@ pub(crate) struct Options {
     #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     mib: u64,
-    /// How both sides wait
-    #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
-    mode: Mode,
+    /// How long both sides look for completions before they sleep [default: 50, as programs have it by themselves]
+    #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
+    busy_poll_us: Option<u32>,
+    /// Largest frame that this side takes, 8K unless said
+    ///
+    /// For client and server alike. Larger ones make large writes cheaper and pin more memory for each receive; 8K, 64K and
+    /// 2M waste none of it.
+    #[arg(long, value_name = "SIZE", value_parser = fabric::parse_size)]
+    recv_buffer_size: Option<u32>,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -77,7 +82,7 @@ Examples:
   ferrite bench stream 10.0.0.1 --local 10.0.0.2       on the second: everything
 
 JSON fields of the client, stable within a value of `format`:
-  format (1), role (client), device, driver?, software, mtu_bytes, mode, local, peer, results[]
+  format (1), role (client), device, driver?, software, mtu_bytes, busy_poll_us, local, peer, results[]
   results[]: measure, size_bytes, rounds, transfers, seconds, us_per_transfer, mib_per_s,
     for latency: latency_us {min, p50, p90, p99, p99_9, max, mean} of half a round
 The server prints a line per client: peer, device, tests.
@@ -91,19 +96,14 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// An engine with the fabric's own settings, on the device that has `local`; on all if none has.
-fn engine(verbs: &Verbs, local: Option<IpAddr>) -> anyhow::Result<Engine> {
-    let builder = Engine::builder(verbs).config(Config { busy_poll_us: 0, ..Config::default() });
+/// An engine with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none has.
+fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Engine> {
+    let default = Config::default();
+    let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
+    let builder = Engine::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
     let builder = match local.map(|local| fabric::device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,
     };
     Ok(builder.build()?)
-}
-
-fn set_mode(engine: &Engine, mode: Mode) {
-    engine.set_busy_poll_us(match mode {
-        Mode::Poll => u32::MAX,
-        Mode::Event => 0,
-    });
 }

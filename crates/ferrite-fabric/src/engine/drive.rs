@@ -30,6 +30,24 @@ enum Armed {
 /// How long to leave the engine to another thread that drives it.
 const ELSEWHERE: Duration = Duration::from_millis(1);
 
+/// Looks that found nothing.
+#[derive(Default)]
+struct Looks(u32);
+
+impl Looks {
+    /// Waits a moment before the next. Now and then somebody else gets the CPU: where there are few, whom we wait for may be
+    /// waiting for ours, such as a kernel that plays the card.
+    fn pause(&mut self) {
+        const UNTIL_YIELD: u32 = 8;
+        self.0 = self.0.wrapping_add(1);
+        if self.0.is_multiple_of(UNTIL_YIELD) {
+            std::thread::yield_now();
+        } else {
+            std::hint::spin_loop();
+        }
+    }
+}
+
 impl Shared {
     /// One pass; how much there was to do. 0 at once if another thread is at it.
     fn pass(&self) -> usize {
@@ -87,13 +105,14 @@ impl Shared {
     /// Passes and sleeps until nobody has the engine any more and its links are gone.
     fn run(&self) {
         let mut active = self.clock.now();
+        let mut looks = Looks::default();
         loop {
             if self.pass() > 0 {
                 active = self.clock.now();
             } else if self.is_over() {
                 return;
             } else if self.clock.now().saturating_duration_since(active) < self.busy_poll() {
-                std::hint::spin_loop();
+                looks.pause();
             } else {
                 match self.arm() {
                     Armed::Sleep if self.is_over() => return, // another driver may have taken the call that said so
@@ -187,6 +206,7 @@ impl Engine {
         let mut context = Context::from_waker(&waker);
         let mut future = pin!(future);
         let mut active = shared.clock.now();
+        let mut looks = Looks::default();
         loop {
             if wakeup.take()
                 && let Poll::Ready(output) = future.as_mut().poll(&mut context)
@@ -198,7 +218,7 @@ impl Engine {
             } else if wakeup.is_woken() {
                 // by another thread
             } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
-                std::hint::spin_loop();
+                looks.pause();
             } else {
                 match shared.arm() {
                     Armed::Sleep => wakeup.sleep(|bell| {

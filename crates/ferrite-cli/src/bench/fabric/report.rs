@@ -45,7 +45,7 @@ impl Way {
     }
 
     /// The head of the result.
-    pub(in crate::bench) fn text(&self, mode: Mode, links: u32) -> String {
+    pub(in crate::bench) fn text(&self, links: u32, how: &str) -> String {
         let many = if links == 1 { "1 link".to_owned() } else { format!("{links} links") };
         let caveat = match (self.software, self.driver.as_deref()) {
             (false, _) => "",
@@ -53,12 +53,11 @@ impl Way {
             (true, _) => "A software device: ratios mean something, microseconds do not.\n",
         };
         format!(
-            "{} → {} over {}, {many}, MTU {}, by {}\n{caveat}",
+            "{} → {} over {}, {many}, MTU {}, {how}\n{caveat}",
             ends::name(self.local),
             ends::name(self.peer),
             self.device,
-            self.mtu_bytes,
-            name(&mode)
+            self.mtu_bytes
         )
     }
 }
@@ -137,7 +136,7 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mut out = self.way.text(self.mode, self.links);
+        let mut out = self.way.text(self.links, &format!("by {}", name(&self.mode)));
         if let Some(idle) = &self.idle {
             out += &idle_text(idle);
         }

@@ -3,34 +3,35 @@
 use std::net::SocketAddr;
 
 use anyhow::Context as _;
-use ferrite_fabric::{ConnectOptions, Stream};
+use ferrite_fabric::{Config, ConnectOptions, Stream};
 use ferrite_verbs::Verbs;
 
 use super::fabric::{Measure, Way};
 use super::play::{self, Test};
 use super::report::{Report, Row};
-use super::{Options, engine, set_mode};
+use super::{Options, engine};
 
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = engine(&verbs, options.local.map(|local| local.ip()))?;
+    let engine = engine(&verbs, options.local.map(|local| local.ip()), options)?;
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
     let mut stream = engine
         .block_on(Stream::connect_with(&engine, peer, &to))
         .with_context(|| format!("no stream to {peer} (`ferrite bench stream --listen` must run there)"))?;
     let way = Way::of(&verbs, stream.link())?;
-    set_mode(&engine, options.mode);
+    let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
+    engine.set_busy_poll_us(busy_poll_us);
     let mut results = Vec::new();
-    for (measure, test) in tests(options) {
+    for (measure, test) in tests(options, busy_poll_us) {
         let played = engine.block_on(play::ask(&mut stream, &test))?;
         results.push(Row::new(measure, test, &played));
     }
-    set_mode(&engine, crate::choice::Mode::Event);
+    engine.set_busy_poll_us(0);
     engine.block_on(stream.link().close())?;
-    Report::new(options.mode, way, results).print(options.json)
+    Report::new(busy_poll_us, way, results).print(options.json)
 }
 
-fn tests(options: &Options) -> Vec<(Measure, Test)> {
+fn tests(options: &Options, busy_poll_us: u32) -> Vec<(Measure, Test)> {
     let of = |measure: &Measure| {
         let sizes: &[u32] = match measure {
             _ if !options.size.is_empty() => &options.size,
@@ -43,7 +44,7 @@ fn tests(options: &Options) -> Vec<(Measure, Test)> {
                 Measure::Latency => (options.rounds, 1),
                 Measure::Bandwidth => (1, ((options.mib << 20) / u64::from(*size)).max(1)),
             };
-            (measure, Test { size_bytes: *size, rounds, transfers, mode: options.mode })
+            (measure, Test { size_bytes: *size, rounds, transfers, busy_poll_us })
         })
     };
     options.measure.iter().flat_map(of).collect()

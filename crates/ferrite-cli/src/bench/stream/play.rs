@@ -16,7 +16,6 @@ use serde::{Deserialize, Serialize};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 
 use super::SIZE_MAX;
-use crate::choice::Mode;
 use crate::latency::{Recorder, RoundTrips};
 
 /// What is done, as the client asks for it.
@@ -26,7 +25,7 @@ pub(super) struct Test {
     pub(super) size_bytes: u32,
     pub(super) rounds: u64,
     pub(super) transfers: u64,
-    pub(super) mode: Mode,
+    pub(super) busy_poll_us: u32,
 }
 
 /// What the client measured.
@@ -125,7 +124,7 @@ mod tests {
     #[test]
     fn both_sides_play_the_same_test() {
         let (mut there, mut here) = tokio::io::duplex(64);
-        let test = Test { size_bytes: 100, rounds: 7, transfers: 3, mode: Mode::Poll };
+        let test = Test { size_bytes: 100, rounds: 7, transfers: 3, busy_poll_us: 0 };
         let asking = async move {
             let played = ask(&mut there, &test).await?;
             anyhow::Ok(played.rounds.ticks.len())
@@ -142,7 +141,7 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        for wrong in ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"mode":"poll"}"#] {
+        for wrong in ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"busy_poll_us":0}"#] {
             let (mut there, mut here) = tokio::io::duplex(4096);
             let refused = run(async {
                 there.write_all(wrong.as_bytes()).await?;

@@ -6,7 +6,6 @@ use serde::Serialize;
 
 use super::fabric::{Measure, Way, size_text};
 use super::play::{Played, Test};
-use crate::choice::Mode;
 use crate::latency::{self, Latency};
 use crate::output;
 
@@ -49,15 +48,15 @@ impl Row {
 pub(super) struct Report {
     format: u32,
     role: &'static str,
-    mode: Mode,
+    busy_poll_us: u32,
     #[serde(flatten)]
     way: Way,
     results: Vec<Row>,
 }
 
 impl Report {
-    pub(super) fn new(mode: Mode, way: Way, results: Vec<Row>) -> Self {
-        Self { format: 1, role: "client", mode, way, results }
+    pub(super) fn new(busy_poll_us: u32, way: Way, results: Vec<Row>) -> Self {
+        Self { format: 1, role: "client", busy_poll_us, way, results }
     }
 
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
@@ -65,7 +64,7 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mut out = self.way.text(self.mode, 1);
+        let mut out = self.way.text(1, &format!("looks {} µs before it sleeps", self.busy_poll_us));
         let mut heading = Some(latency::heading());
         for row in &self.results {
             let Some(latency_us) = &row.latency_us else { continue };
@@ -99,7 +98,7 @@ mod tests {
         let mut recorder = Recorder::new(1).expect("bounds");
         (0..3).for_each(|_| recorder.posted());
         let played = Played { time: Duration::from_secs(2), rounds: recorder.finish() };
-        let test = Test { size_bytes: 1 << 20, rounds: 1, transfers: 10, mode: Mode::Poll };
+        let test = Test { size_bytes: 1 << 20, rounds: 1, transfers: 10, busy_poll_us: 0 };
         let row = Row::new(Measure::Bandwidth, test, &played);
         assert!((row.mib_per_s - 10.0).abs() < 1e-6 && (row.us_per_transfer - 1e5).abs() < 1e-3, "{row:?}");
         assert!(row.latency_us.is_none());

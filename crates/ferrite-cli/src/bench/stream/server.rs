@@ -8,8 +8,7 @@ use ferrite_verbs::Verbs;
 use serde::Serialize;
 
 use super::fabric::name;
-use super::{Options, engine, play, set_mode};
-use crate::choice::Mode;
+use super::{Options, engine, play};
 
 /// A client that was served.
 #[derive(Debug, Serialize)]
@@ -21,13 +20,13 @@ struct Served {
 
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = engine(&verbs, Some(listen.ip()))?;
+    let engine = engine(&verbs, Some(listen.ip()), options)?;
     let listener =
         StreamListener::bind(&engine, listen).with_context(|| format!("cannot listen on {listen}"))?;
     // On stderr, so that stdout carries results only.
     eprintln!("ferrite: listening on {}", listener.local_addr());
     loop {
-        set_mode(&engine, Mode::Event);
+        engine.set_busy_poll_us(0);
         let (stream, peer) = engine.block_on(listener.accept())?;
         match serve(&engine, stream, peer).with_context(|| format!("serving {}", name(Some(peer)))) {
             Ok(served) if options.json => println!("{}", serde_json::to_string(&served)?),
@@ -45,7 +44,7 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
 fn serve(engine: &Engine, mut stream: Stream, peer: SocketAddr) -> anyhow::Result<Served> {
     let mut served = Served { peer, device: stream.link().device().unwrap_or_default(), tests: 0 };
     while let Some(test) = engine.block_on(play::next_test(&mut stream))? {
-        set_mode(engine, test.mode);
+        engine.set_busy_poll_us(test.busy_poll_us);
         engine.block_on(play::answer(&mut stream, &test))?;
         served.tests += 1;
     }
