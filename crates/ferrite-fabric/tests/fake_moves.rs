@@ -139,7 +139,7 @@ fn grants_survive() {
     let region =
         b.register_memory(buf, Rights::READ | Rights::WRITE).map_err(|(_, error)| error).expect("a region");
     let token = region.grant(b);
-    let mut round = |number: u8| {
+    let round = |number: u8| {
         let mut write = scene.engines[0].buffer(5000).expect("memory");
         write.fill(number);
         let written = a.rdma_write(&token, 100, write.freeze()).expect("room");
@@ -253,6 +253,10 @@ fn random_faults() {
         traffic.flows(20 + next(50), PATIENCE, &format!("fault {round}"));
     }
     scene.is_on(Transport::Rdma);
+    let traffic_gap = traffic.take_longest_gap();
     let counts = traffic.stop();
-    println!("{counts:?} messages, {} moves", scene.links[0].stats().moves);
+    println!(
+        "{counts:?} messages, {} moves, at most {traffic_gap:?} without a message",
+        scene.links[0].stats().moves
+    );
 }
