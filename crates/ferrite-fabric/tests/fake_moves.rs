@@ -56,7 +56,7 @@ impl Scene {
     }
 
     fn traffic(&self, seed: u64) -> Traffic {
-        Traffic::start(self.links.clone(), seed)
+        Traffic::start(&self.links, seed)
     }
 
     /// Waits until both ends are on `transport`.
