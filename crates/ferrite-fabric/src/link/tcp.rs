@@ -212,6 +212,11 @@ impl TcpPath {
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
     }
 
+    /// Whether the peer asks and does not take the answers: beyond what one in good order can have under way.
+    pub(super) fn is_flooded(&self) -> bool {
+        self.out.len() > OUT_PARCELS + 4 * OPERATIONS
+    }
+
     /// Writes a frame from the caller's memory if nothing stands before it. What the kernel does not take is copied.
     pub(super) fn write_now(&mut self, parcel: &Parcel, bytes: &[u8]) -> io::Result<()> {
         debug_assert!(self.is_written(), "frames keep their order");

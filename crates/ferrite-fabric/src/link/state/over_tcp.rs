@@ -216,6 +216,9 @@ impl LinkState {
     ) -> Result<(), Error> {
         self.last_heard = now;
         self.asked = None;
+        if tcp.is_flooded() {
+            return Err(protocol("more questions than it takes answers to"));
+        }
         let &Parcel { kind, imm, len, op, grant, offset } = parcel;
         match (kind, body) {
             (ParcelKind::Frame, Some(body)) => return self.on_frame(imm, Some(body), now, wakes),
