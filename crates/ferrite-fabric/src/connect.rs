@@ -32,6 +32,7 @@ use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
+pub(crate) use moving::Opening;
 pub(crate) use outgoing::Outgoing;
 pub use outgoing::{ConnectOptions, Connecting};
 pub(crate) use sockets::Sockets;

@@ -41,7 +41,7 @@ pub use link::{
 };
 pub use listener::{Accepting, ListenOptions, Listener, Strangers};
 pub use one_sided::{Region, Revoking};
-pub use policy::{Fallback, FallbackCause, Rdma};
+pub use policy::{Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};

@@ -1,4 +1,5 @@
 //! Links that lose their RDMA path and go on, on the fake provider and this host's TCP.
+#![expect(clippy::print_stdout, reason = "the seed that replays a failure")]
 
 #[path = "moves/traffic.rs"]
 mod traffic;
@@ -56,7 +57,7 @@ impl Scene {
     }
 
     fn traffic(&self, seed: u64) -> Traffic {
-        Traffic::start(self.links.clone(), seed)
+        Traffic::start(&self.links, seed)
     }
 
     /// Waits until both ends are on `transport`.

@@ -19,7 +19,7 @@ use super::revive::Search;
 use super::slots::WorkId;
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
-use crate::connect::{Meeting, Meetings, Sockets};
+use crate::connect::{Meeting, Meetings, Opening, Sockets};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
@@ -53,6 +53,8 @@ pub(crate) struct Poller {
     pub(crate) sockets: Sockets,
     /// Links that can move, by what this side calls them.
     pub(crate) sessions: HashMap<u64, LinkName>,
+    /// Links that are there on TCP, and that somebody waits for on RDMA.
+    pub(crate) openings: HashMap<LinkName, Opening>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// Links that called and have not been attended to.
@@ -78,6 +80,7 @@ impl Poller {
             meetings: Meetings::default(),
             sockets: Sockets::default(),
             sessions: HashMap::new(),
+            openings: HashMap::new(),
             timers: Timers::default(),
             clock_set: None,
             calls: VecDeque::new(),
@@ -481,6 +484,9 @@ impl Poller {
         }
         let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
         self.sessions.remove(&session);
+        if let Some(error) = link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
+            self.opening_failed(shared, link, error);
+        }
         if let Some(key) = route.cm_key {
             self.meetings.remove(key);
         }
