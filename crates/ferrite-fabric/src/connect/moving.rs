@@ -1,5 +1,6 @@
 //! Links that go from RDMA to TCP and back: what the engine has to do for them. The rules are in `link/state/moving.rs`.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
@@ -29,6 +30,14 @@ const CLIMB_MAX: Duration = Duration::from_secs(30);
 pub(crate) struct Opening {
     reply: Reply,
     policy: Rdma,
+}
+
+/// A connection that a link goes on over.
+pub(crate) struct Place {
+    pub(crate) socket: u64,
+    pub(crate) encrypted: bool,
+    pub(crate) local: Option<SocketAddr>,
+    pub(crate) peer: SocketAddr,
 }
 
 /// The first packet number: any.
@@ -98,13 +107,12 @@ impl Poller {
     /// Calls the peer of a link without a path, over TCP.
     pub(crate) fn redial(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
-        let route = link.route();
         let resume = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.lost.as_ref()?;
             let (mine, yours) = (state.session(), state.peer().session);
             Some(Resume { yours, mine, received: state.received() })
         });
-        let (Some(resume), Some(peer)) = (resume, route.peer) else { return };
+        let (Some(resume), Some(peer)) = (resume, link.next_address()) else { return };
         let tls = link.tls();
         let deadline = self.now + shared.config.connection_timeout.min(shared.config.move_timeout);
         self.dial(shared, Dial { peer, local: None, deadline, tls, wants: Wants::Resume(name, resume) });
@@ -157,15 +165,11 @@ impl Poller {
     }
 
     /// Both have said what they have: the link goes on over this connection.
-    pub(crate) fn go_on(
-        &mut self,
-        link: &Arc<LinkShared>,
-        id: u64,
-        tcp: TcpPath,
-        encrypted: bool,
-        received: u64,
-    ) {
-        link.set_route(|route| (route.socket, route.encrypted) = (Some(id), encrypted));
+    pub(crate) fn go_on(&mut self, link: &Arc<LinkShared>, at: &Place, tcp: TcpPath, received: u64) {
+        link.set_route(|route| {
+            (route.socket, route.encrypted) = (Some(at.socket), at.encrypted);
+            (route.local, route.peer) = (at.local, Some(at.peer));
+        });
         link.with_wakes(&mut self.wakes, |state, around, wakes| {
             state.resume_over(tcp, received, wakes);
             state.pump(around, wakes);

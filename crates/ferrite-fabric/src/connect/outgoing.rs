@@ -428,6 +428,7 @@ impl Poller {
             self.finish(shared, *outgoing, Err(error));
             return;
         }
+        shared.counters.connect_retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         if let Some((link, _)) = outgoing.link.take() {
             self.unmake_link(shared, &link, &error);
         }

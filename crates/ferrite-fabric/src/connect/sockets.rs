@@ -21,6 +21,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::moving::Place;
 use super::outgoing::Reply;
 use super::{UNKNOWN_PEER, own_limits, spread};
 use crate::engine::Shared;
@@ -514,19 +515,19 @@ impl Poller {
     fn become_link(&mut self, shared: &Shared, id: u64, greeting: Greeting, theirs: wire::Greeting) {
         let Greeting { socket, tls, trusted, mut heard, ours, side, peer, .. } = greeting;
         let early = heard.split_off(GREETING_BYTES.min(heard.len()));
+        let local = address(rustix::net::getsockname(&socket));
+        let place = Place { socket: id, encrypted: tls.is_some(), local, peer };
         let side = match side {
             Side::Answering { resumes: Some((link, received)), .. } => {
-                let (encrypted, tcp) = (tls.is_some(), TcpPath::new(socket, tls, early));
                 self.carry(id, link.name);
-                self.go_on(&link, id, tcp, encrypted, received);
+                self.go_on(&link, &place, TcpPath::new(socket, tls, early), received);
                 return;
             }
             Side::Dialing { wants: Wants::Resume(name, _), .. } => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 let Some(resume) = theirs.resume else { return };
-                let (encrypted, tcp) = (tls.is_some(), TcpPath::new(socket, tls, early));
                 self.carry(id, name);
-                self.go_on(&link, id, tcp, encrypted, resume.received);
+                self.go_on(&link, &place, TcpPath::new(socket, tls, early), resume.received);
                 return;
             }
             side => side,
@@ -540,7 +541,6 @@ impl Poller {
             }
             return;
         };
-        let local = address(rustix::net::getsockname(&socket));
         let encrypted = tls.is_some();
         let mut state = LinkState::over_tcp(TcpPath::new(socket, tls, early), own_limits(shared, ours, name));
         state.open(theirs, self.now);

@@ -30,6 +30,8 @@ pub(crate) enum Timer {
     Climb(LinkName),
     /// Call the peer of this link again: it has no path.
     Redial(LinkName),
+    /// Somebody wants to be woken.
+    Wake(u64),
     /// Is there memory for receives again?
     Refill,
     /// Has this handshake got anywhere?

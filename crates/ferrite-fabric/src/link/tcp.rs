@@ -363,7 +363,7 @@ impl TcpPath {
     /// Where the payload goes: what was read goes into the buffer that waits for it.
     fn place_for(&mut self, parcel: &Parcel, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
         match parcel.kind {
-            _ if parcel.follows() == 0 && parcel.kind != ParcelKind::Frame => return Ok(None),
+            _ if !parcel.has_payload() => return Ok(None),
             ParcelKind::Data => {
                 if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == parcel.op)
                     && let Held::Unique(buf) = &asked.held

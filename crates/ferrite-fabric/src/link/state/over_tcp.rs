@@ -4,7 +4,7 @@ use std::io;
 use std::time::Instant;
 
 use super::receiving::protocol;
-use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome};
+use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome, took};
 use crate::engine::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::{Next, OneSided};
@@ -54,6 +54,7 @@ impl LinkState {
         self.tcp = Some(tcp);
         written.map_err(|error| self.broken(&error))?;
         self.stats.completed(Kind::Send, bytes.len() as u32, false);
+        self.stats.tcp_bytes += bytes.len() as u64;
         Ok(true)
     }
 
@@ -64,10 +65,12 @@ impl LinkState {
         loop {
             while tcp.has_room() && self.add_parcel(&mut tcp) {}
             let before = tcp.is_written();
-            let (tickets, stats) = (&mut self.tickets, &mut self.stats);
+            let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
             result = tcp.flush(|tag| {
                 stats.completed(tag.kind, tag.bytes, false);
+                stats.tcp_bytes += u64::from(tag.bytes);
                 if let Some(ticket) = tag.ticket {
+                    took(limits, &tag);
                     wakes.extend(tickets.finish(ticket, outcome(Ok(()), Held::Nothing)));
                 }
             });
@@ -103,7 +106,8 @@ impl LinkState {
             Next::Frame { channel, more, piece, ticket } => {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
                 let parcel = frame(self.data_frame(channel, more), bytes);
-                let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, ..Tag::default() };
+                let begun = self.began(ticket);
+                let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, begun, ..Tag::default() };
                 tcp.push(&parcel, piece.map_or(Body::Nothing, Body::Buf), Some(tag));
             }
             Next::OneSided(OneSided { kind, held, ticket, grant, offset, bytes, imm, .. }) => {
@@ -116,7 +120,12 @@ impl LinkState {
                     _ => ParcelKind::Write,
                 };
                 let parcel = Parcel { kind: parcel_kind, imm, len: bytes, op: 0, grant, offset };
-                tcp.ask(parcel, held, Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm });
+                let begun = self.began(ticket);
+                tcp.ask(
+                    parcel,
+                    held,
+                    Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun },
+                );
             }
         }
         true
@@ -284,6 +293,8 @@ impl LinkState {
             _ => return Err(protocol("an answer to another question")),
         };
         self.stats.completed(tag.kind, tag.bytes, result.is_err());
+        self.stats.tcp_bytes += u64::from(tag.bytes);
+        took(&self.limits, &tag);
         if let Some(ticket) = tag.ticket {
             wakes.extend(self.tickets.finish(ticket, outcome(result, held)));
         }
