@@ -1,4 +1,4 @@
-//! What must hold for any bytes, one check per decoder, and one for the link behind them. A check panics if it does not.
+//! What must hold for any bytes, one check per decoder, and one for links of either kind behind them. A check panics if it does not.
 //!
 //! Apart from the fuzz targets, because a test of ferrite-fabric (`tests/corpus.rs`) includes this file and runs the
 //! same checks over the committed corpora. So it knows nothing of the fuzzer.
@@ -6,17 +6,20 @@
 //! A new target needs: a check and its line in [`CHECKS`], a `[[bin]]`, a file in `fuzz_targets`, a folder in
 //! `corpus`.
 
+mod connection;
 mod inbox;
 mod link;
 
 use ferrite_fabric::wire::{
-    CONTROL_BYTES, Control, ControlError, Features, GRANT_BYTES, GrantError, GrantToken, HELLO_BYTES, Hello,
-    HelloError, MAGIC, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, Version,
+    ADDRESS_BYTES, Address, CONTROL_BYTES, Control, ControlError, Features, GRANT_BYTES, GREETING_BYTES,
+    GrantError, GrantToken, Greeting, HELLO_BYTES, Hello, HelloError, MAGIC, PARCEL_BYTES, Parcel,
+    ParcelKind, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, Version,
 };
 
 /// A check that any bytes must pass.
 pub type Check = fn(&[u8]);
 
+pub use connection::connection;
 pub use inbox::inbox;
 pub use link::link;
 
@@ -26,8 +29,10 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("refusal", refusal),
     ("control", control),
     ("grant", grant),
+    ("parcel", parcel),
     ("inbox", inbox),
     ("link", link),
+    ("connection", connection),
 ];
 
 /// A hello is taken only with limits that we can serve, and says the same when it is sent on.
@@ -48,12 +53,12 @@ pub fn hello(bytes: &[u8]) {
     assert!(Hello::SEGMENT_BYTES.contains(&hello.segment_bytes));
     assert!(Hello::WINDOW.contains(&hello.window) && Hello::CHANNELS.contains(&hello.channels));
     assert!(hello.max_message_bytes >= hello.segment_bytes.into());
-    let agreed = hello.features & (Features::WRITE_IMM | Features::ONE_SIDED);
-    assert!(hello.features.contains(agreed) && agreed.bits() <= 3);
+    let agreed = hello.features & (Features::WRITE_IMM | Features::ONE_SIDED | Features::MOVE);
+    assert!(hello.features.contains(agreed) && agreed.bits() <= 7);
 
     let again = hello.encode();
     assert_eq!(Hello::decode(&again), Ok(hello));
-    assert_eq!((&again[..6], &again[8..40]), (&bytes[..6], &bytes[8..40]), "all but what is reserved");
+    assert_eq!((&again[..6], &again[8..]), (&bytes[..6], &bytes[8..HELLO_BYTES]), "all but what is reserved");
     assert_eq!(Hello::decode(&padded(bytes)), Ok(hello));
 }
 
@@ -122,6 +127,57 @@ fn grant_as_it_is(bytes: &[u8]) {
             assert!(end <= u128::from(token.addr) + u128::from(token.len) && end <= u64::MAX.into());
         }
     }
+}
+
+/// What comes over TCP says the same when it is sent on: the head of a parcel, the address that may follow it, and the
+/// greeting before all of them.
+pub fn parcel(bytes: &[u8]) {
+    if let Some(head) = bytes.first_chunk::<PARCEL_BYTES>() {
+        let decoded = Parcel::decode(head);
+        assert_eq!(decoded.is_some(), (1..=13).contains(&head[0]));
+        if let Some(parcel) = decoded {
+            let again = parcel.encode();
+            assert_eq!((again[0], &again[4..]), (head[0], &head[4..]), "all but what is reserved");
+            assert_eq!(Parcel::decode(&again), Some(parcel));
+            let follows = parcel.follows();
+            assert!(follows == 0 || follows == parcel.len as usize);
+            assert!(follows == 0 || parcel.kind != ParcelKind::Read, "a question has no payload");
+        }
+    }
+    address(bytes);
+    greeting(bytes);
+}
+
+fn address(bytes: &[u8]) {
+    let ours = bytes.len() >= ADDRESS_BYTES && (1..=5).contains(&bytes[10]);
+    let decoded = Address::decode(bytes);
+    assert_eq!(decoded.is_some(), ours);
+    let Some(address) = decoded else { return };
+    assert!(address.qp_num < 1 << 24 && address.psn < 1 << 24);
+    let again = address.encode();
+    assert_eq!((&again[8..13], &again[16..32]), (&bytes[8..13], &bytes[16..32]));
+    assert_eq!(Address::decode(&padded(&again)), Some(address));
+}
+
+fn greeting(bytes: &[u8]) {
+    let greeting = match Greeting::decode(bytes) {
+        Ok(greeting) => greeting,
+        Err(HelloError::Value { field: "kind", value }) => {
+            return assert!(value == bytes[48].into() && !(1..=2).contains(&value));
+        }
+        Err(HelloError::Short { got }) => {
+            return assert!(got < GREETING_BYTES && got == bytes.len());
+        }
+        Err(error) => return assert_eq!(Hello::decode(bytes), Err(error), "as a hello alone"),
+    };
+    assert_eq!(Hello::decode(bytes), Ok(greeting.hello));
+    let again = greeting.encode();
+    assert_eq!(again[48], bytes[48]);
+    match greeting.resume {
+        Some(_) => assert_eq!(again[56..], bytes[56..GREETING_BYTES]),
+        None => assert_eq!(again[56..], [0; 24]),
+    }
+    assert_eq!(Greeting::decode(&padded(&again)), Ok(greeting));
 }
 
 /// As the CM hands it over: with zeros behind.

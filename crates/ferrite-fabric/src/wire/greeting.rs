@@ -84,3 +84,54 @@ impl Greeting {
         Ok(Self { hello, resume })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::{Features, Version};
+    use super::*;
+
+    const HELLO: Hello = Hello {
+        version: Version::CURRENT,
+        features: Features::MOVE,
+        segment_bytes: 8 << 10,
+        window: 64,
+        channels: 16,
+        max_message_bytes: 1 << 20,
+        instance: 7,
+        session: 9,
+    };
+
+    #[test]
+    fn golden_bytes() {
+        let new = Greeting { hello: HELLO, resume: None };
+        let mut bytes = [0; GREETING_BYTES];
+        bytes[..48].copy_from_slice(&HELLO.encode());
+        bytes[48] = 1;
+        assert_eq!((new.encode(), Greeting::decode(&bytes)), (bytes, Ok(new)));
+
+        let resume = Resume {
+            yours: 0x0807_0605_0403_0201,
+            mine: 0x100F_0E0D_0C0B_0A09,
+            received: 0x1817_1615_1413_1211,
+        };
+        let lost = Greeting { hello: HELLO, resume: Some(resume) };
+        bytes[48] = 2;
+        for (at, byte) in bytes[56..].iter_mut().enumerate() {
+            *byte = at as u8 + 1;
+        }
+        assert_eq!((lost.encode(), Greeting::decode(&bytes)), (bytes, Ok(lost)));
+    }
+
+    #[test]
+    fn stumps_and_other_kinds() {
+        let mut bytes = Greeting { hello: HELLO, resume: None }.encode();
+        for len in 4..GREETING_BYTES {
+            assert_eq!(Greeting::decode(&bytes[..len]), Err(HelloError::Short { got: len }), "{len}");
+        }
+        for kind in [0, 3, 255] {
+            bytes[48] = kind;
+            let wrong = HelloError::Value { field: "kind", value: kind.into() };
+            assert_eq!(Greeting::decode(&bytes), Err(wrong));
+        }
+    }
+}

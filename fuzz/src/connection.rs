@@ -1,0 +1,376 @@
+//! A link over TCP whose peer sends what the bytes say, to a real engine on this host's loopback: parcels of all kinds, good
+//! and bad, greetings, or bytes as they are. The engine must not panic or hang, must send nothing but parcels itself, must
+//! end the link with an error that fits, tell all who wait, give all memory back, and go on serving another link meanwhile.
+//!
+//! What a link does with frames is not looked at here: that is the same as over RDMA (`link.rs`).
+//!
+//! ```text
+//!   first byte  even: a good greeting comes first; odd: what follows is all there is, from the first byte of the connection
+//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
+//!   0           bytes as they are: how many; those
+//!   1 to 13     a parcel of that kind: fields; then as much payload as it announces, or less
+//!   14          the application takes a message, sends one, reads, writes or closes
+//!   15          the peer sends no more, or reads no more
+//! ```
+
+use std::cell::RefCell;
+use std::future::Future;
+use std::io::{ErrorKind as IoKind, Read, Write};
+use std::net::{Ipv4Addr, Shutdown, TcpStream};
+use std::pin::Pin;
+use std::task::{Context, Waker};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::mem::PoolConfig;
+use ferrite_fabric::wire::{
+    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind, Rights,
+    Version,
+};
+use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener, Rdma, Region};
+
+const HOUR: Duration = Duration::from_secs(3600);
+/// Nothing here takes time but the kernel.
+const PATIENCE: Duration = Duration::from_secs(5);
+/// Largest frame over TCP, if `segment_bytes` is not more.
+const FRAME_BYTES: usize = 64 << 10;
+const REGION_BYTES: usize = 1000;
+/// Whether everybody who waits for an operation must be told. Not yet: after an answer of the wrong kind or length the link
+/// ends, and who asked is forgotten (`LinkState::on_answer`).
+const ASKING_IS_TOLD: bool = false;
+
+/// Whatever comes over a connection, the engine and its other links go on.
+pub fn connection(bytes: &[u8]) {
+    if cfg!(miri) {
+        return; // it has no network
+    }
+    thread_local! {
+        static SCENE: RefCell<Option<Scene>> = const { RefCell::new(None) };
+    }
+    SCENE.with_borrow_mut(|scene| scene.get_or_insert_with(Scene::new).play(bytes));
+}
+
+/// What outlives a run.
+struct Scene {
+    engine: Engine,
+    listener: Listener,
+    region: Region,
+    /// Both ends of a link that has nothing to do with all this.
+    bystanders: [Link; 2],
+    idle: Counts,
+}
+
+/// Links, and buffers of both kinds that are in use.
+type Counts = (u64, u64, u64);
+
+/// What the application waits for.
+type Waiting = (Of, Pin<Box<dyn Future<Output = ()>>>);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Of {
+    Message,
+    Operation,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let config = Config {
+            memory: PoolConfig {
+                memory_pool_max: 64 << 20,
+                receive_reserve: 32 << 20,
+                ..PoolConfig::default()
+            },
+            busy_poll_us: 0,
+            recv_buffer_size: 256,
+            window: 4,
+            channels: 3,
+            max_message_bytes: 100_000,
+            send_queue_messages: 6,
+            keepalive: HOUR,
+            close_timeout: HOUR,
+            ..Config::default()
+        };
+        let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
+        let mut listener = engine.listen((Ipv4Addr::LOCALHOST, 0).into()).expect("to listen");
+        let buf = engine.buffer(REGION_BYTES).expect("a buffer");
+        let (there, here) = engine.block_on(async {
+            let there = engine.connect(listener.local_addr()).await;
+            (there.expect("to connect"), listener.accept().await.expect("a link"))
+        });
+        let region = here.register_memory(buf, Rights::READ | Rights::WRITE);
+        let region = region.map_err(|(_, error)| error).expect("a region");
+        let mut scene = Self { engine, listener, region, bystanders: [there, here], idle: (0, 0, 0) };
+        scene.others_live();
+        scene.idle = scene.counts();
+        scene
+    }
+
+    fn counts(&self) -> Counts {
+        let stats = self.engine.stats();
+        let in_use = |blocks: &[u64]| blocks.iter().sum::<u64>();
+        let memory = &stats.memory;
+        (stats.links, in_use(&memory.send.in_use_blocks), in_use(&memory.receive.in_use_blocks))
+    }
+
+    fn play(&mut self, bytes: &[u8]) {
+        let Some((first, bytes)) = bytes.split_first() else { return };
+        let mut peer = Peer::new(&self.listener);
+        let mut waiting = Vec::new();
+        let link = if first & 1 == 0 {
+            let link = self.greet(&mut peer);
+            self.parcels(&link, &mut peer, bytes, &mut waiting);
+            Some(link)
+        } else {
+            peer.say(&self.engine, bytes);
+            self.engine.progress();
+            None
+        };
+        match &link {
+            Some(link) if bytes.len().is_multiple_of(2) => link.abort(),
+            _ => peer.hang_up(),
+        }
+        drop(link);
+        waiting.retain(|(of, _)| ASKING_IS_TOLD || *of == Of::Message);
+        self.until("everything of it is gone", |scene| {
+            drop(scene.listener.try_accept().expect("a listener")); // a greeting may have been good
+            waiting.retain_mut(|(_, future)| {
+                future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
+            });
+            waiting.is_empty() && scene.counts() == scene.idle
+        });
+        self.others_live();
+    }
+
+    /// The peer says a good greeting; the link.
+    fn greet(&mut self, peer: &mut Peer) -> Link {
+        let hello = Hello {
+            version: Version::CURRENT,
+            features: Features::WRITE_IMM | Features::ONE_SIDED | Features::MOVE,
+            segment_bytes: 256,
+            window: 3,
+            channels: 2,
+            max_message_bytes: 100_000,
+            instance: 1,
+            session: 1,
+        };
+        peer.say(&self.engine, &Greeting { hello, resume: None }.encode());
+        let mut link = None;
+        self.until("a link", |scene| {
+            link = scene.listener.try_accept().expect("a listener");
+            link.is_some()
+        });
+        self.until("a greeting", |_| {
+            peer.read();
+            peer.heard.len() >= GREETING_BYTES
+        });
+        let theirs: Vec<_> = peer.heard.drain(..GREETING_BYTES).collect();
+        assert!(Greeting::decode(&theirs).is_ok_and(|theirs| theirs.resume.is_none()));
+        link.expect("a link")
+    }
+
+    fn parcels(&self, link: &Link, peer: &mut Peer, bytes: &[u8], waiting: &mut Vec<Waiting>) {
+        let granted = self.region.grant(link).grant;
+        let mut input = bytes.iter().copied();
+        while let Some(byte) = input.next() {
+            match byte & 15 {
+                0 => {
+                    let raw: Vec<_> = input.by_ref().take(usize::from(byte >> 4)).collect();
+                    peer.say(&self.engine, &raw);
+                }
+                14 => self.application(link, byte >> 4, &mut input, waiting),
+                15 => peer.tire(byte),
+                _ => {
+                    let parcel = peer.parcel(byte, granted, &mut input);
+                    peer.say(&self.engine, &parcel);
+                }
+            }
+            self.engine.progress();
+            peer.hear();
+            if let Some(error) = link.failure() {
+                let fits = [ErrorKind::Protocol, ErrorKind::LinkDown, ErrorKind::Closed];
+                assert!(fits.contains(&error.kind()), "{error}");
+                return;
+            }
+        }
+    }
+
+    fn application(
+        &self,
+        link: &Link,
+        what: u8,
+        input: &mut impl Iterator<Item = u8>,
+        waiting: &mut Vec<Waiting>,
+    ) {
+        let mut next = || input.next().unwrap_or_default();
+        let token =
+            GrantToken { grant: 5, addr: 0, len: 1 << 20, rkey: 0, rights: Rights::READ | Rights::WRITE };
+        let (len, offset) = (usize::from(next()), u64::from(next()));
+        let buf = |len| self.engine.buffer(len).expect("memory");
+        match what & 7 {
+            0 | 1 => drop(link.try_recv()),
+            2 => drop(link.post_bytes(u16::from(next() & 1), &vec![what; len << 8])),
+            3 => waiting.push(sent(link.send(0, buf(len << 4)))),
+            4 => waiting.extend(link.rdma_read(&token, offset, buf(len)).ok().map(asked)),
+            5 => waiting.extend(link.rdma_write(&token, offset, buf(len)).ok().map(asked)),
+            6 => waiting.extend(link.rdma_write_imm(&token, offset, buf(len), 9).ok().map(asked)),
+            _ => waiting.push(sent(link.close())),
+        }
+    }
+
+    /// A message passes on the other link.
+    fn others_live(&mut self) {
+        let [there, here] = &self.bystanders;
+        there.post_bytes(1, b"all is well").expect("room");
+        let mut taken = None;
+        let here = here.clone();
+        self.until("a message on another link", |_| {
+            taken = here.try_recv().expect("a link");
+            taken.is_some()
+        });
+        assert_eq!(taken.expect("a message").to_vec(), b"all is well");
+    }
+
+    fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+        let begun = Instant::now();
+        while !is_so(self) {
+            assert!(begun.elapsed() < PATIENCE, "never: {what}; {:?}", self.engine.stats());
+            self.engine.progress();
+        }
+    }
+}
+
+fn asked<F: Future + 'static>(future: F) -> Waiting {
+    (Of::Operation, Box::pin(async { drop(future.await) }))
+}
+
+/// Begins at once, as far as it goes.
+fn sent<F: Future + 'static>(future: F) -> Waiting {
+    let mut future = Box::pin(future);
+    let begun = future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending();
+    let rest = async move {
+        if begun {
+            drop(future.await);
+        }
+    };
+    (Of::Message, Box::pin(rest))
+}
+
+/// The other end of the connection.
+struct Peer {
+    stream: TcpStream,
+    heard: Vec<u8>,
+    /// Counted frames that came, for credits that are right.
+    frames: u16,
+    deaf: bool,
+}
+
+impl Peer {
+    fn new(listener: &Listener) -> Self {
+        let stream = TcpStream::connect(listener.local_addr()).expect("to connect");
+        stream.set_nonblocking(true).expect("a socket");
+        // A port is free again at once: there are thousands of runs in a second.
+        rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).expect("a socket");
+        Self { stream, heard: Vec::new(), frames: 0, deaf: false }
+    }
+
+    fn parcel(&self, byte: u8, granted: u64, input: &mut impl Iterator<Item = u8>) -> Vec<u8> {
+        let mut next = || input.next().unwrap_or_default();
+        let fields = next();
+        let mut control = None;
+        let imm = match fields & 3 {
+            0 => u32::from_le_bytes([next(), next(), next(), next()]),
+            1 => {
+                let mut message = [0; 16];
+                (message[0], message[8]) = (next(), next());
+                control = Some(message);
+                Frame { control: true, more: false, channel: 0, consumed: self.frames }.to_imm()
+            }
+            _ => {
+                let channel = u16::from(byte >> 4 & 3);
+                Frame { control: false, more: byte & 64 != 0, channel, consumed: self.frames }.to_imm()
+            }
+        };
+        let len = match (control, fields >> 2 & 7) {
+            (Some(message), _) => message.len(),
+            (None, 0 | 1) => usize::from(next()),
+            (None, 2) => usize::from(next()) << 5,
+            (None, 3) => 40,
+            (None, 4) => (FRAME_BYTES - 128) + usize::from(next()),
+            (None, 5) => (2 << 20) - 128 + usize::from(next()),
+            (None, 6) => usize::MAX >> 33,
+            (None, _) => 0,
+        };
+        let grant = if fields & 32 == 0 { granted } else { u64::from(next()) };
+        let offset = if fields & 64 == 0 { u64::from(next()) << 2 } else { u64::MAX - u64::from(next()) };
+        let op = u32::from(next());
+        let mut parcel = Parcel { kind: ParcelKind::Frame, imm, len: len as u32, op, grant, offset }.encode();
+        parcel[0] = byte & 15;
+        let follows = Parcel::decode(&parcel).map_or(0, |parcel| parcel.follows());
+        let here = if byte & 128 == 0 { follows } else { follows / 2 };
+        let mut bytes = parcel.to_vec();
+        bytes.resize(PARCEL_BYTES + here.min(3 << 20), byte >> 4 & 3); // as an address, it may have a packet size that there is
+        if let Some(message) = control.filter(|message| here >= message.len()) {
+            bytes[PARCEL_BYTES..][..message.len()].copy_from_slice(&message);
+        }
+        bytes
+    }
+
+    /// Says it all, unless the connection is over or the engine takes no more.
+    fn say(&mut self, engine: &Engine, mut bytes: &[u8]) {
+        let begun = Instant::now();
+        while !bytes.is_empty() && begun.elapsed() < PATIENCE / 4 {
+            match self.stream.write(bytes) {
+                Ok(written) => bytes = &bytes[written..],
+                Err(error) if error.kind() == IoKind::WouldBlock => {
+                    engine.progress();
+                    self.hear();
+                }
+                Err(_) => return,
+            }
+        }
+    }
+
+    fn read(&mut self) {
+        let mut bytes = [0; 64 << 10];
+        while let Ok(len @ 1..) = self.stream.read(&mut bytes) {
+            self.heard.extend_from_slice(&bytes[..len]);
+        }
+    }
+
+    /// Takes what the engine has sent: parcels, and nothing else.
+    fn hear(&mut self) {
+        if self.deaf {
+            return;
+        }
+        self.read();
+        let mut rest = &self.heard[..];
+        while let Some(head) = rest.first_chunk() {
+            let parcel = Parcel::decode(head).expect("a parcel");
+            let follows = parcel.follows();
+            match parcel.kind {
+                ParcelKind::Frame => assert!(follows <= FRAME_BYTES, "{parcel:?}"),
+                ParcelKind::Data => assert!(follows <= REGION_BYTES, "{parcel:?}"),
+                ParcelKind::Write | ParcelKind::WriteImm => assert!(follows <= 255, "{parcel:?}"),
+                ParcelKind::Read | ParcelKind::Done | ParcelKind::Denied | ParcelKind::Withdraw => {}
+                other => panic!("{other:?} without a reason"),
+            }
+            let Some(after) = rest.get(PARCEL_BYTES + follows..) else { break };
+            let is_data = parcel.kind == ParcelKind::Frame && !Frame::from_imm(parcel.imm).control;
+            self.frames = self.frames.wrapping_add((is_data || parcel.kind == ParcelKind::WriteImm).into());
+            rest = after;
+        }
+        let taken = self.heard.len() - rest.len();
+        self.heard.drain(..taken);
+    }
+
+    fn tire(&mut self, byte: u8) {
+        if byte & 16 == 0 {
+            let _ = self.stream.shutdown(Shutdown::Write); // it may be over already
+        } else {
+            self.deaf = true;
+        }
+    }
+
+    fn hang_up(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
