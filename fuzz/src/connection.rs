@@ -34,9 +34,6 @@ const PATIENCE: Duration = Duration::from_secs(5);
 /// Largest frame over TCP, if `segment_bytes` is not more.
 const FRAME_BYTES: usize = 64 << 10;
 const REGION_BYTES: usize = 1000;
-/// Whether everybody who waits for an operation must be told. Not yet: after an answer of the wrong kind or length the link
-/// ends, and who asked is forgotten (`LinkState::on_answer`).
-const ASKING_IS_TOLD: bool = false;
 
 /// Whatever comes over a connection, the engine and its other links go on.
 pub fn connection(bytes: &[u8]) {
@@ -129,7 +126,6 @@ impl Scene {
             _ => peer.hang_up(),
         }
         drop(link);
-        waiting.retain(|(of, _)| ASKING_IS_TOLD || *of == Of::Message);
         self.until("everything of it is gone", |scene| {
             drop(scene.listener.try_accept().expect("a listener")); // a greeting may have been good
             waiting.retain_mut(|(_, future)| {

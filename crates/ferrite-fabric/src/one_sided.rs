@@ -132,14 +132,22 @@ impl Region {
     /// What the peer of `link` needs to reach it. The link is told when the region is revoked.
     #[must_use]
     pub fn grant(&self, link: &Link) -> GrantToken {
-        if let State::Live { granted, .. } = &mut *lock(&self.shared.state) {
+        let mut token = self.token();
+        if let State::Live { granted, exposed } = &mut *lock(&self.shared.state) {
+            // The link may be on another device than the region, or was on none when the region was made.
+            if let Some(lane) = link.shared().lane()
+                && let Ok(remote) =
+                    self.engine.pool().expose_also(exposed, lane.index, access_of(self.shared.rights))
+            {
+                (token.addr, token.rkey) = (remote.addr, remote.rkey);
+            }
             let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link.shared()));
             if !known {
                 granted.retain(|link| link.strong_count() > 0);
                 granted.push(Arc::downgrade(link.shared()));
             }
         }
-        self.token()
+        token
     }
 
     fn token(&self) -> GrantToken {

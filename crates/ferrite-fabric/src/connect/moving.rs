@@ -51,8 +51,12 @@ impl Poller {
         if let Some((lane, number)) = link.with_wakes(&mut self.wakes, |state, _, _| state.end_climb()) {
             self.forget_qp(&lane, number, link.index);
         }
+        let deadline = self.now + shared.config.move_timeout;
         let detached = link.with_wakes(&mut self.wakes, |state, around, wakes| match state.detach(around) {
-            Ok(()) => state.lost.as_ref().map(|lost| (lost.error.clone(), state.is_caller)),
+            Ok(()) => state.lost.as_mut().map(|lost| {
+                lost.deadline = Some(deadline);
+                (lost.error.clone(), state.is_caller)
+            }),
             Err(error) => {
                 state.end(error, wakes);
                 None
@@ -70,7 +74,7 @@ impl Poller {
             (route.lane, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);
         });
         shared.fell_back(link, Fallback::new(error));
-        self.timers.add(self.now + shared.config.move_timeout, Timer::Move(link.name));
+        self.timers.add(deadline, Timer::Move(link.name));
         match route.socket {
             Some(socket) => {
                 self.sockets.carries(socket, true);
@@ -94,8 +98,10 @@ impl Poller {
 
     pub(crate) fn move_timed_out(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
+        let now = self.now;
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-            if let Some(lost) = &state.lost {
+            // Not one that was lost later.
+            if let Some(lost) = state.lost.as_ref().filter(|lost| lost.deadline.is_some_and(|by| by <= now)) {
                 let what = format!("{}; and no other path was found in time", lost.error);
                 let error = Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
                 state.end(error, wakes);
@@ -108,7 +114,7 @@ impl Poller {
     pub(crate) fn redial(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let resume = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.lost.as_ref()?;
+            state.lost.as_ref().filter(|_| state.tcp.is_none())?;
             let (mine, yours) = (state.session(), state.peer().session);
             Some(Resume { yours, mine, received: state.received() })
         });
@@ -141,7 +147,8 @@ impl Poller {
         let name = *self.sessions.get(&resume.yours)?;
         let link = self.link_named(shared, name)?;
         let known = link.with_wakes(&mut self.wakes, |state, _, _| {
-            if state.peer().session != resume.mine || state.carrier == Carrier::Tcp {
+            let other = state.peer().session != resume.mine;
+            if other || state.carrier == Carrier::Tcp || state.tcp.is_some() {
                 return false;
             }
             // It may know before us.
@@ -166,13 +173,18 @@ impl Poller {
 
     /// Both have said what they have: the link goes on over this connection.
     pub(crate) fn go_on(&mut self, link: &Arc<LinkShared>, at: &Place, tcp: TcpPath, received: u64) {
+        let goes_on = link.with_wakes(&mut self.wakes, |state, around, wakes| {
+            let goes_on = state.resume_over(tcp, received, wakes);
+            state.pump(around, wakes);
+            goes_on
+        });
+        if !goes_on {
+            self.sockets.forget(at.socket);
+            return;
+        }
         link.set_route(|route| {
             (route.socket, route.encrypted) = (Some(at.socket), at.encrypted);
             (route.local, route.peer) = (at.local, Some(at.peer));
-        });
-        link.with_wakes(&mut self.wakes, |state, around, wakes| {
-            state.resume_over(tcp, received, wakes);
-            state.pump(around, wakes);
         });
     }
 
@@ -319,6 +331,9 @@ impl Poller {
 
     fn take_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: &Address) -> Result<(), Error> {
         let way = Way::find(shared, link)?;
+        if !link.with_wakes(&mut self.wakes, |state, _, _| state.climbs_on(&way.lane)) {
+            return Err(Error::new(ErrorKind::DeviceGone, "another device would carry it by now"));
+        }
         self.bring_up(shared, link, &way, peer)?;
         link.with_wakes(&mut self.wakes, |state, _, _| state.probe())
     }

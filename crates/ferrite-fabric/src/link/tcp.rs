@@ -221,16 +221,18 @@ impl TcpPath {
     pub(super) fn write_now(&mut self, parcel: &Parcel, bytes: &[u8]) -> io::Result<()> {
         debug_assert!(self.is_written(), "frames keep their order");
         let head = parcel.encode();
-        let sent = self.write(&[IoSlice::new(&head), IoSlice::new(bytes)])?.unwrap_or(0);
+        let sent = self.write(&[IoSlice::new(&head), IoSlice::new(bytes)])?;
+        self.blocked = sent.is_none();
+        let sent = sent.unwrap_or(0);
         if sent < head.len() + bytes.len() {
-            self.blocked = true;
             let rest = Box::from(&bytes[sent.saturating_sub(head.len())..]);
             // What went of the body is not in the rest: the head is what is left of itself.
             let gone = sent.min(head.len());
             self.out_bytes += head.len() - gone + bytes.len() - sent.saturating_sub(head.len());
             self.out.push_back(Leaving { head, body: Body::Loose(rest), gone, tag: None, is_answer: false });
         }
-        Ok(())
+        // TLS takes a part at a time.
+        self.flush(|_| {})
     }
 
     /// The kernel says that it takes more.
@@ -382,6 +384,11 @@ impl TcpPath {
             _ => {}
         }
         pool.take_uncharged(parcel.len as usize, Purpose::Receive).map(Some)
+    }
+
+    /// Whether a part of a parcel has come.
+    pub(super) fn has_begun(&self) -> bool {
+        self.body.as_ref().is_some_and(|(_, _, filled)| *filled > 0)
     }
 
     /// Says that nothing more will be written; what the kernel has is delivered.

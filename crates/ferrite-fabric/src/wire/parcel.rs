@@ -44,6 +44,17 @@ pub enum ParcelKind {
     Rekey,
 }
 
+impl ParcelKind {
+    /// Whether it is about another path: only for links that both sides let move.
+    #[must_use]
+    pub fn is_of_moving(self) -> bool {
+        matches!(
+            self,
+            Self::Offer | Self::Answer | Self::Withdraw | Self::Switch | Self::Resume | Self::Rekey
+        )
+    }
+}
+
 /// What stands before the payload of everything on a TCP path.
 ///
 /// ```

@@ -17,7 +17,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_verbs::{Operation, WorkCompletion};
 
@@ -69,6 +69,8 @@ pub(super) enum Again {
 /// A path was lost.
 pub(crate) struct Lost {
     pub(crate) error: Error,
+    /// When it has been without a path for too long.
+    pub(crate) deadline: Option<Instant>,
     /// The queue pair is gone.
     pub(crate) detached: bool,
     told: bool,
@@ -83,6 +85,7 @@ impl Lost {
     fn new(error: &Error) -> Self {
         Self {
             error: error.clone(),
+            deadline: None,
             detached: false,
             told: false,
             peer_received: None,
@@ -210,11 +213,17 @@ impl LinkState {
     }
 
     /// Another connection: both have said what they have in its greeting.
-    pub(crate) fn resume_over(&mut self, tcp: TcpPath, peer_received: u64, wakes: &mut Wakes) {
-        let Some(lost) = &mut self.lost else { return };
+    ///
+    /// `false` if it has a path, or a connection, already.
+    pub(crate) fn resume_over(&mut self, tcp: TcpPath, peer_received: u64, wakes: &mut Wakes) -> bool {
+        if self.tcp.is_some() {
+            return false;
+        }
+        let Some(lost) = self.lost.as_mut().filter(|lost| lost.detached) else { return false };
         lost.told = true;
         self.tcp = Some(tcp);
         self.go_on(peer_received, wakes);
+        true
     }
 
     /// Frames of the peer that have come.

@@ -162,7 +162,13 @@ impl LinkState {
                         break Ok(Reading::Done);
                     }
                 }
-                Ok(Arrival::Nothing) => break Ok(Reading::Done),
+                Ok(Arrival::Nothing) => {
+                    // A part of something is a sign of life too.
+                    if tcp.has_begun() {
+                        (self.last_heard, self.asked) = (now, None);
+                    }
+                    break Ok(Reading::Done);
+                }
                 Ok(Arrival::NoMemory) => break Ok(Reading::NoMemory),
                 Ok(Arrival::End) => {
                     tcp.end_reading(scratch);
@@ -220,6 +226,9 @@ impl LinkState {
             return Err(protocol("more questions than it takes answers to"));
         }
         let &Parcel { kind, imm, len, op, grant, offset } = parcel;
+        if kind.is_of_moving() && !self.moves {
+            return Err(protocol("a move of a link that stays where it is"));
+        }
         match (kind, body) {
             (ParcelKind::Frame, Some(body)) => return self.on_frame(imm, Some(body), now, wakes),
             (ParcelKind::Write | ParcelKind::WriteImm, Some(body)) => {
@@ -261,7 +270,7 @@ impl LinkState {
             (ParcelKind::Switch, None) => self.on_switch(wakes)?,
             (ParcelKind::Resume, None) => self.on_resume(offset, wakes)?,
             (ParcelKind::Rekey, None) => {
-                if self.rekeyed.len() >= REVOKED_MAX {
+                if self.rekeyed.len() >= REVOKED_MAX && !self.rekeyed.contains_key(&grant) {
                     return Err(protocol("more grants than anyone has"));
                 }
                 self.rekeyed.insert(grant, (offset, imm));
@@ -293,7 +302,13 @@ impl LinkState {
             (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
             (Kind::Read, None, held) if result.is_err() => held,
             (Kind::Write | Kind::Notice, None, held) => held,
-            _ => return Err(protocol("an answer to another question")),
+            (_, _, held) => {
+                let error = protocol("an answer to another question");
+                if let Some(ticket) = tag.ticket {
+                    wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
+                }
+                return Err(error);
+            }
         };
         self.stats.completed(tag.kind, tag.bytes, result.is_err());
         self.stats.tcp_bytes += u64::from(tag.bytes);
