@@ -44,7 +44,8 @@ fn answer(engine: &Engine, local: SocketAddr) -> Result<(), Box<dyn Error>> {
 }
 
 fn ask(engine: &Engine, link: &Link, rounds: u32) -> Result<(), Box<dyn Error>> {
-    println!("connected through {} to {:?}", link.transport(), link.peer_addr());
+    let way = link.device().unwrap_or_else(|| link.transport().to_string());
+    println!("connected through {way} to {:?}", link.peer_addr());
     engine.block_on(async {
         let begun = Instant::now();
         for round in 0..rounds {
