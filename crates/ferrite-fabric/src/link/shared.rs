@@ -1,6 +1,8 @@
 //! A link as the engine and its users share it: the state behind its lock, and what never changes.
 
 use std::fmt;
+#[cfg(feature = "tokio")]
+use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
@@ -298,6 +300,39 @@ impl LinkShared {
             state.check_message(channel, bytes.len() as u64)?;
             let sent = state.send_now(around, channel, bytes);
             sent.inspect_err(|error| state.fail(error.clone(), wakes))
+        })
+    }
+
+    /// Sends the first `len` bytes of the slices from where they are, if TCP carries the link; `None` if they have to be
+    /// queued. While nothing more goes, `waker` is called when something may: what would wait here can wait where it is.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn poll_send_through(
+        &self,
+        channel: u16,
+        slices: &[IoSlice<'_>],
+        len: usize,
+        waker: &Waker,
+    ) -> Poll<Result<Option<usize>, Error>> {
+        self.with(|state, _, wakes| {
+            if !state.writes_through() {
+                return Poll::Ready(Ok(None));
+            }
+            let checked = state.check_open().and_then(|()| state.check_message(channel, len as u64));
+            if let Err(error) = checked {
+                return Poll::Ready(Err(error));
+            }
+            match state.send_slices_over_tcp(channel, slices, len) {
+                Ok(true) => Poll::Ready(Ok(Some(len))),
+                Ok(false) if state.is_held_up() => {
+                    state.wake_on_room(waker);
+                    Poll::Pending
+                }
+                Ok(false) => Poll::Ready(Ok(None)),
+                Err(error) => {
+                    state.fail(error.clone(), wakes);
+                    Poll::Ready(Err(error))
+                }
+            }
         })
     }
 

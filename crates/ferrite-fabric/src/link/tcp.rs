@@ -25,6 +25,12 @@ const OUT_BYTES: usize = 512 << 10;
 const OUT_PARCELS: usize = 128;
 /// Slices given to the kernel in one call.
 const SLICES: usize = 64;
+/// The same of a caller that writes at once.
+pub(crate) const CALLERS_SLICES: usize = 15;
+/// Frames of this size go from the kernel to their place alone: what follows is not read along, which would be to copy it.
+const LARGE: usize = 16 << 10;
+/// Read after a large frame, to see what comes next.
+const PEEK: usize = 4 << 10;
 /// One-sided operations that wait for the peer's answer.
 const OPERATIONS: usize = 128;
 /// The same in bytes that reads have asked for, unless it is one alone. A peer that asks for twice as much breaks the rules.
@@ -94,6 +100,8 @@ pub(crate) struct TcpPath {
     head_len: usize,
     /// The payload that is being read, and how much of it is there.
     body: Option<(Parcel, BufMut, usize)>,
+    /// The last frame was a large one.
+    large: bool,
     /// Bytes that were read and could not be looked at.
     stash: Vec<u8>,
     /// Of the scratch memory, while a call is at it, what has not been looked at.
@@ -115,6 +123,7 @@ impl TcpPath {
             head: [0; PARCEL_BYTES],
             head_len: 0,
             body: None,
+            large: false,
             stash: early,
             chunk: 0..0,
             asked: VecDeque::new(),
@@ -212,20 +221,49 @@ impl TcpPath {
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
     }
 
-    /// Writes a frame from the caller's memory if nothing stands before it. What the kernel does not take is copied.
-    pub(super) fn write_now(&mut self, parcel: &Parcel, bytes: &[u8]) -> io::Result<()> {
+    /// Writes a frame from the caller's memory, the first bytes of `slices`, if nothing stands before it. What the kernel
+    /// does not take is copied.
+    pub(super) fn write_now(&mut self, parcel: &Parcel, slices: &[IoSlice<'_>]) -> io::Result<()> {
         debug_assert!(self.is_written(), "frames keep their order");
+        debug_assert!(slices.len() <= CALLERS_SLICES, "the caller takes so many at a time");
         let head = parcel.encode();
-        let sent = self.write(&[IoSlice::new(&head), IoSlice::new(bytes)])?.unwrap_or(0);
-        if sent < head.len() + bytes.len() {
+        let mut all = [IoSlice::new(&[]); 1 + CALLERS_SLICES];
+        all[0] = IoSlice::new(&head);
+        let mut left = parcel.len as usize;
+        for (slot, slice) in all[1..].iter_mut().zip(slices) {
+            *slot = IoSlice::new(&slice[..slice.len().min(left)]);
+            left -= slot.len();
+        }
+        debug_assert_eq!(left, 0, "the slices have the whole frame");
+        let all = &all[..=slices.len()];
+        let sent = self.write(all)?.unwrap_or(0);
+        let len = head.len() + parcel.len as usize;
+        if sent < len {
             self.blocked = true;
-            let rest = Box::from(&bytes[sent.saturating_sub(head.len())..]);
             // What went of the body is not in the rest: the head is what is left of itself.
             let gone = sent.min(head.len());
-            self.out_bytes += head.len() - gone + bytes.len() - sent.saturating_sub(head.len());
-            self.out.push_back(Leaving { head, body: Body::Loose(rest), gone, tag: None, is_answer: false });
+            let mut of_body = sent - gone;
+            let mut rest = Vec::with_capacity(len - head.len() - of_body);
+            for slice in &all[1..] {
+                let skipped = of_body.min(slice.len());
+                rest.extend_from_slice(&slice[skipped..]);
+                of_body -= skipped;
+            }
+            self.out_bytes += head.len() - gone + rest.len();
+            let body = Body::Loose(rest.into_boxed_slice());
+            self.out.push_back(Leaving { head, body, gone, tag: None, is_answer: false });
         }
         Ok(())
+    }
+
+    /// Whether what is written goes straight to the kernel.
+    pub(super) fn is_plain(&self) -> bool {
+        self.tls.is_none()
+    }
+
+    /// Whether something waits until the kernel takes more, which it will say.
+    pub(super) fn is_blocked(&self) -> bool {
+        self.blocked && !self.out.is_empty()
     }
 
     /// The kernel says that it takes more.
@@ -308,8 +346,11 @@ impl TcpPath {
                 }
                 // Into its place, and what follows into the scratch memory.
                 let wanted = buf.len() - filled;
+                self.large = buf.len() >= LARGE;
                 let read = {
-                    let mut slices = [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(scratch)];
+                    let ahead = if self.large { PARCEL_BYTES } else { scratch.len() };
+                    let mut slices =
+                        [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(&mut scratch[..ahead])];
                     read(&self.socket, self.tls.as_deref_mut(), &mut slices)
                 };
                 let got = match read {
@@ -332,7 +373,9 @@ impl TcpPath {
             self.chunk.start += here;
             self.head_len += here;
             if self.head_len < PARCEL_BYTES {
-                match read(&self.socket, self.tls.as_deref_mut(), &mut [IoSliceMut::new(scratch)])? {
+                let most = if std::mem::take(&mut self.large) { PEEK } else { scratch.len() };
+                let mut slices = [IoSliceMut::new(&mut scratch[..most])];
+                match read(&self.socket, self.tls.as_deref_mut(), &mut slices)? {
                     Some(0) => return Ok(Arrival::End),
                     Some(got) => self.chunk = 0..got,
                     None => return Ok(Arrival::Nothing),

@@ -1,6 +1,6 @@
 //! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided operations that the engine serves.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::time::Instant;
 
 use super::receiving::protocol;
@@ -12,8 +12,8 @@ use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath};
 use crate::mem::BufMut;
 use crate::wire::{Address, CONTROL_BYTES, Frame, Parcel, ParcelKind};
 
-/// Read before other links have their turn.
-const TURN_BYTES: usize = 1 << 20;
+/// Read before other links have their turn, and who waits for it takes it while it is in the CPU's cache.
+const TURN_BYTES: usize = 256 << 10;
 
 /// What a peer asks of our memory: see `one_sided.rs`.
 pub(crate) enum Request<'a> {
@@ -40,21 +40,41 @@ impl LinkState {
 
     /// As [`LinkState::send_now`]: up to a whole frame goes from the caller's memory to the kernel.
     pub(super) fn send_now_over_tcp(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
+        self.send_slices_over_tcp(channel, &[IoSlice::new(bytes)], bytes.len())
+    }
+
+    /// The same with the first `len` bytes of the slices.
+    pub(crate) fn send_slices_over_tcp(
+        &mut self,
+        channel: u16,
+        slices: &[IoSlice<'_>],
+        len: usize,
+    ) -> Result<bool, Error> {
         let ready = matches!(self.phase, Phase::Up)
             && self.outbox.is_empty()
             && self.controls.is_empty()
-            && bytes.len() <= self.tcp_segment()
+            && len <= self.tcp_segment()
             && self.credits() > 0
             && self.carrier == Carrier::Tcp
             && self.again.is_empty()
             && self.climb.as_ref().is_none_or(|climb| !climb.switching);
         let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(false) };
-        let parcel = frame(self.data_frame(channel, false), bytes.len());
-        let written = tcp.write_now(&parcel, bytes);
+        let parcel = frame(self.data_frame(channel, false), len);
+        let written = tcp.write_now(&parcel, slices);
         self.tcp = Some(tcp);
         written.map_err(|error| self.broken(&error))?;
-        self.stats.completed(Kind::Send, bytes.len() as u32, false);
+        self.stats.completed(Kind::Send, len as u32, false);
         Ok(true)
+    }
+
+    /// Whether large writes go to the kernel from where they are. Not with TLS, which copies anyway.
+    pub(crate) fn writes_through(&self) -> bool {
+        self.carrier == Carrier::Tcp && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
+    }
+
+    /// Whether nothing can go until the kernel or the peer says so. The engine hears of it and pumps.
+    pub(crate) fn is_held_up(&self) -> bool {
+        self.credits() == 0 || self.tcp.as_ref().is_some_and(TcpPath::is_blocked)
     }
 
     /// Writes whatever may go.
