@@ -11,6 +11,8 @@ use std::time::Instant;
 use ferrite_verbs::{CmKey, Mtu, Status};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
+#[cfg(feature = "tokio")]
+use tokio::io::ReadBuf;
 
 use super::message::Message;
 use super::outbox::OneSided;
@@ -303,7 +305,7 @@ impl LinkShared {
         })
     }
 
-    /// Sends the first `len` bytes of the slices from where they are, if TCP carries the link; `None` if they have to be
+    /// Sends the first `len` bytes of the slices, or some of them, from where they are, if TCP carries the link; `None` if they have to be
     /// queued. While nothing more goes, `waker` is called when something may: what would wait here can wait where it is.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_send_through(
@@ -317,17 +319,17 @@ impl LinkShared {
             if !state.writes_through() {
                 return Poll::Ready(Ok(None));
             }
-            let checked = state.check_open().and_then(|()| state.check_message(channel, len as u64));
+            let checked = state.check_open().and_then(|()| state.check_message(channel, 1));
             if let Err(error) = checked {
                 return Poll::Ready(Err(error));
             }
             match state.send_slices_over_tcp(channel, slices, len) {
-                Ok(true) => Poll::Ready(Ok(Some(len))),
-                Ok(false) if state.is_held_up() => {
+                Ok(Some(sent)) => Poll::Ready(Ok(Some(sent))),
+                Ok(None) if state.is_held_up() => {
                     state.wake_on_room(waker);
                     Poll::Pending
                 }
-                Ok(false) => Poll::Ready(Ok(None)),
+                Ok(None) => Poll::Ready(Ok(None)),
                 Err(error) => {
                     state.fail(error.clone(), wakes);
                     Poll::Ready(Err(error))
@@ -392,6 +394,20 @@ impl LinkShared {
                 _ => {}
             }
             Ok(message)
+        })
+    }
+
+    /// Reads into `out` what TCP has for a stream on `channel`, if it lies in the kernel; `false` if it does not.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn read_through(&self, channel: u16, out: &mut ReadBuf<'_>) -> Result<bool, Error> {
+        self.with(|state, around, wakes| {
+            let read = state.read_through(around.pool, channel, out);
+            match &read {
+                Ok(true) => state.pump(around, wakes), // the peer may have told of credits, or be owed some
+                Ok(false) => {}
+                Err(error) => state.fail(error.clone(), wakes),
+            }
+            read
         })
     }
 

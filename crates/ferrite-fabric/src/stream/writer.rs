@@ -62,7 +62,7 @@ impl Writer {
         }
         let shared = self.link.shared();
         let first = &slices[..slices.len().min(CALLERS_SLICES)];
-        let len = first.iter().map(|slice| slice.len()).sum::<usize>().min(self.chunk);
+        let len = first.iter().map(|slice| slice.len()).sum::<usize>();
         if len > 0
             && let Some(sent) = ready!(shared.poll_send_through(CHANNEL, first, len, cx.waker()))?
         {
