@@ -12,6 +12,7 @@
 mod incoming;
 mod moving;
 mod outgoing;
+mod several;
 mod sockets;
 
 use std::collections::{HashMap, VecDeque};
@@ -32,8 +33,10 @@ use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
+pub(crate) use moving::Opening;
 pub(crate) use outgoing::Outgoing;
 pub use outgoing::{ConnectOptions, Connecting};
+pub use several::ConnectingAny;
 pub(crate) use sockets::Sockets;
 
 /// An identifier of the connection manager, and what it is for.
@@ -286,6 +289,8 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
         queue_bytes: config.send_queue_bytes,
         keepalive: spread(config.keepalive, name.serial),
         peer_timeout: config.peer_timeout,
+        latencies: Arc::clone(&shared.latencies),
+        clock: shared.clock.clone(),
     }
 }
 

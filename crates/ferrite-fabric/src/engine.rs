@@ -33,10 +33,11 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
-use ferrite_verbs::{Absence, Verbs};
+use ferrite_verbs::{Absence, Status, Verbs};
 use rustls::{ClientConfig, ServerConfig};
 
 use crate::error::{Error, ErrorKind};
+use crate::latency::{Latencies, LatencyStats};
 use crate::link::LinkStats;
 use crate::link::shared::LinkShared;
 use crate::mem::{BufMut, Pool, PoolStats, Purpose, lock};
@@ -112,8 +113,9 @@ pub(crate) struct Shared {
     drivers: AtomicUsize,
     has_foreign_loop: AtomicBool,
     busy_poll_us: AtomicU32,
-    clock: quanta::Clock,
+    pub(crate) clock: quanta::Clock,
     pub(crate) counters: Counters,
+    pub(crate) latencies: Arc<Latencies>,
 }
 
 impl Drop for Shared {
@@ -133,6 +135,9 @@ impl Drop for Shared {
     }
 }
 
+/// More than verbs have.
+const STATUSES: usize = 32;
+
 #[derive(Default)]
 pub(crate) struct Counters {
     pub(crate) passes: AtomicU64,
@@ -147,6 +152,11 @@ pub(crate) struct Counters {
     /// By [`FallbackCause::index`].
     pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
     pub(crate) climbs: AtomicU64,
+    /// Takes of completions that found some.
+    pub(crate) batches: AtomicU64,
+    pub(crate) connect_retries: AtomicU64,
+    /// By status, first failures and flushes alike.
+    pub(crate) errors: [AtomicU64; STATUSES],
     pub(crate) devices_lost: AtomicU64,
     pub(crate) devices_back: AtomicU64,
 }
@@ -245,6 +255,7 @@ impl Builder {
                 has_foreign_loop: AtomicBool::new(false),
                 clock: quanta::Clock::new(),
                 counters: Counters::default(),
+                latencies: Arc::default(),
             }),
         })))
     }
@@ -451,6 +462,18 @@ impl Engine {
             fallbacks: FallbackCause::ALL
                 .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
             climbs: counters.climbs.load(Ordering::Relaxed),
+            batches: counters.batches.load(Ordering::Relaxed),
+            connect_retries: counters.connect_retries.load(Ordering::Relaxed),
+            errors: counters
+                .errors
+                .iter()
+                .enumerate()
+                .map(|(code, count)| (Status::from_code(code as u32), count.load(Ordering::Relaxed)))
+                .filter(|(_, count)| *count > 0)
+                .collect(),
+            send_latency: shared.latencies.send.snapshot(),
+            write_latency: shared.latencies.write.snapshot(),
+            read_latency: shared.latencies.read.snapshot(),
             devices_lost: counters.devices_lost.load(Ordering::Relaxed),
             devices_back: counters.devices_back.load(Ordering::Relaxed),
             memory: shared.pool.stats(),
@@ -543,6 +566,18 @@ pub struct EngineStats {
     pub unknown_receives: u64,
     /// Links that went over TCP although RDMA was preferred, by cause.
     pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
+    /// Takes that found completions: `completions` divided by this is how many come at a time.
+    pub batches: u64,
+    /// Handshakes that were tried again.
+    pub connect_retries: u64,
+    /// Requests that failed, by status; flushed ones too.
+    pub errors: Vec<(Status, u64)>,
+    /// How long sends took that somebody waited for, writes, and reads.
+    pub send_latency: LatencyStats,
+    /// The same of one-sided writes.
+    pub write_latency: LatencyStats,
+    /// The same of one-sided reads.
+    pub read_latency: LatencyStats,
     /// Times that a link went from TCP to RDMA.
     pub climbs: u64,
     /// Times that a device was removed, or failed.

@@ -23,6 +23,7 @@ mod error;
 #[cfg(feature = "fuzzing")]
 #[doc(hidden)]
 pub mod fuzzing;
+mod latency;
 mod link;
 mod listener;
 pub mod mem;
@@ -33,15 +34,16 @@ mod stream;
 mod sync;
 pub mod wire;
 
-pub use connect::{ConnectOptions, Connecting};
+pub use connect::{ConnectOptions, Connecting, ConnectingAny};
 pub use engine::{Builder, Config, Engine, EngineStats};
 pub use error::{Error, ErrorKind};
+pub use latency::LatencyStats;
 pub use link::{
     Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport, Writing,
 };
 pub use listener::{Accepting, ListenOptions, Listener, Strangers};
 pub use one_sided::{Region, Revoking};
-pub use policy::{Fallback, FallbackCause, Rdma};
+pub use policy::{Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;
 #[cfg(feature = "tokio")]
 pub use stream::{OwnedReadHalf, OwnedWriteHalf, ReuniteError, Stream, StreamListener};

@@ -29,7 +29,7 @@ pub enum Rdma {
 
 impl fmt::Display for Rdma {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             Self::Prefer => "prefer",
             Self::Require => "require",
             Self::Forbid => "forbid",
@@ -46,6 +46,49 @@ impl FromStr for Rdma {
             "require" => Ok(Self::Require),
             "forbid" => Ok(Self::Forbid),
             other => Err(format!("{other} is none of prefer, require, forbid")),
+        }
+    }
+}
+
+/// How peers meet on RDMA. The setting `connect`.
+///
+/// ```
+/// use ferrite_fabric::Meet;
+///
+/// assert_eq!("tcp-first".parse(), Ok(Meet::TcpFirst));
+/// assert_eq!(Meet::default().to_string(), "auto");
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum Meet {
+    /// By RDMA CM.
+    Cm,
+    /// Over a TCP connection, which stays open: as the way back, and because its end is how a peer is heard to go. For
+    /// networks where RDMA CM does not get through.
+    TcpFirst,
+    /// By RDMA CM; where RDMA is preferred and that does not work, over TCP, from where the link climbs when it can.
+    #[default]
+    Auto,
+}
+
+impl fmt::Display for Meet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Cm => "cm",
+            Self::TcpFirst => "tcp-first",
+            Self::Auto => "auto",
+        })
+    }
+}
+
+impl FromStr for Meet {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        match word {
+            "cm" => Ok(Self::Cm),
+            "tcp-first" => Ok(Self::TcpFirst),
+            "auto" => Ok(Self::Auto),
+            other => Err(format!("{other} is none of cm, tcp-first, auto")),
         }
     }
 }
@@ -117,7 +160,7 @@ impl FallbackCause {
 
 impl fmt::Display for FallbackCause {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
+        f.pad(match self {
             Self::NoLibrary => "no-library",
             Self::NoKernelSupport => "no-kernel-support",
             Self::NoDevice => "no-device",

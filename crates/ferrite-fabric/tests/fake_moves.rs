@@ -1,4 +1,5 @@
 //! Links that lose their RDMA path and go on, on the fake provider and this host's TCP.
+#![expect(clippy::print_stdout, reason = "the seed that replays a failure")]
 
 #[path = "moves/traffic.rs"]
 mod traffic;
@@ -6,7 +7,7 @@ mod traffic;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Transport};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Meet, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use traffic::Traffic;
 
@@ -37,6 +38,10 @@ fn spec(at: usize) -> DeviceSpec {
 
 impl Scene {
     fn new() -> Self {
+        Self::by(Meet::Cm)
+    }
+
+    fn by(meet: Meet) -> Self {
         let world = World::new();
         (0..2).for_each(|at| world.add_device(spec(at)));
         let verbs = world.verbs();
@@ -48,7 +53,8 @@ impl Scene {
         });
         let mut listener =
             engines[1].listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
-        let options = ConnectOptions::new().local(format!("{}:0", HOSTS[0].1).parse().expect("an address"));
+        let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
+        let options = ConnectOptions::new().local(local).meet(meet);
         let connecting = engines[0].connect_with(listener.local_addr(), &options);
         let (a, b) = engines[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
         let links = [a.expect("connect"), b.expect("accept")];
@@ -56,7 +62,7 @@ impl Scene {
     }
 
     fn traffic(&self, seed: u64) -> Traffic {
-        Traffic::start(self.links.clone(), seed)
+        Traffic::start(&self.links, seed)
     }
 
     /// Waits until both ends are on `transport`.
@@ -94,13 +100,44 @@ fn queue_pair_breaks() {
     drop(scene.listener);
 }
 
+/// On RDMA before anyone has the link, without the connection manager; and the connection that stays is how a peer is heard to go.
+#[test]
+fn tcp_first() {
+    let scene = Scene::by(Meet::TcpFirst);
+    assert_eq!(scene.links[0].transport(), Transport::Rdma);
+    scene.is_on(Transport::Rdma);
+    let traffic = scene.traffic(4);
+    traffic.flows(300, PATIENCE, "on RDMA");
+    traffic.stop();
+    assert_eq!(scene.links[0].stats().tcp_bytes, 0, "TCP carried nothing");
+    let Scene { engines: [a, b], links: [link, other], listener, .. } = scene;
+    other.abort();
+    let begun = Instant::now();
+    let error = a.block_on(link.ended()).expect_err("not in good order");
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
+    assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
+    drop((b, listener));
+}
+
+/// The first address that answers is taken, and the others are where a lost peer is looked for.
+#[test]
+fn several_addresses() {
+    let scene = Scene::new();
+    let good = scene.listener.local_addr();
+    let dead = ["127.0.0.7:9", "127.0.0.8:9"].map(|addr| addr.parse().expect("an address"));
+    let options = ConnectOptions::new().timeout(Duration::from_secs(2));
+    let link = scene.engines[0].block_on(scene.engines[0].connect_any(&[dead[0], good, dead[1]], &options));
+    assert_eq!(link.expect("one of them").peer_addr(), Some(good));
+    let error = scene.engines[0].block_on(scene.engines[0].connect_any(&dead, &options)).expect_err("none");
+    assert!(error.to_string().contains("none of 2 addresses works: 127.0.0."), "{error}");
+    let error = scene.engines[0].block_on(scene.engines[0].connect_any(&[], &options)).expect_err("none");
+    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+}
+
 /// Without RDMA at first: the link climbs when the device comes up.
 #[test]
 fn up_when_it_heals() {
-    let world = World::new();
-    (0..2).for_each(|at| world.add_device(spec(at)));
     let scene = Scene::new();
-    drop(world);
     let traffic = scene.traffic(2);
     scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
     scene.is_on(Transport::Tcp);

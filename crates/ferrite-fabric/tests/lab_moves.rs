@@ -69,7 +69,7 @@ fn remove(device: &str) -> Child {
 fn told_to() {
     let scene = Scene::new();
     scene.is_on(Transport::Rdma);
-    let traffic = Traffic::start(scene.links.clone(), 1);
+    let traffic = Traffic::start(&scene.links, 1);
     for side in [0, 1, 0, 1] {
         traffic.flows(100, PATIENCE, "on RDMA");
         assert!(scene.links[side].leave_rdma());
@@ -83,7 +83,7 @@ fn told_to() {
 fn interface_down() {
     let _renewal = Renewal;
     let scene = Scene::new();
-    let traffic = Traffic::start(scene.links.clone(), 2);
+    let traffic = Traffic::start(&scene.links, 2);
     traffic.flows(100, PATIENCE, "on RDMA");
     let down = fault("ip link set h1 down", "ip link set h1 up");
     scene.is_on(Transport::Tcp);
@@ -99,7 +99,7 @@ fn interface_down() {
 #[test]
 fn device_removed_and_added() {
     let scene = Scene::new();
-    let traffic = Traffic::start(scene.links.clone(), 3);
+    let traffic = Traffic::start(&scene.links, 3);
     for (device, netdev) in [(OWN.0, "h2"), (PEER.0, "h1")] {
         traffic.flows(100, PATIENCE, "on RDMA");
         let mut removal = remove(device);
@@ -134,7 +134,7 @@ fn random_faults() {
          rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2",
     );
     let scene = Scene::new();
-    let traffic = Traffic::start(scene.links.clone(), seed);
+    let traffic = Traffic::start(&scene.links, seed);
     traffic.flows(100, PATIENCE, "at first");
     let (begun, mut gaps) = (Instant::now(), Vec::new());
     for at in 0..faults {

@@ -25,6 +25,12 @@ macro_rules! codes {
                 pub const $name: Self = Self($value);
             )*
 
+            /// From a number, known or not.
+            #[must_use]
+            pub const fn from_code(code: u32) -> Self {
+                Self(code)
+            }
+
             /// The number itself.
             #[must_use]
             pub fn code(self) -> u32 {

@@ -1,11 +1,13 @@
 //! Links that go from RDMA to TCP and back: what the engine has to do for them. The rules are in `link/state/moving.rs`.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ferrite_verbs::{GidEntry, GidType, Path, PeerAddress, Port, QueuePairAttributes};
 
+use super::outgoing::Reply;
 use super::sockets::{Dial, Wants};
 use super::{RNR_RETRIES, RNR_TIMER, access};
 use crate::engine::Shared;
@@ -17,13 +19,27 @@ use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::state::{Carrier, Step};
 use crate::link::tcp::TcpPath;
-use crate::policy::Fallback;
+use crate::policy::{Fallback, Rdma};
 use crate::wire::{Address, ParcelKind, Resume};
 
 /// Between calls to a peer that does not answer.
 const REDIAL: Duration = Duration::from_millis(250);
 /// Between tries to go up to RDMA, at most.
 const CLIMB_MAX: Duration = Duration::from_secs(30);
+/// Who waits for a link that is on TCP already and is to be on RDMA.
+pub(crate) struct Opening {
+    reply: Reply,
+    policy: Rdma,
+}
+
+/// A connection that a link goes on over.
+pub(crate) struct Place {
+    pub(crate) socket: u64,
+    pub(crate) encrypted: bool,
+    pub(crate) local: Option<SocketAddr>,
+    pub(crate) peer: SocketAddr,
+}
+
 /// The first packet number: any.
 const PSN: u32 = 1;
 
@@ -91,13 +107,12 @@ impl Poller {
     /// Calls the peer of a link without a path, over TCP.
     pub(crate) fn redial(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
-        let route = link.route();
         let resume = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.lost.as_ref()?;
             let (mine, yours) = (state.session(), state.peer().session);
             Some(Resume { yours, mine, received: state.received() })
         });
-        let (Some(resume), Some(peer)) = (resume, route.peer) else { return };
+        let (Some(resume), Some(peer)) = (resume, link.next_address()) else { return };
         let tls = link.tls();
         let deadline = self.now + shared.config.connection_timeout.min(shared.config.move_timeout);
         self.dial(shared, Dial { peer, local: None, deadline, tls, wants: Wants::Resume(name, resume) });
@@ -150,15 +165,11 @@ impl Poller {
     }
 
     /// Both have said what they have: the link goes on over this connection.
-    pub(crate) fn go_on(
-        &mut self,
-        link: &Arc<LinkShared>,
-        id: u64,
-        tcp: TcpPath,
-        encrypted: bool,
-        received: u64,
-    ) {
-        link.set_route(|route| (route.socket, route.encrypted) = (Some(id), encrypted));
+    pub(crate) fn go_on(&mut self, link: &Arc<LinkShared>, at: &Place, tcp: TcpPath, received: u64) {
+        link.set_route(|route| {
+            (route.socket, route.encrypted) = (Some(at.socket), at.encrypted);
+            (route.local, route.peer) = (at.local, Some(at.peer));
+        });
         link.with_wakes(&mut self.wakes, |state, around, wakes| {
             state.resume_over(tcp, received, wakes);
             state.pump(around, wakes);
@@ -166,6 +177,44 @@ impl Poller {
     }
 
     // ---- up ----
+
+    /// Peers have met over TCP: the link goes up to RDMA before anyone has it.
+    pub(crate) fn open_on_rdma(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        reply: Reply,
+        policy: Rdma,
+    ) {
+        self.openings.insert(link.name, Opening { reply, policy });
+        let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
+        let offered = if moves {
+            self.offer(shared, link)
+        } else {
+            Err(Error::new(ErrorKind::Refused, format!("{} takes no RDMA", link.peer_name())))
+        };
+        match offered {
+            Ok(()) => self.timers.add(self.now + shared.config.connection_timeout, Timer::Climb(link.name)),
+            Err(error) => self.opening_failed(shared, link, error),
+        }
+    }
+
+    /// RDMA does not carry a link that somebody waits for.
+    pub(crate) fn opening_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
+        let Some(Opening { reply, policy }) = self.openings.remove(&link.name) else { return };
+        if policy == Rdma::Require || link.failure_known() {
+            link.with_wakes(&mut self.wakes, |state, _, wakes| state.end(error.clone(), wakes));
+            let _ = reply.send(Err(error));
+            return;
+        }
+        shared.fell_back(link, Fallback::new(error));
+        if link.with_wakes(&mut self.wakes, |state, _, _| state.moves) {
+            self.timers.add(self.now + shared.config.climb_after, Timer::Climb(link.name));
+        }
+        if let Err(Ok(link)) = reply.send(Ok(Arc::clone(link))) {
+            link.close();
+        }
+    }
 
     /// A link on TCP that would rather be on RDMA.
     pub(crate) fn climb_due(&mut self, shared: &Shared, name: LinkName) {
@@ -179,6 +228,11 @@ impl Poller {
         }
         if climbing {
             self.withdraw(&link);
+            if self.openings.contains_key(&name) {
+                let what = format!("{} did not go on over RDMA in time", link.peer_name());
+                self.opening_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
+                return; // which has said when to try again
+            }
         }
         if carrier == Carrier::Tcp
             && let Err(error) = self.offer(shared, &link)
@@ -228,6 +282,12 @@ impl Poller {
             }
             Step::Withdrawn => {
                 self.end_climb(link);
+                let what = format!(
+                    "{} does not go on over RDMA: it has none for this address, or its packets do not get through \
+                     (UDP port 4791)",
+                    link.peer_name()
+                );
+                self.opening_failed(shared, link, Error::new(ErrorKind::Unreachable, what));
                 Ok(())
             }
             Step::Arrived => {
@@ -238,6 +298,7 @@ impl Poller {
         if let Err(error) = stepped {
             tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
             self.withdraw(link);
+            self.opening_failed(shared, link, error);
         }
     }
 
@@ -341,6 +402,14 @@ impl Poller {
         link.is_well();
         link.set_fallback(None);
         shared.counters.climbs.fetch_add(1, Ordering::Relaxed);
+        if let Some(Opening { reply, policy }) = self.openings.remove(&link.name) {
+            if policy == Rdma::Require {
+                link.with_wakes(&mut self.wakes, |state, _, _| state.moves = false);
+            }
+            if let Err(Ok(link)) = reply.send(Ok(Arc::clone(link))) {
+                link.close(); // nobody wanted it any more
+            }
+        }
         tracing::info!("link to {} is on RDMA ({name})", link.peer_name());
     }
 

@@ -23,7 +23,7 @@ use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
-use crate::policy::{Fallback, Rdma};
+use crate::policy::{Fallback, Meet, Rdma};
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
 /// The kernel can miss the moment when a neighbour's address becomes known, and then looks again only when its time is
@@ -45,6 +45,7 @@ pub struct ConnectOptions {
     local: Option<SocketAddr>,
     timeout: Option<Duration>,
     rdma: Option<Rdma>,
+    meet: Option<Meet>,
     tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     require_encryption: bool,
 }
@@ -68,6 +69,12 @@ impl ConnectOptions {
         self
     }
 
+    /// How the peer is met on RDMA; without this, what the engine's settings say.
+    pub fn meet(mut self, meet: Meet) -> Self {
+        self.meet = Some(meet);
+        self
+    }
+
     /// TLS for the case that TCP carries it: what to trust, and what the peer's certificate must be for.
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config, name));
@@ -88,7 +95,7 @@ impl ConnectOptions {
 }
 
 /// Who waits for a link.
-pub(super) type Reply = oneshot::Sender<Opened>;
+pub(crate) type Reply = oneshot::Sender<Opened>;
 type Opened = Result<Arc<LinkShared>, Error>;
 
 /// A handshake that this side began.
@@ -192,6 +199,17 @@ impl Engine {
             }
             return connecting;
         }
+        let lacks = self.shared().lanes.is_empty().then(|| self.shared().no_rdma());
+        if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy)) {
+            // Nothing to wait for.
+            if let Some(over_tcp) = over_tcp {
+                self.shared().with_poller(|poller, shared| {
+                    poller.now = now;
+                    poller.dial(shared, over_tcp.dial(now, reply, Some(Fallback::new(error))));
+                });
+            }
+            return connecting;
+        }
         let outgoing = Box::new(Outgoing {
             id: None,
             peer,
@@ -225,16 +243,18 @@ impl Engine {
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let name = || ServerName::IpAddress(peer.ip().into());
+        let meet = options.meet.unwrap_or(self.config().connect);
         let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
         if options.require_encryption && tls.is_none() {
             let what = "encryption is required, and there is no TLS configuration (ConnectOptions::tls)";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
-        let over_tcp = OverTcp { peer, local: options.local, timeout, tls };
-        Ok(match policy {
-            Rdma::Require => (true, None),
-            Rdma::Prefer => (!options.require_encryption, Some(over_tcp)),
-            Rdma::Forbid => (false, Some(over_tcp)),
+        let upgrade = policy != Rdma::Forbid && !options.require_encryption;
+        let over_tcp = OverTcp { peer, local: options.local, timeout, tls, policy, upgrade };
+        Ok(match (policy, meet) {
+            (Rdma::Forbid, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
+            (Rdma::Require, Meet::Cm | Meet::Auto) => (true, None),
+            (Rdma::Prefer, _) => (!options.require_encryption, Some(over_tcp)),
         })
     }
 }
@@ -245,12 +265,19 @@ struct OverTcp {
     local: Option<SocketAddr>,
     timeout: Duration,
     tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    policy: Rdma,
+    /// To RDMA, as soon as the peers have met.
+    upgrade: bool,
 }
 
 impl OverTcp {
     fn dial(self, now: Instant, reply: Reply, fallback: Option<Fallback>) -> Dial {
-        let Self { peer, local, timeout, tls } = self;
-        Dial { peer, local, deadline: now + timeout, tls, wants: Wants::Link(reply, fallback) }
+        let Self { peer, local, timeout, tls, policy, upgrade } = self;
+        let wants = match fallback {
+            None if upgrade => Wants::Rdma(reply, policy),
+            fallback => Wants::Link(reply, fallback), // by CM it did not work: over TCP it is tried later
+        };
+        Dial { peer, local, deadline: now + timeout, tls, wants }
     }
 }
 
@@ -365,7 +392,8 @@ impl Poller {
             CmEventKind::ROUTE_RESOLVED => {
                 let lane = lane_of(shared, id)?;
                 let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
-                let (link, hello) = self.make_link(shared, lane, outgoing.otherwise.is_some())?;
+                let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
+                let (link, hello) = self.make_link(shared, lane, moves)?;
                 link.with_wakes(&mut self.wakes, |state, _, _| state.is_caller = true);
                 link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
                 let hello = hello.encode();
@@ -400,6 +428,7 @@ impl Poller {
             self.finish(shared, *outgoing, Err(error));
             return;
         }
+        shared.counters.connect_retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         if let Some((link, _)) = outgoing.link.take() {
             self.unmake_link(shared, &link, &error);
         }

@@ -21,6 +21,7 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::moving::Place;
 use super::outgoing::Reply;
 use super::{UNKNOWN_PEER, own_limits, spread};
 use crate::engine::Shared;
@@ -33,7 +34,7 @@ use crate::link::state::{LinkState, Reading};
 use crate::link::tcp::{TcpPath, receive, send};
 use crate::link::tls::Tls;
 use crate::listener::ListenerShared;
-use crate::policy::Fallback;
+use crate::policy::{Fallback, Rdma};
 use crate::wire::{
     self, GREETING_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Resume,
     Version,
@@ -101,6 +102,8 @@ enum Side {
 pub(crate) enum Wants {
     /// A new link; why not over RDMA, if that was preferred.
     Link(Reply, Option<Fallback>),
+    /// A new link that is to go up to RDMA at once.
+    Rdma(Reply, Rdma),
     /// A link that has lost its path.
     Resume(LinkName, Resume),
 }
@@ -232,10 +235,10 @@ impl Poller {
             }
         };
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-        let moves = matches!(&wants, Wants::Link(_, Some(_)) | Wants::Resume(..));
+        let moves = matches!(&wants, Wants::Link(_, Some(_)) | Wants::Rdma(..) | Wants::Resume(..));
         let ours = shared.hello(links, moves);
         let resume = match &wants {
-            Wants::Link(..) => None,
+            Wants::Link(..) | Wants::Rdma(..) => None,
             Wants::Resume(_, resume) => Some(*resume),
         };
         let id = self.sockets.next;
@@ -381,6 +384,7 @@ impl Poller {
     fn dial_failed(&mut self, shared: &Shared, wants: Wants, error: Error) {
         match wants {
             Wants::Link(reply, fallback) => drop(reply.send(Err(both(error, fallback)))),
+            Wants::Rdma(reply, _) => drop(reply.send(Err(error))),
             Wants::Resume(name, _) => self.redial_failed(shared, name, &error),
         }
     }
@@ -511,19 +515,19 @@ impl Poller {
     fn become_link(&mut self, shared: &Shared, id: u64, greeting: Greeting, theirs: wire::Greeting) {
         let Greeting { socket, tls, trusted, mut heard, ours, side, peer, .. } = greeting;
         let early = heard.split_off(GREETING_BYTES.min(heard.len()));
+        let local = address(rustix::net::getsockname(&socket));
+        let place = Place { socket: id, encrypted: tls.is_some(), local, peer };
         let side = match side {
             Side::Answering { resumes: Some((link, received)), .. } => {
-                let (encrypted, tcp) = (tls.is_some(), TcpPath::new(socket, tls, early));
                 self.carry(id, link.name);
-                self.go_on(&link, id, tcp, encrypted, received);
+                self.go_on(&link, &place, TcpPath::new(socket, tls, early), received);
                 return;
             }
             Side::Dialing { wants: Wants::Resume(name, _), .. } => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 let Some(resume) = theirs.resume else { return };
-                let (encrypted, tcp) = (tls.is_some(), TcpPath::new(socket, tls, early));
                 self.carry(id, name);
-                self.go_on(&link, id, tcp, encrypted, resume.received);
+                self.go_on(&link, &place, TcpPath::new(socket, tls, early), resume.received);
                 return;
             }
             side => side,
@@ -531,13 +535,12 @@ impl Poller {
         let theirs = theirs.hello;
         let vacancy = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).vacancy();
         let (Some((name, _)), Some(ours)) = (vacancy, ours) else {
-            if let Side::Dialing { wants: Wants::Link(reply, _), .. } = side {
+            if let Side::Dialing { wants: Wants::Link(reply, _) | Wants::Rdma(reply, _), .. } = side {
                 let what = "no number is left for another link";
                 let _ = reply.send(Err(Error::new(ErrorKind::Resources, what)));
             }
             return;
         };
-        let local = address(rustix::net::getsockname(&socket));
         let encrypted = tls.is_some();
         let mut state = LinkState::over_tcp(TcpPath::new(socket, tls, early), own_limits(shared, ours, name));
         state.open(theirs, self.now);
@@ -555,6 +558,10 @@ impl Poller {
         self.timers.add(ask_at, Timer::Keepalive(name));
         match side {
             Side::Dialing { wants: Wants::Resume(..), .. } => {}
+            Side::Dialing { wants: Wants::Rdma(reply, policy), .. } => {
+                shared.counters.connected.fetch_add(1, Ordering::Relaxed);
+                self.open_on_rdma(shared, &link, reply, policy);
+            }
             Side::Dialing { wants: Wants::Link(reply, fallback), .. } => {
                 shared.counters.connected.fetch_add(1, Ordering::Relaxed);
                 if let Some(fallback) = fallback {

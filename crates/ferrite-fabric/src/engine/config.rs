@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::mem::PoolConfig;
-use crate::policy::Rdma;
+use crate::policy::{Meet, Rdma};
 
 /// How an [`Engine`](crate::Engine) works. The names are those that people know from other RDMA software.
 ///
@@ -19,6 +19,8 @@ pub struct Config {
     pub memory: PoolConfig,
     /// Whether RDMA carries links: `prefer`, `require` or `forbid`. Listeners and connects may say otherwise. Prefer.
     pub rdma: Rdma,
+    /// How peers are met on RDMA: `cm`, `tcp-first` or `auto`. A connect may say otherwise. Auto.
+    pub connect: Meet,
     /// How long to look for completions before sleeping, in microseconds. 50. More costs CPU, and answers sooner.
     pub busy_poll_us: u32,
     /// Completions taken at a time. 32.
@@ -77,6 +79,7 @@ impl Default for Config {
         Self {
             memory: PoolConfig::default(),
             rdma: Rdma::default(),
+            connect: Meet::default(),
             busy_poll_us: 50,
             poll_batch: 32,
             send_queue_depth: 128,

@@ -4,9 +4,10 @@
 //! links are idle. Looking at descriptors is a system call, so it is done every millisecond while there are completions,
 //! and before and after sleeping.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion};
@@ -19,7 +20,7 @@ use super::revive::Search;
 use super::slots::WorkId;
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
-use crate::connect::{Meeting, Meetings, Sockets};
+use crate::connect::{Meeting, Meetings, Opening, Sockets};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
@@ -53,6 +54,10 @@ pub(crate) struct Poller {
     pub(crate) sockets: Sockets,
     /// Links that can move, by what this side calls them.
     pub(crate) sessions: HashMap<u64, LinkName>,
+    /// Links that are there on TCP, and that somebody waits for on RDMA.
+    pub(crate) openings: HashMap<LinkName, Opening>,
+    /// Who waits for a moment, by number.
+    pub(crate) sleepers: BTreeMap<u64, Waker>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
     /// Links that called and have not been attended to.
@@ -78,6 +83,8 @@ impl Poller {
             meetings: Meetings::default(),
             sockets: Sockets::default(),
             sessions: HashMap::new(),
+            openings: HashMap::new(),
+            sleepers: BTreeMap::new(),
             timers: Timers::default(),
             clock_set: None,
             calls: VecDeque::new(),
@@ -145,6 +152,7 @@ impl Poller {
                 }
                 self.completions = completions;
                 total += taken;
+                shared.counters.batches.fetch_add(1, Ordering::Relaxed);
                 if taken < self.completions.len() {
                     break;
                 }
@@ -198,6 +206,11 @@ impl Poller {
         wc: &WorkCompletion,
     ) {
         let id = WorkId(wc.wr_id());
+        if wc.status() != Status::SUCCESS
+            && let Some(count) = shared.counters.errors.get(wc.status().code() as usize)
+        {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
         if !id.is_receive() {
             if let Some(link) = links.get(id.owner()) {
                 link.with_wakes(&mut self.wakes, |state, around, wakes| {
@@ -404,6 +417,7 @@ impl Poller {
                 self.starved = false; // the pass goes on to do it
                 self.sockets.unstarve();
             }
+            Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
             Timer::Move(name) => self.move_timed_out(shared, name),
             Timer::Climb(name) => self.climb_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),
@@ -484,6 +498,9 @@ impl Poller {
         }
         let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
         self.sessions.remove(&session);
+        if let Some(error) = link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
+            self.opening_failed(shared, link, error);
+        }
         if let Some(key) = route.cm_key {
             self.meetings.remove(key);
         }

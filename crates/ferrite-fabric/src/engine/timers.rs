@@ -7,7 +7,7 @@ use std::time::Instant;
 use ferrite_verbs::CmKey;
 
 /// A link by its number, which others get after it, and by its serial, which none does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LinkName {
     pub(crate) index: u32,
     pub(crate) serial: u64,
@@ -30,6 +30,8 @@ pub(crate) enum Timer {
     Climb(LinkName),
     /// Call the peer of this link again: it has no path.
     Redial(LinkName),
+    /// Somebody wants to be woken.
+    Wake(u64),
     /// Is there memory for receives again?
     Refill,
     /// Has this handshake got anywhere?

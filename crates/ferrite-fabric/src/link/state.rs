@@ -35,6 +35,7 @@ use super::tickets::{Outcome, Ticket, Tickets};
 use crate::engine::lane::Lane;
 use crate::engine::slots::{Held, InFlight, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
+use crate::latency::Latencies;
 use crate::mem::{Buf, Pool};
 use crate::wire::{Control, Features, Hello};
 use moving::{Again, Climb, Kept, Lost};
@@ -54,6 +55,8 @@ pub(crate) struct Tag {
     grant: u64,
     offset: u64,
     imm: u32,
+    /// When it began, if somebody waits for it; else 0.
+    begun: u64,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -194,13 +197,15 @@ pub(crate) struct Silence {
 }
 
 /// What the configuration allows on this side.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(crate) struct OwnLimits {
     pub(crate) hello: Hello,
     pub(crate) queue_messages: usize,
     pub(crate) queue_bytes: u64,
     pub(crate) keepalive: Duration,
     pub(crate) peer_timeout: Duration,
+    pub(crate) latencies: Arc<Latencies>,
+    pub(crate) clock: quanta::Clock,
 }
 
 /// Grants that are known to be revoked. Beyond that the oldest are forgotten: who uses one of them is told by the device.
@@ -253,8 +258,8 @@ impl LinkState {
             batch: Vec::new(),
             inline,
             unsignaled: 0,
-            limits,
             peer: limits.hello,
+            limits,
             sent: 0,
             acknowledged: 0,
             received: 0,
@@ -582,6 +587,25 @@ impl LinkState {
             self.inbox.drop_partial();
         }
         destroyed.is_ok()
+    }
+}
+
+impl LinkState {
+    /// The time, if somebody waits.
+    fn began(&self, ticket: Option<Ticket>) -> u64 {
+        if ticket.is_some() { self.limits.clock.raw() } else { 0 }
+    }
+}
+
+/// Counts how long an operation took, if somebody waited for it.
+fn took(limits: &OwnLimits, tag: &Tag) {
+    if tag.begun != 0 {
+        let histogram = match tag.kind {
+            Kind::Read => &limits.latencies.read,
+            Kind::Write | Kind::Notice => &limits.latencies.write,
+            _ => &limits.latencies.send,
+        };
+        histogram.record(limits.clock.delta_as_nanos(tag.begun, limits.clock.raw()));
     }
 }
 

@@ -31,6 +31,8 @@ pub struct LinkStats {
     pub stale_completions: u64,
     /// RDMA paths that were lost and did not end the link.
     pub moves: u64,
+    /// Of the bytes sent, written and read, those that TCP carried: the others went over RDMA.
+    pub tcp_bytes: u64,
 }
 
 impl LinkStats {
@@ -66,6 +68,7 @@ impl LinkStats {
             completion_errors,
             stale_completions,
             moves,
+            tcp_bytes,
         } = other;
         self.send_ops += send_ops;
         self.send_bytes += send_bytes;
@@ -79,5 +82,6 @@ impl LinkStats {
         self.completion_errors += completion_errors;
         self.stale_completions += stale_completions;
         self.moves += moves;
+        self.tcp_bytes += tcp_bytes;
     }
 }

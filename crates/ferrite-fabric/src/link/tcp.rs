@@ -228,6 +228,11 @@ impl TcpPath {
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
     }
 
+    /// Whether the peer asks and does not take the answers: beyond what one in good order can have under way.
+    pub(super) fn is_flooded(&self) -> bool {
+        self.out.len() > OUT_PARCELS + 4 * OPERATIONS
+    }
+
     /// Writes frames from the caller's memory, if nothing stands before them: the first `len` bytes of `slices`, in frames of
     /// at most `most` with this `imm`. Returns how many have begun, and their bytes; of the last, what the kernel did not
     /// take is copied.
@@ -299,8 +304,9 @@ impl TcpPath {
     }
 
     /// Reads what comes next into `out`, if it is the payload of a large frame that `takes` accepts. What belongs to
-    /// anybody else stays where it is, or waits for the engine ([`TcpPath::has_left_over`]). `None` if nothing could be read; else how much, and the immediate data of the frame if
-    /// it is over now. The rest of a frame that is not over is read as if it were all of it.
+    /// anybody else stays where it is, or waits for the engine ([`TcpPath::has_left_over`]). `None` if nothing could be read;
+    /// else how much, and the immediate data of the frame if it is over now. The rest of a frame that is not over is read as
+    /// if it were all of it.
     #[cfg(feature = "tokio")]
     pub(super) fn read_through(
         &mut self,
@@ -541,7 +547,7 @@ impl TcpPath {
     /// Where the payload goes: what was read goes into the buffer that waits for it.
     fn place_for(&mut self, parcel: &Parcel, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
         match parcel.kind {
-            _ if parcel.follows() == 0 && parcel.kind != ParcelKind::Frame => return Ok(None),
+            _ if !parcel.has_payload() => return Ok(None),
             ParcelKind::Data => {
                 if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == parcel.op)
                     && let Held::Unique(buf) = &asked.held

@@ -128,18 +128,24 @@ impl Parcel {
         })
     }
 
+    /// Whether it is of a kind that has a payload, if only an empty one.
+    #[must_use]
+    pub fn has_payload(&self) -> bool {
+        matches!(
+            self.kind,
+            ParcelKind::Frame
+                | ParcelKind::Write
+                | ParcelKind::WriteImm
+                | ParcelKind::Data
+                | ParcelKind::Offer
+                | ParcelKind::Answer
+        )
+    }
+
     /// Bytes that follow it.
     #[must_use]
     pub fn follows(&self) -> usize {
-        match self.kind {
-            ParcelKind::Frame
-            | ParcelKind::Write
-            | ParcelKind::WriteImm
-            | ParcelKind::Data
-            | ParcelKind::Offer
-            | ParcelKind::Answer => self.len as usize,
-            _ => 0,
-        }
+        if self.has_payload() { self.len as usize } else { 0 }
     }
 }
 

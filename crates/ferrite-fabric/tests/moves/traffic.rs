@@ -60,7 +60,7 @@ fn wait<F: std::future::Future>(future: F) -> F::Output {
 
 impl Traffic {
     /// Between the two ends of a link. Both engines are driven by others.
-    pub(crate) fn start(ends: [Link; 2], seed: u64) -> Self {
+    pub(crate) fn start(ends: &[Link; 2], seed: u64) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let received = [Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0))];
         let longest_gap_us = Arc::new(AtomicU64::new(0));

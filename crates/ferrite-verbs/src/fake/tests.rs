@@ -105,11 +105,11 @@ fn a_blocking_channel_blocks_and_a_destroy_waits_for_the_acknowledgement() {
         assert_eq!((got, world.objects().unacked_events), (cq, 1));
         assert_eq!((IBV.ibv_destroy_qp)(qp), 0);
         let addr = cq.expose_provenance();
+        let start = std::time::Instant::now();
         let acknowledger = std::thread::spawn(move || {
             std::thread::sleep(Duration::from_millis(50));
             (IBV.ibv_ack_cq_events)(std::ptr::with_exposed_provenance_mut(addr), 1);
         });
-        let start = std::time::Instant::now();
         assert_eq!((IBV.ibv_destroy_cq)(cq), 0);
         assert!(start.elapsed() >= Duration::from_millis(50), "it waited");
         acknowledger.join().expect("acknowledged");

@@ -371,8 +371,8 @@ impl LinkState {
     pub(super) fn on_resume(&mut self, received: u64, wakes: &mut Wakes) -> Result<(), Error> {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         if self.carrier == Carrier::Tcp {
-            // It was on its way up, and this side had not heard of it yet.
-            if !self.climb.as_ref().is_some_and(|climb| climb.switch_sent) {
+            // It was on its way up, and this side had not heard of it yet, or has withdrawn since.
+            if !self.moves {
                 return Err(super::receiving::protocol("a path that was not there is lost"));
             }
             self.carrier = Carrier::Moving;

@@ -7,7 +7,7 @@ use std::time::Instant;
 use tokio::io::ReadBuf;
 
 use super::receiving::protocol;
-use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome};
+use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome, took};
 use crate::engine::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::{Next, OneSided};
@@ -84,6 +84,7 @@ impl LinkState {
         for frame in 0..frames {
             self.stats.completed(Kind::Send, most.min(bytes - frame * most) as u32, false);
         }
+        self.stats.tcp_bytes += bytes as u64;
         Ok(Some(bytes))
     }
 
@@ -150,10 +151,12 @@ impl LinkState {
         loop {
             while tcp.has_room() && self.add_parcel(&mut tcp) {}
             let before = tcp.is_written();
-            let (tickets, stats) = (&mut self.tickets, &mut self.stats);
+            let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
             result = tcp.flush(|tag| {
                 stats.completed(tag.kind, tag.bytes, false);
+                stats.tcp_bytes += u64::from(tag.bytes);
                 if let Some(ticket) = tag.ticket {
+                    took(limits, &tag);
                     wakes.extend(tickets.finish(ticket, outcome(Ok(()), Held::Nothing)));
                 }
             });
@@ -189,7 +192,8 @@ impl LinkState {
             Next::Frame { channel, more, piece, ticket } => {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
                 let parcel = frame_parcel(self.data_frame(channel, more), bytes);
-                let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, ..Tag::default() };
+                let begun = self.began(ticket);
+                let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, begun, ..Tag::default() };
                 tcp.push(&parcel, piece.map_or(Body::Nothing, Body::Buf), Some(tag));
             }
             Next::OneSided(OneSided { kind, held, ticket, grant, offset, bytes, imm, .. }) => {
@@ -202,7 +206,12 @@ impl LinkState {
                     _ => ParcelKind::Write,
                 };
                 let parcel = Parcel { kind: parcel_kind, imm, len: bytes, op: 0, grant, offset };
-                tcp.ask(parcel, held, Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm });
+                let begun = self.began(ticket);
+                tcp.ask(
+                    parcel,
+                    held,
+                    Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun },
+                );
             }
         }
         true
@@ -293,6 +302,9 @@ impl LinkState {
     ) -> Result<(), Error> {
         self.last_heard = now;
         self.asked = None;
+        if tcp.is_flooded() {
+            return Err(protocol("more questions than it takes answers to"));
+        }
         let &Parcel { kind, imm, len, op, grant, offset } = parcel;
         match (kind, body) {
             (ParcelKind::Frame, Some(body)) => return self.on_frame(imm, Some(body), now, wakes),
@@ -370,6 +382,8 @@ impl LinkState {
             _ => return Err(protocol("an answer to another question")),
         };
         self.stats.completed(tag.kind, tag.bytes, result.is_err());
+        self.stats.tcp_bytes += u64::from(tag.bytes);
+        took(&self.limits, &tag);
         if let Some(ticket) = tag.ticket {
             wakes.extend(self.tickets.finish(ticket, outcome(result, held)));
         }

@@ -2,7 +2,7 @@
 
 use ferrite_verbs::{Operation, RemoteSlice, Status, WorkCompletion};
 
-use super::{Around, Carrier, Kind, LinkState, Phase, Tag, Wakes, outcome};
+use super::{Around, Carrier, Kind, LinkState, Phase, Tag, Wakes, outcome, took};
 use crate::engine::slots::{BATCH, Held, InFlight, Work};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::{Allowed, Next, OneSided};
@@ -204,6 +204,7 @@ impl LinkState {
                         kind: Kind::Send,
                         bytes: bytes as u32,
                         frame: self.sent,
+                        begun: self.began(ticket),
                         ..Tag::default()
                     },
                 }
@@ -217,7 +218,8 @@ impl LinkState {
                 }
                 let inline = kind != Kind::Read && bytes as usize <= self.inline;
                 let signaled = self.signal(around, ticket.is_some() || !inline);
-                let tag = Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm };
+                let begun = self.began(ticket);
+                let tag = Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun };
                 Work { operation, held, signaled, inline, tag }
             }
         }))
@@ -316,13 +318,14 @@ impl LinkState {
             }
         }
         let error = self.failure().cloned();
-        let (tickets, stats) = (&mut self.tickets, &mut self.stats);
+        let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
         let mut entries = 0;
         self.queue.complete(wc, |InFlight { held, tag }, last| {
             entries += 1;
             let failed = last && !ok;
             stats.completed(tag.kind, tag.bytes, failed);
             if let Some(ticket) = tag.ticket {
+                took(limits, &tag);
                 let result = match (&error, failed) {
                     (Some(error), true) => Err(error.clone()),
                     _ => Ok(()),

@@ -1,0 +1,105 @@
+//! How long operations take: counts in powers of two, cheap enough to be always on.
+
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// The last holds all that took longer: a quarter of an hour.
+const BUCKETS: usize = 41;
+
+/// By operation; engine and links share them.
+#[derive(Debug, Default)]
+pub(crate) struct Latencies {
+    pub(crate) send: Histogram,
+    pub(crate) write: Histogram,
+    pub(crate) read: Histogram,
+}
+
+#[derive(Debug)]
+pub(crate) struct Histogram([AtomicU64; BUCKETS]);
+
+impl Default for Histogram {
+    fn default() -> Self {
+        Self([const { AtomicU64::new(0) }; BUCKETS])
+    }
+}
+
+impl Histogram {
+    pub(crate) fn record(&self, nanoseconds: u64) {
+        let bucket = (u64::BITS - nanoseconds.leading_zeros()) as usize;
+        self.0[bucket.min(BUCKETS - 1)].fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn snapshot(&self) -> LatencyStats {
+        LatencyStats { buckets: std::array::from_fn(|at| self.0[at].load(Ordering::Relaxed)) }
+    }
+}
+
+/// How long operations that somebody waited for took, from the call to the answer.
+///
+/// ```
+/// # fn show(engine: &ferrite_fabric::Engine) {
+/// let send = engine.stats().send_latency;
+/// println!("{} sends, half of them within {:?}, 99 % within {:?}", send.count(), send.within(50.0), send.within(99.0));
+/// # }
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct LatencyStats {
+    /// Bucket `n` counts those that took less than 2^n nanoseconds and not less than half of that.
+    buckets: [u64; BUCKETS],
+}
+
+impl LatencyStats {
+    /// Operations that were counted.
+    #[must_use]
+    pub fn count(&self) -> u64 {
+        self.buckets.iter().sum()
+    }
+
+    /// Each bucket's upper bound, and how many it counts; empty ones are left out.
+    pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
+        let bounds =
+            self.buckets.iter().enumerate().map(|(at, count)| (Duration::from_nanos(1 << at), *count));
+        bounds.filter(|(_, count)| *count > 0)
+    }
+
+    /// A time within which so many percent were done: exact to a factor of two. Zero if there were none.
+    #[must_use]
+    pub fn within(&self, percent: f64) -> Duration {
+        let wanted = self.count() as f64 * percent / 100.0;
+        let mut seen = 0;
+        for (bound, count) in self.buckets() {
+            seen += count;
+            if seen as f64 >= wanted {
+                return bound;
+            }
+        }
+        Duration::ZERO
+    }
+}
+
+impl fmt::Debug for LatencyStats {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_map().entries(self.buckets()).finish()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buckets_and_percentiles() {
+        let histogram = Histogram::default();
+        assert_eq!(histogram.snapshot().within(50.0), Duration::ZERO);
+        for nanoseconds in [0, 1, 3, 1000, 1023, 1024, u64::MAX] {
+            histogram.record(nanoseconds);
+        }
+        let stats = histogram.snapshot();
+        assert_eq!(stats.count(), 7);
+        let buckets: Vec<_> = stats.buckets().map(|(bound, count)| (bound.as_nanos(), count)).collect();
+        assert_eq!(buckets, [(1, 1), (2, 1), (4, 1), (1024, 2), (2048, 1), (1 << 40, 1)]);
+        assert_eq!(stats.within(50.0), Duration::from_nanos(1024));
+        assert_eq!(stats.within(100.0), Duration::from_nanos(1 << 40));
+    }
+}

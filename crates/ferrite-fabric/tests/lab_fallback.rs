@@ -1,0 +1,307 @@
+//! The fallback matrix: {fault} × {prefer, require, forbid} × {cm, tcp-first}, on real devices (`cargo xtask lab-test fallback`).
+//!
+//! In each cell a link is opened from 10.0.0.2 to 10.0.0.1 while something is wrong. `prefer` must give a link on TCP that says why,
+//! with a counter moved, and is on RDMA once the fault is lifted; `require` an error of the right kind; `forbid` a link on TCP
+//! without a word. All within the deadline.
+#![expect(clippy::print_stdout, reason = "the matrix is for people to read")]
+
+#[path = "lab_faults/net.rs"]
+mod net;
+#[expect(dead_code, reason = "shared with lab_faults")]
+#[path = "lab_faults/rig.rs"]
+mod rig;
+
+use std::net::SocketAddr;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::mem::PoolConfig;
+use ferrite_fabric::{
+    Config, ConnectOptions, Engine, ErrorKind, FallbackCause, Link, ListenOptions, Meet, Rdma, Transport,
+};
+use net::{Mend, Renewal, Wire, fault};
+use rig::{OWN, PEER, any_port, pace, until, within};
+
+/// One way that fails takes at most `connection_timeout` (2 s here), and so does the other.
+const DEADLINE: Duration = Duration::from_secs(5);
+/// The way back up: the next try, or the next look for a device.
+const BACK: Duration = Duration::from_secs(20);
+/// The parent's listener, for a child.
+const TARGET: &str = "FERRITE_TARGET";
+
+fn config() -> Config {
+    Config {
+        connection_timeout: Duration::from_secs(2),
+        climb_after: Duration::from_millis(300),
+        ..Config::default()
+    }
+}
+
+/// A peer that answers every message with the same.
+fn peer(rdma: Rdma) -> (Engine, SocketAddr) {
+    let engine = Engine::system().device(PEER.0).config(config()).build().expect("an engine");
+    engine.spawn_thread().expect("a thread");
+    let options = ListenOptions::new().rdma(rdma);
+    let mut listener =
+        engine.listen_with("0.0.0.0:0".parse().expect("an address"), &options).expect("to listen");
+    let mut target = any_port(PEER);
+    target.set_port(listener.local_addr().port());
+    std::thread::spawn(move || {
+        while let Ok(link) = within(Duration::from_secs(600), "a link", listener.accept()) {
+            std::thread::spawn(move || echo(&link));
+        }
+    });
+    (engine, target)
+}
+
+fn echo(link: &Link) {
+    while let Ok(message) = within(Duration::from_secs(600), "a message", link.recv()) {
+        if within(Duration::from_secs(60), "an answer", link.send_bytes(0, &message.to_vec())).is_err() {
+            return;
+        }
+    }
+}
+
+fn answers(link: &Link, what: &str) {
+    within(DEADLINE * pace(), what, async {
+        link.send_bytes(0, what.as_bytes()).await.expect("sent");
+        assert_eq!(link.recv().await.expect("an answer").to_vec(), what.as_bytes());
+    });
+}
+
+/// Goes through the cells of one fault. `lift` ends it in the cell of `prefer`, `again` brings it back.
+fn cells(
+    name: &str,
+    target: SocketAddr,
+    config: &Config,
+    causes: &[FallbackCause],
+    kinds: &[ErrorKind],
+    mut lift: impl FnMut(bool) -> bool,
+) {
+    for meet in [Meet::Cm, Meet::TcpFirst] {
+        for rdma in [Rdma::Prefer, Rdma::Require, Rdma::Forbid] {
+            let begun = Instant::now();
+            let built = Engine::system().device(OWN.0).rdma(rdma).config(config.clone()).build();
+            let engine = match built {
+                Ok(engine) => engine,
+                Err(error) => {
+                    assert!(
+                        rdma == Rdma::Require && kinds.contains(&error.kind()),
+                        "{name} {rdma}: {error:?}"
+                    );
+                    println!("{name:18} {rdma:8} {meet:10} {:5.2?}  refused: {error}", begun.elapsed());
+                    continue;
+                }
+            };
+            engine.spawn_thread().expect("a thread");
+            let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
+            let opened = within(DEADLINE * pace(), name, engine.connect_with(target, &options));
+            let took = begun.elapsed();
+            match (rdma, opened) {
+                (Rdma::Prefer, Ok(link)) => {
+                    answers(&link, "over TCP");
+                    assert_eq!(link.transport(), Transport::Tcp, "{name} {meet}");
+                    let fallback = link.fallback().expect("it says why");
+                    assert!(
+                        causes.contains(&fallback.cause),
+                        "{name} {meet}: {:?} {fallback}",
+                        fallback.cause
+                    );
+                    let counted: u64 = engine.stats().fallbacks.iter().map(|(_, count)| count).sum();
+                    assert_eq!(counted, 1, "{name} {meet}");
+                    let lifted = Instant::now();
+                    let back = if lift(true) {
+                        until(BACK * pace(), &format!("{name} {meet}: back on RDMA"), || {
+                            link.transport() == Transport::Rdma
+                        });
+                        answers(&link, "over RDMA");
+                        assert!(link.fallback().is_none(), "{name} {meet}");
+                        let took = lifted.elapsed();
+                        drop(link);
+                        lift(false);
+                        format!("back on RDMA after {took:.1?}")
+                    } else {
+                        "cannot be lifted under a running process".into()
+                    };
+                    println!(
+                        "{name:18} {rdma:8} {meet:10} {took:5.2?}  TCP ({}); {back}: {fallback}",
+                        fallback.cause
+                    );
+                }
+                (Rdma::Require, Err(error)) => {
+                    assert!(kinds.contains(&error.kind()), "{name} {meet}: {error:?}");
+                    println!("{name:18} {rdma:8} {meet:10} {took:5.2?}  refused: {error}");
+                }
+                (Rdma::Forbid, Ok(link)) => {
+                    answers(&link, "over TCP");
+                    assert_eq!(link.transport(), Transport::Tcp, "{name} {meet}");
+                    assert!(link.fallback().is_none(), "{name} {meet}");
+                    println!("{name:18} {rdma:8} {meet:10} {took:5.2?}  TCP");
+                }
+                (rdma, opened) => panic!("{name} {rdma} {meet}: {opened:?}"),
+            }
+        }
+    }
+}
+
+/// The parent's listener, in a child.
+fn target() -> Option<SocketAddr> {
+    std::env::var(TARGET).ok().map(|target| target.parse().expect("an address"))
+}
+
+/// Runs the test again behind `wrapper`, with a peer in this process.
+fn in_a_child(test: &str, wrapper: &[&str], as_nobody: bool) {
+    let (_peer, addr) = peer(Rdma::Prefer);
+    let mut child = Command::new(wrapper[0]);
+    child.args(&wrapper[1..]).args(std::env::args().take(1)).args(["--exact", test, "--nocapture"]);
+    if as_nobody {
+        child.uid(65534).gid(65534);
+    }
+    let out = child.env(TARGET, addr.to_string()).output().expect("a child");
+    println!("{}", String::from_utf8_lossy(&out.stdout));
+    assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
+}
+
+#[test]
+fn no_library() {
+    if let Some(target) = target() {
+        return cells(
+            "no library",
+            target,
+            &config(),
+            &[FallbackCause::NoLibrary],
+            &[ErrorKind::Absent],
+            |_| false,
+        );
+    }
+    let hide = "mount --bind /dev/null /usr/lib/x86_64-linux-gnu/libibverbs.so.1 && exec \"$@\"";
+    in_a_child("no_library", &["unshare", "--mount", "sh", "-c", hide, "sh"], false);
+}
+
+#[test]
+fn memlock() {
+    if let Some(target) = target() {
+        let memory = PoolConfig { memory_pool_initial: 32 << 20, ..PoolConfig::default() };
+        let config = Config { memory, ..config() };
+        return cells(
+            "memlock",
+            target,
+            &config,
+            &[FallbackCause::Resources],
+            &[ErrorKind::Resources],
+            |_| false,
+        );
+    }
+    in_a_child("memlock", &["prlimit", "--memlock=8388608"], true);
+}
+
+#[test]
+fn no_device() {
+    let _again = Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+    net::sh("rdma link delete rxe2"); // before this process holds it
+    let (_peer, addr) = peer(Rdma::Prefer);
+    let kinds = [ErrorKind::Absent, ErrorKind::DeviceGone];
+    let causes = [FallbackCause::NoDevice, FallbackCause::DeviceGone];
+    cells("no device", addr, &config(), &causes, &kinds, |_| false);
+}
+
+#[test]
+fn port_down() {
+    let _renewal = Renewal;
+    let (_peer, addr) = peer(Rdma::Prefer);
+    let mut down = Some(fault(
+        "ip link set h2 down",
+        "ip link set h2 up; ip addr add 10.0.0.2/24 dev h2 2>/dev/null; true",
+    ));
+    let causes = [FallbackCause::PortDown, FallbackCause::Unreachable, FallbackCause::NoDevice];
+    let kinds = [ErrorKind::Unreachable, ErrorKind::Timeout, ErrorKind::Absent];
+    cells("port down", addr, &config(), &causes, &kinds, |lift| {
+        down = (!lift).then(|| fault("ip link set h2 down", "ip link set h2 up"));
+        true
+    });
+    drop(down);
+}
+
+#[test]
+fn cm_refused() {
+    let (_peer, addr) = peer(Rdma::Forbid);
+    let kinds = [ErrorKind::Refused, ErrorKind::Unreachable];
+    cells(
+        "CM refused",
+        addr,
+        &config(),
+        &[FallbackCause::Refused, FallbackCause::Unreachable],
+        &kinds,
+        |_| false,
+    );
+}
+
+#[test]
+fn packets_dropped() {
+    let wire = Wire::new(&["h1"]);
+    let (_peer, addr) = peer(Rdma::Prefer);
+    wire.set("loss 100%");
+    let kinds = [ErrorKind::Unreachable, ErrorKind::Timeout];
+    cells("UDP 4791 dropped", addr, &config(), &[FallbackCause::Unreachable], &kinds, |lift| {
+        wire.set(if lift { "delay 0" } else { "loss 100%" });
+        true
+    });
+}
+
+#[test]
+fn peer_without_rdma() {
+    let _again = Mend("rdma link show rxe1/1 >/dev/null 2>&1 || rdma link add rxe1 type rxe netdev h1");
+    let (peer, addr) = peer(Rdma::Prefer);
+    let remove = || {
+        let mut removal = Command::new("rdma").args(["link", "delete", PEER.0]).spawn().expect("rdma");
+        until(BACK * pace(), "the removal ends", || removal.try_wait().expect("a status").is_some());
+        until(BACK * pace(), "the peer has lost it", || !peer.missing_devices().is_empty());
+    };
+    remove();
+    let causes = [FallbackCause::Refused, FallbackCause::Unreachable, FallbackCause::NoDevice];
+    let kinds = [ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
+    cells("peer without RDMA", addr, &config(), &causes, &kinds, |lift| {
+        if lift {
+            net::sh("rdma link add rxe1 type rxe netdev h1");
+        } else {
+            remove();
+        }
+        true
+    });
+}
+
+/// In mid-life: `prefer` goes on over TCP and back, `require` is told, `forbid` has no queue pair.
+#[test]
+fn queue_pair_error() {
+    let (_peer, addr) = peer(Rdma::Prefer);
+    for meet in [Meet::Cm, Meet::TcpFirst] {
+        for rdma in [Rdma::Prefer, Rdma::Require] {
+            let engine =
+                Engine::system().device(OWN.0).rdma(rdma).config(config()).build().expect("an engine");
+            engine.spawn_thread().expect("a thread");
+            let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
+            let link =
+                within(DEADLINE * pace(), "a link", engine.connect_with(addr, &options)).expect("a link");
+            assert_eq!(link.transport(), Transport::Rdma, "{rdma} {meet}");
+            answers(&link, "at first");
+            let begun = Instant::now();
+            if rdma == Rdma::Require {
+                assert!(!link.leave_rdma(), "{meet}: it may not");
+                println!("{:18} {rdma:8} {meet:10} stays on RDMA, or ends", "queue pair error");
+                continue;
+            }
+            assert!(link.leave_rdma(), "{meet}");
+            answers(&link, "without a queue pair");
+            until(BACK * pace(), "back on RDMA", || link.transport() == Transport::Rdma);
+            answers(&link, "on RDMA again");
+            let counted: u64 = engine.stats().fallbacks.iter().map(|(_, count)| count).sum();
+            assert_eq!(counted, 1);
+            println!(
+                "{:18} {rdma:8} {meet:10} TCP, and back after {:.1?}",
+                "queue pair error",
+                begun.elapsed()
+            );
+        }
+    }
+}
