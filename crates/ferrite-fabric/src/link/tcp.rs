@@ -106,6 +106,10 @@ pub(crate) struct TcpPath {
     body: Option<(Parcel, BufMut, usize)>,
     /// The last frame was a large one.
     large: bool,
+    /// A stream's reader found nothing in the kernel, and waits.
+    awaited: bool,
+    /// What came last was left to it.
+    deferred: bool,
     /// Bytes that were read and could not be looked at.
     stash: Vec<u8>,
     /// Among them is what only the engine can attend to, and no event will tell it so.
@@ -130,6 +134,8 @@ impl TcpPath {
             head_len: 0,
             body: None,
             large: false,
+            awaited: false,
+            deferred: false,
             stash: early,
             left_over: false,
             chunk: 0..0,
@@ -338,7 +344,11 @@ impl TcpPath {
                 return Ok(None);
             }
             let mut head = [0; PARCEL_BYTES];
-            let next = peek(&self.socket, &mut head)?.and_then(|()| Parcel::decode(&head));
+            let Some(()) = peek(&self.socket, &mut head)? else {
+                self.awaited = true;
+                return Ok(None);
+            };
+            let next = Parcel::decode(&head);
             let Some(parcel) = next.filter(takes) else { return Ok(None) };
             let len = parcel.len as usize;
             let Ok(mut buf) = pool.take_uncharged(len, Purpose::Receive) else { return Ok(None) };
@@ -387,7 +397,7 @@ impl TcpPath {
             buf.set_len(len - taken);
             self.body = Some((parcel, buf, 0));
         }
-        read?;
+        self.awaited = read?.is_none();
         Ok((taken > 0).then_some((taken, (taken == len).then_some(parcel.imm))))
     }
 
@@ -451,6 +461,14 @@ impl TcpPath {
         write(&self.socket, self.tls.as_deref_mut(), slices)
     }
 
+    /// Whether what has come is left to a reader that waits for it, who reads it to where it belongs. Once: what that leaves,
+    /// the engine reads.
+    pub(super) fn defers(&mut self) -> bool {
+        let awaited = std::mem::take(&mut self.awaited);
+        self.deferred = awaited && self.large && !self.deferred;
+        self.deferred
+    }
+
     /// Whether there is something that the engine has to look at.
     pub(super) fn has_left_over(&self) -> bool {
         self.left_over
@@ -487,7 +505,6 @@ impl TcpPath {
                 }
                 // Into its place, and what follows into the scratch memory.
                 let wanted = buf.len() - filled;
-                self.large = buf.len() >= LARGE;
                 let read = {
                     let ahead = if self.large { PARCEL_BYTES } else { scratch.len() };
                     let mut slices =
@@ -514,7 +531,7 @@ impl TcpPath {
             self.chunk.start += here;
             self.head_len += here;
             if self.head_len < PARCEL_BYTES {
-                let most = if std::mem::take(&mut self.large) { PEEK } else { scratch.len() };
+                let most = if self.large { PEEK } else { scratch.len() };
                 let mut slices = [IoSliceMut::new(&mut scratch[..most])];
                 match read(&self.socket, self.tls.as_deref_mut(), &mut slices)? {
                     Some(0) => return Ok(Arrival::End),
@@ -538,6 +555,7 @@ impl TcpPath {
                 }
                 Ok(Some(buf)) => {
                     self.head_len = 0;
+                    self.large = buf.len() >= LARGE;
                     self.body = Some((parcel, buf, 0));
                 }
             }

@@ -227,6 +227,11 @@ impl LinkState {
         wakes: &mut Wakes,
         serve: &mut dyn FnMut(Request<'_>) -> bool,
     ) -> Reading {
+        if !self.receivers.is_empty() && self.tcp.as_mut().is_some_and(TcpPath::defers) {
+            wakes.append(&mut self.receivers);
+            self.pump(around, wakes);
+            return Reading::More;
+        }
         let Some(mut tcp) = self.tcp.take() else { return Reading::Done };
         tcp.begin_reading(scratch);
         let largest = self.largest_over_tcp();
