@@ -407,6 +407,7 @@ impl TcpPath {
     }
 
     /// Whether the kernel takes nothing until it says so.
+    #[cfg(feature = "tokio")]
     pub(super) fn is_blocked(&self) -> bool {
         self.blocked
     }

@@ -89,11 +89,13 @@ impl LinkState {
     }
 
     /// Whether large writes go to the kernel from where they are. Not with TLS, which copies anyway.
+    #[cfg(feature = "tokio")]
     pub(crate) fn writes_through(&self) -> bool {
         self.carrier == Carrier::Tcp && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
     }
 
     /// Whether nothing can go until the kernel or the peer says so. The engine hears of it and pumps.
+    #[cfg(feature = "tokio")]
     pub(crate) fn is_held_up(&self) -> bool {
         self.credits() == 0 || self.tcp.as_ref().is_some_and(TcpPath::is_blocked)
     }
