@@ -56,9 +56,9 @@ def kernel_work():
 class Guest:
     """Runs of a server and a client, each on a CPU of its own."""
 
-    def __init__(self, limit_s=20):
+    def __init__(self, limit_s=20, port=20000):
         self.limit_s = limit_s
-        self.port = 20000
+        self.port = port
         self.repeated = []
         self.work = {}  # what the guest did during the last run
 
@@ -79,9 +79,9 @@ class Guest:
             server.kill()
             server.communicate()
 
-    def ferrite(self, command, server, client):
+    def ferrite(self, command, server, client, host="10.0.0.1"):
         """A pair of ours between the two devices; returns the client's JSON."""
-        address = f"10.0.0.1:{self.port}"
+        address = f"{host}:{self.port}"
         output = self.pair([FERRITE] + command + ["--listen", address] + server,
                            [FERRITE] + command + [address, "--json"] + client,
                            lambda process: process.stderr.readline())
@@ -133,18 +133,32 @@ def parser(text, rounds):
     return made
 
 
-def boot(script, words, kernel, limit_s=1800, memory=None):
-    """Builds, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
+def build():
     subprocess.run(["cargo", "build", "--quiet", "--release", "-p", "ferrite-cli"], cwd=ROOT, check=True)
+
+
+def raw_file(name):
+    """Where the figures of this run go."""
     out = os.path.join(ROOT, "target/bench")
     os.makedirs(out, exist_ok=True)
-    name = os.path.basename(script)
-    raw = os.path.join(out, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    return os.path.join(out, f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.json")
+
+
+def hurry():
+    """Before whatever else the host does."""
     try:
         os.nice(-10)
     except PermissionError:
         print("not root: other load on this host will show in the spread", file=sys.stderr)
-    lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s), "-w", out]
+
+
+def boot(script, words, kernel, limit_s=1800, memory=None):
+    """Builds, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
+    build()
+    raw = raw_file(os.path.basename(script))
+    hurry()
+    lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s),
+           "-w", os.path.dirname(raw)]
     lab += ["-m", memory] if memory else []
     subprocess.run(lab + ["--", os.path.abspath(script), "--guest", raw] + words, cwd=ROOT, check=True)
     with open(raw, encoding="utf-8") as file:
@@ -174,7 +188,7 @@ def judge(name, ratios, bar, most, more=""):
     return verdict == "pass"
 
 
-def finish(passed, raw):
+def finish(passed, raw, disclaimer=DISCLAIMER):
     print(f"raw figures: {raw}")
-    print(DISCLAIMER)
+    print(disclaimer)
     return 0 if all(passed) else 1

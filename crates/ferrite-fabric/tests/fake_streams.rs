@@ -12,7 +12,7 @@ fn run(test: impl Test) {
     for host in &hosts {
         world.add_device(DeviceSpec::new(host.device, host.ip));
     }
-    streams::run(world.verbs(), hosts, 1, test);
+    streams::run(Some(world.verbs()), hosts, 1, test);
     assert_eq!(world.objects(), Objects::default());
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

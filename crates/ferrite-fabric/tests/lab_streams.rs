@@ -14,7 +14,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 fn run(test: impl Test) {
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     let hosts = [Host::new("rxe1", "10.0.0.1"), Host::new("rxe2", "10.0.0.2")];
-    streams::run(Verbs::system().expect("rdma-core"), hosts, if emulated { 20 } else { 2 }, test);
+    streams::run(Some(Verbs::system().expect("rdma-core")), hosts, if emulated { 20 } else { 2 }, test);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 

@@ -1,6 +1,6 @@
 //! One suite for streams on every provider: what software that knows TCP relies on.
 //!
-//! `lab_streams` runs it on Soft-RoCE devices in the lab's guest, `fake_streams` on the fake provider. A test is an async
+//! `lab_streams` runs it on Soft-RoCE devices in the lab's guest, `fake_streams` on the fake provider, `tcp_streams` over TCP. A test is an async
 //! function of a [`Scene`], run by tokio on two threads, with an engine on each of two hosts.
 
 pub(crate) mod bytes;
@@ -41,7 +41,8 @@ impl Host {
 /// Two hosts that can reach each other.
 #[derive(Clone)]
 pub(crate) struct Scene {
-    verbs: Verbs,
+    /// None: over TCP.
+    verbs: Option<Verbs>,
     hosts: [Host; 2],
     /// How much less is to be done where everything takes longer.
     pub(crate) slower: usize,
@@ -52,7 +53,7 @@ pub(crate) trait Test: AsyncFnOnce(Scene) {}
 impl<F: AsyncFnOnce(Scene)> Test for F {}
 
 /// Runs a test, which must end in time.
-pub(crate) fn run(verbs: Verbs, hosts: [Host; 2], slower: usize, test: impl Test) {
+pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], slower: usize, test: impl Test) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
     let scene = Scene { verbs, hosts, slower };
@@ -80,15 +81,19 @@ pub(crate) struct Engines {
 }
 
 impl Scene {
+    pub(crate) fn is_tcp(&self) -> bool {
+        self.verbs.is_none()
+    }
+
     /// Engines that run, and a listener on the first host.
     pub(crate) fn engines(&self, config: &Config) -> Engines {
         let [b_host, a_host] = &self.hosts;
         let [a, b] = [a_host, b_host].map(|host| {
-            let engine = Engine::builder(&self.verbs)
-                .rdma(Rdma::Require)
-                .device(host.device)
-                .config(config.clone())
-                .build();
+            let builder = match &self.verbs {
+                Some(verbs) => Engine::builder(verbs).rdma(Rdma::Require).device(host.device),
+                None => Engine::system().rdma(Rdma::Forbid),
+            };
+            let engine = builder.config(config.clone()).build();
             let engine = engine.expect("an engine");
             tokio::spawn(engine.drive());
             engine

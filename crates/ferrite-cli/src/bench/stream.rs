@@ -3,16 +3,19 @@
 //! | file | part |
 //! |---|---|
 //! | `play.rs` | the test itself, over any stream: both sides |
-//! | `client.rs` `server.rs` | the two ends |
+//! | `client.rs` `server.rs` | the two ends over RDMA |
+//! | `tcp.rs` | the two ends over TCP: ours and tokio's |
 //! | `report.rs` | what is printed |
 //!
 //! The test is that of `rstream` (rdmacm-utils), so that the two can be held against each other.
 
+use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
-use clap::Args;
+use clap::{Args, ValueEnum};
 use ferrite_fabric::{Config, Engine};
 use ferrite_verbs::Verbs;
+use serde::Serialize;
 
 use super::fabric::{self, Measure, SIZE_MAX};
 use crate::address;
@@ -21,6 +24,7 @@ mod client;
 mod play;
 mod report;
 mod server;
+mod tcp;
 
 /// Where the server listens unless it is told otherwise.
 const DEFAULT_PORT: u16 = 7473;
@@ -44,6 +48,9 @@ pub(crate) struct Options {
     /// Serve one client, then end
     #[arg(long, conflicts_with = "peer")]
     once: bool,
+    /// What carries the stream; the same on both sides
+    #[arg(long, value_enum, default_value_t = Over::Rdma)]
+    over: Over,
     /// Connect from this local address, and so over its device
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
     local: Option<SocketAddr>,
@@ -76,23 +83,48 @@ pub(crate) struct Options {
     pub(crate) json: bool,
 }
 
+/// What carries a stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Over {
+    /// Ours over RDMA, on a thread that drives the engine while it waits.
+    Rdma,
+    /// Ours over TCP, under tokio.
+    Tcp,
+    /// Tokio's own TCP stream, to compare with.
+    Tokio,
+}
+
+impl fmt::Display for Over {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Rdma => "rdma",
+            Self::Tcp => "tcp",
+            Self::Tokio => "tokio",
+        })
+    }
+}
+
 const HELP: &str = "\
 Examples:
   ferrite bench stream --listen 10.0.0.1               on the first host
   ferrite bench stream 10.0.0.1 --local 10.0.0.2       on the second: everything
+  ferrite bench stream 10.0.0.1 --over tcp             the same over TCP; --over tokio: without Ferrite
 
 JSON fields of the client, stable within a value of `format`:
-  format (1), role (client), device, driver?, software, mtu_bytes, busy_poll_us, local, peer, results[]
+  format (1), role (client), over, busy_poll_us, results[], for RDMA: device, driver?, software, mtu_bytes, local, peer
   results[]: measure, size_bytes, rounds, transfers, seconds, us_per_transfer, mib_per_s,
     for latency: latency_us {min, p50, p90, p99, p99_9, max, mean} of half a round
-The server prints a line per client: peer, device, tests.
+The server prints a line per client: for RDMA peer, device, tests.
 Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    match (options.listen, options.peer) {
-        (Some(listen), _) => server::run(options, listen),
-        (None, Some(peer)) => client::run(options, peer),
-        (None, None) => anyhow::bail!("give a server's address, or --listen"),
+    match (options.listen, options.peer, options.over) {
+        (Some(listen), _, Over::Rdma) => server::run(options, listen),
+        (Some(listen), _, over) => tcp::listen(options, over, listen),
+        (None, Some(peer), Over::Rdma) => client::run(options, peer),
+        (None, Some(peer), over) => tcp::connect(options, over, peer),
+        (None, None, _) => anyhow::bail!("give a server's address, or --listen"),
     }
 }
 

@@ -433,9 +433,12 @@ impl Poller {
     /// A link called: it is closing, or down, or a grant came back.
     pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
-        let (steps, lost) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            (std::mem::take(&mut state.steps), state.is_to_be_detached())
+        let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            (std::mem::take(&mut state.steps), state.is_to_be_detached(), state.has_left_over())
         });
+        if unread && let Some(socket) = link.route().socket {
+            self.sockets.on_ready(socket);
+        }
         if lost {
             self.fall(shared, &link);
         }

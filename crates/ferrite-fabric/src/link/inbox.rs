@@ -125,6 +125,12 @@ impl<B: AsRef<[u8]>> Inbox<B> {
         Some(arrived)
     }
 
+    /// Whether nothing is here, also of messages that are not complete.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.ready.is_empty() && self.partial.is_empty()
+    }
+
     /// Frames that lie here because nobody took the message.
     pub(crate) fn ready_frames(&self) -> usize {
         self.ready_frames

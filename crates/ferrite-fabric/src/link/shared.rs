@@ -2,6 +2,8 @@
 
 use std::collections::VecDeque;
 use std::fmt;
+#[cfg(feature = "tokio")]
+use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Waker};
@@ -10,6 +12,8 @@ use std::time::Instant;
 use ferrite_verbs::{CmKey, Mtu, Status};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
+#[cfg(feature = "tokio")]
+use tokio::io::ReadBuf;
 
 use super::message::Message;
 use super::outbox::OneSided;
@@ -318,6 +322,39 @@ impl LinkShared {
         })
     }
 
+    /// Sends the first `len` bytes of the slices, or some of them, from where they are, if TCP carries the link; `None` if they have to be
+    /// queued. While nothing more goes, `waker` is called when something may: what would wait here can wait where it is.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn poll_send_through(
+        &self,
+        channel: u16,
+        slices: &[IoSlice<'_>],
+        len: usize,
+        waker: &Waker,
+    ) -> Poll<Result<Option<usize>, Error>> {
+        self.with(|state, _, wakes| {
+            if !state.writes_through() {
+                return Poll::Ready(Ok(None));
+            }
+            let checked = state.check_open().and_then(|()| state.check_message(channel, 1));
+            if let Err(error) = checked {
+                return Poll::Ready(Err(error));
+            }
+            match state.send_slices_over_tcp(channel, slices, len) {
+                Ok(Some(sent)) => Poll::Ready(Ok(Some(sent))),
+                Ok(None) if state.is_held_up() => {
+                    state.wake_on_room(waker);
+                    Poll::Pending
+                }
+                Ok(None) => Poll::Ready(Ok(None)),
+                Err(error) => {
+                    state.fail(error.clone(), wakes);
+                    Poll::Ready(Err(error))
+                }
+            }
+        })
+    }
+
     /// Queues a one-sided operation on `len` bytes at `offset` of what was granted.
     pub(crate) fn one_sided(
         &self,
@@ -374,6 +411,20 @@ impl LinkShared {
                 _ => {}
             }
             Ok(message)
+        })
+    }
+
+    /// Reads into `out` what TCP has for a stream on `channel`, if it lies in the kernel; `false` if it does not.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn read_through(&self, channel: u16, out: &mut ReadBuf<'_>) -> Result<bool, Error> {
+        self.with(|state, around, wakes| {
+            let read = state.read_through(around.pool, channel, out);
+            match &read {
+                Ok(true) => state.pump(around, wakes), // the peer may have told of credits, or be owed some
+                Ok(false) => {}
+                Err(error) => state.fail(error.clone(), wakes),
+            }
+            read
         })
     }
 

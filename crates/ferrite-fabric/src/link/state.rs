@@ -543,6 +543,12 @@ impl LinkState {
             || !self.steps.is_empty()
             || self.is_to_be_detached()
             || !self.flushed.is_empty() && !self.flush_called
+            || self.has_left_over()
+    }
+
+    /// Whether something was read from the TCP connection that the engine has to look at.
+    pub(crate) fn has_left_over(&self) -> bool {
+        self.tcp.as_ref().is_some_and(TcpPath::has_left_over)
     }
 
     /// Whether requests were flushed and nobody has said why, for the first time.

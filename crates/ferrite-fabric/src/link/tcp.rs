@@ -10,6 +10,8 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
+#[cfg(feature = "tokio")]
+use tokio::io::ReadBuf;
 
 use super::state::Tag;
 use super::tls::Tls;
@@ -25,6 +27,14 @@ const OUT_BYTES: usize = 512 << 10;
 const OUT_PARCELS: usize = 128;
 /// Slices given to the kernel in one call.
 const SLICES: usize = 64;
+/// The same of a caller that writes at once.
+pub(crate) const CALLERS_SLICES: usize = 15;
+/// And the frames that they are cut into.
+const CALLERS_FRAMES: usize = 16;
+/// Frames of this size go from the kernel to their place alone: what follows is not read along, which would be to copy it.
+const LARGE: usize = 16 << 10;
+/// Read after a large frame, to see what comes next.
+const PEEK: usize = 4 << 10;
 /// One-sided operations that wait for the peer's answer.
 const OPERATIONS: usize = 128;
 /// The same in bytes that reads have asked for, unless it is one alone. A peer that asks for twice as much breaks the rules.
@@ -94,8 +104,16 @@ pub(crate) struct TcpPath {
     head_len: usize,
     /// The payload that is being read, and how much of it is there.
     body: Option<(Parcel, BufMut, usize)>,
+    /// The last frame was a large one.
+    large: bool,
+    /// A stream's reader found nothing in the kernel, and waits.
+    awaited: bool,
+    /// What came last was left to it.
+    deferred: bool,
     /// Bytes that were read and could not be looked at.
     stash: Vec<u8>,
+    /// Among them is what only the engine can attend to, and no event will tell it so.
+    left_over: bool,
     /// Of the scratch memory, while a call is at it, what has not been looked at.
     chunk: Range<usize>,
     asked: VecDeque<Asked>,
@@ -115,7 +133,11 @@ impl TcpPath {
             head: [0; PARCEL_BYTES],
             head_len: 0,
             body: None,
+            large: false,
+            awaited: false,
+            deferred: false,
             stash: early,
+            left_over: false,
             chunk: 0..0,
             asked: VecDeque::new(),
             asked_reads: 0,
@@ -217,22 +239,178 @@ impl TcpPath {
         self.out.len() > OUT_PARCELS + 4 * OPERATIONS
     }
 
-    /// Writes a frame from the caller's memory if nothing stands before it. What the kernel does not take is copied.
-    pub(super) fn write_now(&mut self, parcel: &Parcel, bytes: &[u8]) -> io::Result<()> {
+    /// Writes frames from the caller's memory, if nothing stands before them: the first `len` bytes of `slices`, in frames of
+    /// at most `most` with this `imm`. Returns how many have begun, and their bytes; of the last, what the kernel did not
+    /// take is copied.
+    pub(super) fn write_now(
+        &mut self,
+        imm: u32,
+        slices: &[IoSlice<'_>],
+        len: usize,
+        most: usize,
+    ) -> io::Result<(usize, usize)> {
         debug_assert!(self.is_written(), "frames keep their order");
-        let head = parcel.encode();
-        let sent = self.write(&[IoSlice::new(&head), IoSlice::new(bytes)])?;
-        self.blocked = sent.is_none();
-        let sent = sent.unwrap_or(0);
-        if sent < head.len() + bytes.len() {
-            let rest = Box::from(&bytes[sent.saturating_sub(head.len())..]);
-            // What went of the body is not in the rest: the head is what is left of itself.
-            let gone = sent.min(head.len());
-            self.out_bytes += head.len() - gone + bytes.len() - sent.saturating_sub(head.len());
-            self.out.push_back(Leaving { head, body: Body::Loose(rest), gone, tag: None, is_answer: false });
+        debug_assert!(slices.len() <= CALLERS_SLICES, "the caller takes so many at a time");
+        let count = len.div_ceil(most).clamp(1, CALLERS_FRAMES);
+        let len = len.min(count * most);
+        let size_of = |frame: usize| most.min(len - frame * most);
+        let mut heads = [[0; PARCEL_BYTES]; CALLERS_FRAMES];
+        for (frame, head) in heads[..count].iter_mut().enumerate() {
+            *head = frame_parcel(imm, size_of(frame)).encode();
         }
-        // TLS takes a part at a time.
-        self.flush(|_| {})
+        let mut all = [IoSlice::new(&[]); 2 * CALLERS_FRAMES + CALLERS_SLICES];
+        let mut used = 0;
+        let mut rest = slices.iter().map(|slice| &slice[..]);
+        let mut here: &[u8] = &[];
+        for (frame, head) in heads[..count].iter().enumerate() {
+            all[used] = IoSlice::new(head);
+            used += 1;
+            let mut left = size_of(frame);
+            while left > 0 {
+                if here.is_empty() {
+                    let Some(next) = rest.next() else {
+                        return Err(invalid("a frame of more bytes than there are".into()));
+                    };
+                    here = next;
+                    continue;
+                }
+                let (part, after) = here.split_at(left.min(here.len()));
+                all[used] = IoSlice::new(part);
+                used += 1;
+                left -= part.len();
+                here = after;
+            }
+        }
+        let sent = self.write(&all[..used])?.unwrap_or(0);
+        if sent == PARCEL_BYTES * count + len {
+            return Ok((count, len));
+        }
+        self.blocked = sent == 0 || self.is_plain(); // TLS may be full and the kernel not
+        let whole = sent / (PARCEL_BYTES + most); // all but the last have the same size, and that one is not whole
+        let of_next = sent % (PARCEL_BYTES + most);
+        if of_next == 0 {
+            return Ok((whole, whole * most));
+        }
+        // What went of the body is not in the rest: the head is what is left of itself.
+        let gone = of_next.min(PARCEL_BYTES);
+        let mut skip = whole * most + of_next - gone;
+        let mut left = size_of(whole) - (of_next - gone);
+        let mut copy = Vec::with_capacity(left);
+        for slice in slices {
+            let from = skip.min(slice.len());
+            let part = &slice[from..slice.len().min(from + left)];
+            copy.extend_from_slice(part);
+            skip -= from;
+            left -= part.len();
+        }
+        self.out_bytes += PARCEL_BYTES - gone + copy.len();
+        let body = Body::Loose(copy.into_boxed_slice());
+        self.out.push_back(Leaving { head: heads[whole], body, gone, tag: None, is_answer: false });
+        self.flush(|_| {})?; // TLS takes a part at a time
+        Ok((whole + 1, whole * most + size_of(whole)))
+    }
+
+    /// Reads what comes next into `out`, if it is the payload of a large frame that `takes` accepts. What belongs to
+    /// anybody else stays where it is, or waits for the engine ([`TcpPath::has_left_over`]). `None` if nothing could be read;
+    /// else how much, and the immediate data of the frame if it is over now. The rest of a frame that is not over is read as
+    /// if it were all of it.
+    #[cfg(feature = "tokio")]
+    pub(super) fn read_through(
+        &mut self,
+        out: &mut ReadBuf<'_>,
+        pool: &Pool,
+        largest: usize,
+        takes: impl Fn(u32) -> bool,
+    ) -> io::Result<Option<(usize, Option<u32>)>> {
+        let takes = |parcel: &Parcel| {
+            parcel.kind == ParcelKind::Frame
+                && (LARGE..=largest).contains(&(parcel.len as usize))
+                && takes(parcel.imm)
+        };
+        // What was read last ended with the head of this one.
+        if self.body.is_none() && self.head_len == 0 && self.stash.len() == PARCEL_BYTES {
+            let next = self.stash.first_chunk().and_then(Parcel::decode).filter(takes);
+            let Some((parcel, buf)) = next.and_then(|parcel| {
+                let buf = pool.take_uncharged(parcel.len as usize, Purpose::Receive).ok()?;
+                Some((parcel, buf))
+            }) else {
+                self.left_over = true;
+                return Ok(None);
+            };
+            self.stash.clear();
+            self.body = Some((parcel, buf, 0));
+        }
+        if self.body.is_none() {
+            if self.head_len > 0 || !self.stash.is_empty() {
+                return Ok(None);
+            }
+            let mut head = [0; PARCEL_BYTES];
+            let Some(()) = peek(&self.socket, &mut head)? else {
+                self.awaited = true;
+                return Ok(None);
+            };
+            let next = Parcel::decode(&head);
+            let Some(parcel) = next.filter(takes) else { return Ok(None) };
+            let len = parcel.len as usize;
+            let Ok(mut buf) = pool.take_uncharged(len, Purpose::Receive) else { return Ok(None) };
+            let room = len.min(out.remaining());
+            let mut next = [0; PARCEL_BYTES];
+            let ahead = if room == len { PARCEL_BYTES } else { 0 };
+            let got = {
+                let place = IoSliceMut::new(out.initialize_unfilled_to(room));
+                let next = IoSliceMut::new(&mut next[..ahead]);
+                receive(&self.socket, &mut [IoSliceMut::new(&mut head), place, next])?
+            };
+            let Some(got) = got.and_then(|got| got.checked_sub(PARCEL_BYTES)) else {
+                return Err(invalid("a head that was there and is not".into()));
+            };
+            self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
+            let got = got.min(room);
+            out.advance(got);
+            self.large = true;
+            if got == len {
+                return Ok(Some((got, Some(parcel.imm))));
+            }
+            buf.set_len(len - got);
+            self.body = Some((parcel, buf, 0));
+            return Ok(Some((got, None)));
+        }
+        let Some((parcel, mut buf, filled)) = self.body.take_if(|(parcel, buf, filled)| {
+            takes(parcel) && buf.len() - *filled >= PEEK && out.remaining() > *filled
+        }) else {
+            return Ok(None);
+        };
+        let len = buf.len();
+        out.put_slice(&buf[..filled]);
+        let room = (len - filled).min(out.remaining());
+        let mut next = [0; PARCEL_BYTES];
+        let ahead = if room == len - filled { PARCEL_BYTES } else { 0 };
+        let read = {
+            let place = IoSliceMut::new(out.initialize_unfilled_to(room));
+            receive(&self.socket, &mut [place, IoSliceMut::new(&mut next[..ahead])])
+        };
+        let got = *read.as_ref().ok().and_then(Option::as_ref).unwrap_or(&0);
+        self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
+        let got = got.min(room);
+        out.advance(got);
+        let taken = filled + got;
+        if taken < len {
+            buf.set_len(len - taken);
+            self.body = Some((parcel, buf, 0));
+        }
+        self.awaited = read?.is_none();
+        Ok((taken > 0).then_some((taken, (taken == len).then_some(parcel.imm))))
+    }
+
+    /// Whether what is written goes straight to the kernel.
+    pub(super) fn is_plain(&self) -> bool {
+        self.tls.is_none()
+    }
+
+    /// Whether the kernel takes nothing until it says so.
+    #[cfg(feature = "tokio")]
+    pub(super) fn is_blocked(&self) -> bool {
+        self.blocked
     }
 
     /// The kernel says that it takes more.
@@ -285,11 +463,25 @@ impl TcpPath {
         write(&self.socket, self.tls.as_deref_mut(), slices)
     }
 
+    /// Whether what has come is left to a reader that waits for it, who reads it to where it belongs. Once: what that leaves,
+    /// the engine reads.
+    pub(super) fn defers(&mut self) -> bool {
+        let awaited = std::mem::take(&mut self.awaited);
+        self.deferred = awaited && self.large && !self.deferred;
+        self.deferred
+    }
+
+    /// Whether there is something that the engine has to look at.
+    pub(super) fn has_left_over(&self) -> bool {
+        self.left_over
+    }
+
     /// Begins to look at what has come. `scratch` is the engine's, and the same until [`TcpPath::end_reading`].
     pub(super) fn begin_reading(&mut self, scratch: &mut [u8]) {
         let len = self.stash.len();
         scratch[..len].copy_from_slice(&self.stash);
         self.stash.clear();
+        self.left_over = false;
         self.chunk = 0..len;
     }
 
@@ -316,7 +508,9 @@ impl TcpPath {
                 // Into its place, and what follows into the scratch memory.
                 let wanted = buf.len() - filled;
                 let read = {
-                    let mut slices = [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(scratch)];
+                    let ahead = if self.large { PARCEL_BYTES } else { scratch.len() };
+                    let mut slices =
+                        [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(&mut scratch[..ahead])];
                     read(&self.socket, self.tls.as_deref_mut(), &mut slices)
                 };
                 let got = match read {
@@ -339,7 +533,9 @@ impl TcpPath {
             self.chunk.start += here;
             self.head_len += here;
             if self.head_len < PARCEL_BYTES {
-                match read(&self.socket, self.tls.as_deref_mut(), &mut [IoSliceMut::new(scratch)])? {
+                let most = if self.large { PEEK } else { scratch.len() };
+                let mut slices = [IoSliceMut::new(&mut scratch[..most])];
+                match read(&self.socket, self.tls.as_deref_mut(), &mut slices)? {
                     Some(0) => return Ok(Arrival::End),
                     Some(got) => self.chunk = 0..got,
                     None => return Ok(Arrival::Nothing),
@@ -361,6 +557,7 @@ impl TcpPath {
                 }
                 Ok(Some(buf)) => {
                     self.head_len = 0;
+                    self.large = buf.len() >= LARGE;
                     self.body = Some((parcel, buf, 0));
                 }
             }
@@ -441,6 +638,21 @@ pub(crate) fn receive(socket: &OwnedFd, slices: &mut [IoSliceMut<'_>]) -> io::Re
             Err(errno) => return Err(errno.into()),
         }
     }
+}
+
+/// Fills `head` with what comes next, and leaves it there; `None` if there is less.
+#[cfg(feature = "tokio")]
+fn peek(socket: &OwnedFd, head: &mut [u8]) -> io::Result<Option<()>> {
+    let wanted = head.len();
+    match rustix::net::recv(socket.as_fd(), head, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
+        Ok((len, _)) => Ok((len == wanted).then_some(())),
+        Err(Errno::INTR | Errno::AGAIN) => Ok(None),
+        Err(errno) => Err(errno.into()),
+    }
+}
+
+pub(super) fn frame_parcel(imm: u32, bytes: usize) -> Parcel {
+    Parcel { kind: ParcelKind::Frame, imm, len: bytes as u32, op: 0, grant: 0, offset: 0 }
 }
 
 fn invalid(what: String) -> io::Error {

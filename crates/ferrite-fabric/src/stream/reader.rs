@@ -13,6 +13,9 @@ use crate::link::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 
+/// A reader with less room is served from what the engine has read: it would ask the kernel too often.
+const ROOM: usize = 16 << 10;
+
 pub(super) struct Reader {
     pub(super) link: Link,
     /// What is being read, from `at` on.
@@ -34,6 +37,10 @@ impl Reader {
             return Poll::Ready(Ok(()));
         }
         let budget = ready!(coop::poll_proceed(cx));
+        if self.read_through(out)? {
+            budget.made_progress();
+            return Poll::Ready(Ok(()));
+        }
         ready!(self.poll_piece(cx))?;
         while let Some(piece) = &self.piece {
             let bytes = &piece[self.at..];
@@ -48,8 +55,17 @@ impl Reader {
             }
             self.next_piece();
         }
+        if out.remaining() > 0 {
+            let _ = self.read_through(out); // a failure is told the next time
+        }
         budget.made_progress();
         Poll::Ready(Ok(()))
+    }
+
+    /// Reads from the kernel what is there of large frames, if TCP carries the link and nothing else stands before it.
+    fn read_through(&mut self, out: &mut ReadBuf<'_>) -> io::Result<bool> {
+        let here = self.piece.is_some() || self.rest.len() > 0 || self.over;
+        Ok(!here && out.remaining() >= ROOM && self.link.shared().read_through(CHANNEL, out)?)
     }
 
     /// The rest of what is being read, or the next; empty at the end.

@@ -1,7 +1,8 @@
 //! The writing side of a stream: bytes into messages.
 //!
 //! A write copies into registered memory, queues the message and returns; nobody waits for an acknowledgement. The link's
-//! queue bounds what waits (`send_queue_messages`, `send_queue_bytes`), the peer's window what is under way.
+//! queue bounds what waits (`send_queue_messages`, `send_queue_bytes`), the peer's window what is under way. Over TCP it goes
+//! to the kernel from where it is, and nothing is queued: what the kernel does not take waits with the caller.
 
 use std::io::{self, IoSlice};
 use std::task::{Context, Poll, ready};
@@ -11,6 +12,7 @@ use tokio::task::coop;
 use super::CHANNEL;
 use crate::error::ErrorKind;
 use crate::link::Link;
+use crate::link::tcp::CALLERS_SLICES;
 use crate::mem::{ErrorKind as PoolErrorKind, Purpose};
 
 /// Copied at a time: a block of the pool. Several are on their way while the next is copied.
@@ -59,6 +61,13 @@ impl Writer {
             return Poll::Ready(Ok(total));
         }
         let shared = self.link.shared();
+        let first = &slices[..slices.len().min(CALLERS_SLICES)];
+        let len = first.iter().map(|slice| slice.len()).sum::<usize>();
+        if len > 0
+            && let Some(sent) = ready!(shared.poll_send_through(CHANNEL, first, len, cx.waker()))?
+        {
+            return Poll::Ready(Ok(sent));
+        }
         let len = total.min(self.chunk);
         loop {
             ready!(shared.poll_room(len as u64, cx.waker()))?;

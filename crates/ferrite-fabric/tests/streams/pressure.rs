@@ -20,8 +20,9 @@ pub(crate) async fn slow_reader_stops_the_writer(scene: Scene) {
     while let Ok(result) = timeout(4 * SHORT, a.write(&chunk[written % chunk.len()..])).await {
         written += result.expect("to write");
     }
-    // The queue, the peer's window, and one message on its way.
-    assert!((MIB..=MIB + 64 * 8 * KIB + 128 * KIB).contains(&written), "{written} bytes");
+    // The queue, the peer's window, and one message on its way. Over TCP the window: nothing is queued.
+    let most = if scene.is_tcp() { 64 * 64 * KIB } else { MIB + 64 * 8 * KIB + 128 * KIB };
+    assert!((MIB..=most).contains(&written), "{written} bytes");
     let held = engines.of_caller().pool().stats().send.in_use_bytes;
     assert!(held <= 2 * MIB as u64, "{held} bytes of memory");
     drop(chunk);
@@ -50,7 +51,8 @@ pub(crate) async fn memory_runs_out(scene: Scene) {
         a
     });
     tokio::time::sleep(4 * SHORT).await; // until there is none left
-    assert!(engines.of_caller().pool().stats().send.in_use_bytes >= 3 * MIB as u64 / 2);
+    let held = engines.of_caller().pool().stats().send.in_use_bytes;
+    assert!(held >= 3 * MIB as u64 / 2 || scene.is_tcp(), "{held} bytes"); // over TCP no memory is needed
     let mut read = Vec::new();
     b.read_to_end(&mut read).await.expect("to read");
     assert!(read == pattern(0, total));

@@ -1,4 +1,4 @@
-//! The client: connects, plays one test after the other, prints the result.
+//! The client over RDMA: connects, plays one test after the other, prints the result.
 
 use std::net::SocketAddr;
 
@@ -9,7 +9,7 @@ use ferrite_verbs::Verbs;
 use super::fabric::{Measure, Way};
 use super::play::{self, Test};
 use super::report::{Report, Row};
-use super::{Options, engine};
+use super::{Options, Over, engine};
 
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
@@ -28,10 +28,10 @@ pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     }
     engine.set_busy_poll_us(0);
     engine.block_on(stream.link().close())?;
-    Report::new(busy_poll_us, way, results).print(options.json)
+    Report::new(busy_poll_us, Over::Rdma, Some(way), results).print(options.json)
 }
 
-fn tests(options: &Options, busy_poll_us: u32) -> Vec<(Measure, Test)> {
+pub(super) fn tests(options: &Options, busy_poll_us: u32) -> Vec<(Measure, Test)> {
     let of = |measure: &Measure| {
         let sizes: &[u32] = match measure {
             _ if !options.size.is_empty() => &options.size,

@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
+use super::Over;
 use super::fabric::{Measure, Way, size_text};
 use super::play::{Played, Test};
 use crate::latency::{self, Latency};
@@ -48,15 +49,17 @@ impl Row {
 pub(super) struct Report {
     format: u32,
     role: &'static str,
+    over: Over,
     busy_poll_us: u32,
+    /// The device and its ends, on RDMA.
     #[serde(flatten)]
-    way: Way,
+    way: Option<Way>,
     results: Vec<Row>,
 }
 
 impl Report {
-    pub(super) fn new(busy_poll_us: u32, way: Way, results: Vec<Row>) -> Self {
-        Self { format: 1, role: "client", busy_poll_us, way, results }
+    pub(super) fn new(busy_poll_us: u32, over: Over, way: Option<Way>, results: Vec<Row>) -> Self {
+        Self { format: 1, role: "client", over, busy_poll_us, way, results }
     }
 
     pub(super) fn print(&self, json: bool) -> anyhow::Result<()> {
@@ -64,7 +67,12 @@ impl Report {
     }
 
     fn text(&self) -> String {
-        let mut out = self.way.text(1, &format!("looks {} µs before it sleeps", self.busy_poll_us));
+        let how = format!("looks {} µs before it sleeps", self.busy_poll_us);
+        let mut out = match (&self.way, self.over) {
+            (Some(way), _) => way.text(1, &how),
+            (None, Over::Tokio) => "tokio's TCP stream\n".to_owned(),
+            (None, _) => format!("over TCP, {how}\n"),
+        };
         let mut heading = Some(latency::heading());
         for row in &self.results {
             let Some(latency_us) = &row.latency_us else { continue };

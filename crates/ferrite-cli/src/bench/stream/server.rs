@@ -1,4 +1,4 @@
-//! The server: waits for clients, and plays its part of what each of them asks for.
+//! The server over RDMA: waits for clients, and plays its part of what each of them asks for.
 
 use std::net::SocketAddr;
 

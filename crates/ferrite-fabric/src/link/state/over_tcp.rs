@@ -1,19 +1,24 @@
 //! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided operations that the engine serves.
 
-use std::io;
+use std::io::{self, IoSlice};
 use std::time::Instant;
+
+#[cfg(feature = "tokio")]
+use tokio::io::ReadBuf;
 
 use super::receiving::protocol;
 use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome, took};
 use crate::engine::slots::Held;
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::{Next, OneSided};
-use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath};
+use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath, frame_parcel};
 use crate::mem::BufMut;
+#[cfg(feature = "tokio")]
+use crate::mem::Pool;
 use crate::wire::{Address, CONTROL_BYTES, Frame, Parcel, ParcelKind};
 
-/// Read before other links have their turn.
-const TURN_BYTES: usize = 1 << 20;
+/// Read before other links have their turn, and who waits for it takes it while it is in the CPU's cache.
+const TURN_BYTES: usize = 256 << 10;
 
 /// What a peer asks of our memory: see `one_sided.rs`.
 pub(crate) enum Request<'a> {
@@ -40,22 +45,105 @@ impl LinkState {
 
     /// As [`LinkState::send_now`]: up to a whole frame goes from the caller's memory to the kernel.
     pub(super) fn send_now_over_tcp(&mut self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
+        if bytes.len() > self.tcp_segment() {
+            return Ok(false);
+        }
+        self.send_slices_over_tcp(channel, &[IoSlice::new(bytes)], bytes.len()).map(|sent| sent.is_some())
+    }
+
+    /// The same with the first `len` bytes of the slices, or as many as go, in messages of a frame each; how many.
+    pub(crate) fn send_slices_over_tcp(
+        &mut self,
+        channel: u16,
+        slices: &[IoSlice<'_>],
+        len: usize,
+    ) -> Result<Option<usize>, Error> {
         let ready = matches!(self.phase, Phase::Up)
             && self.outbox.is_empty()
             && self.controls.is_empty()
-            && bytes.len() <= self.tcp_segment()
             && self.credits() > 0
             && self.carrier == Carrier::Tcp
             && self.again.is_empty()
             && self.climb.as_ref().is_none_or(|climb| !climb.switching);
-        let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(false) };
-        let parcel = frame(self.data_frame(channel, false), bytes.len());
-        let written = tcp.write_now(&parcel, bytes);
+        let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(None) };
+        let most = usize::try_from(self.peer.max_message_bytes).unwrap_or(usize::MAX);
+        let most = self.tcp_segment().min(most).max(1);
+        let len = len.min(self.credits().saturating_mul(most));
+        let imm = Frame { control: false, more: false, channel, consumed: self.consumed as u16 }.to_imm();
+        let mut written = tcp.write_now(imm, slices, len, most);
+        if let Err(error) = tcp.flush(|_| {}) {
+            written = Err(error);
+        }
         self.tcp = Some(tcp);
-        written.map_err(|error| self.broken(&error))?;
-        self.stats.completed(Kind::Send, bytes.len() as u32, false);
-        self.stats.tcp_bytes += bytes.len() as u64;
-        Ok(true)
+        let (frames, bytes) = written.map_err(|error| self.broken(&error))?;
+        if frames == 0 {
+            return Ok(None);
+        }
+        self.sent += frames as u64;
+        self.told = self.consumed;
+        for frame in 0..frames {
+            self.stats.completed(Kind::Send, most.min(bytes - frame * most) as u32, false);
+        }
+        self.stats.tcp_bytes += bytes as u64;
+        Ok(Some(bytes))
+    }
+
+    /// Whether large writes go to the kernel from where they are. Not with TLS, which copies anyway.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn writes_through(&self) -> bool {
+        self.carrier == Carrier::Tcp && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
+    }
+
+    /// Whether nothing can go until the kernel or the peer says so. The engine hears of it and pumps.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn is_held_up(&self) -> bool {
+        self.credits() == 0 || self.tcp.as_ref().is_some_and(TcpPath::is_blocked)
+    }
+
+    /// Reads into `out` what has come of large frames on `channel`, if nothing stands before it; `false` if nothing has.
+    ///
+    /// The engine reads as well and needs no call: what is left has an event of its own that it sees, or has seen and will
+    /// attend to.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn read_through(
+        &mut self,
+        pool: &Pool,
+        channel: u16,
+        out: &mut ReadBuf<'_>,
+    ) -> Result<bool, Error> {
+        let largest = self.largest_over_tcp();
+        let takes = |imm| {
+            let frame = Frame::from_imm(imm);
+            !frame.control && !frame.more && frame.channel == channel
+        };
+        let mut any = false;
+        while matches!(self.phase, Phase::Up)
+            && self.writes_through()
+            && self.lost.is_none()
+            && self.inbox.is_empty()
+            && out.remaining() > 0
+            && let Some(tcp) = &mut self.tcp
+            && let Some((bytes, over)) =
+                tcp.read_through(out, pool, largest, takes).map_err(|error| self.broken(&error))?
+        {
+            any = true;
+            self.stats.recv_bytes += bytes as u64;
+            if let Some(imm) = over {
+                self.begin_frame(Frame::from_imm(imm), true)?;
+                self.stats.recv_ops += 1;
+                self.count_consumed();
+            }
+        }
+        if any {
+            self.last_heard = Instant::now();
+            self.asked = None;
+        }
+        Ok(any)
+    }
+
+    /// The largest frame that this side takes over TCP.
+    fn largest_over_tcp(&self) -> usize {
+        (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES)
     }
 
     /// Writes whatever may go.
@@ -95,7 +183,7 @@ impl LinkState {
             let imm =
                 Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 }.to_imm();
             self.stats.controls_sent += 1;
-            tcp.push(&frame(imm, CONTROL_BYTES), Body::Few(control.encode()), None);
+            tcp.push(&frame_parcel(imm, CONTROL_BYTES), Body::Few(control.encode()), None);
             return true;
         }
         let may_ask = self.outbox.next_one_sided_reads().is_none_or(|bytes| tcp.may_ask(bytes));
@@ -105,7 +193,7 @@ impl LinkState {
         match next {
             Next::Frame { channel, more, piece, ticket } => {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
-                let parcel = frame(self.data_frame(channel, more), bytes);
+                let parcel = frame_parcel(self.data_frame(channel, more), bytes);
                 let begun = self.began(ticket);
                 let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, begun, ..Tag::default() };
                 tcp.push(&parcel, piece.map_or(Body::Nothing, Body::Buf), Some(tag));
@@ -141,8 +229,14 @@ impl LinkState {
         wakes: &mut Wakes,
         serve: &mut dyn FnMut(Request<'_>) -> bool,
     ) -> Reading {
+        if !self.receivers.is_empty() && self.tcp.as_mut().is_some_and(TcpPath::defers) {
+            wakes.append(&mut self.receivers);
+            self.pump(around, wakes);
+            return Reading::More;
+        }
         let Some(mut tcp) = self.tcp.take() else { return Reading::Done };
         tcp.begin_reading(scratch);
+        let largest = self.largest_over_tcp();
         let mut left = TURN_BYTES;
         let read = loop {
             if self.is_to_be_detached() {
@@ -151,7 +245,6 @@ impl LinkState {
             if left == 0 {
                 break Ok(Reading::More);
             }
-            let largest = (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES);
             match tcp.next(scratch, around.pool, largest) {
                 Ok(Arrival::Parcel(parcel, body)) => {
                     left = left.saturating_sub(parcel.follows() + size_of::<Parcel>());
@@ -355,8 +448,4 @@ impl LinkState {
         let what = "the peer hung up without closing (its process ended, or aborted the link)";
         Error::new(ErrorKind::LinkDown, what)
     }
-}
-
-fn frame(imm: u32, bytes: usize) -> Parcel {
-    Parcel { kind: ParcelKind::Frame, imm, len: bytes as u32, op: 0, grant: 0, offset: 0 }
 }

@@ -51,27 +51,12 @@ impl LinkState {
         self.last_heard = now;
         self.asked = None;
         let frame = Frame::from_imm(imm);
-        if buf.is_some() {
-            let newly = frame.consumed.wrapping_sub(self.acknowledged as u16);
-            if u64::from(newly) > self.sent - self.acknowledged {
-                return Err(protocol("credits for frames that were never sent"));
-            }
-            self.acknowledged += u64::from(newly);
-            if newly > 0 {
-                self.let_go();
-            }
-        }
         if let Some(buf) = buf.as_ref().filter(|_| frame.control) {
+            self.acknowledge(frame)?;
             let control = Control::decode(buf).map_err(|error| protocol(&error.to_string()))?;
             return self.on_control(control, wakes);
         }
-        if self.peer_fin {
-            return Err(protocol("a frame after the last"));
-        }
-        self.received += 1;
-        if self.received - self.told > u64::from(self.limits.hello.window) {
-            return Err(protocol("more frames than it had credits for"));
-        }
+        self.begin_frame(frame, buf.is_some())?;
         let complete = if let Some(buf) = buf {
             self.stats.recv_bytes += buf.len() as u64;
             let complete = self.inbox.frame(frame.channel, frame.more, buf.freeze());
@@ -87,6 +72,34 @@ impl LinkState {
             wakes.append(&mut self.receivers);
         }
         self.count_consumed();
+        Ok(())
+    }
+
+    /// The peer has consumed frames of ours.
+    fn acknowledge(&mut self, frame: Frame) -> Result<(), Error> {
+        let newly = frame.consumed.wrapping_sub(self.acknowledged as u16);
+        if u64::from(newly) > self.sent - self.acknowledged {
+            return Err(protocol("credits for frames that were never sent"));
+        }
+        self.acknowledged += u64::from(newly);
+        if newly > 0 {
+            self.let_go();
+        }
+        Ok(())
+    }
+
+    /// Counts a frame that is no control message; the notice of a write says nothing of credits.
+    pub(super) fn begin_frame(&mut self, frame: Frame, has_credits: bool) -> Result<(), Error> {
+        if has_credits {
+            self.acknowledge(frame)?;
+        }
+        if self.peer_fin {
+            return Err(protocol("a frame after the last"));
+        }
+        self.received += 1;
+        if self.received - self.told > u64::from(self.limits.hello.window) {
+            return Err(protocol("more frames than it had credits for"));
+        }
         Ok(())
     }
 

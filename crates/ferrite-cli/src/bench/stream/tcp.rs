@@ -1,0 +1,110 @@
+//! The two ends over TCP: our stream as a program under tokio has it, or tokio's own, to hold the one against the other.
+//!
+//! Both run the same test on the same runtime, of one thread; only the stream differs. Ours has the fabric's settings, an
+//! engine that leaves RDMA alone, and a task that drives it. Tokio's has `TCP_NODELAY`, as ours has by itself.
+
+use std::net::SocketAddr;
+
+use anyhow::Context as _;
+use ferrite_fabric::{Config, Engine, Rdma, Stream, StreamListener};
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::runtime::{self, Runtime};
+
+use super::client::tests;
+use super::report::{Report, Row};
+use super::{Options, Over, play};
+
+pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow::Result<()> {
+    runtime()?.block_on(async {
+        let cannot = || format!("cannot listen on {local}");
+        if over == Over::Tokio {
+            let listener = TcpListener::bind(local).await.with_context(cannot)?;
+            eprintln!("ferrite: listening on {}", listener.local_addr()?);
+            loop {
+                let (mut stream, _) = listener.accept().await?;
+                stream.set_nodelay(true)?;
+                serve(&mut stream, options, |_| ()).await?;
+                if options.once {
+                    return Ok(());
+                }
+            }
+        }
+        let engine = engine(options)?;
+        let driver = tokio::spawn(engine.drive());
+        let listener = StreamListener::bind(&engine, local).with_context(cannot)?;
+        eprintln!("ferrite: listening on {}", listener.local_addr());
+        loop {
+            let (mut stream, _) = listener.accept().await?;
+            serve(&mut stream, options, |us| engine.set_busy_poll_us(us)).await?;
+            let _ = stream.link().ended().await; // how it left is its own affair
+            if options.once {
+                break;
+            }
+        }
+        drop((listener, engine));
+        Ok(driver.await??)
+    })
+}
+
+pub(super) fn connect(options: &Options, over: Over, peer: SocketAddr) -> anyhow::Result<()> {
+    let no_stream =
+        || format!("no stream to {peer} (`ferrite bench stream --over {over} --listen` must run there)");
+    let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
+    let results = runtime()?.block_on(async {
+        if over == Over::Tokio {
+            let mut stream = TcpStream::connect(peer).await.with_context(no_stream)?;
+            stream.set_nodelay(true)?;
+            return ask(&mut stream, options, busy_poll_us).await;
+        }
+        let engine = engine(options)?;
+        engine.set_busy_poll_us(busy_poll_us);
+        let driver = tokio::spawn(engine.drive());
+        let mut stream = Stream::connect(&engine, peer).await.with_context(no_stream)?;
+        let results = ask(&mut stream, options, busy_poll_us).await?;
+        stream.link().close().await?;
+        drop((stream, engine));
+        driver.await??;
+        Ok(results)
+    })?;
+    Report::new(busy_poll_us, over, None, results).print(options.json)
+}
+
+fn runtime() -> anyhow::Result<Runtime> {
+    Ok(runtime::Builder::new_current_thread().enable_all().build()?)
+}
+
+fn engine(options: &Options) -> anyhow::Result<Engine> {
+    let default = Config::default();
+    let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
+    let config = Config { recv_buffer_size, ..default };
+    Ok(Engine::system().rdma(Rdma::Forbid).config(config).build()?)
+}
+
+async fn serve<S>(stream: &mut S, options: &Options, busy_poll_us: impl Fn(u32)) -> anyhow::Result<()>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut tests = 0;
+    while let Some(test) = play::next_test(stream).await? {
+        busy_poll_us(test.busy_poll_us);
+        play::answer(stream, &test).await?;
+        tests += 1;
+    }
+    if !options.json {
+        println!("served a client: tests {tests}");
+    }
+    Ok(())
+}
+
+async fn ask<S>(stream: &mut S, options: &Options, busy_poll_us: u32) -> anyhow::Result<Vec<Row>>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
+    let mut results = Vec::new();
+    for (measure, test) in tests(options, busy_poll_us) {
+        let played = play::ask(stream, &test).await?;
+        results.push(Row::new(measure, test, &played));
+    }
+    Ok(results)
+}
