@@ -7,7 +7,7 @@ mod traffic;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Meet, Transport};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use traffic::Traffic;
 
@@ -117,6 +117,35 @@ fn tcp_first() {
     assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
     drop((b, listener));
+}
+
+/// As often as told, and not more; then it is TCP, or an error.
+#[test]
+fn retries() {
+    let scene = Scene::new();
+    let builder = |rdma| {
+        let config = Config { connection_retries: 3, retry_delay: Duration::from_millis(100), ..config() };
+        let verbs = scene.world.verbs();
+        Engine::builder(&verbs).device(HOSTS[0].0).rdma(rdma).config(config).build().expect("an engine")
+    };
+    let nowhere = format!("{}:4709", HOSTS[1].1).parse().expect("an address");
+    for rdma in [Rdma::Require, Rdma::Prefer] {
+        let engine = builder(rdma);
+        let begun = Instant::now();
+        let error = engine.block_on(engine.connect(nowhere)).expect_err("nobody is there");
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(begun.elapsed() >= Duration::from_millis(300), "{:?}", begun.elapsed());
+        assert_eq!(engine.stats().connect_retries, 3);
+    }
+    // Somebody comes meanwhile.
+    let engine = builder(Rdma::Require);
+    let late = scene.engines[1].clone();
+    let listener = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(150));
+        late.listen(nowhere).map(|listener| (listener, std::thread::sleep(Duration::from_secs(1))))
+    });
+    engine.block_on(engine.connect(nowhere)).expect("a link");
+    drop(listener.join());
 }
 
 /// The first address that answers is taken, and the others are where a lost peer is looked for.

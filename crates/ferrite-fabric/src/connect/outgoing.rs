@@ -114,6 +114,9 @@ pub(crate) struct Outgoing {
     otherwise: Option<OverTcp>,
     /// Why the last try failed, for the case that time runs out.
     last: Option<Error>,
+    /// How long each try may take, and how many more there may be.
+    timeout: Duration,
+    retries: u32,
 }
 
 /// What was agreed when the request was sent.
@@ -221,6 +224,8 @@ impl Engine {
             reply,
             otherwise: over_tcp,
             last: None,
+            timeout,
+            retries: self.config().connection_retries,
         });
         self.shared().with_poller(|poller, shared| {
             poller.now = now;
@@ -468,7 +473,22 @@ impl Poller {
         self.finish(shared, outgoing, Err(error));
     }
 
-    fn finish(&mut self, shared: &Shared, outgoing: Outgoing, opened: Opened) {
+    fn finish(&mut self, shared: &Shared, mut outgoing: Outgoing, opened: Opened) {
+        if let Err(error) = &opened
+            && outgoing.retries > 0
+            && !outgoing.reply.is_canceled()
+            && matches!(
+                error.kind(),
+                ErrorKind::Refused | ErrorKind::Unreachable | ErrorKind::Timeout | ErrorKind::LinkDown
+            )
+        {
+            outgoing.retries -= 1;
+            let delay = shared.config.retry_delay;
+            outgoing.deadline = self.now + delay + outgoing.timeout;
+            outgoing.patience = FIRST_RESOLVE;
+            self.try_again(shared, Box::new(outgoing), error.clone(), delay.max(Duration::from_millis(1)));
+            return;
+        }
         let Outgoing { id, link, reply, otherwise, .. } = outgoing;
         match (&opened, link) {
             (Err(error), Some((link, _))) => self.unmake_link(shared, &link, error),

@@ -60,6 +60,11 @@ pub struct Config {
     pub max_connections: usize,
     /// A handshake longer than this failed. 5 s.
     pub connection_timeout: Duration,
+    /// Further tries at RDMA when the first has failed, before the connect fails or goes over TCP. 0: a link that went over TCP
+    /// tries again by itself.
+    pub connection_retries: u32,
+    /// Before each of them. 1 s.
+    pub retry_delay: Duration,
     /// A link that has lost its RDMA path, where RDMA is preferred, has this long to find another. 10 s.
     pub move_timeout: Duration,
     /// A link on TCP that would rather be on RDMA tries that after this time, and after twice as long each time that it does
@@ -98,6 +103,8 @@ impl Default for Config {
             max_half_open: 64,
             max_connections: 16_384,
             connection_timeout: Duration::from_secs(5),
+            connection_retries: 0,
+            retry_delay: Duration::from_secs(1),
             move_timeout: Duration::from_secs(10),
             climb_after: Duration::from_secs(1),
             keepalive: Duration::from_secs(10),
