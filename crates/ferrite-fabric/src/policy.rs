@@ -118,7 +118,7 @@ pub enum FallbackCause {
 }
 
 impl FallbackCause {
-    /// All of them, in the order of [`FallbackCause::index`].
+    /// All of them.
     pub const ALL: [Self; 9] = [
         Self::NoLibrary,
         Self::NoKernelSupport,

@@ -42,7 +42,7 @@ fn two_mib_for_sends() -> Config {
 /// Less memory than the queue has room for: the writer waits for what is under way.
 pub(crate) async fn memory_runs_out(scene: Scene) {
     let Pair { mut a, mut b, engines } = scene.pair_with(&two_mib_for_sends()).await;
-    let total = 16 * MIB / scene.slower;
+    let total = (16 * MIB / scene.slower).max(4 * MIB); // twice what there is
     let writing = tokio::spawn(async move {
         for at in (0..total).step_by(MIB / 8) {
             a.write_all(&pattern(at, (MIB / 8).min(total - at))).await.expect("to write");
