@@ -193,7 +193,8 @@ impl Builder {
     }
 
     /// TLS for links that TCP carries: what to trust, and who this side is. Without the first, connects are in clear text,
-    /// without the second listeners are. The peer's certificate must be for its IP address, unless the connect says otherwise.
+    /// without the second listeners are. Which cryptography they use is the caller's choice (`rustls` with the feature `ring` or
+    /// `aws_lc_rs`). The peer's certificate must be for its IP address, unless the connect says otherwise.
     pub fn tls(mut self, client: Option<Arc<ClientConfig>>, server: Option<Arc<ServerConfig>>) -> Self {
         self.tls = Tls { client, server };
         self

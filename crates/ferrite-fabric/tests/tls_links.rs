@@ -1,4 +1,5 @@
 //! The suite of links over TCP with TLS, on this host's own network.
+#![cfg(not(miri))] // which has no cryptography
 
 #[expect(dead_code, reason = "what is about RDMA alone")]
 mod links;
