@@ -55,7 +55,8 @@ impl Scene {
     #[track_caller]
     fn is_on(&self, transport: Transport) {
         until(PATIENCE * pace(), &format!("on {transport}"), || {
-            assert!(self.links[0].failure().is_none(), "{:?}", self.links[0].failure());
+            let failures = [0, 1].map(|at| self.links[at].failure());
+            assert!(failures.iter().all(Option::is_none), "{failures:?}");
             self.links.iter().all(|link| link.transport() == transport)
         });
     }
