@@ -574,6 +574,6 @@ impl From<KeptBody> for Body {
     }
 }
 
-fn plain(kind: ParcelKind, offset: u64) -> Parcel {
+pub(super) fn plain(kind: ParcelKind, offset: u64) -> Parcel {
     Parcel { kind, imm: 0, len: 0, op: 0, grant: 0, offset }
 }

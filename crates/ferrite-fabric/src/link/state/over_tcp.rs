@@ -349,8 +349,14 @@ impl LinkState {
             (ParcelKind::Offer | ParcelKind::Answer, Some(body)) => {
                 let Some(address) = Address::decode(&body) else { return Err(protocol("a wrong address")) };
                 let offered = kind == ParcelKind::Offer;
-                if self.steps.len() > 8 || offered && (self.is_caller || self.carrier != Carrier::Tcp) {
+                if self.steps.len() > 8 || offered && self.is_caller {
                     return Err(protocol("an offer at the wrong time"));
+                }
+                if offered && self.carrier != Carrier::Tcp {
+                    // It crossed with a move of ours: it is made again.
+                    tracing::debug!("an offer while {:?} carries the link", self.carrier);
+                    tcp.push(&super::moving::plain(ParcelKind::Withdraw, 0), Body::Nothing, None);
+                    return Ok(());
                 }
                 self.steps.push(if offered { Step::Offered(address) } else { Step::Answered(address) });
             }
