@@ -89,7 +89,7 @@ impl Poller {
             None => {} // the peer calls
         }
         if is_caller {
-            self.timers.add(self.now + shared.config.climb_after, Timer::Climb(link.name));
+            self.climb_in(link, shared.config.climb_after);
         }
         if let Some(lane) = route.lane {
             self.retire_if_unused(shared, lane.index);
@@ -206,7 +206,7 @@ impl Poller {
             Err(Error::new(ErrorKind::Refused, format!("{} takes no RDMA", link.peer_name())))
         };
         match offered {
-            Ok(()) => self.timers.add(self.now + shared.config.connection_timeout, Timer::Climb(link.name)),
+            Ok(()) => self.climb_in(link, shared.config.connection_timeout),
             Err(error) => self.opening_failed(shared, link, error),
         }
     }
@@ -221,16 +221,29 @@ impl Poller {
         }
         shared.fell_back(link, Fallback::new(error));
         if link.with_wakes(&mut self.wakes, |state, _, _| state.moves) {
-            self.timers.add(self.now + shared.config.climb_after, Timer::Climb(link.name));
+            self.climb_in(link, shared.config.climb_after);
         }
         if let Err(Ok(link)) = reply.send(Ok(Arc::clone(link))) {
             link.close();
         }
     }
 
+    /// Looks after `wait` whether the link is still on TCP, and not before: whatever was said earlier is forgotten.
+    pub(crate) fn climb_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
+        let at = self.now + wait;
+        link.with_wakes(&mut self.wakes, |state, _, _| state.climb_at = Some(at));
+        self.timers.add(at, Timer::Climb(link.name));
+    }
+
     /// A link on TCP that would rather be on RDMA.
     pub(crate) fn climb_due(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
+        let now = self.now;
+        let is_due =
+            link.with_wakes(&mut self.wakes, |state, _, _| state.climb_at.is_some_and(|at| at <= now));
+        if !is_due {
+            return;
+        }
         let (carrier, climbing, switched, wait) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let wait = state.next_climb(shared.config.climb_after, CLIMB_MAX);
             (state.carrier, state.climb.is_some(), state.has_switched(), wait)
@@ -251,7 +264,7 @@ impl Poller {
         {
             tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
         }
-        self.timers.add(self.now + wait, Timer::Climb(name));
+        self.climb_in(&link, wait);
     }
 
     /// First step: a queue pair of ours, and where it is.

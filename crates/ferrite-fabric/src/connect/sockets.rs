@@ -568,7 +568,7 @@ impl Poller {
                     shared.fell_back(&link, fallback);
                     let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
                     if moves {
-                        self.timers.add(self.now + shared.config.climb_after, Timer::Climb(name));
+                        self.climb_in(&link, shared.config.climb_after);
                     }
                 }
                 if let Err(Ok(link)) = reply.send(Ok(link)) {

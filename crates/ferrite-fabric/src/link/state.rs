@@ -141,6 +141,8 @@ pub(crate) struct LinkState {
     /// Where the generations of the next queue pair's slots begin.
     pub(crate) generation: u32,
     climb_wait: Option<Duration>,
+    /// When to try to go up to RDMA next.
+    pub(crate) climb_at: Option<Instant>,
     pub(crate) stats: LinkStats,
     outbox: Outbox,
     tickets: Tickets,
@@ -250,6 +252,7 @@ impl LinkState {
             rekeyed: BTreeMap::new(),
             generation: 0,
             climb_wait: None,
+            climb_at: None,
             stats: LinkStats::default(),
             outbox: Outbox::default(),
             tickets: Tickets::default(),
