@@ -323,17 +323,23 @@ fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
 }
 
 fn params<'a>(shared: &Shared, lane: &Lane, link: &LinkShared, hello: &'a [u8]) -> ConnectParams<'a> {
-    let limits = lane.limits();
-    let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
+    let (reads_in, reads_out) = reads(shared, lane);
     ConnectParams {
         qp_num: link.route().qp_num,
         srq: true,
         private_data: hello,
-        reads_in: max(limits.max_qp_rd_atom),
-        reads_out: max(limits.max_qp_init_rd_atom),
+        reads_in,
+        reads_out,
         retries: shared.config.retries,
         rnr_retries: RNR_RETRIES,
     }
+}
+
+/// Reads of a peer's that a queue pair of this device serves at a time, and that it may have outstanding.
+fn reads(shared: &Shared, lane: &Lane) -> (u8, u8) {
+    let limits = lane.limits();
+    let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
+    (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))
 }
 
 fn initialise(id: &CmId, link: &LinkShared) -> Result<(), Error> {

@@ -1,6 +1,8 @@
 //! Links that lose their RDMA path and go on, on the fake provider and this host's TCP.
 #![expect(clippy::print_stdout, reason = "the seed that replays a failure")]
 
+#[path = "links/random.rs"]
+mod random;
 #[path = "moves/traffic.rs"]
 mod traffic;
 
@@ -9,6 +11,7 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
+use random::Random;
 use traffic::Traffic;
 
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -282,13 +285,8 @@ fn random_faults() {
         std::collections::hash_map::RandomState::new().build_hasher().finish() >> 40
     });
     println!("FERRITE_SEED={seed}");
-    let mut state = seed | 1;
-    let mut next = move |below: u64| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state % below
-    };
+    let mut random = Random::new(seed);
+    let mut next = move |below: u64| random.below(below);
     let scene = Scene::new();
     let traffic = scene.traffic(seed);
     for round in 0..40 {

@@ -6,6 +6,8 @@
 
 #[path = "lab_faults/net.rs"]
 mod net;
+#[path = "links/random.rs"]
+mod random;
 #[expect(dead_code, reason = "shared with lab_faults")]
 #[path = "lab_faults/rig.rs"]
 mod rig;
@@ -17,6 +19,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Transport};
 use net::{Mend, Renewal, Wire, fault};
+use random::Random;
 use rig::{OWN, PEER, any_port, pace, until, verbs, within};
 use traffic::Traffic;
 
@@ -121,13 +124,8 @@ fn random_faults() {
     let seed = number("FERRITE_SEED").unwrap_or_else(|| u64::from(std::process::id()) | 1 << 20);
     let faults = number("FERRITE_FAULTS").unwrap_or(10 / u64::from(pace()).max(1) + 1);
     println!("FERRITE_SEED={seed} FERRITE_FAULTS={faults}");
-    let mut state = seed | 1;
-    let mut next = move |below: u64| {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        state % below
-    };
+    let mut random = Random::new(seed);
+    let mut next = move |below: u64| random.below(below);
     let _renewal = Renewal;
     let wire = Wire::new(&["h1"]);
     let _devices = Mend(

@@ -9,7 +9,7 @@ use ferrite_verbs::{GidEntry, GidType, Path, PeerAddress, Port, QueuePairAttribu
 
 use super::outgoing::Reply;
 use super::sockets::{Dial, Wants};
-use super::{RNR_RETRIES, RNR_TIMER, access};
+use super::{RNR_RETRIES, RNR_TIMER, access, reads};
 use crate::engine::Shared;
 use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
@@ -248,7 +248,11 @@ impl Poller {
             let wait = state.next_climb(shared.config.climb_after, CLIMB_MAX);
             (state.carrier, state.climb.is_some(), state.has_switched(), wait)
         });
-        if carrier == Carrier::Rdma || switched || link.failure_known() {
+        if carrier == Carrier::Rdma || link.failure_known() {
+            return;
+        }
+        if switched {
+            self.climb_in(&link, wait); // the peer may still withdraw
             return;
         }
         if climbing {
@@ -490,15 +494,14 @@ impl Way {
     }
 
     fn address(&self, shared: &Shared, qp_num: u32) -> Address {
-        let limits = self.lane.limits();
-        let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
+        let (reads_in, reads_out) = reads(shared, &self.lane);
         Address {
             qp_num,
             psn: PSN,
             lid: self.port.lid,
             mtu: self.port.active_mtu.code(),
-            reads_in: max(limits.max_qp_rd_atom),
-            reads_out: max(limits.max_qp_init_rd_atom),
+            reads_in,
+            reads_out,
             gid: self.gid.gid.0,
         }
     }

@@ -566,7 +566,7 @@ impl LinkState {
 
     /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone. Closes the connection.
     pub(crate) fn destroy(&mut self, around: &Around<'_>, by_force: bool, wakes: &mut Wakes) -> bool {
-        if self.close_tcp(by_force, wakes) {
+        if self.close_tcp(wakes) {
             self.inbox.drop_partial();
         }
         if self.queue.qp().is_none() {

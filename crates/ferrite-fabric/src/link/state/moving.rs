@@ -462,7 +462,7 @@ impl LinkState {
     }
 
     /// The peer has said its last on TCP.
-    pub(super) fn on_switch(&mut self, wakes: &mut Wakes) -> Result<(), Error> {
+    pub(super) fn on_switch(&mut self) -> Result<(), Error> {
         let Some(climb) = self.climb.as_mut().filter(|climb| !climb.peer_switched) else {
             return Ok(()); // to where this side has withdrawn from
         };
@@ -471,7 +471,7 @@ impl LinkState {
             if !climb.switch_sent {
                 return Err(super::receiving::protocol("a switch that nobody asked for"));
             }
-            self.arrive(wakes);
+            self.arrive();
             self.controls.push_front(Control::Ping(GO));
         } else {
             climb.switching = true; // then the caller begins
@@ -481,11 +481,11 @@ impl LinkState {
 
     /// Something came on the queue pair that is being climbed to: a probe, or that the side that called sends there now. What it
     /// says of credits may be older than what came on TCP.
-    pub(super) fn on_climb_frame(&mut self, bytes: &[u8], wakes: &mut Wakes) -> Result<(), Error> {
+    pub(super) fn on_climb_frame(&mut self, bytes: &[u8]) -> Result<(), Error> {
         let ready = self.climb.as_ref().is_some_and(|climb| climb.peer_switched && climb.switch_sent);
         match Control::decode(bytes) {
             Ok(Control::Ping(GO)) if ready && !self.is_caller => {
-                self.arrive(wakes);
+                self.arrive();
                 self.controls.push_back(Control::Pong(GO));
                 Ok(())
             }
@@ -494,7 +494,7 @@ impl LinkState {
         }
     }
 
-    fn arrive(&mut self, _wakes: &mut Wakes) {
+    fn arrive(&mut self) {
         let Some(Climb { queue, lane, inline, .. }) = self.climb.take() else { return };
         (self.queue, self.lane, self.inline) = (queue, Some(lane), inline);
         self.carrier = Carrier::Rdma;

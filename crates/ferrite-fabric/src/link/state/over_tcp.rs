@@ -366,7 +366,7 @@ impl LinkState {
                 }
                 self.steps.push(Step::Withdrawn);
             }
-            (ParcelKind::Switch, None) => self.on_switch(wakes)?,
+            (ParcelKind::Switch, None) => self.on_switch()?,
             (ParcelKind::Resume, None) => self.on_resume(offset, wakes)?,
             (ParcelKind::Rekey, None) => {
                 if self.rekeyed.len() >= REVOKED_MAX && !self.rekeyed.contains_key(&grant) {
@@ -418,10 +418,8 @@ impl LinkState {
         Ok(())
     }
 
-    /// Tells all who wait on the connection, when the link is down. `true` if there was one.
-    ///
-    /// In good order its last words are written first, unless `by_force`.
-    pub(super) fn close_tcp(&mut self, _by_force: bool, wakes: &mut Wakes) -> bool {
+    /// Tells all who wait on the connection, when the link is down; its last words are written first. `true` if there was one.
+    pub(super) fn close_tcp(&mut self, wakes: &mut Wakes) -> bool {
         let Some(mut tcp) = self.tcp.take() else { return false };
         let error =
             self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));

@@ -26,7 +26,7 @@ impl LinkState {
         let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
         if self.climb_qp().is_some_and(|qp| qp.number() == wc.qp_num()) {
             buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
-            return self.on_climb_frame(&buf, wakes);
+            return self.on_climb_frame(&buf);
         }
         if wc.opcode() == Opcode::RECV_WRITE_IMM {
             return self.on_frame(imm, None, now, wakes);
