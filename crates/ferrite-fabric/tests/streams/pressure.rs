@@ -50,9 +50,12 @@ pub(crate) async fn memory_runs_out(scene: Scene) {
         a.shutdown().await.expect("the end");
         a
     });
-    tokio::time::sleep(4 * SHORT).await; // until there is none left
-    let held = engines.of_caller().pool().stats().send.in_use_bytes;
-    assert!(held >= 3 * MIB as u64 / 2 || scene.is_tcp(), "{held} bytes"); // over TCP no memory is needed
+    if !scene.is_tcp() {
+        // Over TCP no memory is needed. Here, until there is next to none left: on an emulated machine that takes a while.
+        while engines.of_caller().pool().stats().send.in_use_bytes < 3 * MIB as u64 / 2 {
+            tokio::time::sleep(SHORT / 10).await;
+        }
+    }
     let mut read = Vec::new();
     b.read_to_end(&mut read).await.expect("to read");
     assert!(read == pattern(0, total));
