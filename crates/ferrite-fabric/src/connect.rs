@@ -294,11 +294,11 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
     }
 }
 
-/// From half of `time` to all of it, another for each link: thousands that were opened at once must not ask for a sign of life
+/// From three quarters of `time` to all of it, another for each link: thousands that were opened at once must not ask for a sign of life
 /// at once, or the answers' answers find no receives.
 fn spread(time: Duration, serial: u64) -> Duration {
     let part = serial.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56; // evenly, whatever the serials
-    time / 2 + time / 512 * part as u32
+    time / 4 * 3 + time / 1024 * part as u32
 }
 
 /// An identifier on a device, if the device has an address.

@@ -1,8 +1,8 @@
 //! The port when a link was well, shared by all links of the port; and the same sight of it when links fail.
 //!
 //! Thousands of links are set up, and can fail, in one moment. A snapshot costs a hundred system calls, so that
-//! all who ask within a short time get the same one; looking takes a tenth of the time at most, however slow the
-//! host or its device. Nothing is locked while a file is read: two who come at once may both look, and one of the
+//! all who ask within a short time get the same one, and however slow the host or its device, looking takes a
+//! fiftieth of the time at most while links are well, a tenth when they fail. Nothing is locked while a file is read: two who come at once may both look, and one of the
 //! results is kept.
 
 use std::fmt;
@@ -15,10 +15,11 @@ use super::files::Roots;
 use super::snapshot::Snapshot;
 use super::surroundings::Surroundings;
 
-static BASELINES: Shared = Shared::new(Duration::from_millis(100));
+/// Every silent link asks for one now and then: with thousands, all the time.
+static BASELINES: Shared = Shared::new(Duration::from_secs(1), 50);
 /// Short enough not to be from before the fault, long enough that a thousand links that fail together are looked
 /// at a few times only. Baselines do not serve here: one of them is often from just before the fault.
-static SIGHTS: Shared = Shared::new(FACTS_AGE);
+static SIGHTS: Shared = Shared::new(FACTS_AGE, 10);
 static SURROUNDINGS: Mutex<Option<Arc<Surroundings>>> = Mutex::new(None);
 
 const FACTS_AGE: Duration = Duration::from_millis(20);
@@ -29,12 +30,12 @@ const PORTS_MAX: usize = 64;
 ///
 /// Take one when a link is up, and again whenever its peer has answered (each keepalive, say): what moved since
 /// then is what moved while the peer was silent. It is cheap: links of one port share it, and the port is looked
-/// at ten times per second at most.
+/// at once per second at most.
 #[derive(Clone)]
 pub struct Baseline(pub(super) Arc<Snapshot>);
 
 impl Baseline {
-    /// Looks at port `port`, unless that was done within the last tenth of a second.
+    /// Looks at port `port`, unless that was done within the last second.
     #[must_use]
     pub fn take(context: &Context, port: u8) -> Self {
         Self(BASELINES.snapshot(context, port))
@@ -62,7 +63,7 @@ pub(super) fn current(context: &Context, port: u8) -> Arc<Snapshot> {
 /// The surroundings now.
 pub(super) fn surroundings() -> Arc<Surroundings> {
     let cached = SURROUNDINGS.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    if let Some(fresh) = cached.filter(|cached| is_fresh(FACTS_AGE, cached.taken, cached.cost)) {
+    if let Some(fresh) = cached.filter(|cached| is_fresh(&SIGHTS, cached.taken, cached.cost)) {
         return fresh;
     }
     let read = Arc::new(Surroundings::read(&Roots::system()));
@@ -70,27 +71,30 @@ pub(super) fn surroundings() -> Arc<Surroundings> {
     read
 }
 
-/// Whether something may still serve that was seen at `taken`, at that cost.
-fn is_fresh(max_age: Duration, taken: Instant, cost: Duration) -> bool {
-    taken.elapsed() < max_age.max(10 * cost)
+/// Whether something may still serve that was seen at `taken`, at that cost, by the rules of `shared`.
+fn is_fresh(shared: &Shared, taken: Instant, cost: Duration) -> bool {
+    taken.elapsed() < shared.max_age.max(shared.costs * cost)
 }
 
 /// The latest snapshot of each port.
 struct Shared {
+    /// How old one may be that serves again,
     max_age: Duration,
+    /// or how many times as old as looking took, if that is more.
+    costs: u32,
     latest: Mutex<Vec<Arc<Snapshot>>>,
 }
 
 impl Shared {
-    const fn new(max_age: Duration) -> Self {
-        Self { max_age, latest: Mutex::new(Vec::new()) }
+    const fn new(max_age: Duration, costs: u32) -> Self {
+        Self { max_age, costs, latest: Mutex::new(Vec::new()) }
     }
 
     fn snapshot(&self, context: &Context, port: u8) -> Arc<Snapshot> {
         let (device, guid) = (context.device().name(), context.device().guid());
         let is_it = |of: &Arc<Snapshot>| of.number == port && of.guid == guid && of.device == device;
         let cached = self.lock().iter().find(|of| is_it(of)).cloned();
-        if let Some(fresh) = cached.filter(|cached| is_fresh(self.max_age, cached.taken, cached.cost)) {
+        if let Some(fresh) = cached.filter(|cached| is_fresh(self, cached.taken, cached.cost)) {
             return fresh;
         }
         let taken = Arc::new(Snapshot::take(&Roots::system(), context, port));

@@ -527,7 +527,9 @@ impl LinkState {
             }
             return Ok(Some((asked + self.limits.peer_timeout, false)));
         }
-        let ask_at = self.last_heard + self.limits.keepalive;
+        // One of the two asks, as both start to wait at the same time: who was called waits longer than any caller.
+        let longer = if self.is_caller { Duration::ZERO } else { self.limits.keepalive / 3 };
+        let ask_at = self.last_heard + self.limits.keepalive + longer;
         if now < ask_at {
             return Ok(Some((ask_at, true)));
         }

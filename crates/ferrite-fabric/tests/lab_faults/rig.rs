@@ -46,7 +46,7 @@ pub(crate) fn quick() -> Config {
 
 /// When a silent peer is given up at the latest: it is asked after one time, and waited for during the other.
 pub(crate) fn stalled_after(config: &Config) -> Duration {
-    config.keepalive + config.peer_timeout
+    config.keepalive * 4 / 3 + config.peer_timeout // the called side waits a third longer before it asks
 }
 
 /// Runs a future on this thread; it must end in time. Engines are driven by their own threads.
