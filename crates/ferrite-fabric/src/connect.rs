@@ -29,6 +29,7 @@ use crate::engine::slots::SendQueue;
 use crate::engine::timers::{LinkName, Timer};
 use crate::engine::waits::Ready;
 use crate::error::{Error, ErrorKind};
+use crate::link::patience::Patience;
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
@@ -235,7 +236,7 @@ impl Poller {
     }
 
     /// The handshake is done.
-    fn establish(&mut self, shared: &Shared, id: CmId, link: &Arc<LinkShared>, hello: Hello) {
+    fn establish(&mut self, id: CmId, link: &Arc<LinkShared>, hello: Hello) {
         let (key, port) = (id.key(), id.device().map_or(1, |(_, port)| port));
         let mtu = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.open(hello, self.now);
@@ -247,8 +248,7 @@ impl Poller {
         });
         link.is_well();
         self.meetings.put(key, Meeting::Linked { id, link: link.index });
-        let ask_at = self.now + spread(shared.config.keepalive, link.name.serial);
-        self.timers.add(ask_at, Timer::Keepalive(link.name));
+        self.timers.add(self.now, Timer::Keepalive(link.name)); // it says when the next is
         // What came in meanwhile may wait for an answer.
         link.with_wakes(&mut self.wakes, LinkState::pump);
     }
@@ -287,18 +287,11 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
         hello,
         queue_messages: config.send_queue_messages,
         queue_bytes: config.send_queue_bytes,
-        keepalive: spread(config.keepalive, name.serial),
+        patience: Patience::new(config.keepalive, name.serial),
         peer_timeout: config.peer_timeout,
         latencies: Arc::clone(&shared.latencies),
         clock: shared.clock.clone(),
     }
-}
-
-/// From three quarters of `time` to all of it, another for each link: thousands that were opened at once must not ask for a sign of life
-/// at once, or the answers' answers find no receives.
-fn spread(time: Duration, serial: u64) -> Duration {
-    let part = serial.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56; // evenly, whatever the serials
-    time / 4 * 3 + time / 1024 * part as u32
 }
 
 /// An identifier on a device, if the device has an address.

@@ -12,6 +12,7 @@ pub(crate) mod inbox;
 pub(crate) mod message;
 mod ops;
 mod outbox;
+pub(crate) mod patience;
 #[cfg(all(test, loom))]
 mod races;
 pub(crate) mod shared;

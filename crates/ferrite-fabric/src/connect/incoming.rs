@@ -108,7 +108,7 @@ impl Poller {
         listener: &Weak<ListenerShared>,
     ) {
         if event.kind == CmEventKind::ESTABLISHED {
-            self.establish(shared, id, &link, hello);
+            self.establish(id, &link, hello);
             shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
             match listener.upgrade() {
                 Some(listener) => listener.arrived(link, &mut self.wakes),

@@ -420,7 +420,7 @@ impl Poller {
                 let up = bring_up(id, &link, by.reads_in, by.reads_out).and_then(|()| Ok(id.establish()?));
                 up.map_err(|error| hung_up(outgoing.peer, error))?;
                 if let Some(id) = outgoing.id.take() {
-                    self.establish(shared, id, &link, hello);
+                    self.establish(id, &link, hello);
                 }
                 Ok(true)
             }

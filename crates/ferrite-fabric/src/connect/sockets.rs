@@ -23,7 +23,7 @@ use rustls::{ClientConfig, ServerConfig};
 
 use super::moving::Place;
 use super::outgoing::Reply;
-use super::{UNKNOWN_PEER, own_limits, spread};
+use super::{UNKNOWN_PEER, own_limits};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
 use crate::engine::timers::{LinkName, Timer};
@@ -554,8 +554,7 @@ impl Poller {
         self.enter(shared, &link);
         self.carry(id, name);
         link.set_tls(trusted);
-        let ask_at = self.now + spread(shared.config.keepalive, name.serial);
-        self.timers.add(ask_at, Timer::Keepalive(name));
+        self.timers.add(self.now, Timer::Keepalive(name)); // it says when the next is
         match side {
             Side::Dialing { wants: Wants::Resume(..), .. } => {}
             Side::Dialing { wants: Wants::Rdma(reply, policy), .. } => {

@@ -70,8 +70,8 @@ pub struct Config {
     /// A link on TCP that would rather be on RDMA tries that after this time, and after twice as long each time that it does
     /// not work, up to 30 s. 1 s.
     pub climb_after: Duration,
-    /// A link that was silent for this long is asked for a sign of life: after three quarters of it to all of it, so that
-    /// links do not ask together. The caller asks; the other side only if that does not happen, a third later. 10 s.
+    /// A link that was silent for this long is asked for a sign of life: after three quarters of it to all of it (a half
+    /// for the first time), so that links do not ask together. The caller asks, the other side if it did not, a third later. 10 s.
     pub keepalive: Duration,
     /// A peer that has not answered for this long is dead or stuck, and the link is down. 5 s.
     pub peer_timeout: Duration,

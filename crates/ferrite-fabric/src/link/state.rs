@@ -29,6 +29,7 @@ use ferrite_verbs::WorkCompletion;
 use super::inbox::{Arrived, Inbox, Limits};
 use super::message::Message;
 use super::outbox::{Letter, OneSided, Outbox, frames};
+use super::patience::Patience;
 use super::stats::LinkStats;
 use super::tcp::TcpPath;
 use super::tickets::{Outcome, Ticket, Tickets};
@@ -204,7 +205,7 @@ pub(crate) struct OwnLimits {
     pub(crate) hello: Hello,
     pub(crate) queue_messages: usize,
     pub(crate) queue_bytes: u64,
-    pub(crate) keepalive: Duration,
+    pub(crate) patience: Patience,
     pub(crate) peer_timeout: Duration,
     pub(crate) latencies: Arc<Latencies>,
     pub(crate) clock: quanta::Clock,
@@ -527,13 +528,12 @@ impl LinkState {
             }
             return Ok(Some((asked + self.limits.peer_timeout, false)));
         }
-        // One of the two asks, as both start to wait at the same time: who was called waits longer than any caller.
-        let longer = if self.is_caller { Duration::ZERO } else { self.limits.keepalive / 3 };
-        let ask_at = self.last_heard + self.limits.keepalive + longer;
+        let ask_at = self.last_heard + self.limits.patience.wait(self.is_caller);
         if now < ask_at {
             return Ok(Some((ask_at, true)));
         }
         self.asked = Some(now);
+        self.limits.patience.asked();
         self.acknowledged_since = false;
         self.controls.push_back(Control::Ping(self.sent));
         Ok(Some((now + self.limits.peer_timeout, false)))
