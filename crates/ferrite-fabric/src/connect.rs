@@ -17,7 +17,7 @@ mod sockets;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, State};
@@ -34,9 +34,10 @@ use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
+use incoming::Expecting;
 pub(crate) use moving::Opening;
 pub(crate) use outgoing::Outgoing;
-pub use outgoing::{ConnectOptions, Connecting};
+pub use outgoing::{ConnectOptions, Connecting, ConnectingBare};
 pub use several::ConnectingAny;
 pub(crate) use sockets::Sockets;
 
@@ -51,7 +52,7 @@ pub(crate) enum Meeting {
         id: CmId,
         link: Arc<LinkShared>,
         hello: Hello,
-        listener: Weak<ListenerShared>,
+        who: Expecting,
     },
     Linked {
         id: CmId,
@@ -153,8 +154,8 @@ impl Poller {
         let Some(meeting) = self.meeting(key) else { return };
         match meeting {
             Meeting::Outgoing(outgoing) => self.on_outgoing_event(shared, outgoing, event),
-            Meeting::Incoming { id, link, hello, listener } => {
-                self.on_incoming_event(shared, event, id, link, hello, &listener);
+            Meeting::Incoming { id, link, hello, who } => {
+                self.on_incoming_event(shared, event, id, link, hello, who);
             }
             Meeting::Linked { id, link } => {
                 self.on_link_event(shared, &event, link);
@@ -270,9 +271,10 @@ impl Poller {
                     self.timers.add(at, Timer::Meeting(key));
                 }
             }
-            Some(Meeting::Incoming { link, .. }) => {
+            Some(Meeting::Incoming { link, who, .. }) => {
                 let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
                 self.unmake_link(shared, &link, &error);
+                who.is_told(error);
             }
             Some(other) => self.meetings.put(key, other),
             None => {}
@@ -344,7 +346,9 @@ fn initialise(id: &CmId, link: &LinkShared) -> Result<(), Error> {
 fn bring_up(id: &CmId, link: &LinkShared, reads_in: u8, reads_out: u8) -> Result<(), Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     modify(link, &receive.access(access()).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
-    modify(link, &id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out))
+    // The peer's settings would decide how often it is repeated that it has no receives; some say never.
+    let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out);
+    modify(link, &send.rnr_retries(RNR_RETRIES))
 }
 
 /// What a peer may do depends on the region and its grant, not on the queue pair.

@@ -34,12 +34,13 @@ mod stream;
 mod sync;
 pub mod wire;
 
-pub use connect::{ConnectOptions, Connecting, ConnectingAny};
+pub use connect::{ConnectOptions, Connecting, ConnectingAny, ConnectingBare};
 pub use engine::{Builder, Config, Engine, EngineStats};
 pub use error::{Error, ErrorKind};
 pub use latency::LatencyStats;
 pub use link::{
-    Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport, Writing,
+    Arrival, Bare, Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport,
+    Writing,
 };
 pub use listener::{Accepting, ListenOptions, Listener, Strangers};
 pub use one_sided::{Region, Revoking};

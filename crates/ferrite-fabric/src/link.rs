@@ -5,9 +5,11 @@
 //! | `state.rs` | credits, closing, failing: everything under the link's lock |
 //! | `outbox.rs` `inbox.rs` | messages into frames in fair turns, and frames into messages: pure |
 //! | `tickets.rs` `ops.rs` | how futures learn of results |
+//! | `bare.rs` | peers of other protocols |
 //! | `tcp.rs` `tls.rs` | the connection of a link that RDMA does not carry |
 //! | `shared.rs` | what engine and users share |
 
+mod bare;
 pub(crate) mod inbox;
 pub(crate) mod message;
 mod ops;
@@ -35,6 +37,7 @@ use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::one_sided::Region;
 use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
+pub use bare::{Arrival, Bare};
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
 use shared::{LinkShared, unique};

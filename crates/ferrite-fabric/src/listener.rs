@@ -9,9 +9,10 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 
 use ferrite_verbs::{CmKey, ConnectionRequest};
+use futures_channel::oneshot;
 use rustls::ServerConfig;
 
-use crate::connect::Meeting;
+use crate::connect::{ConnectingBare, Meeting};
 use crate::engine::poller::Poller;
 use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
@@ -285,7 +286,7 @@ impl Listener {
     #[must_use]
     pub fn strangers(&self) -> Strangers {
         lock(&self.shared.queue).takes_strangers = true;
-        Strangers(Arc::clone(&self.shared))
+        Strangers { listener: Arc::clone(&self.shared), engine: self.engine.clone() }
     }
 }
 
@@ -334,9 +335,13 @@ impl Future for Accepting<'_> {
 /// let strangers = listener.strangers();
 /// let request = strangers.next().await?;
 /// println!("{:?} brought {} bytes", request.id.peer_addr().unwrap_or(listener.local_addr()), request.private_data.len());
-/// # Ok(()) }
+/// let bare = strangers.accept(request).await?;
+/// # drop(bare); Ok(()) }
 /// ```
-pub struct Strangers(Arc<ListenerShared>);
+pub struct Strangers {
+    listener: Arc<ListenerShared>,
+    engine: Engine,
+}
 
 impl Strangers {
     /// The next request. Dropping it refuses the peer.
@@ -345,7 +350,7 @@ impl Strangers {
     /// When the listener's device has gone.
     pub async fn next(&self) -> Result<ConnectionRequest, Error> {
         std::future::poll_fn(|cx| {
-            let mut queue = lock(&self.0.queue);
+            let mut queue = lock(&self.listener.queue);
             if let Some(request) = queue.strangers.pop_front() {
                 return Poll::Ready(Ok(request));
             }
@@ -357,11 +362,24 @@ impl Strangers {
         })
         .await
     }
+
+    /// Takes the peer: a connection without anything of ours on it. Begins at once; dropping the future gives it up.
+    ///
+    /// # Errors
+    /// There are too many, the device has no more, or the peer has gone.
+    pub fn accept(&self, request: ConnectionRequest) -> ConnectingBare {
+        let (reply, receiver) = oneshot::channel();
+        self.engine.shared().with_poller(|poller, shared| {
+            poller.now = std::time::Instant::now();
+            poller.accept_stranger(shared, request, reply);
+        });
+        ConnectingBare::new(self.engine.clone(), receiver)
+    }
 }
 
 impl Drop for Strangers {
     fn drop(&mut self) {
-        let mut queue = lock(&self.0.queue);
+        let mut queue = lock(&self.listener.queue);
         queue.takes_strangers = false;
         queue.strangers.clear();
     }

@@ -3,6 +3,7 @@
 //! `lab_links` runs it on Soft-RoCE devices in the lab's guest, `fake_links` on the fake provider. A test is a function of
 //! a [`Fixture`]; [`run_suite`] makes it a `#[test]` of the target that calls it.
 
+pub(crate) mod bare;
 pub(crate) mod drivers;
 pub(crate) mod engines;
 pub(crate) mod life;
@@ -100,6 +101,9 @@ macro_rules! run_suite {
         run_suite!(over any transport: $run);
         mod rdma {
             use super::links::run_suite;
+            run_suite!(@ $run, bare:
+                messages_and_writes, closing_delivers_what_was_written, writes_beside, silence_is_golden,
+                nobody_takes_them);
             run_suite!(@ $run, drivers: memory_given_back_is_used);
             run_suite!(@ $run, engines: impossible_settings, send_memory_runs_out, statistics);
             run_suite!(@ $run, life: futures_outlive_their_engine);

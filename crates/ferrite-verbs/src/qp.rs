@@ -456,6 +456,13 @@ impl QueuePairAttributes {
         self.also(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
     }
 
+    /// Sets how often a request is repeated to a peer without a receive, 7 for ever (ready to send).
+    #[must_use]
+    pub fn rnr_retries(mut self, retries: u8) -> Self {
+        self.attr.rnr_retry = retries;
+        self.also(&[sys::ibv_qp_attr_mask::IBV_QP_RNR_RETRY])
+    }
+
     /// Sets what the peer may do to our memory.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {

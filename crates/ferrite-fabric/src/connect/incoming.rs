@@ -5,6 +5,7 @@ use std::sync::{Arc, Weak};
 
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest};
 
+use super::outgoing::Reply;
 use super::{Meeting, UNKNOWN_PEER, bring_up, initialise, lane_of, params};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
@@ -13,6 +14,22 @@ use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::listener::ListenerShared;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode, Version};
+
+/// Who gets a link when the handshake is done.
+pub(crate) enum Expecting {
+    Listener(Weak<ListenerShared>),
+    /// Who took the request of a stranger.
+    Caller(Reply),
+}
+
+impl Expecting {
+    /// It came to nothing. A listener does not hear of that.
+    pub(super) fn is_told(self, error: Error) {
+        if let Self::Caller(reply) = self {
+            let _ = reply.send(Err(error));
+        }
+    }
+}
 
 impl Poller {
     pub(super) fn on_request(&mut self, shared: &Shared, event: CmEvent) {
@@ -55,11 +72,10 @@ impl Poller {
             refuse(shared, &request, RefusalCode::BUSY, 20, "too many handshakes at a time");
             return;
         }
-        match self.accept(shared, &request, hello, listener.moves) {
-            Ok(link) => {
-                let (key, listener) = (request.id.key(), Arc::downgrade(&listener));
-                self.meetings.put(key, Meeting::Incoming { id: request.id, link, hello, listener });
-                self.timers.add(self.now + shared.config.connection_timeout, Timer::Meeting(key));
+        match self.accept(shared, &request, Some(hello), listener.moves) {
+            Ok((link, _)) => {
+                let who = Expecting::Listener(Arc::downgrade(&listener));
+                self.expect(shared, request.id, link, hello, who);
             }
             Err(error) => {
                 let code = match error.kind() {
@@ -71,21 +87,54 @@ impl Poller {
         }
     }
 
+    /// Takes a peer that says nothing of itself.
+    pub(crate) fn accept_stranger(&mut self, shared: &Shared, request: ConnectionRequest, reply: Reply) {
+        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
+        let accepted = if links >= shared.config.max_connections {
+            Err(Error::new(ErrorKind::Resources, "max_connections is reached"))
+        } else if self.meetings.incoming >= shared.config.max_half_open {
+            Err(Error::new(ErrorKind::Full, "too many handshakes at a time"))
+        } else {
+            self.accept(shared, &request, None, false)
+        };
+        match accepted {
+            Ok((link, hello)) => {
+                self.expect(shared, request.id, link, hello, Expecting::Caller(reply));
+            }
+            Err(error) => {
+                shared.counters.refused.fetch_add(1, Ordering::Relaxed);
+                let _ = reply.send(Err(error)); // the request is dropped, which refuses it
+            }
+        }
+    }
+
+    /// Waits until the peer has heard of it.
+    fn expect(&mut self, shared: &Shared, id: CmId, link: Arc<LinkShared>, hello: Hello, who: Expecting) {
+        let key = id.key();
+        self.meetings.put(key, Meeting::Incoming { id, link, hello, who });
+        self.timers.add(self.now + shared.config.connection_timeout, Timer::Meeting(key));
+    }
+
+    /// The link, and the hello that goes with it: ours if the peer has none.
     fn accept(
         &mut self,
         shared: &Shared,
         request: &ConnectionRequest,
-        hello: Hello,
+        hello: Option<Hello>,
         moves: bool,
-    ) -> Result<Arc<LinkShared>, Error> {
+    ) -> Result<(Arc<LinkShared>, Hello), Error> {
         let id = &request.id;
         let lane = lane_of(shared, id)?;
         let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
         let (link, ours) = self.make_link(shared, lane, moves)?;
         // The peer may send as soon as it hears of us.
-        link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));
+        link.with_wakes(&mut self.wakes, |state, _, _| match hello {
+            Some(hello) => state.set_peer(hello),
+            None => state.make_bare(),
+        });
         let private_data = ours.encode();
-        let params = params(shared, lane, &link, &private_data);
+        let private_data = if hello.is_some() { &private_data[..] } else { &[] };
+        let params = params(shared, lane, &link, private_data);
         let reads_in = params.reads_in.min(request.reads_in_wanted);
         let reads_out = params.reads_out.min(request.reads_out_max);
         let accepted = initialise(id, &link)
@@ -95,7 +144,7 @@ impl Poller {
             self.unmake_link(shared, &link, &error);
             return Err(error);
         }
-        Ok(link)
+        Ok((link, hello.unwrap_or(ours)))
     }
 
     pub(super) fn on_incoming_event(
@@ -105,14 +154,21 @@ impl Poller {
         id: CmId,
         link: Arc<LinkShared>,
         hello: Hello,
-        listener: &Weak<ListenerShared>,
+        who: Expecting,
     ) {
         if event.kind == CmEventKind::ESTABLISHED {
             self.establish(id, &link, hello);
             shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
-            match listener.upgrade() {
-                Some(listener) => listener.arrived(link, &mut self.wakes),
-                None => link.close(), // the listener is gone
+            match who {
+                Expecting::Listener(listener) => match listener.upgrade() {
+                    Some(listener) => listener.arrived(link, &mut self.wakes),
+                    None => link.close(), // the listener is gone
+                },
+                Expecting::Caller(reply) => {
+                    if let Err(Ok(link)) = reply.send(Ok(link)) {
+                        link.close(); // nobody wanted it any more
+                    }
+                }
             }
             return;
         }
@@ -120,6 +176,7 @@ impl Poller {
         let error = Error::from(event.into_error(peer));
         drop(id);
         self.unmake_link(shared, &link, &error);
+        who.is_told(error);
     }
 }
 

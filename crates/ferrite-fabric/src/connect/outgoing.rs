@@ -21,8 +21,8 @@ use crate::engine::poller::Poller;
 use crate::engine::timers::Timer;
 use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
-use crate::link::Link;
 use crate::link::shared::LinkShared;
+use crate::link::{Bare, Link};
 use crate::policy::{Fallback, Meet, Rdma};
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
@@ -96,7 +96,7 @@ impl ConnectOptions {
 
 /// Who waits for a link.
 pub(crate) type Reply = oneshot::Sender<Opened>;
-type Opened = Result<Arc<LinkShared>, Error>;
+pub(crate) type Opened = Result<Arc<LinkShared>, Error>;
 
 /// A handshake that this side began.
 pub(crate) struct Outgoing {
@@ -114,6 +114,8 @@ pub(crate) struct Outgoing {
     otherwise: Option<OverTcp>,
     /// Why the last try failed, for the case that time runs out.
     last: Option<Error>,
+    /// The peer speaks another protocol.
+    bare: bool,
     /// How long each try may take, and how many more there may be.
     timeout: Duration,
     retries: u32,
@@ -148,10 +150,25 @@ impl Future for Connecting {
     type Output = Result<Link, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let reply = Pin::new(&mut self.reply)
+        self.poll_opened(cx).map_ok(|link| Link::new(link, self.engine.clone()))
+    }
+}
+
+impl Connecting {
+    pub(crate) fn new(engine: Engine, reply: oneshot::Receiver<Opened>) -> Self {
+        Self { engine, reply }
+    }
+
+    fn poll_opened(&mut self, cx: &mut Context<'_>) -> Poll<Opened> {
+        Pin::new(&mut self.reply)
             .poll(cx)
-            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine is gone"))));
-        reply.map_ok(|link| Link::new(link, self.engine.clone()))
+            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine is gone"))))
+    }
+}
+
+impl ConnectingBare {
+    pub(crate) fn new(engine: Engine, reply: oneshot::Receiver<Opened>) -> Self {
+        Self(Connecting::new(engine, reply))
     }
 }
 
@@ -162,6 +179,20 @@ impl Drop for Connecting {
         if let Ok(Some(Ok(link))) = self.reply.try_recv() {
             link.close();
         }
+    }
+}
+
+/// See [`Engine::connect_bare`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct ConnectingBare(Connecting);
+
+impl Future for ConnectingBare {
+    type Output = Result<Bare, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let engine = self.0.engine.clone();
+        self.0.poll_opened(cx).map_ok(|link| Bare::new(link, engine))
     }
 }
 
@@ -183,7 +214,7 @@ impl Engine {
     /// The same, with options.
     pub fn connect_with(&self, peer: SocketAddr, options: &ConnectOptions) -> Connecting {
         let (reply, receiver) = oneshot::channel();
-        let connecting = Connecting { engine: self.clone(), reply: receiver };
+        let connecting = Connecting::new(self.clone(), receiver);
         let now = Instant::now();
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
         let (rdma, over_tcp) = match self.ways(peer, options, timeout) {
@@ -213,7 +244,7 @@ impl Engine {
             }
             return connecting;
         }
-        let outgoing = Box::new(Outgoing {
+        self.call(Outgoing {
             id: None,
             peer,
             local: options.local,
@@ -224,15 +255,51 @@ impl Engine {
             reply,
             otherwise: over_tcp,
             last: None,
+            bare: false,
             timeout,
             retries: self.config().connection_retries,
         });
-        self.shared().with_poller(|poller, shared| {
-            poller.now = now;
-            poller.meetings.waiting.push_back(outgoing);
-            poller.start_waiting(shared);
+        connecting
+    }
+
+    /// Connects to a peer that speaks another protocol, by RDMA CM. Begins at once; dropping the future gives it up. Of the
+    /// options, the local address and the time count.
+    ///
+    /// # Errors
+    /// As [`Engine::connect`].
+    pub fn connect_bare(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingBare {
+        let (reply, receiver) = oneshot::channel();
+        let connecting = ConnectingBare::new(self.clone(), receiver);
+        let now = Instant::now();
+        let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        if self.shared().lanes.is_empty() {
+            let _ = reply.send(Err(self.shared().no_rdma()));
+            return connecting;
+        }
+        self.call(Outgoing {
+            id: None,
+            peer,
+            local: options.local,
+            deadline: now + timeout,
+            patience: FIRST_RESOLVE,
+            asked: now,
+            link: None,
+            reply,
+            otherwise: None,
+            last: None,
+            bare: true,
+            timeout,
+            retries: self.config().connection_retries,
         });
         connecting
+    }
+
+    fn call(&self, outgoing: Outgoing) {
+        self.shared().with_poller(|poller, shared| {
+            poller.now = outgoing.asked;
+            poller.meetings.waiting.push_back(Box::new(outgoing));
+            poller.start_waiting(shared);
+        });
     }
 
     /// Whether RDMA is tried, and how TCP is, if it may be.
@@ -399,10 +466,16 @@ impl Poller {
                 let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
                 let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
                 let (link, hello) = self.make_link(shared, lane, moves)?;
-                link.with_wakes(&mut self.wakes, |state, _, _| state.is_caller = true);
+                link.with_wakes(&mut self.wakes, |state, _, _| {
+                    state.is_caller = true;
+                    if outgoing.bare {
+                        state.make_bare();
+                    }
+                });
                 link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
-                let hello = hello.encode();
-                let params = params(shared, lane, &link, &hello);
+                let encoded = hello.encode();
+                let private_data = if outgoing.bare { &[] } else { &encoded[..] };
+                let params = params(shared, lane, &link, private_data);
                 let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
                 outgoing.link = Some((Arc::clone(&link), by));
                 initialise(id, &link)?;
@@ -413,8 +486,12 @@ impl Poller {
                 let Some((link, by)) = outgoing.link.clone() else {
                     return Err(Error::new(ErrorKind::System, "a response to nothing"));
                 };
-                let hello =
-                    Hello::decode(&event.private_data).map_err(|error| not_ours(outgoing.peer, error))?;
+                let hello = match outgoing.bare {
+                    true => link.with_wakes(&mut self.wakes, |state, _, _| *state.peer()),
+                    false => {
+                        Hello::decode(&event.private_data).map_err(|error| not_ours(outgoing.peer, error))?
+                    }
+                };
                 // Before the peer hears that it may send.
                 link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));
                 let up = bring_up(id, &link, by.reads_in, by.reads_out).and_then(|()| Ok(id.establish()?));

@@ -11,11 +11,13 @@
 //! if there is none to send, in a control frame of its own. Control frames need no credit: they are consumed at once, and
 //! if ever no receive is posted, the device repeats them until one is.
 
+mod bare;
 mod moving;
 mod over_tcp;
 mod receiving;
 mod sending;
 
+pub use bare::Arrival;
 pub(crate) use moving::{Carrier, Step};
 pub(crate) use over_tcp::{Reading, Request};
 
@@ -129,6 +131,8 @@ pub(crate) struct LinkState {
     pub(crate) carrier: Carrier,
     /// This side opened it.
     pub(crate) is_caller: bool,
+    /// What is particular to a peer of another protocol, if it is one.
+    bare: Option<Box<bare::Bare>>,
     /// A path that is lost can be replaced by another.
     pub(crate) moves: bool,
     kept: VecDeque<Kept>,
@@ -244,6 +248,7 @@ impl LinkState {
             lane,
             tcp,
             is_caller: false,
+            bare: None,
             moves: false,
             kept: VecDeque::new(),
             again: VecDeque::new(),
@@ -466,7 +471,7 @@ impl LinkState {
 
     /// The peer's connection manager hung up.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        if self.fin_ack_sent {
+        if self.fin_ack_sent || self.bare.is_some() {
             self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
         } else if self.failure().is_none() {
             self.fail(what(), wakes);
@@ -494,6 +499,7 @@ impl LinkState {
             wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
         });
         self.end_again(&error, wakes);
+        self.end_bare();
         self.controls.clear();
         self.revoking.clear();
         self.to_be_revoked.clear();
@@ -514,7 +520,7 @@ impl LinkState {
     /// # Errors
     /// The peer has not answered.
     pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Silence> {
-        if !matches!(self.phase, Phase::Up) {
+        if !matches!(self.phase, Phase::Up) || self.bare.is_some() {
             return Ok(None);
         }
         if self.carrier == Carrier::Moving {

@@ -23,6 +23,9 @@ impl LinkState {
         now: Instant,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
+        if self.bare.is_some() {
+            return self.on_bare_received(wc, buf, wakes);
+        }
         let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
         if self.climb_qp().is_some_and(|qp| qp.number() == wc.qp_num()) {
             buf.set_len((wc.byte_len() as usize).min(buf.capacity()));

@@ -56,7 +56,7 @@ impl LinkState {
     }
 
     /// Whether the next request must report: someone waits for it or for its memory, or too many have not.
-    fn signal(&mut self, around: &Around<'_>, wanted: bool) -> bool {
+    pub(super) fn signal(&mut self, around: &Around<'_>, wanted: bool) -> bool {
         let run = (self.queue.room() + self.queue.in_flight()) / 4;
         let signaled = wanted || self.unsignaled >= run || around.is_pressed();
         self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
@@ -70,6 +70,12 @@ impl LinkState {
         }
         if let Err(error) = self.post_all(around, wakes) {
             self.fail(error, wakes);
+            return;
+        }
+        if self.bare.is_some() {
+            if self.closing && self.bare_is_idle() {
+                self.fail(Error::new(ErrorKind::Closed, "the link is closed"), wakes);
+            }
             return;
         }
         if self.has_room(0) {
@@ -109,7 +115,7 @@ impl LinkState {
             Carrier::Moving => return Ok(()),
         }
         loop {
-            if self.controls.is_empty() && self.outbox.is_empty() {
+            if self.controls.is_empty() && self.outbox.is_empty() && !self.has_bare_work() {
                 return Ok(());
             }
             let room = self.queue.room().min(BATCH);
@@ -174,6 +180,9 @@ impl LinkState {
     }
 
     fn next_work(&mut self, around: &Around<'_>) -> Result<Option<Work<Tag>>, Error> {
+        if self.bare.is_some() {
+            return Ok(self.next_bare_work(around));
+        }
         if let Some(control) = self.controls.pop_front() {
             return match self.control_work(control, around) {
                 // No memory at the moment: it goes with the next that is posted.
@@ -319,9 +328,10 @@ impl LinkState {
         }
         let error = self.failure().cloned();
         let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
-        let mut entries = 0;
+        let (mut entries, mut notices) = (0, 0);
         self.queue.complete(wc, |InFlight { held, tag }, last| {
             entries += 1;
+            notices += u64::from(tag.kind == Kind::Notice);
             let failed = last && !ok;
             stats.completed(tag.kind, tag.bytes, failed);
             if let Some(ticket) = tag.ticket {
@@ -334,6 +344,7 @@ impl LinkState {
             }
         });
         around.release(entries);
+        self.on_bare_done(notices, wakes);
         if !self.revoking.is_empty() {
             self.answer_revocations();
         }

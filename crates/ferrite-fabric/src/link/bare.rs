@@ -1,0 +1,186 @@
+//! Links to peers that speak another protocol than ours: requests as they are.
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+
+use ferrite_verbs::{Access, RemoteSlice};
+
+use super::LinkStats;
+use super::ops::Ending;
+use super::shared::LinkShared;
+pub use super::state::Arrival;
+use crate::engine::Engine;
+use crate::error::Error;
+use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError};
+
+/// A reliable connection to a peer that is no Ferrite peer: nothing but messages, writes with immediate data, and what comes.
+/// It shares queues, receives and memory with the engine's links. Dropping it delivers what was asked for, and hangs up.
+///
+/// Made by [`Strangers::accept`](crate::Strangers::accept) and [`Engine::connect_bare`]. Nothing here waits:
+/// what is asked for is queued, and whoever asks for more than the peer can take has to look at [`Bare::writes_under_way`].
+///
+/// ```no_run
+/// # async fn show(engine: ferrite_fabric::Engine) -> Result<(), Box<dyn std::error::Error>> {
+/// use ferrite_fabric::{Arrival, ConnectOptions};
+///
+/// let bare = engine.connect_bare("10.0.0.2:6379".parse()?, &ConnectOptions::new()).await?;
+/// bare.send_message(&[0; 32])?;
+/// match bare.arrival().await? {
+///     Arrival::Message(bytes) => println!("{} bytes", bytes.len()),
+///     Arrival::Written { sum, .. } => println!("{sum} bytes were written"),
+/// }
+/// # Ok(()) }
+/// ```
+pub struct Bare {
+    shared: Arc<LinkShared>,
+    engine: Engine,
+}
+
+impl Bare {
+    pub(crate) fn new(shared: Arc<LinkShared>, engine: Engine) -> Self {
+        Self { shared, engine }
+    }
+
+    /// Sends a few bytes to a receive of the peer's.
+    ///
+    /// # Errors
+    /// The link is down, or there is no memory.
+    pub fn send_message(&self, message: &[u8]) -> Result<(), Error> {
+        let mut buf = self.pool().take_uncharged(message.len(), crate::mem::Purpose::Send)?;
+        buf.copy_from_slice(message);
+        self.shared.with(|state, around, wakes| {
+            state.push_bare_message(buf.freeze())?;
+            state.pump(around, wakes);
+            Ok(())
+        })
+    }
+
+    /// Writes `buf` to the peer's memory at `addr` and tells it by `imm`. The buffer comes back to the pool when the
+    /// peer's device has it.
+    ///
+    /// # Errors
+    /// The link is down.
+    pub fn write(&self, buf: impl Into<Buf>, addr: u64, rkey: u32, imm: u32) -> Result<(), Error> {
+        let buf = buf.into();
+        let remote = RemoteSlice { addr, len: buf.len() as u64, rkey };
+        self.shared.with(|state, around, wakes| {
+            state.push_bare_write(buf, remote, imm)?;
+            state.pump(around, wakes);
+            Ok(())
+        })
+    }
+
+    /// How many writes the peer's device does not have yet; `waker` is called when there are fewer.
+    #[must_use]
+    pub fn writes_under_way(&self, waker: Option<&Waker>) -> u64 {
+        self.shared.with(|state, _, _| state.bare_writes_under_way(waker))
+    }
+
+    /// The next thing that came, each once and in order; what came before the end is told before it.
+    ///
+    /// # Errors
+    /// Why the link is down.
+    pub async fn arrival(&self) -> Result<Arrival, Error> {
+        std::future::poll_fn(|cx| self.poll_arrival(cx.waker())).await
+    }
+
+    /// The same, for who polls by hand.
+    ///
+    /// # Errors
+    /// Why the link is down.
+    pub fn poll_arrival(&self, waker: &Waker) -> Poll<Result<Arrival, Error>> {
+        self.shared.with(|state, _, _| match state.pop_arrival() {
+            Ok(Some(arrival)) => Poll::Ready(Ok(arrival)),
+            Ok(None) => {
+                state.wake_on_message(waker);
+                Poll::Pending
+            }
+            Err(error) => Poll::Ready(Err(error)),
+        })
+    }
+
+    /// Lets the peer write to `buf`: send it where that is ([`Exposed::remote`]).
+    ///
+    /// # Errors
+    /// The buffer comes back, with what the device or the locked-memory limit said.
+    pub fn expose(&self, buf: BufMut) -> Result<Exposed, (BufMut, PoolError)> {
+        let lane = self.shared.lane().map_or(usize::MAX, |lane| lane.index);
+        self.pool().expose(buf, lane, Access::REMOTE_WRITE)
+    }
+
+    /// Delivers what was asked for, then hangs up. It goes on if this is not awaited.
+    ///
+    /// # Errors
+    /// How the link ended if not in good order.
+    pub fn close(&self) -> Ending {
+        self.shared.close();
+        Ending(Arc::clone(&self.shared))
+    }
+
+    /// Ends it now: because of `reason`, which everybody is told who asks.
+    pub fn abort(&self, reason: Error) {
+        self.shared.fail(reason);
+    }
+
+    /// Why it is down, if it is.
+    #[must_use]
+    pub fn failure(&self) -> Option<Error> {
+        self.shared.with(|state, _, _| state.failure().cloned())
+    }
+
+    /// The engine that it belongs to.
+    #[must_use]
+    pub fn engine(&self) -> &Engine {
+        &self.engine
+    }
+
+    /// Where buffers for it come from.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.shared.pool
+    }
+
+    /// The peer's address.
+    #[must_use]
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.shared.route().peer
+    }
+
+    /// Our address.
+    #[must_use]
+    pub fn local_addr(&self) -> Option<SocketAddr> {
+        self.shared.route().local
+    }
+
+    /// The device that carries it.
+    #[must_use]
+    pub fn device(&self) -> Option<String> {
+        self.shared.lane().map(|lane| lane.name.clone())
+    }
+
+    /// Its queue pair: what logs and the device's tools call it.
+    #[must_use]
+    pub fn qp_num(&self) -> u32 {
+        self.shared.route().qp_num
+    }
+
+    /// What it has done.
+    #[must_use]
+    pub fn stats(&self) -> LinkStats {
+        self.shared.with(|state, _, _| state.stats)
+    }
+}
+
+impl Drop for Bare {
+    fn drop(&mut self) {
+        self.shared.close();
+    }
+}
+
+impl fmt::Debug for Bare {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Bare").field(&self.shared).finish()
+    }
+}

@@ -1,0 +1,160 @@
+//! The state of a link whose peer speaks another protocol: requests as they are, and what came, in order.
+//!
+//! Nothing is added to what goes over the wire: no hello, no credits, no keepalive, no farewell. What the peer sends is
+//! counted, not understood.
+
+use std::collections::VecDeque;
+use std::task::Waker;
+
+use ferrite_verbs::{Opcode, Operation, RemoteSlice, WorkCompletion};
+
+use super::receiving::protocol;
+use super::{Around, Kind, LinkState, Tag, Wakes, keep};
+use crate::engine::slots::{Held, Work};
+use crate::error::{Error, ErrorKind};
+use crate::mem::{Buf, BufMut};
+
+/// Messages of a peer that nobody has taken yet.
+const ARRIVALS_MAX: usize = 1024;
+
+/// What came over a bare link.
+#[derive(Debug)]
+pub enum Arrival {
+    /// A message of the peer's, in a receive of ours.
+    Message(Buf),
+    /// The peer has written to memory that it was told of, and says so by immediate data. Notices that nothing came between
+    /// are told together.
+    Written {
+        /// How many there were.
+        notices: u64,
+        /// The sum of their immediate data.
+        sum: u64,
+    },
+}
+
+#[derive(Default)]
+pub(crate) struct Bare {
+    outgoing: VecDeque<(Operation, Buf)>,
+    arrivals: VecDeque<Arrival>,
+    messages: usize,
+    /// Writes that were asked for, and those that the peer's device has.
+    asked: u64,
+    done: u64,
+}
+
+impl LinkState {
+    /// The peer speaks another protocol.
+    pub(crate) fn make_bare(&mut self) {
+        self.bare = Some(Box::default());
+    }
+
+    fn bare(&mut self) -> Result<&mut Bare, Error> {
+        self.check_open()?;
+        self.bare.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a bare link"))
+    }
+
+    /// Queues a message.
+    pub(crate) fn push_bare_message(&mut self, message: Buf) -> Result<(), Error> {
+        self.bare()?.outgoing.push_back((Operation::Send, message));
+        Ok(())
+    }
+
+    /// Queues a write.
+    pub(crate) fn push_bare_write(&mut self, buf: Buf, remote: RemoteSlice, imm: u32) -> Result<(), Error> {
+        let bare = self.bare()?;
+        bare.asked += 1;
+        bare.outgoing.push_back((Operation::WriteImm(remote, imm), buf));
+        Ok(())
+    }
+
+    pub(super) fn has_bare_work(&self) -> bool {
+        self.bare.as_ref().is_some_and(|bare| !bare.outgoing.is_empty())
+    }
+
+    /// The next request. The last that is queued reports, so that the memory of all comes back soon.
+    pub(super) fn next_bare_work(&mut self, around: &Around<'_>) -> Option<Work<Tag>> {
+        let bare = self.bare.as_deref_mut()?;
+        let (operation, buf) = bare.outgoing.pop_front()?;
+        let is_last = bare.outgoing.is_empty();
+        let signaled = self.signal(around, is_last);
+        let inline = buf.len() <= self.inline;
+        let kind = if matches!(operation, Operation::Send) { Kind::Control } else { Kind::Notice };
+        let tag = Tag { kind, bytes: buf.len() as u32, ..Tag::default() };
+        Some(Work { operation, held: Held::Shared(buf), signaled, inline, tag })
+    }
+
+    /// Whether everything that was asked for is done.
+    pub(super) fn bare_is_idle(&self) -> bool {
+        !self.has_bare_work() && self.queue.in_flight() == 0
+    }
+
+    pub(super) fn end_bare(&mut self) {
+        if let Some(bare) = self.bare.as_deref_mut() {
+            bare.outgoing.clear();
+        }
+    }
+
+    pub(super) fn on_bare_done(&mut self, writes: u64, wakes: &mut Wakes) {
+        if let Some(bare) = self.bare.as_deref_mut() {
+            bare.done += writes;
+            wakes.append(&mut self.wait_for_room);
+        }
+    }
+
+    /// Writes that are not done, and `waker` is called when one is.
+    pub(crate) fn bare_writes_under_way(&mut self, waker: Option<&Waker>) -> u64 {
+        if let Some(waker) = waker {
+            keep(&mut self.wait_for_room, waker);
+        }
+        self.bare.as_ref().map_or(0, |bare| bare.asked - bare.done)
+    }
+
+    pub(super) fn on_bare_received(
+        &mut self,
+        wc: &WorkCompletion,
+        mut buf: BufMut,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        let Some(bare) = self.bare.as_deref_mut() else { return Ok(()) };
+        self.stats.recv_ops += 1;
+        match (wc.opcode(), wc.imm()) {
+            (Opcode::RECV_WRITE_IMM, Some(imm)) => {
+                self.stats.recv_bytes += u64::from(imm);
+                let sum = u64::from(imm);
+                if let Some(Arrival::Written { notices, sum: so_far }) = bare.arrivals.back_mut() {
+                    *notices += 1;
+                    *so_far += sum;
+                } else {
+                    bare.arrivals.push_back(Arrival::Written { notices: 1, sum });
+                }
+            }
+            (_, None) => {
+                if bare.messages >= ARRIVALS_MAX {
+                    return Err(protocol("more messages than are taken"));
+                }
+                bare.messages += 1;
+                buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+                bare.arrivals.push_back(Arrival::Message(buf.freeze()));
+            }
+            (_, Some(_)) => return Err(protocol("a message with immediate data")),
+        }
+        wakes.append(&mut self.receivers);
+        Ok(())
+    }
+
+    /// The next thing that came, or `None` if there is none yet.
+    ///
+    /// # Errors
+    /// The link is down, and everything that came before that was taken.
+    pub(crate) fn pop_arrival(&mut self) -> Result<Option<Arrival>, Error> {
+        let arrival = self.bare.as_deref_mut().and_then(|bare| {
+            let arrival = bare.arrivals.pop_front()?;
+            bare.messages -= usize::from(matches!(arrival, Arrival::Message(_)));
+            Some(arrival)
+        });
+        match (arrival, self.failure()) {
+            (None, Some(error)) => Err(error.clone()),
+            (arrival, _) => Ok(arrival),
+        }
+    }
+}
