@@ -1,0 +1,238 @@
+//! Endpoints alone: what they say, take and refuse. Two of them with bytes between: `tests/pair.rs`.
+
+use std::time::Duration;
+
+use super::*;
+use crate::message::MessageError;
+use crate::window::WindowError;
+
+const OURS: Registration = Registration { addr: 0x1000, length: 16, rkey: 1 };
+const THEIRS: Registration = Registration { addr: 0x9000, length: 8, rkey: 2 };
+
+fn open(role: Role, config: Config, now: Instant) -> Endpoint {
+    let mut endpoint = Endpoint::new(role, config, OURS).expect("a good configuration");
+    endpoint.handle_established(now).expect("no error before");
+    assert_eq!(endpoint.poll_message(), Some(Message::RegisterXferMemory(OURS).encode()));
+    endpoint.handle_message_sent();
+    endpoint
+}
+
+/// Open, and told where to write.
+fn ready(role: Role, config: Config, now: Instant) -> Endpoint {
+    let mut endpoint = open(role, config, now);
+    endpoint.handle_message(&Message::RegisterXferMemory(THEIRS).encode(), now).expect("the first one");
+    endpoint
+}
+
+#[test]
+fn the_peer_may_be_first() {
+    let now = Instant::now();
+    let mut server = Endpoint::new(Role::Server, Config::default(), OURS).expect("good");
+    assert_eq!((server.poll_message(), server.poll_timeout()), (None, None));
+    server.handle_message(&Message::RegisterXferMemory(THEIRS).encode(), now).expect("legal");
+    assert_eq!((server.write_plan(5), server.writable()), (None, 0), "not established");
+    server.handle_established(now).expect("no error before");
+    server.handle_established(now).expect("no matter");
+    assert_eq!(server.poll_message(), Some(Message::RegisterXferMemory(OURS).encode()));
+    assert_eq!(server.poll_message(), None);
+    assert_eq!(server.write_plan(5).map(|write| write.remote_addr), Some(0x9000));
+    assert_eq!((server.writable(), server.peer_window()), (3, Some(THEIRS)));
+}
+
+#[test]
+fn memory_of_no_bytes_is_a_mistake() {
+    let error = Endpoint::new(Role::Client, Config::default(), Registration { length: 0, ..OURS });
+    assert_eq!(error.map(|_| ()), Err(ConfigError { field: "length" }));
+}
+
+#[test]
+fn an_error_is_for_ever_and_a_close_is_quiet() {
+    let now = Instant::now();
+    let mut server = ready(Role::Server, Config::default(), now);
+    let unknown = ProtocolError::Message(MessageError::Unknown { opcode: 0xFFFF });
+    assert_eq!(server.handle_message(&[0xFF; 32], now), Err(unknown));
+    assert_eq!(server.handle_message(&Message::Keepalive.encode(), now), Err(unknown));
+    assert_eq!(server.handle_immediate(0, 0, now), Err(unknown));
+    assert_eq!(server.handle_timeout(now), Err(unknown));
+    server.close();
+    assert_eq!((server.error(), server.is_closed()), (Some(unknown), true));
+    assert_eq!((server.write_plan(1), server.poll_message(), server.poll_timeout()), (None, None, None));
+
+    let mut client = ready(Role::Client, Config::default(), now);
+    client.close();
+    assert_eq!(client.handle_message(&[0xFF; 3], now), Ok(()));
+    assert_eq!(client.handle_immediate(u32::MAX, 0, now), Ok(()));
+    assert_eq!((client.error(), client.is_closed(), client.write_plan(1)), (None, true, None));
+}
+
+#[test]
+fn bytes_before_the_announcement_or_beyond_it() {
+    let now = Instant::now();
+    let mut early = Endpoint::new(Role::Server, Config::default(), OURS).expect("good");
+    early.handle_established(now).expect("no error before");
+    let overrun = |bytes, room| Err(WindowError::Overrun { bytes, room }.into());
+    assert_eq!(early.handle_immediate(1, 1, now), overrun(1, 0));
+
+    let mut server = open(Role::Server, Config::default(), now);
+    server.handle_immediate(10, 4, now).expect("writes without immediate went before");
+    assert_eq!(server.handle_immediate(u32::MAX, 0, now), overrun(u32::MAX, 6));
+    assert_eq!(server.readable(), 0..10, "what came before may be read");
+
+    let mut server = open(Role::Server, Config::default(), now);
+    let more = ProtocolError::Immediate { immediate: 3, byte_len: 4 };
+    assert_eq!(server.handle_immediate(3, 4, now), Err(more));
+}
+
+#[test]
+fn announced_again_when_full_and_consumed() {
+    let now = Instant::now();
+    let mut server = open(Role::Server, Config::default(), now);
+    server.handle_immediate(16, 16, now).expect("room");
+    server.consume(15);
+    assert_eq!(server.poll_message(), None);
+    server.consume(1);
+    assert_eq!(server.poll_message(), Some(Message::RegisterXferMemory(OURS).encode()));
+    assert_eq!(server.stats().registrations_sent, 2);
+    server.handle_immediate(16, 16, now).expect("room again");
+}
+
+#[test]
+fn a_server_keeps_the_connection_alive() {
+    let now = Instant::now();
+    let second = Duration::from_secs(1);
+    let mut server = open(Role::Server, Config::default(), now);
+    assert_eq!(server.poll_timeout(), Some(now + 3 * second));
+    server.handle_timeout(now + 2 * second).expect("early");
+    assert_eq!(server.poll_message(), None);
+    for turn in 1..=5 {
+        server.handle_timeout(now + turn * 3 * second).expect("alive");
+    }
+    for _ in 0..3 {
+        assert_eq!(server.poll_message(), Some(Message::Keepalive.encode()));
+    }
+    assert_eq!(server.poll_message(), None, "no more than three");
+    assert_eq!((server.stats().keepalives_sent, server.stats().keepalives_skipped), (3, 2));
+
+    // Acknowledged: the next oldest was due at 6 s.
+    server.handle_message_sent();
+    let dead = ProtocolError::Dead { after: 30 * second };
+    server.handle_timeout(now + 35 * second).expect("alive");
+    // Heard: silent since then.
+    server.handle_immediate(1, 1, now + 35 * second).expect("room");
+    server.handle_timeout(now + 64 * second).expect("alive");
+    assert_eq!(server.poll_timeout(), Some(now + 65 * second));
+    assert_eq!(server.handle_timeout(now + 65 * second), Err(dead));
+
+    // All acknowledged: never dead.
+    let mut server = open(Role::Server, Config::default(), now);
+    server.handle_timeout(now + 3 * second).expect("alive");
+    server.poll_message().expect("a keepalive");
+    server.handle_message_sent();
+    server.handle_timeout(now + 3600 * second).expect("alive");
+}
+
+#[test]
+fn a_client_is_silent() {
+    let now = Instant::now();
+    let mut client = open(Role::Client, Config::default(), now);
+    assert_eq!(client.poll_timeout(), None);
+    client.handle_timeout(now + Duration::from_secs(100)).expect("nothing is due");
+    client.handle_message(&Message::Keepalive.encode(), now).expect("ignored");
+    assert_eq!((client.poll_message(), client.stats().keepalives_received), (None, 1));
+}
+
+#[test]
+fn features_of_a_server() {
+    let now = Instant::now();
+    let mut server = open(Role::Server, Config { features: 5, ..Config::default() }, now);
+    let question = Message::GetServerFeature { select: 7, features: 0 }.encode();
+    server.handle_message(&question, now).expect("a question");
+    server
+        .handle_message(&Message::SetClientFeature { select: 0, features: 3 }.encode(), now)
+        .expect("a wish");
+    assert_eq!(server.poll_message(), Some(Message::GetServerFeature { select: 7, features: 5 }.encode()));
+    assert_eq!((server.poll_message(), server.peer_features()), (None, Some(3)));
+    assert!(!server.ask_features(0) && !server.set_features(0, 0));
+
+    for _ in 0..FEATURES_WAITING {
+        server.handle_message(&question, now).expect("not too many");
+    }
+    let too_many = ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 };
+    assert_eq!(server.handle_message(&question, now), Err(too_many));
+}
+
+#[test]
+fn features_of_a_client() {
+    let now = Instant::now();
+    let answer = |select| Message::GetServerFeature { select, features: 9 }.encode();
+    let mut client = open(Role::Client, Config::default(), now);
+    assert!(client.ask_features(2) && !client.ask_features(2) && client.set_features(2, 1));
+    assert_eq!(client.poll_message(), Some(Message::GetServerFeature { select: 2, features: 0 }.encode()));
+    assert_eq!(client.poll_message(), Some(Message::SetClientFeature { select: 2, features: 1 }.encode()));
+    client
+        .handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode(), now)
+        .expect("ignored");
+    client.handle_message(&answer(2), now).expect("asked");
+    assert_eq!(client.peer_features(), Some(9));
+    assert_eq!(client.handle_message(&answer(2), now), Err(ProtocolError::UnaskedFeatures));
+
+    let mut client = open(Role::Client, Config::default(), now);
+    client.ask_features(2);
+    assert_eq!(client.handle_message(&answer(3), now), Err(ProtocolError::UnaskedFeatures));
+}
+
+#[test]
+fn a_client_waits_for_a_sign() {
+    let now = Instant::now();
+    let config = Config { max_unseen: Some(3), ..Config::default() };
+    let mut client = ready(Role::Client, config.clone(), now);
+    for _ in 0..3 {
+        client.write_plan(1).expect("below the limit");
+        client.handle_writes_sent(1); // of the network card: no sign
+    }
+    assert_eq!((client.write_plan(1), client.writable()), (None, 0));
+    assert_eq!(client.stats().stalled_by_silence, 1);
+    client.handle_message(&Message::Keepalive.encode(), now).expect("a sign");
+    assert_eq!(client.writable(), 5);
+
+    let mut server = ready(Role::Server, config, now);
+    for _ in 0..8 {
+        server.write_plan(1).expect("servers do not wait");
+    }
+}
+
+#[test]
+fn writes_wait_for_completions_and_for_the_window() {
+    let now = Instant::now();
+    let config = Config { max_writes_in_flight: 2, max_write: 3, ..Config::default() };
+    let mut server = ready(Role::Server, config, now);
+    assert_eq!(server.write_plan(100).map(|write| write.len), Some(3));
+    assert_eq!(server.write_plan(1).map(|write| write.len), Some(1));
+    assert_eq!(server.write_plan(1), None);
+    server.handle_writes_sent(2);
+    assert_eq!(server.write_plan(0), None);
+    assert_eq!(server.write_plan(100).map(|write| write.len), Some(3));
+    assert_eq!(server.write_plan(100).map(|write| write.len), Some(1));
+    server.handle_writes_sent(1);
+    assert_eq!(server.write_plan(100), None);
+    let stats = server.stats();
+    assert_eq!((stats.stalled_by_completions, stats.stalled_by_window), (1, 1));
+    assert_eq!((stats.writes, stats.bytes_written), (4, 8));
+    server.handle_message(&Message::RegisterXferMemory(THEIRS).encode(), now).expect("it is full");
+    assert_eq!(server.write_plan(100).map(|write| write.remote_addr), Some(0x9000));
+}
+
+#[test]
+fn messages_in_flight_are_bounded() {
+    let now = Instant::now();
+    let mut server = open(Role::Server, Config::default(), now);
+    let question = Message::GetServerFeature { select: 7, features: 0 }.encode();
+    for _ in 0..MESSAGES_IN_FLIGHT {
+        server.handle_message(&question, now).expect("answered at once");
+        server.poll_message().expect("the answer");
+    }
+    server.handle_message(&question, now).expect("waits");
+    assert_eq!(server.poll_message(), None);
+    server.handle_message_sent();
+    assert!(server.poll_message().is_some());
+}

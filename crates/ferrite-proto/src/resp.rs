@@ -1,0 +1,57 @@
+//! RESP, in both versions: where a command or a reply ends, and views of complete ones.
+//!
+//! Framers are fed pieces of any size and keep numbers only: no byte is copied and nothing is allocated by a number of a
+//! peer's. They say where a frame ends; whoever has the whole frame in one piece looks into it by [`Command`] or
+//! [`Value`].
+//!
+//! Commands end where Redis and Valkey end them, sloppiness included: who passes commands on must see the same
+//! boundaries as the server behind, or a client could hide one command in another.
+
+mod args;
+mod command;
+mod encode;
+mod number;
+mod reply;
+mod value;
+
+pub use args::{Args, Command};
+pub use command::{CommandError, CommandFramer};
+pub use encode::{encode_bulk, encode_command, encode_error, encode_integer, encode_null, encode_status};
+pub use reply::{ReplyError, ReplyFramer};
+pub use value::Value;
+
+/// How large a frame may be in each direction. What is over a limit is an error of the peer's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Limits {
+    /// The longest bulk string. Default 512 MiB, as `proto-max-bulk-len`.
+    pub bulk_bytes: u64,
+    /// The most arguments of a command. Default 1,048,576.
+    pub multibulk_args: u64,
+    /// The longest inline command and the longest line of a reply. Default 64 KiB.
+    pub inline_bytes: u32,
+    /// The most elements of one aggregate of a reply, pairs of a map counting once. Default 4,294,967,295.
+    pub elements: u64,
+    /// How deep aggregates of a reply may be nested. Default 32. The only limit that costs memory: 24 bytes a level.
+    pub depth: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            bulk_bytes: 512 << 20,
+            multibulk_args: 1 << 20,
+            inline_bytes: 64 << 10,
+            elements: u32::MAX.into(),
+            depth: 32,
+        }
+    }
+}
+
+/// How far a framer came in what it was fed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Progress {
+    /// Bytes that belong to the frame: all, unless it ended before.
+    pub consumed: usize,
+    /// Whether the frame ends behind them. The next byte begins the next frame.
+    pub complete: bool,
+}

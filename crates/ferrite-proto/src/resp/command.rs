@@ -1,0 +1,325 @@
+//! Where a command ends.
+//!
+//! ```text
+//!   *2\r\n $3\r\n GET\r\n $1\r\n k\r\n      a multibulk: the usual form
+//!   GET k\r\n                               inline: a line that does not begin with `*`
+//!   \r\n    *0\r\n    *-1\r\n               nothing: complete commands without arguments
+//! ```
+//!
+//! As Redis does, what stands where `\n` belongs after `\r`, and the two bytes after a bulk string, are skipped and not
+//! looked at.
+
+use super::number::Length;
+use super::{Limits, Progress};
+
+/// Finds where commands end, whatever the pieces in which they come.
+///
+/// ```
+/// use ferrite_proto::resp::{CommandFramer, Limits, Progress};
+///
+/// let mut framer = CommandFramer::new(Limits::default());
+/// let piece = framer.feed(b"*2\r\n$3\r\nGET\r\n$5\r\nhel")?;
+/// assert_eq!(piece, Progress { consumed: 20, complete: false });
+/// let piece = framer.feed(b"lo\r\nPING\r\n")?;
+/// assert_eq!(piece, Progress { consumed: 4, complete: true });
+/// let piece = framer.feed(b"PING\r\n")?; // the rest is the next command
+/// assert_eq!(piece, Progress { consumed: 6, complete: true });
+///
+/// let error = framer.feed(b"*two\r\n").unwrap_err();
+/// assert_eq!(error.to_string(), "Protocol error: invalid multibulk length");
+/// # Ok::<(), ferrite_proto::resp::CommandError>(())
+/// ```
+#[derive(Debug, Clone)]
+pub struct CommandFramer {
+    limits: Limits,
+    state: State,
+    frame_bytes: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    Start,
+    Inline {
+        len: u32,
+    },
+    /// Behind `*`.
+    Count(Length),
+    /// Behind the `\r` of the count: how many arguments follow.
+    CountEnd {
+        args: u64,
+    },
+    /// Before `$`.
+    Argument {
+        args: u64,
+    },
+    /// Behind `$`.
+    Size {
+        args: u64,
+        size: Length,
+    },
+    /// Behind the `\r` of the size.
+    SizeEnd {
+        args: u64,
+        size: u64,
+    },
+    /// In the bulk string, with the two bytes after it.
+    Bulk {
+        args: u64,
+        left: u64,
+    },
+    Failed(CommandError),
+}
+
+impl CommandFramer {
+    /// Before the first command.
+    #[must_use]
+    pub fn new(limits: Limits) -> Self {
+        Self { limits, state: State::Start, frame_bytes: 0 }
+    }
+
+    /// Whether a command has begun and not ended.
+    #[must_use]
+    pub fn is_inside(&self) -> bool {
+        self.state != State::Start
+    }
+
+    /// How many bytes of the command that has begun were fed.
+    #[must_use]
+    pub fn frame_bytes(&self) -> u64 {
+        self.frame_bytes
+    }
+
+    /// At least how many more bytes the command that has begun needs.
+    #[must_use]
+    pub fn wanted(&self) -> u64 {
+        match self.state {
+            State::Bulk { args, left } => left.saturating_add(args.saturating_sub(1).saturating_mul(6)),
+            State::Argument { args } => args.saturating_mul(6), // $0\r\n\r\n
+            State::SizeEnd { size, .. } => size.saturating_add(3),
+            _ => 1,
+        }
+    }
+
+    /// Takes the next bytes, up to the end of a command. Feed the rest again.
+    ///
+    /// # Errors
+    /// They are no command. All later calls have the same error.
+    pub fn feed(&mut self, bytes: &[u8]) -> Result<Progress, CommandError> {
+        let mut at = 0;
+        loop {
+            if let State::Failed(error) = self.state {
+                return Err(error);
+            }
+            let Some(rest) = bytes.get(at..).filter(|rest| !rest.is_empty()) else {
+                self.frame_bytes = self.frame_bytes.saturating_add(at as u64);
+                return Ok(Progress { consumed: at, complete: false });
+            };
+            match self.step(rest) {
+                Ok((taken, Some(next))) => {
+                    at += taken;
+                    self.state = next;
+                }
+                Ok((taken, None)) => {
+                    self.state = State::Start;
+                    self.frame_bytes = 0;
+                    return Ok(Progress { consumed: at + taken, complete: true });
+                }
+                Err(error) => self.state = State::Failed(error),
+            }
+        }
+    }
+
+    /// How many of the bytes, of which there is at least one, are taken, and what comes after: `None` at the end.
+    fn step(&self, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
+        let first = rest.first().copied().unwrap_or_default();
+        Ok(match self.state {
+            State::Start if first == b'*' => (1, Some(State::Count(Length::default()))),
+            State::Start => self.inline(0, rest)?,
+            State::Inline { len } => self.inline(len, rest)?,
+            State::Count(count) if first == b'\r' => {
+                let count = count.finish().ok_or(CommandError::MultibulkLength)?;
+                let args = u64::try_from(count).unwrap_or(0); // less than none is none
+                if args > self.limits.multibulk_args {
+                    return Err(CommandError::MultibulkLength);
+                }
+                (1, Some(State::CountEnd { args }))
+            }
+            State::Count(mut count) => {
+                count.push(first).ok_or(CommandError::MultibulkLength)?;
+                (1, Some(State::Count(count)))
+            }
+            State::CountEnd { args: 0 } => (1, None),
+            State::CountEnd { args } => (1, Some(State::Argument { args })),
+            State::Argument { args } if first == b'$' => {
+                (1, Some(State::Size { args, size: Length::default() }))
+            }
+            State::Argument { .. } => return Err(CommandError::ExpectedBulk { got: first }),
+            State::Size { args, size } if first == b'\r' => {
+                let size = size.finish().and_then(|size| u64::try_from(size).ok());
+                let size = size.filter(|size| *size <= self.limits.bulk_bytes);
+                (1, Some(State::SizeEnd { args, size: size.ok_or(CommandError::BulkLength)? }))
+            }
+            State::Size { args, mut size } => {
+                size.push(first).ok_or(CommandError::BulkLength)?;
+                (1, Some(State::Size { args, size }))
+            }
+            State::SizeEnd { args, size } => (1, Some(State::Bulk { args, left: size.saturating_add(2) })),
+            State::Bulk { args, left } => {
+                let taken = usize::try_from(left).unwrap_or(usize::MAX).min(rest.len());
+                match left.saturating_sub(taken as u64) {
+                    0 if args <= 1 => (taken, None),
+                    0 => (taken, Some(State::Argument { args: args - 1 })),
+                    left => (taken, Some(State::Bulk { args, left })),
+                }
+            }
+            State::Failed(error) => return Err(error),
+        })
+    }
+
+    /// The line up to its end, of which `before` bytes came before.
+    fn inline(&self, before: u32, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
+        let room = (self.limits.inline_bytes.saturating_sub(before) as usize).saturating_add(1);
+        let within = rest.get(..room).unwrap_or(rest);
+        // Redis looks for the end of the line as C looks for it in a string: it would not see one after a zero.
+        match within.iter().position(|byte| matches!(byte, b'\n' | 0)) {
+            Some(at) if within.get(at) == Some(&0) => Err(CommandError::InlineZero),
+            Some(at) => Ok((at + 1, None)),
+            None if within.len() == room => Err(CommandError::InlineTooBig),
+            None => {
+                let len = u32::try_from(within.len()).unwrap_or(u32::MAX).saturating_add(before);
+                Ok((within.len(), Some(State::Inline { len })))
+            }
+        }
+    }
+}
+
+/// Why bytes are no command, in the words of Redis.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[non_exhaustive]
+pub enum CommandError {
+    /// No number, or more arguments than the limit.
+    #[error("Protocol error: invalid multibulk length")]
+    MultibulkLength,
+    /// No number, less than none, or longer than the limit.
+    #[error("Protocol error: invalid bulk length")]
+    BulkLength,
+    /// An argument that is no bulk string.
+    #[error("Protocol error: expected '$', got '{}'", .got.escape_ascii())]
+    ExpectedBulk {
+        /// What stands there.
+        got: u8,
+    },
+    /// An inline command longer than the limit.
+    #[error("Protocol error: too big inline request")]
+    InlineTooBig,
+    /// An inline command with a zero byte, whose end Redis would not see.
+    #[error("Protocol error: zero byte in inline request")]
+    InlineZero,
+    /// Not a whole command: of [`Command::parse`](super::Command::parse) only.
+    #[error("Protocol error: the command does not end here")]
+    Incomplete,
+    /// More than one command: of [`Command::parse`](super::Command::parse) only.
+    #[error("Protocol error: the command ends before")]
+    Trailing,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits { bulk_bytes: 10, multibulk_args: 3, inline_bytes: 8, ..Limits::default() }
+    }
+
+    /// What all bytes at once come to, and the same byte by byte.
+    fn feed(bytes: &[u8]) -> Result<Progress, CommandError> {
+        let at_once = CommandFramer::new(limits()).feed(bytes);
+        let mut framer = CommandFramer::new(limits());
+        for (at, byte) in bytes.iter().enumerate() {
+            let progress = framer.feed(&[*byte]);
+            match (progress, at_once) {
+                (Err(error), at_once) => {
+                    assert_eq!(at_once, Err(error));
+                    return at_once;
+                }
+                (Ok(Progress { complete: true, consumed }), at_once) => {
+                    assert_eq!(at_once, Ok(Progress { consumed: at + 1, complete: true }));
+                    assert_eq!((consumed, framer.is_inside()), (1, false));
+                    return at_once;
+                }
+                (Ok(_), _) => assert_eq!(framer.frame_bytes(), at as u64 + 1),
+            }
+        }
+        assert_eq!(at_once, Ok(Progress { consumed: bytes.len(), complete: false }));
+        at_once
+    }
+
+    #[test]
+    fn complete_commands() {
+        for command in [
+            &b"*1\r\n$4\r\nPING\r\n"[..],
+            b"*2\r\n$0\r\n\r\n$10\r\n0123456789\r\n",
+            b"*0\r\n",
+            b"*-1\r\n",
+            b"*-77\r\n",
+            b"\r\n",
+            b"\n",
+            b"PING\r\n",
+            b"PING\n",
+            b"12345678\n",
+            b"$4\r\n",
+            // As sloppy as Redis.
+            b"*1\rx$4\ryPINGzz",
+        ] {
+            let complete = Ok(Progress { consumed: command.len(), complete: true });
+            assert_eq!(feed(command), complete, "{}", command.escape_ascii());
+            assert_eq!(feed(&[command, b"*1\r\n"].concat()), complete);
+            for len in 0..command.len() {
+                assert_eq!(feed(&command[..len]), Ok(Progress { consumed: len, complete: false }));
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_no_command() {
+        for (bytes, error) in [
+            (&b"*x\r\n"[..], CommandError::MultibulkLength),
+            (b"*\r\n", CommandError::MultibulkLength),
+            (b"*4\r\n", CommandError::MultibulkLength),
+            (b"*01\r\n", CommandError::MultibulkLength),
+            (b"*1\n", CommandError::MultibulkLength),
+            (b"*99999999999999999999\r\n", CommandError::MultibulkLength),
+            (b"*1\r\n+OK\r\n", CommandError::ExpectedBulk { got: b'+' }),
+            (b"*1\r\n$-1\r\n", CommandError::BulkLength),
+            (b"*1\r\n$11\r\n", CommandError::BulkLength),
+            (b"*1\r\n$\r\n", CommandError::BulkLength),
+            (b"*1\r\n$+1\r\n", CommandError::BulkLength),
+            (b"123456789\n", CommandError::InlineTooBig),
+            (b"12345678\r\n", CommandError::InlineTooBig),
+            (b"GET \0\n", CommandError::InlineZero),
+        ] {
+            assert_eq!(feed(bytes), Err(error), "{}", bytes.escape_ascii());
+        }
+        let got = CommandError::ExpectedBulk { got: b'\n' };
+        assert_eq!(got.to_string(), "Protocol error: expected '$', got '\\n'");
+    }
+
+    #[test]
+    fn failed_for_ever() {
+        let mut framer = CommandFramer::new(limits());
+        assert_eq!(framer.feed(b"*x"), Err(CommandError::MultibulkLength));
+        assert_eq!(framer.feed(b"PING\r\n"), Err(CommandError::MultibulkLength));
+        assert_eq!(framer.feed(b""), Err(CommandError::MultibulkLength));
+    }
+
+    #[test]
+    fn what_is_wanted_never_exceeds_what_comes() {
+        let command = b"*3\r\n$1\r\nx\r\n$0\r\n\r\n$10\r\n0123456789\r\n";
+        let mut framer = CommandFramer::new(limits());
+        for at in 0..command.len() {
+            let left = (command.len() - at) as u64;
+            assert!((1..=left).contains(&framer.wanted()), "at {at}");
+            framer.feed(&command[at..=at]).expect("a command");
+        }
+    }
+}

@@ -1,0 +1,330 @@
+//! A look into a complete reply. Strings lie where they came; only the lists of aggregates are made.
+
+use super::encode::{blob, header, line};
+use super::number::Integer;
+use super::{Limits, Progress, ReplyError, ReplyFramer};
+
+/// A complete reply. Lists grow by what came, never by what a length says; a value takes about 16 times the memory of its
+/// shortest form.
+///
+/// ```
+/// use ferrite_proto::resp::Value;
+///
+/// let reply = Value::parse(b"*3\r\n$1\r\na\r\n:7\r\n_\r\n")?;
+/// let Value::Array(values) = reply else { panic!("an array") };
+/// assert_eq!(values, [Value::Bulk(b"a"), Value::Integer(7), Value::Null]);
+/// # Ok::<(), ferrite_proto::resp::ReplyError>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum Value<'a> {
+    /// A status.
+    Simple(&'a [u8]),
+    /// An error in one line.
+    Error(&'a [u8]),
+    /// A whole number.
+    Integer(i64),
+    /// A string.
+    Bulk(&'a [u8]),
+    /// A string in chunks.
+    Chunks(Vec<&'a [u8]>),
+    /// Nothing: that of RESP3, and both of RESP2.
+    Null,
+    /// True or false.
+    Boolean(bool),
+    /// A number with a fraction, or none at all.
+    Double(f64),
+    /// A whole number of any size, in decimal digits.
+    BigNumber(&'a [u8]),
+    /// An error of any bytes.
+    BlobError(&'a [u8]),
+    /// A string with a word on how to show it.
+    Verbatim {
+        /// Such as `txt` or `mkd`.
+        format: &'a [u8],
+        /// The string.
+        text: &'a [u8],
+    },
+    /// Values in order.
+    Array(Vec<Self>),
+    /// Values without one. Doubles are not told apart.
+    Set(Vec<Self>),
+    /// Pairs.
+    Map(Vec<(Self, Self)>),
+    /// What the server says unasked.
+    Push(Vec<Self>),
+    /// A value with what is said about it.
+    Attributed {
+        /// What is said: all attributes that stand before the value.
+        attributes: Vec<(Self, Self)>,
+        /// The value, which is no such pair itself.
+        value: Box<Self>,
+    },
+}
+
+impl<'a> Value<'a> {
+    /// The deepest that is looked into, whatever the limits say: each level is a call within a call.
+    pub const MAX_DEPTH: u32 = 128;
+
+    /// Looks into exactly one reply, within the default limits.
+    ///
+    /// # Errors
+    /// It is none, not a whole one, or more than one.
+    pub fn parse(bytes: &'a [u8]) -> Result<Self, ReplyError> {
+        Self::parse_within(bytes, Limits::default())
+    }
+
+    /// Looks into exactly one reply.
+    ///
+    /// # Errors
+    /// It is none, not a whole one, or more than one.
+    pub fn parse_within(bytes: &'a [u8], limits: Limits) -> Result<Self, ReplyError> {
+        let limits = Limits { depth: limits.depth.min(Self::MAX_DEPTH), ..limits };
+        match ReplyFramer::new(limits).feed(bytes)? {
+            Progress { complete: false, .. } => return Err(ReplyError::Incomplete),
+            Progress { consumed, .. } if consumed < bytes.len() => return Err(ReplyError::Trailing),
+            _ => {}
+        }
+        Reader { rest: bytes }.value()
+    }
+
+    /// Appends it in RESP3; nulls in that version's form, streams of values with their length.
+    pub fn encode(&self, into: &mut Vec<u8>) {
+        match self {
+            Self::Simple(text) => line(b'+', text, into),
+            Self::Error(text) => line(b'-', text, into),
+            Self::Integer(value) => line(b':', value.to_string().as_bytes(), into),
+            Self::Bulk(bytes) => blob(b'$', bytes, into),
+            Self::Chunks(chunks) => {
+                line(b'$', b"?", into);
+                // An empty one would be the end.
+                chunks.iter().filter(|chunk| !chunk.is_empty()).for_each(|chunk| blob(b';', chunk, into));
+                line(b';', b"0", into);
+            }
+            Self::Null => line(b'_', b"", into),
+            Self::Boolean(value) => line(b'#', if *value { b"t" } else { b"f" }, into),
+            Self::Double(value) => line(b',', value.to_string().to_lowercase().as_bytes(), into),
+            Self::BigNumber(digits) => line(b'(', digits, into),
+            Self::BlobError(bytes) => blob(b'!', bytes, into),
+            Self::Verbatim { format, text } => blob(b'=', &[format, &b":"[..], text].concat(), into),
+            Self::Array(values) => aggregate(b'*', values, into),
+            Self::Set(values) => aggregate(b'~', values, into),
+            Self::Push(values) => aggregate(b'>', values, into),
+            Self::Map(pairs) => map(b'%', pairs, into),
+            Self::Attributed { attributes, value } => {
+                map(b'|', attributes, into);
+                value.encode(into);
+            }
+        }
+    }
+}
+
+fn aggregate(kind: u8, values: &[Value<'_>], into: &mut Vec<u8>) {
+    header(kind, values.len(), into);
+    values.iter().for_each(|value| value.encode(into));
+}
+
+fn map(kind: u8, pairs: &[(Value<'_>, Value<'_>)], into: &mut Vec<u8>) {
+    header(kind, pairs.len(), into);
+    for (key, value) in pairs {
+        key.encode(into);
+        value.encode(into);
+    }
+}
+
+/// How many values an aggregate has.
+#[derive(Clone, Copy)]
+enum Count {
+    Null,
+    Values(u64),
+    Stream,
+}
+
+/// Reads what a framer has found to be whole: it ends early only by a mistake of ours, which is an error and no panic.
+struct Reader<'a> {
+    rest: &'a [u8],
+}
+
+impl<'a> Reader<'a> {
+    /// As deep as the framer allowed: attributes before a value are read in a loop.
+    fn value(&mut self) -> Result<Value<'a>, ReplyError> {
+        let mut attributes = None;
+        while let Some(rest) = self.rest.strip_prefix(b"|") {
+            self.rest = rest;
+            attributes.get_or_insert_with(Vec::new).append(&mut self.pairs()?.unwrap_or_default());
+        }
+        let value = self.bare_value()?;
+        Ok(match attributes {
+            Some(attributes) => Value::Attributed { attributes, value: Box::new(value) },
+            None => value,
+        })
+    }
+
+    fn bare_value(&mut self) -> Result<Value<'a>, ReplyError> {
+        let (kind, rest) = self.rest.split_first().ok_or(ReplyError::Incomplete)?;
+        self.rest = rest;
+        Ok(match kind {
+            b'+' => Value::Simple(self.line()?),
+            b'-' => Value::Error(self.line()?),
+            b':' => Value::Integer(Integer::parse(self.line()?).ok_or(ReplyError::Number)?),
+            b',' => Value::Double(double(self.line()?).ok_or(ReplyError::Double)?),
+            b'(' => Value::BigNumber(self.line()?),
+            b'#' => Value::Boolean(self.line()? == b"t"),
+            b'_' => {
+                self.line()?;
+                Value::Null
+            }
+            b'$' => match self.count()? {
+                Count::Null => Value::Null,
+                Count::Values(len) => Value::Bulk(self.blob(len)?),
+                Count::Stream => Value::Chunks(self.chunks()?),
+            },
+            b'!' => Value::BlobError(self.sized_blob()?),
+            b'=' => {
+                let blob = self.sized_blob()?;
+                let (format, text) = blob.split_at_checked(4).ok_or(ReplyError::Verbatim)?;
+                Value::Verbatim { format: format.strip_suffix(b":").ok_or(ReplyError::Verbatim)?, text }
+            }
+            b'*' => self.values()?.map_or(Value::Null, Value::Array),
+            b'~' => self.values()?.map_or(Value::Null, Value::Set),
+            b'>' => self.values()?.map_or(Value::Null, Value::Push),
+            b'%' => self.pairs()?.map_or(Value::Null, Value::Map),
+            got => return Err(ReplyError::Type { got: *got }),
+        })
+    }
+
+    fn line(&mut self) -> Result<&'a [u8], ReplyError> {
+        let end = self.rest.iter().position(|byte| *byte == b'\r').ok_or(ReplyError::Incomplete)?;
+        let (line, rest) = self.rest.split_at_checked(end).ok_or(ReplyError::Incomplete)?;
+        self.rest = rest.strip_prefix(b"\r\n").ok_or(ReplyError::LineEnd)?;
+        Ok(line)
+    }
+
+    fn count(&mut self) -> Result<Count, ReplyError> {
+        Ok(match self.line()? {
+            b"?" => Count::Stream,
+            b"-1" => Count::Null,
+            number => {
+                let number = Integer::parse(number).and_then(|number| u64::try_from(number).ok());
+                Count::Values(number.ok_or(ReplyError::Length)?)
+            }
+        })
+    }
+
+    fn blob(&mut self, len: u64) -> Result<&'a [u8], ReplyError> {
+        let len = usize::try_from(len).map_err(|_| ReplyError::BulkLength)?;
+        let (blob, rest) = self.rest.split_at_checked(len).ok_or(ReplyError::Incomplete)?;
+        self.rest = rest.strip_prefix(b"\r\n").ok_or(ReplyError::BlobEnd)?;
+        Ok(blob)
+    }
+
+    fn sized_blob(&mut self) -> Result<&'a [u8], ReplyError> {
+        match self.count()? {
+            Count::Values(len) => self.blob(len),
+            Count::Null | Count::Stream => Err(ReplyError::BulkLength),
+        }
+    }
+
+    fn chunks(&mut self) -> Result<Vec<&'a [u8]>, ReplyError> {
+        let mut chunks = Vec::new();
+        loop {
+            self.rest = self.rest.strip_prefix(b";").ok_or(ReplyError::Incomplete)?;
+            match self.count()? {
+                Count::Values(0) => return Ok(chunks),
+                Count::Values(len) => chunks.push(self.blob(len)?),
+                Count::Null | Count::Stream => return Err(ReplyError::BulkLength),
+            }
+        }
+    }
+
+    /// `None` for a null.
+    fn values(&mut self) -> Result<Option<Vec<Value<'a>>>, ReplyError> {
+        self.each(Self::value)
+    }
+
+    fn pairs(&mut self) -> Result<Option<Vec<(Value<'a>, Value<'a>)>>, ReplyError> {
+        self.each(|reader| Ok((reader.value()?, reader.value()?)))
+    }
+
+    fn each<T>(
+        &mut self,
+        read: impl Fn(&mut Self) -> Result<T, ReplyError>,
+    ) -> Result<Option<Vec<T>>, ReplyError> {
+        let count = self.count()?;
+        let mut all = Vec::new();
+        loop {
+            match count {
+                Count::Null => return Ok(None),
+                Count::Values(count) if all.len() as u64 == count => return Ok(Some(all)),
+                Count::Stream if self.rest.first() == Some(&b'.') => {
+                    self.line()?;
+                    return Ok(Some(all));
+                }
+                Count::Values(_) | Count::Stream => all.push(read(self)?),
+            }
+        }
+    }
+}
+
+/// As Rust reads one, which takes all that RESP3 writes: `inf`, `-inf` and `nan` too.
+fn double(text: &[u8]) -> Option<f64> {
+    std::str::from_utf8(text).ok()?.parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_type() {
+        for (bytes, value) in [
+            (&b"+OK\r\n"[..], Value::Simple(b"OK")),
+            (b"-ERR no\r\n", Value::Error(b"ERR no")),
+            (b":-7\r\n", Value::Integer(-7)),
+            (b"$3\r\n\r\n!\r\n", Value::Bulk(b"\r\n!")),
+            (b"$?\r\n;1\r\na\r\n;2\r\nbc\r\n;0\r\n", Value::Chunks(vec![b"a", b"bc"])),
+            (b"_\r\n", Value::Null),
+            (b"$-1\r\n", Value::Null),
+            (b"*-1\r\n", Value::Null),
+            (b"#t\r\n", Value::Boolean(true)),
+            (b"#f\r\n", Value::Boolean(false)),
+            (b",1.25e3\r\n", Value::Double(1250.0)),
+            (b",-inf\r\n", Value::Double(f64::NEG_INFINITY)),
+            (b"(-12\r\n", Value::BigNumber(b"-12")),
+            (b"!5\r\nERR x\r\n", Value::BlobError(b"ERR x")),
+            (b"=5\r\ntxt:a\r\n", Value::Verbatim { format: b"txt", text: b"a" }),
+            (b"*?\r\n:1\r\n.\r\n", Value::Array(vec![Value::Integer(1)])),
+            (b"~1\r\n:1\r\n", Value::Set(vec![Value::Integer(1)])),
+            (b">1\r\n:1\r\n", Value::Push(vec![Value::Integer(1)])),
+            (b"%1\r\n:1\r\n_\r\n", Value::Map(vec![(Value::Integer(1), Value::Null)])),
+        ] {
+            assert_eq!(Value::parse(bytes), Ok(value), "{}", bytes.escape_ascii());
+        }
+    }
+
+    #[test]
+    fn attributes_of_one_value_are_one_list() {
+        let mut bytes = b"|1\r\n+a\r\n:1\r\n".repeat(2);
+        bytes.extend_from_slice(b"*0\r\n");
+        let pair = (Value::Simple(b"a"), Value::Integer(1));
+        let value = Box::new(Value::Array(Vec::new()));
+        let attributes = vec![pair.clone(), pair];
+        assert_eq!(Value::parse(&bytes), Ok(Value::Attributed { attributes, value }));
+        // However many: no call within a call.
+        let mut many = b"|0\r\n".repeat(100_000);
+        many.extend_from_slice(b"_\r\n");
+        assert!(Value::parse(&many).is_ok());
+    }
+
+    #[test]
+    fn exactly_one() {
+        assert_eq!(Value::parse(b"*1\r\n"), Err(ReplyError::Incomplete));
+        assert_eq!(Value::parse(b"_\r\n_\r\n"), Err(ReplyError::Trailing));
+        assert_eq!(Value::parse(b",one\r\n"), Err(ReplyError::Double));
+        let shallow = Limits { depth: 1, ..Limits::default() };
+        assert_eq!(Value::parse_within(b"*1\r\n*1\r\n", shallow), Err(ReplyError::TooDeep { limit: 1 }));
+        let bottomless = Limits { depth: u32::MAX, ..Limits::default() };
+        let too_deep = Err(ReplyError::TooDeep { limit: 128 });
+        assert_eq!(Value::parse_within(&b"*1\r\n".repeat(129), bottomless), too_deep);
+    }
+}

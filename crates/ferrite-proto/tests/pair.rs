@@ -1,0 +1,333 @@
+//! Two endpoints with bytes between them, in virtual time and virtual memory: whatever the sizes, the splits and the
+//! order of events, bytes arrive as they were sent and nobody waits for ever.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use ferrite_proto::{Config, Endpoint, MESSAGE_BYTES, Registration, Role, Write};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+/// What a receive completes with.
+#[derive(Debug)]
+enum Arrival {
+    Message([u8; MESSAGE_BYTES]),
+    Immediate { immediate: u32, byte_len: u32 },
+}
+
+/// What was posted and has no local completion.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Posted {
+    Message,
+    Write,
+}
+
+/// An endpoint with its memory, its queues and what its application has to say.
+struct Side {
+    endpoint: Endpoint,
+    registration: Registration,
+    memory: Vec<u8>,
+    arrivals: VecDeque<Arrival>,
+    posted: VecDeque<Posted>,
+    outgoing: Vec<u8>,
+    written: usize,
+    received: Vec<u8>,
+}
+
+impl Side {
+    fn new(role: Role, config: &Config, registration: Registration) -> Self {
+        Self {
+            endpoint: Endpoint::new(role, config.clone(), registration).expect("a good configuration"),
+            registration,
+            memory: vec![0; registration.length as usize],
+            arrivals: VecDeque::new(),
+            posted: VecDeque::new(),
+            outgoing: Vec::new(),
+            written: 0,
+            received: Vec::new(),
+        }
+    }
+
+    /// More to say: bytes that differ from their neighbours.
+    fn say(&mut self, bytes: usize) {
+        let from = self.outgoing.len();
+        self.outgoing.extend((from..from + bytes).map(|at| (at * 7 % 251) as u8));
+    }
+
+    /// Posts all messages, and writes of at most `available` bytes until there is no room. Whether there was any.
+    fn post(&mut self, available: usize, peer: &mut Side) -> bool {
+        let mut any = false;
+        while let Some(message) = self.endpoint.poll_message() {
+            any = true;
+            self.posted.push_back(Posted::Message);
+            peer.arrivals.push_back(Arrival::Message(message));
+        }
+        loop {
+            let available = available.min(self.outgoing.len() - self.written);
+            let Some(write) = self.endpoint.write_plan(available) else { return any };
+            any = true;
+            assert!(write.len as usize <= available && write.immediate == write.len);
+            let bytes = &self.outgoing[self.written..][..write.len as usize];
+            self.written += bytes.len();
+            self.posted.push_back(Posted::Write);
+            peer.write(write, bytes);
+        }
+    }
+
+    /// As the network card of the peer does it.
+    fn write(&mut self, write: Write, bytes: &[u8]) {
+        assert_eq!(write.rkey, self.registration.rkey);
+        let at = write.remote_addr.checked_sub(self.registration.addr).expect("within the memory") as usize;
+        self.memory[at..at + bytes.len()].copy_from_slice(bytes);
+        self.arrivals.push_back(Arrival::Immediate { immediate: write.immediate, byte_len: write.len });
+    }
+
+    fn deliver(&mut self, count: usize, now: Instant) -> bool {
+        let count = count.min(self.arrivals.len());
+        for arrival in self.arrivals.drain(..count) {
+            let taken = match arrival {
+                Arrival::Message(bytes) => self.endpoint.handle_message(&bytes, now),
+                Arrival::Immediate { immediate, byte_len } => {
+                    self.endpoint.handle_immediate(immediate, byte_len, now)
+                }
+            };
+            taken.expect("a peer that keeps the rules");
+        }
+        count > 0
+    }
+
+    fn complete(&mut self, count: usize) -> bool {
+        let count = count.min(self.posted.len());
+        for posted in self.posted.drain(..count) {
+            match posted {
+                Posted::Message => self.endpoint.handle_message_sent(),
+                Posted::Write => self.endpoint.handle_writes_sent(1),
+            }
+        }
+        count > 0
+    }
+
+    fn consume(&mut self, bytes: usize) -> bool {
+        let readable = self.endpoint.readable();
+        let bytes = bytes.min(readable.len());
+        let from = readable.start as usize;
+        self.received.extend_from_slice(&self.memory[from..from + bytes]);
+        self.endpoint.consume(bytes as u32);
+        bytes > 0
+    }
+}
+
+struct Pair {
+    sides: [Side; 2],
+    now: Instant,
+}
+
+impl Pair {
+    fn new(config: &Config, lengths: [u32; 2]) -> Self {
+        let at = |addr, length| Registration { addr, length, rkey: length ^ 0x55 };
+        let client = Side::new(Role::Client, config, at(0x10_0000, lengths[0]));
+        let server = Side::new(Role::Server, config, at(u64::from(u32::MAX) - 3, lengths[1]));
+        let mut pair = Self { sides: [client, server], now: Instant::now() };
+        for side in &mut pair.sides {
+            side.endpoint.handle_established(pair.now).expect("no error before");
+        }
+        pair
+    }
+
+    /// One of the sides, and the other.
+    fn both(&mut self, second: bool) -> (&mut Side, &mut Side) {
+        let [client, server] = &mut self.sides;
+        if second { (server, client) } else { (client, server) }
+    }
+
+    fn step(&mut self, step: &Step) {
+        let now = self.now;
+        match *step {
+            Step::Say(second, bytes) => self.both(second).0.say(bytes),
+            Step::Post(second, available) => {
+                let (side, peer) = self.both(second);
+                side.post(available, peer);
+            }
+            Step::Deliver(second, count) => {
+                self.both(second).0.deliver(count, now);
+            }
+            Step::Complete(second, count) => {
+                self.both(second).0.complete(count);
+            }
+            Step::Consume(second, bytes) => {
+                self.both(second).0.consume(bytes);
+            }
+            Step::Wait(ms) => self.wait(Duration::from_millis(ms)),
+        }
+    }
+
+    fn wait(&mut self, time: Duration) {
+        self.now += time;
+        for side in &mut self.sides {
+            side.endpoint.handle_timeout(self.now).expect("nobody is dead");
+        }
+    }
+
+    /// Everything that can happen happens, until all bytes have arrived.
+    fn finish(&mut self) {
+        let mut waits = 0;
+        while !self.is_finished() {
+            let mut any = false;
+            for second in [false, true] {
+                let now = self.now;
+                let (side, peer) = self.both(second);
+                any |= side.post(usize::MAX, peer) | peer.deliver(usize::MAX, now);
+                any |= side.complete(usize::MAX) | peer.consume(usize::MAX);
+            }
+            if any {
+                waits = 0;
+                continue;
+            }
+            // Only a client that waits for a sign is let go by time.
+            waits += 1;
+            assert!(waits < 3, "nobody can go on");
+            let due = self.sides.iter().filter_map(|side| side.endpoint.poll_timeout()).min();
+            let due = due.expect("a server has a timer");
+            self.wait(due.saturating_duration_since(self.now));
+        }
+        for side in &mut self.sides {
+            side.deliver(usize::MAX, self.now);
+        }
+    }
+
+    fn is_finished(&self) -> bool {
+        let [client, server] = &self.sides;
+        client.received.len() == server.outgoing.len() && server.received.len() == client.outgoing.len()
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Say(bool, usize),
+    Post(bool, usize),
+    Deliver(bool, usize),
+    Complete(bool, usize),
+    Consume(bool, usize),
+    Wait(u64),
+}
+
+fn steps() -> impl Strategy<Value = Vec<Step>> {
+    let side = any::<bool>;
+    let step = prop_oneof![
+        (side(), 0..200_usize).prop_map(|(side, bytes)| Step::Say(side, bytes)),
+        (side(), 1..100_usize).prop_map(|(side, bytes)| Step::Post(side, bytes)),
+        (side(), 0..20_usize).prop_map(|(side, count)| Step::Deliver(side, count)),
+        (side(), 0..20_usize).prop_map(|(side, count)| Step::Complete(side, count)),
+        (side(), 0..80_usize).prop_map(|(side, bytes)| Step::Consume(side, bytes)),
+        (0..4000_u64).prop_map(Step::Wait),
+    ];
+    vec(step, 0..150)
+}
+
+fn configs() -> impl Strategy<Value = Config> {
+    let unseen = prop_oneof![Just(None), (1..8_u32).prop_map(Some)];
+    (1..100_u32, 1..5_u32, unseen).prop_map(|(max_write, max_writes_in_flight, max_unseen)| Config {
+        max_write,
+        max_writes_in_flight,
+        max_unseen,
+        dead_after: Duration::from_secs(3600),
+        ..Config::default()
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 1000, ..ProptestConfig::default() })]
+
+    #[test]
+    fn bytes_arrive_and_nobody_waits_for_ever(
+        config in configs(),
+        client in 1..64_u32,
+        server in 1..64_u32,
+        steps in steps(),
+    ) {
+        let mut pair = Pair::new(&config, [client, server]);
+        for step in &steps {
+            pair.step(step);
+        }
+        pair.finish();
+        let [client, server] = &pair.sides;
+        prop_assert_eq!(&client.received, &server.outgoing);
+        prop_assert_eq!(&server.received, &client.outgoing);
+        for (side, peer) in [(client, server), (server, client)] {
+            let (ours, theirs) = (side.endpoint.stats(), peer.endpoint.stats());
+            prop_assert_eq!(ours.bytes_written, side.outgoing.len() as u64);
+            prop_assert_eq!(ours.bytes_written, theirs.bytes_received);
+            prop_assert_eq!(theirs.bytes_consumed, theirs.bytes_received);
+            prop_assert_eq!(ours.writes, theirs.immediates);
+            prop_assert_eq!(ours.messages_sent, theirs.messages_received);
+            // One announcement to begin with, one for each window that was used up.
+            let windows = theirs.bytes_consumed / u64::from(peer.registration.length);
+            prop_assert!(theirs.registrations_sent.abs_diff(windows + 1) <= 1);
+        }
+    }
+}
+
+/// A client that sends byte by byte to a server that says nothing: it never has more receives of the server's than it may,
+/// and is let go by keepalives.
+#[test]
+fn a_silent_server_is_not_overrun() {
+    let mut pair = Pair::new(&Config::default(), [64, 1 << 20]);
+    let now = pair.now;
+    for second in [false, true] {
+        let (side, peer) = pair.both(second);
+        side.post(0, peer);
+        peer.deliver(usize::MAX, now);
+        side.complete(usize::MAX);
+    }
+    let [client, server] = &mut pair.sides;
+    client.say(100_000);
+    for turn in 0..5 {
+        client.post(1, server);
+        client.complete(usize::MAX); // of the network card: it does not say that the server saw anything
+        assert!(server.arrivals.len() <= 256, "turn {turn}");
+    }
+    let before = client.written;
+    server.deliver(usize::MAX, pair.now);
+    client.post(1, server);
+    assert_eq!(client.written, before, "that the server works cannot be seen");
+    pair.wait(Duration::from_secs(3));
+    let now = pair.now;
+    let (server, client) = pair.both(true);
+    server.post(0, client);
+    client.deliver(usize::MAX, now);
+    client.post(1, server);
+    assert_eq!(client.written, before + 256);
+    assert!(client.endpoint.stats().stalled_by_silence > 0);
+}
+
+#[test]
+fn a_megabyte_both_ways() {
+    let mut pair = Pair::new(&Config::default(), [4096, 1000]);
+    for side in &mut pair.sides {
+        side.say(1 << 20);
+    }
+    pair.finish();
+    let [client, server] = &pair.sides;
+    assert!(client.received == server.outgoing && server.received == client.outgoing);
+    assert_eq!(client.endpoint.stats().registrations_sent, 1 + (1 << 20) / 4096);
+}
+
+#[test]
+fn a_server_whose_keepalives_are_not_acknowledged_gives_up() {
+    let config = Config::default();
+    let mut pair = Pair::new(&config, [64, 64]);
+    let [client, server] = &mut pair.sides;
+    server.post(0, client);
+    server.complete(usize::MAX);
+    let begun = pair.now;
+    let error = loop {
+        pair.now = server.endpoint.poll_timeout().expect("a timer");
+        if let Err(error) = server.endpoint.handle_timeout(pair.now) {
+            break error;
+        }
+        server.post(0, client);
+    };
+    assert_eq!(error.to_string(), "the peer has not been heard for 30s");
+    assert_eq!(pair.now - begun, config.keepalive_interval + config.dead_after);
+    assert_eq!(server.endpoint.stats().keepalives_sent, 3);
+}

@@ -1,0 +1,182 @@
+//! RESP that is written and read again, whole and in pieces of any size.
+
+use ferrite_proto::resp::{
+    Command, CommandFramer, Limits, Progress, ReplyFramer, Value, encode_command, encode_status,
+};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+/// A reply that owns its strings.
+#[derive(Debug, Clone)]
+enum Reply {
+    Simple(Vec<u8>),
+    Error(Vec<u8>),
+    Integer(i64),
+    Bulk(Vec<u8>),
+    Chunks(Vec<Vec<u8>>),
+    Null,
+    Boolean(bool),
+    Double(f64),
+    BigNumber(String),
+    BlobError(Vec<u8>),
+    Verbatim([u8; 3], Vec<u8>),
+    Array(Vec<Reply>),
+    Set(Vec<Reply>),
+    Map(Vec<(Reply, Reply)>),
+    Attributed(Vec<(Reply, Reply)>, Box<Reply>),
+}
+
+impl Reply {
+    fn value(&self) -> Value<'_> {
+        match self {
+            Self::Simple(text) => Value::Simple(text),
+            Self::Error(text) => Value::Error(text),
+            Self::Integer(value) => Value::Integer(*value),
+            Self::Bulk(bytes) => Value::Bulk(bytes),
+            Self::Chunks(chunks) => Value::Chunks(chunks.iter().map(Vec::as_slice).collect()),
+            Self::Null => Value::Null,
+            Self::Boolean(value) => Value::Boolean(*value),
+            Self::Double(value) => Value::Double(*value),
+            Self::BigNumber(digits) => Value::BigNumber(digits.as_bytes()),
+            Self::BlobError(bytes) => Value::BlobError(bytes),
+            Self::Verbatim(format, text) => Value::Verbatim { format, text },
+            Self::Array(replies) => Value::Array(replies.iter().map(Reply::value).collect()),
+            Self::Set(replies) => Value::Set(replies.iter().map(Reply::value).collect()),
+            Self::Map(entries) => Value::Map(pairs(entries)),
+            Self::Attributed(entries, reply) => {
+                Value::Attributed { attributes: pairs(entries), value: Box::new(reply.value()) }
+            }
+        }
+    }
+}
+
+fn pairs(pairs: &[(Reply, Reply)]) -> Vec<(Value<'_>, Value<'_>)> {
+    pairs.iter().map(|(key, value)| (key.value(), value.value())).collect()
+}
+
+fn text() -> impl Strategy<Value = Vec<u8>> {
+    vec(any::<u8>().prop_filter("no line end", |byte| !b"\r\n".contains(byte)), 0..12)
+}
+
+fn replies() -> impl Strategy<Value = Reply> {
+    let bytes = || vec(any::<u8>(), 0..20);
+    let scalar = prop_oneof![
+        text().prop_map(Reply::Simple),
+        text().prop_map(Reply::Error),
+        any::<i64>().prop_map(Reply::Integer),
+        bytes().prop_map(Reply::Bulk),
+        vec(vec(any::<u8>(), 1..5), 0..4).prop_map(Reply::Chunks),
+        Just(Reply::Null),
+        any::<bool>().prop_map(Reply::Boolean),
+        any::<f64>().prop_filter("equal to itself", |value| !value.is_nan()).prop_map(Reply::Double),
+        any::<i128>().prop_map(|value| Reply::BigNumber(value.to_string())),
+        bytes().prop_map(Reply::BlobError),
+        (any::<[u8; 3]>(), bytes()).prop_map(|(format, text)| Reply::Verbatim(format, text)),
+    ];
+    scalar.prop_recursive(5, 40, 5, |inner| {
+        let pairs = vec((inner.clone(), inner.clone()), 0..4);
+        let bare = inner.clone().prop_filter("one list", |reply| !matches!(reply, Reply::Attributed(..)));
+        prop_oneof![
+            vec(inner.clone(), 0..5).prop_map(Reply::Array),
+            vec(inner, 0..5).prop_map(Reply::Set),
+            pairs.clone().prop_map(Reply::Map),
+            (pairs, bare).prop_map(|(pairs, reply)| Reply::Attributed(pairs, Box::new(reply))),
+        ]
+    })
+}
+
+/// Feeds `bytes` in pieces of the sizes given, over and over. Where frames end.
+fn ends<E: std::fmt::Debug>(
+    bytes: &[u8],
+    sizes: &[usize],
+    mut feed: impl FnMut(&[u8]) -> Result<Progress, E>,
+) -> Vec<usize> {
+    let mut ends = Vec::new();
+    let mut at = 0;
+    for size in sizes.iter().cycle() {
+        if at == bytes.len() {
+            break;
+        }
+        let piece = &bytes[at..bytes.len().min(at + size)];
+        let progress = feed(piece).expect("well formed");
+        assert!(progress.complete || progress.consumed == piece.len());
+        at += progress.consumed;
+        if progress.complete {
+            ends.push(at);
+        }
+    }
+    ends
+}
+
+proptest! {
+    #[test]
+    fn replies_are_read_as_they_were_written(
+        replies in vec(replies(), 1..4),
+        sizes in vec(1..40_usize, 1..10),
+    ) {
+        let mut bytes = Vec::new();
+        let mut expected = Vec::new();
+        for reply in &replies {
+            reply.value().encode(&mut bytes);
+            expected.push(bytes.len());
+        }
+        let mut framer = ReplyFramer::new(Limits::default());
+        prop_assert_eq!(&ends(&bytes, &sizes, |piece| framer.feed(piece)), &expected);
+        let mut from = 0;
+        for (reply, end) in replies.iter().zip(expected) {
+            prop_assert_eq!(Value::parse(&bytes[from..end]), Ok(reply.value()));
+            from = end;
+        }
+    }
+
+    #[test]
+    fn commands_are_read_as_they_were_written(
+        commands in vec(vec(vec(any::<u8>(), 0..30), 0..5), 1..5),
+        line in "[a-zA-Z \"]{0,20}\r?",
+        sizes in vec(1..40_usize, 1..10),
+    ) {
+        let mut bytes = Vec::new();
+        let mut expected = Vec::new();
+        for command in &commands {
+            encode_command(command, &mut bytes);
+            expected.push(bytes.len());
+        }
+        bytes.extend_from_slice(line.as_bytes());
+        bytes.push(b'\n');
+        expected.push(bytes.len());
+
+        let mut framer = CommandFramer::new(Limits::default());
+        prop_assert_eq!(&ends(&bytes, &sizes, |piece| framer.feed(piece)), &expected);
+        let mut from = 0;
+        for (command, end) in commands.iter().zip(&expected) {
+            let parsed = Command::parse(&bytes[from..*end]).expect("well formed");
+            prop_assert!(parsed.args().eq(command.iter().map(Vec::as_slice)));
+            from = *end;
+        }
+        let parsed = Command::parse(&bytes[from..]).expect("a line");
+        prop_assert_eq!(parsed.inline(), Some(line.trim_end_matches('\r').as_bytes()));
+    }
+}
+
+/// The largest that Redis takes, in pieces: nothing is kept of it.
+#[test]
+fn half_a_gigabyte_is_counted_and_not_kept() {
+    let mut framer = ReplyFramer::new(Limits::default());
+    framer.feed(b"$536870912\r\n").expect("the limit itself");
+    let piece = vec![b'x'; 1 << 20];
+    for _ in 0..512 {
+        assert_eq!(framer.feed(&piece), Ok(Progress { consumed: 1 << 20, complete: false }));
+    }
+    assert_eq!(framer.feed(b"\r\n+"), Ok(Progress { consumed: 2, complete: true }));
+    assert!(ReplyFramer::new(Limits::default()).feed(b"$536870913\r\n").is_err());
+    assert!(CommandFramer::new(Limits::default()).feed(b"*1\r\n$536870913\r\n").is_err());
+    assert!(CommandFramer::new(Limits::default()).feed(b"*1048577\r\n").is_err());
+    assert!(CommandFramer::new(Limits::default()).feed(b"*1048576\r\n").is_ok());
+}
+
+#[test]
+fn a_status_is_a_reply() {
+    let mut bytes = Vec::new();
+    encode_status("OK", &mut bytes);
+    assert_eq!(Value::parse(&bytes), Ok(Value::Simple(b"OK")));
+}
