@@ -38,7 +38,7 @@ impl Looks {
     /// Waits a moment before the next. Now and then somebody else gets the CPU: where there are few, whom we wait for may be
     /// waiting for ours, such as a kernel that plays the card.
     fn pause(&mut self) {
-        const UNTIL_YIELD: u32 = 8;
+        const UNTIL_YIELD: u32 = 512;
         self.0 = self.0.wrapping_add(1);
         if self.0.is_multiple_of(UNTIL_YIELD) {
             std::thread::yield_now();
