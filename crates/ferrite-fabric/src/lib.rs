@@ -39,7 +39,7 @@ pub use engine::{Builder, Config, Engine, EngineStats};
 pub use error::{Error, ErrorKind};
 pub use latency::LatencyStats;
 pub use link::{
-    Arrival, Bare, Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport,
+    Arrival, Bare, Done, Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport,
     Writing,
 };
 pub use listener::{Accepting, ListenOptions, Listener, Strangers};

@@ -10,16 +10,16 @@ use ferrite_verbs::{Access, RemoteSlice};
 use super::LinkStats;
 use super::ops::Ending;
 use super::shared::LinkShared;
-pub use super::state::Arrival;
+pub use super::state::{Arrival, Done};
 use crate::engine::Engine;
-use crate::error::Error;
+use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError};
 
 /// A reliable connection to a peer that is no Ferrite peer: nothing but messages, writes with immediate data, and what comes.
 /// It shares queues, receives and memory with the engine's links. Dropping it delivers what was asked for, and hangs up.
 ///
 /// Made by [`Strangers::accept`](crate::Strangers::accept) and [`Engine::connect_bare`]. Nothing here waits:
-/// what is asked for is queued, and whoever asks for more than the peer can take has to look at [`Bare::writes_under_way`].
+/// what is asked for is queued, and whoever asks for more than the peer can take has to look at [`Bare::done`].
 ///
 /// ```no_run
 /// # async fn show(engine: ferrite_fabric::Engine) -> Result<(), Box<dyn std::error::Error>> {
@@ -72,10 +72,10 @@ impl Bare {
         })
     }
 
-    /// How many writes the peer's device does not have yet; `waker` is called when there are fewer.
+    /// What of all that was asked for is done, in the order in which it was; `waker` is called when there is more.
     #[must_use]
-    pub fn writes_under_way(&self, waker: Option<&Waker>) -> u64 {
-        self.shared.with(|state, _, _| state.bare_writes_under_way(waker))
+    pub fn done(&self, waker: Option<&Waker>) -> Done {
+        self.shared.with(|state, _, _| state.bare_done(waker))
     }
 
     /// The next thing that came, each once and in order; what came before the end is told before it.
@@ -119,9 +119,9 @@ impl Bare {
         Ending(Arc::clone(&self.shared))
     }
 
-    /// Ends it now: because of `reason`, which everybody is told who asks.
-    pub fn abort(&self, reason: Error) {
-        self.shared.fail(reason);
+    /// Ends it now: because of what the peer did, which everybody is told who asks.
+    pub fn abort(&self, reason: &str) {
+        self.shared.fail(Error::new(ErrorKind::Protocol, reason));
     }
 
     /// Why it is down, if it is.

@@ -17,7 +17,7 @@ mod over_tcp;
 mod receiving;
 mod sending;
 
-pub use bare::Arrival;
+pub use bare::{Arrival, Done};
 pub(crate) use moving::{Carrier, Step};
 pub(crate) use over_tcp::{Reading, Request};
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ferrite_fabric::mem::{Exposed, Purpose};
-use ferrite_fabric::{Arrival, Bare, Config, ConnectOptions, Engine, ErrorKind, Listener};
+use ferrite_fabric::{Arrival, Bare, Config, ConnectOptions, Done, Engine, ErrorKind, Listener};
 use futures_util::join;
 
 use super::Fixture;
@@ -76,7 +76,9 @@ pub(crate) fn messages_and_writes(fixture: &Fixture) {
         assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == *b"before"));
         let (mut told, mut notices) = (0, 0);
         while told < 10_000 {
-            let Arrival::Written { notices: more, sum } = ends.arrival(to) else { panic!("not in order") };
+            let Arrival::Written { notices: more, sum, .. } = ends.arrival(to) else {
+                panic!("not in order")
+            };
             (told, notices) = (told + sum, notices + more);
         }
         assert_eq!((told, notices), (10_000, 2));
@@ -84,7 +86,8 @@ pub(crate) fn messages_and_writes(fixture: &Fixture) {
         window.read(0, &mut written);
         assert!(written == bytes);
         assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == [9; 32]));
-        until(&ends.engines(), "everything is acknowledged", || from.writes_under_way(None) == 0);
+        let all = Done { messages: 2, writes: 2 };
+        until(&ends.engines(), "everything is acknowledged", || from.done(None) == all);
     }
     ends.end();
 }

@@ -29,6 +29,8 @@ pub enum Arrival {
         notices: u64,
         /// The sum of their immediate data.
         sum: u64,
+        /// What the device says was written by those writes that were told of. A peer may have written more before them.
+        bytes: u64,
     },
 }
 
@@ -37,9 +39,16 @@ pub(crate) struct Bare {
     outgoing: VecDeque<(Operation, Buf)>,
     arrivals: VecDeque<Arrival>,
     messages: usize,
-    /// Writes that were asked for, and those that the peer's device has.
-    asked: u64,
-    done: u64,
+    done: Done,
+}
+
+/// What was asked of a bare link and is done: the peer's device has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Done {
+    /// Messages.
+    pub messages: u64,
+    /// Writes.
+    pub writes: u64,
 }
 
 impl LinkState {
@@ -61,9 +70,7 @@ impl LinkState {
 
     /// Queues a write.
     pub(crate) fn push_bare_write(&mut self, buf: Buf, remote: RemoteSlice, imm: u32) -> Result<(), Error> {
-        let bare = self.bare()?;
-        bare.asked += 1;
-        bare.outgoing.push_back((Operation::WriteImm(remote, imm), buf));
+        self.bare()?.outgoing.push_back((Operation::WriteImm(remote, imm), buf));
         Ok(())
     }
 
@@ -94,19 +101,20 @@ impl LinkState {
         }
     }
 
-    pub(super) fn on_bare_done(&mut self, writes: u64, wakes: &mut Wakes) {
+    pub(super) fn on_bare_done(&mut self, messages: u64, writes: u64, wakes: &mut Wakes) {
         if let Some(bare) = self.bare.as_deref_mut() {
-            bare.done += writes;
+            bare.done.messages += messages;
+            bare.done.writes += writes;
             wakes.append(&mut self.wait_for_room);
         }
     }
 
-    /// Writes that are not done, and `waker` is called when one is.
-    pub(crate) fn bare_writes_under_way(&mut self, waker: Option<&Waker>) -> u64 {
+    /// What is done, and `waker` is called when there is more.
+    pub(crate) fn bare_done(&mut self, waker: Option<&Waker>) -> Done {
         if let Some(waker) = waker {
             keep(&mut self.wait_for_room, waker);
         }
-        self.bare.as_ref().map_or(0, |bare| bare.asked - bare.done)
+        self.bare.as_ref().map_or(Done::default(), |bare| bare.done)
     }
 
     pub(super) fn on_bare_received(
@@ -120,12 +128,13 @@ impl LinkState {
         match (wc.opcode(), wc.imm()) {
             (Opcode::RECV_WRITE_IMM, Some(imm)) => {
                 self.stats.recv_bytes += u64::from(imm);
-                let sum = u64::from(imm);
-                if let Some(Arrival::Written { notices, sum: so_far }) = bare.arrivals.back_mut() {
+                let (more, written) = (u64::from(imm), u64::from(wc.byte_len()));
+                if let Some(Arrival::Written { notices, sum, bytes }) = bare.arrivals.back_mut() {
                     *notices += 1;
-                    *so_far += sum;
+                    *sum += more;
+                    *bytes += written;
                 } else {
-                    bare.arrivals.push_back(Arrival::Written { notices: 1, sum });
+                    bare.arrivals.push_back(Arrival::Written { notices: 1, sum: more, bytes: written });
                 }
             }
             (_, None) => {

@@ -328,9 +328,10 @@ impl LinkState {
         }
         let error = self.failure().cloned();
         let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
-        let (mut entries, mut notices) = (0, 0);
+        let (mut entries, mut controls, mut notices) = (0, 0, 0);
         self.queue.complete(wc, |InFlight { held, tag }, last| {
             entries += 1;
+            controls += u64::from(tag.kind == Kind::Control);
             notices += u64::from(tag.kind == Kind::Notice);
             let failed = last && !ok;
             stats.completed(tag.kind, tag.bytes, failed);
@@ -344,7 +345,7 @@ impl LinkState {
             }
         });
         around.release(entries);
-        self.on_bare_done(notices, wakes);
+        self.on_bare_done(controls, notices, wakes);
         if !self.revoking.is_empty() {
             self.answer_revocations();
         }

@@ -1,0 +1,18 @@
+//! Valkey Over RDMA between the fabric and those who use it.
+//!
+//! ```text
+//!   ValkeyStream   one connection as bytes: ferrite-proto decides, ferrite-fabric carries
+//!   pump           bytes between a client and the engine's own socket, both ways, in order
+//!   Gateway        takes clients of every kind and gives each a connection to the engine
+//! ```
+#![forbid(unsafe_code)]
+
+mod engine;
+mod gateway;
+mod pump;
+mod stream;
+
+pub use engine::{EngineAddress, EngineSocket};
+pub use gateway::{Gateway, GatewayConfig, GatewayStats};
+pub use pump::{Moved, pump};
+pub use stream::{ValkeyConfig, ValkeyStream};

@@ -1,0 +1,277 @@
+//! A Valkey Over RDMA connection as bytes.
+//!
+//! The protocol's decisions are [`ferrite_proto::Endpoint`]'s, memory and queues are the fabric's. What is here: completions
+//! to the one, requests to the other, and a copy each way. Reading copies out of a window that the peer may write at any
+//! time, so that nothing is looked at in place.
+//!
+//! There is no half-close in this protocol: shutting down delivers what was written and hangs up.
+
+use std::fmt;
+use std::future::Future;
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::mem::{Exposed, Purpose};
+use ferrite_fabric::{Arrival, Bare, Done, Error, ErrorKind};
+use ferrite_proto::{Endpoint, ProtocolError, Registration, Role};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
+
+/// The most that goes in one write: a block of the pool.
+const WRITE_MAX: usize = 64 << 10;
+/// Between looks for memory while the pool has none.
+const STARVED: Duration = Duration::from_millis(5);
+
+/// How a [`ValkeyStream`] behaves.
+#[derive(Debug, Clone)]
+pub struct ValkeyConfig {
+    /// The memory that the peer writes to, pinned for as long as the connection lasts. Valkey's own is 1 MiB. 64 KiB and
+    /// 2 MiB waste nothing of the pool's blocks. 64 KiB.
+    pub window_bytes: u32,
+    /// Times and limits of the protocol.
+    pub proto: ferrite_proto::Config,
+}
+
+impl Default for ValkeyConfig {
+    fn default() -> Self {
+        // A few writes under way keep the wire busy; more would be small ones that had better been one. The queue pair of
+        // the fabric repeats to a peer without receives, so that silence is no reason to stop.
+        let proto = ferrite_proto::Config {
+            max_writes_in_flight: 8,
+            max_unseen: None,
+            ..ferrite_proto::Config::default()
+        };
+        Self { window_bytes: 64 << 10, proto }
+    }
+}
+
+/// One end of a Valkey Over RDMA connection: [`AsyncRead`] and [`AsyncWrite`].
+pub struct ValkeyStream {
+    bare: Bare,
+    window: Exposed,
+    endpoint: Endpoint,
+    /// What the endpoint knows to be done.
+    done: Done,
+    clock: Pin<Box<Sleep>>,
+    /// Why nothing comes any more.
+    over: Option<Error>,
+}
+
+impl ValkeyStream {
+    /// Over a connection that stands.
+    ///
+    /// # Errors
+    /// There is no memory for the window, or it cannot be registered.
+    pub fn new(bare: Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+        let mut buf = bare.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
+        buf.fill(0); // what the last user left is not for the peer
+        let window = bare.expose(buf).map_err(|(_, error)| Error::from(error))?;
+        let remote = window.remote();
+        let memory = Registration { addr: remote.addr, length: config.window_bytes, rkey: remote.rkey };
+        let endpoint = Endpoint::new(role, config.proto.clone(), memory)
+            .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
+        let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
+        let mut stream = Self { bare, window, endpoint, done: Done::default(), clock, over: None };
+        stream.endpoint.handle_established(Instant::now()).expect("nothing has come yet");
+        stream.send_messages();
+        Ok(stream)
+    }
+
+    /// The connection below.
+    #[must_use]
+    pub fn bare(&self) -> &Bare {
+        &self.bare
+    }
+
+    /// What the protocol counted.
+    #[must_use]
+    pub fn stats(&self) -> ferrite_proto::Stats {
+        self.endpoint.stats()
+    }
+
+    /// The peer's address.
+    #[must_use]
+    pub fn peer_addr(&self) -> Option<SocketAddr> {
+        self.bare.peer_addr()
+    }
+
+    /// Takes what has happened; afterwards `cx` is woken when there is more.
+    fn drive(&mut self, cx: &mut Context<'_>) {
+        self.count_done(cx);
+        while self.over.is_none() {
+            let now = Instant::now();
+            let taken = match self.bare.poll_arrival(cx.waker()) {
+                Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message, now),
+                Poll::Ready(Ok(Arrival::Written { sum, bytes, .. })) => {
+                    let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
+                    self.endpoint.handle_immediate(fits(sum), fits(bytes), now)
+                }
+                Poll::Ready(Err(error)) => {
+                    self.over = Some(error);
+                    break;
+                }
+                Poll::Pending => break,
+            };
+            self.judge(taken);
+        }
+        self.look_at_clock(cx);
+        self.send_messages();
+    }
+
+    fn count_done(&mut self, cx: &Context<'_>) {
+        let done = self.bare.done(Some(cx.waker()));
+        (self.done.messages..done.messages).for_each(|_| self.endpoint.handle_message_sent());
+        self.endpoint.handle_writes_sent((done.writes - self.done.writes) as u32); // a few
+        self.done = done;
+    }
+
+    fn look_at_clock(&mut self, cx: &mut Context<'_>) {
+        while self.over.is_none()
+            && let Some(due) = self.endpoint.poll_timeout()
+        {
+            if self.clock.deadline().into_std() != due {
+                self.clock.as_mut().reset(due.into());
+            }
+            if self.clock.as_mut().poll(cx).is_pending() {
+                return;
+            }
+            let looked = self.endpoint.handle_timeout(Instant::now());
+            self.judge(looked);
+        }
+    }
+
+    fn send_messages(&mut self) {
+        while let Some(message) = self.endpoint.poll_message() {
+            if let Err(error) = self.bare.send_message(&message) {
+                self.over.get_or_insert(error);
+                return;
+            }
+        }
+    }
+
+    /// A peer that broke a rule is hung up on.
+    fn judge(&mut self, result: Result<(), ProtocolError>) {
+        if let Err(broken) = result {
+            self.bare.abort(&format!("the peer broke the protocol: {broken}"));
+            self.over = self.bare.failure();
+        }
+    }
+
+    /// Copies out what the peer has written, as much as fits; how much.
+    fn copy_out(&mut self, out: &mut ReadBuf<'_>) -> usize {
+        let readable = self.endpoint.readable();
+        let count = readable.len().min(out.remaining());
+        if count > 0 {
+            self.window.read(readable.start as usize, out.initialize_unfilled_to(count));
+            out.advance(count);
+            self.endpoint.consume(count as u32);
+            self.send_messages();
+        }
+        count
+    }
+
+    /// Copies `bytes` into one write, as many as may go now; how many.
+    fn write_some(&mut self, cx: &mut Context<'_>, bytes: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+        let total: usize = bytes.iter().map(|part| part.len()).sum();
+        if total == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        self.drive(cx);
+        if let Some(over) = &self.over {
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, over.clone())));
+        }
+        let count = total.min(self.endpoint.writable() as usize).min(WRITE_MAX);
+        if count == 0 {
+            return Poll::Pending; // until the peer has read, or a write is done
+        }
+        let mut buf = match self.bare.pool().take_uncharged(count, Purpose::Send) {
+            Ok(buf) => buf,
+            Err(error) if error.kind() == ferrite_fabric::mem::ErrorKind::Exhausted => {
+                return self.wait_for_memory(cx);
+            }
+            Err(error) => return Poll::Ready(Err(io::Error::other(error))),
+        };
+        let Some(plan) = self.endpoint.write_plan(count) else { return Poll::Pending };
+        buf.set_len(plan.len as usize);
+        let mut rest = &mut buf[..];
+        for part in bytes {
+            let count = part.len().min(rest.len());
+            let (now, later) = rest.split_at_mut(count);
+            now.copy_from_slice(&part[..count]);
+            rest = later;
+        }
+        match self.bare.write(buf, plan.remote_addr, plan.rkey, plan.immediate) {
+            Ok(()) => Poll::Ready(Ok(plan.len as usize)),
+            Err(error) => {
+                let failed = io::Error::new(io::ErrorKind::BrokenPipe, error.clone());
+                self.over.get_or_insert(error);
+                Poll::Ready(Err(failed))
+            }
+        }
+    }
+
+    /// Nobody tells when the pool has memory again.
+    #[cold]
+    fn wait_for_memory(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
+        self.clock.as_mut().reset((Instant::now() + STARVED).into());
+        if self.clock.as_mut().poll(cx).is_ready() {
+            cx.waker().wake_by_ref();
+        }
+        Poll::Pending
+    }
+}
+
+impl AsyncRead for ValkeyStream {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if out.remaining() == 0 {
+            return Poll::Ready(Ok(()));
+        }
+        this.drive(cx);
+        if this.copy_out(out) > 0 {
+            return Poll::Ready(Ok(()));
+        }
+        match &this.over {
+            None => Poll::Pending,
+            Some(error) if error.kind() == ErrorKind::Closed => Poll::Ready(Ok(())),
+            Some(error) => Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionReset, error.clone()))),
+        }
+    }
+}
+
+impl AsyncWrite for ValkeyStream {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.get_mut().write_some(cx, &[IoSlice::new(bytes)])
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.get_mut().write_some(cx, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    /// What was written is on its way already.
+    fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+        drop(self.bare.close()); // it goes on by itself
+        Poll::Ready(Ok(()))
+    }
+}
+
+impl fmt::Debug for ValkeyStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ValkeyStream").field("bare", &self.bare).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,122 @@
+//! One suite for sessions on every provider: Valkey's protocol between two of our own ends, and clients before a real engine.
+//!
+//! A test is an async function of a [`Scene`], run by tokio on two threads, with an engine on each of two hosts.
+
+pub(crate) mod gateway;
+pub(crate) mod streams;
+
+use std::net::{IpAddr, SocketAddr};
+use std::path::PathBuf;
+use std::process::{Child, Command, Stdio};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{Config, ConnectOptions, Engine, Listener, Rdma};
+use ferrite_proto::Role;
+use ferrite_session::{ValkeyConfig, ValkeyStream};
+use ferrite_verbs::Verbs;
+use tokio::net::UnixStream;
+
+/// Longer than anything here takes, on the slowest kernel.
+const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
+
+/// Two hosts that can reach each other: the first listens.
+pub(crate) struct Scene {
+    verbs: Verbs,
+    /// How much less is to be done where everything takes longer.
+    pub(crate) slower: usize,
+}
+
+/// Runs a test, which must end in time.
+pub(crate) fn run(verbs: Verbs, slower: usize, test: impl AsyncFnOnce(Scene)) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime = runtime.expect("a runtime");
+    let scene = Scene { verbs, slower };
+    runtime.block_on(async { tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time") });
+    // Drivers end by themselves when their engine has no user and no link.
+    let begun = Instant::now();
+    while runtime.metrics().num_alive_tasks() > 0 {
+        assert!(begun.elapsed() < PATIENCE, "engines that do not end");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+impl Scene {
+    /// The engine of a host, driven by the runtime.
+    pub(crate) fn engine(&self, host: usize) -> Engine {
+        let config = Config { busy_poll_us: 0, ..Config::default() };
+        let builder = Engine::builder(&self.verbs).rdma(Rdma::Require).config(config);
+        let engine = builder.device(["rxe1", "rxe2"][host]).build().expect("an engine");
+        tokio::spawn(engine.drive());
+        engine
+    }
+
+    pub(crate) fn listen(&self, engine: &Engine) -> Listener {
+        engine.listen(any_port(0)).expect("listen")
+    }
+
+    /// A client of Valkey's protocol.
+    pub(crate) async fn call(&self, engine: &Engine, to: SocketAddr, config: &ValkeyConfig) -> ValkeyStream {
+        let options = ConnectOptions::new().local(any_port(1));
+        let bare = engine.connect_bare(to, &options).await.expect("connected");
+        ValkeyStream::new(bare, Role::Client, config).expect("a window")
+    }
+}
+
+pub(crate) fn any_port(host: usize) -> SocketAddr {
+    let ip: IpAddr = HOSTS[host].parse().expect("an address");
+    SocketAddr::new(ip, 0)
+}
+
+/// Bytes that differ from their neighbours, and at every place.
+pub(crate) fn pattern(seed: usize, len: usize) -> Vec<u8> {
+    (seed..seed + len).map(|at| (at ^ at >> 8 ^ at >> 16) as u8).collect()
+}
+
+/// A server of our own, without a port and without files; killed at the end.
+pub(crate) struct Redis {
+    process: Child,
+    pub(crate) socket: PathBuf,
+}
+
+impl Redis {
+    pub(crate) async fn start(name: &str, more: &[&str]) -> Self {
+        let socket = std::env::temp_dir().join(format!("ferrite-{name}-{}.sock", std::process::id()));
+        let process = Command::new("redis-server")
+            .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
+            .arg(&socket)
+            .args(more)
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("redis-server starts: apt-get install redis-server");
+        let redis = Self { process, socket };
+        let begun = Instant::now();
+        while UnixStream::connect(&redis.socket).await.is_err() {
+            assert!(begun.elapsed() < PATIENCE, "redis-server does not listen");
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+        redis
+    }
+}
+
+impl Drop for Redis {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}
+
+/// Makes every test of the suite a test of the calling target.
+macro_rules! run_suite {
+    ($run:path) => {
+        run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, idle_ones_stay, slow_reader, the_end);
+        run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, refusals, engine_restarts, drains);
+    };
+    (@ $run:path, $module:ident: $($test:ident),*) => {
+        mod $module {
+            $(#[test] fn $test() { $run(crate::sessions::$module::$test); })*
+        }
+    };
+}
+pub(crate) use run_suite;

@@ -1,0 +1,227 @@
+//! Clients before a real engine.
+
+use std::time::Duration;
+
+use ferrite_fabric::{ConnectOptions, Engine, Stream};
+use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, ValkeyStream};
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+
+use super::{Redis, Scene, any_port, pattern};
+
+/// A gateway on the first host, and an engine of the fabric on the second for its clients.
+struct Served {
+    gateway: Gateway,
+    at: std::net::SocketAddr,
+    client: Engine,
+    end: oneshot::Sender<()>,
+    serving: JoinHandle<Result<(), ferrite_fabric::Error>>,
+}
+
+impl Served {
+    fn start(scene: &Scene, config: GatewayConfig) -> Self {
+        let listener = scene.listen(&scene.engine(0));
+        let at = listener.local_addr();
+        let gateway = Gateway::new(config);
+        let (end, ended) = oneshot::channel();
+        let serving = tokio::spawn({
+            let gateway = gateway.clone();
+            async move { gateway.serve(listener, async { drop(ended.await) }).await }
+        });
+        Self { gateway, at, client: scene.engine(1), end, serving }
+    }
+
+    async fn call(&self, scene: &Scene) -> ValkeyStream {
+        scene.call(&self.client, self.at, &ValkeyConfig::default()).await
+    }
+
+    async fn end(self) {
+        let _ = self.end.send(());
+        self.serving.await.expect("no panic").expect("it served");
+    }
+}
+
+fn open(redis: &Redis) -> GatewayConfig {
+    GatewayConfig { protected_mode: false, ..GatewayConfig::new(EngineAddress::Unix(redis.socket.clone())) }
+}
+
+async fn connection<S>(stream: S) -> MultiplexedConnection
+where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
+    // Half a second is what it gives a server by itself: too little for one in an emulated guest.
+    let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
+    let info = RedisConnectionInfo::default();
+    let made = MultiplexedConnection::new_with_config(&info, stream, config).await;
+    let (connection, driver) = made.expect("a connection");
+    tokio::spawn(driver);
+    connection
+}
+
+/// redis-rs over Valkey's protocol: commands, a pipeline, a transaction.
+pub(crate) async fn commands(scene: Scene) {
+    let redis = Redis::start("commands", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let mut connection = connection(served.call(&scene).await).await;
+    let pong: String = redis::cmd("PING").query_async(&mut connection).await.expect("PING");
+    assert_eq!(pong, "PONG");
+    let mut pipeline = redis::pipe();
+    (0..1000).for_each(|number| {
+        pipeline.set(format!("key {number}"), number).ignore();
+    });
+    pipeline.cmd("DBSIZE");
+    let (keys,): (u64,) = pipeline.query_async(&mut connection).await.expect("a pipeline");
+    assert_eq!(keys, 1000);
+    let (a, b): (i64, i64) =
+        redis::pipe().atomic().incr("n", 1).incr("n", 10).query_async(&mut connection).await.expect("MULTI");
+    assert_eq!((a, b), (1, 11));
+    drop(connection);
+    served.end().await;
+}
+
+/// Values much larger than any window.
+pub(crate) async fn large_values(scene: Scene) {
+    let redis = Redis::start("large", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let mut connection = connection(served.call(&scene).await).await;
+    for size in [0, 1, 1000, 65_535, 65_536, 65_537, (8 << 20) / scene.slower] {
+        let value = pattern(size, size);
+        let () = connection.set("value", &value).await.expect("SET");
+        let read: Vec<u8> = connection.get("value").await.expect("GET");
+        assert!(read == value, "a value of {size} bytes came back as another of {}", read.len());
+    }
+    drop(connection);
+    served.end().await;
+}
+
+/// Each has a connection to the engine, and all of them end.
+pub(crate) async fn many_clients(scene: Scene) {
+    let redis = Redis::start("many", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let mut connections = Vec::new();
+    for _ in 0..100 / scene.slower.min(4) {
+        connections.push(connection(served.call(&scene).await).await);
+    }
+    let count = connections.len();
+    let adding = connections.iter().cloned().map(|mut connection| {
+        tokio::spawn(async move {
+            for _ in 0..20 {
+                connection.incr::<_, _, i64>("counter", 1).await.expect("INCR");
+            }
+        })
+    });
+    for adding in adding.collect::<Vec<_>>() {
+        adding.await.expect("no panic");
+    }
+    let total: usize = connections[0].get("counter").await.expect("GET");
+    assert_eq!(total, 20 * count);
+    assert_eq!(served.gateway.stats().sessions, count);
+    drop(connections);
+    while served.gateway.stats().sessions > 0 {
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    assert_eq!(served.gateway.stats().valkey_sessions, count as u64);
+    served.end().await;
+}
+
+/// Ferrite peers come in by the same door, as links.
+pub(crate) async fn ferrite_peers(scene: Scene) {
+    let redis = Redis::start("peers", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let options = ConnectOptions::new().local(any_port(1));
+    let link = served.client.connect_with(served.at, &options).await.expect("a link");
+    let mut connection = connection(Stream::new(link)).await;
+    let value = pattern(1, 1 << 20);
+    let () = connection.set("value", &value).await.expect("SET");
+    let read: Vec<u8> = connection.get("value").await.expect("GET");
+    assert!(read == value);
+    assert_eq!(served.gateway.stats().ferrite_sessions, 1);
+    drop(connection);
+    served.end().await;
+}
+
+/// What a client reads before the connection ends.
+async fn last_words(mut stream: ValkeyStream) -> String {
+    let mut said = String::new();
+    stream.read_to_string(&mut said).await.expect("words, then the end");
+    said
+}
+
+/// Clients that are turned away hear why.
+pub(crate) async fn refusals(scene: Scene) {
+    let redis = Redis::start("refusals", &[]).await;
+    let served = Served::start(&scene, GatewayConfig { protected_mode: true, ..open(&redis) });
+    let said = last_words(served.call(&scene).await).await;
+    assert!(said.starts_with("-DENIED") && said.ends_with("\r\n"), "{said}");
+    served.end().await;
+
+    let with_password = Redis::start("password", &["--requirepass", "secret"]).await;
+    let served = Served::start(&scene, GatewayConfig { protected_mode: true, ..open(&with_password) });
+    let mut stream = served.call(&scene).await;
+    stream.write_all(b"GET a\r\nAUTH secret\r\nPING\r\n").await.expect("to write");
+    let expected = b"-NOAUTH Authentication required.\r\n+OK\r\n+PONG\r\n";
+    let mut said = vec![0; expected.len()];
+    stream.read_exact(&mut said).await.expect("an answer");
+    assert_eq!(said, expected);
+    drop(stream);
+    served.end().await;
+
+    let served = Served::start(&scene, GatewayConfig { max_clients: 1, ..open(&redis) });
+    let mut first = served.call(&scene).await;
+    first.write_all(b"PING\r\n").await.expect("to write");
+    first.read_exact(&mut [0; 7]).await.expect("an answer");
+    assert_eq!(last_words(served.call(&scene).await).await, "-ERR max number of clients reached\r\n");
+    assert_eq!(served.gateway.stats().refused, 1);
+    drop(first);
+    served.end().await;
+}
+
+/// The engine goes: its clients are told by the end, new ones in words, and when it is back all is well.
+pub(crate) async fn engine_restarts(scene: Scene) {
+    let redis = Redis::start("restarts", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let mut stream = served.call(&scene).await;
+    stream.write_all(b"PING\r\n").await.expect("to write");
+    stream.read_exact(&mut [0; 7]).await.expect("an answer");
+    drop(redis);
+    assert_eq!(last_words(stream).await, "");
+    let said = last_words(served.call(&scene).await).await;
+    assert!(said.starts_with("-ERR Ferrite gateway: the engine at unix:"), "{said}");
+    assert_eq!(served.gateway.stats().engine_failures, 1);
+
+    let redis = Redis::start("restarts", &[]).await;
+    let mut stream = served.call(&scene).await;
+    stream.write_all(b"PING\r\n").await.expect("to write");
+    let mut said = [0; 7];
+    stream.read_exact(&mut said).await.expect("an answer");
+    assert_eq!(&said, b"+PONG\r\n");
+    drop((stream, redis));
+    served.end().await;
+}
+
+/// The gateway ends: what is under way is answered first, then clients see the end.
+pub(crate) async fn drains(scene: Scene) {
+    let redis = Redis::start("drains", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let mut idle = served.call(&scene).await;
+    let mut busy = served.call(&scene).await;
+    let value = pattern(0, (4 << 20) / scene.slower);
+    busy.write_all(format!("*3\r\n$3\r\nSET\r\n$1\r\nv\r\n${}\r\n", value.len()).as_bytes())
+        .await
+        .expect("SET");
+    idle.write_all(b"PING\r\n").await.expect("to write");
+    idle.read_exact(&mut [0; 7]).await.expect("an answer");
+    let Served { end, serving, .. } = served;
+    let _ = end.send(());
+    busy.write_all(&value).await.expect("the rest");
+    busy.write_all(b"\r\n").await.expect("the rest");
+    let mut said = [0; 5];
+    busy.read_exact(&mut said).await.expect("an answer");
+    assert_eq!(&said, b"+OK\r\n");
+    assert_eq!(last_words(idle).await, "");
+    assert_eq!(last_words(busy).await, "");
+    serving.await.expect("no panic").expect("it served");
+}

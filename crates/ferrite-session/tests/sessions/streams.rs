@@ -1,0 +1,120 @@
+//! Valkey's protocol between two ends of ours.
+
+use std::time::Duration;
+
+use ferrite_fabric::{Engine, ErrorKind};
+use ferrite_proto::Role;
+use ferrite_session::{ValkeyConfig, ValkeyStream};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::timeout;
+
+use super::{Scene, pattern};
+
+const KIB: usize = 1 << 10;
+
+/// A client and a server that met, and their engines.
+async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStream, [Engine; 2]) {
+    let engines = [scene.engine(0), scene.engine(1)];
+    let listener = scene.listen(&engines[0]);
+    let strangers = listener.strangers();
+    let answering = async {
+        let request = strangers.next().await.expect("a client");
+        let bare = strangers.accept(request).await.expect("it stays");
+        ValkeyStream::new(bare, Role::Server, config).expect("a window")
+    };
+    let (client, server) = tokio::join!(scene.call(&engines[1], listener.local_addr(), config), answering);
+    (client, server, engines)
+}
+
+/// Sends `total` bytes from one to the other in pieces of any size, reads them in others, and compares.
+async fn carry(from: &mut ValkeyStream, to: &mut ValkeyStream, total: usize) {
+    let bytes = pattern(0, total);
+    let mut read = vec![0; total];
+    let writing = async {
+        let (mut at, mut piece) = (0, 1);
+        while at < total {
+            let end = (at + piece).min(total);
+            from.write_all(&bytes[at..end]).await.expect("to write");
+            (at, piece) = (end, (piece * 7 + 3) % 100_003 + 1);
+        }
+    };
+    let reading = async {
+        let (mut at, mut piece) = (0, 100);
+        while at < total {
+            let end = (at + piece).min(total);
+            at += to.read(&mut read[at..end]).await.expect("to read");
+            piece = (piece * 5 + 1) % 70_001 + 1;
+        }
+    };
+    tokio::join!(writing, reading);
+    assert!(read == bytes);
+}
+
+pub(crate) async fn both_ways(scene: Scene) {
+    let (mut client, mut server, _engines) = pair(&scene, &ValkeyConfig::default()).await;
+    let total = 4 << 20 >> scene.slower.ilog2();
+    carry(&mut client, &mut server, total).await;
+    carry(&mut server, &mut client, total).await;
+    assert_eq!(server.stats().bytes_received, total as u64);
+}
+
+/// Windows that are announced again and again.
+pub(crate) async fn windows_smaller_than_messages(scene: Scene) {
+    let config = ValkeyConfig { window_bytes: 1000, ..ValkeyConfig::default() };
+    let (mut client, mut server, _engines) = pair(&scene, &config).await;
+    carry(&mut client, &mut server, 100 * KIB).await;
+    carry(&mut server, &mut client, 100 * KIB).await;
+    assert!(server.stats().registrations_sent > 100, "{:?}", server.stats());
+}
+
+/// Nothing is said for a long time but the server's keepalives; then it goes on.
+pub(crate) async fn idle_ones_stay(scene: Scene) {
+    let mut config = ValkeyConfig::default();
+    config.proto.keepalive_interval = Duration::from_millis(20);
+    let (mut client, mut server, _engines) = pair(&scene, &config).await;
+    let idle = Duration::from_secs(1);
+    let (mut one, mut other) = ([0], [0]);
+    let silent = tokio::join!(timeout(idle, client.read(&mut one)), timeout(idle, server.read(&mut other)));
+    assert!(silent.0.is_err() && silent.1.is_err(), "nothing was said");
+    let (sent, heard) = (server.stats().keepalives_sent, client.stats().messages_received);
+    assert!(sent > 10 && heard > 10, "{sent} keepalives, {heard} messages");
+    carry(&mut client, &mut server, 10 * KIB).await;
+}
+
+/// A reader that does not read costs the writer its window, and nothing is lost.
+pub(crate) async fn slow_reader(scene: Scene) {
+    let (mut client, mut server, engines) = pair(&scene, &ValkeyConfig::default()).await;
+    let mut written = 0;
+    let bytes = pattern(0, 1 << 20);
+    while let Ok(count) = timeout(Duration::from_millis(300), client.write(&bytes[written..])).await {
+        written += count.expect("to write");
+    }
+    assert_eq!(written, 64 * KIB, "the server's window");
+    let held = engines[1].pool().stats().send.in_use_bytes;
+    assert!(held <= 64 * KIB as u64, "{held} bytes");
+    let mut read = vec![0; bytes.len()];
+    let (wrote, done) = tokio::join!(client.write_all(&bytes[written..]), server.read_exact(&mut read));
+    wrote.expect("to write");
+    done.expect("to read");
+    assert!(read == bytes);
+}
+
+/// What was written before the end arrives, and then the end.
+pub(crate) async fn the_end(scene: Scene) {
+    for ends_first in [Role::Client, Role::Server] {
+        let (client, server, _engines) = pair(&scene, &ValkeyConfig::default()).await;
+        let (mut first, mut second) = match ends_first {
+            Role::Client => (client, server),
+            Role::Server => (server, client),
+        };
+        let bytes = pattern(3, 30 * KIB);
+        first.write_all(&bytes).await.expect("to write");
+        first.shutdown().await.expect("to end");
+        let mut read = Vec::new();
+        second.read_to_end(&mut read).await.expect("the end");
+        assert!(read == bytes);
+        let failed = second.write_all(b"too late").await.expect_err("nobody is there");
+        assert_eq!(failed.kind(), std::io::ErrorKind::BrokenPipe);
+        assert_eq!(second.bare().failure().map(|error| error.kind()), Some(ErrorKind::Closed));
+    }
+}
