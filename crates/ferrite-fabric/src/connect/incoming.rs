@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest};
 
-use super::outgoing::Reply;
+use super::calling::Reply;
 use super::{Meeting, UNKNOWN_PEER, bring_up, initialise, lane_of, params};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;

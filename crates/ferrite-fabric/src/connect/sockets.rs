@@ -21,8 +21,8 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::calling::Reply;
 use super::moving::Place;
-use super::outgoing::Reply;
 use super::{UNKNOWN_PEER, own_limits};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
