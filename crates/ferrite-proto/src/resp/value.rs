@@ -16,7 +16,6 @@ use super::{Limits, Progress, ReplyError, ReplyFramer};
 /// # Ok::<(), ferrite_proto::resp::ReplyError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
 pub enum Value<'a> {
     /// A status.
     Simple(&'a [u8]),
@@ -45,7 +44,7 @@ pub enum Value<'a> {
         /// The string.
         text: &'a [u8],
     },
-    /// Values in order.
+    /// Values in order, with their number or streamed. So are those of sets and maps.
     Array(Vec<Self>),
     /// Values without one. Doubles are not told apart.
     Set(Vec<Self>),
