@@ -10,6 +10,7 @@
 //! ```
 
 mod calling;
+mod greeting;
 mod incoming;
 mod moving;
 mod outgoing;

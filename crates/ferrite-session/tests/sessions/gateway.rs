@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ferrite_fabric::{ConnectOptions, Engine, Stream};
+use ferrite_fabric::{Config, ConnectOptions, Engine, Listener, Rdma, Stream};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, ValkeyStream};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
@@ -23,7 +23,10 @@ struct Served {
 
 impl Served {
     fn start(scene: &Scene, config: GatewayConfig) -> Self {
-        let listener = scene.listen(&scene.engine(0));
+        Self::of(scene.listen(&scene.engine(0)), scene.engine(1), config)
+    }
+
+    fn of(listener: Listener, client: Engine, config: GatewayConfig) -> Self {
         let at = listener.local_addr();
         let gateway = Gateway::new(config);
         let (end, ended) = oneshot::channel();
@@ -31,7 +34,7 @@ impl Served {
             let gateway = gateway.clone();
             async move { gateway.serve(listener, async { drop(ended.await) }).await }
         });
-        Self { gateway, at, client: scene.engine(1), end, serving }
+        Self { gateway, at, client, end, serving }
     }
 
     async fn call(&self, scene: &Scene) -> ValkeyStream {
@@ -140,6 +143,32 @@ pub(crate) async fn ferrite_peers(scene: Scene) {
     assert!(read == value);
     assert_eq!(served.gateway.stats().ferrite_sessions, 1);
     drop(connection);
+    served.end().await;
+}
+
+/// So do clients that know nothing of us, over TCP: at once, or after a silence.
+pub(crate) async fn tcp_clients(scene: Scene) {
+    let redis = Redis::start("tcp", &[]).await;
+    let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
+    let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
+    tokio::spawn(engine.drive());
+    let listener = engine.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
+    let served = Served::of(listener, scene.engine(1), open(&redis));
+    let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
+    let mut connection = connection(tcp).await;
+    let value = pattern(9, 1 << 20);
+    let () = connection.set("value", &value).await.expect("SET");
+    let read: Vec<u8> = connection.get("value").await.expect("GET");
+    assert!(read == value);
+
+    let mut silent = tokio::net::TcpStream::connect(served.at).await.expect("connected");
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    silent.write_all(b"PING\r\n").await.expect("to write");
+    let mut said = [0; 7];
+    silent.read_exact(&mut said).await.expect("an answer");
+    assert_eq!(&said, b"+PONG\r\n");
+    assert_eq!(served.gateway.stats().tcp_sessions, 2);
+    drop((connection, silent));
     served.end().await;
 }
 
