@@ -31,6 +31,8 @@ pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
     /// TCP is taken too: links can go on there.
     pub(crate) moves: bool,
+    /// Nobody is taken for a Ferrite peer over RDMA, hello or not.
+    pub(crate) strangers_only: bool,
 }
 
 #[derive(Default)]
@@ -131,6 +133,7 @@ pub struct ListenOptions {
     rdma: Option<Rdma>,
     tls: Option<Arc<ServerConfig>>,
     require_encryption: bool,
+    strangers_only: bool,
 }
 
 impl ListenOptions {
@@ -142,6 +145,13 @@ impl ListenOptions {
     /// Whether RDMA may carry links.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = Some(rdma);
+        self
+    }
+
+    /// Every peer that comes over RDMA is a stranger, what it says of itself notwithstanding: see [`Listener::strangers`]. For
+    /// who speaks another protocol and nothing else.
+    pub fn strangers_only(mut self) -> Self {
+        self.strangers_only = true;
         self
     }
 
@@ -192,7 +202,11 @@ impl Engine {
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let moves = policy == Rdma::Prefer;
-        let listener = Arc::new(ListenerShared { queue: Mutex::default(), moves });
+        let listener = Arc::new(ListenerShared {
+            queue: Mutex::default(),
+            moves,
+            strangers_only: options.strangers_only,
+        });
         let mut last = None;
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {

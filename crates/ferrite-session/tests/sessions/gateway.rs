@@ -2,8 +2,12 @@
 
 use std::time::Duration;
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Listener, Rdma, Stream};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, ValkeyStream};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Listener, Rdma, Stream};
+use ferrite_proto::Role;
+use ferrite_session::{
+    Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, SessionTransport, ValkeyConfig,
+    ValkeyStream, pump,
+};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -170,6 +174,63 @@ pub(crate) async fn tcp_clients(scene: Scene) {
     assert_eq!(served.gateway.stats().tcp_sessions, 2);
     drop((connection, silent));
     served.end().await;
+}
+
+/// The calling side finds out what it talks to.
+pub(crate) async fn sessions_find_their_way(scene: Scene) {
+    let redis = Redis::start("ways", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let connector = Connector::new(&served.client).local(any_port(1));
+    let session = connector.connect(served.at).await.expect("a session");
+    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+    assert!(session.device().is_some() && session.fallback().is_none());
+    let mut ferrite = connection(session).await;
+    let () = ferrite.set("way", "found").await.expect("SET");
+
+    // A server of Valkey's protocol says no hello, and takes who does.
+    let options = ListenOptions::new().strangers_only();
+    let valkey = scene.engine(0).listen_with(any_port(0), &options).expect("listen");
+    let at = valkey.local_addr();
+    let serving = tokio::spawn(serve_as_valkey(valkey, redis.socket.clone()));
+    for _ in 0..2 {
+        let session = connector.connect(at).await.expect("a session");
+        assert_eq!(session.transport(), SessionTransport::ValkeyRdma);
+        let way: String = connection(session).await.get("way").await.expect("GET");
+        assert_eq!(way, "found");
+    }
+    serving.abort();
+
+    // Nobody listens there on RDMA; on TCP somebody does.
+    let tcp = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let at = tcp.local_addr().expect("bound");
+    let preferring = Connector::new(&served.client).rdma(Rdma::Prefer).timeout(Duration::from_secs(1));
+    let (session, accepted) = tokio::join!(preferring.connect(at), tcp.accept());
+    let (session, _accepted) = (session.expect("a session"), accepted.expect("a client"));
+    assert_eq!(session.transport(), SessionTransport::Tcp);
+    let fallback = session.fallback().expect("it is said why");
+    assert!(fallback.to_string().contains("over TCP instead of RDMA"), "{fallback}");
+    let counted: u64 = served.client.stats().fallbacks.iter().map(|(_, count)| count).sum();
+    assert_eq!(counted, 1);
+    let requiring = preferring.clone().rdma(Rdma::Require).connect(at).await;
+    requiring.expect_err("RDMA was required");
+    drop((tcp, session));
+    let nowhere = preferring.connect(at).await.expect_err("nobody listens any more");
+    assert!(nowhere.to_string().contains("and over RDMA before"), "{nowhere}");
+    drop(ferrite);
+    served.end().await;
+}
+
+/// Takes everybody as a client of Valkey's protocol, hello or not: as Valkey's own listener does.
+async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
+    let strangers = listener.strangers();
+    loop {
+        let request = strangers.next().await.expect("a client");
+        let Ok(bare) = strangers.accept(request).await else { continue }; // it wanted a Ferrite peer
+        let mut client = ValkeyStream::new(bare, Role::Server, &ValkeyConfig::default()).expect("a window");
+        let mut engine =
+            EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("an engine");
+        tokio::spawn(async move { pump(&mut client, &mut engine, &Moved::default()).await });
+    }
 }
 
 /// What a client reads before the connection ends.
