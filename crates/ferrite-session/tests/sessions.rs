@@ -4,18 +4,18 @@
 
 pub(crate) mod gateway;
 pub(crate) mod hostile;
+#[path = "redis_server.rs"]
+pub(crate) mod redis_server;
 pub(crate) mod streams;
 
 use std::net::{IpAddr, SocketAddr};
-use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, Engine, Listener, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use ferrite_verbs::Verbs;
-use tokio::net::UnixStream;
+pub(crate) use redis_server::Redis;
 
 /// Longer than anything here takes, on the slowest kernel.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -72,40 +72,6 @@ pub(crate) fn any_port(host: usize) -> SocketAddr {
 /// Bytes that differ from their neighbours, and at every place.
 pub(crate) fn pattern(seed: usize, len: usize) -> Vec<u8> {
     (seed..seed + len).map(|at| (at ^ at >> 8 ^ at >> 16) as u8).collect()
-}
-
-/// A server of our own, without a port and without files; killed at the end.
-pub(crate) struct Redis {
-    process: Child,
-    pub(crate) socket: PathBuf,
-}
-
-impl Redis {
-    pub(crate) async fn start(name: &str, more: &[&str]) -> Self {
-        let socket = std::env::temp_dir().join(format!("ferrite-{name}-{}.sock", std::process::id()));
-        let process = Command::new("redis-server")
-            .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
-            .arg(&socket)
-            .args(more)
-            .stdout(Stdio::null())
-            .spawn()
-            .expect("redis-server starts: apt-get install redis-server");
-        let redis = Self { process, socket };
-        let begun = Instant::now();
-        while UnixStream::connect(&redis.socket).await.is_err() {
-            assert!(begun.elapsed() < PATIENCE, "redis-server does not listen");
-            tokio::time::sleep(Duration::from_millis(20)).await;
-        }
-        redis
-    }
-}
-
-impl Drop for Redis {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-        let _ = std::fs::remove_file(&self.socket);
-    }
 }
 
 /// Makes every test of the suite a test of the calling target.

@@ -1,0 +1,165 @@
+//! Where connections come from.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ferrite_fabric::{Engine, Error, Rdma};
+use ferrite_session::Connector;
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisResult};
+
+use crate::connection::{Carrier, Connection};
+
+/// Opens connections to one server. Cheap to clone.
+///
+/// ```no_run
+/// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
+/// use ferrite_client::Client;
+/// use ferrite_client::redis::AsyncCommands as _;
+///
+/// let client = Client::open("10.0.0.1:6380".parse()?)?;
+/// let mut connection = client.connect().await?;
+/// let () = connection.set("greeting", "hello").await?;
+/// println!("{} over {}", connection.get::<_, String>("greeting").await?, connection.carrier().transport);
+/// # Ok(()) }
+/// ```
+#[derive(Clone)]
+pub struct Client(Arc<Settings>);
+
+struct Settings {
+    connector: Connector,
+    server: SocketAddr,
+    info: RedisConnectionInfo,
+    config: AsyncConnectionConfig,
+    reconnect: Reconnect,
+}
+
+/// How a connection that is lost is opened again.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Reconnect {
+    /// Tries in a row, after which a command fails.
+    pub(crate) tries: u32,
+    /// Before the second; twice as long before each further one.
+    pub(crate) wait: Duration,
+    pub(crate) wait_max: Duration,
+}
+
+/// Settings of a [`Client`].
+#[must_use]
+pub struct ClientBuilder {
+    connector: Connector,
+    server: SocketAddr,
+    info: RedisConnectionInfo,
+    config: AsyncConnectionConfig,
+    reconnect: Reconnect,
+}
+
+impl Client {
+    /// With an engine of its own, which the calling tokio runtime drives: RDMA where there is some, else TCP.
+    ///
+    /// # Errors
+    /// The engine cannot be made.
+    pub fn open(server: SocketAddr) -> Result<Self, Error> {
+        let engine = Engine::system().build()?;
+        tokio::spawn(engine.drive());
+        Ok(Self::builder(&engine, server).build())
+    }
+
+    /// On an engine that somebody drives.
+    pub fn builder(engine: &Engine, server: SocketAddr) -> ClientBuilder {
+        ClientBuilder {
+            connector: Connector::new(engine),
+            server,
+            info: RedisConnectionInfo::default(),
+            config: AsyncConnectionConfig::new(),
+            reconnect: Reconnect {
+                tries: 6,
+                wait: Duration::from_millis(50),
+                wait_max: Duration::from_secs(2),
+            },
+        }
+    }
+
+    /// Opens a connection. Its clones share it: their commands are under way together.
+    ///
+    /// # Errors
+    /// The server is not to be had, or does not let us in.
+    pub async fn connect(&self) -> RedisResult<Connection> {
+        let (connection, carrier) = self.dial().await?;
+        Ok(Connection::new(self.clone(), connection, carrier))
+    }
+
+    pub(crate) async fn dial(&self) -> RedisResult<(MultiplexedConnection, Carrier)> {
+        let Settings { connector, server, info, config, .. } = &*self.0;
+        let session = connector.connect(*server).await?;
+        let carrier = Carrier {
+            transport: session.transport(),
+            device: session.device(),
+            fallback: session.fallback().cloned(),
+        };
+        let made = MultiplexedConnection::new_with_config(info, session, config.clone()).await;
+        let (connection, driver) = made?;
+        tokio::spawn(driver);
+        Ok((connection, carrier))
+    }
+
+    pub(crate) fn reconnect(&self) -> Reconnect {
+        self.0.reconnect
+    }
+
+    pub(crate) fn db(&self) -> i64 {
+        self.0.info.db()
+    }
+}
+
+impl ClientBuilder {
+    /// Whether RDMA may, must or must not carry connections.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.connector = self.connector.rdma(rdma);
+        self
+    }
+
+    /// The local address for RDMA, which chooses the device.
+    pub fn local(mut self, local: SocketAddr) -> Self {
+        self.connector = self.connector.local(local);
+        self
+    }
+
+    /// How long opening may take on each way.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connector = self.connector.timeout(timeout);
+        self
+    }
+
+    /// User, password, database, RESP2 or RESP3.
+    pub fn info(mut self, info: RedisConnectionInfo) -> Self {
+        self.info = info;
+        self
+    }
+
+    /// redis-rs's own settings: how long an answer may take, who gets pushes.
+    pub fn config(mut self, config: AsyncConnectionConfig) -> Self {
+        self.config = config;
+        self
+    }
+
+    /// Tries to open a lost connection before a command fails, and the time before the second; it doubles up to 2 s. 6 and 50 ms.
+    pub fn reconnect(mut self, tries: u32, wait: Duration) -> Self {
+        (self.reconnect.tries, self.reconnect.wait) = (tries, wait);
+        self
+    }
+
+    /// The client.
+    #[must_use]
+    pub fn build(self) -> Client {
+        let Self { connector, server, info, config, reconnect } = self;
+        Client(Arc::new(Settings { connector, server, info, config, reconnect }))
+    }
+}
+
+impl std::fmt::Debug for Client {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Client").field("server", &self.0.server).finish_non_exhaustive()
+    }
+}
