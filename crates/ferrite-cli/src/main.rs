@@ -17,10 +17,12 @@ mod bench;
 mod choice;
 mod devices;
 mod exit;
+mod gateway;
 mod latency;
 mod output;
 mod pingpong;
 mod seconds;
+mod size;
 
 /// RDMA for Redis, Valkey and blobs: tools for the fabric.
 ///
@@ -38,6 +40,7 @@ enum Command {
     Devices(devices::Options),
     Pingpong(pingpong::Options),
     Bench(bench::Options),
+    Gateway(gateway::Options),
 }
 
 fn main() -> ExitCode {
@@ -45,6 +48,7 @@ fn main() -> ExitCode {
         Command::Devices(options) => (devices::run(&options), options.json),
         Command::Pingpong(options) => (pingpong::run(&options), options.json),
         Command::Bench(options) => (bench::run(&options), options.json()),
+        Command::Gateway(options) => (gateway::run(&options), options.json),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,

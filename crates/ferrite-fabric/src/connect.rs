@@ -274,7 +274,7 @@ impl Poller {
             Some(Meeting::Incoming { link, who, .. }) => {
                 let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
                 self.unmake_link(shared, &link, &error);
-                who.is_told(error);
+                who.tell(error);
             }
             Some(other) => self.meetings.put(key, other),
             None => {}

@@ -19,7 +19,7 @@ use clap::{Args, ValueEnum};
 use serde::{Deserialize, Serialize};
 
 use crate::choice::{Mode, Op};
-use crate::{address, seconds};
+use crate::{address, seconds, size};
 
 mod bandwidth;
 mod client;
@@ -34,13 +34,11 @@ mod talk;
 
 // What the other benches use too.
 pub(super) use ends::{device_of, name};
-pub(super) use plan::parse_size;
 pub(super) use report::{Way, size_text};
 
 /// Where the server listens unless it is told otherwise.
 const DEFAULT_PORT: u16 = 7472;
-/// The largest message: the largest buffer of the fabric's memory.
-pub(super) const SIZE_MAX: u32 = 2 << 20;
+pub(super) const SIZE_MAX: u32 = crate::size::MAX;
 /// More links than anybody measures over; bounds what a client can ask of a server.
 const LINKS_MAX: u32 = 1024;
 const IDLE_MAX: u32 = 15_000;
@@ -82,7 +80,7 @@ pub(crate) struct Options {
           default_values_t = [Measure::Latency, Measure::Bandwidth])]
     measure: Vec<Measure>,
     /// Message sizes, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
-    #[arg(long, value_name = "SIZES", value_parser = plan::parse_size, value_delimiter = ',', conflicts_with = "listen")]
+    #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',', conflicts_with = "listen")]
     size: Vec<u32>,
     /// How both sides wait for completions
     ///
@@ -118,7 +116,7 @@ pub(crate) struct Options {
     ///
     /// For client and server alike. Larger ones make large sends cheaper and pin more memory for each receive; 8K, 64K and
     /// 2M waste none of it.
-    #[arg(long, value_name = "SIZE", value_parser = plan::parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON
     #[arg(long)]

@@ -18,7 +18,7 @@ use ferrite_verbs::Verbs;
 use serde::Serialize;
 
 use super::fabric::{self, Measure, SIZE_MAX};
-use crate::address;
+use crate::{address, size};
 
 mod client;
 mod play;
@@ -59,7 +59,7 @@ pub(crate) struct Options {
           default_values_t = [Measure::Latency, Measure::Bandwidth])]
     measure: Vec<Measure>,
     /// Sizes of a write, such as 64,8K,1M; up to 2M [default: 64 for latency, 64K,1M for bandwidth]
-    #[arg(long, value_name = "SIZES", value_parser = fabric::parse_size, value_delimiter = ',', conflicts_with = "listen")]
+    #[arg(long, value_name = "SIZES", value_parser = size::parse, value_delimiter = ',', conflicts_with = "listen")]
     size: Vec<u32>,
     /// Rounds, for latency
     #[arg(long, value_name = "COUNT", default_value_t = 1000, conflicts_with = "listen",
@@ -76,7 +76,7 @@ pub(crate) struct Options {
     ///
     /// For client and server alike. Larger ones make large writes cheaper and pin more memory for each receive; 8K, 64K and
     /// 2M waste none of it.
-    #[arg(long, value_name = "SIZE", value_parser = fabric::parse_size)]
+    #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON
     #[arg(long)]

@@ -24,7 +24,7 @@ pub(crate) enum Expecting {
 
 impl Expecting {
     /// It came to nothing. A listener does not hear of that.
-    pub(super) fn is_told(self, error: Error) {
+    pub(super) fn tell(self, error: Error) {
         if let Self::Caller(reply) = self {
             let _ = reply.send(Err(error));
         }
@@ -176,7 +176,7 @@ impl Poller {
         let error = Error::from(event.into_error(peer));
         drop(id);
         self.unmake_link(shared, &link, &error);
-        who.is_told(error);
+        who.tell(error);
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use super::{Measure, Options, SIZE_MAX};
+use super::{Measure, Options};
 use crate::choice::{Mode, Op};
 
 /// One line of the result.
@@ -80,23 +80,6 @@ fn case(options: &Options, room: Room, measure: Measure, op: Op, size: u32) -> C
 fn fitting(window: u32, room: Room, size: u32) -> u32 {
     let messages = u64::from(window).min(room.messages as u64).min(room.bytes / u64::from(size));
     u32::try_from(messages).unwrap_or(window).max(1)
-}
-
-/// `64`, `64K`, `64KiB`, `1M`, …
-pub(in crate::bench) fn parse_size(text: &str) -> Result<u32, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
-        "" | "b" => 1,
-        "k" | "kib" => 1 << 10,
-        "m" | "mib" => 1 << 20,
-        _ => return Err("a size is a number of bytes, or one with K or M (1024 and 1048576)".into()),
-    };
-    let number: u64 = digits.parse().map_err(|_| "a size is a whole number, such as 64 or 64K".to_owned())?;
-    number
-        .checked_mul(unit)
-        .and_then(|bytes| u32::try_from(bytes).ok())
-        .filter(|bytes| (1..=SIZE_MAX).contains(bytes))
-        .ok_or_else(|| "from 1 byte to 2M".to_owned())
 }
 
 /// Counts operations, and says when there are enough: first the warm-up, then what is measured.
@@ -219,18 +202,6 @@ mod tests {
         let (cases, notes) = planned(&["--mode", "event", "--measure", "latency"]);
         assert_eq!(cases.iter().map(|case| case.op).collect::<Vec<_>>(), [Op::Send, Op::Read]);
         assert_eq!(notes.len(), 1);
-    }
-
-    #[test]
-    fn sizes_have_units() {
-        let good = [("1", 1), ("64", 64), ("64K", 65_536), ("8kib", 8192), ("1M", 1 << 20), ("100b", 100)];
-        for (text, bytes) in good {
-            assert_eq!(parse_size(text), Ok(bytes), "{text}");
-        }
-        for bad in ["", "0", "K", "3M", "64X", "-1", "1.5K", "99999999999999999999", "18446744073709551615K"]
-        {
-            assert!(parse_size(bad).is_err(), "{bad}");
-        }
     }
 
     #[test]

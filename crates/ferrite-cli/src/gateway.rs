@@ -1,0 +1,197 @@
+//! `ferrite gateway`: RDMA in front of an engine that knows only sockets.
+
+use std::io::IsTerminal as _;
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use anyhow::Context as _;
+use clap::{Args, ValueEnum};
+use ferrite_fabric::{Config, Engine, ListenOptions, Rdma};
+use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig};
+use serde::Serialize;
+use tokio::signal::unix::{SignalKind, signal};
+
+use crate::{address, seconds, size};
+
+/// Valkey's port, one further: the engine itself has the first.
+const DEFAULT_PORT: u16 = 6380;
+const WINDOW_MIN: u32 = 4 << 10;
+const WINDOW_MAX: u32 = size::MAX;
+
+/// Give an engine RDMA clients: Redis, Valkey, KeyDB, Dragonfly, Garnet, unchanged
+///
+/// Listens for clients of Valkey Over RDMA (valkey-cli --rdma, valkey-benchmark --rdma, libvalkey) and for Ferrite peers, and
+/// gives each session a connection of its own to the engine's Unix or TCP socket. The engine sees an ordinary client, so that
+/// every command works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
+///
+/// Ferrite peers may also come over TCP at the same port, if RDMA does not work for them (--rdma prefer). Other clients of the
+/// engine keep using the engine's own port.
+#[derive(Args)]
+#[command(after_help = HELP)]
+pub(crate) struct Options {
+    /// Where clients come in: IP (IPv6 in brackets) or name, with :PORT unless it is 6380
+    #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<DEFAULT_PORT>, default_value = "0.0.0.0")]
+    listen: SocketAddr,
+    /// The engine's socket: unix:/PATH or HOST:PORT
+    #[arg(long, value_name = "SOCKET", default_value = "127.0.0.1:6379")]
+    engine: EngineAddress,
+    /// Whether clients may, must or must not come over RDMA: prefer, require or forbid
+    #[arg(long, value_name = "POLICY", default_value = "prefer")]
+    rdma: Rdma,
+    /// The memory that each client of Valkey Over RDMA writes to, 4K to 2M: pinned while it is connected
+    ///
+    /// Large values arrive faster with 1M or 2M; Valkey's own listener has 1M. 64K and 2M waste nothing.
+    #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "64K")]
+    rx_size: u32,
+    /// Sessions at a time; more are told so, and end
+    #[arg(long, value_name = "COUNT", default_value_t = 10_000)]
+    max_clients: usize,
+    /// Refuse clients of other hosts while the engine asks for no password
+    ///
+    /// Behind the gateway they would look to the engine as if they came from this host, which its own protected mode lets pass.
+    #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::Yes)]
+    protected_mode: YesNo,
+    /// How long to look for completions before sleeping; more is less latency for more CPU
+    #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
+    busy_poll_us: u32,
+    /// How long sessions may take to finish what is under way, after SIGTERM or SIGINT
+    #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1), default_value = "5")]
+    drain: Duration,
+    /// Print one line of JSON when it listens and one when it ends
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const HELP: &str = "\
+Examples:
+  ferrite gateway --listen 10.0.0.1 --engine unix:/run/redis/redis.sock   clients connect to 10.0.0.1:6380
+  valkey-cli --rdma -h 10.0.0.1 -p 6380 PING                              from another host
+  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values; no TCP at all
+
+It ends in good order on SIGTERM and SIGINT: no new clients, answers to what was asked, then the end. Exit code 0 then.
+
+JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey, ferrite}, refused,
+  engine_failures, to_engine_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum YesNo {
+    Yes,
+    No,
+}
+
+fn parse_window(text: &str) -> Result<u32, String> {
+    match size::parse(text)? {
+        bytes @ WINDOW_MIN..=WINDOW_MAX => Ok(bytes),
+        _ => Err("from 4K to 2M".into()),
+    }
+}
+
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    // Warnings of the library: to whoever reads stderr.
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .with_max_level(tracing::Level::WARN)
+        .without_time()
+        .with_target(false)
+        .init();
+    // One thread: a session is a task that copies, and what it waits for wakes it where it runs.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    runtime.block_on(serve(options))
+}
+
+async fn serve(options: &Options) -> anyhow::Result<()> {
+    let config = Config {
+        busy_poll_us: options.busy_poll_us,
+        max_connections: options.max_clients.saturating_add(64), // those beyond it are told why they must go
+        ..Config::default()
+    };
+    let engine = Engine::system().rdma(options.rdma).config(config).build()?;
+    tokio::spawn(engine.drive());
+    let listener = engine
+        .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma))
+        .with_context(|| format!("cannot listen on {}", options.listen))?;
+    let gateway = Gateway::new(GatewayConfig {
+        max_clients: options.max_clients,
+        protected_mode: options.protected_mode == YesNo::Yes,
+        drain_timeout: options.drain,
+        valkey: ValkeyConfig { window_bytes: options.rx_size, ..ValkeyConfig::default() },
+        ..GatewayConfig::new(options.engine.clone())
+    });
+    let (mut terminated, mut interrupted) =
+        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    tell_listening(options, &engine, listener.local_addr());
+    let end = async {
+        tokio::select! {
+            _ = terminated.recv() => {}
+            _ = interrupted.recv() => {}
+        }
+    };
+    gateway.serve(listener, end).await?;
+    tell_ended(options, gateway.stats());
+    Ok(())
+}
+
+#[derive(Serialize)]
+struct Listening<'a> {
+    event: &'static str,
+    address: SocketAddr,
+    engine: String,
+    devices: &'a [&'a str],
+    rdma: String,
+}
+
+fn tell_listening(options: &Options, engine: &Engine, address: SocketAddr) {
+    let devices = engine.devices();
+    if options.json {
+        let line = Listening {
+            event: "listening",
+            address,
+            engine: options.engine.to_string(),
+            devices: &devices,
+            rdma: options.rdma.to_string(),
+        };
+        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        return;
+    }
+    let over = match (devices.is_empty(), options.rdma) {
+        (true, _) => "TCP alone, for Ferrite peers".to_owned(),
+        (false, Rdma::Require) => format!("RDMA on {}", devices.join(", ")),
+        (false, _) => format!("RDMA on {}, and TCP for Ferrite peers", devices.join(", ")),
+    };
+    eprintln!("ferrite: gateway at {address} ({over}) to the engine at {}", options.engine);
+}
+
+#[derive(Serialize)]
+struct Ended {
+    event: &'static str,
+    sessions: Sessions,
+    refused: u64,
+    engine_failures: u64,
+    to_engine_bytes: u64,
+    to_client_bytes: u64,
+}
+
+#[derive(Serialize)]
+struct Sessions {
+    valkey: u64,
+    ferrite: u64,
+}
+
+fn tell_ended(options: &Options, stats: GatewayStats) {
+    let GatewayStats { valkey_sessions: valkey, ferrite_sessions: ferrite, refused, engine_failures, .. } =
+        stats;
+    let GatewayStats { to_engine_bytes, to_client_bytes, .. } = stats;
+    if options.json {
+        let sessions = Sessions { valkey, ferrite };
+        let line =
+            Ended { event: "ended", sessions, refused, engine_failures, to_engine_bytes, to_client_bytes };
+        println!("{}", serde_json::to_string(&line).expect("plain values"));
+        return;
+    }
+    eprintln!(
+        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}), refused {refused}, engine not to be had \
+         {engine_failures}, bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
+        valkey + ferrite
+    );
+}

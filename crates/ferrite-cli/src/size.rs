@@ -1,0 +1,38 @@
+//! Sizes as people type them.
+
+/// The largest: the largest buffer of the fabric's memory.
+pub(crate) const MAX: u32 = 2 << 20;
+
+/// `64`, `64K`, `64KiB`, `1M`, …
+pub(crate) fn parse(text: &str) -> Result<u32, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" | "kib" => 1 << 10,
+        "m" | "mib" => 1 << 20,
+        _ => return Err("a size is a number of bytes, or one with K or M (1024 and 1048576)".into()),
+    };
+    let number: u64 = digits.parse().map_err(|_| "a size is a whole number, such as 64 or 64K".to_owned())?;
+    number
+        .checked_mul(unit)
+        .and_then(|bytes| u32::try_from(bytes).ok())
+        .filter(|bytes| (1..=MAX).contains(bytes))
+        .ok_or_else(|| "from 1 byte to 2M".to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes_have_units() {
+        let good = [("1", 1), ("64", 64), ("64K", 65_536), ("8kib", 8192), ("1M", 1 << 20), ("100b", 100)];
+        for (text, bytes) in good {
+            assert_eq!(parse(text), Ok(bytes), "{text}");
+        }
+        for bad in ["", "0", "K", "3M", "64X", "-1", "1.5K", "99999999999999999999", "18446744073709551615K"]
+        {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+    }
+}
