@@ -7,8 +7,8 @@
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
-use anyhow::{Context as _, ensure};
 use crate::lab_test::{self, Options, Suite};
+use anyhow::{Context as _, ensure};
 
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let valkey = valkey(root)?;

@@ -81,6 +81,14 @@ impl Suite {
         }
     }
 
+    /// What cargo builds. A test finds the programs of its own package built.
+    fn targets(&self) -> &'static [&'static str] {
+        match self {
+            Self::Own => &["--workspace", "--test", "lab_*"],
+            Self::Interop { .. } => &["--package", "ferrite-cli", "--test", "lab_interop"],
+        }
+    }
+
     /// What the tests find in their environment.
     fn variables(&self) -> Vec<String> {
         match self {
@@ -115,7 +123,7 @@ fn run_in(
     let (profile, default_timeout_s) = suite.pace(options.kernel);
     let binaries = out.join("binaries.json");
     let metadata = out.join("cargo.json");
-    build(root, &binaries, &metadata)?;
+    build(root, &binaries, &metadata, suite)?;
 
     let nextest = |subcommand| {
         let mut words: Vec<OsString> = ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
@@ -159,16 +167,19 @@ fn run_in(
 }
 
 /// Builds the tests and the programs they may start; writes what nextest wants to know of them.
-fn build(root: &Path, binaries: &Path, metadata: &Path) -> anyhow::Result<()> {
-    let programs = cargo(root)
-        .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
-        .args(["--all-features", "--bins", "--examples"])
-        .status()?;
-    ensure!(programs.success(), "the programs do not build");
+fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
+    if let Suite::Own = suite {
+        let programs = cargo(root)
+            .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
+            .args(["--all-features", "--bins", "--examples"])
+            .status()?;
+        ensure!(programs.success(), "the programs do not build");
+    }
     // The nextest that reads the list must be the one that wrote it: both are found by PATH.
     let list = Command::new("cargo-nextest")
         .current_dir(root)
-        .args(["nextest", "list", "--workspace", "--all-features", "--test", "lab_*"])
+        .args(["nextest", "list", "--all-features"])
+        .args(suite.targets())
         .args(["--list-type", "binaries-only", "--message-format", "json"])
         .stderr(Stdio::inherit())
         .output()
