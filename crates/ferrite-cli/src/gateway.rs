@@ -24,8 +24,7 @@ const WINDOW_MAX: u32 = size::MAX;
 /// gives each session a connection of its own to the engine's Unix or TCP socket. The engine sees an ordinary client, so that
 /// every command works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
 ///
-/// Ferrite peers may also come over TCP at the same port, if RDMA does not work for them (--rdma prefer). Other clients of the
-/// engine keep using the engine's own port.
+/// Ferrite peers and every other client may also come over TCP at the same port (unless --rdma require).
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -70,7 +69,7 @@ Examples:
 
 It ends in good order on SIGTERM and SIGINT: no new clients, answers to what was asked, then the end. Exit code 0 then.
 
-JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey, ferrite}, refused,
+JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey, ferrite, tcp}, refused,
   engine_failures, to_engine_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -155,9 +154,9 @@ fn tell_listening(options: &Options, engine: &Engine, address: SocketAddr) {
         return;
     }
     let over = match (devices.is_empty(), options.rdma) {
-        (true, _) => "TCP alone, for Ferrite peers".to_owned(),
+        (true, _) => "TCP alone".to_owned(),
         (false, Rdma::Require) => format!("RDMA on {}", devices.join(", ")),
-        (false, _) => format!("RDMA on {}, and TCP for Ferrite peers", devices.join(", ")),
+        (false, _) => format!("RDMA on {}, and TCP", devices.join(", ")),
     };
     eprintln!("ferrite: gateway at {address} ({over}) to the engine at {}", options.engine);
 }
@@ -176,22 +175,23 @@ struct Ended {
 struct Sessions {
     valkey: u64,
     ferrite: u64,
+    tcp: u64,
 }
 
 fn tell_ended(options: &Options, stats: GatewayStats) {
     let GatewayStats { valkey_sessions: valkey, ferrite_sessions: ferrite, refused, engine_failures, .. } =
         stats;
-    let GatewayStats { to_engine_bytes, to_client_bytes, .. } = stats;
+    let GatewayStats { tcp_sessions: tcp, to_engine_bytes, to_client_bytes, .. } = stats;
     if options.json {
-        let sessions = Sessions { valkey, ferrite };
+        let sessions = Sessions { valkey, ferrite, tcp };
         let line =
             Ended { event: "ended", sessions, refused, engine_failures, to_engine_bytes, to_client_bytes };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
         return;
     }
     eprintln!(
-        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}), refused {refused}, engine not to be had \
+        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), refused {refused}, engine not to be had \
          {engine_failures}, bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
-        valkey + ferrite
+        valkey + ferrite + tcp
     );
 }

@@ -9,6 +9,8 @@
 //!              request without hello ─► the listener's queue of strangers
 //! ```
 
+mod calling;
+mod greeting;
 mod incoming;
 mod moving;
 mod outgoing;
@@ -34,10 +36,10 @@ use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
+pub use calling::{ConnectOptions, Connecting, ConnectingBare};
 use incoming::Expecting;
 pub(crate) use moving::Opening;
 pub(crate) use outgoing::Outgoing;
-pub use outgoing::{ConnectOptions, Connecting, ConnectingBare};
 pub use several::ConnectingAny;
 pub(crate) use sockets::Sockets;
 

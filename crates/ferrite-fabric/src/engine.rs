@@ -29,6 +29,7 @@ mod wakeup;
 mod watch;
 
 use std::fmt;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
@@ -360,6 +361,15 @@ impl Engine {
         Builder { verbs, devices: Vec::new(), rdma: None, tls: Tls::default(), config: Config::default() }
     }
 
+    /// For who opens connections of other protocols and had to do so over TCP, though RDMA was preferred: warns and counts, as
+    /// for links.
+    #[must_use]
+    pub fn fell_back_to_tcp(&self, peer: SocketAddr, error: Error) -> Fallback {
+        let fallback = Fallback::new(error);
+        self.shared().count_fallback(&peer, &fallback);
+        fallback
+    }
+
     /// Why it has no RDMA device, if it has none.
     #[must_use]
     pub fn absence(&self) -> Option<&Error> {
@@ -491,9 +501,13 @@ impl Shared {
 
     /// A link is on TCP although RDMA was preferred: said once for each.
     pub(crate) fn fell_back(&self, link: &LinkShared, fallback: Fallback) {
-        self.counters.fallbacks[fallback.cause.index()].fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(peer = %link.peer_name(), cause = %fallback.cause, "link to {} {fallback}", link.peer_name());
+        self.count_fallback(&link.peer_name(), &fallback);
         link.set_fallback(Some(fallback));
+    }
+
+    fn count_fallback(&self, peer: &impl fmt::Display, fallback: &Fallback) {
+        self.counters.fallbacks[fallback.cause.index()].fetch_add(1, Ordering::Relaxed);
+        tracing::warn!(%peer, cause = %fallback.cause, "link to {peer} {fallback}");
     }
 
     /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory

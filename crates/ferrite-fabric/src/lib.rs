@@ -42,7 +42,7 @@ pub use link::{
     Arrival, Bare, Done, Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport,
     Writing,
 };
-pub use listener::{Accepting, ListenOptions, Listener, Strangers};
+pub use listener::{Accepting, ListenOptions, Listener, Strangers, TcpStranger, TcpStrangers};
 pub use one_sided::{Region, Revoking};
 pub use policy::{Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
-use std::net::SocketAddr;
+use std::net::{SocketAddr, TcpStream};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -31,6 +31,8 @@ pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
     /// TCP is taken too: links can go on there.
     pub(crate) moves: bool,
+    /// Nobody is taken for a Ferrite peer over RDMA, hello or not.
+    pub(crate) strangers_only: bool,
 }
 
 #[derive(Default)]
@@ -39,8 +41,11 @@ struct Queue {
     strangers: VecDeque<ConnectionRequest>,
     /// Whether somebody takes strangers.
     takes_strangers: bool,
+    tcp_strangers: VecDeque<TcpStranger>,
+    takes_tcp_strangers: bool,
     waiting: Wakes,
     waiting_for_strangers: Wakes,
+    waiting_for_tcp_strangers: Wakes,
     failure: Option<Error>,
 }
 
@@ -70,12 +75,24 @@ impl ListenerShared {
         Ok(())
     }
 
+    pub(crate) fn takes_tcp_strangers(&self) -> bool {
+        let queue = lock(&self.queue);
+        queue.takes_tcp_strangers && queue.tcp_strangers.len() < STRANGERS
+    }
+
+    pub(crate) fn tcp_stranger(&self, stranger: TcpStranger, wakes: &mut Wakes) {
+        let mut queue = lock(&self.queue);
+        queue.tcp_strangers.push_back(stranger);
+        wakes.append(&mut queue.waiting_for_tcp_strangers);
+    }
+
     pub(crate) fn fail(&self, error: Error) {
         let wakes = {
             let mut queue = lock(&self.queue);
             queue.failure = Some(error);
             let mut wakes = std::mem::take(&mut queue.waiting);
             wakes.append(&mut queue.waiting_for_strangers);
+            wakes.append(&mut queue.waiting_for_tcp_strangers);
             wakes
         };
         wakes.into_iter().for_each(Waker::wake);
@@ -116,6 +133,7 @@ pub struct ListenOptions {
     rdma: Option<Rdma>,
     tls: Option<Arc<ServerConfig>>,
     require_encryption: bool,
+    strangers_only: bool,
 }
 
 impl ListenOptions {
@@ -127,6 +145,13 @@ impl ListenOptions {
     /// Whether RDMA may carry links.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = Some(rdma);
+        self
+    }
+
+    /// Every peer that comes over RDMA is a stranger, what it says of itself notwithstanding: see [`Listener::strangers`]. For
+    /// who speaks another protocol and nothing else.
+    pub fn strangers_only(mut self) -> Self {
+        self.strangers_only = true;
         self
     }
 
@@ -177,7 +202,11 @@ impl Engine {
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let moves = policy == Rdma::Prefer;
-        let listener = Arc::new(ListenerShared { queue: Mutex::default(), moves });
+        let listener = Arc::new(ListenerShared {
+            queue: Mutex::default(),
+            moves,
+            strangers_only: options.strangers_only,
+        });
         let mut last = None;
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {
@@ -290,6 +319,15 @@ impl Listener {
     }
 }
 
+impl Listener {
+    /// Takes peers that do not say hello over TCP, instead of refusing them: in clear text, where TCP is listened to at all.
+    #[must_use]
+    pub fn tcp_strangers(&self) -> TcpStrangers {
+        lock(&self.shared.queue).takes_tcp_strangers = true;
+        TcpStrangers(Arc::clone(&self.shared))
+    }
+}
+
 impl Drop for Listener {
     fn drop(&mut self) {
         let listening = self.engine.shared().with_poller(|poller, _| {
@@ -388,6 +426,63 @@ impl Drop for Strangers {
 impl fmt::Debug for Strangers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Strangers").finish_non_exhaustive()
+    }
+}
+
+/// A TCP connection of a peer that is no Ferrite peer.
+#[derive(Debug)]
+pub struct TcpStranger {
+    /// The connection, in non-blocking mode.
+    pub socket: TcpStream,
+    /// What it has said so far: taken from the connection already.
+    pub heard: Vec<u8>,
+    /// Where it is.
+    pub peer: SocketAddr,
+}
+
+/// Peers without a hello that came over TCP.
+///
+/// ```no_run
+/// # async fn show(listener: ferrite_fabric::Listener) -> Result<(), ferrite_fabric::Error> {
+/// let strangers = listener.tcp_strangers();
+/// let stranger = strangers.next().await?;
+/// println!("{} said {} bytes", stranger.peer, stranger.heard.len());
+/// # Ok(()) }
+/// ```
+pub struct TcpStrangers(Arc<ListenerShared>);
+
+impl TcpStrangers {
+    /// The next of them.
+    ///
+    /// # Errors
+    /// When the listener has failed.
+    pub async fn next(&self) -> Result<TcpStranger, Error> {
+        std::future::poll_fn(|cx| {
+            let mut queue = lock(&self.0.queue);
+            if let Some(stranger) = queue.tcp_strangers.pop_front() {
+                return Poll::Ready(Ok(stranger));
+            }
+            if let Some(error) = &queue.failure {
+                return Poll::Ready(Err(error.clone()));
+            }
+            keep(&mut queue.waiting_for_tcp_strangers, cx.waker());
+            Poll::Pending
+        })
+        .await
+    }
+}
+
+impl Drop for TcpStrangers {
+    fn drop(&mut self) {
+        let mut queue = lock(&self.0.queue);
+        queue.takes_tcp_strangers = false;
+        queue.tcp_strangers.clear();
+    }
+}
+
+impl fmt::Debug for TcpStrangers {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TcpStrangers").finish_non_exhaustive()
     }
 }
 

@@ -13,6 +13,7 @@ mod config;
 mod error;
 mod outbox;
 mod stats;
+mod take;
 #[cfg(test)]
 mod tests;
 
@@ -25,7 +26,7 @@ pub use stats::Stats;
 
 use crate::message::{MESSAGE_BYTES, Message, Registration};
 use crate::window::{ReceiveWindow, SendWindow, Write};
-use outbox::{FEATURES_WAITING, Next, Outbox};
+use outbox::{Next, Outbox};
 
 /// Which end of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -51,8 +52,8 @@ enum State {
 /// A driver reaps completions and calls the `handle_*` methods in their order, then asks
 /// [`poll_message`](Self::poll_message) until it has nothing more, [`write_plan`](Self::write_plan) while it has bytes to
 /// send, and copies out what is [`readable`](Self::readable); [`poll_timeout`](Self::poll_timeout) says when
-/// [`handle_timeout`](Self::handle_timeout) is due. Whatever `poll_message` and `write_plan` return must be posted, in that
-/// order. An error of a `handle_*` method ends the connection: the driver disconnects. After [`close`](Self::close) late
+/// [`handle_timeout`](Self::handle_timeout) is due. Whatever `poll_message` and `write_plan` return must be posted, in the
+/// order in which it was returned. An error of a `handle_*` method ends the connection: the driver disconnects. After [`close`](Self::close) late
 /// events are ignored.
 ///
 /// ```
@@ -412,38 +413,5 @@ impl Endpoint {
     fn dead_at(&self) -> Option<Instant> {
         let since = self.outbox.oldest_keepalive()?;
         since.max(self.last_heard.unwrap_or(since)).checked_add(self.config.dead_after)
-    }
-
-    fn take(&mut self, message: Message) -> Result<(), ProtocolError> {
-        match (message, self.role) {
-            (Message::GetServerFeature { select, .. }, Role::Server) => {
-                self.stats.features_received += 1;
-                let answer = Message::GetServerFeature { select, features: self.config.features };
-                if !self.outbox.feature(answer) {
-                    return Err(ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 });
-                }
-            }
-            (Message::GetServerFeature { select, features }, Role::Client) => {
-                if self.question != Some(select) {
-                    return Err(ProtocolError::UnaskedFeatures);
-                }
-                self.stats.features_received += 1;
-                self.question = None;
-                self.peer_features = Some(features);
-            }
-            // Nothing answers it, and no client does anything with it.
-            (Message::SetClientFeature { features, .. }, role) => {
-                self.stats.features_received += 1;
-                if role == Role::Server {
-                    self.peer_features = Some(features);
-                }
-            }
-            (Message::Keepalive, _) => self.stats.keepalives_received += 1,
-            (Message::RegisterXferMemory(registration), _) => {
-                self.send.register(registration)?;
-                self.stats.registrations_received += 1;
-            }
-        }
-        Ok(())
     }
 }

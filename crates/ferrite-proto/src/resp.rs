@@ -21,11 +21,19 @@ pub use reply::{ReplyError, ReplyFramer};
 pub use value::Value;
 
 /// How large a frame may be in each direction. What is over a limit is an error of the peer's.
+///
+/// ```
+/// use ferrite_proto::resp::{CommandError, CommandFramer, Limits};
+///
+/// let limits = Limits { bulk_bytes: 1 << 20, ..Limits::default() };
+/// let error = CommandFramer::new(limits).feed(b"*1\r\n$1048577\r\n").unwrap_err();
+/// assert_eq!(error, CommandError::BulkLength);
+/// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
     /// The longest bulk string. Default 512 MiB, as `proto-max-bulk-len`.
     pub bulk_bytes: u64,
-    /// The most arguments of a command. Default 1,048,576.
+    /// The most arguments of a command. Default 1,048,576: what Redis took before it took any number.
     pub multibulk_args: u64,
     /// The longest inline command and the longest line of a reply. Default 64 KiB.
     pub inline_bytes: u32,

@@ -158,6 +158,42 @@ proptest! {
     }
 }
 
+/// What Redis 7.0 answers to `DEBUG PROTOCOL` with each of its types, and to `HELLO 3`.
+#[test]
+fn what_redis_writes() {
+    let replies = [
+        &b"%2\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nmodules\r\n*0\r\n"[..],
+        b"$11\r\nHello World\r\n",
+        b":12345\r\n",
+        b",3.141\r\n",
+        b"_\r\n",
+        b"*3\r\n:0\r\n:1\r\n:2\r\n",
+        b"~3\r\n:0\r\n:1\r\n:2\r\n",
+        b"%3\r\n:0\r\n#f\r\n:1\r\n#t\r\n:2\r\n#f\r\n",
+        b"|1\r\n$14\r\nkey-popularity\r\n*2\r\n$7\r\nkey:123\r\n:90\r\n$39\r\nSome real reply following the attribute\r\n",
+        b">2\r\n$16\r\nserver-cpu-usage\r\n:42\r\n",
+        b"$40\r\nSome real reply following the push reply\r\n",
+        b"=29\r\ntxt:This is a verbatim\nstring\r\n",
+        b"#t\r\n",
+        b"(1234567999999999999999999999999999999\r\n",
+        b"-ERR Protocol error: expected '$', got '+'\r\n",
+    ];
+    let mut framer = ReplyFramer::new(Limits::default());
+    let found = ends(&replies.concat(), &[7, 1, 30], |piece| framer.feed(piece));
+    let lens = replies.iter().map(|reply| reply.len());
+    let expected = lens.scan(0, |end, len| {
+        *end += len;
+        Some(*end)
+    });
+    assert!(found.into_iter().eq(expected));
+    for reply in replies {
+        let value = Value::parse(reply).expect("a reply");
+        let mut again = Vec::new();
+        value.encode(&mut again);
+        assert_eq!(again, reply);
+    }
+}
+
 /// The largest that Redis takes, in pieces: nothing is kept of it.
 #[test]
 fn half_a_gigabyte_is_counted_and_not_kept() {

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   Ferrite peer (RDMA, or TCP) ──► Stream ───────┐
-//!   Valkey client (RDMA) ─────────► ValkeyStream ─┴─► pump ──► the engine's Unix or TCP socket
+//!   Valkey client (RDMA) ─────────► ValkeyStream ─┼─► pump ──► the engine's Unix or TCP socket
+//!   any client (TCP) ─────────────────────────────┘
 //! ```
 
 use std::future::Future;
@@ -12,9 +13,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
-use ferrite_fabric::{ConnectingBare, Error, Listener, Stream};
+use ferrite_fabric::{ConnectingBare, Error, Listener, Stream, TcpStranger};
 use ferrite_proto::Role;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::TcpStream;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
@@ -66,6 +68,7 @@ struct Counters {
     sessions: AtomicUsize,
     valkey_sessions: AtomicU64,
     ferrite_sessions: AtomicU64,
+    tcp_sessions: AtomicU64,
     refused: AtomicU64,
     engine_failures: AtomicU64,
     to_engine: AtomicU64,
@@ -82,6 +85,8 @@ pub struct GatewayStats {
     pub valkey_sessions: u64,
     /// Sessions that were begun by Ferrite peers.
     pub ferrite_sessions: u64,
+    /// Sessions that were begun by other clients, over TCP.
+    pub tcp_sessions: u64,
     /// Clients that were turned away, with a reason.
     pub refused: u64,
     /// Clients for whom the engine was not to be had.
@@ -110,11 +115,13 @@ impl Gateway {
     #[must_use]
     pub fn stats(&self) -> GatewayStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { valkey_sessions, ferrite_sessions, refused, engine_failures, .. } = &*self.counters;
+        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures, .. } =
+            &*self.counters;
         GatewayStats {
             sessions: self.counters.sessions.load(Ordering::Relaxed),
             valkey_sessions: of(valkey_sessions),
             ferrite_sessions: of(ferrite_sessions),
+            tcp_sessions: of(tcp_sessions),
             refused: of(refused),
             engine_failures: of(engine_failures),
             to_engine_bytes: of(&self.counters.to_engine),
@@ -130,7 +137,7 @@ impl Gateway {
     pub async fn serve(&self, mut listener: Listener, end: impl Future<Output = ()>) -> Result<(), Error> {
         let (ending, ended) = watch::channel(false);
         let mut sessions = JoinSet::new();
-        let strangers = listener.strangers();
+        let (strangers, tcp_strangers) = (listener.strangers(), listener.tcp_strangers());
         let mut end = std::pin::pin!(end);
         let served = loop {
             tokio::select! {
@@ -150,10 +157,17 @@ impl Gateway {
                     }
                     Err(error) => break Err(error),
                 },
+                stranger = tcp_strangers.next() => match stranger {
+                    Ok(stranger) => {
+                        self.counters.tcp_sessions.fetch_add(1, Ordering::Relaxed);
+                        sessions.spawn(self.clone().tcp_session(stranger, ended.clone()));
+                    }
+                    Err(error) => break Err(error),
+                },
                 Some(_) = sessions.join_next() => {}
             }
         };
-        drop((strangers, listener));
+        drop((strangers, tcp_strangers, listener));
         let _ = ending.send(true);
         let drained = async { while sessions.join_next().await.is_some() {} };
         let _ = timeout(self.config.drain_timeout, drained).await; // those that are left end here
@@ -175,6 +189,15 @@ impl Gateway {
                 tracing::warn!(%error, "a client could not be taken");
             }
         }
+    }
+
+    async fn tcp_session(self, stranger: TcpStranger, ended: watch::Receiver<bool>) {
+        let TcpStranger { socket, heard, peer } = stranger;
+        let local = socket.local_addr().ok();
+        let Ok(socket) = TcpStream::from_std(socket) else { return };
+        let (reader, writer) = socket.into_split();
+        let client = tokio::io::join(io::Cursor::new(heard).chain(reader), writer);
+        self.session(client, Some(peer), local, ended).await;
     }
 
     async fn session<C>(

@@ -3,15 +3,18 @@
 //! ```text
 //!   ValkeyStream   one connection as bytes: ferrite-proto decides, ferrite-fabric carries
 //!   pump           bytes between a client and the engine's own socket, both ways, in order
+//!   Connector      the calling side: Ferrite peer, Valkey server or TCP, as the policy says
 //!   Gateway        takes clients of every kind and gives each a connection to the engine
 //! ```
 #![forbid(unsafe_code)]
 
+mod connector;
 mod engine;
 mod gateway;
 mod pump;
 mod stream;
 
+pub use connector::{Connector, Session, SessionTransport};
 pub use engine::{EngineAddress, EngineSocket};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
 pub use pump::{Moved, pump};

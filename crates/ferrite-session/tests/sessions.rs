@@ -111,7 +111,7 @@ impl Drop for Redis {
 macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, idle_ones_stay, slow_reader, the_end);
-        run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, refusals, engine_restarts, drains);
+        run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, tcp_clients, sessions_find_their_way, refusals, engine_restarts, drains);
     };
     (@ $run:path, $module:ident: $($test:ident),*) => {
         mod $module {

@@ -5,7 +5,7 @@ use std::sync::{Arc, Weak};
 
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest};
 
-use super::outgoing::Reply;
+use super::calling::Reply;
 use super::{Meeting, UNKNOWN_PEER, bring_up, initialise, lane_of, params};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
@@ -38,7 +38,11 @@ impl Poller {
             Some(Meeting::Listening { listener, .. }) => Arc::clone(listener),
             _ => return, // the listener is gone; dropping the request refuses it
         };
-        let hello = match Hello::decode(&request.private_data) {
+        let hello = match listener.strangers_only {
+            true => Err(HelloError::Stranger),
+            false => Hello::decode(&request.private_data),
+        };
+        let hello = match hello {
             Ok(hello) => hello,
             Err(HelloError::Stranger | HelloError::Short { .. }) => {
                 shared.counters.strangers.fetch_add(1, Ordering::Relaxed);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use ferrite_verbs::{GidEntry, GidType, Path, PeerAddress, Port, QueuePairAttributes};
 
-use super::outgoing::Reply;
+use super::calling::Reply;
 use super::sockets::{Dial, Wants};
 use super::{RNR_RETRIES, RNR_TIMER, access, reads};
 use crate::engine::Shared;

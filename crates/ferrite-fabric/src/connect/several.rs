@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::GidType;
 
-use super::outgoing::{ConnectOptions, Connecting};
+use super::calling::{ConnectOptions, Connecting};
 use crate::engine::Engine;
 use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};

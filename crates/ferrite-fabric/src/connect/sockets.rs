@@ -3,13 +3,12 @@
 //! ```text
 //!   outgoing   connect ─► our hello ─► the peer's hello ─► link
 //!   incoming   accept ─► the peer's hello ─► our hello ─► link in the listener's queue
-//!                                         └► or a refusal, in words; strangers get one too
+//!                                         └► or a refusal, in words; strangers get one too, unless somebody takes them
 //! ```
 //!
 //! As with RDMA CM, everything runs in the poller's pass and never waits.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
@@ -21,8 +20,9 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::calling::Reply;
+use super::greeting::{Greeting, Side};
 use super::moving::Place;
-use super::outgoing::Reply;
 use super::{UNKNOWN_PEER, own_limits};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
@@ -31,14 +31,11 @@ use crate::engine::waits::Ready;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, Reading};
-use crate::link::tcp::{TcpPath, receive, send};
+use crate::link::tcp::TcpPath;
 use crate::link::tls::Tls;
 use crate::listener::ListenerShared;
 use crate::policy::{Fallback, Rdma};
-use crate::wire::{
-    self, GREETING_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Resume,
-    Version,
-};
+use crate::wire::{self, GREETING_BYTES, Resume};
 
 /// Connections that are looked at in one pass, and that are accepted.
 const TURNS: usize = 16;
@@ -62,40 +59,10 @@ pub(crate) struct Sockets {
     incoming: usize,
 }
 
-enum Use {
+pub(super) enum Use {
     Listening { socket: OwnedFd, listener: Weak<ListenerShared>, tls: Option<Arc<ServerConfig>> },
     Greeting(Box<Greeting>),
     Link(LinkName),
-}
-
-/// A connection whose peers are not acquainted yet.
-struct Greeting {
-    socket: OwnedFd,
-    tls: Option<Box<Tls>>,
-    /// How the peer can be called again.
-    trusted: Option<(Arc<ClientConfig>, ServerName<'static>)>,
-    /// What is to be said, and how much of it has gone.
-    saying: Vec<u8>,
-    said: usize,
-    heard: Vec<u8>,
-    /// Ours; the answering side makes it when it has heard the peer's.
-    ours: Option<Hello>,
-    side: Side,
-    peer: SocketAddr,
-    /// Said no: it ends when that is written.
-    refusing: bool,
-}
-
-enum Side {
-    Dialing {
-        connected: bool,
-        wants: Wants,
-    },
-    /// `resumes` is the link that goes on here, and the frames of ours that its peer has.
-    Answering {
-        listener: Weak<ListenerShared>,
-        resumes: Option<(Arc<LinkShared>, u64)>,
-    },
 }
 
 /// What a connection is wanted for.
@@ -144,7 +111,7 @@ impl Sockets {
         self.ready.extend(self.starved.drain(..));
     }
 
-    fn put(&mut self, id: u64, entry: Use) {
+    pub(super) fn put(&mut self, id: u64, entry: Use) {
         match &entry {
             Use::Greeting(greeting) if matches!(greeting.side, Side::Answering { .. }) => self.incoming += 1,
             _ => {}
@@ -152,7 +119,7 @@ impl Sockets {
         self.uses.insert(id, entry);
     }
 
-    fn take_greeting(&mut self, id: u64) -> Option<Box<Greeting>> {
+    pub(super) fn take_greeting(&mut self, id: u64) -> Option<Box<Greeting>> {
         match self.uses.remove(&id)? {
             Use::Greeting(greeting) => {
                 if matches!(greeting.side, Side::Answering { .. }) {
@@ -368,151 +335,14 @@ impl Poller {
         self.sockets.on_ready(id);
     }
 
-    fn greet(&mut self, shared: &Shared, id: u64) {
-        let Some(mut greeting) = self.sockets.take_greeting(id) else { return };
-        match self.step_greeting(shared, &mut greeting) {
-            Ok(None) => self.sockets.put(id, Use::Greeting(greeting)),
-            Ok(Some(theirs)) => self.become_link(shared, id, *greeting, theirs),
-            Err(error) => {
-                if let Side::Dialing { wants, .. } = greeting.side {
-                    self.dial_failed(shared, wants, error);
-                }
-            }
-        }
-    }
-
-    fn dial_failed(&mut self, shared: &Shared, wants: Wants, error: Error) {
-        match wants {
-            Wants::Link(reply, fallback) => drop(reply.send(Err(both(error, fallback)))),
-            Wants::Rdma(reply, _) => drop(reply.send(Err(error))),
-            Wants::Resume(name, _) => self.redial_failed(shared, name, &error),
-        }
-    }
-
-    pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
-        let Some(greeting) = self.sockets.take_greeting(id) else { return };
-        if let Side::Dialing { connected, wants } = greeting.side {
-            let what = if connected {
-                format!("{} accepted a TCP connection and did not say hello in time", greeting.peer)
-            } else {
-                format!("{} did not answer over TCP in time", greeting.peer)
-            };
-            self.dial_failed(shared, wants, Error::new(ErrorKind::Timeout, what));
-        }
-    }
-
-    /// One step; the peer's hello when both have said theirs.
-    fn step_greeting(
+    /// Both have said hello.
+    pub(super) fn become_link(
         &mut self,
         shared: &Shared,
-        greeting: &mut Greeting,
-    ) -> Result<Option<wire::Greeting>, Error> {
-        let peer = greeting.peer;
-        if let Side::Dialing { connected, .. } = &mut greeting.side
-            && !*connected
-        {
-            match sockopt::socket_error(&greeting.socket) {
-                Ok(Ok(())) => {}
-                Ok(Err(errno)) | Err(errno) => return Err(failed("connect", peer)(errno)),
-            }
-            if rustix::net::getpeername(&greeting.socket).is_err() {
-                return Ok(None); // not yet
-            }
-            *connected = true;
-            let _ = sockopt::set_tcp_nodelay(&greeting.socket, true);
-        }
-        greeting.speak().map_err(|error| broken(peer, &error))?;
-        if greeting.refusing {
-            // Once it is said, the connection ends.
-            return match greeting.said == greeting.saying.len() {
-                true => Err(Error::new(ErrorKind::Refused, "refused")),
-                false => Ok(None),
-            };
-        }
-        let ended = greeting.listen().map_err(|error| broken(peer, &error))?;
-        if ended && greeting.heard.is_empty() {
-            return Err(Error::new(
-                ErrorKind::LinkDown,
-                format!("{peer} hung up during the handshake over TCP"),
-            ));
-        }
-        if greeting.heard.starts_with(&REFUSAL_MAGIC) {
-            return match Refusal::decode(&greeting.heard) {
-                Some(refusal) if ended || greeting.heard.len() >= 13 + usize::from(greeting.heard[12]) => {
-                    Err(Error::refused(&peer.to_string(), refusal))
-                }
-                _ => Ok(None),
-            };
-        }
-        let heard = &greeting.heard[..greeting.heard.len().min(GREETING_BYTES)];
-        let theirs = match wire::Greeting::decode(heard) {
-            Ok(theirs) => theirs,
-            Err(HelloError::Short { .. }) if !ended => return Ok(None),
-            Err(HelloError::Stranger) if heard.len() < 4 && !ended => return Ok(None),
-            Err(error) => {
-                let Side::Answering { .. } = greeting.side else {
-                    let what = format!("{peer} is not a Ferrite peer of our version: {error}");
-                    return Err(Error::new(ErrorKind::Protocol, what));
-                };
-                let (code, text) = match error {
-                    HelloError::Version { theirs } => {
-                        (RefusalCode::VERSION, format!("we speak {}, you {theirs}", Version::CURRENT))
-                    }
-                    HelloError::Stranger | HelloError::Short { .. } => {
-                        shared.counters.strangers.fetch_add(1, Ordering::Relaxed);
-                        (RefusalCode::STRANGER, "this listener takes Ferrite peers only".into())
-                    }
-                    error => (RefusalCode::PROTOCOL, error.to_string()),
-                };
-                greeting.refuse(shared, code, 0, &text).map_err(|error| broken(peer, &error))?;
-                return Ok(None);
-            }
-        };
-        if greeting.ours.is_none() {
-            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-            let full = match &greeting.side {
-                Side::Answering { listener, .. } => {
-                    listener.upgrade().is_none_or(|listener| listener.is_full())
-                }
-                Side::Dialing { .. } => false,
-            };
-            let found = theirs.resume.map(|resume| self.find_lost(shared, &resume));
-            let no = if let Some(None) = found {
-                Some((RefusalCode::PROTOCOL, 0, "no such link is without a path"))
-            } else if found.is_some() {
-                None
-            } else if links >= shared.config.max_connections {
-                Some((RefusalCode::LIMIT, 1000, "max_connections is reached"))
-            } else if full {
-                Some((RefusalCode::BUSY, 20, "too many links that nobody has accepted"))
-            } else {
-                None
-            };
-            if let Some((code, later, text)) = no {
-                greeting.refuse(shared, code, later, text).map_err(|error| broken(peer, &error))?;
-                return Ok(None);
-            }
-            let moves = match &greeting.side {
-                Side::Answering { listener, .. } => listener.upgrade().is_some_and(|listener| listener.moves),
-                Side::Dialing { .. } => false,
-            };
-            let ours = shared.hello(links, moves);
-            let mut resume = None;
-            if let (Some(Some((link, received))), Some(theirs)) = (found, theirs.resume) {
-                resume = Some(Resume { yours: theirs.mine, mine: theirs.yours, received });
-                if let Side::Answering { resumes, .. } = &mut greeting.side {
-                    *resumes = Some((link, theirs.received));
-                }
-            }
-            greeting.ours = Some(ours);
-            greeting.saying = wire::Greeting { hello: ours, resume }.encode().to_vec();
-            greeting.speak().map_err(|error| broken(peer, &error))?;
-        }
-        Ok((greeting.said == greeting.saying.len()).then_some(theirs))
-    }
-
-    /// Both have said hello.
-    fn become_link(&mut self, shared: &Shared, id: u64, greeting: Greeting, theirs: wire::Greeting) {
+        id: u64,
+        greeting: Greeting,
+        theirs: wire::Greeting,
+    ) {
         let Greeting { socket, tls, trusted, mut heard, ours, side, peer, .. } = greeting;
         let early = heard.split_off(GREETING_BYTES.min(heard.len()));
         let local = address(rustix::net::getsockname(&socket));
@@ -594,57 +424,6 @@ impl Poller {
     }
 }
 
-impl Greeting {
-    /// Says what is left to say.
-    fn speak(&mut self) -> io::Result<()> {
-        loop {
-            let rest = &self.saying[self.said..];
-            let wants = self.tls.as_ref().is_some_and(|tls| tls.wants_write());
-            if rest.is_empty() && !wants {
-                return Ok(());
-            }
-            let slices = [IoSlice::new(rest)];
-            let sent = match &mut self.tls {
-                None => send(&self.socket, &slices)?,
-                Some(tls) => tls.write(&self.socket, &slices)?,
-            };
-            match sent {
-                Some(sent) => self.said += sent,
-                None => return Ok(()),
-            }
-        }
-    }
-
-    /// Hears what there is, up to a hello and what came with it; whether the peer has ended.
-    fn listen(&mut self) -> io::Result<bool> {
-        while self.heard.len() < GREETING_BYTES.max(REFUSAL_BYTES_MAX) {
-            let mut bytes = [0; 256];
-            let slices = &mut [IoSliceMut::new(&mut bytes)];
-            let heard = match &mut self.tls {
-                None => receive(&self.socket, slices)?,
-                Some(tls) => tls.read(&self.socket, slices)?,
-            };
-            match heard {
-                Some(0) => return Ok(true),
-                Some(len) => self.heard.extend_from_slice(&bytes[..len]),
-                None => break,
-            }
-        }
-        Ok(false)
-    }
-
-    fn refuse(&mut self, shared: &Shared, code: RefusalCode, later_ms: u32, text: &str) -> io::Result<()> {
-        shared.counters.refused.fetch_add(1, Ordering::Relaxed);
-        self.saying = refusal(code, later_ms, text);
-        (self.said, self.refusing) = (0, true);
-        self.speak()
-    }
-}
-
-fn refusal(code: RefusalCode, retry_after_ms: u32, text: &str) -> Vec<u8> {
-    Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() }.encode()
-}
-
 fn open(of: SocketAddr) -> Result<OwnedFd, Errno> {
     let family = if of.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -655,7 +434,7 @@ fn address(found: Result<rustix::net::SocketAddrAny, Errno>) -> Option<SocketAdd
     found.ok().and_then(|found| SocketAddr::try_from(found).ok())
 }
 
-fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
+pub(super) fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
     move |errno| {
         let kind = match errno {
             Errno::CONNREFUSED => ErrorKind::Refused,
@@ -673,23 +452,4 @@ fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
         };
         Error::new(kind, format!("{call} {addr} over TCP: {errno}"))
     }
-}
-
-/// How both ways failed. The first is told as what it is: it is the one that was wanted.
-fn both(error: Error, fallback: Option<Fallback>) -> Error {
-    match fallback {
-        None => error,
-        Some(Fallback { error: first, .. }) => {
-            let what = format!("{first}; and over TCP: {error}");
-            Error::new(first.kind(), what).with_causes(first.causes().to_vec())
-        }
-    }
-}
-
-fn broken(peer: SocketAddr, error: &io::Error) -> Error {
-    let kind = match error.kind() {
-        io::ErrorKind::InvalidData => ErrorKind::Protocol,
-        _ => ErrorKind::LinkDown,
-    };
-    Error::new(kind, format!("{peer} during the handshake over TCP: {error}"))
 }

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::outbox::FEATURES_WAITING;
 use super::*;
 use crate::message::MessageError;
 use crate::window::WindowError;
@@ -235,4 +236,53 @@ fn messages_in_flight_are_bounded() {
     assert_eq!(server.poll_message(), None);
     server.handle_message_sent();
     assert!(server.poll_message().is_some());
+}
+
+/// A count that nothing counts is a mistake.
+#[test]
+fn every_count_is_counted() {
+    let now = Instant::now();
+    let config =
+        Config { max_writes_in_flight: 2, max_unseen: Some(3), max_keepalives: 1, ..Config::default() };
+    let mut server = ready(Role::Server, config.clone(), now);
+    for turn in 1..=2 {
+        server.handle_timeout(now + turn * config.keepalive_interval).expect("alive");
+    }
+    server.poll_message().expect("a keepalive");
+    let mut client = ready(Role::Client, config, now);
+    client.handle_message(&Message::Keepalive.encode(), now).expect("ignored");
+    client
+        .handle_message(&Message::SetClientFeature { select: 0, features: 0 }.encode(), now)
+        .expect("ignored");
+    client.handle_immediate(2, 2, now).expect("room");
+    client.consume(1);
+    for (available, sent) in [(1, 0), (1, 0), (1, 2), (1, 1), (1, 0)] {
+        client.write_plan(available);
+        client.handle_writes_sent(sent);
+    }
+    client.handle_immediate(0, 0, now).expect("a sign");
+    client.write_plan(100).expect("the rest");
+    client.write_plan(100);
+
+    let server = server.stats();
+    assert_eq!((server.keepalives_sent, server.keepalives_skipped, server.messages_sent), (1, 1, 2));
+    let counted = Stats {
+        messages_sent: 1,
+        messages_received: 3,
+        registrations_sent: 1,
+        registrations_received: 1,
+        keepalives_sent: 0,
+        keepalives_skipped: 0,
+        keepalives_received: 1,
+        features_received: 1,
+        writes: 4,
+        bytes_written: 8,
+        immediates: 2,
+        bytes_received: 2,
+        bytes_consumed: 1,
+        stalled_by_window: 1,
+        stalled_by_completions: 1,
+        stalled_by_silence: 1,
+    };
+    assert_eq!(client.stats(), counted);
 }

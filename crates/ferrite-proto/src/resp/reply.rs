@@ -13,11 +13,15 @@
 //! Attributes belong to the frame of their value. A push is a frame of its own, never inside another.
 
 mod error;
+mod state;
+#[cfg(test)]
+mod tests;
 
 pub use error::ReplyError;
 
 use super::number::{Integer, Length};
 use super::{Limits, Progress};
+use state::{Counted, Left, Level, Scalar, Size, State, Then};
 
 /// Finds where replies and pushes end, whatever the pieces in which they come.
 ///
@@ -40,109 +44,6 @@ pub struct ReplyFramer {
     /// Attributes came, their value did not begin yet.
     attributed: bool,
     frame_bytes: u64,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
-    Start,
-    /// Before the type of a value.
-    Type,
-    /// Before the next chunk of a string.
-    Chunk,
-    /// In the line of a scalar, behind its type.
-    Line {
-        kind: Scalar,
-        len: u32,
-    },
-    /// In the line of a length, behind its type.
-    Size {
-        kind: Sized,
-        size: Size,
-    },
-    /// Behind the `\r` of a line.
-    LineEnd(Then),
-    /// In the bytes of a string; those of a verbatim string that come before its text.
-    Blob {
-        left: u64,
-        format: Option<u8>,
-        chunk: bool,
-    },
-    /// Behind the bytes of a string.
-    BlobEnd {
-        feed: bool,
-        chunk: bool,
-    },
-    Failed(ReplyError),
-}
-
-/// Values that are one line.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Scalar {
-    /// Simple strings, errors, doubles: any bytes.
-    Text,
-    Integer(Integer),
-    BigNumber {
-        digits: bool,
-    },
-    Boolean {
-        seen: bool,
-    },
-    Null,
-    /// The end of a streamed aggregate.
-    End,
-}
-
-/// Values that begin with a length.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Sized {
-    Bulk,
-    BlobError,
-    Verbatim,
-    Chunk,
-    Array,
-    Set,
-    Map,
-    Push,
-    Attribute,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Size {
-    Number(Length),
-    /// `?`
-    Open,
-}
-
-/// What a line that ended means.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Then {
-    Value,
-    Blob {
-        len: u64,
-        verbatim: bool,
-        chunk: bool,
-    },
-    Chunks,
-    Level(Level),
-    /// Attributes without a pair.
-    Attributed,
-    EndOfStream,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Level {
-    left: Left,
-    attribute: bool,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Left {
-    Values(u64),
-    /// Until the end is said. Of a map only between pairs.
-    Stream {
-        map: bool,
-        odd: bool,
-    },
 }
 
 impl ReplyFramer {
@@ -197,7 +98,7 @@ impl ReplyFramer {
         let first = rest.first().copied().unwrap_or_default();
         let next = match self.state {
             State::Start | State::Type => self.value_begins(first)?,
-            State::Chunk if first == b';' => sized(Sized::Chunk),
+            State::Chunk if first == b';' => sized(Counted::Chunk),
             State::Chunk => return Err(ReplyError::Type { got: first }),
             State::Line { kind: Scalar::Text, len } => return self.text(len, rest),
             State::Line { kind, .. } if first == b'\r' => State::LineEnd(self.scalar_ends(kind)?),
@@ -227,14 +128,14 @@ impl ReplyFramer {
             b'(' => line(Scalar::BigNumber { digits: false }),
             b'#' => line(Scalar::Boolean { seen: false }),
             b'_' => line(Scalar::Null),
-            b'$' => sized(Sized::Bulk),
-            b'!' => sized(Sized::BlobError),
-            b'=' => sized(Sized::Verbatim),
-            b'*' => sized(Sized::Array),
-            b'~' => sized(Sized::Set),
-            b'%' => sized(Sized::Map),
-            b'|' => sized(Sized::Attribute),
-            b'>' if self.levels.is_empty() => sized(Sized::Push),
+            b'$' => sized(Counted::Bulk),
+            b'!' => sized(Counted::BlobError),
+            b'=' => sized(Counted::Verbatim),
+            b'*' => sized(Counted::Array),
+            b'~' => sized(Counted::Set),
+            b'%' => sized(Counted::Map),
+            b'|' => sized(Counted::Attribute),
+            b'>' if self.levels.is_empty() => sized(Counted::Push),
             b'>' => return Err(ReplyError::NestedPush),
             b'.' if self.stream_may_end() => line(Scalar::End),
             got => return Err(ReplyError::Type { got }),
@@ -299,19 +200,19 @@ impl ReplyFramer {
         }
     }
 
-    fn size_ends(&self, kind: Sized, size: Size) -> Result<Then, ReplyError> {
-        let is_blob = matches!(kind, Sized::Bulk | Sized::BlobError | Sized::Verbatim | Sized::Chunk);
+    fn size_ends(&self, kind: Counted, size: Size) -> Result<Then, ReplyError> {
+        let is_blob = matches!(kind, Counted::Bulk | Counted::BlobError | Counted::Verbatim | Counted::Chunk);
         let wrong = if is_blob { ReplyError::BulkLength } else { ReplyError::AggregateLength };
         let size = match (size, kind) {
-            (Size::Open, Sized::Bulk) => return Ok(Then::Chunks),
-            (Size::Open, Sized::Array | Sized::Set | Sized::Map) => {
-                let left = Left::Stream { map: kind == Sized::Map, odd: false };
+            (Size::Open, Counted::Bulk) => return Ok(Then::Chunks),
+            (Size::Open, Counted::Array | Counted::Set | Counted::Map) => {
+                let left = Left::Stream { map: kind == Counted::Map, odd: false };
                 return Ok(Then::Level(Level { left, attribute: false }));
             }
             (Size::Open, _) => return Err(wrong),
             (Size::Number(number), _) => number.finish().ok_or(wrong)?,
         };
-        if size == -1 && matches!(kind, Sized::Bulk | Sized::Array) {
+        if size == -1 && matches!(kind, Counted::Bulk | Counted::Array) {
             return Ok(Then::Value);
         }
         let limit = if is_blob { self.limits.bulk_bytes } else { self.limits.elements };
@@ -322,14 +223,14 @@ impl ReplyFramer {
             values => Then::Level(Level { left: Left::Values(values), attribute }),
         };
         Ok(match kind {
-            Sized::Verbatim if size < 4 => return Err(ReplyError::Verbatim),
-            Sized::Verbatim => Then::Blob { len: size, verbatim: true, chunk: false },
-            Sized::Bulk | Sized::BlobError => Then::Blob { len: size, verbatim: false, chunk: false },
-            Sized::Chunk if size == 0 => Then::Value,
-            Sized::Chunk => Then::Blob { len: size, verbatim: false, chunk: true },
-            Sized::Array | Sized::Set | Sized::Push => level(size, false),
-            Sized::Map | Sized::Attribute => {
-                level(size.checked_mul(2).ok_or(wrong)?, kind == Sized::Attribute)
+            Counted::Verbatim if size < 4 => return Err(ReplyError::Verbatim),
+            Counted::Verbatim => Then::Blob { len: size, verbatim: true, chunk: false },
+            Counted::Bulk | Counted::BlobError => Then::Blob { len: size, verbatim: false, chunk: false },
+            Counted::Chunk if size == 0 => Then::Value,
+            Counted::Chunk => Then::Blob { len: size, verbatim: false, chunk: true },
+            Counted::Array | Counted::Set | Counted::Push => level(size, false),
+            Counted::Map | Counted::Attribute => {
+                level(size.checked_mul(2).ok_or(wrong)?, kind == Counted::Attribute)
             }
         })
     }
@@ -387,7 +288,7 @@ impl ReplyFramer {
     }
 }
 
-fn sized(kind: Sized) -> State {
+fn sized(kind: Counted) -> State {
     State::Size { kind, size: Size::Number(Length::default()) }
 }
 
@@ -417,6 +318,3 @@ fn blob(left: u64, format: Option<u8>, chunk: bool, rest: &[u8]) -> Result<(usiz
         }
     }
 }
-
-#[cfg(test)]
-mod tests;

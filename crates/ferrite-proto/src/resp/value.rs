@@ -4,8 +4,7 @@ use super::encode::{blob, header, line};
 use super::number::Integer;
 use super::{Limits, Progress, ReplyError, ReplyFramer};
 
-/// A complete reply. Lists grow by what came, never by what a length says; a value takes about 16 times the memory of its
-/// shortest form.
+/// A complete reply. Lists grow by what came, never by what a length says; each value takes 40 bytes, however short it came.
 ///
 /// ```
 /// use ferrite_proto::resp::Value;
@@ -16,7 +15,6 @@ use super::{Limits, Progress, ReplyError, ReplyFramer};
 /// # Ok::<(), ferrite_proto::resp::ReplyError>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
 pub enum Value<'a> {
     /// A status.
     Simple(&'a [u8]),
@@ -45,7 +43,7 @@ pub enum Value<'a> {
         /// The string.
         text: &'a [u8],
     },
-    /// Values in order.
+    /// Values in order, with their number or streamed. So are those of sets and maps.
     Array(Vec<Self>),
     /// Values without one. Doubles are not told apart.
     Set(Vec<Self>),
@@ -274,6 +272,12 @@ fn double(text: &[u8]) -> Option<f64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn as_large_as_documented() {
+        assert_eq!(size_of::<Value<'_>>(), 40);
+    }
 
     #[test]
     fn every_type() {

@@ -2,8 +2,12 @@
 
 use std::time::Duration;
 
-use ferrite_fabric::{ConnectOptions, Engine, Stream};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, ValkeyStream};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Listener, Rdma, Stream};
+use ferrite_proto::Role;
+use ferrite_session::{
+    Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, SessionTransport, ValkeyConfig,
+    ValkeyStream, pump,
+};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -23,7 +27,10 @@ struct Served {
 
 impl Served {
     fn start(scene: &Scene, config: GatewayConfig) -> Self {
-        let listener = scene.listen(&scene.engine(0));
+        Self::of(scene.listen(&scene.engine(0)), scene.engine(1), config)
+    }
+
+    fn of(listener: Listener, client: Engine, config: GatewayConfig) -> Self {
         let at = listener.local_addr();
         let gateway = Gateway::new(config);
         let (end, ended) = oneshot::channel();
@@ -31,7 +38,7 @@ impl Served {
             let gateway = gateway.clone();
             async move { gateway.serve(listener, async { drop(ended.await) }).await }
         });
-        Self { gateway, at, client: scene.engine(1), end, serving }
+        Self { gateway, at, client, end, serving }
     }
 
     async fn call(&self, scene: &Scene) -> ValkeyStream {
@@ -141,6 +148,89 @@ pub(crate) async fn ferrite_peers(scene: Scene) {
     assert_eq!(served.gateway.stats().ferrite_sessions, 1);
     drop(connection);
     served.end().await;
+}
+
+/// So do clients that know nothing of us, over TCP: at once, or after a silence.
+pub(crate) async fn tcp_clients(scene: Scene) {
+    let redis = Redis::start("tcp", &[]).await;
+    let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
+    let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
+    tokio::spawn(engine.drive());
+    let listener = engine.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
+    let served = Served::of(listener, scene.engine(1), open(&redis));
+    let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
+    let mut connection = connection(tcp).await;
+    let value = pattern(9, 1 << 20);
+    let () = connection.set("value", &value).await.expect("SET");
+    let read: Vec<u8> = connection.get("value").await.expect("GET");
+    assert!(read == value);
+
+    let mut silent = tokio::net::TcpStream::connect(served.at).await.expect("connected");
+    tokio::time::sleep(Duration::from_millis(600)).await;
+    silent.write_all(b"PING\r\n").await.expect("to write");
+    let mut said = [0; 7];
+    silent.read_exact(&mut said).await.expect("an answer");
+    assert_eq!(&said, b"+PONG\r\n");
+    assert_eq!(served.gateway.stats().tcp_sessions, 2);
+    drop((connection, silent));
+    served.end().await;
+}
+
+/// The calling side finds out what it talks to.
+pub(crate) async fn sessions_find_their_way(scene: Scene) {
+    let redis = Redis::start("ways", &[]).await;
+    let served = Served::start(&scene, open(&redis));
+    let connector = Connector::new(&served.client).local(any_port(1));
+    let session = connector.connect(served.at).await.expect("a session");
+    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+    assert!(session.device().is_some() && session.fallback().is_none());
+    let mut ferrite = connection(session).await;
+    let () = ferrite.set("way", "found").await.expect("SET");
+
+    // A server of Valkey's protocol says no hello, and takes who does.
+    let options = ListenOptions::new().strangers_only();
+    let valkey = scene.engine(0).listen_with(any_port(0), &options).expect("listen");
+    let at = valkey.local_addr();
+    let serving = tokio::spawn(serve_as_valkey(valkey, redis.socket.clone()));
+    for _ in 0..2 {
+        let session = connector.connect(at).await.expect("a session");
+        assert_eq!(session.transport(), SessionTransport::ValkeyRdma);
+        let way: String = connection(session).await.get("way").await.expect("GET");
+        assert_eq!(way, "found");
+    }
+    serving.abort();
+
+    // Nobody listens there on RDMA; on TCP somebody does.
+    let tcp = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
+    let at = tcp.local_addr().expect("bound");
+    let preferring = Connector::new(&served.client).rdma(Rdma::Prefer).timeout(Duration::from_secs(1));
+    let (session, accepted) = tokio::join!(preferring.connect(at), tcp.accept());
+    let (session, _accepted) = (session.expect("a session"), accepted.expect("a client"));
+    assert_eq!(session.transport(), SessionTransport::Tcp);
+    let fallback = session.fallback().expect("it is said why");
+    assert!(fallback.to_string().contains("over TCP instead of RDMA"), "{fallback}");
+    let counted: u64 = served.client.stats().fallbacks.iter().map(|(_, count)| count).sum();
+    assert_eq!(counted, 1);
+    let requiring = preferring.clone().rdma(Rdma::Require).connect(at).await;
+    requiring.expect_err("RDMA was required");
+    drop((tcp, session));
+    let nowhere = preferring.connect(at).await.expect_err("nobody listens any more");
+    assert!(nowhere.to_string().contains("and over RDMA before"), "{nowhere}");
+    drop(ferrite);
+    served.end().await;
+}
+
+/// Takes everybody as a client of Valkey's protocol, hello or not: as Valkey's own listener does.
+async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
+    let strangers = listener.strangers();
+    loop {
+        let request = strangers.next().await.expect("a client");
+        let Ok(bare) = strangers.accept(request).await else { continue }; // it wanted a Ferrite peer
+        let mut client = ValkeyStream::new(bare, Role::Server, &ValkeyConfig::default()).expect("a window");
+        let mut engine =
+            EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("an engine");
+        tokio::spawn(async move { pump(&mut client, &mut engine, &Moved::default()).await });
+    }
 }
 
 /// What a client reads before the connection ends.

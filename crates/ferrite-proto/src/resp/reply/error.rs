@@ -49,10 +49,10 @@ pub enum ReplyError {
     /// A string without `\r\n` behind it.
     #[error("Protocol error: invalid end of a string")]
     BlobEnd,
-    /// Not a whole reply: of [`Value::parse`](super::Value::parse) only.
+    /// Not a whole reply: of [`Value::parse`](crate::resp::Value::parse) only.
     #[error("Protocol error: the reply does not end here")]
     Incomplete,
-    /// More than one reply: of [`Value::parse`](super::Value::parse) only.
+    /// More than one reply: of [`Value::parse`](crate::resp::Value::parse) only.
     #[error("Protocol error: the reply ends before")]
     Trailing,
 }

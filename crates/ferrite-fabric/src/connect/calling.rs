@@ -1,0 +1,280 @@
+//! How a link is asked for, and the futures that wait for it.
+
+use std::fmt;
+use std::future::Future;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use futures_channel::oneshot;
+use rustls::ClientConfig;
+use rustls::pki_types::ServerName;
+
+use super::outgoing::Outgoing;
+use super::sockets::{Dial, Wants};
+use crate::engine::Engine;
+use crate::error::{Error, ErrorKind};
+use crate::link::shared::LinkShared;
+use crate::link::{Bare, Link};
+use crate::policy::{Fallback, Meet, Rdma};
+
+/// How to open a link.
+///
+/// ```
+/// use ferrite_fabric::ConnectOptions;
+/// use std::time::Duration;
+///
+/// let options = ConnectOptions::new().local("127.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, Default)]
+#[must_use]
+pub struct ConnectOptions {
+    local: Option<SocketAddr>,
+    timeout: Option<Duration>,
+    rdma: Option<Rdma>,
+    meet: Option<Meet>,
+    tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    require_encryption: bool,
+}
+
+impl ConnectOptions {
+    /// From any local address, with the engine's `connection_timeout`.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// The local address, which chooses the device. Say it on hosts with several: by itself the kernel may pick
+    /// another one that reaches the peer.
+    pub fn local(mut self, addr: SocketAddr) -> Self {
+        self.local = Some(addr);
+        self
+    }
+
+    /// Whether RDMA may carry it; without this, what the engine's settings say.
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = Some(rdma);
+        self
+    }
+
+    /// How the peer is met on RDMA; without this, what the engine's settings say.
+    pub fn meet(mut self, meet: Meet) -> Self {
+        self.meet = Some(meet);
+        self
+    }
+
+    /// TLS for the case that TCP carries it: what to trust, and what the peer's certificate must be for.
+    pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
+        self.tls = Some((config, name));
+        self
+    }
+
+    /// Nothing in clear text. RDMA payload is, so TCP with TLS carries the link: see [`ConnectOptions::tls`].
+    pub fn require_encryption(mut self) -> Self {
+        self.require_encryption = true;
+        self
+    }
+
+    /// How long the handshake may take on each way, waiting for its turn included.
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = Some(timeout);
+        self
+    }
+}
+
+/// Who waits for a link.
+pub(crate) type Reply = oneshot::Sender<Opened>;
+pub(crate) type Opened = Result<Arc<LinkShared>, Error>;
+
+/// A link that is being opened.
+#[must_use = "futures do nothing unless awaited"]
+pub struct Connecting {
+    engine: Engine,
+    reply: oneshot::Receiver<Opened>,
+}
+
+impl Future for Connecting {
+    type Output = Result<Link, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        self.poll_opened(cx).map_ok(|link| Link::new(link, self.engine.clone()))
+    }
+}
+
+impl Connecting {
+    pub(crate) fn new(engine: Engine, reply: oneshot::Receiver<Opened>) -> Self {
+        Self { engine, reply }
+    }
+
+    fn poll_opened(&mut self, cx: &mut Context<'_>) -> Poll<Opened> {
+        Pin::new(&mut self.reply)
+            .poll(cx)
+            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine is gone"))))
+    }
+}
+
+impl ConnectingBare {
+    pub(crate) fn new(engine: Engine, reply: oneshot::Receiver<Opened>) -> Self {
+        Self(Connecting::new(engine, reply))
+    }
+}
+
+impl Drop for Connecting {
+    fn drop(&mut self) {
+        // A link that was made, and that nobody will ask for any more.
+        self.reply.close();
+        if let Ok(Some(Ok(link))) = self.reply.try_recv() {
+            link.close();
+        }
+    }
+}
+
+/// See [`Engine::connect_bare`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct ConnectingBare(Connecting);
+
+impl Future for ConnectingBare {
+    type Output = Result<Bare, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let engine = self.0.engine.clone();
+        self.0.poll_opened(cx).map_ok(|link| Bare::new(link, engine))
+    }
+}
+
+impl fmt::Debug for Connecting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connecting").finish_non_exhaustive()
+    }
+}
+
+impl Engine {
+    /// Opens a link to a peer. Begins at once; dropping the future gives it up.
+    ///
+    /// # Errors
+    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`], [`ErrorKind::Timeout`]: with likely causes.
+    pub fn connect(&self, peer: SocketAddr) -> Connecting {
+        self.connect_with(peer, &ConnectOptions::new())
+    }
+
+    /// The same, with options.
+    pub fn connect_with(&self, peer: SocketAddr, options: &ConnectOptions) -> Connecting {
+        let (reply, receiver) = oneshot::channel();
+        let connecting = Connecting::new(self.clone(), receiver);
+        let now = Instant::now();
+        let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        let (rdma, over_tcp) = match self.ways(peer, options, timeout) {
+            Ok(ways) => ways,
+            Err(error) => {
+                let _ = reply.send(Err(error));
+                return connecting;
+            }
+        };
+        if !rdma {
+            if let Some(over_tcp) = over_tcp {
+                self.shared().with_poller(|poller, shared| {
+                    poller.now = now;
+                    poller.dial(shared, over_tcp.dial(now, reply, None));
+                });
+            }
+            return connecting;
+        }
+        let lacks = self.shared().lanes.is_empty().then(|| self.shared().no_rdma());
+        if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy)) {
+            // Nothing to wait for.
+            if let Some(over_tcp) = over_tcp {
+                self.shared().with_poller(|poller, shared| {
+                    poller.now = now;
+                    poller.dial(shared, over_tcp.dial(now, reply, Some(Fallback::new(error))));
+                });
+            }
+            return connecting;
+        }
+        let mut outgoing = Outgoing::new(peer, options.local, now, timeout, reply);
+        outgoing.otherwise = over_tcp;
+        self.call(outgoing);
+        connecting
+    }
+
+    /// Connects to a peer that speaks another protocol, by RDMA CM. Begins at once; dropping the future gives it up. Of the
+    /// options, the local address and the time count.
+    ///
+    /// # Errors
+    /// As [`Engine::connect`].
+    pub fn connect_bare(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingBare {
+        let (reply, receiver) = oneshot::channel();
+        let connecting = ConnectingBare::new(self.clone(), receiver);
+        let now = Instant::now();
+        let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
+        if self.shared().lanes.is_empty() {
+            let _ = reply.send(Err(self.shared().no_rdma()));
+            return connecting;
+        }
+        let mut outgoing = Outgoing::new(peer, options.local, now, timeout, reply);
+        outgoing.bare = true;
+        self.call(outgoing);
+        connecting
+    }
+
+    fn call(&self, mut outgoing: Outgoing) {
+        outgoing.retries = self.config().connection_retries;
+        self.shared().with_poller(|poller, shared| {
+            poller.now = Instant::now();
+            poller.meetings.waiting.push_back(Box::new(outgoing));
+            poller.start_waiting(shared);
+        });
+    }
+
+    /// Whether RDMA is tried, and how TCP is, if it may be.
+    fn ways(
+        &self,
+        peer: SocketAddr,
+        options: &ConnectOptions,
+        timeout: Duration,
+    ) -> Result<(bool, Option<OverTcp>), Error> {
+        let policy = options.rdma.unwrap_or(self.config().rdma);
+        if options.require_encryption && policy == Rdma::Require {
+            let what = "encryption and RDMA are both required: RDMA payload is clear text";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        let name = || ServerName::IpAddress(peer.ip().into());
+        let meet = options.meet.unwrap_or(self.config().connect);
+        let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
+        if options.require_encryption && tls.is_none() {
+            let what = "encryption is required, and there is no TLS configuration (ConnectOptions::tls)";
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        let upgrade = policy != Rdma::Forbid && !options.require_encryption;
+        let over_tcp = OverTcp { peer, local: options.local, timeout, tls, policy, upgrade };
+        Ok(match (policy, meet) {
+            (Rdma::Forbid, _) | (_, Meet::TcpFirst) => (false, Some(over_tcp)),
+            (Rdma::Require, Meet::Cm | Meet::Auto) => (true, None),
+            (Rdma::Prefer, _) => (!options.require_encryption, Some(over_tcp)),
+        })
+    }
+}
+
+/// How to connect over TCP.
+pub(super) struct OverTcp {
+    peer: SocketAddr,
+    local: Option<SocketAddr>,
+    timeout: Duration,
+    pub(super) tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
+    pub(super) policy: Rdma,
+    /// To RDMA, as soon as the peers have met.
+    upgrade: bool,
+}
+
+impl OverTcp {
+    pub(super) fn dial(self, now: Instant, reply: Reply, fallback: Option<Fallback>) -> Dial {
+        let Self { peer, local, timeout, tls, policy, upgrade } = self;
+        let wants = match fallback {
+            None if upgrade => Wants::Rdma(reply, policy),
+            fallback => Wants::Link(reply, fallback), // by CM it did not work: over TCP it is tried later
+        };
+        Dial { peer, local, deadline: now + timeout, tls, wants }
+    }
+}

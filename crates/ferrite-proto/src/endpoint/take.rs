@@ -1,0 +1,40 @@
+//! What an endpoint does with a message, by its role.
+
+use super::outbox::FEATURES_WAITING;
+use super::{Endpoint, ProtocolError, Role};
+use crate::message::Message;
+
+impl Endpoint {
+    pub(super) fn take(&mut self, message: Message) -> Result<(), ProtocolError> {
+        match (message, self.role) {
+            (Message::GetServerFeature { select, .. }, Role::Server) => {
+                self.stats.features_received += 1;
+                let answer = Message::GetServerFeature { select, features: self.config.features };
+                if !self.outbox.feature(answer) {
+                    return Err(ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 });
+                }
+            }
+            (Message::GetServerFeature { select, features }, Role::Client) => {
+                if self.question != Some(select) {
+                    return Err(ProtocolError::UnaskedFeatures);
+                }
+                self.stats.features_received += 1;
+                self.question = None;
+                self.peer_features = Some(features);
+            }
+            // Nothing answers it, and no client does anything with it.
+            (Message::SetClientFeature { features, .. }, role) => {
+                self.stats.features_received += 1;
+                if role == Role::Server {
+                    self.peer_features = Some(features);
+                }
+            }
+            (Message::Keepalive, _) => self.stats.keepalives_received += 1,
+            (Message::RegisterXferMemory(registration), _) => {
+                self.send.register(registration)?;
+                self.stats.registrations_received += 1;
+            }
+        }
+        Ok(())
+    }
+}

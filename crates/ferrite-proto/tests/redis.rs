@@ -1,0 +1,151 @@
+//! Commands against a real `redis-server`: it and the framer must see the same commands in the same bytes, good and bad,
+//! because a gateway that saw others could be made to pass on what it did not look at.
+#![expect(clippy::print_stdout, reason = "a test that does not run says so")]
+
+use std::io::{ErrorKind, Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, Command as Process, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use ferrite_proto::resp::{Command, CommandError, CommandFramer, Limits, ReplyFramer};
+use proptest::prelude::*;
+use proptest::sample::select;
+use proptest::test_runner::TestRunner;
+
+/// What commands are made of, and what they are not.
+const PIECES: &[&str] = &[
+    "*1\r\n",
+    "*2\r\n",
+    "*0\r\n",
+    "*-1\r\n",
+    "*",
+    "$4\r\nPING\r\n",
+    "$4\r\nPING",
+    "$1\r\n",
+    "$0\r\n\r\n",
+    "$",
+    "$2\rzab..",
+    "$3\r\nabc\r\n",
+    "*3\r\nxx",
+    "PING\r\n",
+    "PING\n",
+    "PING",
+    "\r\n",
+    "\n",
+    "\r",
+    "1",
+    "-",
+    "0",
+    "x",
+    "a b",
+    " ",
+    "\0",
+];
+
+#[test]
+fn redis_sees_the_same_commands() {
+    let Some(server) = Server::start() else {
+        println!("not run: there is no redis-server here");
+        return;
+    };
+    let streams = proptest::collection::vec(select(PIECES), 1..12).prop_map(|pieces| pieces.concat());
+    let config = ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() };
+    let compare = |stream: String| {
+        let (commands, error) = ours(stream.as_bytes());
+        let (replies, refusal) = server.replies(stream.as_bytes());
+        match (error, refusal) {
+            (None, None) => prop_assert_eq!(replies, commands),
+            (None, Some(refusal)) => prop_assert!(false, "only Redis refuses: {}", refusal),
+            // Redis still waits for the end of a line that can be no number.
+            (Some(_), None) => prop_assert_eq!(replies, commands),
+            (Some(error), Some(refusal)) => {
+                prop_assert_eq!(replies, commands + 1);
+                // Redis prints what it got as it is.
+                let same = refusal == format!("-ERR {error}\r\n");
+                prop_assert!(same || matches!(error, CommandError::ExpectedBulk { .. }), "{}", refusal);
+            }
+        }
+        Ok(())
+    };
+    TestRunner::new(config).run(&streams, compare).expect("the same");
+}
+
+/// How many commands with arguments the framer finds, and its error.
+fn ours(bytes: &[u8]) -> (usize, Option<CommandError>) {
+    let mut framer = CommandFramer::new(Limits::default());
+    let (mut rest, mut commands) = (bytes, 0);
+    while !rest.is_empty() {
+        let progress = match framer.feed(rest) {
+            Ok(progress) => progress,
+            Err(error) => return (commands, Some(error)),
+        };
+        let (frame, behind) = rest.split_at(progress.consumed);
+        rest = behind;
+        if progress.complete {
+            let command = Command::parse(frame).expect("a complete command");
+            let line = command.inline().unwrap_or_default();
+            let blank = line.iter().all(u8::is_ascii_whitespace);
+            commands += usize::from(!blank || command.args().len() > 0);
+        }
+    }
+    (commands, None)
+}
+
+struct Server {
+    process: Child,
+    socket: PathBuf,
+}
+
+impl Server {
+    /// `None` if the program is not installed.
+    fn start() -> Option<Self> {
+        let socket = std::env::temp_dir().join(format!("ferrite-proto-{}.sock", std::process::id()));
+        let mut command = Process::new("redis-server");
+        command.args(["--port", "0", "--save", "", "--unixsocket"]).arg(&socket).stdout(Stdio::null());
+        let process = match command.spawn() {
+            Err(error) if error.kind() == ErrorKind::NotFound => return None,
+            started => started.expect("redis-server starts"),
+        };
+        let server = Self { process, socket };
+        for _ in 0..500 {
+            if UnixStream::connect(&server.socket).is_ok() {
+                return Some(server);
+            }
+            thread::sleep(Duration::from_millis(20));
+        }
+        panic!("redis-server does not listen");
+    }
+
+    /// How many replies come to these bytes, and the last if it says that they are no commands.
+    fn replies(&self, bytes: &[u8]) -> (usize, Option<String>) {
+        let mut stream = UnixStream::connect(&self.socket).expect("a listening server");
+        stream.write_all(bytes).expect("a short message");
+        stream.shutdown(Shutdown::Write).expect("an open stream");
+        let mut answer = Vec::new();
+        // A server that refuses may close before it has read everything.
+        let _ = stream.read_to_end(&mut answer);
+        let mut framer = ReplyFramer::new(Limits::default());
+        let (mut rest, mut replies, mut refusal) = (&answer[..], 0, None);
+        while !rest.is_empty() {
+            let progress = framer.feed(rest).expect("a reply");
+            assert!(progress.complete, "{}", rest.escape_ascii());
+            let (frame, behind) = rest.split_at(progress.consumed);
+            rest = behind;
+            replies += 1;
+            let refused = frame.starts_with(b"-ERR Protocol error");
+            refusal = refused.then(|| String::from_utf8_lossy(frame).into_owned());
+        }
+        (replies, refusal)
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = std::fs::remove_file(&self.socket);
+    }
+}

@@ -1,0 +1,264 @@
+//! The calling side of a session: finds out what the server speaks, and falls back to TCP as the policy says.
+//!
+//! ```text
+//!   prefer, require:  RDMA with our hello ─┬─► a Ferrite peer answers: a link
+//!                                          ├─► it stands, and nobody says hello: Valkey; again, without ours
+//!                                          └─► it fails ─┬─ prefer: TCP, and why
+//!                                                        └─ require: the error
+//!   forbid:           TCP
+//! ```
+//!
+//! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that.
+
+use std::collections::HashSet;
+use std::fmt;
+use std::io::{self, IoSlice};
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use ferrite_fabric::{ConnectOptions, Engine, Error, ErrorKind, Fallback, Meet, Rdma, Stream};
+use ferrite_proto::Role;
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::stream::{ValkeyConfig, ValkeyStream};
+
+/// What carries a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum SessionTransport {
+    /// RDMA between two Ferrite peers.
+    FerriteRdma,
+    /// Valkey Over RDMA.
+    ValkeyRdma,
+    /// TCP.
+    Tcp,
+}
+
+impl fmt::Display for SessionTransport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::FerriteRdma => "RDMA (Ferrite)",
+            Self::ValkeyRdma => "RDMA (Valkey)",
+            Self::Tcp => "TCP",
+        })
+    }
+}
+
+/// Opens sessions. Clones share what they have learnt of servers.
+///
+/// ```no_run
+/// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
+/// use ferrite_fabric::Engine;
+/// use ferrite_session::Connector;
+///
+/// let engine = Engine::system().build()?;
+/// tokio::spawn(engine.drive());
+/// let session = Connector::new(&engine).connect("10.0.0.1:6380".parse()?).await?;
+/// println!("over {}", session.transport());
+/// # Ok(()) }
+/// ```
+#[derive(Debug, Clone)]
+pub struct Connector {
+    engine: Engine,
+    rdma: Rdma,
+    local: Option<SocketAddr>,
+    timeout: Duration,
+    valkey: ValkeyConfig,
+    /// Servers that speak Valkey's protocol: they need not be asked for ours again.
+    valkey_servers: Arc<Mutex<HashSet<SocketAddr>>>,
+}
+
+impl Connector {
+    /// RDMA as the engine's settings say, within its `connection_timeout`.
+    #[must_use]
+    pub fn new(engine: &Engine) -> Self {
+        Self {
+            engine: engine.clone(),
+            rdma: engine.config().rdma,
+            local: None,
+            timeout: engine.config().connection_timeout,
+            valkey: ValkeyConfig::default(),
+            valkey_servers: Arc::default(),
+        }
+    }
+
+    /// Whether RDMA may, must or must not carry it.
+    #[must_use]
+    pub fn rdma(mut self, rdma: Rdma) -> Self {
+        self.rdma = rdma;
+        self
+    }
+
+    /// The local address for RDMA, which chooses the device.
+    #[must_use]
+    pub fn local(mut self, local: SocketAddr) -> Self {
+        self.local = Some(local);
+        self
+    }
+
+    /// How long each way may take.
+    #[must_use]
+    pub fn timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// For servers of Valkey's protocol. Valkey's own has been tested with windows of 1 MiB; ours are as large as this says.
+    #[must_use]
+    pub fn valkey(mut self, config: ValkeyConfig) -> Self {
+        self.valkey = config;
+        self
+    }
+
+    /// Opens a session.
+    ///
+    /// # Errors
+    /// How RDMA failed, if it was required (a [`ferrite_fabric::Error`] is inside); else how TCP did, and RDMA before it.
+    pub async fn connect(&self, server: SocketAddr) -> io::Result<Session> {
+        if self.rdma == Rdma::Forbid {
+            return Ok(Session { stream: Kind::Tcp(self.over_tcp(server).await?), fallback: None });
+        }
+        let error = match self.over_rdma(server).await {
+            Ok(stream) => return Ok(Session { stream, fallback: None }),
+            Err(error) if self.rdma == Rdma::Require => return Err(error.into()),
+            Err(error) => error,
+        };
+        match self.over_tcp(server).await {
+            Ok(tcp) => {
+                let fallback = Some(self.engine.fell_back_to_tcp(server, error));
+                Ok(Session { stream: Kind::Tcp(tcp), fallback })
+            }
+            Err(tcp) => {
+                Err(io::Error::new(tcp.kind(), format!("{server}: {tcp}; and over RDMA before: {error}")))
+            }
+        }
+    }
+
+    async fn over_rdma(&self, server: SocketAddr) -> Result<Kind, Error> {
+        let mut options = ConnectOptions::new().rdma(Rdma::Require).meet(Meet::Cm).timeout(self.timeout);
+        if let Some(local) = self.local {
+            options = options.local(local);
+        }
+        if !self.is_valkey(server) {
+            match self.engine.connect_with(server, &options).await {
+                Ok(link) => return Ok(Kind::Ferrite(Stream::new(link))),
+                // It took the connection and did not say hello.
+                Err(error) if error.kind() == ErrorKind::Protocol => {}
+                Err(error) => return Err(error),
+            }
+        }
+        let bare = self.engine.connect_bare(server, &options).await?;
+        self.valkey_servers.lock().unwrap_or_else(PoisonError::into_inner).insert(server);
+        Ok(Kind::Valkey(Box::new(ValkeyStream::new(bare, Role::Client, &self.valkey)?)))
+    }
+
+    fn is_valkey(&self, server: SocketAddr) -> bool {
+        self.valkey_servers.lock().unwrap_or_else(PoisonError::into_inner).contains(&server)
+    }
+
+    async fn over_tcp(&self, server: SocketAddr) -> io::Result<TcpStream> {
+        let connecting = async {
+            let tcp = TcpStream::connect(server).await?;
+            tcp.set_nodelay(true)?;
+            Ok(tcp)
+        };
+        let late = || io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
+        timeout(self.timeout, connecting).await.unwrap_or_else(|_| Err(late()))
+    }
+}
+
+enum Kind {
+    Ferrite(Stream),
+    Valkey(Box<ValkeyStream>),
+    Tcp(TcpStream),
+}
+
+/// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
+pub struct Session {
+    stream: Kind,
+    fallback: Option<Fallback>,
+}
+
+impl Session {
+    /// What carries it.
+    #[must_use]
+    pub fn transport(&self) -> SessionTransport {
+        match &self.stream {
+            Kind::Ferrite(_) => SessionTransport::FerriteRdma,
+            Kind::Valkey(_) => SessionTransport::ValkeyRdma,
+            Kind::Tcp(_) => SessionTransport::Tcp,
+        }
+    }
+
+    /// Why it is on TCP, if RDMA was preferred.
+    #[must_use]
+    pub fn fallback(&self) -> Option<&Fallback> {
+        self.fallback.as_ref()
+    }
+
+    /// The device that carries it, on RDMA.
+    #[must_use]
+    pub fn device(&self) -> Option<String> {
+        match &self.stream {
+            Kind::Ferrite(stream) => stream.link().device(),
+            Kind::Valkey(stream) => stream.bare().device(),
+            Kind::Tcp(_) => None,
+        }
+    }
+}
+
+macro_rules! of_each {
+    ($self:ident, $stream:ident => $call:expr) => {
+        match &mut $self.get_mut().stream {
+            Kind::Ferrite($stream) => $call,
+            Kind::Valkey($stream) => $call,
+            Kind::Tcp($stream) => $call,
+        }
+    };
+}
+
+impl AsyncRead for Session {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        of_each!(self, stream => Pin::new(stream).poll_read(cx, out))
+    }
+}
+
+impl AsyncWrite for Session {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        of_each!(self, stream => Pin::new(stream).poll_write(cx, bytes))
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        of_each!(self, stream => Pin::new(stream).poll_write_vectored(cx, bytes))
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        true
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        of_each!(self, stream => Pin::new(stream).poll_flush(cx))
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        of_each!(self, stream => Pin::new(stream).poll_shutdown(cx))
+    }
+}
+
+impl fmt::Debug for Session {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Session")
+            .field("transport", &self.transport())
+            .field("fallback", &self.fallback)
+            .finish()
+    }
+}

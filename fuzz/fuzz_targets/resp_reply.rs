@@ -1,0 +1,7 @@
+//! Any bytes as replies, in any pieces, and what another decoder makes of them.
+#![no_main]
+
+libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {
+    ferrite_fuzz::resp_reply(bytes);
+    ferrite_fuzz::oracle::replies(bytes);
+});

@@ -1,0 +1,236 @@
+//! What another decoder, the crate redis-protocol, makes of the same replies. Where both take bytes, they must mean the same
+//! by them and end at the same place; where only one does, the reason is one of these:
+//!
+//! | only the other | because |
+//! |---|---|
+//! | lengths such as `+5` and `007` | Redis writes none, and reads none in commands |
+//! | line ends inside of lines, anything behind `_` | RESP has none there |
+//! | anything in place of the line end behind a string | it is not what the length said |
+//! | big numbers of any bytes, verbatim strings without a colon | they are none |
+//! | a push inside of a value | RESP3 forbids it |
+//! | nesting without limit | it costs memory |
+//! | `HELLO`, `;` and `.` as frames of their own | requests, and parts of streams |
+//!
+//! | only ours | because the other |
+//! |---|---|
+//! | streamed strings and aggregates | wants its user to put them together |
+//! | nulls of RESP2 among RESP3, and the reverse | takes one version at a time |
+//! | aggregates as keys and in sets | has hash maps |
+//! | errors that are not UTF-8 | has strings |
+//! | verbatim strings of other formats than `txt` and `mkd` | has an enum |
+//! | attributes of a null, attributes after attributes | has no place for them |
+
+use ferrite_proto::resp::{Limits, ReplyError, ReplyFramer, Value};
+use redis_protocol::resp2::types::OwnedFrame as Frame2;
+use redis_protocol::resp3::types::{OwnedFrame as Frame3, Resp3Frame as _, VerbatimStringFormat};
+
+/// The other decoder has no limit of depth, but a stack.
+const BYTES_MAX: usize = 4096;
+
+/// Compares all replies in the bytes, of which the first is not looked at: it is a seed of the other check.
+pub fn replies(bytes: &[u8]) {
+    let Some((_, mut rest)) = bytes.split_first() else { return };
+    if rest.len() > BYTES_MAX {
+        return;
+    }
+    while !rest.is_empty() {
+        let ours = ReplyFramer::new(Limits::default()).feed(rest);
+        let end = ours.as_ref().map_or(0, |progress| progress.consumed);
+        let frame = &rest[..end];
+        match ours {
+            Ok(progress) if progress.complete => complete(frame, rest),
+            Ok(_) => {
+                assert!(!matches!(redis_protocol::resp2::decode::decode(rest), Ok(Some(_))));
+                assert!(!matches!(redis_protocol::resp3::decode::complete::decode(rest), Ok(Some(_))));
+            }
+            Err(error) => {
+                refused(error, redis_protocol::resp2::decode::decode(rest).ok().flatten().is_some());
+                let decoded = redis_protocol::resp3::decode::complete::decode(rest);
+                refused(error, decoded.ok().flatten().is_some());
+                return;
+            }
+        }
+        rest = &rest[end..];
+    }
+}
+
+/// What only the other takes.
+fn refused(error: ReplyError, taken: bool) {
+    let strict = match error {
+        ReplyError::Length
+        | ReplyError::LineEnd
+        | ReplyError::BlobEnd
+        | ReplyError::Number
+        | ReplyError::Verbatim
+        | ReplyError::NestedPush
+        | ReplyError::TooDeep { .. } => true,
+        ReplyError::Type { got } => matches!(got, b'H' | b';' | b'.'),
+        _ => false,
+    };
+    assert!(!taken || strict, "{error}");
+}
+
+fn complete(frame: &[u8], rest: &[u8]) {
+    let two = redis_protocol::resp2::decode::decode(rest);
+    let three = redis_protocol::resp3::decode::complete::decode(rest);
+    let value = match Value::parse(frame) {
+        Ok(value) => value,
+        Err(error) => {
+            assert_eq!(error, ReplyError::Double);
+            return assert!(two.is_err() && three.is_err());
+        }
+    };
+    match two {
+        Ok(Some((theirs, end))) => {
+            assert_eq!(end, frame.len());
+            assert!(same2(&theirs, &value), "{theirs:?} {value:?}");
+        }
+        Ok(None) => panic!("incomplete: {value:?}"),
+        Err(_) => assert!(has(frame, &[b"?\r\n", b"_\r\n"]) || any(&value, &not_of_two), "{value:?}"),
+    }
+    match three {
+        Ok(Some((theirs, end))) => {
+            assert_eq!(end, frame.len());
+            assert!(same3(&theirs, &value), "{theirs:?} {value:?}");
+        }
+        Ok(None) => panic!("incomplete: {value:?}"),
+        Err(_) => {
+            let twice = frame.iter().filter(|byte| **byte == b'|').count() > 1;
+            let other = has(frame, &[b"?\r\n", b"$-1\r\n", b"*-1\r\n"]) || twice;
+            assert!(other || any(&value, &not_of_three), "{value:?}");
+        }
+    }
+}
+
+fn has(bytes: &[u8], needles: &[&[u8]]) -> bool {
+    needles.iter().any(|needle| bytes.windows(needle.len()).any(|window| window == *needle))
+}
+
+/// Whether it holds for the value or for one inside.
+fn any(value: &Value<'_>, holds: &dyn Fn(&Value<'_>) -> bool) -> bool {
+    let in_pairs = |pairs: &[(Value<'_>, Value<'_>)]| {
+        pairs.iter().any(|(key, value)| any(key, holds) || any(value, holds))
+    };
+    holds(value)
+        || match value {
+            Value::Array(values) | Value::Set(values) | Value::Push(values) => {
+                values.iter().any(|value| any(value, holds))
+            }
+            Value::Map(pairs) => in_pairs(pairs),
+            Value::Attributed { attributes, value } => in_pairs(attributes) || any(value, holds),
+            _ => false,
+        }
+}
+
+fn not_of_two(value: &Value<'_>) -> bool {
+    match value {
+        Value::Simple(_) | Value::Integer(_) | Value::Bulk(_) | Value::Null | Value::Array(_) => false,
+        Value::Error(text) => std::str::from_utf8(text).is_err(),
+        _ => true,
+    }
+}
+
+fn not_of_three(value: &Value<'_>) -> bool {
+    let bare = |value: &Value<'_>| match value {
+        Value::Attributed { value, .. } => is_aggregate(value),
+        value => is_aggregate(value),
+    };
+    match value {
+        Value::Error(text) => std::str::from_utf8(text).is_err(),
+        Value::Verbatim { format, .. } => !matches!(*format, b"txt" | b"mkd"),
+        Value::Set(values) => values.iter().any(bare),
+        Value::Map(pairs) => pairs.iter().any(|(key, _)| bare(key)),
+        Value::Attributed { attributes, value } => {
+            **value == Value::Null || attributes.iter().any(|(key, _)| bare(key))
+        }
+        _ => false,
+    }
+}
+
+fn is_aggregate(value: &Value<'_>) -> bool {
+    matches!(value, Value::Array(_) | Value::Set(_) | Value::Map(_) | Value::Push(_))
+}
+
+fn same2(theirs: &Frame2, ours: &Value<'_>) -> bool {
+    match (theirs, ours) {
+        (Frame2::SimpleString(theirs), Value::Simple(ours))
+        | (Frame2::BulkString(theirs), Value::Bulk(ours)) => theirs == ours,
+        (Frame2::Error(theirs), Value::Error(ours)) => theirs.as_bytes() == *ours,
+        (Frame2::Integer(theirs), Value::Integer(ours)) => theirs == ours,
+        (Frame2::Null, Value::Null) => true,
+        (Frame2::Array(theirs), Value::Array(ours)) => {
+            theirs.len() == ours.len() && theirs.iter().zip(ours).all(|(theirs, ours)| same2(theirs, ours))
+        }
+        _ => false,
+    }
+}
+
+fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
+    let (attributes, ours) = match ours {
+        Value::Attributed { attributes, value } => (Some(attributes), &**value),
+        ours => (None, ours),
+    };
+    let same_attributes = match (theirs.attributes(), attributes) {
+        (None, None) => true,
+        (Some(theirs), Some(ours)) => same_pairs(theirs.iter(), ours),
+        _ => false,
+    };
+    let all = |theirs: &[Frame3], ours: &[Value<'_>]| {
+        theirs.len() == ours.len() && theirs.iter().zip(ours).all(|(theirs, ours)| same3(theirs, ours))
+    };
+    same_attributes
+        && match (theirs, ours) {
+            (Frame3::SimpleString { data, .. }, Value::Simple(ours))
+            | (Frame3::BlobString { data, .. }, Value::Bulk(ours))
+            | (Frame3::BlobError { data, .. }, Value::BlobError(ours))
+            | (Frame3::BigNumber { data, .. }, Value::BigNumber(ours)) => data == ours,
+            (Frame3::SimpleError { data, .. }, Value::Error(ours)) => data.as_bytes() == *ours,
+            (Frame3::Number { data, .. }, Value::Integer(ours)) => data == ours,
+            (Frame3::Double { data, .. }, Value::Double(ours)) => data.to_bits() == ours.to_bits(),
+            (Frame3::Boolean { data, .. }, Value::Boolean(ours)) => data == ours,
+            (Frame3::Null, Value::Null) => true,
+            (Frame3::VerbatimString { data, format, .. }, Value::Verbatim { format: word, text }) => {
+                let theirs: &[u8] = match format {
+                    VerbatimStringFormat::Text => b"txt",
+                    VerbatimStringFormat::Markdown => b"mkd",
+                };
+                theirs == *word && data == text
+            }
+            (Frame3::Array { data, .. }, Value::Array(ours))
+            | (Frame3::Push { data, .. }, Value::Push(ours)) => all(data, ours),
+            // Each in the other: a set has a value once, however often it came.
+            (Frame3::Set { data, .. }, Value::Set(ours)) => {
+                data.iter().all(|theirs| ours.iter().any(|ours| same3(theirs, ours)))
+                    && ours.iter().all(|ours| data.iter().any(|theirs| same_bare(theirs, ours)))
+            }
+            (Frame3::Map { data, .. }, Value::Map(ours)) => same_pairs(data.iter(), ours),
+            _ => false,
+        }
+}
+
+/// Each in the other: of pairs with the same key, a map keeps one.
+fn same_pairs<'a>(
+    theirs: impl Iterator<Item = (&'a Frame3, &'a Frame3)> + Clone,
+    ours: &[(Value<'_>, Value<'_>)],
+) -> bool {
+    let known = |(key, value): (&Frame3, &Frame3)| {
+        ours.iter().any(|(our_key, _)| same_bare(key, our_key))
+            && ours.iter().any(|(_, our_value)| same3(value, our_value))
+    };
+    theirs.clone().all(known)
+        && ours.iter().all(|(key, _)| theirs.clone().any(|(other, _)| same_bare(other, key)))
+}
+
+/// The same but for attributes, by which the other does not tell keys apart, and but for which of the nans.
+fn same_bare(theirs: &Frame3, ours: &Value<'_>) -> bool {
+    let ours = match ours {
+        Value::Attributed { value, .. } => &**value,
+        ours => ours,
+    };
+    if let (Frame3::Double { data, .. }, Value::Double(ours)) = (theirs, ours) {
+        return data == ours || data.is_nan() && ours.is_nan();
+    }
+    let mut bare = theirs.clone();
+    bare.take_attributes();
+    same3(&bare, ours)
+}

@@ -1,0 +1,287 @@
+//! An endpoint whose peer and whose driver do as the bytes say, against a model that has the rules of the windows only.
+//!
+//! ```text
+//!   first byte  role, limits; the second is the length of our window
+//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
+//!   0           the connection stands
+//!   1           a message of any bytes: how many; those
+//!   2           a message that is well formed: opcode; select, features
+//!   3           a registration: length; any address and key
+//!   4           an immediate: bytes; how many were written
+//!   5           any immediate
+//!   6           the reader consumes
+//!   7           the application writes
+//!   8           messages are polled and posted
+//!   9           a message has completed
+//!   10          writes have completed
+//!   11          time passes
+//!   12          the client asks, or tells
+//!   13          the application closes
+//! ```
+
+use std::time::{Duration, Instant};
+
+use ferrite_proto::endpoint::MESSAGES_IN_FLIGHT;
+use ferrite_proto::{Config, Endpoint, Message, ProtocolError, Registration, Role};
+
+const PEER_LIMIT: u32 = 200;
+
+/// Nothing is written beyond what the peer registered, nothing is read that did not come, and only what breaks a rule ends
+/// the connection.
+pub fn valkey_endpoint(bytes: &[u8]) {
+    let mut input = Input(bytes);
+    let (first, length) = (input.byte(), u32::from(input.byte()) + 1);
+    let role = if first & 1 == 0 { Role::Client } else { Role::Server };
+    let config = Config {
+        max_peer_window: PEER_LIMIT,
+        max_write: u32::from(first >> 1 & 7) * 10 + 1,
+        max_writes_in_flight: 3,
+        max_unseen: (first & 16 != 0).then_some(4),
+        features: 5,
+        ..Config::default()
+    };
+    let memory = Registration { addr: 0x4000, length, rkey: 9 };
+    let endpoint = Endpoint::new(role, config.clone(), memory).expect("a good configuration");
+    let mut scene = Scene { endpoint, config, memory, now: Instant::now(), model: Model::default() };
+    while !input.0.is_empty() {
+        scene.step(&mut input);
+        scene.check();
+    }
+}
+
+struct Scene {
+    endpoint: Endpoint,
+    config: Config,
+    memory: Registration,
+    now: Instant,
+    model: Model,
+}
+
+/// What the rules say, as short as they can be said.
+#[derive(Default)]
+struct Model {
+    established: bool,
+    over: Option<Option<ProtocolError>>,
+    theirs: Option<Registration>,
+    written: u32,
+    announced: bool,
+    filled: u32,
+    consumed: u32,
+    messages: usize,
+    writes: u32,
+    since_sign: u32,
+    asked: Option<u16>,
+}
+
+impl Scene {
+    fn step(&mut self, input: &mut Input<'_>) {
+        let (step, more) = input.step();
+        match step {
+            0 => {
+                let result = self.endpoint.handle_established(self.now);
+                self.outcome(result, Some(true));
+                self.model.established = true;
+            }
+            1 => {
+                let len = input.byte().min(40).into();
+                let message = input.take(len).to_vec();
+                self.message(&message);
+            }
+            2 => {
+                let (select, features) = (input.byte().into(), input.byte().into());
+                self.message(&match more % 3 {
+                    0 => Message::GetServerFeature { select, features }.encode(),
+                    1 => Message::SetClientFeature { select, features }.encode(),
+                    _ => Message::Keepalive.encode(),
+                });
+            }
+            3 => {
+                let length = u32::from(input.byte()) + u32::from(more & 1) * 2;
+                let addr = if more & 2 == 0 { 0x9000 } else { u64::MAX - u64::from(input.byte()) };
+                self.message(
+                    &Message::RegisterXferMemory(Registration { addr, length, rkey: more.into() }).encode(),
+                );
+            }
+            4 => {
+                let (immediate, byte_len) = (u32::from(input.byte()), u32::from(input.byte()));
+                self.immediate(immediate, if more & 1 == 0 { immediate } else { byte_len });
+            }
+            5 => {
+                let (immediate, byte_len) = (input.word(), input.word());
+                self.immediate(immediate, byte_len);
+            }
+            6 => self.consume(input.byte().into()),
+            7 => self.write(input.byte().into()),
+            8 => self.poll(),
+            9 if self.model.messages > 0 => {
+                self.endpoint.handle_message_sent();
+                self.model.messages -= 1;
+            }
+            10 => {
+                let count = self.model.writes.min(more.into());
+                self.endpoint.handle_writes_sent(count);
+                self.model.writes -= count;
+            }
+            11 => {
+                self.now += Duration::from_millis(u64::from(input.byte()) * 100);
+                let result = self.endpoint.handle_timeout(self.now);
+                assert!(
+                    !matches!(result, Err(ProtocolError::Dead { .. }))
+                        || self.endpoint.role() == Role::Server
+                );
+                self.outcome(result, None);
+            }
+            12 if more & 1 == 0 => {
+                let select = more.into();
+                if self.endpoint.ask_features(select) {
+                    assert!(self.endpoint.role() == Role::Client && self.model.asked.is_none());
+                    self.model.asked = Some(select);
+                }
+            }
+            12 => {
+                let told = self.endpoint.set_features(0, more.into());
+                assert!(!told || self.endpoint.role() == Role::Client);
+            }
+            13 => {
+                self.endpoint.close();
+                self.model.over.get_or_insert(None);
+            }
+            _ => {}
+        }
+    }
+
+    fn message(&mut self, bytes: &[u8]) {
+        let model = &mut self.model;
+        let good = match Message::decode(bytes) {
+            Err(_) => Some(false),
+            Ok(Message::Keepalive | Message::SetClientFeature { .. }) => Some(true),
+            Ok(Message::GetServerFeature { .. }) if self.endpoint.role() == Role::Server => None, // too many are an error
+            Ok(Message::GetServerFeature { select, .. }) => Some(model.asked.take() == Some(select)),
+            Ok(Message::RegisterXferMemory(new)) => {
+                let due = model.theirs.is_none_or(|old| model.written == 0 || model.written == old.length);
+                let fits = (1..=PEER_LIMIT).contains(&new.length)
+                    && u128::from(new.addr) + u128::from(new.length) <= 1 << 64;
+                if due && fits && model.over.is_none() {
+                    (model.theirs, model.written) = (Some(new), 0);
+                }
+                Some(due && fits)
+            }
+        };
+        let result = self.endpoint.handle_message(bytes, self.now);
+        self.model.since_sign = 0;
+        self.outcome(result, good);
+    }
+
+    fn immediate(&mut self, immediate: u32, byte_len: u32) {
+        let model = &mut self.model;
+        let room = if model.announced { self.memory.length - model.filled } else { 0 };
+        let good = immediate <= room && byte_len <= immediate;
+        if good && model.over.is_none() {
+            model.filled += immediate;
+        }
+        let result = self.endpoint.handle_immediate(immediate, byte_len, self.now);
+        self.model.since_sign = 0;
+        self.outcome(result, Some(good));
+    }
+
+    fn consume(&mut self, bytes: u32) {
+        let model = &mut self.model;
+        let bytes = bytes.min(model.filled - model.consumed);
+        self.endpoint.consume(bytes);
+        model.consumed += bytes;
+        if model.consumed == self.memory.length {
+            (model.announced, model.filled, model.consumed) = (false, 0, 0);
+        }
+    }
+
+    fn write(&mut self, available: usize) {
+        let writable = self.endpoint.writable();
+        let Some(write) = self.endpoint.write_plan(available) else {
+            return assert!(available == 0 || writable == 0);
+        };
+        let model = &mut self.model;
+        let theirs = model.theirs.expect("a registration");
+        assert!(model.established && model.over.is_none());
+        assert_eq!((write.rkey, write.immediate), (theirs.rkey, write.len));
+        assert_eq!(write.remote_addr, theirs.addr + u64::from(model.written));
+        assert!(write.len > 0 && write.len as usize <= available && write.len <= writable);
+        model.written += write.len;
+        model.writes += 1;
+        model.since_sign += 1;
+        assert!(model.written <= theirs.length && model.writes <= self.config.max_writes_in_flight);
+        let limit = self.config.max_unseen.filter(|_| self.endpoint.role() == Role::Client);
+        assert!(limit.is_none_or(|limit| model.since_sign <= limit));
+    }
+
+    fn poll(&mut self) {
+        while let Some(bytes) = self.endpoint.poll_message() {
+            let (model, role) = (&mut self.model, self.endpoint.role());
+            assert!(model.established && model.over.is_none());
+            model.messages += 1;
+            model.since_sign += 1;
+            assert!(model.messages <= MESSAGES_IN_FLIGHT);
+            match Message::decode(&bytes).expect("our own") {
+                Message::RegisterXferMemory(memory) => {
+                    assert_eq!(memory, self.memory);
+                    assert!(!model.announced && model.filled == 0, "only a window that is used up");
+                    model.announced = true;
+                }
+                Message::Keepalive => assert_eq!(role, Role::Server),
+                Message::GetServerFeature { features, .. } => {
+                    assert_eq!(features, if role == Role::Server { self.config.features } else { 0 });
+                }
+                Message::SetClientFeature { .. } => assert_eq!(role, Role::Client),
+            }
+        }
+    }
+
+    /// Whether the endpoint answered as the model says, if it knows.
+    fn outcome(&mut self, result: Result<(), ProtocolError>, good: Option<bool>) {
+        match self.model.over {
+            Some(Some(error)) => assert_eq!(result, Err(error), "an error is for ever"),
+            Some(None) => assert_eq!(result, Ok(()), "after a close nothing matters"),
+            None => {
+                assert!(good.is_none_or(|good| result.is_ok() == good), "{result:?}");
+                self.model.over = result.err().map(Some);
+            }
+        }
+    }
+
+    fn check(&self) {
+        let (endpoint, model) = (&self.endpoint, &self.model);
+        assert_eq!(endpoint.readable(), model.consumed..model.filled);
+        assert_eq!(endpoint.is_closed(), model.over.is_some());
+        assert_eq!(endpoint.error(), model.over.flatten());
+        assert_eq!(endpoint.peer_window(), model.theirs);
+        let timer = endpoint.role() == Role::Server && model.established && model.over.is_none();
+        assert_eq!(endpoint.poll_timeout().is_some(), timer);
+        if let Some(error) = endpoint.error() {
+            assert!(!error.to_string().is_empty());
+        }
+    }
+}
+
+/// What is left of the bytes. Behind the last are zeros.
+struct Input<'a>(&'a [u8]);
+
+impl<'a> Input<'a> {
+    fn take(&mut self, len: usize) -> &'a [u8] {
+        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
+        self.0 = rest;
+        taken
+    }
+
+    fn byte(&mut self) -> u8 {
+        self.take(1).first().copied().unwrap_or_default()
+    }
+
+    fn word(&mut self) -> u32 {
+        u32::from_be_bytes(std::array::from_fn(|_| self.byte()))
+    }
+
+    /// What it is, and the rest of its byte.
+    fn step(&mut self) -> (u8, u8) {
+        let byte = self.byte();
+        (byte & 15, byte >> 4)
+    }
+}
