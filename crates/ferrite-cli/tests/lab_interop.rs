@@ -18,13 +18,17 @@ const SOON: Duration = Duration::from_secs(20);
 /// For megabytes, and for thousands of commands.
 const LONG: Duration = Duration::from_secs(90);
 
+/// What a benchmark does unless it says otherwise.
+const SIMPLE: [&str; 3] = ["PING_MBULK", "SET", "GET"];
+
 /// The matrix, for one kind of server.
 macro_rules! matrix {
     ($($way:ident: $of:expr;)+) => { $(
         mod $way {
             use super::*;
-            matrix!(@ $of, ping, values, transactions, subscriptions, blocking_pops, idle, many_clients_in_turn,
-                a_client_that_dies, valkeys_own_test, benchmark_c10_p1, benchmark_c10_p16);
+            matrix!(@ $of, ping, values, transactions, subscriptions, blocking_pops, monitors, scans, idle,
+                many_clients_in_turn, a_client_that_dies, clients_that_die_in_mid_reply, a_client_that_stands_still,
+                valkeys_own_test, benchmark_c10_p1, benchmark_c10_p16, benchmark_p200, benchmark_of_64k, benchmark_of_lists);
         }
     )+ };
     (@ $of:expr, $($test:ident),+) => { $(
@@ -38,7 +42,6 @@ macro_rules! matrix {
 matrix! {
     valkey: Way::Valkey;
     gateway: Way::Gateway(&[]);
-    gateway_1m: Way::Gateway(&["--rx-size", "1M"]);
 }
 
 fn ping(scene: &Scene) {
@@ -101,6 +104,27 @@ fn blocking_pops(scene: &Scene) {
     assert_eq!(scene.cli(&["BLPOP", "list", "0.2"], b"", SOON), b"\n", "nothing is left");
 }
 
+fn monitors(scene: &Scene) {
+    let mut monitor = scene.start_cli(&["MONITOR"]);
+    assert_eq!(monitor.lines(1, SOON), ["OK"]);
+    assert_eq!(scene.cli(&["SET", "seen", "yes"], b"", SOON), b"OK\n");
+    let line = monitor.lines(1, SOON).remove(0);
+    assert!(line.ends_with(r#""SET" "seen" "yes""#), "{line}");
+}
+
+/// Thousands of keys in many answers, and a hundred thousand lines in one.
+fn scans(scene: &Scene) {
+    let script = "for i = 1, 5000 do redis.call('SET', 'key' .. i, i) end return 5000";
+    assert_eq!(scene.cli(&["EVAL", script, "0"], b"", SOON), b"5000\n");
+    let keys = text(&scene.cli(&["--scan"], b"", SOON));
+    let keys: std::collections::HashSet<_> = keys.lines().collect();
+    assert_eq!(keys.len(), 5000);
+    let script = "local list = {} for i = 1, 100000 do list[i] = i end return list";
+    let list = text(&scene.cli(&["EVAL", script, "0"], b"", SOON));
+    assert!(list.lines().eq((1..=100_000).map(|number| number.to_string())), "{} bytes", list.len());
+    assert_eq!(scene.cli(&["-3", "DBSIZE"], b"", SOON), b"5000\n", "RESP3");
+}
+
 /// Longer than keepalives take to come: the client hears some, and is there afterwards.
 fn idle(scene: &Scene) {
     let mut waiting = scene.start_cli(&["BLPOP", "list", "60"]);
@@ -130,6 +154,32 @@ fn a_client_that_dies(scene: &Scene) {
     assert_eq!(scene.cli(&["LLEN", "list"], b"", SOON), b"0\n");
 }
 
+fn clients_that_die_in_mid_reply(scene: &Scene) {
+    let value = bytes(1, 32 << 20);
+    scene.cli(&["-x", "SET", "key"], &value, LONG);
+    for wait_ms in [50, 100, 200, 400] {
+        let client = scene.start_cli(&["--raw", "GET", "key"]);
+        std::thread::sleep(Duration::from_millis(wait_ms));
+        drop(client);
+    }
+    scene.until("clients are gone", SOON, || scene.info("connected_clients") == 1);
+    assert!(scene.cli(&["--raw", "GET", "key"], b"", LONG).starts_with(&value), "the next one gets it all");
+}
+
+/// One that takes nothing for a while hinders nobody, and gets all that is its own in the end.
+fn a_client_that_stands_still(scene: &Scene) {
+    let value = "line\n".repeat(4 << 20);
+    scene.cli(&["-x", "SET", "key"], value.as_bytes(), LONG);
+    let mut client = scene.start_cli(&["--raw", "GET", "key"]);
+    client.signal("STOP");
+    for _ in 0..20 {
+        assert_eq!(scene.cli(&["PING"], b"", SOON), b"PONG\n");
+    }
+    client.signal("CONT");
+    assert!(client.lines(4 << 20, LONG).iter().all(|line| line == "line"));
+    assert_eq!(client.finish(SOON), Some(0));
+}
+
 /// The program that Valkey tests its own server with: four clients, values of 1 KiB, BGSAVE meanwhile.
 fn valkeys_own_test(scene: &Scene) {
     let said = scene.run("rdma-test", &["--thread", "4", "--minkeys", "200", "--maxkeys", "800"], b"", LONG);
@@ -137,22 +187,51 @@ fn valkeys_own_test(scene: &Scene) {
 }
 
 fn benchmark_c10_p1(scene: &Scene) {
-    scene.benchmark(10, 1, LONG);
+    scene.benchmark(&SIMPLE, &["-c", "10", "-P", "1", "-n", "2000"], LONG);
 }
 
 fn benchmark_c10_p16(scene: &Scene) {
-    scene.benchmark(10, 16, LONG);
+    scene.benchmark(&SIMPLE, &["-c", "10", "-P", "16", "-n", "2000"], LONG);
+}
+
+fn benchmark_p200(scene: &Scene) {
+    scene.benchmark(&SIMPLE, &["-c", "10", "-P", "200", "-n", "20000"], LONG);
+}
+
+/// A pipeline is larger than either side's memory for it.
+fn benchmark_of_64k(scene: &Scene) {
+    scene.benchmark(&["SET", "GET"], &["-c", "4", "-P", "20", "-n", "400", "-d", "65536"], LONG);
+}
+
+fn benchmark_of_lists(scene: &Scene) {
+    scene.benchmark(&["LRANGE_100", "LRANGE_600"], &["-c", "10", "-n", "500"], LONG);
 }
 
 /// Valkey's own server does not get to the end of these.
 #[test]
 fn benchmark_c100_p1_of_the_gateway() {
-    Scene::new(Way::Gateway(&[])).benchmark(100, 1, LONG);
+    Scene::new(Way::Gateway(&[])).benchmark(&SIMPLE, &["-c", "100", "-P", "1", "-n", "2000"], LONG);
 }
 
 #[test]
 fn benchmark_c100_p16_of_the_gateway() {
-    Scene::new(Way::Gateway(&[])).benchmark(100, 16, LONG);
+    Scene::new(Way::Gateway(&[])).benchmark(&SIMPLE, &["-c", "100", "-P", "16", "-n", "2000"], LONG);
+}
+
+#[test]
+fn benchmark_c300_of_the_gateway() {
+    Scene::new(Way::Gateway(&[])).benchmark(&["SET"], &["-c", "300", "-n", "1500"], LONG);
+}
+
+/// As much memory for each client as Valkey's own server has.
+#[test]
+fn values_by_a_gateway_with_larger_windows() {
+    values(&Scene::new(Way::Gateway(&["--rx-size", "1M"])));
+}
+
+#[test]
+fn benchmark_of_64k_by_a_gateway_with_larger_windows() {
+    benchmark_of_64k(&Scene::new(Way::Gateway(&["--rx-size", "1M"])));
 }
 
 #[test]
@@ -160,7 +239,7 @@ fn clients_beyond_the_limit_are_told() {
     let scene = Scene::new(Way::Gateway(&["--max-clients", "1"]));
     let _first = scene.start_cli(&["BLPOP", "list", "60"]);
     scene.until("one client waits", SOON, || scene.info("blocked_clients") == 1);
-    let said = scene.cli_that_fails(&["PING"], SOON);
+    let said = scene.refusal(&["PING"], SOON);
     assert!(said.contains("max number of clients reached"), "{said}");
 }
 
@@ -168,7 +247,7 @@ fn clients_beyond_the_limit_are_told() {
 fn a_missing_engine_is_told() {
     let mut scene = Scene::new(Way::Gateway(&[]));
     scene.stop_engine();
-    let said = scene.cli_that_fails(&["PING"], SOON);
+    let said = scene.refusal(&["PING"], SOON);
     assert!(said.contains("the engine at unix:"), "{said}");
 }
 

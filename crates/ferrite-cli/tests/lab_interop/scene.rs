@@ -63,12 +63,10 @@ impl Scene {
         self.run("valkey-cli", &[&["--rdma"], arguments].concat(), input, limit)
     }
 
-    /// What valkey-cli prints when it cannot do what is asked.
-    pub(crate) fn cli_that_fails(&self, arguments: &[&str], limit: Duration) -> String {
-        let mut cli = Process::start(&mut self.client("valkey-cli", &[&["--rdma", "-e"], arguments].concat()));
-        let (said, code) = cli.end(b"", limit);
-        let said = text(&said);
-        assert_ne!(code, Some(0), "it succeeded: {said}");
+    /// What the server answers when it refuses; the client takes it for a success.
+    pub(crate) fn refusal(&self, arguments: &[&str], limit: Duration) -> String {
+        let said = text(&self.cli(arguments, b"", limit));
+        assert!(said.starts_with("ERR "), "{said}");
         said
     }
 
@@ -90,14 +88,13 @@ impl Scene {
         said
     }
 
-    /// PING, SET and GET by many clients at once; each of the three must come to its end.
-    pub(crate) fn benchmark(&self, clients: usize, pipeline: usize, limit: Duration) {
-        let (clients, pipeline) = (clients.to_string(), pipeline.to_string());
-        let arguments = ["--rdma", "-c", &clients, "-P", &pipeline, "-n", "2000", "-d", "100"];
-        let arguments = [&arguments[..], &["-t", "ping_mbulk,set,get", "--csv"]].concat();
+    /// Many clients at once; each of the tests must come to its end, and nobody be left.
+    pub(crate) fn benchmark(&self, tests: &[&str], more: &[&str], limit: Duration) {
+        let names = tests.join(",").to_lowercase();
+        let arguments = [&["--rdma", "--csv", "-t", &names], more].concat();
         let said = text(&self.run("valkey-benchmark", &arguments, b"", limit));
-        for test in ["PING_MBULK", "SET", "GET"] {
-            assert!(said.contains(&format!("\n\"{test}\",")), "{said}");
+        for test in tests {
+            assert!(said.contains(&format!("\n\"{test}")), "{said}");
         }
         self.until("clients are gone", limit, || self.info("connected_clients") == 1);
     }
@@ -160,8 +157,7 @@ impl Scene {
     /// Asks the gateway to end: what it says then. It must be one that speaks JSON.
     pub(crate) fn end_gateway(mut self, limit: Duration) -> Value {
         let mut gateway = self.gateway.take().expect("there is one");
-        let id = gateway.0.id().to_string();
-        assert!(Command::new("kill").args(["-TERM", &id]).status().expect("kill").success());
+        gateway.signal("TERM");
         let (said, code) = gateway.end(b"", limit);
         assert_eq!(code, Some(0));
         serde_json::from_slice(&said).expect("one line of JSON")
@@ -252,6 +248,12 @@ impl Process {
         }
     }
 
+    fn signal(&self, name: &str) {
+        let id = self.0.id().to_string();
+        let sent = Command::new("kill").args(["-s", name, &id]).status().expect("kill");
+        assert!(sent.success(), "SIG{name} to {id}");
+    }
+
     fn kill(&mut self) {
         let _ = self.0.kill();
         let _ = self.0.wait();
@@ -275,6 +277,10 @@ impl Talking {
     pub(crate) fn lines(&mut self, count: usize, limit: Duration) -> Vec<String> {
         let line = |_| self.lines.recv_timeout(limit).expect("it says something");
         (0..count).map(line).collect()
+    }
+
+    pub(crate) fn signal(&self, name: &str) {
+        self.child.signal(name);
     }
 
     /// Its exit code once it has ended by itself; `None` if it has not.
