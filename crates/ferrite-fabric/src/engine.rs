@@ -20,6 +20,7 @@ pub(crate) mod mailbox;
 pub(crate) mod poller;
 #[cfg(all(test, loom))]
 mod protocol;
+mod queue_pairs;
 mod revive;
 pub(crate) mod slots;
 pub(crate) mod timers;

@@ -3,6 +3,7 @@
 //! A test is an async function of a [`Scene`], run by tokio on two threads, with an engine on each of two hosts.
 
 pub(crate) mod gateway;
+pub(crate) mod hostile;
 pub(crate) mod streams;
 
 use std::net::{IpAddr, SocketAddr};
@@ -112,6 +113,7 @@ macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, idle_ones_stay, slow_reader, the_end);
         run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, tcp_clients, sessions_find_their_way, refusals, engine_restarts, drains);
+        run_suite!(@ $run, hostile: rules_are_broken, tiny_writes, half_open);
     };
     (@ $run:path, $module:ident: $($test:ident),*) => {
         mod $module {

@@ -16,6 +16,7 @@ use super::Shared;
 use super::gear::Gear;
 use super::lane::Lane;
 use super::links::Links;
+use super::queue_pairs::QueuePairs;
 use super::revive::Search;
 use super::slots::WorkId;
 use super::timers::{LinkName, Timer, Timers};
@@ -47,8 +48,7 @@ pub(crate) struct Poller {
     /// By lane: devices that are gone and looked for.
     pub(super) searches: HashMap<usize, Search>,
     completions: Vec<WorkCompletion>,
-    /// Links by lane and queue pair number.
-    by_qp: HashMap<u64, u32>,
+    by_qp: QueuePairs,
     pub(crate) cm: Option<EventChannel>,
     pub(crate) meetings: Meetings,
     pub(crate) sockets: Sockets,
@@ -78,7 +78,7 @@ impl Poller {
             gears,
             searches: HashMap::new(),
             completions: vec![WorkCompletion::default(); batch],
-            by_qp: HashMap::new(),
+            by_qp: QueuePairs::default(),
             cm: None,
             meetings: Meetings::default(),
             sockets: Sockets::default(),
@@ -220,7 +220,7 @@ impl Poller {
             return;
         }
         let buf = gear.stock.take(wc.wr_id());
-        let link = self.by_qp.get(&qp_key(lane.index, wc.qp_num())).and_then(|index| links.get(*index));
+        let link = self.by_qp.get(lane.index, wc.qp_num()).and_then(|index| links.get(index));
         let (Some(buf), Some(link)) = (buf, link) else {
             shared.counters.unknown_receives.fetch_add(1, Ordering::Relaxed);
             return;
@@ -299,7 +299,7 @@ impl Poller {
                 ) => {
                     // Completions that came before say more.
                     self.reap_all(shared);
-                    let index = self.by_qp.get(&qp_key(lane.index, number)).copied();
+                    let index = self.by_qp.get(lane.index, number);
                     if let Some(link) = index.and_then(|index| self.link(shared, index)) {
                         let what = format!("link to {}: the {}", link.peer_name(), event.kind);
                         let error = Error::new(ErrorKind::LinkDown, what);
@@ -515,15 +515,12 @@ impl Poller {
 
     /// Completions of a queue pair find its link.
     pub(crate) fn know_qp(&mut self, lane: &Lane, number: u32, link: u32) {
-        self.by_qp.insert(qp_key(lane.index, number), link);
+        self.by_qp.insert(lane.index, number, link);
     }
 
     /// They do not any more.
     pub(crate) fn forget_qp(&mut self, lane: &Lane, number: u32, link: u32) {
-        let key = qp_key(lane.index, number);
-        if self.by_qp.get(&key) == Some(&link) {
-            self.by_qp.remove(&key);
-        }
+        self.by_qp.remove(lane.index, number, link);
     }
 
     /// Puts a link where its completions find it.
@@ -586,8 +583,4 @@ impl Poller {
     pub(crate) fn meeting(&mut self, key: CmKey) -> Option<Meeting> {
         self.meetings.take(key)
     }
-}
-
-fn qp_key(lane: usize, qp_num: u32) -> u64 {
-    (lane as u64) << 32 | u64::from(qp_num)
 }

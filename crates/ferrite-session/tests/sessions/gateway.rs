@@ -17,16 +17,16 @@ use tokio::task::JoinHandle;
 use super::{Redis, Scene, any_port, pattern};
 
 /// A gateway on the first host, and an engine of the fabric on the second for its clients.
-struct Served {
-    gateway: Gateway,
-    at: std::net::SocketAddr,
-    client: Engine,
+pub(crate) struct Served {
+    pub(crate) gateway: Gateway,
+    pub(crate) at: std::net::SocketAddr,
+    pub(crate) client: Engine,
     end: oneshot::Sender<()>,
     serving: JoinHandle<Result<(), ferrite_fabric::Error>>,
 }
 
 impl Served {
-    fn start(scene: &Scene, config: GatewayConfig) -> Self {
+    pub(crate) fn start(scene: &Scene, config: GatewayConfig) -> Self {
         Self::of(scene.listen(&scene.engine(0)), scene.engine(1), config)
     }
 
@@ -41,17 +41,17 @@ impl Served {
         Self { gateway, at, client, end, serving }
     }
 
-    async fn call(&self, scene: &Scene) -> ValkeyStream {
+    pub(crate) async fn call(&self, scene: &Scene) -> ValkeyStream {
         scene.call(&self.client, self.at, &ValkeyConfig::default()).await
     }
 
-    async fn end(self) {
+    pub(crate) async fn end(self) {
         let _ = self.end.send(());
         self.serving.await.expect("no panic").expect("it served");
     }
 }
 
-fn open(redis: &Redis) -> GatewayConfig {
+pub(crate) fn open(redis: &Redis) -> GatewayConfig {
     GatewayConfig { protected_mode: false, ..GatewayConfig::new(EngineAddress::Unix(redis.socket.clone())) }
 }
 
