@@ -27,7 +27,7 @@ const WRITE_MAX: usize = 64 << 10;
 const STARVED: Duration = Duration::from_millis(5);
 
 /// How long a client may take to hang up by itself. Valkey's clients forget what they have not read yet when they hear of the
-/// end: without this, one last answer in five is lost.
+/// end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60 answers to QUIT and CLIENT KILL.
 const LINGER: Duration = Duration::from_millis(500);
 
 /// How a [`ValkeyStream`] behaves.
