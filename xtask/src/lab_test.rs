@@ -9,7 +9,7 @@
 use std::ffi::OsString;
 use std::fs;
 use std::io::IsTerminal as _;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode, Stdio};
 
 use anyhow::{Context as _, bail, ensure};
@@ -60,22 +60,50 @@ impl Kernel {
             Self::Newer => "newer",
         }
     }
+}
 
+/// Which of the tests.
+pub(crate) enum Suite {
+    /// Those that need a device and nothing else.
+    Own,
+    /// Those that need Valkey's programs too, which are in this directory.
+    Interop { valkey: PathBuf },
+}
+
+impl Suite {
     /// The nextest profile, and the default time limit in seconds.
-    fn pace(self) -> (&'static str, u32) {
+    fn pace(&self, kernel: Kernel) -> (&'static str, u32) {
+        match (self, kernel) {
+            (Self::Own, Kernel::Uml) => ("lab", 900),
+            (Self::Own, Kernel::Stock | Kernel::Newer) => ("lab-stock", 2400),
+            (Self::Interop { .. }, Kernel::Uml) => ("interop", 900),
+            (Self::Interop { .. }, Kernel::Stock | Kernel::Newer) => ("interop-stock", 3600),
+        }
+    }
+
+    /// What cargo builds. A test finds the programs of its own package built.
+    fn targets(&self) -> &'static [&'static str] {
         match self {
-            Self::Uml => ("lab", 900),
-            Self::Stock | Self::Newer => ("lab-stock", 2400),
+            Self::Own => &["--workspace", "--test", "lab_*"],
+            Self::Interop { .. } => &["--package", "ferrite-cli", "--test", "lab_interop"],
+        }
+    }
+
+    /// What the tests find in their environment.
+    fn variables(&self) -> Vec<String> {
+        match self {
+            Self::Own => Vec::new(),
+            Self::Interop { valkey } => vec![format!("FERRITE_VALKEY={}", valkey.display())],
         }
     }
 }
 
-pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(root: &Path, options: &Options, suite: &Suite) -> anyhow::Result<ExitCode> {
     // Of its own for every run, so that two runs at once do not mix.
     let out = root.join("target/lab").join(format!("{}-{}", options.kernel.name(), std::process::id()));
     fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
     let console = out.join("console.log");
-    let result = run_in(root, &out, &console, options);
+    let result = run_in(root, &out, &console, options, suite);
     let passed = matches!(result, Ok(code) if code == ExitCode::SUCCESS);
     if passed || !console.exists() {
         fs::remove_dir_all(&out)?;
@@ -85,11 +113,17 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     result
 }
 
-fn run_in(root: &Path, out: &Path, console: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    let (profile, default_timeout_s) = options.kernel.pace();
+fn run_in(
+    root: &Path,
+    out: &Path,
+    console: &Path,
+    options: &Options,
+    suite: &Suite,
+) -> anyhow::Result<ExitCode> {
+    let (profile, default_timeout_s) = suite.pace(options.kernel);
     let binaries = out.join("binaries.json");
     let metadata = out.join("cargo.json");
-    build(root, &binaries, &metadata)?;
+    build(root, &binaries, &metadata, suite)?;
 
     let nextest = |subcommand| {
         let mut words: Vec<OsString> = ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
@@ -104,6 +138,9 @@ fn run_in(root: &Path, out: &Path, console: &Path, options: &Options) -> anyhow:
         None if selection.count == 0 => bail!("there are no lab tests (crates/*/tests/lab_*.rs)"),
         _ => eprintln!("lab-test: {} tests on {}", selection.count, options.kernel.name()),
     }
+    if matches!(suite, Suite::Own) {
+        eprintln!("lab-test: what needs Valkey's programs (lab_interop) is left out: `cargo xtask interop`");
+    }
 
     let timeout_s = options.timeout.unwrap_or(default_timeout_s);
     let colour = if std::io::stderr().is_terminal() { "always" } else { "never" };
@@ -116,7 +153,7 @@ fn run_in(root: &Path, out: &Path, console: &Path, options: &Options) -> anyhow:
         .args(["-t", &timeout_s.to_string(), "-e", "RUST_BACKTRACE=1"])
         // Tests of endurance do less where everything is emulated.
         .args(["-e", &format!("FERRITE_LAB_KERNEL={}", options.kernel.name())])
-        .args(runner.flat_map(|variable| ["-e".to_owned(), variable]))
+        .args(runner.chain(suite.variables()).flat_map(|variable| ["-e".to_owned(), variable]))
         .arg("-l")
         .arg(console)
         .arg("--")
@@ -130,16 +167,19 @@ fn run_in(root: &Path, out: &Path, console: &Path, options: &Options) -> anyhow:
 }
 
 /// Builds the tests and the programs they may start; writes what nextest wants to know of them.
-fn build(root: &Path, binaries: &Path, metadata: &Path) -> anyhow::Result<()> {
-    let programs = cargo(root)
-        .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
-        .args(["--all-features", "--bins", "--examples"])
-        .status()?;
-    ensure!(programs.success(), "the programs do not build");
+fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
+    if let Suite::Own = suite {
+        let programs = cargo(root)
+            .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
+            .args(["--all-features", "--bins", "--examples"])
+            .status()?;
+        ensure!(programs.success(), "the programs do not build");
+    }
     // The nextest that reads the list must be the one that wrote it: both are found by PATH.
     let list = Command::new("cargo-nextest")
         .current_dir(root)
-        .args(["nextest", "list", "--workspace", "--all-features", "--test", "lab_*"])
+        .args(["nextest", "list", "--all-features"])
+        .args(suite.targets())
         .args(["--list-type", "binaries-only", "--message-format", "json"])
         .stderr(Stdio::inherit())
         .output()

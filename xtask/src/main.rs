@@ -5,6 +5,7 @@
 mod bindings;
 mod fuzz;
 mod instructions;
+mod interop;
 mod lab_test;
 mod loom;
 mod miri;
@@ -30,6 +31,8 @@ enum Command {
     Tidy,
     /// Build the tests that need an RDMA device and run them in the lab's guest.
     LabTest(lab_test::Options),
+    /// Build Valkey from its Debian source package and run its programs against Ferrite in the lab's guest.
+    Interop(lab_test::Options),
     /// Give every decoder of what peers send any bytes, for a while (needs a C++ compiler).
     Fuzz(fuzz::Options),
     /// Count the instructions that a message costs, and compare with what is recorded (needs valgrind).
@@ -46,7 +49,8 @@ fn main() -> ExitCode {
     let command = Cli::parse().command;
     let done = workspace_root().and_then(|root| match command {
         Command::Tidy => tidy::run(&root),
-        Command::LabTest(options) => lab_test::run(&root, &options),
+        Command::LabTest(options) => lab_test::run(&root, &options, &lab_test::Suite::Own),
+        Command::Interop(options) => interop::run(&root, &options),
         Command::Fuzz(options) => fuzz::run(&root, &options),
         Command::Instructions(options) => instructions::run(&root, &options),
         Command::Loom(options) => loom::run(&root, &options),

@@ -4,7 +4,8 @@
 //! to the one, requests to the other, and a copy each way. Reading copies out of a window that the peer may write at any
 //! time, so that nothing is looked at in place.
 //!
-//! There is no half-close in this protocol: shutting down delivers what was written and hangs up.
+//! There is no half-close in this protocol: shutting down delivers what was written and hangs up. A server lets its client do
+//! so first, for a moment.
 
 use std::fmt;
 use std::future::Future;
@@ -24,6 +25,10 @@ use tokio::time::Sleep;
 const WRITE_MAX: usize = 64 << 10;
 /// Between looks for memory while the pool has none.
 const STARVED: Duration = Duration::from_millis(5);
+
+/// How long a client may take to hang up by itself. Valkey's clients forget what they have not read yet when they hear of the
+/// end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60 answers to QUIT and CLIENT KILL.
+const LINGER: Duration = Duration::from_millis(500);
 
 /// How a [`ValkeyStream`] behaves.
 #[derive(Debug, Clone)]
@@ -55,7 +60,10 @@ pub struct ValkeyStream {
     endpoint: Endpoint,
     /// What the endpoint knows to be done.
     done: Done,
+    role: Role,
     clock: Pin<Box<Sleep>>,
+    /// Since it was shut down.
+    linger: Option<Pin<Box<Sleep>>>,
     /// Why nothing comes any more.
     over: Option<Error>,
 }
@@ -74,7 +82,8 @@ impl ValkeyStream {
         let endpoint = Endpoint::new(role, config.proto.clone(), memory)
             .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
-        let mut stream = Self { bare, window, endpoint, done: Done::default(), clock, over: None };
+        let done = Done::default();
+        let mut stream = Self { bare, window, endpoint, done, role, clock, linger: None, over: None };
         stream.endpoint.handle_established(Instant::now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
@@ -264,8 +273,18 @@ impl AsyncWrite for ValkeyStream {
         Poll::Ready(Ok(()))
     }
 
-    fn poll_shutdown(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
-        drop(self.bare.close()); // it goes on by itself
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        let this = self.get_mut();
+        if this.role == Role::Server {
+            this.drive(cx);
+            if this.over.is_none() {
+                let linger = this.linger.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+                if linger.as_mut().poll(cx).is_pending() {
+                    return Poll::Pending;
+                }
+            }
+        }
+        drop(this.bare.close()); // it goes on by itself
         Poll::Ready(Ok(()))
     }
 }
