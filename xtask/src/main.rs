@@ -3,6 +3,7 @@
 #![expect(clippy::print_stdout, clippy::print_stderr, reason = "a command-line tool")]
 
 mod bindings;
+mod conformance;
 mod fuzz;
 mod instructions;
 mod interop;
@@ -31,6 +32,8 @@ enum Command {
     Tidy,
     /// Build the tests that need an RDMA device and run them in the lab's guest.
     LabTest(lab_test::Options),
+    /// Run the one suite of links over the fake provider, RDMA, TCP and TLS, and print the counts of each.
+    Conformance,
     /// Build Valkey from its Debian source package and run its programs against Ferrite in the lab's guest.
     Interop(lab_test::Options),
     /// Give every decoder of what peers send any bytes, for a while (needs a C++ compiler).
@@ -50,6 +53,7 @@ fn main() -> ExitCode {
     let done = workspace_root().and_then(|root| match command {
         Command::Tidy => tidy::run(&root),
         Command::LabTest(options) => lab_test::run(&root, &options, &lab_test::Suite::Own),
+        Command::Conformance => conformance::run(&root),
         Command::Interop(options) => interop::run(&root, &options),
         Command::Fuzz(options) => fuzz::run(&root, &options),
         Command::Instructions(options) => instructions::run(&root, &options),
