@@ -152,14 +152,14 @@ def hurry():
         print("not root: other load on this host will show in the spread", file=sys.stderr)
 
 
-def boot(script, words, kernel, limit_s=1800, memory=None):
+def boot(script, words, kernel, limit_s=1800, memory=None, more=()):
     """Builds, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
     build()
     raw = raw_file(os.path.basename(script))
     hurry()
     lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s),
            "-w", os.path.dirname(raw)]
-    lab += ["-m", memory] if memory else []
+    lab += (["-m", memory] if memory else []) + list(more)
     subprocess.run(lab + ["--", os.path.abspath(script), "--guest", raw] + words, cwd=ROOT, check=True)
     with open(raw, encoding="utf-8") as file:
         return json.load(file), os.path.relpath(raw, ROOT)

@@ -3,6 +3,7 @@
 use clap::{Args, Subcommand};
 
 mod fabric;
+mod kv;
 mod stream;
 
 /// Measure how fast things are between two hosts
@@ -16,6 +17,7 @@ pub(crate) struct Options {
 enum What {
     Fabric(fabric::Options),
     Stream(stream::Options),
+    Kv(kv::Options),
 }
 
 impl Options {
@@ -23,6 +25,7 @@ impl Options {
         match &self.what {
             What::Fabric(options) => options.json,
             What::Stream(options) => options.json,
+            What::Kv(options) => options.json,
         }
     }
 }
@@ -31,5 +34,6 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     match &options.what {
         What::Fabric(options) => fabric::run(options),
         What::Stream(options) => stream::run(options),
+        What::Kv(options) => kv::run(options),
     }
 }

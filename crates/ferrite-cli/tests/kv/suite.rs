@@ -1,0 +1,147 @@
+//! `ferrite gateway` and `ferrite bench kv` with a real `redis-server`: over TCP on any host (`host_kv`), over RDMA in the lab
+//! (`lab_kv`).
+
+use std::io::{BufRead as _, BufReader};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Child, ChildStdout, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use serde_json::Value;
+
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Where the gateway listens, where clients come from, and the policy.
+pub(crate) struct Place {
+    pub(crate) listen: &'static str,
+    pub(crate) client: &'static [&'static str],
+    pub(crate) rdma: &'static str,
+    pub(crate) transport: &'static str,
+}
+
+struct Process(Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+struct Scene {
+    _redis: Process,
+    gateway: Process,
+    stdout: BufReader<ChildStdout>,
+    socket: PathBuf,
+    address: String,
+}
+
+fn ferrite(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+    command.args(arguments);
+    command
+}
+
+impl Scene {
+    fn start(place: &Place, more: &[&str]) -> Self {
+        let socket = std::env::temp_dir().join(format!("ferrite-kv-{}.sock", std::process::id()));
+        let redis = Command::new("redis-server")
+            .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
+            .arg(&socket)
+            .stdout(Stdio::null())
+            .spawn()
+            .expect("redis-server starts: apt-get install redis-server");
+        let redis = Process(redis);
+        let begun = Instant::now();
+        while UnixStream::connect(&socket).is_err() {
+            assert!(begun.elapsed() < PATIENCE, "redis-server does not listen");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        let engine = format!("unix:{}", socket.display());
+        let words =
+            ["gateway", "--listen", place.listen, "--engine", &engine, "--rdma", place.rdma, "--json"];
+        let mut gateway =
+            ferrite(&[&words[..], more].concat()).stdout(Stdio::piped()).spawn().expect("ferrite starts");
+        let mut stdout = BufReader::new(gateway.stdout.take().expect("piped"));
+        let gateway = Process(gateway);
+        let mut line = String::new();
+        stdout.read_line(&mut line).expect("a line");
+        let listening: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        assert_eq!(listening["event"], "listening");
+        let address = listening["address"].as_str().expect("an address").to_owned();
+        Self { _redis: redis, gateway, stdout, socket, address }
+    }
+
+    fn bench(&self, place: &Place, more: &[&str]) -> Output {
+        let words = [
+            "bench",
+            "kv",
+            &self.address,
+            "--rdma",
+            place.rdma,
+            "--json",
+            "--seconds",
+            "0.5",
+            "--warmup",
+            "0.1",
+        ];
+        ferrite(&[&words[..], place.client, more].concat()).output().expect("ferrite starts")
+    }
+
+    /// Ends the gateway as an init system would; what it says at its end.
+    fn end(mut self) -> Value {
+        let pid = self.gateway.0.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).expect("a line");
+        let code = self.gateway.0.wait().expect("an end").code();
+        assert_eq!(code, Some(0), "{line}");
+        let _ = std::fs::remove_file(&self.socket);
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"))
+    }
+}
+
+fn report(output: &Output) -> Value {
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {said}"))
+}
+
+/// Every kind of load goes through, nothing is an error, and the gateway counts what it moved.
+pub(crate) fn load_through_the_gateway(place: &Place) {
+    let scene = Scene::start(place, &["--protected-mode", "no"]);
+    let cases: [&[&str]; 4] = [
+        &[],
+        &["--pipeline", "16", "--connections", "3", "--size", "16K", "--keys", "100"],
+        &["--test", "mixed", "--zipf", "0.99", "--threads", "2"],
+        &["--test", "get", "--rate", "200"],
+    ];
+    for case in cases {
+        let report = report(&scene.bench(place, case));
+        assert_eq!(report["transport"], place.transport, "{report}");
+        for row in report["results"].as_array().expect("rows") {
+            assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{case:?}: {row}");
+            assert_eq!(row["errors"], 0, "{case:?}: {row}");
+            let p50 = row["latency_us"]["p50"].as_f64().expect("a figure");
+            assert!(p50 > 0.0 && p50 <= row["latency_us"]["max"].as_f64().expect("a figure"), "{row}");
+        }
+    }
+    let ended = scene.end();
+    assert_eq!(ended["event"], "ended", "{ended}");
+    let sessions: u64 = ["valkey", "ferrite", "tcp"]
+        .iter()
+        .map(|kind| ended["sessions"][kind].as_u64().expect("a count"))
+        .sum();
+    // Each case that reads has one more connection, which writes first.
+    assert_eq!(sessions, 10 + 10 + 1 + 3 + 3 + 1 + 10 + 1 + 10 + 1, "{ended}");
+    assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");
+}
+
+/// A server that says no, and one that is not there: said in one line, with a code.
+pub(crate) fn refusals_are_explained(place: &Place) {
+    let scene = Scene::start(place, &["--max-clients", "0"]);
+    let refused = scene.bench(place, &["--test", "set"]);
+    let said = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert_eq!(refused.status.code(), Some(1), "{said}");
+    scene.end();
+}

@@ -1,0 +1,21 @@
+//! The gateway and the load generator over RDMA, in the lab's guest.
+
+#[path = "kv/suite.rs"]
+mod kv;
+
+const PLACE: kv::Place = kv::Place {
+    listen: "10.0.0.1:6380",
+    client: &["--local", "10.0.0.2"],
+    rdma: "require",
+    transport: "RDMA (Ferrite)",
+};
+
+#[test]
+fn load_through_the_gateway() {
+    kv::load_through_the_gateway(&PLACE);
+}
+
+#[test]
+fn refusals_are_explained() {
+    kv::refusals_are_explained(&PLACE);
+}
