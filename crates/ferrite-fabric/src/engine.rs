@@ -11,6 +11,7 @@
 //! | `config.rs` | settings |
 
 mod bell;
+mod builder;
 pub(crate) mod config;
 mod drive;
 pub(crate) mod gear;
@@ -23,6 +24,7 @@ mod protocol;
 mod queue_pairs;
 mod revive;
 pub(crate) mod slots;
+mod stats;
 pub(crate) mod timers;
 pub(crate) mod waits;
 mod wakeup;
@@ -32,26 +34,28 @@ mod watch;
 use std::fmt;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
-use ferrite_verbs::{Absence, Status, Verbs};
-use rustls::{ClientConfig, ServerConfig};
+use ferrite_verbs::{Absence, Verbs};
 
 use crate::error::{Error, ErrorKind};
-use crate::latency::{Latencies, LatencyStats};
-use crate::link::LinkStats;
+use crate::latency::Latencies;
 use crate::link::shared::LinkShared;
-use crate::mem::{BufMut, Pool, PoolStats, Purpose, lock};
+use crate::mem::{BufMut, Pool, Purpose};
 use crate::one_sided::{Region, Regions};
-use crate::policy::{Fallback, FallbackCause, Rdma};
+use crate::policy::Fallback;
 use crate::wire::{Features, Hello, Rights, Version};
+pub use builder::Builder;
+use builder::Tls;
 pub use config::Config;
-use lane::{Lane, Life};
+use lane::Lane;
 use links::Links;
 use mailbox::Mailbox;
 use poller::Poller;
-use waits::{Ready, Waits};
+use stats::Counters;
+pub use stats::EngineStats;
+use waits::Waits;
 
 /// Drives links over one or more devices. Clones share it.
 ///
@@ -135,191 +139,6 @@ impl Drop for Shared {
         // Only now: receives outlive the queue pairs that take them.
         poller.drop_gears();
     }
-}
-
-/// More than verbs have.
-const STATUSES: usize = 32;
-
-#[derive(Default)]
-pub(crate) struct Counters {
-    pub(crate) passes: AtomicU64,
-    pub(crate) completions: AtomicU64,
-    pub(crate) sleeps: AtomicU64,
-    pub(crate) accepted: AtomicU64,
-    pub(crate) connected: AtomicU64,
-    pub(crate) refused: AtomicU64,
-    pub(crate) strangers: AtomicU64,
-    pub(crate) failed_links: AtomicU64,
-    pub(crate) unknown_receives: AtomicU64,
-    /// By [`FallbackCause::index`].
-    pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
-    pub(crate) climbs: AtomicU64,
-    /// Takes of completions that found some.
-    pub(crate) batches: AtomicU64,
-    pub(crate) connect_retries: AtomicU64,
-    /// By status, first failures and flushes alike.
-    pub(crate) errors: [AtomicU64; STATUSES],
-    pub(crate) devices_lost: AtomicU64,
-    pub(crate) devices_back: AtomicU64,
-}
-
-/// Makes an [`Engine`]: see [`Engine::builder`].
-#[derive(Debug, Clone)]
-#[must_use]
-pub struct Builder {
-    verbs: Result<Verbs, Error>,
-    devices: Vec<String>,
-    rdma: Option<Rdma>,
-    tls: Tls,
-    config: Config,
-}
-
-/// TLS where nothing else is said.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Tls {
-    pub(crate) client: Option<Arc<ClientConfig>>,
-    pub(crate) server: Option<Arc<ServerConfig>>,
-}
-
-impl Builder {
-    /// Uses this device. May be said several times; without it all devices are used.
-    pub fn device(mut self, name: impl Into<String>) -> Self {
-        self.devices.push(name.into());
-        self
-    }
-
-    /// Whether RDMA may carry links, whatever the settings say.
-    pub fn rdma(mut self, rdma: Rdma) -> Self {
-        self.rdma = Some(rdma);
-        self
-    }
-
-    /// TLS for links that TCP carries: what to trust, and who this side is. Without the first, connects are in clear text,
-    /// without the second listeners are. Which cryptography they use is the caller's choice (`rustls` with the feature `ring` or
-    /// `aws_lc_rs`). The peer's certificate must be for its IP address, unless the connect says otherwise.
-    pub fn tls(mut self, client: Option<Arc<ClientConfig>>, server: Option<Arc<ServerConfig>>) -> Self {
-        self.tls = Tls { client, server };
-        self
-    }
-
-    /// The settings.
-    pub fn config(mut self, config: Config) -> Self {
-        self.config = config;
-        self
-    }
-
-    /// Opens the devices, registers memory and posts receives. Where RDMA is preferred and not to be had, the engine has no
-    /// device, and says why: [`Engine::absence`].
-    ///
-    /// # Errors
-    /// [`ErrorKind::Misuse`] for settings that contradict each other. Where RDMA is required: [`ErrorKind::Absent`] if there is
-    /// none here, [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures and remedy.
-    pub fn build(self) -> Result<Engine, Error> {
-        let Self { verbs, devices, rdma, tls, mut config } = self;
-        config.rdma = rdma.unwrap_or(config.rdma);
-        check(&config)?;
-        let rdma = match (config.rdma, &verbs) {
-            (Rdma::Forbid, _) => Err(Error::new(ErrorKind::Absent, "RDMA is forbidden by the settings")),
-            (_, Err(absent)) => Err(absent.clone()),
-            (_, Ok(verbs)) => Devices::open(verbs, &devices, &config),
-        };
-        let (rdma, absence) = match rdma {
-            Ok(rdma) => (rdma, None),
-            // What the caller named wrongly is no absence.
-            Err(error) if config.rdma == Rdma::Require || error.kind() == ErrorKind::Misuse => {
-                return Err(error);
-            }
-            Err(error) => (Devices::none(&config)?, Some(error)),
-        };
-        if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer) {
-            let to_do = error.remedy().unwrap_or_default();
-            tracing::warn!("no RDMA on this host, links go over TCP: {error}; to do: {to_do}");
-        }
-        let Devices { pool, lanes, gears, waits } = rdma;
-        let mailbox = Arc::new(Mailbox::new()?);
-        waits.add(mailbox.as_fd(), Ready::Mailbox)?;
-        Ok(Engine(Arc::new(Handle {
-            shared: Arc::new(Shared {
-                poller: Mutex::new(Poller::new(config.poll_batch, gears)),
-                links: RwLock::new(Links::default()),
-                regions: Regions::default(),
-                lanes,
-                pool,
-                verbs: verbs.ok(),
-                absence,
-                tls,
-                busy_poll_us: AtomicU32::new(config.busy_poll_us),
-                config,
-                mailbox,
-                waits,
-                instance: random(),
-                abandoned: AtomicBool::new(false),
-                drivers: AtomicUsize::new(0),
-                has_foreign_loop: AtomicBool::new(false),
-                clock: quanta::Clock::new(),
-                counters: Counters::default(),
-                latencies: Arc::default(),
-            }),
-        })))
-    }
-}
-
-/// What an engine has of its devices.
-struct Devices {
-    pool: Pool,
-    lanes: Vec<Arc<Lane>>,
-    gears: Vec<Option<gear::Gear>>,
-    waits: Waits,
-}
-
-impl Devices {
-    fn open(verbs: &Verbs, names: &[String], config: &Config) -> Result<Self, Error> {
-        let opened = if names.is_empty() {
-            verbs.devices()?
-        } else {
-            names.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?
-        };
-        if opened.is_empty() {
-            return Err(ferrite_verbs::Error::from(Absence::NoDevice).into());
-        }
-        let domains = opened
-            .iter()
-            .map(|device| device.open()?.allocate_protection_domain())
-            .collect::<Result<Vec<_>, _>>()?;
-        let pool = Pool::builder(&domains).config(config.memory.clone()).build()?;
-        let waits = Waits::new()?;
-        let (mut lanes, mut gears) = (Vec::new(), Vec::new());
-        for (index, domain) in domains.iter().enumerate() {
-            let (life, mut gear) = Life::begin(index, domain, config)?;
-            gear.refill(&pool)?;
-            revive::attach(&gear, &waits, index)?;
-            lanes.push(Arc::new(Lane::new(index, life)));
-            gears.push(Some(gear));
-        }
-        Ok(Self { pool, lanes, gears, waits })
-    }
-
-    fn none(config: &Config) -> Result<Self, Error> {
-        let pool = Pool::builder(&[]).config(config.memory.clone()).build()?;
-        Ok(Self { pool, lanes: Vec::new(), gears: Vec::new(), waits: Waits::new()? })
-    }
-}
-
-fn check(config: &Config) -> Result<(), Error> {
-    let wrong = if !Hello::SEGMENT_BYTES.contains(&config.recv_buffer_size) {
-        format!("recv_buffer_size is {}: 256 to 2097152", config.recv_buffer_size)
-    } else if !Hello::WINDOW.contains(&config.window) {
-        format!("window is {}: 2 to 32767", config.window)
-    } else if !(1..=16_384).contains(&config.channels) {
-        format!("channels is {}: 1 to 16384", config.channels)
-    } else if config.max_message_bytes < u64::from(config.recv_buffer_size) {
-        "max_message_bytes is less than recv_buffer_size".into()
-    } else if config.poll_batch == 0 || config.max_half_open == 0 || config.send_queue_messages == 0 {
-        "poll_batch, max_half_open and send_queue_messages must be at least 1".into()
-    } else {
-        return Ok(());
-    };
-    Err(Error::new(ErrorKind::Misuse, wrong))
 }
 
 /// Unpredictable enough to tell two processes apart.
@@ -444,53 +263,6 @@ impl Engine {
         }
         Region::new(self.clone(), lane, buf, rights)
     }
-
-    /// What it has done and what it holds.
-    #[must_use]
-    pub fn stats(&self) -> EngineStats {
-        let shared = self.shared();
-        let (receives_posted, receives_overdue) = lock(&shared.poller).receives();
-        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-        let mut totals = links.retired;
-        for link in links.iter() {
-            totals.add(&link.with(|state, _, _| state.stats));
-        }
-        let counters = &shared.counters;
-        EngineStats {
-            links: links.iter().count() as u64,
-            totals,
-            in_flight: shared.lanes.iter().map(|lane| u64::from(lane.in_flight())).sum(),
-            receives_posted,
-            receives_overdue,
-            passes: counters.passes.load(Ordering::Relaxed),
-            completions: counters.completions.load(Ordering::Relaxed),
-            sleeps: counters.sleeps.load(Ordering::Relaxed),
-            accepted: counters.accepted.load(Ordering::Relaxed),
-            connected: counters.connected.load(Ordering::Relaxed),
-            refused: counters.refused.load(Ordering::Relaxed),
-            strangers: counters.strangers.load(Ordering::Relaxed),
-            failed_links: counters.failed_links.load(Ordering::Relaxed),
-            unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
-            fallbacks: FallbackCause::ALL
-                .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
-            climbs: counters.climbs.load(Ordering::Relaxed),
-            batches: counters.batches.load(Ordering::Relaxed),
-            connect_retries: counters.connect_retries.load(Ordering::Relaxed),
-            errors: counters
-                .errors
-                .iter()
-                .enumerate()
-                .map(|(code, count)| (Status::from_code(code as u32), count.load(Ordering::Relaxed)))
-                .filter(|(_, count)| *count > 0)
-                .collect(),
-            send_latency: shared.latencies.send.snapshot(),
-            write_latency: shared.latencies.write.snapshot(),
-            read_latency: shared.latencies.read.snapshot(),
-            devices_lost: counters.devices_lost.load(Ordering::Relaxed),
-            devices_back: counters.devices_back.load(Ordering::Relaxed),
-            memory: shared.pool.stats(),
-        }
-    }
 }
 
 impl Shared {
@@ -546,60 +318,4 @@ impl fmt::Debug for Engine {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Engine").field("devices", &self.devices()).finish_non_exhaustive()
     }
-}
-
-/// What an engine has done, and what it holds now.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct EngineStats {
-    /// Links that are not gone yet.
-    pub links: u64,
-    /// All links together, those that are gone included.
-    pub totals: LinkStats,
-    /// Requests that the devices have.
-    pub in_flight: u64,
-    /// Receives that wait for messages.
-    pub receives_posted: u64,
-    /// Receives that failed links took along; their memory comes back with the engine's end.
-    pub receives_overdue: u64,
-    /// Looks at the completion queues.
-    pub passes: u64,
-    /// Completions found by them.
-    pub completions: u64,
-    /// Times that there was nothing left to do.
-    pub sleeps: u64,
-    /// Links that peers opened.
-    pub accepted: u64,
-    /// Links that this side opened.
-    pub connected: u64,
-    /// Peers that were refused.
-    pub refused: u64,
-    /// Peers that do not speak our protocol.
-    pub strangers: u64,
-    /// Links that did not end in good order.
-    pub failed_links: u64,
-    /// Receives for queue pairs that nobody knows.
-    pub unknown_receives: u64,
-    /// Links that went over TCP although RDMA was preferred, by cause.
-    pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
-    /// Takes that found completions: `completions` divided by this is how many come at a time.
-    pub batches: u64,
-    /// Handshakes that were tried again.
-    pub connect_retries: u64,
-    /// Requests that failed, by status; flushed ones too.
-    pub errors: Vec<(Status, u64)>,
-    /// How long sends took that somebody waited for, writes, and reads.
-    pub send_latency: LatencyStats,
-    /// The same of one-sided writes.
-    pub write_latency: LatencyStats,
-    /// The same of one-sided reads.
-    pub read_latency: LatencyStats,
-    /// Times that a link went from TCP to RDMA.
-    pub climbs: u64,
-    /// Times that a device was removed, or failed.
-    pub devices_lost: u64,
-    /// Times that one came back.
-    pub devices_back: u64,
-    /// The pool.
-    pub memory: PoolStats,
 }

@@ -1,0 +1,142 @@
+//! What an engine counts, and how it is read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrite_verbs::Status;
+
+use super::Engine;
+use crate::latency::LatencyStats;
+use crate::link::LinkStats;
+use crate::mem::{PoolStats, lock};
+use crate::policy::FallbackCause;
+
+/// More than verbs have.
+const STATUSES: usize = 32;
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub(crate) passes: AtomicU64,
+    pub(crate) completions: AtomicU64,
+    pub(crate) sleeps: AtomicU64,
+    pub(crate) accepted: AtomicU64,
+    pub(crate) connected: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) strangers: AtomicU64,
+    pub(crate) failed_links: AtomicU64,
+    pub(crate) unknown_receives: AtomicU64,
+    /// By [`FallbackCause::index`].
+    pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
+    pub(crate) climbs: AtomicU64,
+    /// Takes of completions that found some.
+    pub(crate) batches: AtomicU64,
+    pub(crate) connect_retries: AtomicU64,
+    /// By status, first failures and flushes alike.
+    pub(crate) errors: [AtomicU64; STATUSES],
+    pub(crate) devices_lost: AtomicU64,
+    pub(crate) devices_back: AtomicU64,
+}
+
+/// What an engine has done, and what it holds now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct EngineStats {
+    /// Links that are not gone yet.
+    pub links: u64,
+    /// All links together, those that are gone included.
+    pub totals: LinkStats,
+    /// Requests that the devices have.
+    pub in_flight: u64,
+    /// Receives that wait for messages.
+    pub receives_posted: u64,
+    /// Receives that failed links took along; their memory comes back with the engine's end.
+    pub receives_overdue: u64,
+    /// Looks at the completion queues.
+    pub passes: u64,
+    /// Completions found by them.
+    pub completions: u64,
+    /// Times that there was nothing left to do.
+    pub sleeps: u64,
+    /// Links that peers opened.
+    pub accepted: u64,
+    /// Links that this side opened.
+    pub connected: u64,
+    /// Peers that were refused.
+    pub refused: u64,
+    /// Peers that do not speak our protocol.
+    pub strangers: u64,
+    /// Links that did not end in good order.
+    pub failed_links: u64,
+    /// Receives for queue pairs that nobody knows.
+    pub unknown_receives: u64,
+    /// Links that went over TCP although RDMA was preferred, by cause.
+    pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
+    /// Takes that found completions: `completions` divided by this is how many come at a time.
+    pub batches: u64,
+    /// Handshakes that were tried again.
+    pub connect_retries: u64,
+    /// Requests that failed, by status; flushed ones too.
+    pub errors: Vec<(Status, u64)>,
+    /// How long sends took that somebody waited for, writes, and reads.
+    pub send_latency: LatencyStats,
+    /// The same of one-sided writes.
+    pub write_latency: LatencyStats,
+    /// The same of one-sided reads.
+    pub read_latency: LatencyStats,
+    /// Times that a link went from TCP to RDMA.
+    pub climbs: u64,
+    /// Times that a device was removed, or failed.
+    pub devices_lost: u64,
+    /// Times that one came back.
+    pub devices_back: u64,
+    /// The pool.
+    pub memory: PoolStats,
+}
+
+impl Engine {
+    /// What it has done and what it holds.
+    #[must_use]
+    pub fn stats(&self) -> EngineStats {
+        let shared = self.shared();
+        let (receives_posted, receives_overdue) = lock(&shared.poller).receives();
+        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut totals = links.retired;
+        for link in links.iter() {
+            totals.add(&link.with(|state, _, _| state.stats));
+        }
+        let counters = &shared.counters;
+        EngineStats {
+            links: links.iter().count() as u64,
+            totals,
+            in_flight: shared.lanes.iter().map(|lane| u64::from(lane.in_flight())).sum(),
+            receives_posted,
+            receives_overdue,
+            passes: counters.passes.load(Ordering::Relaxed),
+            completions: counters.completions.load(Ordering::Relaxed),
+            sleeps: counters.sleeps.load(Ordering::Relaxed),
+            accepted: counters.accepted.load(Ordering::Relaxed),
+            connected: counters.connected.load(Ordering::Relaxed),
+            refused: counters.refused.load(Ordering::Relaxed),
+            strangers: counters.strangers.load(Ordering::Relaxed),
+            failed_links: counters.failed_links.load(Ordering::Relaxed),
+            unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
+            fallbacks: FallbackCause::ALL
+                .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
+            climbs: counters.climbs.load(Ordering::Relaxed),
+            batches: counters.batches.load(Ordering::Relaxed),
+            connect_retries: counters.connect_retries.load(Ordering::Relaxed),
+            errors: counters
+                .errors
+                .iter()
+                .enumerate()
+                .map(|(code, count)| (Status::from_code(code as u32), count.load(Ordering::Relaxed)))
+                .filter(|(_, count)| *count > 0)
+                .collect(),
+            send_latency: shared.latencies.send.snapshot(),
+            write_latency: shared.latencies.write.snapshot(),
+            read_latency: shared.latencies.read.snapshot(),
+            devices_lost: counters.devices_lost.load(Ordering::Relaxed),
+            devices_back: counters.devices_back.load(Ordering::Relaxed),
+            memory: shared.pool.stats(),
+        }
+    }
+}
