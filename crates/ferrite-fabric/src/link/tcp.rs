@@ -3,6 +3,8 @@
 //! Whoever has something to send writes it at once, from where it lies; the engine writes the rest when the connection takes
 //! more, and reads. Payload goes from the kernel into the buffer that the application gets.
 
+mod reading;
+
 use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
@@ -10,13 +12,11 @@ use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
-#[cfg(feature = "tokio")]
-use tokio::io::ReadBuf;
 
 use super::state::Tag;
 use super::tls::Tls;
 use crate::engine::slots::Held;
-use crate::mem::{Buf, BufMut, Pool, PoolError, Purpose};
+use crate::mem::{Buf, BufMut};
 use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
 
 /// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for them here, so that larger ones
@@ -310,98 +310,6 @@ impl TcpPath {
         Ok((whole + 1, whole * most + size_of(whole)))
     }
 
-    /// Reads what comes next into `out`, if it is the payload of a large frame that `takes` accepts. What belongs to
-    /// anybody else stays where it is, or waits for the engine ([`TcpPath::has_left_over`]). `None` if nothing could be read;
-    /// else how much, and the immediate data of the frame if it is over now. The rest of a frame that is not over is read as
-    /// if it were all of it.
-    #[cfg(feature = "tokio")]
-    pub(super) fn read_through(
-        &mut self,
-        out: &mut ReadBuf<'_>,
-        pool: &Pool,
-        largest: usize,
-        takes: impl Fn(u32) -> bool,
-    ) -> io::Result<Option<(usize, Option<u32>)>> {
-        let takes = |parcel: &Parcel| {
-            parcel.kind == ParcelKind::Frame
-                && (LARGE..=largest).contains(&(parcel.len as usize))
-                && takes(parcel.imm)
-        };
-        // What was read last ended with the head of this one.
-        if self.body.is_none() && self.head_len == 0 && self.stash.len() == PARCEL_BYTES {
-            let next = self.stash.first_chunk().and_then(Parcel::decode).filter(takes);
-            let Some((parcel, buf)) = next.and_then(|parcel| {
-                let buf = pool.take_uncharged(parcel.len as usize, Purpose::Receive).ok()?;
-                Some((parcel, buf))
-            }) else {
-                self.left_over = true;
-                return Ok(None);
-            };
-            self.stash.clear();
-            self.body = Some((parcel, buf, 0));
-        }
-        if self.body.is_none() {
-            if self.head_len > 0 || !self.stash.is_empty() {
-                return Ok(None);
-            }
-            let mut head = [0; PARCEL_BYTES];
-            let Some(()) = peek(&self.socket, &mut head)? else {
-                self.awaited = true;
-                return Ok(None);
-            };
-            let next = Parcel::decode(&head);
-            let Some(parcel) = next.filter(takes) else { return Ok(None) };
-            let len = parcel.len as usize;
-            let Ok(mut buf) = pool.take_uncharged(len, Purpose::Receive) else { return Ok(None) };
-            let room = len.min(out.remaining());
-            let mut next = [0; PARCEL_BYTES];
-            let ahead = if room == len { PARCEL_BYTES } else { 0 };
-            let got = {
-                let place = IoSliceMut::new(out.initialize_unfilled_to(room));
-                let next = IoSliceMut::new(&mut next[..ahead]);
-                receive(&self.socket, &mut [IoSliceMut::new(&mut head), place, next])?
-            };
-            let Some(got) = got.and_then(|got| got.checked_sub(PARCEL_BYTES)) else {
-                return Err(invalid("a head that was there and is not".into()));
-            };
-            self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
-            let got = got.min(room);
-            out.advance(got);
-            self.large = true;
-            if got == len {
-                return Ok(Some((got, Some(parcel.imm))));
-            }
-            buf.set_len(len - got);
-            self.body = Some((parcel, buf, 0));
-            return Ok(Some((got, None)));
-        }
-        let Some((parcel, mut buf, filled)) = self.body.take_if(|(parcel, buf, filled)| {
-            takes(parcel) && buf.len() - *filled >= PEEK && out.remaining() > *filled
-        }) else {
-            return Ok(None);
-        };
-        let len = buf.len();
-        out.put_slice(&buf[..filled]);
-        let room = (len - filled).min(out.remaining());
-        let mut next = [0; PARCEL_BYTES];
-        let ahead = if room == len - filled { PARCEL_BYTES } else { 0 };
-        let read = {
-            let place = IoSliceMut::new(out.initialize_unfilled_to(room));
-            receive(&self.socket, &mut [place, IoSliceMut::new(&mut next[..ahead])])
-        };
-        let got = *read.as_ref().ok().and_then(Option::as_ref).unwrap_or(&0);
-        self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
-        let got = got.min(room);
-        out.advance(got);
-        let taken = filled + got;
-        if taken < len {
-            buf.set_len(len - taken);
-            self.body = Some((parcel, buf, 0));
-        }
-        self.awaited = read?.is_none();
-        Ok((taken > 0).then_some((taken, (taken == len).then_some(parcel.imm))))
-    }
-
     /// Whether what is written goes straight to the kernel.
     pub(super) fn is_plain(&self) -> bool {
         self.tls.is_none()
@@ -463,131 +371,6 @@ impl TcpPath {
         write(&self.socket, self.tls.as_deref_mut(), slices)
     }
 
-    /// Whether what has come is left to a reader that waits for it, who reads it to where it belongs. Once: what that leaves,
-    /// the engine reads.
-    pub(super) fn defers(&mut self) -> bool {
-        let awaited = std::mem::take(&mut self.awaited);
-        self.deferred = awaited && self.large && !self.deferred;
-        self.deferred
-    }
-
-    /// Whether there is something that the engine has to look at.
-    pub(super) fn has_left_over(&self) -> bool {
-        self.left_over
-    }
-
-    /// Begins to look at what has come. `scratch` is the engine's, and the same until [`TcpPath::end_reading`].
-    pub(super) fn begin_reading(&mut self, scratch: &mut [u8]) {
-        let len = self.stash.len();
-        scratch[..len].copy_from_slice(&self.stash);
-        self.stash.clear();
-        self.left_over = false;
-        self.chunk = 0..len;
-    }
-
-    /// Keeps what was not looked at.
-    pub(super) fn end_reading(&mut self, scratch: &[u8]) {
-        self.stash.extend_from_slice(&scratch[std::mem::take(&mut self.chunk)]);
-    }
-
-    /// The next parcel. `largest` is what a frame may have.
-    ///
-    /// # Errors
-    /// The connection broke, or the peer sent what is no parcel (`InvalidData`).
-    pub(super) fn next(&mut self, scratch: &mut [u8], pool: &Pool, largest: usize) -> io::Result<Arrival> {
-        loop {
-            if let Some((parcel, mut buf, mut filled)) = self.body.take() {
-                let here = self.chunk.len().min(buf.len() - filled);
-                buf[filled..filled + here]
-                    .copy_from_slice(&scratch[self.chunk.start..self.chunk.start + here]);
-                self.chunk.start += here;
-                filled += here;
-                if filled == buf.len() {
-                    return Ok(Arrival::Parcel(parcel, Some(buf)));
-                }
-                // Into its place, and what follows into the scratch memory.
-                let wanted = buf.len() - filled;
-                let read = {
-                    let ahead = if self.large { PARCEL_BYTES } else { scratch.len() };
-                    let mut slices =
-                        [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(&mut scratch[..ahead])];
-                    read(&self.socket, self.tls.as_deref_mut(), &mut slices)
-                };
-                let got = match read {
-                    Ok(Some(got)) => got,
-                    other => {
-                        self.body = Some((parcel, buf, filled));
-                        return other.map(|_| Arrival::Nothing);
-                    }
-                };
-                self.chunk = 0..got.saturating_sub(wanted);
-                self.body = Some((parcel, buf, filled + got.min(wanted)));
-                if got == 0 {
-                    return Ok(Arrival::End);
-                }
-                continue;
-            }
-            let here = self.chunk.len().min(PARCEL_BYTES - self.head_len);
-            self.head[self.head_len..self.head_len + here]
-                .copy_from_slice(&scratch[self.chunk.start..self.chunk.start + here]);
-            self.chunk.start += here;
-            self.head_len += here;
-            if self.head_len < PARCEL_BYTES {
-                let most = if self.large { PEEK } else { scratch.len() };
-                let mut slices = [IoSliceMut::new(&mut scratch[..most])];
-                match read(&self.socket, self.tls.as_deref_mut(), &mut slices)? {
-                    Some(0) => return Ok(Arrival::End),
-                    Some(got) => self.chunk = 0..got,
-                    None => return Ok(Arrival::Nothing),
-                }
-                continue;
-            }
-            let Some(parcel) = Parcel::decode(&self.head) else {
-                return Err(invalid(format!("a parcel of kind {}", self.head[0])));
-            };
-            let most = if parcel.kind == ParcelKind::Frame { largest } else { OPERATION_BYTES };
-            if parcel.len as usize > most {
-                return Err(invalid(format!("a parcel of {} bytes, {most} are allowed", parcel.len)));
-            }
-            match self.place_for(&parcel, pool) {
-                Err(_) => return Ok(Arrival::NoMemory),
-                Ok(None) => {
-                    self.head_len = 0;
-                    return Ok(Arrival::Parcel(parcel, None));
-                }
-                Ok(Some(buf)) => {
-                    self.head_len = 0;
-                    self.large = buf.len() >= LARGE;
-                    self.body = Some((parcel, buf, 0));
-                }
-            }
-        }
-    }
-
-    /// Where the payload goes: what was read goes into the buffer that waits for it.
-    fn place_for(&mut self, parcel: &Parcel, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
-        match parcel.kind {
-            _ if !parcel.has_payload() => return Ok(None),
-            ParcelKind::Data => {
-                if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == parcel.op)
-                    && let Held::Unique(buf) = &asked.held
-                    && buf.len() == parcel.len as usize
-                    && let Held::Unique(buf) = std::mem::replace(&mut asked.held, Held::Nothing)
-                {
-                    self.asked_reads -= buf.len() as u64;
-                    return Ok(Some(buf));
-                }
-            }
-            _ => {}
-        }
-        pool.take_uncharged(parcel.len as usize, Purpose::Receive).map(Some)
-    }
-
-    /// Whether a part of a parcel has come.
-    pub(super) fn has_begun(&self) -> bool {
-        self.body.as_ref().is_some_and(|(_, _, filled)| *filled > 0)
-    }
-
     /// Says that nothing more will be written; what the kernel has is delivered.
     pub(super) fn shut_down(&mut self) {
         if let Some(tls) = &mut self.tls {
@@ -601,13 +384,6 @@ fn write(socket: &OwnedFd, tls: Option<&mut Tls>, slices: &[IoSlice<'_>]) -> io:
     match tls {
         None => send(socket, slices),
         Some(tls) => tls.write(socket, slices),
-    }
-}
-
-fn read(socket: &OwnedFd, tls: Option<&mut Tls>, slices: &mut [IoSliceMut<'_>]) -> io::Result<Option<usize>> {
-    match tls {
-        None => receive(socket, slices),
-        Some(tls) => tls.read(socket, slices),
     }
 }
 
@@ -637,17 +413,6 @@ pub(crate) fn receive(socket: &OwnedFd, slices: &mut [IoSliceMut<'_>]) -> io::Re
             Err(Errno::AGAIN) => return Ok(None),
             Err(errno) => return Err(errno.into()),
         }
-    }
-}
-
-/// Fills `head` with what comes next, and leaves it there; `None` if there is less.
-#[cfg(feature = "tokio")]
-fn peek(socket: &OwnedFd, head: &mut [u8]) -> io::Result<Option<()>> {
-    let wanted = head.len();
-    match rustix::net::recv(socket.as_fd(), head, RecvFlags::DONTWAIT | RecvFlags::PEEK) {
-        Ok((len, _)) => Ok((len == wanted).then_some(())),
-        Err(Errno::INTR | Errno::AGAIN) => Ok(None),
-        Err(errno) => Err(errno.into()),
     }
 }
 

@@ -31,7 +31,7 @@ use crate::link::Link;
 pub struct OwnedReadHalf(Reader);
 
 /// The writing half of a [`Stream`]: see [`Stream::into_split`]. When it is dropped, the peer reads the end of the stream
-/// after all that was written, as after [`shutdown`](tokio::io::AsyncWriteExt::shutdown).
+/// after all that was written, as after [`poll_shutdown`](tokio::io::AsyncWrite::poll_shutdown).
 ///
 /// ```
 /// # use ferrite_fabric::OwnedWriteHalf;
