@@ -12,12 +12,14 @@
 //! if ever no receive is posted, the device repeats them until one is.
 
 mod bare;
+mod ending;
 mod moving;
 mod over_tcp;
 mod receiving;
 mod sending;
 
 pub use bare::{Arrival, Done};
+pub(crate) use ending::Silence;
 pub(crate) use moving::{Carrier, Step};
 pub(crate) use over_tcp::{Reading, Request};
 
@@ -36,7 +38,7 @@ use super::stats::LinkStats;
 use super::tcp::TcpPath;
 use super::tickets::{Outcome, Ticket, Tickets};
 use crate::engine::lane::Lane;
-use crate::engine::slots::{Held, InFlight, SendQueue, Work};
+use crate::engine::slots::{Held, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
 use crate::mem::{Buf, Pool};
@@ -194,13 +196,6 @@ pub(crate) struct LinkState {
     /// Completions of requests that were flushed before it was known why, and whether the engine was told of them.
     flushed: Vec<WorkCompletion>,
     flush_called: bool,
-}
-
-/// A peer that was asked for a sign of life and gave none.
-pub(crate) struct Silence {
-    pub(crate) after: Duration,
-    /// Its device did.
-    pub(crate) acknowledged: bool,
 }
 
 /// What the configuration allows on this side.
@@ -458,150 +453,6 @@ impl LinkState {
         keep(&mut self.wait_for_end, waker);
     }
 
-    /// Takes nothing new; what was sent is delivered, then the link ends.
-    pub(crate) fn close(&mut self) {
-        self.close_called |= !self.closing;
-        self.closing = true;
-    }
-
-    /// Whether the link was told to close since this was asked last.
-    pub(crate) fn take_closing(&mut self) -> bool {
-        std::mem::take(&mut self.close_called)
-    }
-
-    /// The peer's connection manager hung up.
-    pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        if self.fin_ack_sent || self.bare.is_some() {
-            self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
-        } else if self.failure().is_none() {
-            self.fail(what(), wakes);
-        }
-    }
-
-    /// Ends the path, if that is what failed and the link can go on elsewhere; else the link.
-    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
-        if !self.lose(&error) {
-            self.end(error, wakes);
-        }
-    }
-
-    /// Ends the link: `error` is what everything under way is told, now or when its completion comes. The first
-    /// failure counts.
-    pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
-        if self.failure().is_some() {
-            return;
-        }
-        if let Some(qp) = self.queue.qp() {
-            let _ = qp.stop(); // a device that is gone has stopped it
-        }
-        let tickets = &mut self.tickets;
-        self.outbox.drain(|ticket, held| {
-            wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
-        });
-        self.end_again(&error, wakes);
-        self.end_bare();
-        self.controls.clear();
-        self.revoking.clear();
-        self.to_be_revoked.clear();
-        self.phase = Phase::Down(error);
-        wakes.append(&mut self.receivers);
-        wakes.append(&mut self.wait_for_room);
-        wakes.append(&mut self.wait_for_end);
-    }
-
-    /// Whether the peer was asked and has not answered in time, by what was taken from the device so far.
-    pub(crate) fn is_overdue(&self, now: Instant) -> bool {
-        self.asked.is_some_and(|asked| now.saturating_duration_since(asked) >= self.limits.peer_timeout)
-    }
-
-    /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look again, and whether the
-    /// peer was heard lately.
-    ///
-    /// # Errors
-    /// The peer has not answered.
-    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Silence> {
-        if !matches!(self.phase, Phase::Up) || self.bare.is_some() {
-            return Ok(None);
-        }
-        if self.carrier == Carrier::Moving {
-            self.last_heard = now;
-            return Ok(Some((now + self.limits.peer_timeout, false)));
-        }
-        if let Some(asked) = self.asked {
-            let after = now.saturating_duration_since(asked);
-            if after >= self.limits.peer_timeout {
-                return Err(Silence { after, acknowledged: self.acknowledged_since });
-            }
-            return Ok(Some((asked + self.limits.peer_timeout, false)));
-        }
-        let ask_at = self.last_heard + self.limits.patience.wait(self.is_caller);
-        if now < ask_at {
-            return Ok(Some((ask_at, true)));
-        }
-        self.asked = Some(now);
-        self.limits.patience.asked();
-        self.acknowledged_since = false;
-        self.controls.push_back(Control::Ping(self.sent));
-        Ok(Some((now + self.limits.peer_timeout, false)))
-    }
-
-    /// Whether the engine is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
-    /// back.
-    pub(crate) fn wants_attention(&self) -> bool {
-        let down = self.failure().is_some() && (self.queue.qp().is_some() || self.tcp.is_some());
-        down && (!self.announced || self.queue.in_flight() == 0)
-            || !self.released.is_empty()
-            || !self.steps.is_empty()
-            || self.is_to_be_detached()
-            || !self.flushed.is_empty() && !self.flush_called
-            || self.has_left_over()
-    }
-
-    /// Whether something was read from the TCP connection that the engine has to look at.
-    pub(crate) fn has_left_over(&self) -> bool {
-        self.tcp.as_ref().is_some_and(TcpPath::has_left_over)
-    }
-
-    /// Whether requests were flushed and nobody has said why, for the first time.
-    pub(crate) fn take_flushed(&mut self) -> bool {
-        !self.flushed.is_empty() && !std::mem::replace(&mut self.flush_called, true)
-    }
-
-    /// Whether requests were flushed, and it is not known why.
-    pub(crate) fn has_flushed(&self) -> bool {
-        !self.flushed.is_empty()
-    }
-
-    /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone. Closes the connection.
-    pub(crate) fn destroy(&mut self, around: &Around<'_>, by_force: bool, wakes: &mut Wakes) -> bool {
-        if self.close_tcp(wakes) {
-            self.inbox.drop_partial();
-        }
-        if self.queue.qp().is_none() {
-            return true;
-        }
-        if self.queue.in_flight() > 0 && !by_force {
-            return false;
-        }
-        let error =
-            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
-        let tickets = &mut self.tickets;
-        let mut entries = 0;
-        let destroyed = self.queue.destroy(|InFlight { held, tag }| {
-            entries += 1;
-            if let Some(ticket) = tag.ticket {
-                wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
-            }
-        });
-        around.release(entries);
-        if destroyed.is_ok() {
-            self.inbox.drop_partial();
-        }
-        destroyed.is_ok()
-    }
-}
-
-impl LinkState {
     /// The time, if somebody waits.
     fn began(&self, ticket: Option<Ticket>) -> u64 {
         if ticket.is_some() { self.limits.clock.raw() } else { 0 }
