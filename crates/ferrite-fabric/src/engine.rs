@@ -10,6 +10,7 @@
 //! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
 //! | `config.rs` | settings |
 
+mod attend;
 mod bell;
 mod builder;
 pub(crate) mod config;

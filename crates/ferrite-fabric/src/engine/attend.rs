@@ -1,0 +1,142 @@
+//! Links that call the engine: they close, or are down, or have a step to make that needs it. Where links are entered and
+//! forgotten.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use super::Shared;
+use super::lane::Lane;
+use super::poller::Poller;
+use super::timers::Timer;
+use crate::error::ErrorKind;
+use crate::link::shared::LinkShared;
+
+/// A link whose requests have not been flushed by then is destroyed with them.
+const DRAIN: Duration = Duration::from_secs(2);
+/// When requests were flushed, whatever caused it is told within this time, or never.
+const FLUSHED: Duration = Duration::from_millis(50);
+/// Calls cost system calls. So many at a time: the rest has its turn in the next pass.
+const CALLS: usize = 64;
+
+impl Poller {
+    #[cold]
+    pub(super) fn attend_some(&mut self, shared: &Shared) -> usize {
+        let count = self.calls.len().min(CALLS);
+        for _ in 0..count {
+            let Some(link) = self.calls.pop_front() else { break };
+            self.attend(shared, link);
+        }
+        count
+    }
+
+    /// A link called: it is closing, or down, or a grant came back.
+    pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
+        let Some(link) = self.link(shared, index) else { return };
+        let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            (std::mem::take(&mut state.steps), state.is_to_be_detached(), state.has_left_over())
+        });
+        if unread && let Some(socket) = link.route().socket {
+            self.sockets.on_ready(socket);
+        }
+        if lost {
+            self.fall(shared, &link);
+        }
+        for step in steps {
+            self.move_step(shared, &link, step);
+        }
+        let (released, closing, flushed, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let down = state.failure().cloned();
+            let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
+            let (closing, flushed) = (state.take_closing(), state.take_flushed());
+            (std::mem::take(&mut state.released), closing, flushed, down.map(|error| (error, first)))
+        });
+        for grant in released {
+            shared.regions.on_released(grant, Some(index), &mut self.wakes);
+        }
+        let Some((error, first)) = down else {
+            if closing {
+                self.timers.add(self.now + shared.config.close_timeout, Timer::Close(link.name));
+            }
+            if flushed {
+                self.timers.add(self.now + FLUSHED, Timer::Flushed(link.name));
+            }
+            return;
+        };
+        if first {
+            link.with_wakes(&mut self.wakes, |state, around, _| state.post_last(around));
+            if error.kind() != ErrorKind::Closed {
+                shared.counters.failed_links.fetch_add(1, Ordering::Relaxed);
+            }
+            shared.regions.on_link_down(index, &mut self.wakes);
+            if let Some(key) = link.route().cm_key {
+                self.meetings.hang_up(key);
+            }
+            self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
+        }
+        self.tear_down(shared, &link, false);
+    }
+
+    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`), and forgets the link.
+    pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
+        let gone = link.with_wakes(&mut self.wakes, |state, around, wakes| {
+            state.failure().is_some() && state.destroy(around, by_force, wakes)
+        });
+        if !gone {
+            // The last completion of what is in flight brings us here again, or else the clock.
+            if by_force {
+                self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
+            }
+            return;
+        }
+        let route = link.route();
+        if let Some(lane) = &route.lane {
+            self.forget_qp(lane, route.qp_num, link.index);
+        }
+        if let Some((lane, number)) = link.with_wakes(&mut self.wakes, |state, _, _| state.end_climb()) {
+            self.forget_qp(&lane, number, link.index);
+        }
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
+        self.sessions.remove(&session);
+        if let Some(error) = link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
+            self.opening_failed(shared, link, error);
+        }
+        if let Some(key) = route.cm_key {
+            self.meetings.remove(key);
+        }
+        if let Some(socket) = route.socket {
+            self.sockets.forget(socket);
+        }
+        shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(link.index);
+        if let Some(lane) = route.lane {
+            self.retire_if_unused(shared, lane.index);
+        }
+    }
+
+    /// Completions of a queue pair find its link.
+    pub(crate) fn know_qp(&mut self, lane: &Lane, number: u32, link: u32) {
+        self.by_qp.insert(lane.index, number, link);
+    }
+
+    /// They do not any more.
+    pub(crate) fn forget_qp(&mut self, lane: &Lane, number: u32, link: u32) {
+        self.by_qp.remove(lane.index, number, link);
+    }
+
+    /// Puts a link where its completions find it.
+    pub(crate) fn enter(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        let route = link.route();
+        if let Some(lane) = route.lane {
+            self.know_qp(&lane, route.qp_num, link.index);
+        }
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
+        if session != 0 {
+            self.sessions.insert(session, link.name);
+        }
+        shared
+            .links
+            .write()
+            .unwrap_or_else(std::sync::PoisonError::into_inner)
+            .put(link.index, Arc::clone(link));
+    }
+}
