@@ -36,7 +36,7 @@ use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
-pub use calling::{ConnectOptions, Connecting, ConnectingBare};
+pub use calling::{ConnectOptions, Connecting, ConnectingBare, ConnectingEither, Met};
 use incoming::Expecting;
 pub(crate) use moving::Opening;
 pub(crate) use outgoing::Outgoing;

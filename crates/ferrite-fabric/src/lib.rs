@@ -34,7 +34,7 @@ mod stream;
 mod sync;
 pub mod wire;
 
-pub use connect::{ConnectOptions, Connecting, ConnectingAny, ConnectingBare};
+pub use connect::{ConnectOptions, Connecting, ConnectingAny, ConnectingBare, ConnectingEither, Met};
 pub use engine::{Builder, Config, Engine, EngineStats};
 pub use error::{Error, ErrorKind};
 pub use latency::LatencyStats;

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   prefer, require:  RDMA with our hello ─┬─► a Ferrite peer answers: a link
-//!                                          ├─► it stands, and nobody says hello: Valkey; again, without ours
+//!                                          ├─► it stands, and nobody says hello: Valkey's protocol
 //!                                          └─► it fails ─┬─ prefer: TCP, and why
 //!                                                        └─ require: the error
 //!   forbid:           TCP
@@ -10,16 +10,14 @@
 //!
 //! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that.
 
-use std::collections::HashSet;
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use ferrite_fabric::{ConnectOptions, Engine, Error, ErrorKind, Fallback, Meet, Rdma, Stream};
+use ferrite_fabric::{ConnectOptions, Engine, Error, Fallback, Met, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -49,7 +47,7 @@ impl fmt::Display for SessionTransport {
     }
 }
 
-/// Opens sessions. Clones share what they have learnt of servers.
+/// Opens sessions.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
@@ -69,8 +67,6 @@ pub struct Connector {
     local: Option<SocketAddr>,
     timeout: Duration,
     valkey: ValkeyConfig,
-    /// Servers that speak Valkey's protocol: they need not be asked for ours again.
-    valkey_servers: Arc<Mutex<HashSet<SocketAddr>>>,
 }
 
 impl Connector {
@@ -83,7 +79,6 @@ impl Connector {
             local: None,
             timeout: engine.config().connection_timeout,
             valkey: ValkeyConfig::default(),
-            valkey_servers: Arc::default(),
         }
     }
 
@@ -140,25 +135,14 @@ impl Connector {
     }
 
     async fn over_rdma(&self, server: SocketAddr) -> Result<Kind, Error> {
-        let mut options = ConnectOptions::new().rdma(Rdma::Require).meet(Meet::Cm).timeout(self.timeout);
+        let mut options = ConnectOptions::new().timeout(self.timeout);
         if let Some(local) = self.local {
             options = options.local(local);
         }
-        if !self.is_valkey(server) {
-            match self.engine.connect_with(server, &options).await {
-                Ok(link) => return Ok(Kind::Ferrite(Stream::new(link))),
-                // It took the connection and did not say hello.
-                Err(error) if error.kind() == ErrorKind::Protocol => {}
-                Err(error) => return Err(error),
-            }
-        }
-        let bare = self.engine.connect_bare(server, &options).await?;
-        self.valkey_servers.lock().unwrap_or_else(PoisonError::into_inner).insert(server);
-        Ok(Kind::Valkey(Box::new(ValkeyStream::new(bare, Role::Client, &self.valkey)?)))
-    }
-
-    fn is_valkey(&self, server: SocketAddr) -> bool {
-        self.valkey_servers.lock().unwrap_or_else(PoisonError::into_inner).contains(&server)
+        Ok(match self.engine.connect_either(server, &options).await? {
+            Met::Link(link) => Kind::Ferrite(Stream::new(link)),
+            Met::Bare(bare) => Kind::Valkey(Box::new(ValkeyStream::new(bare, Role::Client, &self.valkey)?)),
+        })
     }
 
     async fn over_tcp(&self, server: SocketAddr) -> io::Result<TcpStream> {

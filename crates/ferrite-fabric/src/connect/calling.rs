@@ -12,7 +12,7 @@ use futures_channel::oneshot;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
-use super::outgoing::Outgoing;
+use super::outgoing::{Outgoing, Speaks};
 use super::sockets::{Dial, Wants};
 use crate::engine::Engine;
 use crate::error::{Error, ErrorKind};
@@ -145,6 +145,32 @@ impl Future for ConnectingBare {
     }
 }
 
+/// A peer that was met without knowing what it speaks.
+#[derive(Debug)]
+pub enum Met {
+    /// A Ferrite peer.
+    Link(Link),
+    /// One that speaks another protocol.
+    Bare(Bare),
+}
+
+/// See [`Engine::connect_either`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct ConnectingEither(Connecting);
+
+impl Future for ConnectingEither {
+    type Output = Result<Met, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let engine = self.0.engine.clone();
+        self.0.poll_opened(cx).map_ok(|link| match link.is_bare() {
+            true => Met::Bare(Bare::new(link, engine)),
+            false => Met::Link(Link::new(link, engine)),
+        })
+    }
+}
+
 impl fmt::Debug for Connecting {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Connecting").finish_non_exhaustive()
@@ -205,16 +231,28 @@ impl Engine {
     /// # Errors
     /// As [`Engine::connect`].
     pub fn connect_bare(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingBare {
+        ConnectingBare(self.call_by_rdma(peer, options, Speaks::Other))
+    }
+
+    /// Connects by RDMA CM to a peer of which it is not known what it speaks: says hello, and takes an answer without one for
+    /// that of a peer that speaks another protocol. Of the options, the local address and the time count.
+    ///
+    /// # Errors
+    /// As [`Engine::connect`].
+    pub fn connect_either(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingEither {
+        ConnectingEither(self.call_by_rdma(peer, options, Speaks::Either))
+    }
+
+    fn call_by_rdma(&self, peer: SocketAddr, options: &ConnectOptions, speaks: Speaks) -> Connecting {
         let (reply, receiver) = oneshot::channel();
-        let connecting = ConnectingBare::new(self.clone(), receiver);
-        let now = Instant::now();
+        let connecting = Connecting::new(self.clone(), receiver);
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
         if self.shared().lanes.is_empty() {
             let _ = reply.send(Err(self.shared().no_rdma()));
             return connecting;
         }
-        let mut outgoing = Outgoing::new(peer, options.local, now, timeout, reply);
-        outgoing.bare = true;
+        let mut outgoing = Outgoing::new(peer, options.local, Instant::now(), timeout, reply);
+        outgoing.speaks = speaks;
         self.call(outgoing);
         connecting
     }

@@ -38,11 +38,20 @@ pub(crate) struct Outgoing {
     pub(super) otherwise: Option<OverTcp>,
     /// Why the last try failed, for the case that time runs out.
     last: Option<Error>,
-    /// The peer speaks another protocol.
-    pub(super) bare: bool,
+    pub(super) speaks: Speaks,
     /// How long each try may take, and how many more there may be.
     timeout: Duration,
     pub(super) retries: u32,
+}
+
+/// What the peer is expected to speak.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Speaks {
+    Ferrite,
+    /// Another protocol: nothing of ours is said.
+    Other,
+    /// What its answer says.
+    Either,
 }
 
 /// What was agreed when the request was sent.
@@ -72,7 +81,7 @@ impl Outgoing {
             reply,
             otherwise: None,
             last: None,
-            bare: false,
+            speaks: Speaks::Ferrite,
             timeout,
             retries: 0,
         }
@@ -203,13 +212,13 @@ impl Poller {
                 let (link, hello) = self.make_link(shared, lane, moves)?;
                 link.with_wakes(&mut self.wakes, |state, _, _| {
                     state.is_caller = true;
-                    if outgoing.bare {
+                    if outgoing.speaks == Speaks::Other {
                         state.make_bare();
                     }
                 });
                 link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
                 let encoded = hello.encode();
-                let private_data = if outgoing.bare { &[] } else { &encoded[..] };
+                let private_data = if outgoing.speaks == Speaks::Other { &[] } else { &encoded[..] };
                 let params = params(shared, lane, &link, private_data);
                 let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
                 outgoing.link = Some((Arc::clone(&link), by));
@@ -221,11 +230,16 @@ impl Poller {
                 let Some((link, by)) = outgoing.link.clone() else {
                     return Err(Error::new(ErrorKind::System, "a response to nothing"));
                 };
-                let hello = match outgoing.bare {
-                    true => link.with_wakes(&mut self.wakes, |state, _, _| *state.peer()),
-                    false => {
-                        Hello::decode(&event.private_data).map_err(|error| not_ours(outgoing.peer, error))?
+                let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.peer());
+                let hello = match (outgoing.speaks, Hello::decode(&event.private_data)) {
+                    (Speaks::Other, _) => ours,
+                    (_, Ok(hello)) => hello,
+                    // It took the connection and has nothing to say of itself.
+                    (Speaks::Either, Err(HelloError::Stranger | HelloError::Short { .. })) => {
+                        link.with_wakes(&mut self.wakes, |state, _, _| state.make_bare());
+                        ours
                     }
+                    (_, Err(error)) => return Err(not_ours(outgoing.peer, error)),
                 };
                 // Before the peer hears that it may send.
                 link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));

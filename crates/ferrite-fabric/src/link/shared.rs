@@ -116,6 +116,11 @@ impl LinkShared {
         next.or_else(|| self.route().peer)
     }
 
+    /// Whether its peer speaks another protocol.
+    pub(crate) fn is_bare(&self) -> bool {
+        lock(&self.state).is_bare()
+    }
+
     pub(crate) fn failure_known(&self) -> bool {
         lock(&self.state).failure().is_some()
     }

@@ -225,7 +225,7 @@ async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
     let strangers = listener.strangers();
     loop {
         let request = strangers.next().await.expect("a client");
-        let Ok(bare) = strangers.accept(request).await else { continue }; // it wanted a Ferrite peer
+        let bare = strangers.accept(request).await.expect("it stays");
         let mut client = ValkeyStream::new(bare, Role::Server, &ValkeyConfig::default()).expect("a window");
         let mut engine =
             EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("an engine");

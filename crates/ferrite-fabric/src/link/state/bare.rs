@@ -57,6 +57,10 @@ impl LinkState {
         self.bare = Some(Box::default());
     }
 
+    pub(crate) fn is_bare(&self) -> bool {
+        self.bare.is_some()
+    }
+
     fn bare(&mut self) -> Result<&mut Bare, Error> {
         self.check_open()?;
         self.bare.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a bare link"))
