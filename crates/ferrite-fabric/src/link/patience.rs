@@ -44,13 +44,15 @@ mod tests {
 
     #[test]
     fn evenly_and_in_bounds() {
+        let (links, rounds) = if cfg!(miri) { (100, 2) } else { (2000, 20) };
         let keepalive = Duration::from_secs(10);
-        let mut all: Vec<_> = (0..2000).map(|serial| Patience::new(keepalive, serial)).collect();
+        let mut all: Vec<_> = (0..links).map(|serial| Patience::new(keepalive, serial)).collect();
         let mut least = keepalive / 2;
-        for _ in 0..20 {
+        for _ in 0..rounds {
             let middle = least + (keepalive - least) / 2;
             let early = all.iter().filter(|patience| patience.wait(true) < middle).count();
-            assert!((900..1100).contains(&early), "{early} of 2000 in the first half");
+            let even = links as usize * 2 / 5..links as usize * 3 / 5;
+            assert!(even.contains(&early), "{early} of {links} in the first half");
             assert!(all.iter().all(|patience| (least..=keepalive).contains(&patience.wait(true))));
             assert!(all.iter().all(|patience| patience.wait(false) > keepalive));
             all.iter_mut().for_each(Patience::asked);
