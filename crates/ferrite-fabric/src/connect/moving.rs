@@ -127,7 +127,14 @@ impl Poller {
     /// The peer did not take the call for a link without a path.
     pub(crate) fn redial_failed(&mut self, shared: &Shared, name: LinkName, error: &Error) {
         let Some(link) = self.link_named(shared, name) else { return };
-        if error.refusal().is_some() || error.kind() == ErrorKind::Protocol {
+        let is_unknown = error.refusal().is_some() || error.kind() == ErrorKind::Protocol;
+        let is_gone = is_unknown || error.kind() == ErrorKind::Refused;
+        if is_gone && link.with_wakes(&mut self.wakes, |state, _, _| state.peer_has_everything()) {
+            link.with_wakes(&mut self.wakes, |state, _, wakes| {
+                state.end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
+            });
+            self.attend(shared, name.index);
+        } else if is_unknown {
             // It is there, and knows nothing of the link: it was started again, or has given the link up.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
                 if let Some(lost) = &state.lost {

@@ -27,9 +27,16 @@ impl LinkState {
         std::mem::take(&mut self.close_called)
     }
 
+    /// Whether we have said goodbye and the peer has taken all before it: it may end as soon as it has heard that, and its answer
+    /// be lost.
+    pub(crate) fn peer_has_everything(&self) -> bool {
+        self.fin_sent && self.acknowledged == self.sent
+    }
+
     /// The peer's connection manager hung up.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
-        if self.fin_ack_sent || self.bare.is_some() {
+        // A path that can be replaced is looked for: the peer may have something to say yet.
+        if self.fin_ack_sent || self.bare.is_some() || !self.moves && self.peer_has_everything() {
             self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
         } else if self.failure().is_none() {
             self.fail(what(), wakes);
