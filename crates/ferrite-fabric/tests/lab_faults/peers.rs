@@ -68,8 +68,8 @@ fn peer_stopped() {
     let stalled = stalled_after(&config);
     let error = judge("peer stopped", &link, traffic, since, &[ErrorKind::PeerStalled], stalled + SLACK);
     assert!(!error.causes().is_empty(), "{error}");
-    // Not before its time: links are asked after half of `keepalive` at the earliest, not all at once.
-    let earliest = stalled - config.keepalive / 2 - Duration::from_millis(200);
+    // Not before its time: who called asks after half of `keepalive` at the earliest.
+    let earliest = config.keepalive / 2 + config.peer_timeout - Duration::from_millis(200);
     assert!(since.elapsed() >= earliest, "given up after {:?}", since.elapsed());
     let error = within(stalled, "the other link ends", other.ended()).expect_err("by an error");
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");
