@@ -106,7 +106,7 @@ Examples:
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  a rate, and honest percentiles
 
 JSON fields: format (1), transport, device?, fallback?, connections, threads, pipeline, keys, zipf?, size_bytes, rate_per_s?, results[]:
-  test, seconds, requests, errors, requests_per_s, latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?, late?
+  test, seconds, requests, errors, first_error?, requests_per_s, latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?, late?
   (open loop: requests that were sent later than they were due)
 Failures print {error: {kind, missing?, message, remedy?}}.";
 

@@ -137,11 +137,12 @@ pub(crate) fn load_through_the_gateway(place: &Place) {
     assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");
 }
 
-/// A server that says no, and one that is not there: said in one line, with a code.
+/// A server that says no: told in one line, with a code.
 pub(crate) fn refusals_are_explained(place: &Place) {
     let scene = Scene::start(place, &["--max-clients", "0"]);
     let refused = scene.bench(place, &["--test", "set"]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(1), "{said}");
+    assert!(said.contains("the server hung up") || said.contains("max number of clients"), "{said}");
     scene.end();
 }

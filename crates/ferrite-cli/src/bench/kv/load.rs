@@ -41,6 +41,8 @@ pub(super) struct Run {
     /// Within the measured time.
     pub(super) requests: u64,
     pub(super) errors: u64,
+    /// What the server said to the first of them.
+    pub(super) first_error: Option<String>,
     /// Sent later than they were due.
     pub(super) late: u64,
     /// The warm-up included.
@@ -56,6 +58,7 @@ impl Run {
             seconds: 0.0,
             requests: 0,
             errors: 0,
+            first_error: None,
             late: 0,
             all_requests: 0,
             latency: Histogram::new_with_bounds(1, LONGEST_NS, 3)?,
@@ -67,6 +70,7 @@ impl Run {
         self.seconds = self.seconds.max(other.seconds);
         self.requests += other.requests;
         self.errors += other.errors;
+        self.first_error = self.first_error.take().or_else(|| other.first_error.clone());
         self.late += other.late;
         self.all_requests += other.all_requests;
         self.latency += &other.latency;
@@ -282,6 +286,7 @@ impl Asking {
                 due += every;
             }
         }
+        run.first_error = self.first_error.filter(|_| run.errors > 0);
         Ok(run)
     }
 
@@ -319,7 +324,10 @@ impl Asking {
                 while left > 0 {
                     let count = reader.read(input).await?;
                     if count == 0 {
-                        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up"));
+                        let said =
+                            first_error.as_ref().map_or(String::new(), |said| format!(": it said {said}"));
+                        let what = format!("the server hung up{said}");
+                        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
                     }
                     let mut rest = &input[..count];
                     while !rest.is_empty() {

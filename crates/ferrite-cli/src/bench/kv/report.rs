@@ -17,6 +17,8 @@ pub(super) struct Row {
     seconds: f64,
     requests: u64,
     errors: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    first_error: Option<String>,
     requests_per_s: f64,
     latency_us: Latency,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -39,6 +41,7 @@ impl Row {
             seconds: run.seconds,
             requests: run.requests,
             errors: run.errors,
+            first_error: run.first_error.clone(),
             requests_per_s,
             latency_us: Latency::of(&RoundTrips { ticks: run.latency.clone(), us_per_tick: 1e-3 }, 1.0),
             server_cpu_us_per_request,
@@ -113,6 +116,9 @@ fn text(report: &Report) -> String {
             row.requests_per_s,
             row.errors
         );
+        if let Some(said) = &row.first_error {
+            let _ = writeln!(out, "      the first error: {said}");
+        }
         if row.late > 0 {
             let _ = writeln!(
                 out,
