@@ -38,18 +38,60 @@ pub(crate) struct ListenerShared {
 #[derive(Default)]
 struct Queue {
     links: VecDeque<Arc<LinkShared>>,
-    strangers: VecDeque<ConnectionRequest>,
-    /// Whether somebody takes strangers.
-    takes_strangers: bool,
-    tcp_strangers: VecDeque<TcpStranger>,
-    takes_tcp_strangers: bool,
     waiting: Wakes,
-    waiting_for_strangers: Wakes,
-    waiting_for_tcp_strangers: Wakes,
+    strangers: Guests<ConnectionRequest>,
+    tcp_strangers: Guests<TcpStranger>,
     failure: Option<Error>,
 }
 
+/// Peers without a hello, of one kind.
+struct Guests<T> {
+    here: VecDeque<T>,
+    /// Whether somebody takes them.
+    are_welcome: bool,
+    waiting: Wakes,
+}
+
+impl<T> Default for Guests<T> {
+    fn default() -> Self {
+        Self { here: VecDeque::new(), are_welcome: false, waiting: Wakes::new() }
+    }
+}
+
+impl<T> Guests<T> {
+    fn have_room(&self) -> bool {
+        self.are_welcome && self.here.len() < STRANGERS
+    }
+
+    fn push(&mut self, guest: T, wakes: &mut Wakes) {
+        self.here.push_back(guest);
+        wakes.append(&mut self.waiting);
+    }
+
+    /// Nobody takes them any more.
+    fn turn_away(&mut self) {
+        self.are_welcome = false;
+        self.here.clear();
+    }
+}
+
 impl ListenerShared {
+    /// The next guest of a kind.
+    async fn guest<T>(&self, of: fn(&mut Queue) -> &mut Guests<T>) -> Result<T, Error> {
+        std::future::poll_fn(|cx| {
+            let mut queue = lock(&self.queue);
+            if let Some(guest) = of(&mut queue).here.pop_front() {
+                return Poll::Ready(Ok(guest));
+            }
+            if let Some(error) = &queue.failure {
+                return Poll::Ready(Err(error.clone()));
+            }
+            keep(&mut of(&mut queue).waiting, cx.waker());
+            Poll::Pending
+        })
+        .await
+    }
+
     pub(crate) fn is_full(&self) -> bool {
         lock(&self.queue).links.len() >= BACKLOG
     }
@@ -67,23 +109,19 @@ impl ListenerShared {
         wakes: &mut Wakes,
     ) -> Result<(), Box<ConnectionRequest>> {
         let mut queue = lock(&self.queue);
-        if !queue.takes_strangers || queue.strangers.len() >= STRANGERS {
+        if !queue.strangers.have_room() {
             return Err(Box::new(request));
         }
-        queue.strangers.push_back(request);
-        wakes.append(&mut queue.waiting_for_strangers);
+        queue.strangers.push(request, wakes);
         Ok(())
     }
 
     pub(crate) fn takes_tcp_strangers(&self) -> bool {
-        let queue = lock(&self.queue);
-        queue.takes_tcp_strangers && queue.tcp_strangers.len() < STRANGERS
+        lock(&self.queue).tcp_strangers.have_room()
     }
 
     pub(crate) fn tcp_stranger(&self, stranger: TcpStranger, wakes: &mut Wakes) {
-        let mut queue = lock(&self.queue);
-        queue.tcp_strangers.push_back(stranger);
-        wakes.append(&mut queue.waiting_for_tcp_strangers);
+        lock(&self.queue).tcp_strangers.push(stranger, wakes);
     }
 
     pub(crate) fn fail(&self, error: Error) {
@@ -91,8 +129,8 @@ impl ListenerShared {
             let mut queue = lock(&self.queue);
             queue.failure = Some(error);
             let mut wakes = std::mem::take(&mut queue.waiting);
-            wakes.append(&mut queue.waiting_for_strangers);
-            wakes.append(&mut queue.waiting_for_tcp_strangers);
+            wakes.append(&mut queue.strangers.waiting);
+            wakes.append(&mut queue.tcp_strangers.waiting);
             wakes
         };
         wakes.into_iter().for_each(Waker::wake);
@@ -314,7 +352,7 @@ impl Listener {
     /// Takes peers that do not say hello, such as clients of other protocols, instead of refusing them.
     #[must_use]
     pub fn strangers(&self) -> Strangers {
-        lock(&self.shared.queue).takes_strangers = true;
+        lock(&self.shared.queue).strangers.are_welcome = true;
         Strangers { listener: Arc::clone(&self.shared), engine: self.engine.clone() }
     }
 }
@@ -323,7 +361,7 @@ impl Listener {
     /// Takes peers that do not say hello over TCP, instead of refusing them: in clear text, where TCP is listened to at all.
     #[must_use]
     pub fn tcp_strangers(&self) -> TcpStrangers {
-        lock(&self.shared.queue).takes_tcp_strangers = true;
+        lock(&self.shared.queue).tcp_strangers.are_welcome = true;
         TcpStrangers(Arc::clone(&self.shared))
     }
 }
@@ -387,18 +425,7 @@ impl Strangers {
     /// # Errors
     /// When the listener's device has gone.
     pub async fn next(&self) -> Result<ConnectionRequest, Error> {
-        std::future::poll_fn(|cx| {
-            let mut queue = lock(&self.listener.queue);
-            if let Some(request) = queue.strangers.pop_front() {
-                return Poll::Ready(Ok(request));
-            }
-            if let Some(error) = &queue.failure {
-                return Poll::Ready(Err(error.clone()));
-            }
-            keep(&mut queue.waiting_for_strangers, cx.waker());
-            Poll::Pending
-        })
-        .await
+        self.listener.guest(|queue| &mut queue.strangers).await
     }
 
     /// Takes the peer: a connection without anything of ours on it. Begins at once; dropping the future gives it up.
@@ -417,9 +444,7 @@ impl Strangers {
 
 impl Drop for Strangers {
     fn drop(&mut self) {
-        let mut queue = lock(&self.listener.queue);
-        queue.takes_strangers = false;
-        queue.strangers.clear();
+        lock(&self.listener.queue).strangers.turn_away();
     }
 }
 
@@ -457,26 +482,13 @@ impl TcpStrangers {
     /// # Errors
     /// When the listener has failed.
     pub async fn next(&self) -> Result<TcpStranger, Error> {
-        std::future::poll_fn(|cx| {
-            let mut queue = lock(&self.0.queue);
-            if let Some(stranger) = queue.tcp_strangers.pop_front() {
-                return Poll::Ready(Ok(stranger));
-            }
-            if let Some(error) = &queue.failure {
-                return Poll::Ready(Err(error.clone()));
-            }
-            keep(&mut queue.waiting_for_tcp_strangers, cx.waker());
-            Poll::Pending
-        })
-        .await
+        self.0.guest(|queue| &mut queue.tcp_strangers).await
     }
 }
 
 impl Drop for TcpStrangers {
     fn drop(&mut self) {
-        let mut queue = lock(&self.0.queue);
-        queue.takes_tcp_strangers = false;
-        queue.tcp_strangers.clear();
+        lock(&self.0.queue).tcp_strangers.turn_away();
     }
 }
 
