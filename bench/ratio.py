@@ -134,7 +134,7 @@ def parser(text, rounds):
 
 
 def build():
-    subprocess.run(["cargo", "build", "--quiet", "--release", "-p", "ferrite-cli"], cwd=ROOT, check=True)
+    subprocess.run(["cargo", "build", "--quiet", "--release", "-p", "ferrite"], cwd=ROOT, check=True)
 
 
 def raw_file(name):

@@ -1,7 +1,7 @@
 //! `cargo xtask interop [FILTER]`: Valkey's own programs against each other and against Ferrite, in the lab's guest.
 //!
 //! Valkey comes from Debian's source package, is built by `lab/lab setup valkey` and stays in the lab's cache: nothing of it
-//! is in this repository. The matrix itself is the integration test `lab_interop` of ferrite-cli, which `cargo xtask lab-test`
+//! is in this repository. The matrix itself is the integration test `lab_interop` of ferrite, which `cargo xtask lab-test`
 //! leaves out, because it needs that build.
 
 use std::path::{Path, PathBuf};

@@ -85,7 +85,7 @@ impl Suite {
     fn targets(&self) -> &'static [&'static str] {
         match self {
             Self::Own => &["--workspace", "--test", "lab_*"],
-            Self::Interop { .. } => &["--package", "ferrite-cli", "--test", "lab_interop"],
+            Self::Interop { .. } => &["--package", "ferrite", "--test", "lab_interop"],
         }
     }
 

@@ -18,7 +18,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-module", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     (
-        "ferrite-cli",
+        "ferrite",
         &[
             "ferrite-verbs",
             "ferrite-fabric",
@@ -128,8 +128,8 @@ mod tests {
 
     #[test]
     fn tests_may_not_import_upwards_either() {
-        let verbs = package("ferrite-verbs", &[("ferrite-cli", Some("dev"))]);
-        assert_eq!(found(&[verbs, package("ferrite-cli", &[])]).len(), 1);
+        let verbs = package("ferrite-verbs", &[("ferrite", Some("dev"))]);
+        assert_eq!(found(&[verbs, package("ferrite", &[])]).len(), 1);
     }
 
     #[test]

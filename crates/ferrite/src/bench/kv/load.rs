@@ -324,10 +324,7 @@ impl Asking {
                 while left > 0 {
                     let count = reader.read(input).await?;
                     if count == 0 {
-                        let said =
-                            first_error.as_ref().map_or(String::new(), |said| format!(": it said {said}"));
-                        let what = format!("the server hung up{said}");
-                        return Err(io::Error::new(io::ErrorKind::UnexpectedEof, what));
+                        return Err(hung_up(first_error.as_deref()));
                     }
                     let mut rest = &input[..count];
                     while !rest.is_empty() {
@@ -345,11 +342,21 @@ impl Asking {
                 Ok(errors)
             };
             let (wrote, errors) = tokio::join!(writing, reading);
-            wrote.and(errors)
+            // A server that refuses says why and hangs up: what it said matters more than what could not be written.
+            match (wrote, errors) {
+                (Ok(()), errors) | (_, errors @ Err(_)) => errors,
+                (Err(_), Ok(_)) if first_error.is_some() => Err(hung_up(first_error.as_deref())),
+                (Err(error), Ok(_)) => Err(error),
+            }
         };
         let done = tokio::time::timeout(PATIENCE, exchanged).await;
         Ok(done.context("no answer within 30 s")??)
     }
+}
+
+fn hung_up(said: Option<&str>) -> io::Error {
+    let said = said.map_or(String::new(), |said| format!(": it said {said}"));
+    io::Error::new(io::ErrorKind::UnexpectedEof, format!("the server hung up{said}"))
 }
 
 /// Waits for a moment, and not a millisecond longer, as sleeping alone might.
