@@ -35,12 +35,14 @@ const ELSEWHERE: Duration = Duration::from_millis(1);
 struct Looks(u32);
 
 impl Looks {
-    /// Waits a moment before the next. Now and then somebody else gets the CPU: where there are few, whom we wait for may be
-    /// waiting for ours, such as a kernel that plays the card.
-    fn pause(&mut self) {
-        const UNTIL_YIELD: u32 = 512;
+    /// Waits a moment before the next. What takes longer than a short message and its answer may be waiting for our CPU, as
+    /// does a kernel that plays the card where there are few: from then on it is given away every few looks. Not before, since
+    /// that is a system call in the midst of a round trip.
+    fn pause(&mut self, idle: Duration) {
+        const ROUND_TRIP: Duration = Duration::from_micros(100);
+        const UNTIL_YIELD: u32 = 8;
         self.0 = self.0.wrapping_add(1);
-        if self.0.is_multiple_of(UNTIL_YIELD) {
+        if idle > ROUND_TRIP && self.0.is_multiple_of(UNTIL_YIELD) {
             std::thread::yield_now();
         } else {
             std::hint::spin_loop();
@@ -109,10 +111,14 @@ impl Shared {
         loop {
             if self.pass() > 0 {
                 active = self.clock.now();
-            } else if self.is_over() {
+                continue;
+            }
+            if self.is_over() {
                 return;
-            } else if self.clock.now().saturating_duration_since(active) < self.busy_poll() {
-                looks.pause();
+            }
+            let idle = self.clock.now().saturating_duration_since(active);
+            if idle < self.busy_poll() {
+                looks.pause(idle);
             } else {
                 match self.arm() {
                     Armed::Sleep if self.is_over() => return, // another driver may have taken the call that said so
@@ -215,10 +221,14 @@ impl Engine {
             }
             if shared.pass() > 0 {
                 active = shared.clock.now();
-            } else if wakeup.is_woken() {
-                // by another thread
-            } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
-                looks.pause();
+                continue;
+            }
+            if wakeup.is_woken() {
+                continue; // by another thread
+            }
+            let idle = shared.clock.now().saturating_duration_since(active);
+            if idle < shared.busy_poll() {
+                looks.pause(idle);
             } else {
                 match shared.arm() {
                     Armed::Sleep => wakeup.sleep(|bell| {
