@@ -245,6 +245,8 @@ impl Engine {
             moves,
             strangers_only: options.strangers_only,
         });
+        // Who asks for nobody else will take them, though they may come before it says so.
+        lock(&listener.queue).strangers.are_welcome = options.strangers_only;
         let mut last = None;
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {

@@ -60,6 +60,7 @@ pub struct ValkeyStream {
     endpoint: Endpoint,
     /// What the endpoint knows to be done.
     done: Done,
+    quiet: Quiet,
     role: Role,
     clock: Pin<Box<Sleep>>,
     /// Since it was shut down.
@@ -82,8 +83,8 @@ impl ValkeyStream {
         let endpoint = Endpoint::new(role, config.proto.clone(), memory)
             .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
-        let done = Done::default();
-        let mut stream = Self { bare, window, endpoint, done, role, clock, linger: None, over: None };
+        let (done, quiet) = (Done::default(), Quiet::new(config.proto.max_writes_in_flight));
+        let mut stream = Self { bare, window, endpoint, done, quiet, role, clock, linger: None, over: None };
         stream.endpoint.handle_established(Instant::now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
@@ -111,12 +112,13 @@ impl ValkeyStream {
     fn drive(&mut self, cx: &mut Context<'_>) {
         self.count_done(cx);
         while self.over.is_none() {
-            let now = Instant::now();
             let taken = match self.bare.poll_arrival(cx.waker()) {
-                Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message, now),
+                Poll::Ready(Ok(Arrival::Message(message))) => {
+                    self.endpoint.handle_message(&message, Instant::now())
+                }
                 Poll::Ready(Ok(Arrival::Written { sum, bytes, .. })) => {
                     let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
-                    self.endpoint.handle_immediate(fits(sum), fits(bytes), now)
+                    self.endpoint.handle_immediate(fits(sum), fits(bytes), Instant::now())
                 }
                 Poll::Ready(Err(error)) => {
                     self.over = Some(error);
@@ -212,7 +214,11 @@ impl ValkeyStream {
             now.copy_from_slice(&part[..count]);
             rest = later;
         }
-        match self.bare.write(buf, plan.remote_addr, plan.rkey, plan.immediate) {
+        let written = match self.quiet.next(plan.len) {
+            true => self.bare.write_quietly(buf, plan.remote_addr, plan.rkey, plan.immediate),
+            false => self.bare.write(buf, plan.remote_addr, plan.rkey, plan.immediate),
+        };
+        match written {
             Ok(()) => Poll::Ready(Ok(plan.len as usize)),
             Err(error) => {
                 let failed = io::Error::new(io::ErrorKind::BrokenPipe, error.clone());
@@ -230,6 +236,33 @@ impl ValkeyStream {
             cx.waker().wake_by_ref();
         }
         Poll::Pending
+    }
+}
+
+/// Writes whose completion nobody was asked for: an interrupt for each answer is half of what a small one costs. They keep
+/// their memory until the next that reports, which is a keepalive if nothing else.
+struct Quiet {
+    writes: u32,
+    bytes: u32,
+    /// Half of the writes that may be under way: one that reports is always among those.
+    writes_max: u32,
+}
+
+impl Quiet {
+    const BYTES_MAX: u32 = WRITE_MAX as u32;
+
+    fn new(in_flight_max: u32) -> Self {
+        Self { writes: 0, bytes: 0, writes_max: in_flight_max / 2 }
+    }
+
+    /// Whether the next write, of `bytes`, may be quiet.
+    fn next(&mut self, bytes: u32) -> bool {
+        (self.writes, self.bytes) = (self.writes + 1, self.bytes.saturating_add(bytes));
+        let quiet = self.writes < self.writes_max && self.bytes < Self::BYTES_MAX;
+        if !quiet {
+            (self.writes, self.bytes) = (0, 0);
+        }
+        quiet
     }
 }
 

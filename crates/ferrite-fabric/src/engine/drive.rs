@@ -259,7 +259,7 @@ impl Engine {
             loop {
                 if shared.pass() > 0 {
                     active = shared.clock.now();
-                    tokio::task::yield_now().await; // to those that were woken
+                    to_those_woken().await;
                 } else if shared.is_over() {
                     return Ok(());
                 } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
@@ -267,14 +267,9 @@ impl Engine {
                 } else {
                     match shared.arm() {
                         Armed::Sleep if shared.is_over() => return Ok(()), // as in `run`
-                        Armed::Sleep => loop {
-                            // tokio tells of changes only: what was readable and not taken would be forgotten.
-                            let mut ready = fd.readable().await?;
-                            if shared.sleep(None, Some(Duration::ZERO)) {
-                                break;
-                            }
-                            ready.clear_ready();
-                        },
+                        // tokio tells of changes only. What is cleared here is taken by the look that follows, and a look
+                        // that leaves something does not let us sleep.
+                        Armed::Sleep => fd.readable().await?.clear_ready(),
                         Armed::Again => {}
                         Armed::Elsewhere => tokio::time::sleep(ELSEWHERE).await,
                     }
@@ -292,6 +287,19 @@ impl Engine {
         let driving = Driving::new(Arc::clone(self.shared()));
         std::thread::Builder::new().name("ferrite-engine".into()).spawn(move || driving.0.run())
     }
+}
+
+/// Lets the tasks go first that were woken. Not tokio's own: that looks at all its descriptors before, a system call.
+#[cfg(feature = "tokio")]
+fn to_those_woken() -> impl Future<Output = ()> {
+    let mut yielded = false;
+    std::future::poll_fn(move |cx| {
+        if std::mem::replace(&mut yielded, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
 }
 
 /// Someone who drives the engine; when it stops, another takes over.

@@ -73,11 +73,6 @@ impl Mailbox {
         std::mem::take(&mut lock(&self.links))
     }
 
-    /// Whether the descriptor was prepared for waiting, and not looked at since.
-    pub(crate) fn is_asleep(&self) -> bool {
-        self.asleep.load(Ordering::SeqCst)
-    }
-
     /// The caller takes what the descriptor has: `look`.
     pub(crate) fn awake<R>(&self, look: impl FnOnce() -> R) -> R {
         self.asleep.swap(false, Ordering::SeqCst);

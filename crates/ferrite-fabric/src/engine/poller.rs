@@ -58,6 +58,10 @@ pub(crate) struct Poller {
     /// Links that called and have not been attended to.
     pub(super) calls: VecDeque<u32>,
     ready: Vec<Ready>,
+    /// The descriptor was prepared for waiting, and not looked at since.
+    armed: bool,
+    /// The last look left something, of which nobody tells again.
+    unfinished: bool,
     /// The clock was told to look for memory for receives.
     starved: bool,
     /// To be woken when the poller is free again.
@@ -84,6 +88,8 @@ impl Poller {
             clock_set: None,
             calls: VecDeque::new(),
             ready: Vec::new(),
+            armed: true, // nobody has looked yet
+            unfinished: false,
             starved: false,
             wakes: Wakes::new(),
             now: Instant::now(),
@@ -96,9 +102,7 @@ impl Poller {
         let mut done = 0;
         // First, because what follows goes by the time of the last look.
         let now = shared.clock.now();
-        if shared.mailbox.is_asleep()
-            || self.sockets.are_in_use()
-            || now.saturating_duration_since(self.looked) >= LOOK_EVERY
+        if self.armed || self.sockets.are_in_use() || now.saturating_duration_since(self.looked) >= LOOK_EVERY
         {
             self.looked = now;
             done += shared.mailbox.awake(|| self.look(shared));
@@ -240,14 +244,16 @@ impl Poller {
     #[inline(never)]
     fn look(&mut self, shared: &Shared) -> usize {
         self.now = Instant::now();
+        self.armed = false;
         let mut ready = std::mem::take(&mut self.ready);
-        shared.waits.ready(&mut ready);
+        self.unfinished = shared.waits.ready(&mut ready);
         let mut done = 0;
         for ready in ready.drain(..) {
             match ready {
                 Ready::Completions(lane) => {
                     let Some(gear) = &mut self.gears[lane] else { continue };
-                    while let Ok(Some(_)) = gear.channel.next_event() {
+                    // One: it was armed once. A second would be told of again.
+                    if let Ok(Some(_)) = gear.channel.next_event() {
                         gear.armed = false;
                     }
                 }
@@ -430,7 +436,9 @@ impl Poller {
             shared.waits.set_clock(soonest);
             self.clock_set = soonest;
         }
-        if !shared.mailbox.fall_asleep() || found > 0 || !self.calls.is_empty() || self.sockets.has_ready() {
+        self.armed = true;
+        let asleep = shared.mailbox.fall_asleep();
+        if !asleep || found > 0 || self.unfinished || !self.calls.is_empty() || self.sockets.has_ready() {
             return false;
         }
         shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
@@ -446,6 +454,7 @@ impl Poller {
             count += 1;
             self.on_cm_event(shared, event);
         }
+        self.unfinished |= count == CM_EVENTS;
         count
     }
 

@@ -36,6 +36,8 @@ struct KernelState {
     /// Whether the next completion makes the descriptor readable.
     armed: bool,
     event: bool,
+    /// The descriptor was made readable since who is told of changes only went to sleep.
+    changed: bool,
 }
 
 /// Stands for an eventfd.
@@ -49,7 +51,10 @@ impl Bell {
     }
 
     pub(crate) fn ring(&self) {
-        lock(&KERNEL.state).bells[self.0] = true;
+        let mut kernel = lock(&KERNEL.state);
+        kernel.bells[self.0] = true;
+        kernel.changed |= self.0 == MAIL;
+        drop(kernel);
         KERNEL.changed.notify_all();
     }
 
@@ -70,6 +75,7 @@ fn complete(future: usize) {
     kernel.completions.push(future);
     if std::mem::take(&mut kernel.armed) {
         kernel.event = true;
+        kernel.changed = true;
         drop(kernel);
         KERNEL.changed.notify_all();
     }
@@ -86,10 +92,25 @@ fn sleep(bell: Option<&Bell>) {
     }
 }
 
+/// Waits for a change of the descriptor, as tokio tells of it: what was readable before and was not taken is forgotten.
+fn sleep_by_changes() {
+    let mut kernel = lock(&KERNEL.state);
+    while !std::mem::take(&mut kernel.changed) {
+        kernel = KERNEL.changed.wait(kernel).expect("no panic");
+    }
+}
+
+struct Poller {
+    /// The descriptor was prepared for waiting, and not looked at since.
+    armed: bool,
+    /// The device was asked to tell of the next completion, and that was not taken yet.
+    asked: bool,
+}
+
 /// What `Shared` is to the engine.
 struct Model {
-    /// The poller: who has it makes a pass.
-    poller: Mutex<()>,
+    /// Who has it makes a pass.
+    poller: Mutex<Poller>,
     mailbox: Mailbox,
     drivers: AtomicUsize,
     over: AtomicBool,
@@ -97,6 +118,8 @@ struct Model {
     called: AtomicUsize,
     /// Whether a pass looks at the descriptor because of the time that has passed, not only after sleep.
     time_flies: bool,
+    /// Whether `run` sleeps as tokio does.
+    by_changes: bool,
 }
 
 #[derive(Default)]
@@ -113,14 +136,19 @@ enum Armed {
 
 impl Model {
     fn new(time_flies: bool) -> Arc<Self> {
+        Self::sleeping(time_flies, false)
+    }
+
+    fn sleeping(time_flies: bool, by_changes: bool) -> Arc<Self> {
         Arc::new(Self {
-            poller: Mutex::new(()),
+            poller: Mutex::new(Poller { armed: true, asked: false }),
             mailbox: Mailbox::new().expect("a bell"),
             drivers: AtomicUsize::new(0),
             over: AtomicBool::new(false),
             futures: [Mutex::default(), Mutex::default()],
             called: AtomicUsize::new(0),
             time_flies,
+            by_changes,
         })
     }
 
@@ -135,28 +163,34 @@ impl Model {
     }
 
     fn pass(&self) -> usize {
-        let Ok(poller) = self.poller.try_lock() else { return 0 };
+        let Ok(mut poller) = self.poller.try_lock() else { return 0 };
         let mut wakes = Vec::new();
+        if self.time_flies || poller.armed {
+            self.mailbox.awake(|| {
+                poller.armed = false;
+                if std::mem::take(&mut lock(&KERNEL.state).event) {
+                    poller.asked = false;
+                }
+                self.mailbox.silence();
+            });
+        }
         let mut done = self.reap(&mut wakes);
         let calls = self.mailbox.take().len();
         self.called.fetch_add(calls, Ordering::Relaxed);
         done += calls;
-        if self.time_flies || self.mailbox.is_asleep() {
-            self.mailbox.awake(|| {
-                lock(&KERNEL.state).event = false; // what it told of is taken by the next pass
-                self.mailbox.silence();
-            });
-        }
         drop(poller);
         wakes.into_iter().for_each(Waker::wake);
         done
     }
 
     fn arm(&self) -> Armed {
-        let Ok(poller) = self.poller.try_lock() else { return Armed::Elsewhere };
-        lock(&KERNEL.state).armed = true;
+        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Elsewhere };
+        if !std::mem::replace(&mut poller.asked, true) {
+            lock(&KERNEL.state).armed = true;
+        }
         let mut wakes = Vec::new();
         let found = self.reap(&mut wakes);
+        poller.armed = true;
         let armed = self.mailbox.fall_asleep() && found == 0;
         drop(poller);
         let woken = !wakes.is_empty();
@@ -182,7 +216,7 @@ impl Model {
         }
     }
 
-    /// `Shared::run`, until `over` and so many calls have come.
+    /// `Shared::run` or `Engine::drive`, until `over` and so many calls have come.
     fn run(&self, calls: usize) {
         loop {
             if self.pass() > 0 {
@@ -195,6 +229,7 @@ impl Model {
             }
             match self.arm() {
                 Armed::Sleep if is_over() => break,
+                Armed::Sleep if self.by_changes => sleep_by_changes(),
                 Armed::Sleep => sleep(None),
                 Armed::Again => {}
                 Armed::Elsewhere => thread::yield_now(),
@@ -256,9 +291,9 @@ fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
 /// Two threads call while the driver falls asleep, again and again.
 #[test]
 fn loom_no_call_is_slept_over() {
-    for time_flies in [false, true] {
+    for (time_flies, by_changes) in [(false, false), (true, false), (false, true), (true, true)] {
         explore("no call is slept over", move || {
-            let model = Model::new(time_flies);
+            let model = Model::sleeping(time_flies, by_changes);
             model.begin();
             model.over.store(true, Ordering::Release); // ends when all have called
             let callers = [1, 2].map(|link| spawn(&model, move |model| model.mailbox.attend(link)));
@@ -329,9 +364,9 @@ fn loom_two_block_at_once() {
 /// One waits while another drives; then the engine ends.
 #[test]
 fn loom_one_blocks_beside_a_driver() {
-    for time_flies in [false, true] {
+    for (time_flies, by_changes) in [(false, false), (true, false), (false, true)] {
         explore("one blocks beside a driver", move || {
-            let model = Model::new(time_flies);
+            let model = Model::sleeping(time_flies, by_changes);
             model.begin();
             let driver = spawn(&model, |model| model.run(0));
             let device = spawn(&model, |_| complete(0));

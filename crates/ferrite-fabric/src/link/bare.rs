@@ -63,10 +63,21 @@ impl Bare {
     /// # Errors
     /// The link is down.
     pub fn write(&self, buf: impl Into<Buf>, addr: u64, rkey: u32, imm: u32) -> Result<(), Error> {
-        let buf = buf.into();
+        self.push_write(buf.into(), addr, rkey, imm, false)
+    }
+
+    /// The same, but it counts as done only together with the next message or write that is not quiet: one interrupt less.
+    ///
+    /// # Errors
+    /// The link is down.
+    pub fn write_quietly(&self, buf: impl Into<Buf>, addr: u64, rkey: u32, imm: u32) -> Result<(), Error> {
+        self.push_write(buf.into(), addr, rkey, imm, true)
+    }
+
+    fn push_write(&self, buf: Buf, addr: u64, rkey: u32, imm: u32, quiet: bool) -> Result<(), Error> {
         let remote = RemoteSlice { addr, len: buf.len() as u64, rkey };
         self.shared.with(|state, around, wakes| {
-            state.push_bare_write(buf, remote, imm)?;
+            state.push_bare_write(buf, remote, imm, quiet)?;
             state.pump(around, wakes);
             Ok(())
         })

@@ -36,10 +36,18 @@ pub enum Arrival {
 
 #[derive(Default)]
 pub(crate) struct Bare {
-    outgoing: VecDeque<(Operation, Buf)>,
+    outgoing: VecDeque<Outgoing>,
     arrivals: VecDeque<Arrival>,
     messages: usize,
     done: Done,
+}
+
+struct Outgoing {
+    operation: Operation,
+    held: Held,
+    bytes: usize,
+    /// Whoever asked does not wait for it.
+    quiet: bool,
 }
 
 /// What was asked of a bare link and is done: the peer's device has it.
@@ -68,30 +76,54 @@ impl LinkState {
 
     /// Queues a message.
     pub(crate) fn push_bare_message(&mut self, message: Buf) -> Result<(), Error> {
-        self.bare()?.outgoing.push_back((Operation::Send, message));
+        let bytes = message.len();
+        let held = Held::Shared(message);
+        self.bare()?.outgoing.push_back(Outgoing { operation: Operation::Send, held, bytes, quiet: false });
         Ok(())
     }
 
     /// Queues a write.
-    pub(crate) fn push_bare_write(&mut self, buf: Buf, remote: RemoteSlice, imm: u32) -> Result<(), Error> {
-        self.bare()?.outgoing.push_back((Operation::WriteImm(remote, imm), buf));
+    pub(crate) fn push_bare_write(
+        &mut self,
+        buf: Buf,
+        remote: RemoteSlice,
+        imm: u32,
+        quiet: bool,
+    ) -> Result<(), Error> {
+        let operation = Operation::WriteImm(remote, imm);
+        let bytes = buf.len();
+        self.bare()?.outgoing.push_back(Outgoing { operation, held: Held::Shared(buf), bytes, quiet });
         Ok(())
+    }
+
+    /// The link is to close, and nothing that is under way would report: a write of no bytes does, to an address that nobody
+    /// looks at, of which the peer hears nothing.
+    pub(super) fn push_bare_farewell(&mut self) {
+        let farewell = self.unsignaled > 0 && !self.has_bare_work();
+        if let Some(bare) = self.bare.as_deref_mut().filter(|_| farewell) {
+            let operation = Operation::Write(RemoteSlice { addr: 0, len: 0, rkey: 0 });
+            bare.outgoing.push_back(Outgoing { operation, held: Held::Nothing, bytes: 0, quiet: false });
+        }
     }
 
     pub(super) fn has_bare_work(&self) -> bool {
         self.bare.as_ref().is_some_and(|bare| !bare.outgoing.is_empty())
     }
 
-    /// The next request. The last that is queued reports, so that the memory of all comes back soon.
+    /// The next request. The last that is queued reports, unless it is quiet, so that the memory of all comes back soon.
     pub(super) fn next_bare_work(&mut self, around: &Around<'_>) -> Option<Work<Tag>> {
         let bare = self.bare.as_deref_mut()?;
-        let (operation, buf) = bare.outgoing.pop_front()?;
+        let Outgoing { operation, held, bytes, quiet } = bare.outgoing.pop_front()?;
         let is_last = bare.outgoing.is_empty();
-        let signaled = self.signal(around, is_last);
-        let inline = buf.len() <= self.inline;
-        let kind = if matches!(operation, Operation::Send) { Kind::Control } else { Kind::Notice };
-        let tag = Tag { kind, bytes: buf.len() as u32, ..Tag::default() };
-        Some(Work { operation, held: Held::Shared(buf), signaled, inline, tag })
+        let signaled = self.signal(around, is_last && !quiet);
+        let inline = bytes <= self.inline;
+        let kind = match operation {
+            Operation::Send => Kind::Control,
+            Operation::WriteImm(..) => Kind::Notice,
+            _ => Kind::Write, // the farewell: nobody counts it
+        };
+        let tag = Tag { kind, bytes: bytes as u32, ..Tag::default() };
+        Some(Work { operation, held, signaled, inline, tag })
     }
 
     /// Whether everything that was asked for is done.

@@ -68,6 +68,9 @@ impl LinkState {
         if !matches!(self.phase, Phase::Up) {
             return;
         }
+        if self.closing && self.bare.is_some() {
+            self.push_bare_farewell();
+        }
         if let Err(error) = self.post_all(around, wakes) {
             self.fail(error, wakes);
             return;
