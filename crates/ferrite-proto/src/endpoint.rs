@@ -83,7 +83,7 @@ pub struct Endpoint {
     role: Role,
     config: Config,
     state: State,
-    /// What we announce, always the same.
+    /// What we announce.
     memory: Registration,
     receive: ReceiveWindow,
     send: SendWindow,
@@ -316,6 +316,27 @@ impl Endpoint {
             self.outbox.announce();
         }
         self.stats.bytes_consumed += u64::from(bytes);
+    }
+
+    /// Whether our memory is full, everything in it was consumed, and it will be announced again by the next
+    /// [`poll_message`](Self::poll_message).
+    #[must_use]
+    pub fn is_to_announce(&self) -> bool {
+        self.is_open() && !self.receive.is_open() && self.outbox.is_to_announce()
+    }
+
+    /// Other memory than before is announced from now on, also of another length: Valkey's clients follow that.
+    ///
+    /// # Panics
+    /// This is not the moment ([`is_to_announce`](Self::is_to_announce)), the memory has no bytes, or this is a client and the length
+    /// another: a Valkey server takes one length only, and crashes otherwise.
+    pub fn replace_memory(&mut self, memory: Registration) {
+        assert!(self.is_to_announce(), "the peer may write to the memory it was told of");
+        assert!(memory.length > 0, "memory of no bytes");
+        let may = self.role == Role::Server || memory.length == self.memory.length;
+        assert!(may, "a server takes one length only: {}, not {}", self.memory.length, memory.length);
+        self.receive = ReceiveWindow::new(memory.length);
+        self.memory = memory;
     }
 
     /// A client asks for the server's features; [`peer_features`](Self::peer_features) has the answer when it came. Whether it

@@ -7,6 +7,8 @@
 //! There is no half-close in this protocol: shutting down delivers what was written and hangs up. A server lets its client do
 //! so first, for a moment.
 
+mod window;
+
 use std::fmt;
 use std::future::Future;
 use std::io::{self, IoSlice};
@@ -15,11 +17,13 @@ use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::mem::{Exposed, Purpose};
+use ferrite_fabric::mem::Purpose;
 use ferrite_fabric::{Arrival, Bare, Done, Error, ErrorKind};
-use ferrite_proto::{Endpoint, ProtocolError, Registration, Role};
+use ferrite_proto::{Endpoint, ProtocolError, Role};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
+
+use window::Window;
 
 /// The most that goes in one write: a block of the pool.
 const WRITE_MAX: usize = 64 << 10;
@@ -33,9 +37,12 @@ const LINGER: Duration = Duration::from_millis(500);
 /// How a [`ValkeyStream`] behaves.
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
-    /// The memory that the peer writes to, pinned for as long as the connection lasts. Valkey's own is 1 MiB. 64 KiB and
-    /// 2 MiB waste nothing of the pool's blocks. 64 KiB.
+    /// The memory that the peer writes to at first, pinned for as long as the connection lasts. Valkey's own is 1 MiB. 64 KiB
+    /// and 2 MiB waste nothing of the pool's blocks. 64 KiB.
     pub window_bytes: u32,
+    /// What a client gets that writes much at a time, as long as half of the memory for receives is free. Servers only:
+    /// towards a Valkey server the first window stays. 2 MiB.
+    pub window_max_bytes: u32,
     /// Times and limits of the protocol.
     pub proto: ferrite_proto::Config,
 }
@@ -49,14 +56,14 @@ impl Default for ValkeyConfig {
             max_unseen: None,
             ..ferrite_proto::Config::default()
         };
-        Self { window_bytes: 64 << 10, proto }
+        Self { window_bytes: 64 << 10, window_max_bytes: 2 << 20, proto }
     }
 }
 
 /// One end of a Valkey Over RDMA connection: [`AsyncRead`] and [`AsyncWrite`].
 pub struct ValkeyStream {
     bare: Bare,
-    window: Exposed,
+    window: Window,
     endpoint: Endpoint,
     /// What the endpoint knows to be done.
     done: Done,
@@ -75,12 +82,8 @@ impl ValkeyStream {
     /// # Errors
     /// There is no memory for the window, or it cannot be registered.
     pub fn new(bare: Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
-        let mut buf = bare.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
-        buf.fill(0); // what the last user left is not for the peer
-        let window = bare.expose(buf).map_err(|(_, error)| Error::from(error))?;
-        let remote = window.remote();
-        let memory = Registration { addr: remote.addr, length: config.window_bytes, rkey: remote.rkey };
-        let endpoint = Endpoint::new(role, config.proto.clone(), memory)
+        let window = Window::new(&bare, role, config)?;
+        let endpoint = Endpoint::new(role, config.proto.clone(), window.registration())
             .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
         let (done, quiet) = (Done::default(), Quiet::new(config.proto.max_writes_in_flight));
@@ -116,7 +119,8 @@ impl ValkeyStream {
                 Poll::Ready(Ok(Arrival::Message(message))) => {
                     self.endpoint.handle_message(&message, Instant::now())
                 }
-                Poll::Ready(Ok(Arrival::Written { sum, bytes, .. })) => {
+                Poll::Ready(Ok(Arrival::Written { notices, sum, bytes })) => {
+                    self.window.on_written(notices);
                     let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
                     self.endpoint.handle_immediate(fits(sum), fits(bytes), Instant::now())
                 }
@@ -176,9 +180,12 @@ impl ValkeyStream {
         let readable = self.endpoint.readable();
         let count = readable.len().min(out.remaining());
         if count > 0 {
-            self.window.read(readable.start as usize, out.initialize_unfilled_to(count));
+            self.window.read(readable.start, out.initialize_unfilled_to(count));
             out.advance(count);
             self.endpoint.consume(count as u32);
+            if self.endpoint.is_to_announce() && self.window.renew(&self.bare) {
+                self.endpoint.replace_memory(self.window.registration());
+            }
             self.send_messages();
         }
         count

@@ -37,11 +37,14 @@ pub(crate) struct Options {
     /// Whether clients may, must or must not come over RDMA: prefer, require or forbid
     #[arg(long, value_name = "POLICY", default_value = "prefer")]
     rdma: Rdma,
-    /// The memory that each client of Valkey Over RDMA writes to, 4K to 2M: pinned while it is connected
+    /// The memory that each client of Valkey Over RDMA writes to at first, 4K to 2M: pinned while it is connected
     ///
-    /// Large values arrive faster with 1M or 2M; Valkey's own listener has 1M. 64K and 2M waste nothing.
+    /// Valkey's own listener has 1M. 64K and 2M waste nothing.
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "64K")]
     rx_size: u32,
+    /// The same for clients that send large values, while half of the memory for receives is free
+    #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "2M")]
+    rx_size_max: u32,
     /// Sessions at a time; more are told so, and end
     #[arg(long, value_name = "COUNT", default_value_t = 10_000)]
     max_clients: usize,
@@ -65,7 +68,7 @@ const HELP: &str = "\
 Examples:
   ferrite gateway --listen 10.0.0.1 --engine unix:/run/redis/redis.sock   clients connect to 10.0.0.1:6380
   valkey-cli --rdma -h 10.0.0.1 -p 6380 PING                              from another host
-  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values; no TCP at all
+  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values at once; no TCP at all
 
 It ends in good order on SIGTERM and SIGINT: no new clients, answers to what was asked, then the end. Exit code 0 then.
 
@@ -114,7 +117,11 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
         max_clients: options.max_clients,
         protected_mode: options.protected_mode == YesNo::Yes,
         drain_timeout: options.drain,
-        valkey: ValkeyConfig { window_bytes: options.rx_size, ..ValkeyConfig::default() },
+        valkey: ValkeyConfig {
+            window_bytes: options.rx_size,
+            window_max_bytes: options.rx_size_max,
+            ..ValkeyConfig::default()
+        },
         ..GatewayConfig::new(options.engine.clone())
     });
     let (mut terminated, mut interrupted) =

@@ -37,6 +37,10 @@ impl Outbox {
         self.announcement = true;
     }
 
+    pub(super) fn is_to_announce(&self) -> bool {
+        self.announcement
+    }
+
     /// Whether there was room.
     pub(super) fn feature(&mut self, message: Message) -> bool {
         let room = self.features.len() < FEATURES_WAITING;

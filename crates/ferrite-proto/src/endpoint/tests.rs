@@ -47,6 +47,41 @@ fn memory_of_no_bytes_is_a_mistake() {
 }
 
 #[test]
+fn other_memory_between_two_announcements() {
+    let now = Instant::now();
+    let mut server = ready(Role::Server, Config::default(), now);
+    assert!(!server.is_to_announce(), "the peer may write");
+    server.handle_immediate(16, 16, now).expect("all of it");
+    server.consume(15);
+    assert!(!server.is_to_announce(), "a byte is left");
+    server.consume(1);
+    assert!(server.is_to_announce());
+    let larger = Registration { addr: 0x2000, length: 64, rkey: 3 };
+    server.replace_memory(larger);
+    assert_eq!(server.poll_message(), Some(Message::RegisterXferMemory(larger).encode()));
+    assert!(!server.is_to_announce());
+    server.handle_immediate(64, 64, now).expect("there is room for it now");
+    assert_eq!(server.readable(), 0..64);
+}
+
+#[test]
+#[should_panic(expected = "the peer may write")]
+fn no_other_memory_while_the_peer_may_write() {
+    let mut server = ready(Role::Server, Config::default(), Instant::now());
+    server.replace_memory(OURS);
+}
+
+#[test]
+#[should_panic(expected = "a server takes one length only: 16, not 17")]
+fn no_other_length_for_a_server() {
+    let now = Instant::now();
+    let mut client = ready(Role::Client, Config::default(), now);
+    client.handle_immediate(16, 16, now).expect("all of it");
+    client.consume(16);
+    client.replace_memory(Registration { length: 17, ..OURS });
+}
+
+#[test]
 fn an_error_is_for_ever_and_a_close_is_quiet() {
     let now = Instant::now();
     let mut server = ready(Role::Server, Config::default(), now);

@@ -45,10 +45,16 @@ impl ReceiveWindow {
         Self { length, open: false, filled: 0, consumed: 0 }
     }
 
-    /// The same at every announcement: a peer may have made its memory of it.
+    /// How many bytes the peer may write in all, from one announcement to the next.
     #[must_use]
     pub fn length(&self) -> u32 {
         self.length
+    }
+
+    /// Whether it was announced, and not filled and consumed since.
+    #[must_use]
+    pub fn is_open(&self) -> bool {
+        self.open
     }
 
     /// How many bytes the peer may still write.

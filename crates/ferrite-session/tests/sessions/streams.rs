@@ -60,11 +60,36 @@ pub(crate) async fn both_ways(scene: Scene) {
 
 /// Windows that are announced again and again.
 pub(crate) async fn windows_smaller_than_messages(scene: Scene) {
-    let config = ValkeyConfig { window_bytes: 1000, ..ValkeyConfig::default() };
+    let config = ValkeyConfig { window_bytes: 1000, window_max_bytes: 1000, ..ValkeyConfig::default() };
     let (mut client, mut server, _engines) = pair(&scene, &config).await;
     carry(&mut client, &mut server, 100 * KIB).await;
     carry(&mut server, &mut client, 100 * KIB).await;
     assert!(server.stats().registrations_sent > 100, "{:?}", server.stats());
+}
+
+/// Who writes much at a time gets a larger window, until its writes are small again; a client's stays.
+pub(crate) async fn windows_follow_what_comes(scene: Scene) {
+    let (small, large) = (4 * KIB, 64 * KIB);
+    let config = ValkeyConfig {
+        window_bytes: small as u32,
+        window_max_bytes: large as u32,
+        ..ValkeyConfig::default()
+    };
+    let (mut client, mut server, engines) = pair(&scene, &config).await;
+    let exposed = |engine: usize| engines[engine].pool().stats().exposed_bytes as usize;
+    assert_eq!((exposed(0), exposed(1)), (small, small));
+    carry(&mut client, &mut server, 500 * KIB).await;
+    carry(&mut server, &mut client, 500 * KIB).await;
+    assert_eq!((exposed(0), exposed(1)), (large, small));
+    assert!(server.stats().registrations_sent < 30, "{:?}", server.stats());
+    let (request, mut read) = ([7; 100], [0; 100]);
+    for _ in 0..3 * large / request.len() {
+        let (wrote, done) = tokio::join!(client.write_all(&request), server.read_exact(&mut read));
+        wrote.expect("to write");
+        done.expect("to read");
+        assert_eq!(read, request);
+    }
+    assert_eq!((exposed(0), exposed(1)), (small, small));
 }
 
 /// Nothing is said for a long time but the server's keepalives; then it goes on.

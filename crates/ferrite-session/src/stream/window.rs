@@ -1,0 +1,84 @@
+//! The memory that the peer writes to: small at first, large for who writes much at a time.
+//!
+//! Whoever fills a window waits for the next to be announced, a round trip. For requests of a hundred bytes that is seldom,
+//! and thousands of connections cost little; a value of megabytes would wait at every turn. So a client that has filled its
+//! window by a few writes is given a large one, and a small one again when its writes are small: at the next announcement,
+//! the only moment when nobody writes.
+
+use ferrite_fabric::mem::{Exposed, Purpose};
+use ferrite_fabric::{Bare, Error};
+use ferrite_proto::{Registration, Role};
+
+use super::ValkeyConfig;
+
+/// Bytes of a write, on average, from which on a window is worth being large (or a quarter of it), and below which it is not.
+const LARGE: u64 = 4096;
+const SMALL: u64 = 512;
+
+pub(super) struct Window {
+    memory: Exposed,
+    bytes: u32,
+    /// Writes since it was announced.
+    notices: u64,
+    /// What it may be.
+    small_bytes: u32,
+    large_bytes: u32,
+}
+
+impl Window {
+    pub(super) fn new(bare: &Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+        let small_bytes = config.window_bytes;
+        let large_bytes = match role {
+            Role::Server => config.window_max_bytes.max(small_bytes),
+            Role::Client => small_bytes, // a Valkey server dies of another length
+        };
+        let memory = expose(bare, small_bytes)?;
+        Ok(Self { memory, bytes: small_bytes, notices: 0, small_bytes, large_bytes })
+    }
+
+    /// What the peer is told.
+    pub(super) fn registration(&self) -> Registration {
+        let remote = self.memory.remote();
+        Registration { addr: remote.addr, length: self.bytes, rkey: remote.rkey }
+    }
+
+    pub(super) fn on_written(&mut self, notices: u64) {
+        self.notices += notices;
+    }
+
+    /// Copies out what the peer wrote at `from`.
+    pub(super) fn read(&self, from: u32, out: &mut [u8]) {
+        self.memory.read(from as usize, out);
+    }
+
+    /// It is full and everything was taken: makes it what it should be from now on, and says whether that is other memory.
+    pub(super) fn renew(&mut self, bare: &Bare) -> bool {
+        let average = u64::from(self.bytes) / std::mem::take(&mut self.notices).max(1);
+        let bytes = if average >= LARGE.min(u64::from(self.bytes) / 4) {
+            self.large_bytes
+        } else if average < SMALL {
+            self.small_bytes
+        } else {
+            self.bytes
+        };
+        if bytes == self.bytes || bytes > self.bytes && !has_plenty(bare, bytes) {
+            return false;
+        }
+        // Without memory it stays as it is.
+        let Ok(memory) = expose(bare, bytes) else { return false };
+        (self.memory, self.bytes) = (memory, bytes);
+        true
+    }
+}
+
+fn expose(bare: &Bare, bytes: u32) -> Result<Exposed, Error> {
+    let mut buf = bare.pool().take_uncharged(bytes as usize, Purpose::Receive)?;
+    buf.fill(0); // what the last user left is not for the peer
+    bare.expose(buf).map_err(|(_, error)| Error::from(error))
+}
+
+/// Half of the memory for receives is for messages and small windows, whoever sends large values.
+fn has_plenty(bare: &Bare, bytes: u32) -> bool {
+    let receive = bare.pool().stats().receive;
+    receive.in_use_bytes.saturating_add(bytes.into()) <= receive.max_bytes / 2
+}
