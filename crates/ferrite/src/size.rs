@@ -1,10 +1,15 @@
 //! Sizes as people type them.
 
-/// The largest: the largest buffer of the fabric's memory.
+/// The largest buffer of the fabric's memory.
 pub(crate) const MAX: u32 = 2 << 20;
 
-/// `64`, `64K`, `64KiB`, `1M`, …
+/// `64`, `64K`, `64KiB`, `1M`, … up to the largest buffer
 pub(crate) fn parse(text: &str) -> Result<u32, String> {
+    parse_up_to(text, MAX)
+}
+
+/// The same up to `max`, which is whole mebibytes.
+pub(crate) fn parse_up_to(text: &str, max: u32) -> Result<u32, String> {
     let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
     let unit: u64 = match text[digits.len()..].to_ascii_lowercase().as_str() {
         "" | "b" => 1,
@@ -16,8 +21,8 @@ pub(crate) fn parse(text: &str) -> Result<u32, String> {
     number
         .checked_mul(unit)
         .and_then(|bytes| u32::try_from(bytes).ok())
-        .filter(|bytes| (1..=MAX).contains(bytes))
-        .ok_or_else(|| "from 1 byte to 2M".to_owned())
+        .filter(|bytes| (1..=max).contains(bytes))
+        .ok_or_else(|| format!("from 1 byte to {}M", max >> 20))
 }
 
 #[cfg(test)]
@@ -34,5 +39,7 @@ mod tests {
         {
             assert!(parse(bad).is_err(), "{bad}");
         }
+        assert_eq!(parse("3M"), Err("from 1 byte to 2M".to_owned()));
+        assert_eq!(parse_up_to("3M", 512 << 20), Ok(3 << 20));
     }
 }

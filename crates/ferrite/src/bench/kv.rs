@@ -27,6 +27,8 @@ mod load;
 mod report;
 
 const DEFAULT_PORT: u16 = 6379;
+/// The most that Redis takes unless told otherwise.
+const VALUE_MAX: u32 = 512 << 20;
 
 /// Load a Redis, Valkey or anything else that speaks RESP, and measure it
 ///
@@ -57,8 +59,8 @@ pub(crate) struct Options {
     /// GETs among 100 requests of a mixed test
     #[arg(long, value_name = "PERCENT", default_value_t = 90, value_parser = clap::value_parser!(u8).range(0..=100))]
     gets: u8,
-    /// Bytes of a value, such as 64 or 16K; up to 2M
-    #[arg(long, value_name = "SIZE", value_parser = size::parse, default_value = "64")]
+    /// Bytes of a value, such as 64 or 16K; up to 512M
+    #[arg(long, value_name = "SIZE", value_parser = |text: &str| size::parse_up_to(text, VALUE_MAX), default_value = "64")]
     size: u32,
     /// Requests that a connection has under way at a time
     #[arg(long, value_name = "COUNT", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=10_000))]

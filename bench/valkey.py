@@ -1,0 +1,59 @@
+"""Valkey's own programs in the lab, for the benches that measure against them."""
+import os
+import subprocess
+import tempfile
+import time
+
+import ratio
+
+HOST = "10.0.0.1"
+
+
+def build():
+    """Where `lab/lab setup valkey` left them."""
+    lab = os.path.join(ratio.ROOT, "lab/lab")
+    subprocess.run([lab, "setup", "valkey"], check=True)
+    return subprocess.run([lab, "path", "valkey"], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def inside(host, words):
+    return ["ip", "netns", "exec", host] + words
+
+
+class Server:
+    """Valkey's server, with its own RDMA listener or behind the gateway."""
+
+    def __init__(self, valkey, kind, port, gateway_options=()):
+        self.directory = tempfile.mkdtemp()
+        socket = os.path.join(self.directory, "engine.sock")
+        words = [os.path.join(valkey, "valkey-server"), "--port", "0", "--save", "", "--appendonly", "no",
+                 "--protected-mode", "no", "--unixsocket", socket, "--dir", self.directory]
+        words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
+        self.processes = [self.start(words)]
+        for _ in range(500):
+            if os.path.exists(socket):
+                break
+            time.sleep(0.01)
+        if kind == "gateway":
+            gateway = [ratio.FERRITE, "gateway", "--listen", f"{HOST}:{port}", "--engine", f"unix:{socket}",
+                       "--protected-mode", "no", "--rdma", "require", "--json", *gateway_options]
+            self.processes.append(self.start(gateway, stdout=subprocess.PIPE))
+            self.processes[-1].stdout.readline()  # it listens
+        else:
+            time.sleep(0.3)
+
+    @staticmethod
+    def start(words, stdout=subprocess.DEVNULL):
+        return subprocess.Popen(inside("h1", words), stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.DEVNULL)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in reversed(self.processes):
+            process.terminate()
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
