@@ -58,8 +58,8 @@ impl Connection {
 
     /// Sends what is a number of commands already.
     pub(crate) async fn send_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.writer.write_all(bytes).await?;
-        self.writer.flush().await
+        self.writer.write_all(bytes).await.map_err(in_words)?;
+        self.writer.flush().await.map_err(in_words)
     }
 
     /// The next reply or push. Nothing is lost if this is given up while it waits.
@@ -86,10 +86,22 @@ impl Replies {
                 return Ok(Frame(std::mem::replace(&mut self.bytes, rest)));
             }
             self.bytes.reserve(READ_BYTES);
-            if self.reader.read_buf(&mut self.bytes).await? == 0 {
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "Server closed the connection"));
+            if self.reader.read_buf(&mut self.bytes).await.map_err(in_words)? == 0 {
+                return Err(closed());
             }
         }
+    }
+}
+
+fn closed() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "Server closed the connection")
+}
+
+/// The same words whether reading or writing finds out that the server hung up.
+fn in_words(error: io::Error) -> io::Error {
+    match error.kind() {
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => closed(),
+        _ => error,
     }
 }
 

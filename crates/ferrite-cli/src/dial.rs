@@ -1,5 +1,6 @@
 //! Ways to a server: RDMA, TCP or a Unix socket, and words for the one that was taken.
 
+use std::cell::OnceCell;
 use std::fmt::Write as _;
 use std::io;
 use std::net::SocketAddr;
@@ -19,12 +20,13 @@ const UNASKED_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Opens connections.
 pub(crate) struct Dialer {
-    /// None for Unix sockets alone.
-    engine: Option<Engine>,
+    /// Made when a way needs one: a Unix socket does not.
+    engine: OnceCell<Engine>,
     rdma: Rdma,
     rdma_patience: Duration,
     patience: Duration,
     local: Option<SocketAddr>,
+    waits_for_people: bool,
 }
 
 /// What carries a connection.
@@ -37,33 +39,33 @@ pub(crate) struct Carrier {
 }
 
 impl Dialer {
-    /// Whoever waits for people has no time for the engine: then a thread drives it, else the runtime that calls this.
-    pub(crate) fn new(settings: &Settings, waits_for_people: bool) -> anyhow::Result<Self> {
-        let engine = match &settings.server {
-            Address::Unix(_) => None,
-            Address::Net { .. } => {
-                let engine = Engine::system().rdma(settings.rdma).build();
-                Some(engine.context("RDMA is required (--rdma) and cannot be used on this host")?)
-            }
-        };
-        if let Some(engine) = &engine
-            && settings.rdma != Rdma::Forbid
-            && engine.absence().is_none()
-        {
-            if waits_for_people {
+    /// Whoever waits for people has no time for the engine: then a thread drives it, else the runtime that dials.
+    pub(crate) fn new(settings: &Settings, waits_for_people: bool) -> Self {
+        let asked = settings.is_rdma_asked_for;
+        Self {
+            engine: OnceCell::new(),
+            rdma: settings.rdma,
+            rdma_patience: if asked { settings.timeout } else { settings.timeout.min(UNASKED_PATIENCE) },
+            patience: settings.timeout,
+            local: settings.local,
+            waits_for_people,
+        }
+    }
+
+    fn engine(&self) -> anyhow::Result<&Engine> {
+        if let Some(engine) = self.engine.get() {
+            return Ok(engine);
+        }
+        let built = Engine::system().rdma(self.rdma).build();
+        let engine = built.context("RDMA is required (--rdma) and cannot be used on this host")?;
+        if self.rdma != Rdma::Forbid && engine.absence().is_none() {
+            if self.waits_for_people {
                 engine.spawn_thread().context("cannot start a thread for RDMA")?;
             } else {
                 tokio::spawn(engine.drive());
             }
         }
-        let asked = settings.is_rdma_asked_for;
-        Ok(Self {
-            engine,
-            rdma: settings.rdma,
-            rdma_patience: if asked { settings.timeout } else { settings.timeout.min(UNASKED_PATIENCE) },
-            patience: settings.timeout,
-            local: settings.local,
-        })
+        Ok(self.engine.get_or_init(|| engine))
     }
 
     /// Opens a connection.
@@ -83,7 +85,7 @@ impl Dialer {
 
     /// Tries the addresses of a name one after the other.
     async fn dial_net(&self, host: &str, port: u16) -> anyhow::Result<(Connection, Carrier)> {
-        let engine = self.engine.as_ref().context("this was started for a Unix socket (-s)")?;
+        let engine = self.engine()?;
         let found = tokio::net::lookup_host((host, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{host}: {error}"))?.collect();
         // RoCE networks are IPv4 more often than not, and a name may have both.

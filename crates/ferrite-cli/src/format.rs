@@ -72,6 +72,14 @@ impl Format {
         out
     }
 
+    /// What is wrong with a line that no server saw: on stdout, as redis-cli does it.
+    pub(crate) fn complaint(&self, text: &str) -> Vec<u8> {
+        match self.style {
+            Style::Json | Style::QuotedJson => self.reply(&Value::Error(text.as_bytes()), false),
+            _ => format!("{text}\n").into_bytes(),
+        }
+    }
+
     /// What the server said unasked.
     pub(crate) fn push(&self, push: &Value<'_>) -> Vec<u8> {
         match (self.style, human::invalidation(push)) {

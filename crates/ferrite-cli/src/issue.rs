@@ -57,7 +57,7 @@ pub(crate) async fn run(
             },
             Course::Once => once(server, words, is_text, giver).await?,
         }
-        if let Some(interval) = server.settings.interval {
+        if let Some(interval) = server.settings.interval.filter(|_| left != 0) {
             tokio::time::sleep(interval).await;
         }
     }

@@ -36,7 +36,7 @@ pub(crate) enum Line {
 
 impl Line {
     pub(crate) fn parse(line: &[u8]) -> Self {
-        let Ok(mut words) = split::split(line) else { return Self::Wrong("Invalid argument(s)\n") };
+        let Ok(mut words) = split::split(line) else { return Self::Wrong("Invalid argument(s)") };
         let Some(first) = words.first() else { return Self::Empty };
         let name = first.to_ascii_lowercase();
         match (name.as_slice(), words.len()) {
@@ -48,13 +48,13 @@ impl Line {
                 let text = |at: usize| String::from_utf8_lossy(&words[at]).into_owned();
                 match text(2).parse() {
                     Ok(port) => Self::Connect(text(1), port),
-                    Err(_) => Self::Wrong("connect HOST PORT: that is not a port\n"),
+                    Err(_) => Self::Wrong("connect HOST PORT: that is not a port"),
                 }
             }
             (_, 1) => Self::Command(1, words),
             _ => match number(&name) {
                 Some(Some(repeat)) if repeat > 0 => Self::Command(repeat, words.split_off(1)),
-                Some(_) => Self::Wrong("Invalid redis-cli repeat command option value.\n"),
+                Some(_) => Self::Wrong("Invalid redis-cli repeat command option value."),
                 None => Self::Command(1, words),
             },
         }
@@ -77,7 +77,7 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
         match Line::parse(&line.context("reading stdin")?) {
             Line::Empty | Line::Clear => {}
             Line::Exit => break,
-            Line::Wrong(why) => output::write(why.as_bytes())?,
+            Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
             Line::Own(words) => eprintln!("{}: only at the prompt", words.concat().escape_ascii()),
             Line::Connect(host, port) => {
                 server.go_to(host, port);
@@ -132,9 +132,9 @@ mod tests {
             ("5 INCR a", Line::Command(5, words("INCR a"))),
             ("5", Line::Command(1, words("5"))),
             ("5x INCR", Line::Command(1, words("5x INCR"))),
-            ("0 PING", Line::Wrong("Invalid redis-cli repeat command option value.\n")),
-            ("99999999999999999999 PING", Line::Wrong("Invalid redis-cli repeat command option value.\n")),
-            ("GET 'a", Line::Wrong("Invalid argument(s)\n")),
+            ("0 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
+            ("99999999999999999999 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
+            ("GET 'a", Line::Wrong("Invalid argument(s)")),
             ("Quit", Line::Exit),
             ("exit now", Line::Exit),
             ("clear", Line::Clear),
@@ -142,7 +142,7 @@ mod tests {
             ("help get", Line::Help(words("get"))),
             ("?", Line::Help(vec![])),
             ("connect host 7000", Line::Connect("host".into(), 7000)),
-            ("connect host x", Line::Wrong("connect HOST PORT: that is not a port\n")),
+            ("connect host x", Line::Wrong("connect HOST PORT: that is not a port")),
             ("connect", Line::Command(1, words("connect"))),
         ] {
             assert_eq!(Line::parse(line.as_bytes()), asked, "{line}");

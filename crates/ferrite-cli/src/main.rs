@@ -69,11 +69,7 @@ fn main() -> ExitCode {
 fn run(settings: Settings, mode: Mode) -> anyhow::Result<()> {
     // One thread: one command at a time.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let waits_for_people = matches!(mode, Mode::Prompt);
-    let dialer = {
-        let _entered = runtime.enter();
-        Dialer::new(&settings, waits_for_people)?
-    };
+    let dialer = Dialer::new(&settings, matches!(mode, Mode::Prompt));
     let mut server = Server::new(settings, dialer);
     let outcome = match mode {
         Mode::Prompt if std::io::stdin().is_terminal() => prompt::run(&runtime, &mut server),

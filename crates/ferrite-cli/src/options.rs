@@ -68,8 +68,6 @@ pub(crate) struct Options {
     timeout: Duration,
 
     /// Whether RDMA may, must or must not carry it: prefer, require or forbid [default: prefer]
-    ///
-    /// Who asks for "prefer" in so many words is told on stderr if it became TCP, and why.
     #[arg(long, value_name = "POLICY", help_heading = "RDMA")]
     rdma: Option<Rdma>,
     /// Connect from this local address, and so over its device
@@ -181,6 +179,12 @@ Examples:
   ferrite-cli --json HGETALL key | jq .field               an object
   ferrite-cli --pipe < commands                            many commands at once
   ferrite-cli SET key \"$(date)\"; ferrite-cli -x SET file < file
+
+Where RDMA is preferred and not to be had, TCP carries it. The prompt says so on stderr, with the reason; without a prompt that is said
+to who typed --rdma prefer or --verbose, and to nobody else, so that scripts work on every host.
+
+JSON is valid whatever the reply: an error is {\"error\": text}, inf and nan are strings, and bytes that are no UTF-8 become U+0080 to
+U+00FF (--quoted-json loses nothing).
 
 At the prompt: TAB completes; help COMMAND; :transport says what carries the connection; :set nohints; connect HOST PORT; 5 INCR key
 runs it five times; Ctrl-C ends what waits; exit. History is in ~/.ferritecli_history, or where FERRITECLI_HISTFILE says; commands

@@ -41,7 +41,7 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
             Line::Empty => {}
             Line::Exit => return Ok(()),
             Line::Clear => prompt.editor.clear_screen().context("cannot clear the screen")?,
-            Line::Wrong(why) => output::write(why.as_bytes())?,
+            Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
             Line::Own(words) => prompt.own(&words, server),
             Line::Help(words) => {
                 let colors = std::io::stdout().is_terminal();
