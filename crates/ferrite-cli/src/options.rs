@@ -42,8 +42,8 @@ pub(crate) struct Options {
     /// Its Unix socket instead
     #[arg(short = 's', value_name = "PATH", conflicts_with_all = ["rdma", "local"], help_heading = "Server")]
     socket: Option<PathBuf>,
-    /// All of it in one: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]
-    #[arg(short = 'u', value_name = "URI", help_heading = "Server")]
+    // No doc comment: rustdoc would take the brackets for links.
+    #[arg(short = 'u', value_name = "URI", help = URI_HELP, help_heading = "Server")]
     uri: Option<uri::Uri>,
     /// A password; better in the environment variable REDISCLI_AUTH, where others do not see it
     #[arg(short = 'a', long = "pass", value_name = "PASSWORD", help_heading = "Server")]
@@ -171,6 +171,8 @@ pub(crate) struct Options {
     #[arg(short = 'v', long, help_heading = "Other")]
     version: bool,
 }
+
+const URI_HELP: &str = "All of it in one: redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]";
 
 const HELP: &str = "\
 Examples:
