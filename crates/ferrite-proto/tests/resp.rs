@@ -16,7 +16,7 @@ enum Reply {
     Chunks(Vec<Vec<u8>>),
     Null,
     Boolean(bool),
-    Double(f64),
+    Double(f64, String),
     BigNumber(String),
     BlobError(Vec<u8>),
     Verbatim([u8; 3], Vec<u8>),
@@ -36,7 +36,7 @@ impl Reply {
             Self::Chunks(chunks) => Value::Chunks(chunks.iter().map(Vec::as_slice).collect()),
             Self::Null => Value::Null,
             Self::Boolean(value) => Value::Boolean(*value),
-            Self::Double(value) => Value::Double(*value),
+            Self::Double(value, text) => Value::Double { value: *value, text: text.as_bytes() },
             Self::BigNumber(digits) => Value::BigNumber(digits.as_bytes()),
             Self::BlobError(bytes) => Value::BlobError(bytes),
             Self::Verbatim(format, text) => Value::Verbatim { format, text },
@@ -68,7 +68,9 @@ fn replies() -> impl Strategy<Value = Reply> {
         vec(vec(any::<u8>(), 1..5), 0..4).prop_map(Reply::Chunks),
         Just(Reply::Null),
         any::<bool>().prop_map(Reply::Boolean),
-        any::<f64>().prop_filter("equal to itself", |value| !value.is_nan()).prop_map(Reply::Double),
+        any::<f64>()
+            .prop_filter("equal to itself", |value| !value.is_nan())
+            .prop_map(|value| Reply::Double(value, value.to_string())),
         any::<i128>().prop_map(|value| Reply::BigNumber(value.to_string())),
         bytes().prop_map(Reply::BlobError),
         (any::<[u8; 3]>(), bytes()).prop_map(|(format, text)| Reply::Verbatim(format, text)),

@@ -16,6 +16,7 @@ const LAYERS: &[(&str, &[&str])] = &[
     ("ferrite-fabric", &["ferrite-verbs"]),
     ("ferrite-session", &["ferrite-fabric", "ferrite-proto"]),
     ("ferrite-client", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
+    ("ferrite-cli", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     ("ferrite-module", &["ferrite-session", "ferrite-fabric", "ferrite-proto", "ferrite-config"]),
     (
         "ferrite",

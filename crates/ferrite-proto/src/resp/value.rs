@@ -31,7 +31,12 @@ pub enum Value<'a> {
     /// True or false.
     Boolean(bool),
     /// A number with a fraction, or none at all.
-    Double(f64),
+    Double {
+        /// The number.
+        value: f64,
+        /// As it came: servers differ in how many digits they write.
+        text: &'a [u8],
+    },
     /// A whole number of any size, in decimal digits.
     BigNumber(&'a [u8]),
     /// An error of any bytes.
@@ -101,7 +106,7 @@ impl<'a> Value<'a> {
             }
             Self::Null => line(b'_', b"", into),
             Self::Boolean(value) => line(b'#', if *value { b"t" } else { b"f" }, into),
-            Self::Double(value) => line(b',', value.to_string().to_lowercase().as_bytes(), into),
+            Self::Double { text, .. } => line(b',', text, into),
             Self::BigNumber(digits) => line(b'(', digits, into),
             Self::BlobError(bytes) => blob(b'!', bytes, into),
             Self::Verbatim { format, text } => blob(b'=', &[format, &b":"[..], text].concat(), into),
@@ -165,7 +170,10 @@ impl<'a> Reader<'a> {
             b'+' => Value::Simple(self.line()?),
             b'-' => Value::Error(self.line()?),
             b':' => Value::Integer(Integer::parse(self.line()?).ok_or(ReplyError::Number)?),
-            b',' => Value::Double(double(self.line()?).ok_or(ReplyError::Double)?),
+            b',' => {
+                let text = self.line()?;
+                Value::Double { value: double(text).ok_or(ReplyError::Double)?, text }
+            }
             b'(' => Value::BigNumber(self.line()?),
             b'#' => Value::Boolean(self.line()? == b"t"),
             b'_' => {
@@ -292,8 +300,8 @@ mod tests {
             (b"*-1\r\n", Value::Null),
             (b"#t\r\n", Value::Boolean(true)),
             (b"#f\r\n", Value::Boolean(false)),
-            (b",1.25e3\r\n", Value::Double(1250.0)),
-            (b",-inf\r\n", Value::Double(f64::NEG_INFINITY)),
+            (b",1.25e3\r\n", Value::Double { value: 1250.0, text: b"1.25e3" }),
+            (b",-inf\r\n", Value::Double { value: f64::NEG_INFINITY, text: b"-inf" }),
             (b"(-12\r\n", Value::BigNumber(b"-12")),
             (b"!5\r\nERR x\r\n", Value::BlobError(b"ERR x")),
             (b"=5\r\ntxt:a\r\n", Value::Verbatim { format: b"txt", text: b"a" }),

@@ -1,0 +1,289 @@
+//! `--bigkeys` and `--memkeys`: the largest key of each type, and averages.
+//!
+//! SCAN, then TYPE of all keys it gave in one go, then their sizes in one go. A key that went meanwhile is passed over.
+
+use std::fmt::Write as _;
+use std::io::IsTerminal as _;
+
+use anyhow::{Context as _, bail};
+use ferrite_proto::resp::{Value, encode_command};
+
+use crate::connection::Frame;
+use crate::format::{error_of, quote};
+use crate::output;
+use crate::scan::Cursor;
+use crate::server::Server;
+use crate::settings::Scan;
+
+/// What a key's size is.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Measure {
+    /// Its elements, or bytes of a string.
+    Elements,
+    /// Its memory, by so many samples.
+    Memory(Option<u64>),
+}
+
+/// A type: its name, the command that tells the size, and the size's unit.
+const KNOWN: [(&str, &str, &str); 6] = [
+    ("string", "STRLEN", "bytes"),
+    ("list", "LLEN", "items"),
+    ("set", "SCARD", "members"),
+    ("hash", "HLEN", "fields"),
+    ("zset", "ZCARD", "members"),
+    ("stream", "XLEN", "entries"),
+];
+
+/// What was found of a type.
+#[derive(Debug)]
+struct Kind {
+    name: String,
+    /// None for types of modules.
+    size_command: Option<&'static str>,
+    unit: &'static str,
+    count: u64,
+    total: u64,
+    biggest: Option<(Vec<u8>, u64)>,
+}
+
+/// What was found.
+struct Found {
+    measure: Measure,
+    kinds: Vec<Kind>,
+    keys: u64,
+    key_bytes: u64,
+}
+
+/// Looks at all keys, or at as many as the one who waits has patience for.
+pub(crate) async fn run(server: &mut Server, scan: &Scan, measure: Measure) -> anyhow::Result<()> {
+    let frame = server.ask(&["DBSIZE"]).await?;
+    let Value::Integer(all) = frame.value()? else { bail!("Couldn't determine DBSIZE") };
+    let mut found = Found::new(measure);
+    let tells_progress = std::io::stderr().is_terminal();
+    let mut cursor = Cursor::new(scan);
+    let mut interrupted = std::pin::pin!(tokio::signal::ctrl_c());
+    let mut is_complete = true;
+    for step in 1_u64.. {
+        let more = tokio::select! {
+            more = found.step(server, &mut cursor, all, tells_progress) => more?,
+            _ = &mut interrupted => {
+                is_complete = false;
+                false
+            }
+        };
+        if !more {
+            break;
+        }
+        if let Some(interval) = server.settings.interval.filter(|_| step.is_multiple_of(100)) {
+            tokio::time::sleep(interval).await;
+        }
+    }
+    let is_json = output::is_json(server.settings.format.style);
+    let text = if is_json {
+        server.settings.format.reply(&found.value(), false)
+    } else {
+        found.summary(is_complete, all)
+    };
+    output::write(&text)
+}
+
+impl Found {
+    fn new(measure: Measure) -> Self {
+        let kind = |(name, command, unit): (&str, _, _)| Kind::new(name, Some(command), unit);
+        Self { measure, kinds: KNOWN.map(kind).into(), keys: 0, key_bytes: 0 }
+    }
+
+    /// Some keys more. Whether there may be others.
+    async fn step(
+        &mut self,
+        server: &mut Server,
+        cursor: &mut Cursor<'_>,
+        all: i64,
+        tells_progress: bool,
+    ) -> anyhow::Result<bool> {
+        let (keys, has_more) = cursor.step(server).await?;
+        let done = percent(self.keys, all);
+        let mut bytes = Vec::new();
+        keys.iter().for_each(|key| encode_command([b"TYPE", key.as_slice()], &mut bytes));
+        let mut measured = Vec::new();
+        for (key, frame) in keys.iter().zip(replies(server, &bytes, keys.len()).await?) {
+            let reply = frame.value()?;
+            if let Some(text) = error_of(&reply) {
+                bail!("TYPE returned an error: {}", String::from_utf8_lossy(text));
+            }
+            let Value::Simple(name) = reply else { bail!("the reply to TYPE is no status") };
+            if name != b"none" {
+                measured.push((key, self.kind(&String::from_utf8_lossy(name))));
+            }
+        }
+        let mut bytes = Vec::new();
+        let mut asked = Vec::new();
+        for (key, kind) in &measured {
+            let is_asked = self.ask_size(key, *kind, &mut bytes);
+            asked.push(is_asked);
+        }
+        let mut sizes =
+            replies(server, &bytes, asked.iter().filter(|is_asked| **is_asked).count()).await?.into_iter();
+        for ((key, kind), is_asked) in measured.into_iter().zip(asked) {
+            let mut size = 0;
+            if is_asked {
+                let frame = sizes.next().context("a size is missing")?;
+                match frame.value()? {
+                    Value::Integer(number) => size = u64::try_from(number).unwrap_or(0),
+                    _ => eprintln!(
+                        "Warning: the size of {} cannot be had (its type may have changed)",
+                        quoted(key)
+                    ),
+                }
+            }
+            self.add(key, kind, size, if tells_progress { Some(done) } else { None });
+        }
+        Ok(has_more)
+    }
+
+    /// The place of a type; one that a module has made is new.
+    fn kind(&mut self, name: &str) -> usize {
+        self.kinds.iter().position(|kind| kind.name == name).unwrap_or_else(|| {
+            self.kinds.push(Kind::new(name, None, "?"));
+            self.kinds.len() - 1
+        })
+    }
+
+    fn ask_size(&self, key: &[u8], kind: usize, bytes: &mut Vec<u8>) -> bool {
+        match (self.measure, self.kinds[kind].size_command) {
+            (Measure::Memory(None), _) => encode_command([b"MEMORY", &b"USAGE"[..], key], bytes),
+            (Measure::Memory(Some(samples)), _) => {
+                let samples = samples.to_string();
+                encode_command([b"MEMORY", &b"USAGE"[..], key, b"SAMPLES", samples.as_bytes()], bytes);
+            }
+            (Measure::Elements, Some(command)) => encode_command([command.as_bytes(), key], bytes),
+            (Measure::Elements, None) => return false,
+        }
+        true
+    }
+
+    fn add(&mut self, key: &[u8], kind: usize, size: u64, done: Option<f64>) {
+        self.keys += 1;
+        self.key_bytes += key.len() as u64;
+        let kind = &mut self.kinds[kind];
+        let unit = kind.unit(self.measure);
+        kind.count += 1;
+        kind.total += size;
+        if size > kind.biggest.as_ref().map_or(0, |(_, size)| *size) {
+            if let Some(done) = done {
+                eprintln!(
+                    "[{done:05.2}%] Biggest {:<6} found so far '{}' with {size} {unit}",
+                    kind.name,
+                    quoted(key)
+                );
+            }
+            kind.biggest = Some((key.to_vec(), size));
+        }
+        if let Some(done) = done.filter(|_| self.keys.is_multiple_of(1_000_000)) {
+            eprintln!("[{done:05.2}%] Sampled {} keys so far", self.keys);
+        }
+    }
+
+    /// For people, as redis-cli has it.
+    fn summary(&self, is_complete: bool, all: i64) -> Vec<u8> {
+        let mut text = "\n-------- summary -------\n\n".to_owned();
+        if !is_complete {
+            let _ = write!(text, "[{:05.2}%] ", percent(self.keys, all));
+        }
+        let _ = writeln!(text, "Sampled {} keys in the keyspace!", self.keys);
+        let average = ratio(self.key_bytes, self.keys);
+        let _ = writeln!(text, "Total key length in bytes is {} (avg len {average:.2})\n", self.key_bytes);
+        for kind in &self.kinds {
+            if let Some((key, size)) = &kind.biggest {
+                let _ = writeln!(
+                    text,
+                    "Biggest {:>6} found '{}' has {size} {}",
+                    kind.name,
+                    quoted(key),
+                    kind.unit(self.measure)
+                );
+            }
+        }
+        text.push('\n');
+        for kind in &self.kinds {
+            let Kind { name, count, total, .. } = kind;
+            let share = 100.0 * ratio(*count, self.keys);
+            let average = ratio(*total, *count);
+            let unit = kind.unit(self.measure);
+            let _ = writeln!(
+                text,
+                "{count} {name}s with {total} {unit} ({share:05.2}% of keys, avg size {average:.2})"
+            );
+        }
+        text.into_bytes()
+    }
+
+    /// For scripts.
+    fn value(&self) -> Value<'_> {
+        let types =
+            self.kinds.iter().map(|kind| (Value::Bulk(kind.name.as_bytes()), kind.value(self.measure)));
+        Value::Map(vec![
+            (Value::Bulk(b"keys"), integer(self.keys)),
+            (Value::Bulk(b"key_bytes"), integer(self.key_bytes)),
+            (Value::Bulk(b"types"), Value::Map(types.collect())),
+        ])
+    }
+}
+
+impl Kind {
+    fn new(name: &str, size_command: Option<&'static str>, unit: &'static str) -> Self {
+        Self { name: name.to_owned(), size_command, unit, count: 0, total: 0, biggest: None }
+    }
+
+    fn unit(&self, measure: Measure) -> &'static str {
+        match measure {
+            Measure::Elements => self.unit,
+            Measure::Memory(_) => "bytes",
+        }
+    }
+
+    fn value(&self, measure: Measure) -> Value<'_> {
+        let biggest = self.biggest.as_ref().map_or(Value::Null, |(key, size)| {
+            Value::Map(vec![(Value::Bulk(b"key"), Value::Bulk(key)), (Value::Bulk(b"size"), integer(*size))])
+        });
+        Value::Map(vec![
+            (Value::Bulk(b"count"), integer(self.count)),
+            (Value::Bulk(b"total"), integer(self.total)),
+            (Value::Bulk(b"unit"), Value::Bulk(self.unit(measure).as_bytes())),
+            (Value::Bulk(b"biggest"), biggest),
+        ])
+    }
+}
+
+fn integer(value: u64) -> Value<'static> {
+    Value::Integer(i64::try_from(value).unwrap_or(i64::MAX))
+}
+
+async fn replies(server: &mut Server, commands: &[u8], count: usize) -> anyhow::Result<Vec<Frame>> {
+    let connection = server.connection()?;
+    if count > 0 {
+        connection.send_bytes(commands).await?;
+    }
+    let mut frames = Vec::with_capacity(count);
+    while frames.len() < count {
+        let frame = connection.frame().await?;
+        if !frame.is_push() {
+            frames.push(frame);
+        }
+    }
+    Ok(frames)
+}
+
+fn quoted(key: &[u8]) -> String {
+    let mut text = Vec::new();
+    quote(key, &mut text);
+    String::from_utf8_lossy(&text).into_owned()
+}
+
+fn ratio(part: u64, whole: u64) -> f64 {
+    if whole == 0 { 0.0 } else { part as f64 / whole as f64 }
+}
+
+fn percent(part: u64, whole: i64) -> f64 {
+    100.0 * ratio(part, u64::try_from(whole).unwrap_or(0))
+}

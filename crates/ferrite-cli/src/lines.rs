@@ -1,0 +1,151 @@
+//! Commands from stdin, one a line: a failure is told, and the next line may do better.
+
+use std::io::BufRead as _;
+use std::time::{Duration, Instant};
+
+use anyhow::Context as _;
+use tokio::runtime::Runtime;
+
+use crate::docs::Docs;
+use crate::format::Style;
+use crate::issue::{self, Giver};
+use crate::server::Server;
+use crate::{exit, output, split};
+
+/// Who waited so long is told how long.
+const LONG: Duration = Duration::from_millis(500);
+
+/// What a line asks for.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) enum Line {
+    /// Nothing.
+    Empty,
+    /// `quit` or `exit`.
+    Exit,
+    /// `:set …` and the like, for us.
+    Own(Vec<Vec<u8>>),
+    /// Another server.
+    Connect(String, u16),
+    Clear,
+    Help(Vec<Vec<u8>>),
+    /// A command, so many times.
+    Command(i64, Vec<Vec<u8>>),
+    /// It makes no sense, and why.
+    Wrong(&'static str),
+}
+
+impl Line {
+    pub(crate) fn parse(line: &[u8]) -> Self {
+        let Ok(mut words) = split::split(line) else { return Self::Wrong("Invalid argument(s)") };
+        let Some(first) = words.first() else { return Self::Empty };
+        let name = first.to_ascii_lowercase();
+        match (name.as_slice(), words.len()) {
+            (b"quit" | b"exit", _) => Self::Exit,
+            ([b':', ..], _) => Self::Own(words),
+            (b"clear", 1) => Self::Clear,
+            (b"help" | b"?", _) => Self::Help(words.split_off(1)),
+            (b"connect", 3) => {
+                let text = |at: usize| String::from_utf8_lossy(&words[at]).into_owned();
+                match text(2).parse() {
+                    Ok(port) => Self::Connect(text(1), port),
+                    Err(_) => Self::Wrong("connect HOST PORT: that is not a port"),
+                }
+            }
+            (_, 1) => Self::Command(1, words),
+            _ => match number(&name) {
+                Some(Some(repeat)) if repeat > 0 => Self::Command(repeat, words.split_off(1)),
+                Some(_) => Self::Wrong("Invalid redis-cli repeat command option value."),
+                None => Self::Command(1, words),
+            },
+        }
+    }
+}
+
+/// A whole number; `Some(None)` if it is one and too large.
+fn number(word: &[u8]) -> Option<Option<i64>> {
+    let text = std::str::from_utf8(word).ok()?;
+    let digits = text.strip_prefix(['-', '+']).unwrap_or(text);
+    let is_number = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| text.parse().ok())
+}
+
+/// Until the end of stdin.
+pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
+    connect(runtime, server);
+    crate::tell_carrier(server);
+    for line in std::io::stdin().lock().split(b'\n') {
+        match Line::parse(&line.context("reading stdin")?) {
+            Line::Empty | Line::Clear => {}
+            Line::Exit => break,
+            Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
+            Line::Own(words) => eprintln!("{}: only at the prompt", words.concat().escape_ascii()),
+            Line::Connect(host, port) => {
+                server.go_to(host, port);
+                connect(runtime, server);
+            }
+            Line::Help(words) => {
+                let docs = runtime.block_on(Docs::fetch(server));
+                output::write(docs.help(&words, false).as_bytes())?;
+            }
+            Line::Command(repeat, words) => runtime.block_on(command(server, &words, repeat))?,
+        }
+    }
+    Ok(())
+}
+
+fn connect(runtime: &Runtime, server: &mut Server) {
+    if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) }) {
+        eprintln!("{}", exit::line(&error)); // each command tries again
+    }
+}
+
+/// A command, and what it took if that was long. A failure of the connection is told, and only stdout's is one of ours.
+pub(crate) async fn command(server: &mut Server, words: &[Vec<u8>], repeat: i64) -> anyhow::Result<()> {
+    let begun = Instant::now();
+    if let Err(error) = issue::run(server, words, repeat, Giver::Lines).await {
+        if error.is::<output::NobodyReads>() {
+            return Err(error);
+        }
+        eprintln!("{}", exit::line(&error));
+        server.disconnect();
+    }
+    let took = begun.elapsed();
+    if took >= LONG && server.settings.format.style == Style::Human {
+        output::write(format!("({:.2}s)\n", took.as_secs_f64()).as_bytes())?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<Vec<u8>> {
+        text.split(' ').map(|word| word.as_bytes().to_vec()).collect()
+    }
+
+    #[test]
+    fn what_lines_ask_for() {
+        for (line, asked) in [
+            ("", Line::Empty),
+            ("GET a", Line::Command(1, words("GET a"))),
+            ("5 INCR a", Line::Command(5, words("INCR a"))),
+            ("5", Line::Command(1, words("5"))),
+            ("5x INCR", Line::Command(1, words("5x INCR"))),
+            ("0 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
+            ("99999999999999999999 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
+            ("GET 'a", Line::Wrong("Invalid argument(s)")),
+            ("Quit", Line::Exit),
+            ("exit now", Line::Exit),
+            ("clear", Line::Clear),
+            (":set hints", Line::Own(words(":set hints"))),
+            ("help get", Line::Help(words("get"))),
+            ("?", Line::Help(vec![])),
+            ("connect host 7000", Line::Connect("host".into(), 7000)),
+            ("connect host x", Line::Wrong("connect HOST PORT: that is not a port")),
+            ("connect", Line::Command(1, words("connect"))),
+        ] {
+            assert_eq!(Line::parse(line.as_bytes()), asked, "{line}");
+        }
+    }
+}

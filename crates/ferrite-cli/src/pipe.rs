@@ -1,0 +1,124 @@
+//! `--pipe`: stdin to the server as it is, as fast as it takes it, and its replies counted.
+//!
+//! How many replies there should be nobody knows, for nobody looks into what is sent. So the last command is an ECHO of ours, of
+//! something that nobody else says.
+
+use std::cell::Cell;
+use std::hash::{BuildHasher as _, Hasher as _};
+use std::io;
+use std::time::Duration;
+
+use anyhow::{Context as _, bail};
+use ferrite_proto::resp::{Value, encode_command};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::time::timeout;
+
+use crate::connection::Replies;
+use crate::format::error_of;
+use crate::output;
+use crate::server::Server;
+
+const READ_BYTES: usize = 64 << 10;
+
+/// What came of it.
+#[derive(Debug, Default)]
+struct Count {
+    errors: u64,
+    replies: u64,
+}
+
+/// Sends stdin; an error if a reply was one.
+pub(crate) async fn run(server: &mut Server, patience: Option<Duration>) -> anyhow::Result<()> {
+    let (mut replies, mut writer) = server.take_connection()?.split();
+    let is_json = output::is_json(server.settings.format.style);
+    let mark = format!("{:020x}", std::collections::hash_map::RandomState::new().build_hasher().finish());
+    let is_all_sent = Cell::new(false);
+    let sending = async {
+        let mut stdin = tokio::io::stdin();
+        let mut bytes = vec![0; READ_BYTES];
+        loop {
+            let count = stdin.read(&mut bytes).await.context("Error reading from stdin")?;
+            if count == 0 {
+                break;
+            }
+            let sent = writer.write_all(bytes.get(..count).unwrap_or_default()).await;
+            sent.context("Error writing to the server")?;
+        }
+        // The line end puts an end to what was cut off; the server passes over empty lines.
+        let mut last = b"\r\n".to_vec();
+        encode_command(["ECHO", &mark], &mut last);
+        is_all_sent.set(true);
+        writer.write_all(&last).await.context("Error writing to the server")?;
+        writer.flush().await.context("Error writing to the server")?;
+        tell(is_json, "All data transferred. Waiting for the last reply...\n")
+    };
+    let counting = count(&mut replies, mark.as_bytes(), &is_all_sent, patience, is_json);
+    let ((), count) = tokio::try_join!(sending, counting)?;
+    let Count { errors, replies } = count;
+    let line = match is_json {
+        true => format!("{{\"errors\":{errors},\"replies\":{replies}}}\n"),
+        false => format!("errors: {errors}, replies: {replies}\n"),
+    };
+    output::write(line.as_bytes())?;
+    if errors > 0 {
+        bail!(Errors);
+    }
+    Ok(())
+}
+
+/// Some replies were errors, which has been told.
+#[derive(Debug)]
+pub(crate) struct Errors;
+
+impl std::fmt::Display for Errors {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("some replies were errors")
+    }
+}
+
+impl std::error::Error for Errors {}
+
+async fn count(
+    replies: &mut Replies,
+    mark: &[u8],
+    is_all_sent: &Cell<bool>,
+    patience: Option<Duration>,
+    is_json: bool,
+) -> anyhow::Result<Count> {
+    let mut count = Count::default();
+    loop {
+        let frame = match timeout(patience.unwrap_or(Duration::MAX), replies.frame()).await {
+            Ok(frame) => frame.context("Error reading replies from server")?,
+            // Whoever feeds us may take any time for it.
+            Err(_) if !is_all_sent.get() => continue,
+            Err(_) => {
+                let seconds = patience.unwrap_or_default().as_secs();
+                eprintln!("No replies for {seconds} seconds: exiting.");
+                count.errors += 1;
+                return Ok(count);
+            }
+        };
+        if frame.is_push() {
+            continue;
+        }
+        let reply = frame.value().map_err(io::Error::other)?;
+        if is_all_sent.get() && reply == Value::Bulk(mark) {
+            tell(is_json, "Last reply received from server.\n")?;
+            return Ok(count);
+        }
+        count.replies += 1;
+        if let Some(text) = error_of(&reply) {
+            eprintln!("{}", String::from_utf8_lossy(text));
+            count.errors += 1;
+        }
+    }
+}
+
+/// How far it is: no line of JSON.
+fn tell(is_json: bool, line: &str) -> anyhow::Result<()> {
+    if is_json {
+        eprint!("{line}");
+        return Ok(());
+    }
+    output::write(line.as_bytes())
+}

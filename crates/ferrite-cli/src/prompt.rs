@@ -1,0 +1,170 @@
+//! The prompt: line editing, history, completion and hints for people.
+
+use std::cell::Cell;
+use std::io::IsTerminal as _;
+use std::path::PathBuf;
+
+use anyhow::Context as _;
+use rustyline::error::ReadlineError;
+use rustyline::history::FileHistory;
+use rustyline::{CompletionType, Config, Editor};
+use tokio::runtime::Runtime;
+
+use crate::docs::Docs;
+use crate::issue;
+use crate::lines::{self, Line};
+use crate::server::Server;
+use crate::{exit, output};
+
+mod assistant;
+mod secret;
+
+use assistant::Assistant;
+
+/// Lines that are kept.
+const HISTORY_LINES: usize = 1000;
+
+/// Until the end.
+pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
+    let mut prompt = Prompt::new()?;
+    prompt.connect(runtime, server);
+    loop {
+        prompt.learn(runtime, server);
+        let line = match prompt.editor.readline(&server.prompt()) {
+            Ok(line) => line,
+            Err(ReadlineError::Eof | ReadlineError::Interrupted) => return Ok(()),
+            Err(error) => return Err(error).context("cannot read from the terminal"),
+        };
+        let parsed = Line::parse(line.as_bytes());
+        prompt.remember(&line, &parsed);
+        match parsed {
+            Line::Empty => {}
+            Line::Exit => return Ok(()),
+            Line::Clear => prompt.editor.clear_screen().context("cannot clear the screen")?,
+            Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
+            Line::Own(words) => prompt.own(&words, server),
+            Line::Help(words) => {
+                let colors = std::io::stdout().is_terminal();
+                let help = prompt.editor.helper().map(|assistant| assistant.docs.help(&words, colors));
+                output::write(help.unwrap_or_default().as_bytes())?;
+            }
+            Line::Connect(host, port) => {
+                server.go_to(host, port);
+                prompt.connect(runtime, server);
+            }
+            Line::Command(repeat, words) => {
+                let interrupted = runtime.block_on(async {
+                    tokio::select! {
+                        done = lines::command(server, &words, repeat) => done.map(|()| false),
+                        _ = tokio::signal::ctrl_c() => Ok(true),
+                    }
+                })?;
+                if interrupted {
+                    // What was asked may still be answered, on a connection that nobody listens to any more.
+                    println!();
+                    prompt.connect(runtime, server);
+                } else {
+                    prompt.tell_carrier(server); // if it is another one than before
+                }
+            }
+        }
+    }
+}
+
+struct Prompt {
+    editor: Editor<Assistant, FileHistory>,
+    history: Option<PathBuf>,
+    /// What was told of the connection last.
+    told: String,
+}
+
+impl Prompt {
+    fn new() -> anyhow::Result<Self> {
+        let config = Config::builder()
+            .completion_type(CompletionType::Circular)
+            .auto_add_history(false) // not what is secret
+            .max_history_size(HISTORY_LINES)
+            .context("the history")?
+            .build();
+        let mut editor = Editor::with_config(config).context("the terminal cannot be used")?;
+        editor.set_helper(Some(Assistant { docs: Docs::default(), shows_hints: Cell::new(true) }));
+        let history = history_file();
+        if let Some(file) = &history {
+            let _ = editor.load_history(file); // there is none the first time
+        }
+        Ok(Self { editor, history, told: String::new() })
+    }
+
+    fn connect(&mut self, runtime: &Runtime, server: &mut Server) {
+        if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) }) {
+            eprintln!("{}", exit::line(&error)); // each command tries again
+        }
+        self.tell_carrier(server);
+    }
+
+    /// People are always told what carries their connection, and when that changes.
+    fn tell_carrier(&mut self, server: &Server) {
+        if let Some(carrier) = server.carrier()
+            && carrier.words != self.told
+        {
+            eprintln!("{}", carrier.words);
+            self.told.clone_from(&carrier.words);
+        }
+    }
+
+    /// What commands there are; a server that wants a password first says so later.
+    fn learn(&mut self, runtime: &Runtime, server: &mut Server) {
+        if let Some(assistant) = self.editor.helper_mut()
+            && assistant.docs.is_empty()
+            && server.is_connected()
+            && !server.is_in_transaction()
+        {
+            assistant.docs = runtime.block_on(Docs::fetch(server));
+        }
+    }
+
+    fn remember(&mut self, line: &str, parsed: &Line) {
+        let is_worth_it = match parsed {
+            Line::Empty => false,
+            Line::Command(_, words) => !secret::is_secret(words),
+            // Unbalanced quotes may be a mistake in a password.
+            Line::Wrong(_) => !line.trim_start().to_ascii_lowercase().starts_with("auth"),
+            _ => true,
+        };
+        if is_worth_it
+            && self.editor.add_history_entry(line).is_ok_and(|is_new| is_new)
+            && let Some(file) = &self.history
+        {
+            let _ = self.editor.append_history(file); // nothing that one should be stopped by
+        }
+    }
+
+    /// `:set hints`, `:transport`.
+    fn own(&self, words: &[Vec<u8>], server: &Server) {
+        let lower: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word).to_lowercase()).collect();
+        let words: Vec<_> = lower.iter().map(String::as_str).collect();
+        let set_hints = |shows| {
+            if let Some(assistant) = self.editor.helper() {
+                assistant.shows_hints.set(shows);
+            }
+        };
+        match words.as_slice() {
+            [":set", "hints"] => set_hints(true),
+            [":set", "nohints"] => set_hints(false),
+            [":transport"] => {
+                println!("{}", server.carrier().map_or("not connected", |carrier| &carrier.words));
+            }
+            _ => println!("{}: unknown; there are :transport, :set hints and :set nohints", words.join(" ")),
+        }
+    }
+}
+
+/// `FERRITECLI_HISTFILE`, or a file in the home directory; none if that is `/dev/null`.
+fn history_file() -> Option<PathBuf> {
+    let home = || std::env::var_os("HOME").filter(|home| !home.is_empty());
+    let file = match std::env::var_os("FERRITECLI_HISTFILE") {
+        Some(file) => PathBuf::from(file),
+        None => PathBuf::from(home()?).join(".ferritecli_history"),
+    };
+    (file.as_os_str() != "/dev/null" && !file.as_os_str().is_empty()).then_some(file)
+}

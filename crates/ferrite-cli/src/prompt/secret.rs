@@ -1,0 +1,48 @@
+//! Commands with passwords in them, which no file should keep.
+
+/// Whether a command has, or may have, a password in it.
+pub(super) fn is_secret(words: &[Vec<u8>]) -> bool {
+    let lower: Vec<_> = words.iter().map(|word| word.to_ascii_lowercase()).collect();
+    let words: Vec<_> = lower.iter().map(Vec::as_slice).collect();
+    let says = |secret: &[&[u8]]| words.iter().any(|word| secret.contains(word));
+    match words.as_slice() {
+        [b"auth", ..] | [b"acl", b"setuser", ..] => true,
+        [b"config", b"set", ..] => says(&[
+            b"masterauth",
+            b"masteruser",
+            b"requirepass",
+            b"primaryauth",
+            b"primaryuser",
+            b"tls-key-file-pass",
+            b"tls-client-key-file-pass",
+        ]),
+        [b"hello", ..] => says(&[b"auth"]),
+        [b"migrate", ..] => says(&[b"auth", b"auth2"]),
+        _ => false,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passwords_are_kept_out() {
+        for (line, secret) in [
+            ("AUTH p", true),
+            ("auth user p", true),
+            ("ACL SETUSER me >p", true),
+            ("ACL LIST", false),
+            ("CONFIG SET maxmemory 1 RequirePass p", true),
+            ("CONFIG SET maxmemory 1", false),
+            ("CONFIG GET requirepass", false),
+            ("HELLO 3 SETNAME a AUTH user p", true),
+            ("HELLO 3", false),
+            ("MIGRATE host 1 k 0 1 AUTH2 user p", true),
+            ("GET auth", false),
+        ] {
+            let words: Vec<_> = line.split(' ').map(|word| word.as_bytes().to_vec()).collect();
+            assert_eq!(is_secret(&words), secret, "{line}");
+        }
+    }
+}

@@ -1,0 +1,70 @@
+//! `--scan`: all keys. And one step of a scan, for who looks at keys in other ways.
+
+use anyhow::{Context as _, bail, ensure};
+use ferrite_proto::resp::Value;
+
+use crate::format::{Style, error_of};
+use crate::output;
+use crate::server::Server;
+use crate::settings::Scan;
+
+/// Where a scan is.
+pub(crate) struct Cursor<'a> {
+    scan: &'a Scan,
+    at: Vec<u8>,
+}
+
+impl<'a> Cursor<'a> {
+    pub(crate) fn new(scan: &'a Scan) -> Self {
+        Self { scan, at: b"0".to_vec() }
+    }
+
+    /// Some keys, maybe none, and whether there may be more.
+    pub(crate) async fn step(&mut self, server: &mut Server) -> anyhow::Result<(Vec<Vec<u8>>, bool)> {
+        let mut words = vec![b"SCAN".to_vec(), self.at.clone()];
+        if let Some(pattern) = &self.scan.pattern {
+            words.extend([b"MATCH".to_vec(), pattern.clone()]);
+        }
+        if let Some(count) = self.scan.count {
+            words.extend([b"COUNT".to_vec(), count.to_string().into_bytes()]);
+        }
+        let frame = server.ask(&words).await?;
+        let reply = frame.value()?;
+        if let Some(text) = error_of(&reply) {
+            bail!("SCAN error: {}", String::from_utf8_lossy(text));
+        }
+        let Value::Array(parts) = &reply else { bail!("the reply to SCAN is no array") };
+        let [Value::Bulk(at), Value::Array(keys)] = parts.as_slice() else {
+            bail!("the reply to SCAN is no cursor and keys");
+        };
+        let keys = keys.iter().map(|key| match key {
+            Value::Bulk(key) => Some(key.to_vec()),
+            _ => None,
+        });
+        let keys = keys.collect::<Option<Vec<_>>>().context("a key of SCAN is no string")?;
+        ensure!(!at.is_empty(), "the cursor of SCAN is empty");
+        self.at = at.to_vec();
+        Ok((keys, self.at != b"0"))
+    }
+}
+
+/// All keys on stdout.
+pub(crate) async fn run(server: &mut Server, scan: &Scan) -> anyhow::Result<()> {
+    let mut format = server.settings.format.clone();
+    // As redis-cli: quoted for people alone.
+    if format.style == Style::Csv {
+        format.style = Style::Raw;
+    }
+    let mut cursor = Cursor::new(scan);
+    loop {
+        let (keys, has_more) = cursor.step(server).await?;
+        let lines: Vec<_> = keys.iter().map(|key| format.reply(&Value::Bulk(key), false)).collect();
+        output::write(&lines.concat())?;
+        if !has_more {
+            return Ok(());
+        }
+        if let Some(interval) = server.settings.interval {
+            tokio::time::sleep(interval).await;
+        }
+    }
+}

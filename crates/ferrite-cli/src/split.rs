@@ -1,0 +1,158 @@
+//! Lines as people type them, cut into arguments: blanks separate, quotes hold together.
+//!
+//! In double quotes `\n \r \t \b \a` and `\xff` are one byte each, and any other byte after a backslash is itself; in single
+//! quotes only `\'` is special. A closing quote ends the argument: something must separate it from the next.
+
+/// Quotes that do not end, or that do not end an argument.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Unbalanced;
+
+/// The arguments of a line.
+pub(crate) fn split(line: &[u8]) -> Result<Vec<Vec<u8>>, Unbalanced> {
+    let mut arguments = Vec::new();
+    let mut rest = line;
+    loop {
+        let blanks = rest.iter().take_while(|byte| is_space(**byte)).count();
+        rest = rest.get(blanks..).unwrap_or_default();
+        if rest.is_empty() {
+            return Ok(arguments);
+        }
+        let (argument, behind) = next(rest)?;
+        arguments.push(argument);
+        rest = behind;
+    }
+}
+
+/// Exactly one argument, quoted or not: what `--quoted-input` takes.
+pub(crate) fn unquote(text: &[u8]) -> Result<Vec<u8>, Unbalanced> {
+    let mut arguments = split(text)?;
+    match (arguments.pop(), arguments.is_empty()) {
+        (Some(argument), true) => Ok(argument),
+        _ => Err(Unbalanced),
+    }
+}
+
+/// The first argument, and what is behind it.
+fn next(line: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
+    let mut argument = Vec::new();
+    let mut rest = line;
+    while let Some((byte, behind)) = rest.split_first() {
+        match byte {
+            // A vertical tab or a form feed separates arguments only where one could begin: redis-cli has it so.
+            b' ' | b'\n' | b'\r' | b'\t' => break,
+            b'"' => return double_quoted(argument, behind),
+            b'\'' => return single_quoted(argument, behind),
+            byte => argument.push(*byte),
+        }
+        rest = behind;
+    }
+    Ok((argument, rest))
+}
+
+fn double_quoted(mut argument: Vec<u8>, mut rest: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
+    loop {
+        let (byte, behind) = rest.split_first().ok_or(Unbalanced)?;
+        rest = behind;
+        match byte {
+            b'"' => return closed(argument, rest),
+            b'\\' => {
+                if let [b'x', high, low, behind @ ..] = rest
+                    && let (Some(high), Some(low)) = (hex(*high), hex(*low))
+                {
+                    argument.push(high * 16 + low);
+                    rest = behind;
+                    continue;
+                }
+                let (escaped, behind) = rest.split_first().ok_or(Unbalanced)?;
+                rest = behind;
+                argument.push(match escaped {
+                    b'n' => b'\n',
+                    b'r' => b'\r',
+                    b't' => b'\t',
+                    b'b' => 0x08,
+                    b'a' => 0x07,
+                    other => *other,
+                });
+            }
+            byte => argument.push(*byte),
+        }
+    }
+}
+
+fn single_quoted(mut argument: Vec<u8>, mut rest: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
+    loop {
+        if let Some(behind) = rest.strip_prefix(b"\\'") {
+            argument.push(b'\'');
+            rest = behind;
+            continue;
+        }
+        let (byte, behind) = rest.split_first().ok_or(Unbalanced)?;
+        rest = behind;
+        match byte {
+            b'\'' => return closed(argument, rest),
+            byte => argument.push(*byte),
+        }
+    }
+}
+
+fn closed(argument: Vec<u8>, rest: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
+    match rest.first() {
+        Some(byte) if !is_space(*byte) => Err(Unbalanced),
+        _ => Ok((argument, rest)),
+    }
+}
+
+/// As C has it: a vertical tab too, which Rust leaves out.
+fn is_space(byte: u8) -> bool {
+    byte.is_ascii_whitespace() || byte == 0x0b
+}
+
+fn hex(digit: u8) -> Option<u8> {
+    char::from(digit).to_digit(16).and_then(|digit| u8::try_from(digit).ok())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parts(line: &str) -> Vec<Vec<u8>> {
+        split(line.as_bytes()).expect("balanced")
+    }
+
+    #[test]
+    fn blanks_separate() {
+        assert_eq!(parts("  SET  a\tb \r\n"), [b"SET", &b"a"[..], b"b"]);
+        assert_eq!(parts(""), [b""; 0]);
+        assert_eq!(parts("   "), [b""; 0]);
+    }
+
+    #[test]
+    fn double_quotes_know_escapes() {
+        assert_eq!(
+            parts(r#""a b" "\x00\xFF\n\r\t\b\a\\\"\q""#),
+            [&b"a b"[..], b"\x00\xff\n\r\t\x08\x07\\\"q"]
+        );
+        assert_eq!(parts(r#""\xg1""#), [b"xg1"]);
+        assert_eq!(parts(r#""""#), [b""]);
+    }
+
+    #[test]
+    fn single_quotes_know_one() {
+        assert_eq!(parts(r"'a\n\'b' c"), [&br"a\n'b"[..], b"c"]);
+    }
+
+    #[test]
+    fn quotes_may_begin_inside_a_word_but_end_it() {
+        assert_eq!(parts(r#"pre"fix ed""#), [b"prefix ed"]);
+        for wrong in [r#""a"b"#, r#"'a'b"#, r#""a"#, "'a", r#""a\"#, r#""a\""#] {
+            assert_eq!(split(wrong.as_bytes()), Err(Unbalanced), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn one_argument_and_no_more() {
+        assert_eq!(unquote(br#""\x01""#), Ok(vec![1]));
+        assert_eq!(unquote(b"a b"), Err(Unbalanced));
+        assert_eq!(unquote(b""), Err(Unbalanced));
+    }
+}

@@ -1,0 +1,365 @@
+//! The program against a real `redis-server` on this host, RDMA or not: ways to a server, modes, ends, and the prompt.
+
+#[path = "compare/redis.rs"]
+mod redis;
+
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::path::Path;
+use std::process::{Child, Command, Output, Stdio};
+use std::time::{Duration, Instant};
+
+use redis::Redis;
+
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn cli(words: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite-cli"));
+    command.args(words).env_remove("REDISCLI_AUTH").stdin(Stdio::null());
+    command
+}
+
+fn at(redis: &Redis, words: &[&str]) -> Output {
+    let socket = redis.socket.to_str().expect("a path");
+    cli(&[&["-s", socket], words].concat()).output().expect("it starts")
+}
+
+fn fed(redis: &Redis, words: &[&str], input: &[u8]) -> Output {
+    let socket = redis.socket.to_str().expect("a path");
+    let mut command = cli(&[&["-s", socket], words].concat());
+    command.stdin(Stdio::piped()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut child = command.spawn().expect("it starts");
+    child.stdin.take().expect("piped").write_all(input).expect("it reads");
+    child.wait_with_output().expect("it ends")
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).expect("UTF-8")
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).expect("UTF-8")
+}
+
+/// A server with a port of this host's.
+fn with_port(name: &str) -> (Redis, String) {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
+    let port = free.expect("a free port").port().to_string();
+    let redis = Redis::start_with(name, &["--bind", "127.0.0.1", "--port", &port]);
+    (redis, port)
+}
+
+#[test]
+fn over_tcp_and_told_why() {
+    let (_redis, port) = with_port("tcp");
+    // Nobody asked about RDMA: nothing is said, whatever this host has.
+    let quiet = cli(&["-h", "localhost", "-p", &port, "PING"]).output().expect("it starts");
+    assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
+    let forbidden = cli(&["-p", &port, "--rdma", "forbid", "--verbose", "PING"]).output().expect("it starts");
+    assert_eq!((stdout(&forbidden).as_str(), stderr(&forbidden).as_str()), ("PONG\n", "over TCP\n"));
+    let preferred = cli(&["-p", &port, "--rdma", "prefer", "PING"]).output().expect("it starts");
+    assert_eq!(stdout(&preferred), "PONG\n");
+    assert!(stderr(&preferred).starts_with("over TCP: RDMA was not to be had: "), "{}", stderr(&preferred));
+    let uri = format!("redis://127.0.0.1:{port}/5");
+    let by_uri = cli(&["-u", &uri, "--rdma", "forbid", "CLIENT", "INFO"]).output().expect("it starts");
+    assert!(stdout(&by_uri).contains(" db=5 "), "{}", stdout(&by_uri));
+}
+
+#[test]
+fn required_and_not_to_be_had() {
+    let has_device =
+        Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut found| found.next().is_some());
+    let (_redis, port) = with_port("required");
+    let required = cli(&["-p", &port, "--rdma", "require", "-t", "1", "PING"]).output().expect("it starts");
+    assert_eq!(required.status.code(), Some(if has_device { 1 } else { 69 }), "{}", stderr(&required));
+    assert_eq!(stdout(&required), "");
+    assert_eq!(stderr(&required).lines().count(), 1, "{}", stderr(&required));
+}
+
+#[test]
+fn nobody_there() {
+    let refused = cli(&["-p", "1", "--rdma", "forbid", "PING"]).output().expect("it starts");
+    assert_eq!(refused.status.code(), Some(1));
+    assert_eq!(stderr(&refused), "Could not connect to Redis at 127.0.0.1:1: Connection refused\n");
+    let missing = cli(&["-s", "/nonexistent/socket", "PING"]).output().expect("it starts");
+    let said = "Could not connect to Redis at /nonexistent/socket: No such file or directory\n";
+    assert_eq!(stderr(&missing), said);
+    for wrong in [&["--no-such-option"][..], &["-2", "-3"], &["--scan", "--stat"], &["-u", "rediss://host"]] {
+        assert_eq!(cli(wrong).output().expect("it starts").status.code(), Some(2), "{wrong:?}");
+    }
+    assert!(stdout(&cli(&["-h"]).output().expect("it starts")).contains("Exit codes:"));
+    assert!(stdout(&cli(&["-v"]).output().expect("it starts")).starts_with("ferrite-cli 0."));
+}
+
+#[test]
+fn passwords() {
+    let redis = Redis::start_with("passwords", &["--requirepass", "secret"]);
+    assert!(stdout(&at(&redis, &["PING"])).starts_with("NOAUTH"));
+    let typed = at(&redis, &["-a", "secret", "PING"]);
+    assert_eq!(stdout(&typed), "PONG\n");
+    assert!(stderr(&typed).starts_with("Warning: Using a password"), "{}", stderr(&typed));
+    let quiet = at(&redis, &["--user", "default", "--pass", "secret", "--no-auth-warning", "PING"]);
+    assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
+    let wrong = at(&redis, &["-a", "wrong", "--no-auth-warning", "PING"]);
+    assert!(stderr(&wrong).starts_with("AUTH failed: WRONGPASS"), "{}", stderr(&wrong));
+    let socket = redis.socket.to_str().expect("a path");
+    let of_environment =
+        cli(&["-s", socket, "PING"]).env("REDISCLI_AUTH", "secret").output().expect("it starts");
+    assert_eq!(stdout(&of_environment), "PONG\n");
+}
+
+#[test]
+fn arguments_from_elsewhere() {
+    let redis = Redis::start("arguments");
+    assert_eq!(stdout(&fed(&redis, &["-x", "SET", "k"], b"bin\0ary\n")), "OK\n");
+    assert_eq!(at(&redis, &["GET", "k"]).stdout, b"bin\0ary\n\n");
+    assert_eq!(stdout(&fed(&redis, &["-X", "TAG", "SET", "TAG", "v"], b"from stdin")), "OK\n");
+    assert_eq!(stdout(&at(&redis, &["GET", "from stdin"])), "v\n");
+    assert_eq!(fed(&redis, &["-X", "TAG", "GET", "k"], b"").status.code(), Some(1));
+    assert_eq!(stdout(&at(&redis, &["--quoted-input", "STRLEN", r#""\x6b""#])), "8\n");
+    assert_eq!(stdout(&at(&redis, &["-r", "3", "-i", "0.01", "INCR", "n"])), "1\n2\n3\n");
+    let failed = at(&redis, &["-e", "INCR", "k"]);
+    assert_eq!((failed.status.code(), stdout(&failed).as_str()), (Some(1), ""));
+    assert_eq!(stderr(&failed), "ERR value is not an integer or out of range\n");
+    assert_eq!(stdout(&at(&redis, &["-d", ";", "-D", "|", "MGET", "n", "missing"])), "3;|");
+    let script = std::env::temp_dir().join(format!("ferrite-cli-{}.lua", std::process::id()));
+    std::fs::write(&script, "return {KEYS[1], ARGV[1], #KEYS}").expect("a file");
+    let evaluated = at(&redis, &["--eval", script.to_str().expect("a path"), "k1", ",", "a1"]);
+    let _ = std::fs::remove_file(&script);
+    assert_eq!(stdout(&evaluated), "k1\na1\n1\n");
+}
+
+#[test]
+fn pipe() {
+    let redis = Redis::start("pipe");
+    let mut input = Vec::new();
+    for key in 0..50_000 {
+        input.extend(
+            format!("*3\r\n$3\r\nSET\r\n${}\r\nkey:{key}\r\n$5\r\nvalue\r\n", 4 + key.to_string().len())
+                .bytes(),
+        );
+    }
+    let all = fed(&redis, &["--pipe"], &input);
+    let said = "All data transferred. Waiting for the last reply...\nLast reply received from server.\n";
+    assert_eq!(stdout(&all), format!("{said}errors: 0, replies: 50000\n"));
+    assert_eq!(stdout(&at(&redis, &["DBSIZE"])), "50000\n");
+    let some = fed(&redis, &["--pipe"], b"INCR key:1\r\nSET a 1\r\nINCR a\r\nGET a");
+    assert!(stdout(&some).ends_with("errors: 1, replies: 4\n"), "{}", stdout(&some));
+    assert_eq!((some.status.code(), stderr(&some).lines().count()), (Some(1), 1));
+    assert_eq!(stdout(&fed(&redis, &["--pipe", "--json"], b"PING\n")), "{\"errors\":0,\"replies\":1}\n");
+}
+
+#[test]
+fn looking_at_keys() {
+    let redis = Redis::start("keys");
+    let commands = b"MSET a 1 b 22 \"c d\" 333\nRPUSH list 1 2 3 4\nHSET hash f v\nXADD stream 1-1 f v\n";
+    assert!(fed(&redis, &[], commands).status.success());
+    let scanned = stdout(&at(&redis, &["--scan", "--count", "2"]));
+    let mut keys: Vec<_> = scanned.lines().collect();
+    keys.sort_unstable();
+    assert_eq!(keys, ["a", "b", "c d", "hash", "list", "stream"]);
+    assert_eq!(stdout(&at(&redis, &["--scan", "--no-raw", "--pattern", "c*"])), "\"c d\"\n");
+    let summary = stdout(&at(&redis, &["--bigkeys"]));
+    for line in [
+        "Sampled 6 keys in the keyspace!",
+        "Biggest string found '\"c d\"' has 3 bytes",
+        "Biggest   list found '\"list\"' has 4 items",
+        "3 strings with 6 bytes (50.00% of keys, avg size 2.00)",
+        "0 sets with 0 members (00.00% of keys, avg size 0.00)",
+    ] {
+        assert!(summary.lines().any(|found| found == line), "{line}: {summary}");
+    }
+    let object: serde_json::Value =
+        serde_json::from_slice(&at(&redis, &["--memkeys", "--json"]).stdout).expect("JSON");
+    assert_eq!((&object["keys"], &object["types"]["list"]["biggest"]["key"]), (&6.into(), &"list".into()));
+}
+
+#[test]
+fn watching() {
+    let redis = Redis::start("watching");
+    let object: serde_json::Value =
+        serde_json::from_slice(&at(&redis, &["--latency", "--json", "-i", "0.1"]).stdout).expect("JSON");
+    assert!(object["count"].as_u64().is_some_and(|count| count > 1), "{object}");
+    assert!(object["max_us"].as_u64() >= object["min_us"].as_u64(), "{object}");
+    let mut stat = Streaming::start(&redis, &["--stat", "-i", "0.05"]);
+    assert!(stat.line().starts_with("------- data ------"));
+    assert!(stat.line().starts_with("keys       mem      clients"));
+    assert!(stat.line().contains(" (+0) "));
+    assert!(stat.line().contains(" (+1) "));
+}
+
+#[test]
+fn messages_in_both_protocols() {
+    let redis = Redis::start("messages");
+    for words in [&["-2", "--csv", "SUBSCRIBE", "ch"][..], &["-3", "--csv", "SUBSCRIBE", "ch"]] {
+        let mut subscriber = Streaming::start(&redis, words);
+        assert_eq!(subscriber.line(), "Reading messages... (press Ctrl-C to quit)\n");
+        assert_eq!(subscriber.line(), "\"subscribe\",\"ch\",1\n");
+        assert_eq!(stdout(&at(&redis, &["PUBLISH", "ch", "hello"])), "1\n");
+        assert_eq!(subscriber.line(), "\"message\",\"ch\",\"hello\"\n");
+    }
+    let mut monitor = Streaming::start(&redis, &["MONITOR"]);
+    assert_eq!(monitor.line(), "OK\n");
+    at(&redis, &["GET", "watched"]);
+    assert!(monitor.line().ends_with("\"GET\" \"watched\"\n"));
+}
+
+#[test]
+fn invalidations_are_pushes() {
+    let redis = Redis::start("pushes");
+    let commands = b"CLIENT TRACKING ON\nGET a\nSET a 1\nGET a\n";
+    let shown = stdout(&fed(&redis, &["-3", "--no-raw", "--show-pushes", "yes"], commands));
+    assert_eq!(shown, "OK\n(nil)\nOK\n-> invalidate: 'a'\n\"1\"\n");
+    redis.empty();
+    assert_eq!(stdout(&fed(&redis, &["-3", "--no-raw"], commands)), "OK\n(nil)\nOK\n\"1\"\n");
+}
+
+#[test]
+fn a_lost_connection_comes_back() {
+    let redis = Redis::start("lost");
+    let output = fed(&redis, &["-n", "2"], b"SET k v\nCLIENT KILL TYPE normal SKIPME no\nGET k\nGET k\n");
+    // The reply to the killer may still come, or not.
+    assert!(stdout(&output).ends_with("v\n"), "{}", stdout(&output));
+    assert_eq!(stderr(&output), "Error: Server closed the connection\n");
+}
+
+#[test]
+fn the_prompt() {
+    if Command::new("script").arg("--version").output().is_err() {
+        return; // util-linux has it: there is a terminal to be had where it is
+    }
+    let redis = Redis::start("prompt");
+    let history = std::env::temp_dir().join(format!("ferrite-cli-history-{}", std::process::id()));
+    let line = format!("{} -s {}", env!("CARGO_BIN_EXE_ferrite-cli"), redis.socket.display());
+    let mut child = Command::new("script")
+        .args(["-qefc", &line, "/dev/null"])
+        .env("FERRITECLI_HISTFILE", &history)
+        .env("TERM", "xterm")
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("script starts");
+    let mut keys = child.stdin.take().expect("piped");
+    let mut screen = Screen::new(child);
+    screen.expect("over a Unix socket");
+    for (typed, shown) in [
+        ("SET k v\r", "\nOK"),
+        ("SELECT 3\r", "[3]> "),
+        ("MULTI\r", "(TX)> "),
+        ("DISCARD\r", "[3]> "),
+        ("AUTH a b\r", "WRONGPASS"),
+        ("conf\t get hz\r", "\"10\""),
+        ("hset k", " field value [field value ...]"),
+        (" f v\r", "(integer) 1"),
+        (":transport\r", "over a Unix socket"),
+        ("help pfadd\r", "HyperLogLog"),
+        ("SUBSCRIBE ch\r", "3) (integer) 1"),
+        ("\x03", "[3]> "),
+        ("BLPOP none 0\r", "BLPOP none 0"),
+        ("", BLOCKED),
+        ("\x03", "[3]> "),
+        ("2 INCR n\r", "(integer) 2"),
+        ("exit\r", ""),
+    ] {
+        keys.write_all(typed.as_bytes()).expect("it reads");
+        if shown == BLOCKED {
+            wait_for_blocked(&redis);
+        } else {
+            screen.expect(shown);
+        }
+    }
+    screen.end();
+    let kept = std::fs::read_to_string(&history).expect("a history");
+    let _ = std::fs::remove_file(&history);
+    assert!(kept.contains("SET k v\n") && kept.contains("CONFIG get hz\n"), "{kept}");
+    assert!(!kept.contains("AUTH"), "{kept}");
+}
+
+/// Nothing is shown, but the server knows.
+const BLOCKED: &str = "BLOCKED";
+
+fn wait_for_blocked(redis: &Redis) {
+    let begun = Instant::now();
+    while !stdout(&at(redis, &["INFO", "clients"])).contains("blocked_clients:1") {
+        assert!(begun.elapsed() < PATIENCE, "it does not ask");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// A program that goes on until it is killed.
+struct Streaming(Child, BufReader<std::process::ChildStdout>);
+
+impl Streaming {
+    fn start(redis: &Redis, words: &[&str]) -> Self {
+        let socket = redis.socket.to_str().expect("a path");
+        let mut child =
+            cli(&[&["-s", socket], words].concat()).stdout(Stdio::piped()).spawn().expect("it starts");
+        let stdout = BufReader::new(child.stdout.take().expect("piped"));
+        Self(child, stdout)
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.1.read_line(&mut line).expect("a line");
+        line
+    }
+}
+
+impl Drop for Streaming {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// What a terminal shows, from where it was last looked at.
+struct Screen {
+    child: Child,
+    shown: std::sync::mpsc::Receiver<Vec<u8>>,
+    text: String,
+}
+
+impl Screen {
+    fn new(mut child: Child) -> Self {
+        let mut stdout = child.stdout.take().expect("piped");
+        let (sender, shown) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let mut bytes = [0; 4096];
+            while let Ok(count @ 1..) = stdout.read(&mut bytes) {
+                if sender.send(bytes[..count].to_vec()).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { child, shown, text: String::new() }
+    }
+
+    fn expect(&mut self, wanted: &str) {
+        let begun = Instant::now();
+        loop {
+            if let Some(at) = self.text.find(wanted) {
+                self.text.drain(..at + wanted.len());
+                return;
+            }
+            let left = PATIENCE.saturating_sub(begun.elapsed());
+            match self.shown.recv_timeout(left) {
+                Ok(bytes) => self.text += &String::from_utf8_lossy(&bytes),
+                Err(error) => panic!("{wanted:?}: {error}: {:?}", self.text),
+            }
+        }
+    }
+
+    fn end(mut self) {
+        let begun = Instant::now();
+        while self.child.try_wait().expect("a child").is_none() {
+            assert!(begun.elapsed() < PATIENCE, "it does not end: {:?}", self.text);
+            std::thread::sleep(Duration::from_millis(10));
+        }
+    }
+}
+
+impl Drop for Screen {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
