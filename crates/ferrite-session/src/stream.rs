@@ -30,6 +30,11 @@ const STARVED: Duration = Duration::from_millis(5);
 /// end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60 answers to QUIT and CLIENT KILL.
 const LINGER: Duration = Duration::from_millis(500);
 
+/// By tokio's clock, which a test may stop and move.
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
 /// How a [`ValkeyStream`] behaves.
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
@@ -84,7 +89,7 @@ impl ValkeyStream {
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
         let done = Done::default();
         let mut stream = Self { bare, window, endpoint, done, role, clock, linger: None, over: None };
-        stream.endpoint.handle_established(Instant::now()).expect("nothing has come yet");
+        stream.endpoint.handle_established(now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
     }
@@ -111,7 +116,7 @@ impl ValkeyStream {
     fn drive(&mut self, cx: &mut Context<'_>) {
         self.count_done(cx);
         while self.over.is_none() {
-            let now = Instant::now();
+            let now = now();
             let taken = match self.bare.poll_arrival(cx.waker()) {
                 Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message, now),
                 Poll::Ready(Ok(Arrival::Written { sum, bytes, .. })) => {
@@ -147,7 +152,7 @@ impl ValkeyStream {
             if self.clock.as_mut().poll(cx).is_pending() {
                 return;
             }
-            let looked = self.endpoint.handle_timeout(Instant::now());
+            let looked = self.endpoint.handle_timeout(now());
             self.judge(looked);
         }
     }
@@ -225,7 +230,7 @@ impl ValkeyStream {
     /// Nobody tells when the pool has memory again.
     #[cold]
     fn wait_for_memory(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        self.clock.as_mut().reset((Instant::now() + STARVED).into());
+        self.clock.as_mut().reset((now() + STARVED).into());
         if self.clock.as_mut().poll(cx).is_ready() {
             cx.waker().wake_by_ref();
         }
