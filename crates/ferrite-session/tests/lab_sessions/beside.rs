@@ -441,6 +441,7 @@ pub(crate) async fn stopping_half_way(scene: Scene) {
                 let (id, begun) = begin();
                 half_way.push(id);
                 total = begun;
+                sleep(Duration::from_millis(2)).await; // as they come from many hosts, not all at once
             }
             it.pause().await;
         }
