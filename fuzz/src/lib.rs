@@ -8,6 +8,9 @@ pub mod fabric;
 pub mod oracle;
 #[path = "proto/checks.rs"]
 pub mod proto;
+#[path = "session/checks.rs"]
+pub mod session;
 
 pub use fabric::{connection, control, grant, hello, inbox, link, parcel, refusal};
 pub use proto::{resp_command, resp_reply, valkey_endpoint};
+pub use session::valkey_stream;

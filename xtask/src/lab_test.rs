@@ -76,7 +76,7 @@ impl Suite {
         match (self, kernel) {
             (Self::Own, Kernel::Uml) => ("lab", 900),
             (Self::Own, Kernel::Stock | Kernel::Newer) => ("lab-stock", 2400),
-            (Self::Interop { .. }, Kernel::Uml) => ("interop", 900),
+            (Self::Interop { .. }, Kernel::Uml) => ("interop", 1200),
             (Self::Interop { .. }, Kernel::Stock | Kernel::Newer) => ("interop-stock", 3600),
         }
     }

@@ -31,7 +31,7 @@ fn every_corpus_has_a_check() {
     let folders = fs::read_dir(corpora()).expect("the corpora");
     let folders = folders.map(|entry| entry.expect("a readable folder").file_name().into_string());
     let folders = folders.map(|name| name.expect("a plain name"));
-    // The others are the protocol's: ferrite-proto has the same test.
+    // The others are the protocol's: ferrite-proto and ferrite-session have the same test.
     let ours = |name: &String| !name.starts_with("resp_") && !name.starts_with("valkey_");
     let folders: BTreeSet<_> = folders.filter(ours).collect();
     let checks = checks::CHECKS.iter().map(|(name, _)| (*name).to_owned()).collect();

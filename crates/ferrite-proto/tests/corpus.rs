@@ -34,8 +34,8 @@ fn every_corpus_has_a_check() {
     let folders = fs::read_dir(corpora()).expect("the corpora");
     let folders = folders.map(|entry| entry.expect("a readable folder").file_name().into_string());
     let folders = folders.map(|name| name.expect("a plain name"));
-    // The others are those of ferrite-fabric, which has the same test.
-    let ours = |name: &String| name.starts_with("resp_") || name.starts_with("valkey_");
+    // The others are those of ferrite-fabric and ferrite-session, which have the same test.
+    let ours = |name: &String| name.starts_with("resp_") || name == "valkey_endpoint";
     let folders: BTreeSet<_> = folders.filter(ours).collect();
     let checks = checks::CHECKS.iter().map(|(name, _)| (*name).to_owned()).collect();
     assert_eq!(folders, checks);

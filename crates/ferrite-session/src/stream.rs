@@ -34,6 +34,11 @@ const STARVED: Duration = Duration::from_millis(5);
 /// end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60 answers to QUIT and CLIENT KILL.
 const LINGER: Duration = Duration::from_millis(500);
 
+/// By tokio's clock, which a test may stop and move.
+fn now() -> Instant {
+    tokio::time::Instant::now().into_std()
+}
+
 /// How a [`ValkeyStream`] behaves.
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
@@ -88,7 +93,7 @@ impl ValkeyStream {
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
         let (done, quiet) = (Done::default(), Quiet::new(config.proto.max_writes_in_flight));
         let mut stream = Self { bare, window, endpoint, done, quiet, role, clock, linger: None, over: None };
-        stream.endpoint.handle_established(Instant::now()).expect("nothing has come yet");
+        stream.endpoint.handle_established(now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
     }
@@ -116,13 +121,11 @@ impl ValkeyStream {
         self.count_done(cx);
         while self.over.is_none() {
             let taken = match self.bare.poll_arrival(cx.waker()) {
-                Poll::Ready(Ok(Arrival::Message(message))) => {
-                    self.endpoint.handle_message(&message, Instant::now())
-                }
+                Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message, now()),
                 Poll::Ready(Ok(Arrival::Written { notices, sum, bytes })) => {
                     self.window.on_written(notices);
                     let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
-                    self.endpoint.handle_immediate(fits(sum), fits(bytes), Instant::now())
+                    self.endpoint.handle_immediate(fits(sum), fits(bytes), now())
                 }
                 Poll::Ready(Err(error)) => {
                     self.over = Some(error);
@@ -153,7 +156,7 @@ impl ValkeyStream {
             if self.clock.as_mut().poll(cx).is_pending() {
                 return;
             }
-            let looked = self.endpoint.handle_timeout(Instant::now());
+            let looked = self.endpoint.handle_timeout(now());
             self.judge(looked);
         }
     }
@@ -238,7 +241,7 @@ impl ValkeyStream {
     /// Nobody tells when the pool has memory again.
     #[cold]
     fn wait_for_memory(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<usize>> {
-        self.clock.as_mut().reset((Instant::now() + STARVED).into());
+        self.clock.as_mut().reset((now() + STARVED).into());
         if self.clock.as_mut().poll(cx).is_ready() {
             cx.waker().wake_by_ref();
         }

@@ -1,15 +1,44 @@
 //! The suite of sessions on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test sessions`).
 
+#[path = "lab_sessions/beside.rs"]
+mod beside;
 mod sessions;
 
 use ferrite_verbs::Verbs;
 use sessions::{Scene, run_suite};
 
+fn is_emulated() -> bool {
+    std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml")
+}
+
 /// Runs a test on the guest's two hosts; nothing may be left of it.
 fn run(test: impl AsyncFnOnce(Scene)) {
-    let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
-    sessions::run(Verbs::system().expect("rdma-core"), if emulated { 20 } else { 2 }, test);
+    sessions::run(Verbs::system().expect("rdma-core"), if is_emulated() { 20 } else { 2 }, test);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
 run_suite!(crate::run);
+
+/// What each costs other clients, which is a matter of time. Where every instruction is emulated, that says nothing.
+mod others_beside {
+    macro_rules! tests {
+        ($($test:ident),*) => { $(
+            #[test]
+            fn $test() {
+                if !crate::is_emulated() {
+                    crate::run(crate::beside::$test);
+                }
+            }
+        )* };
+    }
+    tests!(
+        broken_rules,
+        tiny_writes,
+        empty_writes,
+        messages,
+        half_open,
+        slow_readers,
+        never_polling,
+        stopping_half_way
+    );
+}

@@ -4,6 +4,7 @@
 
 pub(crate) mod gateway;
 pub(crate) mod hostile;
+pub(crate) mod idle;
 #[path = "redis_server.rs"]
 pub(crate) mod redis_server;
 pub(crate) mod streams;
@@ -16,29 +17,36 @@ use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use ferrite_verbs::Verbs;
 pub(crate) use redis_server::Redis;
+use tokio::runtime::{Builder, Runtime};
 
 /// Longer than anything here takes, on the slowest kernel.
 const PATIENCE: Duration = Duration::from_secs(60);
 pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
 /// Two hosts that can reach each other: the first listens.
+#[derive(Clone)]
 pub(crate) struct Scene {
-    verbs: Verbs,
+    pub(crate) verbs: Verbs,
     /// How much less is to be done where everything takes longer.
     pub(crate) slower: usize,
 }
 
 /// Runs a test, which must end in time.
 pub(crate) fn run(verbs: Verbs, slower: usize, test: impl AsyncFnOnce(Scene)) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
-    let runtime = runtime.expect("a runtime");
-    let scene = Scene { verbs, slower };
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time") });
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    run_on(&runtime.expect("a runtime"), Scene { verbs, slower }, async |scene| {
+        tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time");
+    });
+}
+
+/// The same on another kind of runtime, whose clock may be moved.
+pub(crate) fn run_on(runtime: &Runtime, scene: Scene, test: impl AsyncFnOnce(Scene)) {
+    runtime.block_on(test(scene));
     // Drivers end by themselves when their engine has no user and no link.
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
         assert!(begun.elapsed() < PATIENCE, "engines that do not end");
-        std::thread::sleep(Duration::from_millis(2));
+        runtime.block_on(async { tokio::time::sleep(Duration::from_millis(2)).await });
     }
 }
 
@@ -78,6 +86,7 @@ pub(crate) fn pattern(seed: usize, len: usize) -> Vec<u8> {
 macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, windows_follow_what_comes, idle_ones_stay, slow_reader, the_end);
+        run_suite!(@ $run, idle: an_hour, an_hour_before_the_gateway);
         run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, tcp_clients, sessions_find_their_way, refusals, engine_restarts, drains);
         run_suite!(@ $run, hostile: rules_are_broken, tiny_writes, half_open);
     };

@@ -1,4 +1,5 @@
-//! Valkey's own programs as clients of Ferrite's gateway, and of Valkey's own server: `cargo xtask interop`.
+//! Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite bench kv`) as clients of Ferrite's gateway, and of Valkey's
+//! own server: `cargo xtask interop`.
 //!
 //! The same matrix against both: what fails with the two of them is no fault of the gateway. What a client says is compared
 //! with what the engine has, asked over its Unix socket. Everything has a time limit, because these clients are known to wait
@@ -6,11 +7,17 @@
 //!
 //! `cargo xtask interop` builds Valkey and names its directory in `FERRITE_VALKEY`; without it the tests fail.
 
+#[path = "lab_interop/own.rs"]
+mod own;
 #[path = "lab_interop/scene.rs"]
 mod scene;
 
 use std::time::Duration;
 
+use own::{
+    bench_kv, bench_kv_c100, bench_kv_of_64k, bench_kv_p1000, client_blocking_pops, client_many,
+    client_pipelines, client_reconnects, client_subscriptions, client_transactions, client_values,
+};
 use scene::{Scene, Way, bytes, text};
 
 /// For what a client does at once.
@@ -32,13 +39,15 @@ macro_rules! matrix {
             matrix!(@ $of, ping, values, transactions, subscriptions, blocking_pops, monitors, scans, idle,
                 many_clients_in_turn, a_client_that_dies, clients_that_die_in_mid_reply, a_client_that_stands_still,
                 valkeys_own_test, benchmark_c10_p1, benchmark_c10_p16, benchmark_c100_p1, benchmark_c100_p16,
-                benchmark_p200, benchmark_of_64k, benchmark_of_lists);
+                benchmark_p200, benchmark_p1000, benchmark_of_64k, benchmark_of_lists, flood_of_messages,
+                client_values, client_pipelines, client_transactions, client_blocking_pops, client_subscriptions,
+                client_many, client_reconnects, bench_kv, bench_kv_c100, bench_kv_p1000, bench_kv_of_64k);
         }
     )+ };
     (@ $of:expr, $($test:ident),+) => { $(
         #[test]
         fn $test() {
-            super::$test(&Scene::new($of));
+            super::$test(&mut Scene::new($of));
         }
     )+ };
 }
@@ -201,6 +210,27 @@ fn benchmark_c10_p16(scene: &Scene) {
 
 fn benchmark_p200(scene: &Scene) {
     scene.benchmark(&SIMPLE, &["-c", "10", "-P", "200", "-n", "20000"], LONG);
+}
+
+fn benchmark_p1000(scene: &Scene) {
+    scene.benchmark(&SIMPLE, &["-c", "4", "-P", "1000", "-n", "40000"], LONG);
+}
+
+/// Far more than fits anywhere, said at once to several who listen: each gets all of it, in order.
+fn flood_of_messages(scene: &Scene) {
+    const MESSAGES: usize = 20_000;
+    let mut subscribers: Vec<_> = (0..5).map(|_| scene.start_cli(&["SUBSCRIBE", "news"])).collect();
+    for subscriber in &mut subscribers {
+        assert_eq!(subscriber.lines(3, SOON), ["subscribe", "news", "1"]);
+    }
+    let flood =
+        "for i = 1, tonumber(ARGV[1]) do redis.call('PUBLISH', 'news', 'message ' .. i) end return 'OK'";
+    assert_eq!(scene.cli(&["EVAL", flood, "0", &MESSAGES.to_string()], b"", LONG), b"OK\n");
+    for subscriber in &mut subscribers {
+        for number in 1..=MESSAGES {
+            assert_eq!(subscriber.lines(3, SOON), ["message", "news", &format!("message {number}")]);
+        }
+    }
 }
 
 /// A pipeline is larger than either side's memory for it.

@@ -20,6 +20,7 @@ use super::{Redis, Scene, any_port, pattern};
 pub(crate) struct Served {
     pub(crate) gateway: Gateway,
     pub(crate) at: std::net::SocketAddr,
+    server: Engine,
     pub(crate) client: Engine,
     end: oneshot::Sender<()>,
     serving: JoinHandle<Result<(), ferrite_fabric::Error>>,
@@ -27,10 +28,11 @@ pub(crate) struct Served {
 
 impl Served {
     pub(crate) fn start(scene: &Scene, config: GatewayConfig) -> Self {
-        Self::of(scene.listen(&scene.engine(0)), scene.engine(1), config)
+        let server = scene.engine(0);
+        Self::of(scene.listen(&server), [server, scene.engine(1)], config)
     }
 
-    fn of(listener: Listener, client: Engine, config: GatewayConfig) -> Self {
+    fn of(listener: Listener, [server, client]: [Engine; 2], config: GatewayConfig) -> Self {
         let at = listener.local_addr();
         let gateway = Gateway::new(config);
         let (end, ended) = oneshot::channel();
@@ -38,11 +40,20 @@ impl Served {
             let gateway = gateway.clone();
             async move { gateway.serve(listener, async { drop(ended.await) }).await }
         });
-        Self { gateway, at, client, end, serving }
+        Self { gateway, at, server, client, end, serving }
     }
 
     pub(crate) async fn call(&self, scene: &Scene) -> ValkeyStream {
         scene.call(&self.client, self.at, &ValkeyConfig::default()).await
+    }
+
+    /// Links of the gateway's host and blocks of its memory that are in use, to send and to receive. Receives that failed links
+    /// took along are known, and come back with their queue.
+    pub(crate) fn holds(&self) -> (u64, u64, u64) {
+        let stats = self.server.stats();
+        let [send, receive] =
+            [stats.memory.send, stats.memory.receive].map(|heap| heap.in_use_blocks.iter().sum::<u64>());
+        (stats.links, send, receive.saturating_sub(stats.receives_overdue))
     }
 
     pub(crate) async fn end(self) {
@@ -157,7 +168,7 @@ pub(crate) async fn tcp_clients(scene: Scene) {
     let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
     tokio::spawn(engine.drive());
     let listener = engine.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
-    let served = Served::of(listener, scene.engine(1), open(&redis));
+    let served = Served::of(listener, [engine, scene.engine(1)], open(&redis));
     let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
     let mut connection = connection(tcp).await;
     let value = pattern(9, 1 << 20);

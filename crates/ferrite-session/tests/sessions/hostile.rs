@@ -13,14 +13,14 @@ use super::gateway::{Served, open};
 use super::{Redis, Scene, any_port};
 
 /// A peer that knows the protocol and does not keep it.
-struct Hostile {
-    bare: Bare,
+pub(crate) struct Hostile {
+    pub(crate) bare: Bare,
     /// Where the server wants bytes.
-    window: Registration,
+    pub(crate) window: Registration,
 }
 
 impl Hostile {
-    async fn connect(client: &Engine, server: std::net::SocketAddr) -> Self {
+    pub(crate) async fn connect(client: &Engine, server: std::net::SocketAddr) -> Self {
         let options = ConnectOptions::new().local(any_port(1));
         let bare = client.connect_bare(server, &options).await.expect("connected");
         let window = loop {
@@ -34,33 +34,33 @@ impl Hostile {
         Self { bare, window }
     }
 
-    fn buf(&self, bytes: &[u8]) -> Buf {
+    pub(crate) fn buf(&self, bytes: &[u8]) -> Buf {
         let mut buf = self.bare.pool().take_uncharged(bytes.len(), Purpose::Send).expect("memory");
         buf.copy_from_slice(bytes);
         buf.freeze()
     }
 
-    fn write(&self, offset: u64, bytes: &[u8], imm: u32) {
+    pub(crate) fn write(&self, offset: u64, bytes: &[u8], imm: u32) {
         // It may have lost its connection by now.
         let _ = self.bare.write(self.buf(bytes), self.window.addr + offset, self.window.rkey, imm);
     }
 
-    fn register(&self, addr: u64, length: u32, rkey: u32) {
+    pub(crate) fn register(&self, addr: u64, length: u32, rkey: u32) {
         let message = Message::RegisterXferMemory(Registration { addr, length, rkey });
         let _ = self.bare.send_message(&message.encode());
     }
 
     /// Waits until the server has hung up.
-    async fn wait_for_the_end(self, what: &str) {
+    pub(crate) async fn wait_for_the_end(self, what: &str) {
         let over = async { while self.bare.arrival().await.is_ok() {} };
         timeout(Duration::from_secs(20), over).await.unwrap_or_else(|_| panic!("{what}: still connected"));
     }
 }
 
-type Misdeed = fn(&Hostile);
+pub(crate) type Misdeed = fn(&Hostile);
 
 /// Each way of breaking the rules.
-const MISDEEDS: &[(&str, Misdeed)] = &[
+pub(crate) const MISDEEDS: &[(&str, Misdeed)] = &[
     ("a message of 33 bytes", |it| drop(it.bare.send_message(&[0; MESSAGE_BYTES + 1]))),
     ("a message of one byte", |it| drop(it.bare.send_message(&[2]))),
     ("an unknown opcode", |it| drop(it.bare.send_message(&[0xee; MESSAGE_BYTES]))),
@@ -92,6 +92,9 @@ pub(crate) async fn rules_are_broken(scene: Scene) {
     let redis = Redis::start("hostile", &[]).await;
     let served = Served::start(&scene, open(&redis));
     let mut bystander = served.call(&scene).await;
+    bystander.write_all(b"PING\r\n").await.expect("to write");
+    bystander.read_exact(&mut [0; 7]).await.expect("an answer");
+    let before = served.holds();
     for (what, misdeed) in MISDEEDS {
         let hostile = Hostile::connect(&served.client, served.at).await;
         misdeed(&hostile);
@@ -105,8 +108,8 @@ pub(crate) async fn rules_are_broken(scene: Scene) {
         bystander.read_exact(&mut said).await.expect("an answer");
         assert_eq!(&said, b"+PONG\r\n", "beside {what}");
     }
-    while served.gateway.stats().sessions > 1 {
-        tokio::time::sleep(Duration::from_millis(10)).await;
+    while served.gateway.stats().sessions > 1 || served.holds() != before {
+        tokio::time::sleep(Duration::from_millis(10)).await; // or nothing comes of this test in time
     }
     drop(bystander);
     served.end().await;

@@ -13,7 +13,7 @@ use super::{Scene, pattern};
 const KIB: usize = 1 << 10;
 
 /// A client and a server that met, and their engines.
-async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStream, [Engine; 2]) {
+pub(super) async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStream, [Engine; 2]) {
     let engines = [scene.engine(0), scene.engine(1)];
     let listener = scene.listen(&engines[0]);
     let strangers = listener.strangers();
@@ -27,7 +27,7 @@ async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStre
 }
 
 /// Sends `total` bytes from one to the other in pieces of any size, reads them in others, and compares.
-async fn carry(from: &mut ValkeyStream, to: &mut ValkeyStream, total: usize) {
+pub(super) async fn carry(from: &mut ValkeyStream, to: &mut ValkeyStream, total: usize) {
     let bytes = pattern(0, total);
     let mut read = vec![0; total];
     let writing = async {

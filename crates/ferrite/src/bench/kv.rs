@@ -5,6 +5,7 @@
 //! | `keys.rs` | which key comes next: uniform or Zipf |
 //! | `load.rs` | connections that ask, in a closed loop or at a rate |
 //! | `cpu.rs` | what the server's process used |
+//! | `plot.rs` | latencies as a picture |
 //! | `report.rs` | what is printed |
 //!
 //! Each thread has a runtime and an engine of its own; connections are spread over them. A reply is not looked into, but for
@@ -19,11 +20,13 @@ use clap::{Args, ValueEnum};
 use ferrite_fabric::Rdma;
 use serde::Serialize;
 
+use crate::choice::name;
 use crate::{address, seconds, size};
 
 mod cpu;
 mod keys;
 mod load;
+mod plot;
 mod report;
 
 const DEFAULT_PORT: u16 = 6379;
@@ -95,6 +98,9 @@ pub(crate) struct Options {
     /// Look for completions this long before sleeping, on RDMA
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 50)]
     busy_poll_us: u32,
+    /// Draw the latencies of all tests by percentile, to this file (SVG)
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
     /// Print the result as JSON
     #[arg(long)]
     pub(crate) json: bool,
@@ -106,6 +112,7 @@ Examples:
   ferrite bench kv 127.0.0.1 --rdma forbid --size 16K --connections 50  TCP
   ferrite bench kv --unix /run/redis/redis.sock --server-pid 4711       and what a request costs the server
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  a rate, and honest percentiles
+  ferrite bench kv 10.0.0.1:6380 --plot latency.svg                     percentiles as a picture
 
 JSON fields: format (1), transport, device?, fallback?, connections, threads, pipeline, keys, zipf?, size_bytes, rate_per_s?, results[]:
   test, seconds, requests, errors, first_error?, requests_per_s, latency_us {min, p50, p90, p99, p99_9, max, mean}, server_cpu_us_per_request?, late?
@@ -133,7 +140,7 @@ fn parse_exponent(text: &str) -> Result<f64, String> {
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     ensure!(options.threads <= options.connections, "more threads than connections");
-    let mut results = Vec::new();
+    let (mut results, mut lines) = (Vec::new(), Vec::new());
     let mut carrier = None;
     if options.test.iter().any(|test| *test != Test::Set) {
         load::fill(options).context("writing the keys that will be read")?;
@@ -147,7 +154,22 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
             _ => None,
         };
         carrier = carrier.or_else(|| run.carrier.clone());
+        lines.push(plot::Line::new(name(test), &run.latency));
         results.push(report::Row::new(*test, &run, used));
     }
+    if let Some(file) = &options.plot {
+        let picture =
+            plot::svg("Latency by percentile", &what_was_measured(options, carrier.as_ref()), &lines);
+        std::fs::write(file, picture).with_context(|| format!("cannot write {}", file.display()))?;
+    }
     report::print(options, carrier, results)
+}
+
+fn what_was_measured(options: &Options, carrier: Option<&load::Carrier>) -> String {
+    let over = carrier.map_or("nothing", |carrier| &carrier.transport);
+    let rate = options.rate.map_or("as fast as answered".to_owned(), |rate| format!("{rate} requests/s"));
+    format!(
+        "over {over}: {} connections, pipeline {}, values of {} bytes, {rate}",
+        options.connections, options.pipeline, options.size
+    )
 }

@@ -126,6 +126,14 @@ pub(crate) fn load_through_the_gateway(place: &Place) {
             assert!(p50 > 0.0 && p50 <= row["latency_us"]["max"].as_f64().expect("a figure"), "{row}");
         }
     }
+    let picture = std::env::temp_dir().join(format!("ferrite-kv-{}.svg", std::process::id()));
+    report(&scene.bench(place, &["--test", "set", "--plot", picture.to_str().expect("a plain path")]));
+    let drawn = std::fs::read_to_string(&picture).expect("a picture");
+    let _ = std::fs::remove_file(&picture);
+    assert!(
+        drawn.starts_with("<svg ") && drawn.contains(place.transport) && drawn.contains(">set<"),
+        "{drawn}"
+    );
     let ended = scene.end();
     assert_eq!(ended["event"], "ended", "{ended}");
     let sessions: u64 = ["valkey", "ferrite", "tcp"]
@@ -133,7 +141,7 @@ pub(crate) fn load_through_the_gateway(place: &Place) {
         .map(|kind| ended["sessions"][kind].as_u64().expect("a count"))
         .sum();
     // Each case that reads has one more connection, which writes first.
-    assert_eq!(sessions, 10 + 10 + 1 + 3 + 3 + 1 + 10 + 1 + 10 + 1, "{ended}");
+    assert_eq!(sessions, 10 + 10 + 1 + 3 + 3 + 1 + 10 + 1 + 10 + 1 + 10, "{ended}");
     assert!(ended["to_client_bytes"].as_u64().is_some_and(|bytes| bytes > 10_000), "{ended}");
 }
 

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 use serde_json::Value;
 
 const HOST: &str = "10.0.0.1";
+/// Where our own clients come from, so that bytes cross the wire.
+pub(crate) const CLIENT_HOST: &str = "10.0.0.2";
 const VALKEY_PORT: &str = "6390";
 const GATEWAY_PORT: &str = "6391";
 const SETUP: Duration = Duration::from_secs(20);
@@ -28,6 +30,7 @@ pub(crate) enum Way {
 pub(crate) struct Scene {
     programs: PathBuf,
     directory: PathBuf,
+    way: Way,
     port: &'static str,
     engine: Process,
     gateway: Option<Process>,
@@ -41,21 +44,47 @@ impl Scene {
         let directory = std::env::temp_dir().join(format!("interop-{}", std::process::id()));
         std::fs::create_dir_all(&directory).expect("a directory");
         let socket = directory.join("engine.sock");
-        let mut server = Command::new(programs.join("valkey-server"));
-        server.args(["--port", "0", "--save", "", "--appendonly", "no", "--protected-mode", "no"]);
-        server.arg("--unixsocket").arg(&socket).arg("--dir").arg(&directory);
-        if matches!(way, Way::Valkey) {
-            server.args(["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT]);
-        }
-        let engine = Process::start(server.stdin(Stdio::null()));
+        let engine = start_engine(&programs, &directory, way);
         let (port, gateway) = match way {
             Way::Valkey => (VALKEY_PORT, None),
             Way::Gateway(more) => (GATEWAY_PORT, Some(gateway(&socket, more))),
         };
-        let scene = Self { programs, directory, port, engine, gateway };
-        scene.until("the engine answers", SETUP, || UnixStream::connect(&socket).is_ok());
-        // The gateway says when it listens; Valkey's server does so before it answers at its socket.
+        let scene = Self { programs, directory, way, port, engine, gateway };
+        scene.until_the_engine_answers();
         scene
+    }
+
+    /// The gateway says when it listens; Valkey's server does so before it answers at its socket.
+    fn until_the_engine_answers(&self) {
+        self.until("the engine answers", SETUP, || UnixStream::connect(self.socket()).is_ok());
+    }
+
+    /// Where clients come in.
+    pub(crate) fn address(&self) -> String {
+        format!("{HOST}:{}", self.port)
+    }
+
+    /// What carries our own clients' sessions: with a gateway of ours they speak our protocol.
+    pub(crate) fn transport(&self) -> &'static str {
+        match self.way {
+            Way::Valkey => "RDMA (Valkey)",
+            Way::Gateway(_) => "RDMA (Ferrite)",
+        }
+    }
+
+    /// What `ferrite bench kv` reports, which must end well.
+    pub(crate) fn bench_kv(&self, more: &[&str], limit: Duration) -> Value {
+        let address = self.address();
+        let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
+        command
+            .args(["bench", "kv", &address, "--rdma", "require", "--local", CLIENT_HOST, "--json"])
+            .args(more)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        let (said, code) = Process::start(&mut command).end(b"", limit);
+        assert_eq!(code, Some(0), "bench kv {more:?}: {}", text(&said));
+        self.until("clients are gone", limit, || self.info("connected_clients") == 1);
+        serde_json::from_slice(&said).expect("one line of JSON")
     }
 
     /// What valkey-cli prints, which must end well.
@@ -154,6 +183,13 @@ impl Scene {
         self.engine.kill();
     }
 
+    pub(crate) fn restart_engine(&mut self) {
+        self.engine.kill();
+        let _ = std::fs::remove_file(self.socket()); // one that is killed leaves it behind
+        self.engine = start_engine(&self.programs, &self.directory, self.way);
+        self.until_the_engine_answers();
+    }
+
     /// Asks the gateway to end: what it says then. It must be one that speaks JSON.
     pub(crate) fn end_gateway(mut self, limit: Duration) -> Value {
         let mut gateway = self.gateway.take().expect("there is one");
@@ -173,6 +209,16 @@ impl Drop for Scene {
         self.engine.kill();
         let _ = std::fs::remove_dir_all(&self.directory);
     }
+}
+
+fn start_engine(programs: &Path, directory: &Path, way: Way) -> Process {
+    let mut server = Command::new(programs.join("valkey-server"));
+    server.args(["--port", "0", "--save", "", "--appendonly", "no", "--protected-mode", "no"]);
+    server.arg("--unixsocket").arg(directory.join("engine.sock")).arg("--dir").arg(directory);
+    if matches!(way, Way::Valkey) {
+        server.args(["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT]);
+    }
+    Process::start(server.stdin(Stdio::null()))
 }
 
 /// A gateway that listens.
