@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_client::redis::AsyncCommands as _;
 use ferrite_client::redis::{self, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo};
-use ferrite_client::{Client, ClientBuilder};
+use ferrite_client::{Client, ClientBuilder, Pool};
 use ferrite_fabric::{Config, Engine, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
 use ferrite_verbs::Verbs;
@@ -46,6 +46,7 @@ fn any_port(host: usize) -> SocketAddr {
 /// A gateway on the first host.
 struct Served {
     at: SocketAddr,
+    gateway: Gateway,
     end: oneshot::Sender<()>,
     serving: JoinHandle<()>,
 }
@@ -57,10 +58,16 @@ impl Served {
         let address = EngineAddress::Unix(redis.socket.clone());
         let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
         let (end, ended) = oneshot::channel();
+        let serves = gateway.clone();
         let serving = tokio::spawn(async move {
-            gateway.serve(listener, async { drop(ended.await) }).await.expect("it served");
+            serves.serve(listener, async { drop(ended.await) }).await.expect("it served");
         });
-        Self { at, end, serving }
+        Self { at, gateway, end, serving }
+    }
+
+    /// Sessions that were ever begun.
+    fn sessions(&self) -> u64 {
+        self.gateway.stats().ferrite_sessions
     }
 
     async fn end(self) {
@@ -150,6 +157,115 @@ pub(crate) async fn falls_back(verbs: &Verbs) {
     drop((connection, redis));
 }
 
+/// A pool opens what it needs and no more than it may; one command that waits in the server does not hold up the others.
+pub(crate) async fn pool_shares(verbs: &Verbs) {
+    let redis = Redis::start("pool", &[]).await;
+    let served = Served::start(verbs, &redis);
+    let mut pool = builder(verbs, served.at).build().pool(3);
+    assert_eq!((served.sessions(), pool.carriers().len()), (0, 0), "before it is needed");
+    for expected in 1..=10 {
+        assert_eq!(pool.incr::<_, _, i64>("counter", 1).await.expect("INCR"), expected);
+    }
+    assert_eq!(served.sessions(), 1, "one at a time needs one");
+    let mut blocked = pool.clone();
+    let blocked = tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
+    while connections_that_wait(&mut pool).await == 0 {}
+    for expected in 11..=20 {
+        assert_eq!(pool.incr::<_, _, i64>("counter", 1).await.expect("INCR"), expected);
+    }
+    assert!(!blocked.is_finished());
+    let () = pool.rpush("list", 7).await.expect("RPUSH");
+    assert_eq!(blocked.await.expect("no panic").expect("BLPOP"), ("list".to_owned(), 7));
+    assert_eq!(served.sessions(), 2, "one that waits, one for the others");
+    let adding = (0..100).map(|_| {
+        let mut pool = pool.clone();
+        tokio::spawn(async move { pool.incr::<_, _, i64>("counter", 1).await })
+    });
+    for adding in adding.collect::<Vec<_>>() {
+        adding.await.expect("no panic").expect("INCR");
+    }
+    assert_eq!(pool.get::<_, i64>("counter").await.expect("GET"), 120);
+    let open = pool.carriers().len();
+    assert!((2..=3).contains(&open) && served.sessions() == open as u64, "{open} connections");
+    assert!(pool.carriers().iter().all(|carrier| carrier.transport == SessionTransport::FerriteRdma));
+    drop(pool);
+    served.end().await;
+}
+
+/// How many clients of the engine are in a command that waits.
+async fn connections_that_wait(pool: &mut Pool) -> u64 {
+    let all: String = redis::cmd("INFO").arg("clients").query_async(pool).await.expect("INFO");
+    let line = all.lines().find_map(|line| line.strip_prefix("blocked_clients:")).expect("a count");
+    line.trim().parse().expect("a number")
+}
+
+/// A dedicated connection is its holder's alone, comes back, and does not when its command was given up.
+pub(crate) async fn pool_dedicates(verbs: &Verbs) {
+    let redis = Redis::start("dedicated", &[]).await;
+    let served = Served::start(verbs, &redis);
+    // No answer may take that long, but for dedicated ones.
+    let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(5)));
+    let mut pool = builder(verbs, served.at).config(config).build().pool(1);
+    let mut dedicated = pool.dedicated().await.expect("a connection");
+    let waits = tokio::spawn(async move {
+        let answer = dedicated.blpop::<_, (String, i64)>("list", 0.0).await;
+        (answer, dedicated)
+    });
+    while connections_that_wait(&mut pool).await == 0 {}
+    tokio::time::timeout(Duration::from_millis(50), pool.dedicated()).await.expect_err("there is one");
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let () = pool.rpush("list", 7).await.expect("RPUSH");
+    let (answer, dedicated) = waits.await.expect("no panic");
+    assert_eq!(answer.expect("BLPOP"), ("list".to_owned(), 7));
+    drop(dedicated);
+    assert_eq!(served.sessions(), 2);
+
+    let mut dedicated = pool.dedicated().await.expect("the same");
+    let given_up = dedicated.blpop::<_, (String, i64)>("list", 0.0);
+    tokio::time::timeout(Duration::from_millis(200), given_up).await.expect_err("nothing there");
+    assert_eq!(served.sessions(), 2, "it came back");
+    drop(dedicated);
+    let begun = Instant::now();
+    while connections_that_wait(&mut pool).await > 0 {
+        assert!(begun.elapsed() < PATIENCE, "the command that was given up is still there");
+    }
+    let mut dedicated = pool.dedicated().await.expect("another");
+    let () = redis::cmd("PING").query_async(&mut dedicated).await.expect("PING");
+    assert_eq!(served.sessions(), 3, "it was closed");
+    dedicated.discard();
+    let () =
+        redis::cmd("PING").query_async(&mut pool.dedicated().await.expect("another")).await.expect("PING");
+    assert_eq!(served.sessions(), 4, "it was discarded");
+    drop(pool);
+    served.end().await;
+}
+
+/// Connections of a pool that the engine ends are opened again.
+pub(crate) async fn pool_reconnects(verbs: &Verbs) {
+    let redis = Redis::start("pool-lost", &[]).await;
+    let served = Served::start(verbs, &redis);
+    let mut pool = builder(verbs, served.at).build().pool(2);
+    let mut blocked = pool.clone();
+    let blocked = tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
+    while connections_that_wait(&mut pool).await == 0 {}
+    assert_eq!(served.sessions(), 2);
+    let kill = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "no"]).clone();
+    let _ = kill.query_async::<i64>(&mut pool).await; // it may hear the answer, or not
+    blocked.await.expect("no panic").expect_err("killed");
+    let begun = Instant::now();
+    while served.sessions() < 4 {
+        let (mut one, mut other) = (pool.clone(), pool.clone());
+        let _ = tokio::join!(one.incr::<_, _, i64>("counter", 1), other.incr::<_, _, i64>("counter", 1));
+        assert!(begun.elapsed() < PATIENCE, "{} sessions", served.sessions());
+    }
+    for _ in 0..10 {
+        let _: i64 = pool.incr("counter", 1).await.expect("INCR");
+    }
+    assert_eq!((served.sessions(), pool.carriers().len()), (4, 2));
+    drop(pool);
+    served.end().await;
+}
+
 /// Makes every test a test of the calling target.
 macro_rules! run_suite {
     ($run:path) => {
@@ -164,6 +280,18 @@ macro_rules! run_suite {
         #[test]
         fn falls_back() {
             $run(crate::client::falls_back);
+        }
+        #[test]
+        fn pool_shares() {
+            $run(crate::client::pool_shares);
+        }
+        #[test]
+        fn pool_dedicates() {
+            $run(crate::client::pool_dedicates);
+        }
+        #[test]
+        fn pool_reconnects() {
+            $run(crate::client::pool_reconnects);
         }
     };
 }
