@@ -4,6 +4,8 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_fabric::rustls::ClientConfig;
+use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{Engine, Error, Rdma};
 use ferrite_session::Connector;
 use redis::aio::MultiplexedConnection;
@@ -164,6 +166,22 @@ impl ClientBuilder {
     /// How long opening may take on each way.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connector = self.connector.timeout(timeout);
+        self
+    }
+
+    /// TLS on TCP (`rediss`), with a server whose certificate is for this name. RDMA encrypts nothing: with this it is not
+    /// tried where it is preferred and connecting fails where it is required, unless
+    /// [`ClientBuilder::plain_rdma_beside_tls`] allows it.
+    ///
+    /// `rustls` is [`ferrite_fabric::rustls`]; its cryptography is the caller's choice (its feature `ring` or `aws-lc-rs`).
+    pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
+        self.connector = self.connector.tls(config, name);
+        self
+    }
+
+    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only friends can listen to.
+    pub fn plain_rdma_beside_tls(mut self) -> Self {
+        self.connector = self.connector.plain_rdma_beside_tls();
         self
     }
 

@@ -18,7 +18,7 @@ use crate::client::{Client, is_of_the_connection};
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Carrier {
-    /// RDMA to a Ferrite peer or a Valkey server, or TCP.
+    /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
     pub transport: SessionTransport,
     /// The device, on RDMA.
     pub device: Option<String>,

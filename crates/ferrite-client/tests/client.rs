@@ -4,11 +4,13 @@
 mod redis_server;
 
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_client::redis::AsyncCommands as _;
 use ferrite_client::redis::{self, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo};
 use ferrite_client::{Client, ClientBuilder, Pool};
+use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
 use ferrite_fabric::{Config, Engine, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
 use ferrite_verbs::Verbs;
@@ -266,6 +268,71 @@ pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     served.end().await;
 }
 
+/// A certificate for this host, and who trusts it.
+fn certified() -> (rcgen::CertifiedKey<rcgen::KeyPair>, Arc<ClientConfig>) {
+    let made = rcgen::generate_simple_self_signed(["127.0.0.1".to_owned()]).expect("a certificate");
+    let mut roots = RootCertStore::empty();
+    roots.add(made.cert.der().clone()).expect("a root");
+    let config = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
+    (made, Arc::new(config))
+}
+
+/// As redis-server reads it. rcgen's own needs a second version of a crate that is here already.
+fn pem(label: &str, der: &[u8]) -> String {
+    const DIGITS: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
+    let mut text = format!("-----BEGIN {label}-----");
+    for (number, group) in der.chunks(3).enumerate() {
+        if number % 16 == 0 {
+            text.push('\n');
+        }
+        let bits = (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
+        for digit in 0..4 {
+            let is_padding = digit > group.len();
+            text.push(if is_padding { '=' } else { DIGITS[bits >> (18 - 6 * digit) & 63].into() });
+        }
+    }
+    format!("{text}\n-----END {label}-----\n")
+}
+
+/// TLS on TCP: with who is trusted, and with nobody else; RDMA beside it only if that is said.
+pub(crate) async fn tls(verbs: &Verbs) {
+    let (made, config) = certified();
+    let files = std::env::temp_dir().join(format!("ferrite-client-tls-{}", std::process::id()));
+    let [cert, key] = ["cert", "key"].map(|end| format!("{}.{end}", files.display()));
+    std::fs::write(&cert, pem("CERTIFICATE", made.cert.der())).expect("a file");
+    std::fs::write(&key, pem("PRIVATE KEY", &made.signing_key.serialize_der())).expect("a file");
+    let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
+    let at = free.expect("a free port");
+    let port = at.port().to_string();
+    let listens = ["--bind", "127.0.0.1", "--tls-port", &port, "--tls-auth-clients", "no"];
+    let shows = ["--tls-cert-file", &cert, "--tls-key-file", &key];
+    let redis = Redis::start("tls", &[&listens[..], &shows[..]].concat()).await;
+    let name = || "127.0.0.1".try_into().expect("a name");
+
+    let client = builder(verbs, at).rdma(Rdma::Prefer).tls(Arc::clone(&config), name()).build();
+    let mut connection = client.connect().await.expect("a connection");
+    assert_eq!(connection.carrier().transport, SessionTransport::Tls);
+    let value = vec![7; 3 << 20];
+    let () = connection.set("a", &value).await.expect("SET");
+    assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "another value");
+
+    let stranger = builder(verbs, at).rdma(Rdma::Forbid).tls(certified().1, name()).build();
+    let error = stranger.connect().await.expect_err("nobody it trusts").to_string();
+    assert!(error.contains("TLS with 127.0.0.1") && error.contains("invalid peer certificate"), "{error}");
+
+    let served = Served::start(verbs, &redis);
+    let required = || builder(verbs, served.at).rdma(Rdma::Require).tls(Arc::clone(&config), name());
+    let error = required().build().connect().await.expect_err("a contradiction").to_string();
+    assert!(error.contains("RDMA is not encrypted"), "{error}");
+    let beside = required().plain_rdma_beside_tls().build().connect().await.expect("allowed");
+    assert_eq!(beside.carrier().transport, SessionTransport::FerriteRdma);
+    drop((connection, beside));
+    served.end().await;
+    for file in [cert, key] {
+        std::fs::remove_file(file).expect("removed");
+    }
+}
+
 /// Makes every test a test of the calling target.
 macro_rules! run_suite {
     ($run:path) => {
@@ -280,6 +347,10 @@ macro_rules! run_suite {
         #[test]
         fn falls_back() {
             $run(crate::client::falls_back);
+        }
+        #[test]
+        fn tls() {
+            $run(crate::client::tls);
         }
         #[test]
         fn pool_shares() {
