@@ -23,8 +23,9 @@ use crate::connection::{Carrier, Connection};
 /// Connections that share the work: a `redis::aio::ConnectionLike`, for any number of tasks at a time. Clones are the same pool.
 ///
 /// A command goes to the connection with the fewest commands under way; a further one is opened when all have some. Commands
-/// that are under way together have no order among them, and those that change the connection itself (SELECT, WATCH,
-/// SUBSCRIBE) have no place here: [`Pool::dedicated`] is for them. A pipeline goes to one connection as a whole.
+/// that are under way together have no order among them. Those that change the connection itself (SELECT, WATCH, SUBSCRIBE)
+/// or wait in the server (BLPOP) have no place here: the next on that connection would feel it. [`Pool::dedicated`] is for
+/// them. A pipeline goes to one connection as a whole.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {

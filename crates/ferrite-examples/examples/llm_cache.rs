@@ -20,7 +20,7 @@ async fn main() -> anyhow::Result<()> {
     let config = patient_config(); // 64 MiB may take longer than redis-rs waits by itself
     let mut connection = client_by_arguments()?.config(config).build().connect().await?;
     let carrier = connection.carrier();
-    println!("over {} {}", carrier.transport, carrier.device.unwrap_or_default());
+    println!("over {}, device {}", carrier.transport, carrier.device.as_deref().unwrap_or("none"));
     // What nobody asks for any more goes by itself.
     let options = SetOptions::default().with_expiration(SetExpiry::EX(600));
     for mib in [1, 4, 16, 64] {
