@@ -4,12 +4,16 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ferrite_fabric::rustls::ClientConfig;
+use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{Engine, Error, Rdma};
 use ferrite_session::Connector;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisResult};
+use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError, RedisResult};
+use tokio::time::sleep;
 
 use crate::connection::{Carrier, Connection};
+use crate::pool::Pool;
 
 /// Opens connections to one server. Cheap to clone.
 ///
@@ -27,6 +31,7 @@ use crate::connection::{Carrier, Connection};
 #[derive(Clone)]
 pub struct Client(Arc<Settings>);
 
+#[derive(Clone)]
 struct Settings {
     connector: Connector,
     server: SocketAddr,
@@ -37,12 +42,12 @@ struct Settings {
 
 /// How a connection that is lost is opened again.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Reconnect {
+struct Reconnect {
     /// Tries in a row, after which a command fails.
-    pub(crate) tries: u32,
+    tries: u32,
     /// Before the second; twice as long before each further one.
-    pub(crate) wait: Duration,
-    pub(crate) wait_max: Duration,
+    wait: Duration,
+    wait_max: Duration,
 }
 
 /// Settings of a [`Client`].
@@ -90,7 +95,32 @@ impl Client {
         Ok(Connection::new(self.clone(), connection, carrier))
     }
 
-    pub(crate) async fn dial(&self) -> RedisResult<(MultiplexedConnection, Carrier)> {
+    /// A pool of up to `size` connections (at least one), each of which is opened when it is first needed.
+    #[must_use]
+    pub fn pool(&self, size: usize) -> Pool {
+        Pool::new(self, size)
+    }
+
+    /// As [`Client::connect`], as often as a lost connection would be tried.
+    pub(crate) async fn connect_patiently(&self) -> RedisResult<Connection> {
+        let (connection, carrier) = self.dial_patiently().await?;
+        Ok(Connection::new(self.clone(), connection, carrier))
+    }
+
+    pub(crate) async fn dial_patiently(&self) -> RedisResult<(MultiplexedConnection, Carrier)> {
+        let Reconnect { tries, mut wait, wait_max } = self.0.reconnect;
+        let mut tried = 1;
+        loop {
+            match self.dial().await {
+                Err(error) if tried < tries && is_of_the_connection(&error) => tried += 1,
+                done => return done,
+            }
+            sleep(wait).await;
+            wait = (wait * 2).min(wait_max);
+        }
+    }
+
+    async fn dial(&self) -> RedisResult<(MultiplexedConnection, Carrier)> {
         let Settings { connector, server, info, config, .. } = &*self.0;
         let session = connector.connect(*server).await?;
         let carrier = Carrier {
@@ -104,13 +134,20 @@ impl Client {
         Ok((connection, carrier))
     }
 
-    pub(crate) fn reconnect(&self) -> Reconnect {
-        self.0.reconnect
+    pub(crate) fn without_response_timeout(&self) -> Self {
+        let mut settings = Settings::clone(&self.0);
+        settings.config = settings.config.set_response_timeout(None);
+        Self(Arc::new(settings))
     }
 
     pub(crate) fn db(&self) -> i64 {
         self.0.info.db()
     }
+}
+
+/// Whether an error is the connection's rather than an answer.
+pub(crate) fn is_of_the_connection(error: &RedisError) -> bool {
+    error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error()
 }
 
 impl ClientBuilder {
@@ -129,6 +166,22 @@ impl ClientBuilder {
     /// How long opening may take on each way.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connector = self.connector.timeout(timeout);
+        self
+    }
+
+    /// TLS on TCP (`rediss`), with a server whose certificate is for this name. RDMA encrypts nothing: with this it is not
+    /// tried where it is preferred and connecting fails where it is required, unless
+    /// [`ClientBuilder::plain_rdma_beside_tls`] allows it.
+    ///
+    /// `rustls` is [`ferrite_fabric::rustls`]; its cryptography is the caller's choice (its feature `ring` or `aws-lc-rs`).
+    pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
+        self.connector = self.connector.tls(config, name);
+        self
+    }
+
+    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only friends can listen to.
+    pub fn plain_rdma_beside_tls(mut self) -> Self {
+        self.connector = self.connector.plain_rdma_beside_tls();
         self
     }
 

@@ -9,17 +9,16 @@ use std::sync::{Arc, PoisonError, RwLock};
 use ferrite_fabric::Fallback;
 use ferrite_session::SessionTransport;
 use redis::aio::{ConnectionLike, MultiplexedConnection};
-use redis::{Cmd, Pipeline, RedisError, RedisFuture, RedisResult, Value};
+use redis::{Cmd, Pipeline, RedisFuture, RedisResult, Value};
 use tokio::sync::Mutex;
-use tokio::time::sleep;
 
-use crate::client::Client;
+use crate::client::{Client, is_of_the_connection};
 
 /// What carries a connection.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct Carrier {
-    /// RDMA to a Ferrite peer or a Valkey server, or TCP.
+    /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
     pub transport: SessionTransport,
     /// The device, on RDMA.
     pub device: Option<String>,
@@ -82,18 +81,7 @@ impl Connection {
         if let Some(usable) = usable() {
             return Ok(usable); // somebody else has opened it meanwhile
         }
-        let reconnect = self.0.client.reconnect();
-        let mut wait = reconnect.wait;
-        let mut tries = 1;
-        let (connection, carrier) = loop {
-            match self.0.client.dial().await {
-                Ok(opened) => break opened,
-                Err(error) if tries >= reconnect.tries || !is_of_the_connection(&error) => return Err(error),
-                Err(_) => tries += 1,
-            }
-            sleep(wait).await;
-            wait = (wait * 2).min(reconnect.wait_max);
-        };
+        let (connection, carrier) = self.0.client.dial_patiently().await?;
         self.change(|now| {
             let number = now.number + 1;
             *now = Current { connection: connection.clone(), carrier, number, is_lost: false };
@@ -110,10 +98,6 @@ impl Connection {
             self.change(|now| now.is_lost |= now.number == number);
         }
     }
-}
-
-fn is_of_the_connection(error: &RedisError) -> bool {
-    error.is_io_error() || error.is_connection_dropped() || error.is_unrecoverable_error()
 }
 
 impl ConnectionLike for Connection {

@@ -1,6 +1,6 @@
-//! What the examples share: two hosts in one process, and what their links carried.
+//! What the examples share: two hosts in one process, and what their links carried; a client of the server in the arguments.
 //!
-//! Each example is client and server at once, so that one command shows it: an engine for each end, on the device that has
+//! Each example of streams is client and server at once, so that one command shows it: an engine for each end, on the device that has
 //! the end's address. All bytes between the two go through the devices.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "examples talk to people")]
@@ -10,6 +10,8 @@ use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
+use ferrite_client::redis::AsyncConnectionConfig;
+use ferrite_client::{Client, ClientBuilder};
 use ferrite_fabric::{ConnectOptions, Engine, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
@@ -103,6 +105,27 @@ impl Connector {
     pub async fn connect(&self, peer: SocketAddr) -> io::Result<Stream> {
         Stream::connect_with(&self.engine, peer, &ConnectOptions::new().local(self.local)).await
     }
+}
+
+/// A client of the server that the first argument names, from the IP address in the second if there is one. The calling tokio
+/// runtime drives its engine.
+///
+/// # Errors
+/// Arguments that are none; an engine that cannot be made.
+pub fn client_by_arguments() -> anyhow::Result<ClientBuilder> {
+    let mut arguments = std::env::args().skip(1);
+    let server = arguments.next().context("say the server's address: 10.0.0.1:6380")?;
+    let engine = Engine::system().build()?;
+    tokio::spawn(engine.drive());
+    let builder = Client::builder(&engine, server.parse().context("the server's IP address and port")?);
+    let Some(local) = arguments.next() else { return Ok(builder) };
+    Ok(builder.local(SocketAddr::new(local.parse().context("the local IP address")?, 0)))
+}
+
+/// redis-rs's settings, with 60 s for an answer instead of half a second: an emulated guest is slow.
+#[must_use]
+pub fn patient_config() -> AsyncConnectionConfig {
+    AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)))
 }
 
 /// Bytes of which no two neighbours are alike.

@@ -8,20 +8,26 @@
 //!   forbid:           TCP
 //! ```
 //!
-//! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that.
+//! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that. Or RESP within TLS, if the caller
+//! says so: then RDMA, which encrypts nothing, is out unless the caller says that too.
 
 use std::fmt;
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use ferrite_fabric::rustls::ClientConfig;
+use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{ConnectOptions, Engine, Error, Fallback, Met, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
+use tokio_rustls::TlsConnector;
+use tokio_rustls::client::TlsStream;
 
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
@@ -35,6 +41,8 @@ pub enum SessionTransport {
     ValkeyRdma,
     /// TCP.
     Tcp,
+    /// TCP with TLS.
+    Tls,
 }
 
 impl fmt::Display for SessionTransport {
@@ -43,6 +51,7 @@ impl fmt::Display for SessionTransport {
             Self::FerriteRdma => "RDMA (Ferrite)",
             Self::ValkeyRdma => "RDMA (Valkey)",
             Self::Tcp => "TCP",
+            Self::Tls => "TCP with TLS",
         })
     }
 }
@@ -60,13 +69,15 @@ impl fmt::Display for SessionTransport {
 /// println!("over {}", session.transport());
 /// # Ok(()) }
 /// ```
-#[derive(Debug, Clone)]
+#[derive(Clone)]
 pub struct Connector {
     engine: Engine,
     rdma: Rdma,
     local: Option<SocketAddr>,
     timeout: Duration,
     valkey: ValkeyConfig,
+    tls: Option<(TlsConnector, ServerName<'static>)>,
+    may_be_plain_on_rdma: bool,
 }
 
 impl Connector {
@@ -79,6 +90,8 @@ impl Connector {
             local: None,
             timeout: engine.config().connection_timeout,
             valkey: ValkeyConfig::default(),
+            tls: None,
+            may_be_plain_on_rdma: false,
         }
     }
 
@@ -110,13 +123,35 @@ impl Connector {
         self
     }
 
+    /// TLS, with a server whose certificate is for this name. It is on TCP alone: RDMA encrypts nothing, so it is not tried
+    /// where it is preferred and an error where it is required, unless [`Connector::plain_rdma_beside_tls`] allows it. Which
+    /// cryptography is used is the caller's choice (`rustls` with the feature `ring` or `aws-lc-rs`).
+    #[must_use]
+    pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
+        self.tls = Some((config.into(), name));
+        self
+    }
+
+    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only friends can listen to.
+    #[must_use]
+    pub fn plain_rdma_beside_tls(mut self) -> Self {
+        self.may_be_plain_on_rdma = true;
+        self
+    }
+
     /// Opens a session.
     ///
     /// # Errors
-    /// How RDMA failed, if it was required (a [`ferrite_fabric::Error`] is inside); else how TCP did, and RDMA before it.
+    /// How RDMA failed, if it was required (a [`ferrite_fabric::Error`] is inside); else how TCP or TLS did, and RDMA before
+    /// it. RDMA is required and TLS is set.
     pub async fn connect(&self, server: SocketAddr) -> io::Result<Session> {
-        if self.rdma == Rdma::Forbid {
-            return Ok(Session { stream: Kind::Tcp(self.over_tcp(server).await?), fallback: None });
+        let must_be_tls = self.tls.is_some() && !self.may_be_plain_on_rdma;
+        if must_be_tls && self.rdma == Rdma::Require {
+            let contradiction = "TLS is set and RDMA is required, but RDMA is not encrypted: prefer or forbid RDMA, or allow it beside TLS";
+            return Err(io::Error::new(io::ErrorKind::InvalidInput, contradiction));
+        }
+        if must_be_tls || self.rdma == Rdma::Forbid {
+            return Ok(Session { stream: self.over_tcp(server).await?, fallback: None });
         }
         let error = match self.over_rdma(server).await {
             Ok(stream) => return Ok(Session { stream, fallback: None }),
@@ -124,9 +159,9 @@ impl Connector {
             Err(error) => error,
         };
         match self.over_tcp(server).await {
-            Ok(tcp) => {
+            Ok(stream) => {
                 let fallback = Some(self.engine.fell_back_to_tcp(server, error));
-                Ok(Session { stream: Kind::Tcp(tcp), fallback })
+                Ok(Session { stream, fallback })
             }
             Err(tcp) => {
                 Err(io::Error::new(tcp.kind(), format!("{server}: {tcp}; and over RDMA before: {error}")))
@@ -145,11 +180,16 @@ impl Connector {
         })
     }
 
-    async fn over_tcp(&self, server: SocketAddr) -> io::Result<TcpStream> {
+    async fn over_tcp(&self, server: SocketAddr) -> io::Result<Kind> {
         let connecting = async {
             let tcp = TcpStream::connect(server).await?;
             tcp.set_nodelay(true)?;
-            Ok(tcp)
+            let Some((tls, name)) = &self.tls else { return Ok(Kind::Tcp(tcp)) };
+            let shaken = tls.connect(name.clone(), tcp).await;
+            let shaken = shaken.map_err(|error| {
+                io::Error::new(error.kind(), format!("TLS with {server} as {}: {error}", name.to_str()))
+            });
+            Ok(Kind::Tls(Box::new(shaken?)))
         };
         let late = || io::Error::new(io::ErrorKind::TimedOut, "no answer in time");
         timeout(self.timeout, connecting).await.unwrap_or_else(|_| Err(late()))
@@ -160,6 +200,7 @@ enum Kind {
     Ferrite(Stream),
     Valkey(Box<ValkeyStream>),
     Tcp(TcpStream),
+    Tls(Box<TlsStream<TcpStream>>),
 }
 
 /// A connection to a server that speaks RESP: [`AsyncRead`] and [`AsyncWrite`].
@@ -176,6 +217,7 @@ impl Session {
             Kind::Ferrite(_) => SessionTransport::FerriteRdma,
             Kind::Valkey(_) => SessionTransport::ValkeyRdma,
             Kind::Tcp(_) => SessionTransport::Tcp,
+            Kind::Tls(_) => SessionTransport::Tls,
         }
     }
 
@@ -191,7 +233,7 @@ impl Session {
         match &self.stream {
             Kind::Ferrite(stream) => stream.link().device(),
             Kind::Valkey(stream) => stream.bare().device(),
-            Kind::Tcp(_) => None,
+            Kind::Tcp(_) | Kind::Tls(_) => None,
         }
     }
 }
@@ -202,6 +244,7 @@ macro_rules! of_each {
             Kind::Ferrite($stream) => $call,
             Kind::Valkey($stream) => $call,
             Kind::Tcp($stream) => $call,
+            Kind::Tls($stream) => $call,
         }
     };
 }
@@ -235,6 +278,17 @@ impl AsyncWrite for Session {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         of_each!(self, stream => Pin::new(stream).poll_shutdown(cx))
+    }
+}
+
+impl fmt::Debug for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Connector")
+            .field("rdma", &self.rdma)
+            .field("local", &self.local)
+            .field("timeout", &self.timeout)
+            .field("tls", &self.tls.as_ref().map(|(_, name)| name))
+            .finish_non_exhaustive()
     }
 }
 

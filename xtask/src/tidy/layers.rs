@@ -29,7 +29,7 @@ const LAYERS: &[(&str, &[&str])] = &[
             "ferrite-client",
         ],
     ),
-    ("ferrite-examples", &["ferrite-verbs", "ferrite-fabric"]),
+    ("ferrite-examples", &["ferrite-verbs", "ferrite-fabric", "ferrite-session", "ferrite-client"]),
     ("xtask", &[]),
 ];
 
