@@ -249,8 +249,8 @@ impl ValkeyStream {
     }
 }
 
-/// Writes whose completion nobody was asked for: an interrupt for each answer is half of what a small one costs. They keep
-/// their memory until the next that reports, which is a keepalive if nothing else.
+/// Writes whose completion nobody was asked for: an interrupt for each answer is half of what a small one costs. Those
+/// that do not go inline keep their memory until the next that reports, which is a keepalive if nothing else.
 struct Quiet {
     writes: u32,
     bytes: u32,

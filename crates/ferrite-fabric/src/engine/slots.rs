@@ -32,6 +32,8 @@ pub(crate) enum Held {
     Nothing,
     /// A few bytes that the device copies while they are posted: only for inline requests.
     Copied([u8; 16]),
+    /// The device copies it while it is posted, and it is let go of then: only for inline requests that are never repeated.
+    Passing(Buf),
     /// The device reads it.
     Shared(Buf),
     /// The device writes it.
@@ -143,7 +145,10 @@ impl<T> SendQueue<T> {
         let mut headers = [(Key::default(), Operation::Send, false, false); BATCH];
         let mut claimed = 0;
         for Work { operation, held, signaled, inline, tag } in batch.drain(..count) {
-            debug_assert!(inline || !matches!(held, Held::Copied(_)), "copied bytes go inline");
+            debug_assert!(
+                inline || !matches!(held, Held::Copied(_) | Held::Passing(_)),
+                "copied bytes go inline"
+            );
             let Ok(key) = self.table.claim(InFlight { held, tag }) else { break };
             headers[claimed] = (key, operation, signaled, inline);
             claimed += 1;
@@ -153,7 +158,7 @@ impl<T> SendQueue<T> {
             let (addr, len, lkey) = match held {
                 Held::Nothing => continue,
                 Held::Copied(bytes) => (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0),
-                Held::Shared(buf) => buf.raw_parts(self.domain).into(),
+                Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(self.domain).into(),
                 Held::Unique(buf) => buf.raw_parts(self.domain).into(),
             };
             // SAFETY: the slot owns the buffer until the completion was reaped or the queue pair is destroyed, and nobody
@@ -173,7 +178,14 @@ impl<T> SendQueue<T> {
                 *request = request.inline();
             }
         }
-        let Err(refused) = qp.post_send(&requests[..claimed]) else { return Ok(()) };
+        let Err(refused) = qp.post_send(&requests[..claimed]) else {
+            for (key, ..) in &headers[..claimed] {
+                if let Some(InFlight { held: held @ Held::Passing(_), .. }) = self.table.get_mut(*key) {
+                    *held = Held::Nothing;
+                }
+            }
+            return Ok(());
+        };
         for (_, operation, signaled, inline) in headers[refused.posted..claimed].iter().rev() {
             if let Some(InFlight { held, tag }) = self.table.undo() {
                 let (operation, signaled, inline) = (*operation, *signaled, *inline);

@@ -372,7 +372,7 @@ impl LinkShared {
         let (len, ours) = match &mut held {
             Held::Shared(buf) => (buf.len(), self.pool.owns(buf)),
             Held::Unique(buf) => (buf.len(), self.pool.owns_mut(buf)),
-            Held::Nothing | Held::Copied(_) => (0, true),
+            Held::Nothing | Held::Copied(_) | Held::Passing(_) => (0, true),
         };
         let wrong = if !ours {
             Some(foreign())

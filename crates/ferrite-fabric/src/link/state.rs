@@ -474,7 +474,7 @@ fn took(limits: &OwnLimits, tag: &Tag) {
 fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
     let buf = match held {
         Held::Unique(buf) => Some(buf),
-        Held::Nothing | Held::Copied(_) | Held::Shared(_) => None,
+        Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Shared(_) => None,
     };
     Outcome { result, buf }
 }

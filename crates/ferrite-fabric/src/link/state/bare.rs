@@ -117,6 +117,10 @@ impl LinkState {
         let is_last = bare.outgoing.is_empty();
         let signaled = self.signal(around, is_last && !quiet);
         let inline = bytes <= self.inline;
+        let held = match held {
+            Held::Shared(buf) if inline => Held::Passing(buf),
+            held => held,
+        };
         let kind = match operation {
             Operation::Send => Kind::Control,
             Operation::WriteImm(..) => Kind::Notice,
