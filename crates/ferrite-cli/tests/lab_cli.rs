@@ -11,7 +11,7 @@ mod table;
 
 use std::time::Duration;
 
-use ferrite_fabric::{Engine, Rdma};
+use ferrite_fabric::{Engine, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
 use ferrite_verbs::Verbs;
 use harness::{HUMAN, HUMAN3, JSON, Program, RAW, judge};
@@ -41,7 +41,9 @@ impl Scene {
         let verbs = Verbs::system().expect("rdma-core");
         let engine = Engine::builder(&verbs).device("rxe1").rdma(Rdma::Require).build().expect("an engine");
         tokio::spawn(engine.drive());
-        let listener = engine.listen("10.0.0.1:0".parse().expect("an address")).expect("it listens");
+        let options = ListenOptions::new().welcome_strangers();
+        let at = "10.0.0.1:0".parse().expect("an address");
+        let listener = engine.listen_with(at, &options).expect("it listens");
         let port = listener.local_addr().port().to_string();
         let address = EngineAddress::Unix(redis.socket.clone());
         let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });

@@ -11,7 +11,7 @@ use ferrite_client::redis::AsyncCommands as _;
 use ferrite_client::redis::{self, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo};
 use ferrite_client::{Client, ClientBuilder, Pool};
 use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Engine, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
 use ferrite_verbs::Verbs;
 use redis_server::Redis;
@@ -55,7 +55,9 @@ struct Served {
 
 impl Served {
     fn start(verbs: &Verbs, redis: &Redis) -> Self {
-        let listener = engine(verbs, 0).listen(any_port(0)).expect("listen");
+        let listener = engine(verbs, 0)
+            .listen_with(any_port(0), &ListenOptions::new().welcome_strangers())
+            .expect("listen");
         let at = listener.local_addr();
         let address = EngineAddress::Unix(redis.socket.clone());
         let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });

@@ -172,6 +172,7 @@ pub struct ListenOptions {
     tls: Option<Arc<ServerConfig>>,
     require_encryption: bool,
     strangers_only: bool,
+    welcome_strangers: bool,
 }
 
 impl ListenOptions {
@@ -190,6 +191,13 @@ impl ListenOptions {
     /// who speaks another protocol and nothing else.
     pub fn strangers_only(mut self) -> Self {
         self.strangers_only = true;
+        self
+    }
+
+    /// Strangers are welcome from the start: who takes them ([`Listener::strangers`], [`Listener::tcp_strangers`]) finds those that
+    /// came before it was ready. Otherwise they are refused until then.
+    pub fn welcome_strangers(mut self) -> Self {
+        self.welcome_strangers = true;
         self
     }
 
@@ -245,8 +253,11 @@ impl Engine {
             moves,
             strangers_only: options.strangers_only,
         });
-        // Who asks for nobody else will take them, though they may come before it says so.
-        lock(&listener.queue).strangers.are_welcome = options.strangers_only;
+        {
+            let mut queue = lock(&listener.queue);
+            queue.strangers.are_welcome = options.welcome_strangers || options.strangers_only;
+            queue.tcp_strangers.are_welcome = options.welcome_strangers;
+        }
         let mut last = None;
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {

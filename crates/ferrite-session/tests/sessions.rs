@@ -12,7 +12,7 @@ pub(crate) mod streams;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Listener, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Listener, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use ferrite_verbs::Verbs;
@@ -61,7 +61,7 @@ impl Scene {
     }
 
     pub(crate) fn listen(&self, engine: &Engine) -> Listener {
-        engine.listen(any_port(0)).expect("listen")
+        engine.listen_with(any_port(0), &ListenOptions::new().welcome_strangers()).expect("listen")
     }
 
     /// A client of Valkey's protocol.

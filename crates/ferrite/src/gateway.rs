@@ -111,7 +111,7 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
     let engine = Engine::system().rdma(options.rdma).config(config).build()?;
     tokio::spawn(engine.drive());
     let listener = engine
-        .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma))
+        .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma).welcome_strangers())
         .with_context(|| format!("cannot listen on {}", options.listen))?;
     let gateway = Gateway::new(GatewayConfig {
         max_clients: options.max_clients,

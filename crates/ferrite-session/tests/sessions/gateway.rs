@@ -167,7 +167,8 @@ pub(crate) async fn tcp_clients(scene: Scene) {
     let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
     let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
     tokio::spawn(engine.drive());
-    let listener = engine.listen("127.0.0.1:0".parse().expect("an address")).expect("listen");
+    let options = ListenOptions::new().welcome_strangers();
+    let listener = engine.listen_with("127.0.0.1:0".parse().expect("an address"), &options).expect("listen");
     let served = Served::of(listener, [engine, scene.engine(1)], open(&redis));
     let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
     let mut connection = connection(tcp).await;
