@@ -259,7 +259,7 @@ impl Engine {
             loop {
                 if shared.pass() > 0 {
                     active = shared.clock.now();
-                    to_those_woken().await;
+                    tokio::task::yield_now().await; // to those that were woken
                 } else if shared.is_over() {
                     return Ok(());
                 } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
@@ -287,19 +287,6 @@ impl Engine {
         let driving = Driving::new(Arc::clone(self.shared()));
         std::thread::Builder::new().name("ferrite-engine".into()).spawn(move || driving.0.run())
     }
-}
-
-/// Lets the tasks go first that were woken. Not tokio's own: that looks at all its descriptors before, a system call.
-#[cfg(feature = "tokio")]
-fn to_those_woken() -> impl Future<Output = ()> {
-    let mut yielded = false;
-    std::future::poll_fn(move |cx| {
-        if std::mem::replace(&mut yielded, true) {
-            return Poll::Ready(());
-        }
-        cx.waker().wake_by_ref();
-        Poll::Pending
-    })
 }
 
 /// Someone who drives the engine; when it stops, another takes over.
