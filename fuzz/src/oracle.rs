@@ -186,7 +186,9 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
             | (Frame3::BigNumber { data, .. }, Value::BigNumber(ours)) => data == ours,
             (Frame3::SimpleError { data, .. }, Value::Error(ours)) => data.as_bytes() == *ours,
             (Frame3::Number { data, .. }, Value::Integer(ours)) => data == ours,
-            (Frame3::Double { data, .. }, Value::Double { value: ours, .. }) => data.to_bits() == ours.to_bits(),
+            (Frame3::Double { data, .. }, Value::Double { value: ours, .. }) => {
+                data.to_bits() == ours.to_bits()
+            }
             (Frame3::Boolean { data, .. }, Value::Boolean(ours)) => data == ours,
             (Frame3::Null, Value::Null) => true,
             (Frame3::VerbatimString { data, format, .. }, Value::Verbatim { format: word, text }) => {

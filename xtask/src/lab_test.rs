@@ -76,16 +76,27 @@ impl Suite {
         match (self, kernel) {
             (Self::Own, Kernel::Uml) => ("lab", 900),
             (Self::Own, Kernel::Stock | Kernel::Newer) => ("lab-stock", 2400),
-            (Self::Interop { .. }, Kernel::Uml) => ("interop", 1200),
-            (Self::Interop { .. }, Kernel::Stock | Kernel::Newer) => ("interop-stock", 3600),
+            (Self::Interop { .. }, Kernel::Uml) => ("interop", 1800),
+            (Self::Interop { .. }, Kernel::Stock | Kernel::Newer) => ("interop-stock", 5400),
         }
     }
 
-    /// What cargo builds. A test finds the programs of its own package built.
+    /// The programs that cargo builds: those of its own package a test finds built.
+    fn programs(&self) -> &'static [&'static str] {
+        match self {
+            Self::Own => &["--workspace", "--exclude", "xtask", "--bins", "--examples"],
+            Self::Interop { .. } => &["--package", "ferrite-cli", "--bins"],
+        }
+    }
+
+    /// The tests that it builds.
     fn targets(&self) -> &'static [&'static str] {
         match self {
             Self::Own => &["--workspace", "--test", "lab_*"],
-            Self::Interop { .. } => &["--package", "ferrite", "--test", "lab_interop"],
+            // The module is built with its own tests.
+            Self::Interop { .. } => {
+                &["-p", "ferrite", "-p", "ferrite-module", "--test", "lab_interop", "--test", "lab_module"]
+            }
         }
     }
 
@@ -168,13 +179,9 @@ fn run_in(
 
 /// Builds the tests and the programs they may start; writes what nextest wants to know of them.
 fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
-    if let Suite::Own = suite {
-        let programs = cargo(root)
-            .args(["build", "--quiet", "--workspace", "--exclude", "xtask"])
-            .args(["--all-features", "--bins", "--examples"])
-            .status()?;
-        ensure!(programs.success(), "the programs do not build");
-    }
+    let programs =
+        cargo(root).args(["build", "--quiet", "--all-features"]).args(suite.programs()).status()?;
+    ensure!(programs.success(), "the programs do not build");
     // The nextest that reads the list must be the one that wrote it: both are found by PATH.
     let list = Command::new("cargo-nextest")
         .current_dir(root)

@@ -21,6 +21,8 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-fabric/src/mem/",
     "crates/ferrite-fabric/src/engine/slots.rs",
     "crates/ferrite-fabric/src/engine/watch.rs",
+    "crates/ferrite-module/src/api.rs",
+    "crates/ferrite-module/src/api/",
     "crates/ferrite-module/src/entry.rs",
 ];
 

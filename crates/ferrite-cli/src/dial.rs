@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
 use ferrite_fabric::{Engine, Error, Rdma};
-use ferrite_session::{Connector, Session, SessionTransport};
+use ferrite_session::{Connector, Session, SessionTransport, client_config};
 use tokio::net::UnixStream;
 
 use crate::connection::Connection;
@@ -56,7 +56,7 @@ impl Dialer {
         if let Some(engine) = self.engine.get() {
             return Ok(engine);
         }
-        let built = Engine::system().rdma(self.rdma).build();
+        let built = Engine::system().config(client_config()).rdma(self.rdma).build();
         let engine = built.context("RDMA is required (--rdma) and cannot be used on this host")?;
         if self.rdma != Rdma::Forbid && engine.absence().is_none() {
             if self.waits_for_people {

@@ -4,6 +4,7 @@ use std::io;
 
 use anyhow::bail;
 
+use crate::connection::Frame;
 use crate::exit::ErrorReply;
 use crate::format::{Style, error_of};
 use crate::output;
@@ -45,17 +46,22 @@ pub(crate) async fn run(
     let mut left = repeat;
     while left != 0 {
         left = if left < 0 { left } else { left - 1 };
-        server.connection()?.send(words).await?;
-        match course {
-            Course::Stream { is_pubsub } => return stream(server, is_pubsub).await,
-            Course::Shutdown => match once(server, words, is_text, giver).await {
-                Err(error) if is_end(&error) => {
-                    server.disconnect();
-                    return Ok(());
-                }
-                other => other?,
-            },
-            Course::Once => once(server, words, is_text, giver).await?,
+        if let Some(refusal) = server.refusal_of_silence(words).await? {
+            show(server, words, &refusal, is_text, giver).await?;
+        } else {
+            let is_replied_to = server.send(words).await?;
+            match course {
+                Course::Stream { is_pubsub } => return stream(server, is_pubsub).await,
+                Course::Shutdown => match once(server, words, is_text, giver).await {
+                    Err(error) if is_end(&error) => {
+                        server.disconnect();
+                        return Ok(());
+                    }
+                    other => other?,
+                },
+                Course::Once if is_replied_to => once(server, words, is_text, giver).await?,
+                Course::Once => {}
+            }
         }
         if let Some(interval) = server.settings.interval.filter(|_| left != 0) {
             tokio::time::sleep(interval).await;
@@ -79,22 +85,31 @@ pub(crate) fn tell_refusal(connected: Result<(), ConnectError>) -> anyhow::Resul
 async fn once(server: &mut Server, words: &[Vec<u8>], is_text: bool, giver: Giver) -> anyhow::Result<()> {
     loop {
         let frame = server.connection()?.frame().await?;
-        let reply = frame.value()?;
-        if frame.is_push() {
-            if server.settings.shows_pushes {
-                output::write(&server.settings.format.push(&reply))?;
-            }
-            continue;
+        if !frame.is_push() {
+            return show(server, words, &frame, is_text, giver).await;
         }
-        if let Some(text) = error_of(&reply)
-            && server.settings.fails_on_error
-            && giver == Giver::CommandLine
-        {
-            bail!(ErrorReply(String::from_utf8_lossy(text).into_owned()));
+        if server.settings.shows_pushes {
+            output::write(&server.settings.format.push(&frame.value()?))?;
         }
-        output::write(&server.settings.format.reply(&reply, is_text))?;
-        return tell_refusal(server.note(words, &reply).await);
     }
+}
+
+async fn show(
+    server: &mut Server,
+    words: &[Vec<u8>],
+    frame: &Frame,
+    is_text: bool,
+    giver: Giver,
+) -> anyhow::Result<()> {
+    let reply = frame.value()?;
+    if let Some(text) = error_of(&reply)
+        && server.settings.fails_on_error
+        && giver == Giver::CommandLine
+    {
+        bail!(ErrorReply(String::from_utf8_lossy(text).into_owned()));
+    }
+    output::write(&server.settings.format.reply(&reply, is_text))?;
+    tell_refusal(server.note(words, &reply).await)
 }
 
 /// Messages, or what other clients ask for: until the connection ends, or somebody has had enough.

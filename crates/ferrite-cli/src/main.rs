@@ -3,7 +3,7 @@
 //! ```text
 //!   options ─► Settings, Mode            what was typed, checked once
 //!   dial    ─► Connection, Carrier       RDMA, TCP or a Unix socket, and words for it
-//!   server     a connection that comes back; database and transaction
+//!   server     a connection that comes back; database, transaction, and what is replied to
 //!   issue      a command and its replies ─► format ─► stdout
 //!   prompt     people: history, completion, hints · lines: commands from a file
 //!   pipe · latency · stat · scan · big_keys: the other modes, one file each
@@ -41,6 +41,7 @@ mod options;
 mod output;
 mod pipe;
 mod prompt;
+mod replying;
 mod scan;
 mod server;
 mod settings;
@@ -76,6 +77,7 @@ fn run(settings: Settings, mode: Mode) -> anyhow::Result<()> {
         Mode::Prompt => lines::run(&runtime, &mut server),
         mode => runtime.block_on(unattended(&mut server, mode)),
     };
+    let outcome = outcome.and_then(|()| runtime.block_on(server.settle()));
     // Somebody may still wait for stdin, which would never end.
     runtime.shutdown_background();
     outcome

@@ -3,13 +3,17 @@
 use std::io;
 use std::time::Duration;
 
-use anyhow::Context as _;
+use anyhow::{Context as _, bail, ensure};
 use ferrite_proto::resp::Value;
 
 use crate::connection::{Connection, Frame};
 use crate::dial::{Carrier, Dialer};
 use crate::format::error_of;
+use crate::replying::Replying;
 use crate::settings::{Address, Protocol, Settings};
+
+/// Replied to in any case.
+const REPLY: [&str; 3] = ["CLIENT", "REPLY", "ON"];
 
 const RECONNECT_PAUSE: Duration = Duration::from_secs(1);
 
@@ -25,6 +29,9 @@ pub(crate) struct Server {
     wanted_database: u32,
     /// The database before MULTI, while there is a transaction.
     transaction: Option<u32>,
+    replying: Replying,
+    /// Nothing has come since the last command that is not replied to.
+    is_unanswered: bool,
 }
 
 /// Why there is no connection, or none as wished.
@@ -56,6 +63,8 @@ impl Server {
             database: 0,
             wanted_database,
             transaction: None,
+            replying: Replying::On,
+            is_unanswered: false,
         }
     }
 
@@ -111,8 +120,11 @@ impl Server {
 
     /// One command and its reply; what is said unasked meanwhile is passed over.
     pub(crate) async fn ask<A: AsRef<[u8]>>(&mut self, words: &[A]) -> anyhow::Result<Frame> {
+        let (is_replied_to, after) = self.replying.after(words);
+        ensure!(is_replied_to, "no replies: CLIENT REPLY ON brings them back");
         let connection = self.connection.as_mut().context("not connected")?;
         connection.send(words).await?;
+        self.replying = after;
         loop {
             let frame = connection.frame().await?;
             if !frame.is_push() {
@@ -135,6 +147,42 @@ impl Server {
                     refused => return Err(refused.into()),
                 }
             }
+        }
+    }
+
+    /// Sends a command: whether it is replied to.
+    pub(crate) async fn send(&mut self, words: &[Vec<u8>]) -> io::Result<bool> {
+        self.connection()?.send(words).await?;
+        if self.is_in_transaction() {
+            return Ok(true); // queued
+        }
+        let (is_replied_to, after) = self.replying.after(words);
+        self.replying = after;
+        self.is_unanswered = !is_replied_to;
+        Ok(is_replied_to)
+    }
+
+    /// A server that does not know or does not allow CLIENT REPLY would reply to one that asks for no reply, and the next command
+    /// would be taken to be replied to by that. So it is asked to reply first, which is always replied to: with this, if it refuses.
+    pub(crate) async fn refusal_of_silence(&mut self, words: &[Vec<u8>]) -> anyhow::Result<Option<Frame>> {
+        let (is_replied_to, _) = self.replying.after(words);
+        if self.replying != Replying::On || is_replied_to || self.is_in_transaction() {
+            return Ok(None);
+        }
+        let frame = self.ask(&REPLY).await?;
+        let is_refused = error_of(&frame.value()?).is_some();
+        Ok(is_refused.then_some(frame))
+    }
+
+    /// At the end: what was not replied to is carried out, as far as the server is concerned, before the connection goes.
+    pub(crate) async fn settle(&mut self) -> anyhow::Result<()> {
+        if !self.is_unanswered || !self.is_connected() {
+            return Ok(());
+        }
+        let patience = self.settings.timeout;
+        match tokio::time::timeout(patience, self.ask(&REPLY)).await {
+            Ok(reply) => reply.map(drop).context("after commands without reply"),
+            Err(_) => bail!("whether the server took the last commands, it does not say in {patience:?}"),
         }
     }
 
@@ -165,6 +213,8 @@ impl Server {
         self.carrier = None;
         self.database = 0;
         self.transaction = None;
+        self.replying = Replying::On;
+        self.is_unanswered = false;
     }
 
     /// Another server from now on.

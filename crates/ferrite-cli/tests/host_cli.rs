@@ -222,6 +222,45 @@ fn a_lost_connection_comes_back() {
     assert_eq!(stderr(&output), "Error: Server closed the connection\n");
 }
 
+/// What is not replied to is not waited for (redis-cli waits, for ever), and is carried out before the end.
+#[test]
+fn client_reply() {
+    let redis = Redis::start("reply");
+    let lines = b"SET a 1\nCLIENT REPLY OFF\nSET a 2\nGET a\nNOSUCH\nCLIENT REPLY ON\nGET a\n\
+        client reply skip\nSET a 3\nGET a\n";
+    for (style, shown) in [
+        (&["--raw"][..], "OK\nOK\n2\n3\n"),
+        (&["--no-raw"], "OK\nOK\n\"2\"\n\"3\"\n"),
+        (&["-3", "--no-raw"], "OK\nOK\n\"2\"\n\"3\"\n"),
+        (&["--json"], "\"OK\"\n\"OK\"\n\"2\"\n\"3\"\n"),
+    ] {
+        let output = fed(&redis, style, lines);
+        assert_eq!((stdout(&output).as_str(), stderr(&output).as_str()), (shown, ""), "{style:?}");
+        assert_eq!(output.status.code(), Some(0));
+    }
+    let large = format!("CLIENT REPLY OFF\nSET a {}\n", "x".repeat(3_000_000));
+    assert_eq!(stdout(&fed(&redis, &[], large.as_bytes())), "");
+    assert_eq!(stdout(&at(&redis, &["STRLEN", "a"])), "3000000\n");
+    assert_eq!(stdout(&fed(&redis, &[], b"CLIENT REPLY SKIP\nSET a 4\n")), "");
+    assert_eq!(stdout(&at(&redis, &["GET", "a"])), "4\n");
+    for mode in ["OFF", "SKIP"] {
+        let output = at(&redis, &["-r", "2", "CLIENT", "REPLY", mode]);
+        assert_eq!((stdout(&output).as_str(), output.status.code()), ("", Some(0)), "{mode}");
+    }
+    let help = fed(&redis, &[], b"CLIENT REPLY OFF\nhelp get\nCLIENT REPLY ON\n");
+    assert_eq!(stdout(&help), "the server says nothing about its commands\nOK\n");
+    let queued = fed(&redis, &[], b"MULTI\nCLIENT REPLY OFF\nDISCARD\nGET a\n");
+    assert_eq!(stdout(&queued), "OK\nQUEUED\nOK\n4\n");
+    let left_open = fed(&redis, &["-t", "0.2"], b"CLIENT REPLY OFF\nMULTI\nSET a 5\n");
+    assert_eq!(left_open.status.code(), Some(1));
+    assert!(stderr(&left_open).contains("whether the server took the last commands"), "{left_open:?}");
+
+    at(&redis, &["ACL", "SETUSER", "mute", "on", ">secret", "~*", "+@all", "-client"]);
+    let refused = fed(&redis, &["--user", "mute", "--pass", "secret"], b"CLIENT REPLY OFF\nGET a\n");
+    let said = stdout(&refused);
+    assert!(said.starts_with("NOPERM ") && said.ends_with("\n4\n"), "{said}");
+}
+
 #[test]
 fn the_prompt() {
     if Command::new("script").arg("--version").output().is_err() {

@@ -105,11 +105,14 @@ fn modes() {
     let (came, said) = run(&["GET", "large"], b"");
     assert!(came.strip_suffix(b"\n") == Some(&large), "{} bytes", came.len());
     assert_eq!(said, "", "nobody asked");
+    let quiet = [&b"CLIENT REPLY OFF\nSET quiet "[..], &vec![b'q'; 3_000_000], b"\n"].concat();
+    assert_eq!(run(&[], &quiet).0, b"", "no reply");
+    assert_eq!(run(&["STRLEN", "quiet"], b"").0, b"3000000\n", "it is carried out before the end");
     let many: String = (0..20_000).map(|key| format!("SET key:{key} {key}\r\n")).collect();
     let (counted, _) = run(&["--pipe"], many.as_bytes());
     assert!(counted.ends_with(b"errors: 0, replies: 20000\n"), "{}", counted.escape_ascii());
     let (scanned, _) = run(&["--scan", "--count", "1000"], b"");
-    assert_eq!(scanned.split(|byte| *byte == b'\n').count(), 20_002);
+    assert_eq!(scanned.split(|byte| *byte == b'\n').count(), 20_003);
     let (latency, _) = run(&["--latency", "--json", "-i", "0.2"], b"");
     assert!(latency.starts_with(b"{\"min\": "), "{}", latency.escape_ascii());
     scene.end();

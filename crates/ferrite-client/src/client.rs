@@ -7,7 +7,7 @@ use std::time::Duration;
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
 use ferrite_fabric::{Engine, Error, Rdma};
-use ferrite_session::Connector;
+use ferrite_session::{Connector, client_config};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError, RedisResult};
 use tokio::time::sleep;
@@ -66,12 +66,12 @@ impl Client {
     /// # Errors
     /// The engine cannot be made.
     pub fn open(server: SocketAddr) -> Result<Self, Error> {
-        let engine = Engine::system().build()?;
+        let engine = Engine::system().config(client_config()).build()?;
         tokio::spawn(engine.drive());
         Ok(Self::builder(&engine, server).build())
     }
 
-    /// On an engine that somebody drives.
+    /// On an engine that somebody drives. One made for this has [`client_config`]: large values are faster by it.
     pub fn builder(engine: &Engine, server: SocketAddr) -> ClientBuilder {
         ClientBuilder {
             connector: Connector::new(engine),
@@ -170,8 +170,8 @@ impl ClientBuilder {
     }
 
     /// TLS on TCP (`rediss`), with a server whose certificate is for this name. RDMA encrypts nothing: with this it is not
-    /// tried where it is preferred and connecting fails where it is required, unless
-    /// [`ClientBuilder::plain_rdma_beside_tls`] allows it.
+    /// tried where it is preferred ([`Carrier::fallback`](crate::Carrier::fallback) says so) and connecting fails where it is
+    /// required, unless [`ClientBuilder::plain_rdma_beside_tls`] allows it.
     ///
     /// `rustls` is [`ferrite_fabric::rustls`]; its cryptography is the caller's choice (its feature `ring` or `aws-lc-rs`).
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {

@@ -12,5 +12,6 @@ mod pool;
 
 pub use client::{Client, ClientBuilder};
 pub use connection::{Carrier, Connection};
+pub use ferrite_session::client_config;
 pub use pool::{Dedicated, Pool};
 pub use redis;

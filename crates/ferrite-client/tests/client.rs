@@ -11,7 +11,7 @@ use ferrite_client::redis::AsyncCommands as _;
 use ferrite_client::redis::{self, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo};
 use ferrite_client::{Client, ClientBuilder, Pool};
 use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
-use ferrite_fabric::{Config, Engine, ListenOptions, Rdma};
+use ferrite_fabric::{Config, Engine, FallbackCause, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
 use ferrite_verbs::Verbs;
 use redis_server::Redis;
@@ -311,9 +311,24 @@ pub(crate) async fn tls(verbs: &Verbs) {
     let redis = Redis::start("tls", &[&listens[..], &shows[..]].concat()).await;
     let name = || "127.0.0.1".try_into().expect("a name");
 
-    let client = builder(verbs, at).rdma(Rdma::Prefer).tls(Arc::clone(&config), name()).build();
-    let mut connection = client.connect().await.expect("a connection");
-    assert_eq!(connection.carrier().transport, SessionTransport::Tls);
+    let engine = engine(verbs, 1);
+    let patient = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
+    let client = Client::builder(&engine, at).config(patient).tls(Arc::clone(&config), name());
+    let mut connection = client.rdma(Rdma::Prefer).build().connect().await.expect("a connection");
+    let carrier = connection.carrier();
+    assert_eq!(carrier.transport, SessionTransport::Tls);
+    let fallback = carrier.fallback.expect("RDMA was preferred, and it is said why it is not");
+    assert_eq!(fallback.cause, FallbackCause::Encryption);
+    assert!(
+        fallback.to_string().contains("to do: allow RDMA beside TLS (plain_rdma_beside_tls)"),
+        "{fallback}"
+    );
+    let counted = |engine: &Engine| engine.stats().fallbacks.map(|(_, count)| count).iter().sum::<u64>();
+    assert_eq!(counted(&engine), 1);
+    assert!(engine.stats().fallbacks.contains(&(FallbackCause::Encryption, 1)));
+    let forbidden = Client::builder(&engine, at).rdma(Rdma::Forbid).tls(Arc::clone(&config), name());
+    let forbidden = forbidden.build().connect().await.expect("a connection");
+    assert!(forbidden.carrier().fallback.is_none() && counted(&engine) == 1, "as it was wanted");
     let value = vec![7; 3 << 20];
     let () = connection.set("a", &value).await.expect("SET");
     assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "another value");
@@ -328,7 +343,8 @@ pub(crate) async fn tls(verbs: &Verbs) {
     assert!(error.contains("RDMA is not encrypted"), "{error}");
     let beside = required().plain_rdma_beside_tls().build().connect().await.expect("allowed");
     assert_eq!(beside.carrier().transport, SessionTransport::FerriteRdma);
-    drop((connection, beside));
+    assert!(beside.carrier().fallback.is_none());
+    drop((connection, forbidden, beside));
     served.end().await;
     for file in [cert, key] {
         std::fs::remove_file(file).expect("removed");

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use ferrite_client::redis::AsyncConnectionConfig;
-use ferrite_client::{Client, ClientBuilder};
+use ferrite_client::{Client, ClientBuilder, client_config};
 use ferrite_fabric::{ConnectOptions, Engine, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
@@ -115,7 +115,7 @@ impl Connector {
 pub fn client_by_arguments() -> anyhow::Result<ClientBuilder> {
     let mut arguments = std::env::args().skip(1);
     let server = arguments.next().context("say the server's address: 10.0.0.1:6380")?;
-    let engine = Engine::system().build()?;
+    let engine = Engine::system().config(client_config()).build()?;
     tokio::spawn(engine.drive());
     let builder = Client::builder(&engine, server.parse().context("the server's IP address and port")?);
     let Some(local) = arguments.next() else { return Ok(builder) };

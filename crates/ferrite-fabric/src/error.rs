@@ -80,6 +80,8 @@ struct Inner {
 enum Source {
     Verbs(ferrite_verbs::Error),
     Pool(PoolError),
+    /// RDMA was not tried; this allows it.
+    ClearText(&'static str),
 }
 
 impl Error {
@@ -112,6 +114,24 @@ impl Error {
             causes: Vec::new(),
             source: None,
         }))
+    }
+
+    /// Why RDMA is not even tried where the payload must be encrypted; `remedy` is how the caller can allow it all the same. For
+    /// [`Engine::fell_back_to_tcp`](crate::Engine::fell_back_to_tcp).
+    #[must_use]
+    pub fn clear_text(remedy: &'static str) -> Self {
+        Self(Arc::new(Inner {
+            kind: ErrorKind::Absent,
+            what: "TLS is set, and RDMA payload is clear text".into(),
+            status: None,
+            refusal: None,
+            causes: Vec::new(),
+            source: Some(Source::ClearText(remedy)),
+        }))
+    }
+
+    pub(crate) fn is_clear_text(&self) -> bool {
+        matches!(self.0.source, Some(Source::ClearText(_)))
     }
 
     /// The same with the causes that were found.
@@ -170,6 +190,7 @@ impl Error {
         match &self.0.source {
             Some(Source::Verbs(error)) => error.remedy(),
             Some(Source::Pool(error)) => error.remedy(),
+            Some(Source::ClearText(remedy)) => Some((*remedy).into()),
             None => self.0.causes.first().and_then(|cause| cause.remedy.clone()),
         }
     }
@@ -235,7 +256,7 @@ impl std::error::Error for Error {
         match &self.0.source {
             Some(Source::Verbs(error)) => Some(error),
             Some(Source::Pool(error)) => Some(error),
-            None => None,
+            Some(Source::ClearText(_)) | None => None,
         }
     }
 }

@@ -37,6 +37,7 @@ pub mod wire;
 pub use connect::{ConnectOptions, Connecting, ConnectingAny, ConnectingBare, ConnectingEither, Met};
 pub use engine::{Builder, Config, Engine, EngineStats};
 pub use error::{Error, ErrorKind};
+pub use ferrite_verbs::Status; // of errors, and counted by engines
 pub use latency::LatencyStats;
 pub use link::{
     Arrival, Bare, Done, Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport,

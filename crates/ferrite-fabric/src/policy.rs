@@ -113,13 +113,15 @@ pub enum FallbackCause {
     Unreachable,
     /// The device was removed or failed.
     DeviceGone,
+    /// The payload must be encrypted, and RDMA does not do that: it was not tried.
+    Encryption,
     /// Something else: the error says what.
     Other,
 }
 
 impl FallbackCause {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::NoLibrary,
         Self::NoKernelSupport,
         Self::NoDevice,
@@ -128,6 +130,7 @@ impl FallbackCause {
         Self::Refused,
         Self::Unreachable,
         Self::DeviceGone,
+        Self::Encryption,
         Self::Other,
     ];
 
@@ -136,6 +139,9 @@ impl FallbackCause {
     }
 
     pub(crate) fn of(error: &Error) -> Self {
+        if error.is_clear_text() {
+            return Self::Encryption;
+        }
         match error.absence() {
             Some(Absence::NoLibrary { .. } | Absence::OldLibrary { .. }) => return Self::NoLibrary,
             Some(Absence::NoKernel { .. } | Absence::NoCm { .. }) => {
@@ -169,6 +175,7 @@ impl fmt::Display for FallbackCause {
             Self::Refused => "refused",
             Self::Unreachable => "unreachable",
             Self::DeviceGone => "device-gone",
+            Self::Encryption => "encryption",
             Self::Other => "other",
         })
     }
@@ -195,6 +202,26 @@ impl fmt::Display for Fallback {
         match self.error.remedy() {
             Some(remedy) => write!(f, "; to do: {remedy}"),
             None => Ok(()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn encryption_is_a_cause_with_a_remedy() {
+        let fallback = Fallback::new(Error::clear_text("say so"));
+        assert_eq!(fallback.cause, FallbackCause::Encryption);
+        let told = "over TCP instead of RDMA (encryption): TLS is set, and RDMA payload is clear text; to do: say so";
+        assert_eq!(fallback.to_string(), told);
+    }
+
+    #[test]
+    fn every_cause_is_counted_in_its_place() {
+        for (place, cause) in FallbackCause::ALL.into_iter().enumerate() {
+            assert_eq!(cause.index(), place, "{cause}");
         }
     }
 }

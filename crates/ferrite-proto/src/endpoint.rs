@@ -69,11 +69,11 @@ enum State {
 /// client.handle_established(now)?;
 /// let announcement = server.poll_message().unwrap();
 /// server.handle_message_sent();
-/// client.handle_message(&announcement, now)?;
+/// client.handle_message(&announcement)?;
 ///
 /// let write = client.write_plan(b"PING\r\n".len()).unwrap();
 /// assert_eq!((write.remote_addr, write.len), (0x2000, 6));
-/// server.handle_immediate(write.immediate, write.len, now)?;
+/// server.handle_immediate(write.immediate, write.len)?;
 /// assert_eq!(server.readable(), 0..6); // in the memory at 0x2000
 /// server.consume(6);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -91,7 +91,10 @@ pub struct Endpoint {
     writes_in_flight: u32,
     /// Writes and messages handed out since the peer's last sign.
     unseen: u32,
+    /// As of the last [`handle_timeout`](Self::handle_timeout).
     last_heard: Option<Instant>,
+    /// Since then. A flag, because to ask the clock for each arrival costs more than the arrival where that is a system call.
+    heard_since: bool,
     /// The page that the client asked for.
     question: Option<u16>,
     peer_features: Option<u64>,
@@ -119,6 +122,7 @@ impl Endpoint {
             writes_in_flight: 0,
             unseen: 0,
             last_heard: None,
+            heard_since: false,
             question: None,
             peer_features: None,
             stats: Stats::default(),
@@ -201,13 +205,13 @@ impl Endpoint {
     ///
     /// # Errors
     /// The peer broke a rule. The connection is over.
-    pub fn handle_message(&mut self, bytes: &[u8], now: Instant) -> Result<(), ProtocolError> {
+    pub fn handle_message(&mut self, bytes: &[u8]) -> Result<(), ProtocolError> {
         if !self.alive()? {
             return Ok(());
         }
         let result = Message::decode(bytes).map_err(Into::into).and_then(|message| self.take(message));
         self.settle(result)?;
-        self.heard(now);
+        self.heard();
         self.stats.messages_received += 1;
         Ok(())
     }
@@ -217,12 +221,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// The peer broke a rule. The connection is over.
-    pub fn handle_immediate(
-        &mut self,
-        immediate: u32,
-        byte_len: u32,
-        now: Instant,
-    ) -> Result<(), ProtocolError> {
+    pub fn handle_immediate(&mut self, immediate: u32, byte_len: u32) -> Result<(), ProtocolError> {
         if !self.alive()? {
             return Ok(());
         }
@@ -232,7 +231,7 @@ impl Endpoint {
             self.receive.fill(immediate).map_err(Into::into)
         };
         self.settle(result)?;
-        self.heard(now);
+        self.heard();
         self.stats.immediates += 1;
         self.stats.bytes_received += u64::from(immediate);
         Ok(())
@@ -262,6 +261,9 @@ impl Endpoint {
     pub fn handle_timeout(&mut self, now: Instant) -> Result<(), ProtocolError> {
         if !self.alive()? {
             return Ok(());
+        }
+        if std::mem::take(&mut self.heard_since) {
+            self.last_heard = Some(now);
         }
         if self.dead_at().is_some_and(|at| at <= now) {
             return self.settle(Err(ProtocolError::Dead { after: self.config.dead_after }));
@@ -426,8 +428,8 @@ impl Endpoint {
         result
     }
 
-    fn heard(&mut self, now: Instant) {
-        self.last_heard = Some(now);
+    fn heard(&mut self) {
+        self.heard_since = true;
         self.unseen = 0;
     }
 

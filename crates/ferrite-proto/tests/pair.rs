@@ -82,13 +82,13 @@ impl Side {
         self.arrivals.push_back(Arrival::Immediate { immediate: write.immediate, byte_len: write.len });
     }
 
-    fn deliver(&mut self, count: usize, now: Instant) -> bool {
+    fn deliver(&mut self, count: usize) -> bool {
         let count = count.min(self.arrivals.len());
         for arrival in self.arrivals.drain(..count) {
             let taken = match arrival {
-                Arrival::Message(bytes) => self.endpoint.handle_message(&bytes, now),
+                Arrival::Message(bytes) => self.endpoint.handle_message(&bytes),
                 Arrival::Immediate { immediate, byte_len } => {
-                    self.endpoint.handle_immediate(immediate, byte_len, now)
+                    self.endpoint.handle_immediate(immediate, byte_len)
                 }
             };
             taken.expect("a peer that keeps the rules");
@@ -141,7 +141,6 @@ impl Pair {
     }
 
     fn step(&mut self, step: &Step) {
-        let now = self.now;
         match *step {
             Step::Say(second, bytes) => self.both(second).0.say(bytes),
             Step::Post(second, available) => {
@@ -149,7 +148,7 @@ impl Pair {
                 side.post(available, peer);
             }
             Step::Deliver(second, count) => {
-                self.both(second).0.deliver(count, now);
+                self.both(second).0.deliver(count);
             }
             Step::Complete(second, count) => {
                 self.both(second).0.complete(count);
@@ -174,9 +173,8 @@ impl Pair {
         while !self.is_finished() {
             let mut any = false;
             for second in [false, true] {
-                let now = self.now;
                 let (side, peer) = self.both(second);
-                any |= side.post(usize::MAX, peer) | peer.deliver(usize::MAX, now);
+                any |= side.post(usize::MAX, peer) | peer.deliver(usize::MAX);
                 any |= side.complete(usize::MAX) | peer.consume(usize::MAX);
             }
             if any {
@@ -191,7 +189,7 @@ impl Pair {
             self.wait(due.saturating_duration_since(self.now));
         }
         for side in &mut self.sides {
-            side.deliver(usize::MAX, self.now);
+            side.deliver(usize::MAX);
         }
     }
 
@@ -272,11 +270,10 @@ proptest! {
 #[test]
 fn a_silent_server_is_not_overrun() {
     let mut pair = Pair::new(&Config::default(), [64, 1 << 20]);
-    let now = pair.now;
     for second in [false, true] {
         let (side, peer) = pair.both(second);
         side.post(0, peer);
-        peer.deliver(usize::MAX, now);
+        peer.deliver(usize::MAX);
         side.complete(usize::MAX);
     }
     let [client, server] = &mut pair.sides;
@@ -287,14 +284,13 @@ fn a_silent_server_is_not_overrun() {
         assert!(server.arrivals.len() <= 256, "turn {turn}");
     }
     let before = client.written;
-    server.deliver(usize::MAX, pair.now);
+    server.deliver(usize::MAX);
     client.post(1, server);
     assert_eq!(client.written, before, "that the server works cannot be seen");
     pair.wait(Duration::from_secs(3));
-    let now = pair.now;
     let (server, client) = pair.both(true);
     server.post(0, client);
-    client.deliver(usize::MAX, now);
+    client.deliver(usize::MAX);
     client.post(1, server);
     assert_eq!(client.written, before + 256);
     assert!(client.endpoint.stats().stalled_by_silence > 0);

@@ -9,7 +9,8 @@
 //! ```
 //!
 //! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that. Or RESP within TLS, if the caller
-//! says so: then RDMA, which encrypts nothing, is out unless the caller says that too.
+//! says so: then RDMA, which encrypts nothing, is out unless the caller says that too; where it was preferred, that is a fallback
+//! like others, with its cause.
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -30,6 +31,9 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::stream::{ValkeyConfig, ValkeyStream};
+
+/// How RDMA is had all the same.
+const ALLOW_CLEAR_TEXT: &str = "allow RDMA beside TLS (plain_rdma_beside_tls) on a network that only friends can listen to, or forbid RDMA";
 
 /// What carries a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -124,8 +128,9 @@ impl Connector {
     }
 
     /// TLS, with a server whose certificate is for this name. It is on TCP alone: RDMA encrypts nothing, so it is not tried
-    /// where it is preferred and an error where it is required, unless [`Connector::plain_rdma_beside_tls`] allows it. Which
-    /// cryptography is used is the caller's choice (`rustls` with the feature `ring` or `aws-lc-rs`).
+    /// where it is preferred ([`Session::fallback`] says so) and an error where it is required, unless
+    /// [`Connector::plain_rdma_beside_tls`] allows it. Which cryptography is used is the caller's choice (`rustls` with the
+    /// feature `ring` or `aws-lc-rs`).
     #[must_use]
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config.into(), name));
@@ -150,8 +155,13 @@ impl Connector {
             let contradiction = "TLS is set and RDMA is required, but RDMA is not encrypted: prefer or forbid RDMA, or allow it beside TLS";
             return Err(io::Error::new(io::ErrorKind::InvalidInput, contradiction));
         }
-        if must_be_tls || self.rdma == Rdma::Forbid {
+        if self.rdma == Rdma::Forbid {
             return Ok(Session { stream: self.over_tcp(server).await?, fallback: None });
+        }
+        if must_be_tls {
+            let stream = self.over_tcp(server).await?;
+            let fallback = self.engine.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
+            return Ok(Session { stream, fallback: Some(fallback) });
         }
         let error = match self.over_rdma(server).await {
             Ok(stream) => return Ok(Session { stream, fallback: None }),

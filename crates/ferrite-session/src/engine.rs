@@ -7,6 +7,7 @@ use std::pin::Pin;
 use std::str::FromStr;
 use std::task::{Context, Poll};
 
+use rustix::net::{Shutdown, shutdown};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 
@@ -49,13 +50,24 @@ impl fmt::Display for EngineAddress {
     }
 }
 
-/// A connection to an engine.
+/// A connection to an engine. Dropping it ends it, also if a forked child (an engine's that saves) holds its descriptor still.
 #[derive(Debug)]
 pub enum EngineSocket {
     /// Over a Unix socket.
     Unix(UnixStream),
     /// Over TCP.
     Tcp(TcpStream),
+}
+
+impl Drop for EngineSocket {
+    fn drop(&mut self) {
+        // Closing would not: the child's copy keeps the connection, and a client that waits in BLPOP would take an element
+        // that nobody hears of.
+        let _ = match self {
+            Self::Unix(socket) => shutdown(socket, Shutdown::Both),
+            Self::Tcp(socket) => shutdown(socket, Shutdown::Both),
+        };
+    }
 }
 
 impl EngineSocket {

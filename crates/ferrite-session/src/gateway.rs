@@ -9,8 +9,8 @@
 use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use ferrite_fabric::{ConnectingBare, Error, Listener, Stream, TcpStranger};
@@ -23,6 +23,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::engine::{EngineAddress, EngineSocket};
 use crate::pump::{Moved, pump};
+use crate::sessions::{Carrier, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
 /// How long a client that is refused may take to hear why.
@@ -46,6 +47,10 @@ pub struct GatewayConfig {
     pub drain_timeout: Duration,
     /// For clients of Valkey's protocol.
     pub valkey: ValkeyConfig,
+    /// Who speaks when a client is turned away. `Ferrite gateway`.
+    pub name: &'static str,
+    /// What to do to let clients of other hosts pass without a password, as protected mode says it. For `ferrite gateway`.
+    pub open_up: &'static str,
 }
 
 impl GatewayConfig {
@@ -59,20 +64,19 @@ impl GatewayConfig {
             protected_mode: true,
             drain_timeout: Duration::from_secs(5),
             valkey: ValkeyConfig::default(),
+            name: "Ferrite gateway",
+            open_up: "start the gateway with --protected-mode no",
         }
     }
 }
 
 #[derive(Debug, Default)]
 struct Counters {
-    sessions: AtomicUsize,
     valkey_sessions: AtomicU64,
     ferrite_sessions: AtomicU64,
     tcp_sessions: AtomicU64,
     refused: AtomicU64,
     engine_failures: AtomicU64,
-    to_engine: AtomicU64,
-    to_client: AtomicU64,
 }
 
 /// What a gateway has done.
@@ -91,42 +95,72 @@ pub struct GatewayStats {
     pub refused: u64,
     /// Clients for whom the engine was not to be had.
     pub engine_failures: u64,
-    /// Bytes to the engine, of sessions that have ended.
+    /// Sessions that were asked to end ([`Gateway::kill`]).
+    pub killed: u64,
+    /// Bytes to the engine.
     pub to_engine_bytes: u64,
-    /// Bytes to clients, of sessions that have ended.
+    /// Bytes to clients.
     pub to_client_bytes: u64,
 }
 
-/// Serves clients by an engine that knows nothing of RDMA.
-#[derive(Debug, Clone)]
+/// Serves clients by an engine that knows nothing of RDMA. Clones are the same gateway.
+#[derive(Clone)]
 pub struct Gateway {
-    config: Arc<GatewayConfig>,
+    config: Arc<RwLock<Arc<GatewayConfig>>>,
     counters: Arc<Counters>,
+    sessions: Arc<Sessions>,
 }
 
 impl Gateway {
     /// A gateway that does nothing yet.
     #[must_use]
     pub fn new(config: GatewayConfig) -> Self {
-        Self { config: Arc::new(config), counters: Arc::default() }
+        let config = Arc::new(RwLock::new(Arc::new(config)));
+        Self { config, counters: Arc::default(), sessions: Arc::default() }
+    }
+
+    /// How it behaves now.
+    #[must_use]
+    pub fn config(&self) -> Arc<GatewayConfig> {
+        Arc::clone(&self.config.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// Changes how it behaves towards those who come from now on.
+    pub fn reconfigure(&self, change: impl FnOnce(&mut GatewayConfig)) {
+        let mut config = self.config.write().unwrap_or_else(PoisonError::into_inner);
+        change(Arc::make_mut(&mut config));
     }
 
     /// What it has done so far.
     #[must_use]
     pub fn stats(&self) -> GatewayStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures, .. } =
+        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures } =
             &*self.counters;
+        let (to_engine_bytes, to_client_bytes) = self.sessions.moved();
         GatewayStats {
-            sessions: self.counters.sessions.load(Ordering::Relaxed),
+            sessions: self.sessions.count(),
             valkey_sessions: of(valkey_sessions),
             ferrite_sessions: of(ferrite_sessions),
             tcp_sessions: of(tcp_sessions),
             refused: of(refused),
             engine_failures: of(engine_failures),
-            to_engine_bytes: of(&self.counters.to_engine),
-            to_client_bytes: of(&self.counters.to_client),
+            killed: of(&self.sessions.killed),
+            to_engine_bytes,
+            to_client_bytes,
         }
+    }
+
+    /// The sessions that are open, the oldest first.
+    #[must_use]
+    pub fn sessions(&self) -> Vec<SessionInfo> {
+        self.sessions.all()
+    }
+
+    /// Asks a session to end, by its number ([`SessionInfo::id`]); whether there is one.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn kill(&self, id: u64) -> bool {
+        self.sessions.kill(id)
     }
 
     /// Takes clients until `end` is ready; then lets sessions finish what is under way. Somebody must drive the listener's
@@ -145,8 +179,9 @@ impl Gateway {
                 link = listener.accept() => match link {
                     Ok(link) => {
                         self.counters.ferrite_sessions.fetch_add(1, Ordering::Relaxed);
-                        let (peer, local) = (link.peer_addr(), link.local_addr());
-                        sessions.spawn(self.clone().session(Stream::new(link), peer, local, ended.clone()));
+                        let ends = (link.peer_addr(), link.local_addr());
+                        let carrier = Carrier::Ferrite(link.clone());
+                        sessions.spawn(self.clone().session(Stream::new(link), ends, carrier, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
@@ -170,19 +205,19 @@ impl Gateway {
         drop((strangers, tcp_strangers, listener));
         let _ = ending.send(true);
         let drained = async { while sessions.join_next().await.is_some() {} };
-        let _ = timeout(self.config.drain_timeout, drained).await; // those that are left end here
+        let _ = timeout(self.config().drain_timeout, drained).await; // those that are left end here
         served
     }
 
     async fn valkey_session(self, connecting: ConnectingBare, ended: watch::Receiver<bool>) {
         let stream = connecting.await.and_then(|bare| {
-            let (peer, local) = (bare.peer_addr(), bare.local_addr());
-            Ok((ValkeyStream::new(bare, Role::Server, &self.config.valkey)?, peer, local))
+            let (ends, carrier) = ((bare.peer_addr(), bare.local_addr()), Carrier::Valkey(bare.device()));
+            Ok((ValkeyStream::new(bare, Role::Server, &self.config().valkey)?, ends, carrier))
         });
         match stream {
-            Ok((stream, peer, local)) => {
+            Ok((stream, ends, carrier)) => {
                 self.counters.valkey_sessions.fetch_add(1, Ordering::Relaxed);
-                self.session(stream, peer, local, ended).await;
+                self.session(stream, ends, carrier, ended).await;
             }
             Err(error) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
@@ -195,34 +230,41 @@ impl Gateway {
         let TcpStranger { socket, heard, peer } = stranger;
         let local = socket.local_addr().ok();
         let Ok(socket) = TcpStream::from_std(socket) else { return };
-        let (reader, writer) = socket.into_split();
+        let socket = EngineSocket::Tcp(socket); // a client's, but it ends alike
+        let (reader, writer) = tokio::io::split(socket);
         let client = tokio::io::join(io::Cursor::new(heard).chain(reader), writer);
-        self.session(client, Some(peer), local, ended).await;
+        self.session(client, (Some(peer), local), Carrier::Tcp, ended).await;
     }
 
     async fn session<C>(
         self,
         mut client: C,
-        peer: Option<SocketAddr>,
-        local: Option<SocketAddr>,
+        (peer, local): (Option<SocketAddr>, Option<SocketAddr>),
+        carrier: Carrier,
         ended: watch::Receiver<bool>,
     ) where
         C: AsyncRead + AsyncWrite + Unpin,
     {
-        let before = self.counters.sessions.fetch_add(1, Ordering::Relaxed);
-        let moved = Moved::default();
-        let begun = if before >= self.config.max_clients {
+        let config = self.config();
+        let (open, before) = self.sessions.begin(peer, local, carrier);
+        let begun = if before >= config.max_clients {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
             Err("-ERR max number of clients reached\r\n".to_owned())
         } else {
-            self.engine_for(peer, local).await
+            self.engine_for(&config, peer, local).await
         };
         match begun {
             Ok(mut engine) => {
+                let over = async {
+                    tokio::select! {
+                        () = quiet(&open.entry.moved, ended) => {}
+                        () = open.entry.killed.notified() => {}
+                    }
+                };
                 tokio::select! {
                     // A client that breaks off is no event.
-                    _ = pump(&mut client, &mut engine, &moved) => {}
-                    () = quiet(&moved, ended) => {
+                    _ = pump(&mut client, &mut engine, &open.entry.moved) => {}
+                    () = over => {
                         let _ = timeout(LAST_WORDS, client.shutdown()).await;
                     }
                 }
@@ -235,40 +277,38 @@ impl Gateway {
                 let _ = timeout(LAST_WORDS, said).await;
             }
         }
-        self.counters.to_engine.fetch_add(moved.to_engine.into_inner(), Ordering::Relaxed);
-        self.counters.to_client.fetch_add(moved.to_client.into_inner(), Ordering::Relaxed);
-        self.counters.sessions.fetch_sub(1, Ordering::Relaxed);
     }
 
     /// A connection to the engine for this client, or what the client is told.
     async fn engine_for(
         &self,
+        config: &GatewayConfig,
         peer: Option<SocketAddr>,
         local: Option<SocketAddr>,
     ) -> Result<EngineSocket, String> {
-        let address = &self.config.engine;
+        let GatewayConfig { engine: address, name, open_up, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
             let is_local = peer.is_some_and(|peer| peer.ip().is_loopback())
                 || peer.map(|peer| peer.ip()) == local.map(|local| local.ip());
-            let denied = self.config.protected_mode && !is_local && engine.is_open_to_all().await?;
+            let denied = config.protected_mode && !is_local && engine.is_open_to_all().await?;
             Ok::<_, io::Error>((engine, denied))
         };
         let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
-        let connected = timeout(self.config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
+        let connected = timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
         match connected {
             Ok((engine, false)) => Ok(engine),
             Ok((_, true)) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
-                Err("-DENIED The Ferrite gateway is in protected mode, because the engine behind it asks for no \
-                     password. Set one in the engine (requirepass, or an ACL), or start the gateway with \
-                     --protected-mode no if everybody who can reach it may do everything.\r\n"
-                    .into())
+                Err(format!(
+                    "-DENIED The {name} is in protected mode, because the engine behind it asks for no password. Set one \
+                     in the engine (requirepass, or an ACL), or {open_up} if everybody who can reach it may do everything.\r\n"
+                ))
             }
             Err(error) => {
                 self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
                 tracing::warn!(engine = %address, %error, "the engine is not to be had");
-                Err(format!("-ERR Ferrite gateway: the engine at {address}: {error}\r\n"))
+                Err(format!("-ERR {name}: the engine at {address}: {error}\r\n"))
             }
         }
     }

@@ -5,17 +5,22 @@
 //!   pump           bytes between a client and the engine's own socket, both ways, in order
 //!   Connector      the calling side: Ferrite peer, Valkey server or TCP, as the policy says
 //!   Gateway        takes clients of every kind and gives each a connection to the engine
+//!   frames         how large the pieces are that links carry values in
 //! ```
 #![forbid(unsafe_code)]
 
 mod connector;
 mod engine;
+mod frames;
 mod gateway;
 mod pump;
+mod sessions;
 mod stream;
 
 pub use connector::{Connector, Session, SessionTransport};
 pub use engine::{EngineAddress, EngineSocket};
+pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
 pub use pump::{Moved, pump};
+pub use sessions::SessionInfo;
 pub use stream::{ValkeyConfig, ValkeyStream};

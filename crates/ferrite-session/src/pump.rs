@@ -23,10 +23,17 @@ pub struct Moved {
 }
 
 impl Moved {
+    /// To the engine, and to the client.
+    #[must_use]
+    pub fn both(&self) -> (u64, u64) {
+        (self.to_engine.load(Ordering::Relaxed), self.to_client.load(Ordering::Relaxed))
+    }
+
     /// Of both ways together.
     #[must_use]
     pub fn total(&self) -> u64 {
-        self.to_engine.load(Ordering::Relaxed) + self.to_client.load(Ordering::Relaxed)
+        let (to_engine, to_client) = self.both();
+        to_engine + to_client
     }
 }
 

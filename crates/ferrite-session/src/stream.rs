@@ -121,11 +121,11 @@ impl ValkeyStream {
         self.count_done(cx);
         while self.over.is_none() {
             let taken = match self.bare.poll_arrival(cx.waker()) {
-                Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message, now()),
+                Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message),
                 Poll::Ready(Ok(Arrival::Written { notices, sum, bytes })) => {
                     self.window.on_written(notices);
                     let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
-                    self.endpoint.handle_immediate(fits(sum), fits(bytes), now())
+                    self.endpoint.handle_immediate(fits(sum), fits(bytes))
                 }
                 Poll::Ready(Err(error)) => {
                     self.over = Some(error);

@@ -7,7 +7,7 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use ferrite_fabric::{Config, Engine, ListenOptions, Rdma};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig};
+use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config};
 use serde::Serialize;
 use tokio::signal::unix::{SignalKind, signal};
 
@@ -70,6 +70,7 @@ Examples:
   valkey-cli --rdma -h 10.0.0.1 -p 6380 PING                              from another host
   ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values at once; no TCP at all
 
+It pins 32 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA: LimitMEMLOCK=infinity in a systemd unit.
 It ends in good order on SIGTERM and SIGINT: no new clients, answers to what was asked, then the end. Exit code 0 then.
 
 JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey, ferrite, tcp}, refused,
@@ -106,7 +107,7 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
     let config = Config {
         busy_poll_us: options.busy_poll_us,
         max_connections: options.max_clients.saturating_add(64), // those beyond it are told why they must go
-        ..Config::default()
+        ..server_config()
     };
     let engine = Engine::system().rdma(options.rdma).config(config).build()?;
     tokio::spawn(engine.drive());

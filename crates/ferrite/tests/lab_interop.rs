@@ -1,12 +1,14 @@
-//! Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite bench kv`) as clients of Ferrite's gateway, and of Valkey's
-//! own server: `cargo xtask interop`.
+//! Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite-cli`, `ferrite bench kv`) as clients of Ferrite's gateway, of its
+//! module in Valkey's server, and of that server's own listener: `cargo xtask interop`.
 //!
-//! The same matrix against both: what fails with the two of them is no fault of the gateway. What a client says is compared
+//! The same matrix against all: what fails with Valkey alone is no fault of ours. What a client says is compared
 //! with what the engine has, asked over its Unix socket. Everything has a time limit, because these clients are known to wait
 //! for ever for what they have missed.
 //!
 //! `cargo xtask interop` builds Valkey and names its directory in `FERRITE_VALKEY`; without it the tests fail.
 
+#[path = "lab_interop/cli.rs"]
+mod cli;
 #[path = "lab_interop/own.rs"]
 mod own;
 #[path = "lab_interop/scene.rs"]
@@ -14,6 +16,7 @@ mod scene;
 
 use std::time::Duration;
 
+use cli::{cli_commands, cli_json, cli_pipe, cli_resp3, cli_subscriptions, cli_values};
 use own::{
     bench_kv, bench_kv_c100, bench_kv_of_64k, bench_kv_p1000, client_blocking_pops, client_many,
     client_pipelines, client_reconnects, client_subscriptions, client_transactions, client_values,
@@ -41,7 +44,8 @@ macro_rules! matrix {
                 valkeys_own_test, benchmark_c10_p1, benchmark_c10_p16, benchmark_c100_p1, benchmark_c100_p16,
                 benchmark_p200, benchmark_p1000, benchmark_of_64k, benchmark_of_lists, flood_of_messages,
                 client_values, client_pipelines, client_transactions, client_blocking_pops, client_subscriptions,
-                client_many, client_reconnects, bench_kv, bench_kv_c100, bench_kv_p1000, bench_kv_of_64k);
+                client_many, client_reconnects, cli_commands, cli_values, cli_pipe, cli_resp3, cli_subscriptions, cli_json,
+                bench_kv, bench_kv_c100, bench_kv_p1000, bench_kv_of_64k);
         }
     )+ };
     (@ $of:expr, $($test:ident),+) => { $(
@@ -55,6 +59,7 @@ macro_rules! matrix {
 matrix! {
     valkey: Way::Valkey;
     gateway: Way::Gateway(&[]);
+    module: Way::Module;
 }
 
 fn ping(scene: &Scene) {
@@ -248,6 +253,20 @@ fn benchmark_c100_p1(scene: &Scene) {
 
 fn benchmark_c100_p16(scene: &Scene) {
     scene.benchmark(&SIMPLE, &["-c", "100", "-P", "16", "-n", "2000"], LONG);
+}
+
+/// Sessions of both kinds, and nothing over TCP.
+#[test]
+fn the_module_counts_what_carried_it() {
+    let mut scene = Scene::new(Way::Module);
+    for _ in 0..3 {
+        assert_eq!(scene.cli(&["PING"], b"", SOON), b"PONG\n");
+    }
+    client_values(&mut scene);
+    let count = |name| scene.info_of("ferrite", name);
+    assert_eq!((count("ferrite_begun_valkey"), count("ferrite_begun_ferrite")), (3, 1));
+    assert_eq!((count("ferrite_begun_tcp"), count("ferrite_rdma_tcp_bytes")), (0, 0));
+    assert!(count("ferrite_rdma_recv_bytes") > 64 << 20 && count("ferrite_rdma_completion_errors") == 0);
 }
 
 /// For so many, Valkey's own server takes more memory than the guest has.

@@ -4,6 +4,8 @@
 //! decoder to which `oracle.rs` compares.
 
 mod endpoint;
+#[path = "../input.rs"]
+mod input;
 mod resp;
 
 pub use endpoint::valkey_endpoint;

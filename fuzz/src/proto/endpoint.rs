@@ -24,6 +24,8 @@ use std::time::{Duration, Instant};
 use ferrite_proto::endpoint::MESSAGES_IN_FLIGHT;
 use ferrite_proto::{Config, Endpoint, Message, ProtocolError, Registration, Role};
 
+use super::input::Input;
+
 const PEER_LIMIT: u32 = 200;
 
 /// Nothing is written beyond what the peer registered, nothing is read that did not come, and only what breaks a rule ends
@@ -167,7 +169,7 @@ impl Scene {
                 Some(due && fits)
             }
         };
-        let result = self.endpoint.handle_message(bytes, self.now);
+        let result = self.endpoint.handle_message(bytes);
         self.model.since_sign = 0;
         self.outcome(result, good);
     }
@@ -179,7 +181,7 @@ impl Scene {
         if good && model.over.is_none() {
             model.filled += immediate;
         }
-        let result = self.endpoint.handle_immediate(immediate, byte_len, self.now);
+        let result = self.endpoint.handle_immediate(immediate, byte_len);
         self.model.since_sign = 0;
         self.outcome(result, Some(good));
     }
@@ -258,30 +260,5 @@ impl Scene {
         if let Some(error) = endpoint.error() {
             assert!(!error.to_string().is_empty());
         }
-    }
-}
-
-/// What is left of the bytes. Behind the last are zeros.
-struct Input<'a>(&'a [u8]);
-
-impl<'a> Input<'a> {
-    fn take(&mut self, len: usize) -> &'a [u8] {
-        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
-        self.0 = rest;
-        taken
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.take(1).first().copied().unwrap_or_default()
-    }
-
-    fn word(&mut self) -> u32 {
-        u32::from_be_bytes(std::array::from_fn(|_| self.byte()))
-    }
-
-    /// What it is, and the rest of its byte.
-    fn step(&mut self) -> (u8, u8) {
-        let byte = self.byte();
-        (byte & 15, byte >> 4)
     }
 }

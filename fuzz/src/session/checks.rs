@@ -2,6 +2,8 @@
 //!
 //! A test of ferrite-session (`tests/corpus.rs`) includes this file too. So it knows nothing of the fuzzer.
 
+#[path = "../input.rs"]
+mod input;
 mod stream;
 
 pub use stream::valkey_stream;

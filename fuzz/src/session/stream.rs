@@ -39,6 +39,7 @@ use ferrite_verbs::{Operation, ProtectionDomain, RemoteSlice, Verbs, cm};
 use tokio::io::{AsyncRead as _, AsyncWrite as _, ReadBuf};
 use tokio::runtime::{Builder, Runtime};
 
+use super::input::Input;
 use model::{Ending, Model};
 use peer::Peer;
 
@@ -339,31 +340,6 @@ impl Scene {
 
     fn pass(&self, time: Duration) {
         self.runtime.block_on(tokio::time::advance(time));
-    }
-}
-
-/// What is left of the bytes. Behind the last are zeros.
-struct Input<'a>(&'a [u8]);
-
-impl<'a> Input<'a> {
-    fn take(&mut self, len: usize) -> &'a [u8] {
-        let (taken, rest) = self.0.split_at(len.min(self.0.len()));
-        self.0 = rest;
-        taken
-    }
-
-    fn byte(&mut self) -> u8 {
-        self.take(1).first().copied().unwrap_or_default()
-    }
-
-    fn word(&mut self) -> u32 {
-        u32::from_be_bytes(std::array::from_fn(|_| self.byte()))
-    }
-
-    /// What it is, and the rest of its byte.
-    fn step(&mut self) -> (u8, u8) {
-        let byte = self.byte();
-        (byte & 15, byte >> 4)
     }
 }
 

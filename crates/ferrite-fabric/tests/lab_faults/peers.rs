@@ -49,7 +49,7 @@ fn peer_stopped() {
     let traffic = Traffic::start(&link);
     drop(within(PATIENCE, "the grant", other.recv()).expect("the grant"));
     let since = Instant::now();
-    process.signal("STOP");
+    process.stop();
     let mut posted = 0;
     let full = loop {
         match other.post_bytes(1, b"are you there?") {
@@ -95,7 +95,7 @@ fn peer_stopped_shortly() {
     let own = Host::new(&[OWN.0], config.clone());
     let link = connect(&own, addr).expect("a link");
     let traffic = Traffic::start(&link);
-    process.signal("STOP");
+    process.stop();
     // It is asked after `keepalive` at the latest, and given up after half of that and `peer_timeout` at the earliest.
     std::thread::sleep(config.keepalive + config.peer_timeout / 4);
     process.signal("CONT");

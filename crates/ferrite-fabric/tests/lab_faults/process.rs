@@ -72,6 +72,18 @@ impl Process {
         sh(&format!("kill -{name} {}", self.child.id()));
     }
 
+    /// Stops it, and waits until none of its threads runs any more: the signal alone says only that they will not for long.
+    pub(crate) fn stop(&self) {
+        self.signal("STOP");
+        until(PATIENCE, "it is stopped", || {
+            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it is there");
+            threads.flatten().all(|thread| {
+                let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
+                stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('T'))
+            })
+        });
+    }
+
     /// Tells it to end, which it must do in good order and in time.
     #[track_caller]
     pub(crate) fn finish(mut self) -> Vec<String> {

@@ -21,7 +21,7 @@ fn open(role: Role, config: Config, now: Instant) -> Endpoint {
 /// Open, and told where to write.
 fn ready(role: Role, config: Config, now: Instant) -> Endpoint {
     let mut endpoint = open(role, config, now);
-    endpoint.handle_message(&Message::RegisterXferMemory(THEIRS).encode(), now).expect("the first one");
+    endpoint.handle_message(&Message::RegisterXferMemory(THEIRS).encode()).expect("the first one");
     endpoint
 }
 
@@ -30,7 +30,7 @@ fn the_peer_may_be_first() {
     let now = Instant::now();
     let mut server = Endpoint::new(Role::Server, Config::default(), OURS).expect("good");
     assert_eq!((server.poll_message(), server.poll_timeout()), (None, None));
-    server.handle_message(&Message::RegisterXferMemory(THEIRS).encode(), now).expect("legal");
+    server.handle_message(&Message::RegisterXferMemory(THEIRS).encode()).expect("legal");
     assert_eq!((server.write_plan(5), server.writable()), (None, 0), "not established");
     server.handle_established(now).expect("no error before");
     server.handle_established(now).expect("no matter");
@@ -51,7 +51,7 @@ fn other_memory_between_two_announcements() {
     let now = Instant::now();
     let mut server = ready(Role::Server, Config::default(), now);
     assert!(!server.is_to_announce(), "the peer may write");
-    server.handle_immediate(16, 16, now).expect("all of it");
+    server.handle_immediate(16, 16).expect("all of it");
     server.consume(15);
     assert!(!server.is_to_announce(), "a byte is left");
     server.consume(1);
@@ -60,7 +60,7 @@ fn other_memory_between_two_announcements() {
     server.replace_memory(larger);
     assert_eq!(server.poll_message(), Some(Message::RegisterXferMemory(larger).encode()));
     assert!(!server.is_to_announce());
-    server.handle_immediate(64, 64, now).expect("there is room for it now");
+    server.handle_immediate(64, 64).expect("there is room for it now");
     assert_eq!(server.readable(), 0..64);
 }
 
@@ -76,7 +76,7 @@ fn no_other_memory_while_the_peer_may_write() {
 fn no_other_length_for_a_server() {
     let now = Instant::now();
     let mut client = ready(Role::Client, Config::default(), now);
-    client.handle_immediate(16, 16, now).expect("all of it");
+    client.handle_immediate(16, 16).expect("all of it");
     client.consume(16);
     client.replace_memory(Registration { length: 17, ..OURS });
 }
@@ -86,9 +86,9 @@ fn an_error_is_for_ever_and_a_close_is_quiet() {
     let now = Instant::now();
     let mut server = ready(Role::Server, Config::default(), now);
     let unknown = ProtocolError::Message(MessageError::Unknown { opcode: 0xFFFF });
-    assert_eq!(server.handle_message(&[0xFF; 32], now), Err(unknown));
-    assert_eq!(server.handle_message(&Message::Keepalive.encode(), now), Err(unknown));
-    assert_eq!(server.handle_immediate(0, 0, now), Err(unknown));
+    assert_eq!(server.handle_message(&[0xFF; 32]), Err(unknown));
+    assert_eq!(server.handle_message(&Message::Keepalive.encode()), Err(unknown));
+    assert_eq!(server.handle_immediate(0, 0), Err(unknown));
     assert_eq!(server.handle_timeout(now), Err(unknown));
     server.close();
     assert_eq!((server.error(), server.is_closed()), (Some(unknown), true));
@@ -96,8 +96,8 @@ fn an_error_is_for_ever_and_a_close_is_quiet() {
 
     let mut client = ready(Role::Client, Config::default(), now);
     client.close();
-    assert_eq!(client.handle_message(&[0xFF; 3], now), Ok(()));
-    assert_eq!(client.handle_immediate(u32::MAX, 0, now), Ok(()));
+    assert_eq!(client.handle_message(&[0xFF; 3]), Ok(()));
+    assert_eq!(client.handle_immediate(u32::MAX, 0), Ok(()));
     assert_eq!((client.error(), client.is_closed(), client.write_plan(1)), (None, true, None));
 }
 
@@ -107,29 +107,29 @@ fn bytes_before_the_announcement_or_beyond_it() {
     let mut early = Endpoint::new(Role::Server, Config::default(), OURS).expect("good");
     early.handle_established(now).expect("no error before");
     let overrun = |bytes, room| Err(WindowError::Overrun { bytes, room }.into());
-    assert_eq!(early.handle_immediate(1, 1, now), overrun(1, 0));
+    assert_eq!(early.handle_immediate(1, 1), overrun(1, 0));
 
     let mut server = open(Role::Server, Config::default(), now);
-    server.handle_immediate(10, 4, now).expect("writes without immediate went before");
-    assert_eq!(server.handle_immediate(u32::MAX, 0, now), overrun(u32::MAX, 6));
+    server.handle_immediate(10, 4).expect("writes without immediate went before");
+    assert_eq!(server.handle_immediate(u32::MAX, 0), overrun(u32::MAX, 6));
     assert_eq!(server.readable(), 0..10, "what came before may be read");
 
     let mut server = open(Role::Server, Config::default(), now);
     let more = ProtocolError::Immediate { immediate: 3, byte_len: 4 };
-    assert_eq!(server.handle_immediate(3, 4, now), Err(more));
+    assert_eq!(server.handle_immediate(3, 4), Err(more));
 }
 
 #[test]
 fn announced_again_when_full_and_consumed() {
     let now = Instant::now();
     let mut server = open(Role::Server, Config::default(), now);
-    server.handle_immediate(16, 16, now).expect("room");
+    server.handle_immediate(16, 16).expect("room");
     server.consume(15);
     assert_eq!(server.poll_message(), None);
     server.consume(1);
     assert_eq!(server.poll_message(), Some(Message::RegisterXferMemory(OURS).encode()));
     assert_eq!(server.stats().registrations_sent, 2);
-    server.handle_immediate(16, 16, now).expect("room again");
+    server.handle_immediate(16, 16).expect("room again");
 }
 
 #[test]
@@ -153,11 +153,12 @@ fn a_server_keeps_the_connection_alive() {
     server.handle_message_sent();
     let dead = ProtocolError::Dead { after: 30 * second };
     server.handle_timeout(now + 35 * second).expect("alive");
-    // Heard: silent since then.
-    server.handle_immediate(1, 1, now + 35 * second).expect("room");
-    server.handle_timeout(now + 64 * second).expect("alive");
-    assert_eq!(server.poll_timeout(), Some(now + 65 * second));
-    assert_eq!(server.handle_timeout(now + 65 * second), Err(dead));
+    // Heard: silent since the clock said so, at the latest when a keepalive is due.
+    server.handle_immediate(1, 1).expect("room");
+    server.handle_timeout(now + 38 * second).expect("alive");
+    server.handle_timeout(now + 67 * second).expect("alive");
+    assert_eq!(server.poll_timeout(), Some(now + 68 * second));
+    assert_eq!(server.handle_timeout(now + 68 * second), Err(dead));
 
     // All acknowledged: never dead.
     let mut server = open(Role::Server, Config::default(), now);
@@ -173,7 +174,7 @@ fn a_client_is_silent() {
     let mut client = open(Role::Client, Config::default(), now);
     assert_eq!(client.poll_timeout(), None);
     client.handle_timeout(now + Duration::from_secs(100)).expect("nothing is due");
-    client.handle_message(&Message::Keepalive.encode(), now).expect("ignored");
+    client.handle_message(&Message::Keepalive.encode()).expect("ignored");
     assert_eq!((client.poll_message(), client.stats().keepalives_received), (None, 1));
 }
 
@@ -182,19 +183,17 @@ fn features_of_a_server() {
     let now = Instant::now();
     let mut server = open(Role::Server, Config { features: 5, ..Config::default() }, now);
     let question = Message::GetServerFeature { select: 7, features: 0 }.encode();
-    server.handle_message(&question, now).expect("a question");
-    server
-        .handle_message(&Message::SetClientFeature { select: 0, features: 3 }.encode(), now)
-        .expect("a wish");
+    server.handle_message(&question).expect("a question");
+    server.handle_message(&Message::SetClientFeature { select: 0, features: 3 }.encode()).expect("a wish");
     assert_eq!(server.poll_message(), Some(Message::GetServerFeature { select: 7, features: 5 }.encode()));
     assert_eq!((server.poll_message(), server.peer_features()), (None, Some(3)));
     assert!(!server.ask_features(0) && !server.set_features(0, 0));
 
     for _ in 0..FEATURES_WAITING {
-        server.handle_message(&question, now).expect("not too many");
+        server.handle_message(&question).expect("not too many");
     }
     let too_many = ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 };
-    assert_eq!(server.handle_message(&question, now), Err(too_many));
+    assert_eq!(server.handle_message(&question), Err(too_many));
 }
 
 #[test]
@@ -205,16 +204,14 @@ fn features_of_a_client() {
     assert!(client.ask_features(2) && !client.ask_features(2) && client.set_features(2, 1));
     assert_eq!(client.poll_message(), Some(Message::GetServerFeature { select: 2, features: 0 }.encode()));
     assert_eq!(client.poll_message(), Some(Message::SetClientFeature { select: 2, features: 1 }.encode()));
-    client
-        .handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode(), now)
-        .expect("ignored");
-    client.handle_message(&answer(2), now).expect("asked");
+    client.handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode()).expect("ignored");
+    client.handle_message(&answer(2)).expect("asked");
     assert_eq!(client.peer_features(), Some(9));
-    assert_eq!(client.handle_message(&answer(2), now), Err(ProtocolError::UnaskedFeatures));
+    assert_eq!(client.handle_message(&answer(2)), Err(ProtocolError::UnaskedFeatures));
 
     let mut client = open(Role::Client, Config::default(), now);
     client.ask_features(2);
-    assert_eq!(client.handle_message(&answer(3), now), Err(ProtocolError::UnaskedFeatures));
+    assert_eq!(client.handle_message(&answer(3)), Err(ProtocolError::UnaskedFeatures));
 }
 
 #[test]
@@ -228,7 +225,7 @@ fn a_client_waits_for_a_sign() {
     }
     assert_eq!((client.write_plan(1), client.writable()), (None, 0));
     assert_eq!(client.stats().stalled_by_silence, 1);
-    client.handle_message(&Message::Keepalive.encode(), now).expect("a sign");
+    client.handle_message(&Message::Keepalive.encode()).expect("a sign");
     assert_eq!(client.writable(), 5);
 
     let mut server = ready(Role::Server, config, now);
@@ -254,7 +251,7 @@ fn writes_wait_for_completions_and_for_the_window() {
     let stats = server.stats();
     assert_eq!((stats.stalled_by_completions, stats.stalled_by_window), (1, 1));
     assert_eq!((stats.writes, stats.bytes_written), (4, 8));
-    server.handle_message(&Message::RegisterXferMemory(THEIRS).encode(), now).expect("it is full");
+    server.handle_message(&Message::RegisterXferMemory(THEIRS).encode()).expect("it is full");
     assert_eq!(server.write_plan(100).map(|write| write.remote_addr), Some(0x9000));
 }
 
@@ -264,10 +261,10 @@ fn messages_in_flight_are_bounded() {
     let mut server = open(Role::Server, Config::default(), now);
     let question = Message::GetServerFeature { select: 7, features: 0 }.encode();
     for _ in 0..MESSAGES_IN_FLIGHT {
-        server.handle_message(&question, now).expect("answered at once");
+        server.handle_message(&question).expect("answered at once");
         server.poll_message().expect("the answer");
     }
-    server.handle_message(&question, now).expect("waits");
+    server.handle_message(&question).expect("waits");
     assert_eq!(server.poll_message(), None);
     server.handle_message_sent();
     assert!(server.poll_message().is_some());
@@ -285,17 +282,15 @@ fn every_count_is_counted() {
     }
     server.poll_message().expect("a keepalive");
     let mut client = ready(Role::Client, config, now);
-    client.handle_message(&Message::Keepalive.encode(), now).expect("ignored");
-    client
-        .handle_message(&Message::SetClientFeature { select: 0, features: 0 }.encode(), now)
-        .expect("ignored");
-    client.handle_immediate(2, 2, now).expect("room");
+    client.handle_message(&Message::Keepalive.encode()).expect("ignored");
+    client.handle_message(&Message::SetClientFeature { select: 0, features: 0 }.encode()).expect("ignored");
+    client.handle_immediate(2, 2).expect("room");
     client.consume(1);
     for (available, sent) in [(1, 0), (1, 0), (1, 2), (1, 1), (1, 0)] {
         client.write_plan(available);
         client.handle_writes_sent(sent);
     }
-    client.handle_immediate(0, 0, now).expect("a sign");
+    client.handle_immediate(0, 0).expect("a sign");
     client.write_plan(100).expect("the rest");
     client.write_plan(100);
 

@@ -47,13 +47,14 @@ impl Served {
         scene.call(&self.client, self.at, &ValkeyConfig::default()).await
     }
 
-    /// Links of the gateway's host and blocks of its memory that are in use, to send and to receive. Receives that failed links
-    /// took along are known, and come back with their queue.
+    /// Links of the gateway's host and blocks of its memory that are in use, to send and to receive. Receives that wait for messages
+    /// do not count, since their number changes while some are replaced; those that failed links took along are known, and come
+    /// back with their queue.
     pub(crate) fn holds(&self) -> (u64, u64, u64) {
         let stats = self.server.stats();
         let [send, receive] =
             [stats.memory.send, stats.memory.receive].map(|heap| heap.in_use_blocks.iter().sum::<u64>());
-        (stats.links, send, receive.saturating_sub(stats.receives_overdue))
+        (stats.links, send, receive.saturating_sub(stats.receives_overdue + stats.receives_posted))
     }
 
     pub(crate) async fn end(self) {

@@ -1,4 +1,4 @@
-//! An engine, what is in front of it, and Valkey's programs as clients.
+//! An engine, what is in front of it, and programs as clients: Valkey's and ours.
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::os::unix::net::UnixStream;
@@ -15,6 +15,7 @@ const HOST: &str = "10.0.0.1";
 pub(crate) const CLIENT_HOST: &str = "10.0.0.2";
 const VALKEY_PORT: &str = "6390";
 const GATEWAY_PORT: &str = "6391";
+const MODULE_PORT: &str = "6392";
 const SETUP: Duration = Duration::from_secs(20);
 
 /// Who listens for RDMA.
@@ -24,6 +25,8 @@ pub(crate) enum Way {
     Valkey,
     /// Ferrite's gateway in front of it, with these options.
     Gateway(&'static [&'static str]),
+    /// Ferrite's module in it.
+    Module,
 }
 
 /// A server of the one kind or the other, which ends with the test.
@@ -48,6 +51,7 @@ impl Scene {
         let (port, gateway) = match way {
             Way::Valkey => (VALKEY_PORT, None),
             Way::Gateway(more) => (GATEWAY_PORT, Some(gateway(&socket, more))),
+            Way::Module => (MODULE_PORT, None),
         };
         let scene = Self { programs, directory, way, port, engine, gateway };
         scene.until_the_engine_answers();
@@ -68,7 +72,7 @@ impl Scene {
     pub(crate) fn transport(&self) -> &'static str {
         match self.way {
             Way::Valkey => "RDMA (Valkey)",
-            Way::Gateway(_) => "RDMA (Ferrite)",
+            Way::Gateway(_) | Way::Module => "RDMA (Ferrite)",
         }
     }
 
@@ -87,6 +91,40 @@ impl Scene {
         serde_json::from_slice(&said).expect("one line of JSON")
     }
 
+    /// What ferrite-cli prints, over RDMA; it must end well.
+    pub(crate) fn ferrite_cli(&self, arguments: &[&str], input: &[u8], limit: Duration) -> Vec<u8> {
+        let (said, code) = Process::start(&mut self.ferrite_cli_with(arguments)).end(input, limit);
+        assert_eq!(code, Some(0), "ferrite-cli {arguments:?}: {}", text(&said));
+        said
+    }
+
+    /// What it says beside that.
+    pub(crate) fn ferrite_cli_said(&self, arguments: &[&str], limit: Duration) -> String {
+        let mut client = Process::start(self.ferrite_cli_with(arguments).stderr(Stdio::piped()));
+        let (_, code) = client.end(b"", limit);
+        let mut said = String::new();
+        client.0.stderr.take().expect("piped").read_to_string(&mut said).expect("UTF-8");
+        assert_eq!(code, Some(0), "ferrite-cli {arguments:?}: {said}");
+        said
+    }
+
+    /// A ferrite-cli that goes on; it ends when dropped.
+    pub(crate) fn start_ferrite_cli(&self, arguments: &[&str]) -> Talking {
+        Talking::start(&mut self.ferrite_cli_with(arguments))
+    }
+
+    fn ferrite_cli_with(&self, arguments: &[&str]) -> Command {
+        // Of another package, so that cargo does not name it here; it is built beside ours.
+        let program = Path::new(env!("CARGO_BIN_EXE_ferrite")).with_file_name("ferrite-cli");
+        let mut command = Command::new(program);
+        command
+            .args(["-h", HOST, "-p", self.port, "--local", CLIENT_HOST, "--rdma", "require"])
+            .args(arguments)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped());
+        command
+    }
+
     /// What valkey-cli prints, which must end well.
     pub(crate) fn cli(&self, arguments: &[&str], input: &[u8], limit: Duration) -> Vec<u8> {
         self.run("valkey-cli", &[&["--rdma"], arguments].concat(), input, limit)
@@ -101,12 +139,7 @@ impl Scene {
 
     /// A valkey-cli that goes on; it ends when dropped.
     pub(crate) fn start_cli(&self, arguments: &[&str]) -> Talking {
-        let mut child = Process::start(&mut self.client("valkey-cli", &[&["--rdma"], arguments].concat()));
-        drop(child.0.stdin.take());
-        let stdout = BufReader::new(child.0.stdout.take().expect("piped"));
-        let (sender, lines) = channel();
-        thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
-        Talking { child, lines }
+        Talking::start(&mut self.client("valkey-cli", &[&["--rdma"], arguments].concat()))
     }
 
     /// What one of Valkey's programs prints, which must end well.
@@ -164,9 +197,14 @@ impl Scene {
         }
     }
 
-    /// One of the numbers that the engine counts.
+    /// One of the numbers that the engine counts of its clients.
     pub(crate) fn info(&self, name: &str) -> u64 {
-        let info = text(&self.engine(&["INFO", "clients"]));
+        self.info_of("clients", name)
+    }
+
+    /// One of the numbers in a section of INFO.
+    pub(crate) fn info_of(&self, section: &str, name: &str) -> u64 {
+        let info = text(&self.engine(&["INFO", section]));
         let value = info.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(':'));
         value.unwrap_or_else(|| panic!("no {name} in {info}")).parse().expect("a number")
     }
@@ -215,10 +253,28 @@ fn start_engine(programs: &Path, directory: &Path, way: Way) -> Process {
     let mut server = Command::new(programs.join("valkey-server"));
     server.args(["--port", "0", "--save", "", "--appendonly", "no", "--protected-mode", "no"]);
     server.arg("--unixsocket").arg(directory.join("engine.sock")).arg("--dir").arg(directory);
-    if matches!(way, Way::Valkey) {
-        server.args(["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT]);
+    match way {
+        Way::Valkey => {
+            server.args(["--rdma-bind", HOST, "--rdma-port", VALKEY_PORT]);
+        }
+        Way::Gateway(_) => {}
+        Way::Module => {
+            server.arg("--loadmodule").arg(module());
+            server.args(["rdma-bind", HOST, "rdma-port", MODULE_PORT, "rdma", "require"]);
+        }
     }
     Process::start(server.stdin(Stdio::null()))
+}
+
+/// The module, which lies beside this test when it was built with it.
+fn module() -> PathBuf {
+    let module = std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
+    assert!(
+        module.exists(),
+        "{} is not built: these tests are run by `cargo xtask interop`",
+        module.display()
+    );
+    module
 }
 
 /// A gateway that listens.
@@ -319,6 +375,15 @@ pub(crate) struct Talking {
 }
 
 impl Talking {
+    fn start(command: &mut Command) -> Self {
+        let mut child = Process::start(command);
+        drop(child.0.stdin.take());
+        let stdout = BufReader::new(child.0.stdout.take().expect("piped"));
+        let (sender, lines) = channel();
+        thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        Self { child, lines }
+    }
+
     /// The next lines that it prints.
     pub(crate) fn lines(&mut self, count: usize, limit: Duration) -> Vec<String> {
         let line = |_| self.lines.recv_timeout(limit).expect("it says something");

@@ -9,6 +9,9 @@ use super::{PEER_WINDOW_MAX, WINDOW};
 /// Questions about features that may come at a time: all are answered when the stream has looked.
 const QUESTIONS_MAX: usize = 16;
 
+/// Messages that may come before the stream looks: the fabric keeps no more, and hangs up.
+const UNTAKEN_MAX: usize = 1024;
+
 /// Whether it is over.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ending {
@@ -98,6 +101,10 @@ impl Model {
 
     /// The peer sends a message; whether the memory that it may register is its own.
     pub(super) fn message(&mut self, bytes: &[u8], is_real: bool) {
+        let untaken = self.events.iter().filter(|event| matches!(event, Event::Message(..))).count();
+        if untaken == UNTAKEN_MAX {
+            return self.violation();
+        }
         self.events.push_back(Event::Message(bytes.to_vec(), is_real));
     }
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, bail, ensure};
 use ferrite_fabric::{Config, Engine, Rdma};
 use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
-use ferrite_session::Connector;
+use ferrite_session::{Connector, client_config};
 use hdrhistogram::Histogram;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::UnixStream;
@@ -167,7 +167,8 @@ impl Calling {
             return Ok(Self::Unix(path.clone()));
         }
         let server = options.server.context("no server")?;
-        let config = Config { busy_poll_us: options.busy_poll_us, ..Config::default() };
+        let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512); // answers of all of them at once
+        let config = Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };
         let engine = Engine::system().rdma(options.rdma).config(config).build()?;
         if options.rdma != Rdma::Forbid {
             tokio::spawn(engine.drive());

@@ -1,0 +1,155 @@
+//! The functions of the module API with their types, as the API's header has them, and how they are found: by name, once, at load.
+//!
+//! The names are those of Redis, which Valkey answers to as well. Whatever is required is in Redis 7.0 and everything after it.
+#![expect(unsafe_code, reason = "pointers that the engine says are functions of these types")]
+
+use std::ffi::{c_char, c_int, c_long, c_longlong, c_uint, c_ulonglong, c_void};
+use std::marker::{PhantomData, PhantomPinned};
+use std::ptr;
+
+use super::OK;
+
+macro_rules! opaque {
+    ($($(#[$doc:meta])* $name:ident;)+) => { $(
+        $(#[$doc])*
+        #[repr(C)]
+        pub(crate) struct $name {
+            _bytes: [u8; 0],
+            _not_ours: PhantomData<(*mut u8, PhantomPinned)>,
+        }
+    )+ };
+}
+
+opaque! {
+    RawString;
+    RawReply;
+    RawInfo;
+    RawCommand;
+}
+
+/// By convention, the first word of a context is the function that finds all others.
+#[repr(C)]
+pub(crate) struct RawContext {
+    pub(super) get_api: GetApi,
+}
+
+pub(super) type GetApi = unsafe extern "C" fn(*const c_char, *mut *mut c_void) -> c_int;
+
+/// By value, as the API passes it.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub(crate) struct RawEvent {
+    pub(crate) id: u64,
+    pub(crate) version: u64,
+}
+
+pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
+pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
+pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
+pub(crate) type GetNumber = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_longlong;
+pub(crate) type SetNumber =
+    unsafe extern "C" fn(*const c_char, c_longlong, *mut c_void, *mut *mut RawString) -> c_int;
+pub(crate) type GetChoice = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_int;
+pub(crate) type SetChoice =
+    unsafe extern "C" fn(*const c_char, c_int, *mut c_void, *mut *mut RawString) -> c_int;
+pub(crate) type GetText = unsafe extern "C" fn(*const c_char, *mut c_void) -> *mut RawString;
+pub(crate) type SetText =
+    unsafe extern "C" fn(*const c_char, *mut RawString, *mut c_void, *mut *mut RawString) -> c_int;
+/// `applyfn`, which we do not use: a null pointer.
+pub(super) type NoApply = *const c_void;
+
+macro_rules! table {
+    (
+        required { $($field:ident = $name:literal: $kind:ty;)+ }
+        optional { $($maybe:ident = $maybe_name:literal: $maybe_kind:ty;)+ }
+    ) => {
+        /// The functions that we use.
+        pub(crate) struct Api { $(pub(super) $field: $kind,)+ $(pub(super) $maybe: Option<$maybe_kind>,)+ }
+
+        impl Api {
+            /// All functions, or the names of those that this engine does not have.
+            ///
+            /// # Safety
+            /// `get_api` is the engine's.
+            pub(super) unsafe fn find(get_api: GetApi) -> Result<Self, Vec<&'static str>> {
+                let mut missing = Vec::new();
+                $(
+                    // SAFETY: the caller's promise. The engine writes a function of this name, or nothing.
+                    let $field = unsafe { find(get_api, concat!("RedisModule_", $name, "\0")) };
+                    if $field.is_none() {
+                        missing.push(concat!("RedisModule_", $name));
+                    }
+                )+
+                if !missing.is_empty() {
+                    return Err(missing);
+                }
+                Ok(Self { $(
+                    $field: {
+                        let found = $field.unwrap_or(ptr::null_mut()); // there: none is missing
+                        // SAFETY: the API's header gives the function of this name this type, in every version of it.
+                        unsafe { std::mem::transmute::<*mut c_void, $kind>(found) }
+                    },
+                )+ $(
+                    // SAFETY: as above.
+                    $maybe: unsafe {
+                        find(get_api, concat!("RedisModule_", $maybe_name, "\0"))
+                            .map(|found| std::mem::transmute::<*mut c_void, $maybe_kind>(found))
+                    },
+                )+ })
+            }
+        }
+    };
+}
+
+table! { required {
+    set_module_attribs = "SetModuleAttribs": unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_int);
+    is_module_name_busy = "IsModuleNameBusy": unsafe extern "C" fn(*const c_char) -> c_int;
+    set_module_options = "SetModuleOptions": unsafe extern "C" fn(*mut RawContext, c_int);
+    get_server_version = "GetServerVersion": unsafe extern "C" fn() -> c_int;
+    log = "Log": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...);
+    call = "Call": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> *mut RawReply;
+    free_call_reply = "FreeCallReply": unsafe extern "C" fn(*mut RawReply);
+    call_reply_array_element = "CallReplyArrayElement": unsafe extern "C" fn(*mut RawReply, usize) -> *mut RawReply;
+    call_reply_string_ptr = "CallReplyStringPtr": unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
+    create_string = "CreateString": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> *mut RawString;
+    free_string = "FreeString": unsafe extern "C" fn(*mut RawContext, *mut RawString);
+    string_ptr_len = "StringPtrLen": unsafe extern "C" fn(*const RawString, *mut usize) -> *const c_char;
+    create_command = "CreateCommand":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, Option<CommandFn>, *const c_char, c_int, c_int, c_int) -> c_int;
+    get_command = "GetCommand": unsafe extern "C" fn(*mut RawContext, *const c_char) -> *mut RawCommand;
+    create_subcommand = "CreateSubcommand":
+        unsafe extern "C" fn(*mut RawCommand, *const c_char, Option<CommandFn>, *const c_char, c_int, c_int, c_int) -> c_int;
+    wrong_arity = "WrongArity": unsafe extern "C" fn(*mut RawContext) -> c_int;
+    reply_with_error = "ReplyWithError": unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int;
+    reply_with_simple_string = "ReplyWithSimpleString": unsafe extern "C" fn(*mut RawContext, *const c_char) -> c_int;
+    reply_with_string_buffer = "ReplyWithStringBuffer": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> c_int;
+    reply_with_verbatim_string = "ReplyWithVerbatimString": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> c_int;
+    reply_with_long_long = "ReplyWithLongLong": unsafe extern "C" fn(*mut RawContext, c_longlong) -> c_int;
+    reply_with_array = "ReplyWithArray": unsafe extern "C" fn(*mut RawContext, c_long) -> c_int;
+    reply_with_map = "ReplyWithMap": unsafe extern "C" fn(*mut RawContext, c_long) -> c_int;
+    register_info_func = "RegisterInfoFunc": unsafe extern "C" fn(*mut RawContext, InfoFn) -> c_int;
+    info_add_section = "InfoAddSection": unsafe extern "C" fn(*mut RawInfo, *const c_char) -> c_int;
+    info_add_text = "InfoAddFieldCString": unsafe extern "C" fn(*mut RawInfo, *const c_char, *const c_char) -> c_int;
+    info_add_number = "InfoAddFieldULongLong": unsafe extern "C" fn(*mut RawInfo, *const c_char, c_ulonglong) -> c_int;
+    subscribe_to_server_event = "SubscribeToServerEvent":
+        unsafe extern "C" fn(*mut RawContext, RawEvent, Option<EventFn>) -> c_int;
+    register_numeric_config = "RegisterNumericConfig":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, c_longlong, c_uint, c_longlong, c_longlong, GetNumber, SetNumber, NoApply, *mut c_void) -> c_int;
+    register_enum_config = "RegisterEnumConfig":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_uint, *const *const c_char, *const c_int, c_int, GetChoice, SetChoice, NoApply, *mut c_void) -> c_int;
+    register_string_config = "RegisterStringConfig":
+        unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, c_uint, GetText, SetText, NoApply, *mut c_void) -> c_int;
+    load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
+} optional {
+    // From 7.2 on. Before, commands of modules are in no category but @all.
+    set_command_acl_categories = "SetCommandACLCategories": unsafe extern "C" fn(*mut RawCommand, *const c_char) -> c_int;
+} }
+
+/// # Safety
+/// `get_api` is the engine's, and `name` ends with a zero.
+pub(super) unsafe fn find(get_api: GetApi, name: &str) -> Option<*mut c_void> {
+    let mut found = ptr::null_mut();
+    // SAFETY: the caller's promise; the engine reads the name and writes one pointer.
+    let answer = unsafe { get_api(name.as_ptr().cast(), &raw mut found) };
+    (answer == OK && !found.is_null()).then_some(found)
+}

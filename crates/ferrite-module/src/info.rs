@@ -1,0 +1,135 @@
+//! INFO: the sections `ferrite` and `ferrite_rdma`. The engine puts `ferrite_` before every name.
+
+use ferrite_fabric::{EngineStats, Status};
+use ferrite_session::{SessionInfo, SessionTransport};
+
+use crate::api::Value;
+use crate::module::{Module, Service};
+
+pub(crate) type Fields = Vec<(String, Value)>;
+
+/// What INFO says: each section's name after ours, and its fields.
+pub(crate) struct Sections {
+    pub(crate) general: Fields,
+    pub(crate) rdma: Fields,
+}
+
+/// In a crash nothing is asked for that takes a lock: whoever has it may be what has crashed.
+pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
+    let (mut general, mut rdma) = (Vec::new(), Vec::new());
+    text(&mut general, "version", env!("CARGO_PKG_VERSION"));
+    text(&mut general, "rdma_policy", module.options.rdma().to_string());
+    number(&mut general, "max_clients", module.options.max_clients() as u64);
+    match &mut module.service {
+        Service::Off(why) => {
+            text(&mut general, "status", "off");
+            text(&mut general, "reason", one_line(why));
+        }
+        Service::On(transport) => {
+            let begun = &transport.begun;
+            let status = match (transport.is_alive(), &begun.absence) {
+                (false, _) => "ended",
+                (true, Some(_)) => "tcp-only",
+                (true, None) => "listening",
+            };
+            text(&mut general, "status", status);
+            if let Some(absence) = &begun.absence {
+                text(&mut general, "reason", one_line(absence));
+            }
+            text(&mut general, "address", begun.address.to_string());
+            text(&mut general, "devices", begun.devices.join(","));
+            if !in_crash {
+                text(&mut general, "engine", transport.gateway.config().engine.to_string());
+                let sessions = transport.gateway.sessions();
+                self::sessions(&mut general, &sessions);
+                gateway(&mut general, &transport.gateway.stats());
+                if let Some(stats) = transport.stats() {
+                    fabric(&mut rdma, stats, &sessions);
+                }
+            }
+        }
+    }
+    Sections { general, rdma }
+}
+
+fn sessions(out: &mut Fields, sessions: &[SessionInfo]) {
+    let of = |transport| sessions.iter().filter(|session| session.transport == transport).count() as u64;
+    number(out, "sessions", sessions.len() as u64);
+    number(out, "sessions_rdma_ferrite", of(SessionTransport::FerriteRdma));
+    number(out, "sessions_rdma_valkey", of(SessionTransport::ValkeyRdma));
+    number(out, "sessions_tcp", of(SessionTransport::Tcp));
+    number(out, "sessions_lane_bridge", sessions.len() as u64);
+}
+
+fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
+    number(out, "begun_ferrite", stats.ferrite_sessions);
+    number(out, "begun_valkey", stats.valkey_sessions);
+    number(out, "begun_tcp", stats.tcp_sessions);
+    number(out, "refused", stats.refused);
+    number(out, "killed", stats.killed);
+    number(out, "engine_failures", stats.engine_failures);
+    number(out, "input_bytes", stats.to_engine_bytes);
+    number(out, "output_bytes", stats.to_client_bytes);
+}
+
+fn fabric(out: &mut Fields, stats: &EngineStats, sessions: &[SessionInfo]) {
+    let over_rdma = |session: &&SessionInfo| {
+        matches!(session.transport, SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma)
+    };
+    // What is flushed was under way when something else failed, or when a link was closed.
+    let failed = |wanted: &dyn Fn(Status) -> bool| {
+        stats.errors.iter().filter(|(status, _)| wanted(*status)).map(|(_, count)| count).sum()
+    };
+    let (totals, memory) = (&stats.totals, &stats.memory);
+    for (name, value) in [
+        ("rdma_connections", sessions.iter().filter(over_rdma).count() as u64),
+        ("rdma_send_ops", totals.send_ops),
+        ("rdma_recv_ops", totals.recv_ops),
+        ("rdma_read_ops", totals.read_ops),
+        ("rdma_write_ops", totals.write_ops),
+        ("rdma_send_bytes", totals.send_bytes),
+        ("rdma_recv_bytes", totals.recv_bytes),
+        ("rdma_read_bytes", totals.read_bytes),
+        ("rdma_write_bytes", totals.write_bytes),
+        ("rdma_tcp_bytes", totals.tcp_bytes),
+        ("rdma_completions", stats.completions),
+        ("rdma_completion_errors", failed(&|status| status != Status::FLUSHED)),
+        ("rdma_retry_exceeded", failed(&|status| status == Status::RETRY_EXCEEDED)),
+        ("rdma_links", stats.links),
+        ("rdma_failed_links", stats.failed_links),
+        ("rdma_refused", stats.refused),
+        ("rdma_moves", totals.moves),
+        ("rdma_climbs", stats.climbs),
+        ("rdma_devices_lost", stats.devices_lost),
+        ("rdma_devices_back", stats.devices_back),
+        ("rdma_memory_registered_bytes", memory.registered_bytes),
+        ("rdma_memory_send_bytes", memory.send.in_use_bytes),
+        ("rdma_memory_receive_bytes", memory.receive.in_use_bytes),
+        ("rdma_memory_windows_bytes", memory.exposed_bytes),
+    ] {
+        number(out, name, value);
+    }
+    for (status, count) in &stats.errors {
+        number(out, &format!("rdma_completion_errors_{}", word(&status.to_string())), *count);
+    }
+    for (cause, count) in stats.fallbacks {
+        number(out, &format!("rdma_fallbacks_{}", word(&cause.to_string())), count);
+    }
+}
+
+/// For the name of a field.
+fn word(text: &str) -> String {
+    text.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' }).collect()
+}
+
+fn one_line(text: &str) -> String {
+    text.replace(['\r', '\n'], " ")
+}
+
+fn number(out: &mut Fields, name: &str, value: u64) {
+    out.push((name.into(), Value::Number(value)));
+}
+
+fn text(out: &mut Fields, name: &str, value: impl Into<String>) {
+    out.push((name.into(), Value::Text(value.into())));
+}

@@ -1,0 +1,34 @@
+//! `ferrite.so`: `loadmodule ferrite.so` gives a stock Redis or Valkey an RDMA listener in its own process.
+//!
+//! ```text
+//!   engine's main thread                                    the thread `ferrite`
+//!   entry ── OnLoad, CONFIG, INFO, FERRITE, events          transport: the fabric's engine, the gateway of ferrite-session
+//!     │ every callback behind catch_unwind                    │ clients over RDMA (or TCP, where RDMA is preferred)
+//!     ▼                                                       ▼
+//!   module ── what it is told ──── asks, never waits long ──► sessions, each with a connection of its own
+//!                                                             to the engine's Unix or TCP socket (the bridge)
+//! ```
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `api.rs` | the module API as a table of functions, found at load; `unsafe` |
+//! | `entry.rs` | what the engine calls; `unsafe` |
+//! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
+//! | `target.rs` | which of the engine's own sockets the bridge takes |
+//! | `transport.rs` | the thread |
+//! | `module.rs` | what there is between load and the engine's end |
+//! | `info.rs` `command.rs` | INFO and FERRITE as values |
+//! | `log.rs` | what the library warns of, in the engine's log |
+//!
+//! The thread never takes the engine's lock, and the engine's thread waits for ours only for a few milliseconds (INFO), at load and
+//! at the end. A crash here is a crash of somebody's database: no panic leaves a callback, no value of a peer's gets near the API.
+
+mod api;
+mod command;
+mod entry;
+mod info;
+mod log;
+mod module;
+mod options;
+mod target;
+mod transport;

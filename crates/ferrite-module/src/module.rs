@@ -1,0 +1,154 @@
+//! What there is of the module between its load and the engine's end. Everything here runs on the engine's main thread.
+
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+use ferrite_fabric::Rdma;
+use ferrite_session::EngineAddress;
+
+use crate::api::Context;
+use crate::options::{Options, Setpoint};
+use crate::target::{Sockets, target};
+use crate::transport::Transport;
+
+/// Why there is no listener, or the listener.
+pub(crate) enum Service {
+    /// Not yet, or no longer.
+    Off(String),
+    On(Box<Transport>),
+}
+
+/// The module's state.
+pub(crate) struct Module {
+    pub(crate) options: Options,
+    pub(crate) service: Service,
+    /// The engine wants to end.
+    is_ending: bool,
+}
+
+/// One per process, as there is one engine. Only the engine's main thread is ever at it.
+static MODULE: Mutex<Option<Module>> = Mutex::new(None);
+
+/// Does something with the module. `None` if there is none, or if a callback of ours is at it already: the engine may call one from
+/// within another (a crash report in one that crashed, say), and waiting there would be for ever.
+pub(crate) fn with_module<R>(act: impl FnOnce(&mut Module) -> R) -> Option<R> {
+    lock()?.as_mut().map(act)
+}
+
+/// There is another module now, or none.
+pub(crate) fn replace_module(module: Option<Module>) {
+    if let Some(mut place) = lock() {
+        *place = module;
+    }
+}
+
+fn lock() -> Option<MutexGuard<'static, Option<Module>>> {
+    match MODULE.try_lock() {
+        Ok(module) => Some(module),
+        Err(TryLockError::Poisoned(poisoned)) => Some(poisoned.into_inner()),
+        Err(TryLockError::WouldBlock) => None,
+    }
+}
+
+impl Module {
+    pub(crate) fn new(options: Options) -> Self {
+        Self { options, service: Service::Off("not begun yet".into()), is_ending: false }
+    }
+
+    /// Begins to listen. An error only where RDMA is required: otherwise the engine goes on without, and says why.
+    pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
+        let begun = self.target(context).and_then(|target| {
+            let protected = is_protected(context);
+            Transport::begin(&self.options, target, protected)
+        });
+        match begun {
+            Ok(transport) => {
+                say_listening(&transport);
+                self.service = Service::On(Box::new(transport));
+                Ok(())
+            }
+            Err(why) if self.options.rdma() == Rdma::Require => Err(why),
+            Err(why) => {
+                tracing::warn!("no RDMA listener: {why}");
+                self.service = Service::Off(why);
+                Ok(())
+            }
+        }
+    }
+
+    fn target(&self, context: Context<'_>) -> Result<EngineAddress, String> {
+        if let Some(named) = self.options.engine() {
+            return Ok(named);
+        }
+        target(&Sockets {
+            unixsocket: context.config(c"unixsocket"),
+            port: context.config(c"port"),
+            tls_port: context.config(c"tls-port"),
+            bind: context.config(c"bind"),
+        })
+    }
+
+    /// The engine's settings have changed: those of its sockets and of protected mode are ours too. What has begun goes on.
+    pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
+        let target = self.target(context);
+        let Service::On(transport) = &self.service else { return };
+        let protected_mode = is_protected(context);
+        transport.gateway.reconfigure(|config| {
+            config.protected_mode = protected_mode;
+            match target {
+                Ok(target) => config.engine = target,
+                Err(why) => tracing::warn!("RDMA sessions go on at {}: {why}", config.engine),
+            }
+        });
+    }
+
+    /// One of our own settings has changed.
+    pub(crate) fn set(&mut self, index: usize, value: Setpoint) -> Result<(), String> {
+        self.options.set(index, value)?;
+        if let Service::On(transport) = &self.service {
+            transport.reconfigure(&self.options);
+        }
+        Ok(())
+    }
+
+    /// The engine ends: sessions hear of it now, in good order.
+    pub(crate) fn end(&mut self) {
+        let was = std::mem::replace(&mut self.service, Service::Off("the engine is ending".into()));
+        if let Service::On(transport) = was {
+            self.is_ending = true;
+            if !transport.end() {
+                tracing::warn!("sessions were not at their end in time");
+            }
+        }
+    }
+
+    /// The engine's heart beats. If it wanted to end and goes on (it could not save, say), so do we.
+    pub(crate) fn beat(&mut self, context: Context<'_>) {
+        if std::mem::take(&mut self.is_ending)
+            && let Err(why) = self.begin(context)
+        {
+            tracing::error!("the engine did not end, and there is no RDMA listener any more: {why}");
+            self.service = Service::Off(why);
+        }
+    }
+}
+
+/// Whether clients of other hosts must have a password. An engine that does not say is taken for one that is protected.
+fn is_protected(context: Context<'_>) -> bool {
+    context.config(c"protected-mode").is_none_or(|value| value != "no")
+}
+
+fn say_listening(transport: &Transport) {
+    let (begun, config) = (&transport.begun, transport.gateway.config());
+    match &begun.absence {
+        // The fabric has said why, and what to do.
+        Some(_) => {
+            tracing::warn!("at {} over TCP alone, sessions bridged to {}", begun.address, config.engine);
+        }
+        None => tracing::info!(
+            "at {} over RDMA ({}), sessions bridged to {}",
+            begun.address,
+            begun.devices.join(", "),
+            config.engine
+        ),
+    }
+}

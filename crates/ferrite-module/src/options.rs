@@ -1,0 +1,334 @@
+//! The module's settings: one table of names, defaults and limits for arguments of `loadmodule` and for CONFIG.
+//!
+//! `loadmodule ferrite.so rdma-port 6380 max-clients 500` gives the defaults under which the engine registers `ferrite.rdma-port` and
+//! the rest; a line `ferrite.rdma-port 6381` in its configuration file says otherwise. So CONFIG REWRITE, which leaves defaults
+//! out and keeps the arguments, writes what is true.
+
+use std::ffi::CStr;
+use std::net::{IpAddr, SocketAddr};
+
+use ferrite_fabric::Rdma;
+use ferrite_session::EngineAddress;
+
+/// What kind of value a setting has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Kind {
+    /// From, to. Sizes may have the engine's units (`64kb`).
+    Number { range: [i64; 2], is_size: bool },
+    /// One of these, known by its index.
+    Choice(&'static [&'static CStr]),
+    /// Something that this function accepts, or says what would be.
+    Text(fn(&str) -> Result<(), String>),
+}
+
+/// A setting.
+#[derive(Debug)]
+pub(crate) struct Setting {
+    pub(crate) name: &'static CStr,
+    pub(crate) kind: Kind,
+    pub(crate) default: Default,
+    /// CONFIG SET may change it, for those who come from then on.
+    pub(crate) is_mutable: bool,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Default {
+    Number(i64),
+    Text(&'static str),
+}
+
+/// What a setting is set to; of a choice, its index.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Setpoint {
+    Number(i64),
+    Text(String),
+}
+
+// Places in `SETTINGS`.
+const RDMA_PORT: usize = 0;
+const RDMA_BIND: usize = 1;
+const RDMA_DEVICE: usize = 2;
+const RDMA: usize = 3;
+const RX_SIZE: usize = 4;
+const RX_SIZE_MAX: usize = 5;
+const MAX_CLIENTS: usize = 6;
+const BUSY_POLL_US: usize = 7;
+const ENGINE: usize = 8;
+
+/// The fabric's limit of links, with room for those that are told that there are too many.
+const CLIENTS_MAX: i64 = 16_000;
+const WINDOW: [i64; 2] = [4 << 10, 2 << 20];
+const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
+
+/// All of them. docs/module.md says what each is for.
+pub(crate) const SETTINGS: [Setting; 9] = [
+    number(c"rdma-port", 6380, [1, 65_535], false, false),
+    text(c"rdma-bind", "0.0.0.0", address),
+    text(c"rdma-device", "", |_| Ok(())),
+    Setting { name: c"rdma", kind: Kind::Choice(&POLICIES), default: Default::Number(0), is_mutable: false },
+    number(c"rx-size", 64 << 10, WINDOW, true, true),
+    number(c"rx-size-max", 2 << 20, WINDOW, true, true),
+    number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
+    number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
+    text(c"engine", "auto", engine),
+];
+
+const fn number(
+    name: &'static CStr,
+    default: i64,
+    range: [i64; 2],
+    is_size: bool,
+    is_mutable: bool,
+) -> Setting {
+    Setting { name, kind: Kind::Number { range, is_size }, default: Default::Number(default), is_mutable }
+}
+
+const fn text(name: &'static CStr, default: &'static str, check: fn(&str) -> Result<(), String>) -> Setting {
+    Setting { name, kind: Kind::Text(check), default: Default::Text(default), is_mutable: false }
+}
+
+fn address(text: &str) -> Result<(), String> {
+    text.parse::<IpAddr>()
+        .map(drop)
+        .map_err(|_| "an IP address of this host, or 0.0.0.0 or :: for all".into())
+}
+
+fn engine(text: &str) -> Result<(), String> {
+    if text == "auto" {
+        return Ok(());
+    }
+    text.parse::<EngineAddress>().map(drop).map_err(|_| "auto, unix:/PATH or HOST:PORT".into())
+}
+
+/// What all settings are set to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Options([Setpoint; SETTINGS.len()]);
+
+impl std::default::Default for Options {
+    fn default() -> Self {
+        Self(std::array::from_fn(|index| match SETTINGS[index].default {
+            Default::Number(number) => Setpoint::Number(number),
+            Default::Text(text) => Setpoint::Text(text.into()),
+        }))
+    }
+}
+
+impl Options {
+    /// From `key value` pairs. What is wrong names the argument, and says what would be right.
+    pub(crate) fn from_arguments(arguments: &[String]) -> Result<Self, String> {
+        let mut options = Self::default();
+        for pair in arguments.chunks(2) {
+            let name = pair[0].trim_start_matches("--").to_ascii_lowercase();
+            let name = name.strip_prefix("ferrite.").unwrap_or(&name);
+            let Some(index) = SETTINGS.iter().position(|setting| setting.name.to_bytes() == name.as_bytes())
+            else {
+                return Err(format!("unknown argument {:?}; there are {}", pair[0], names()));
+            };
+            let [_, value] = pair else {
+                return Err(format!("argument {name} has no value: it is {}", allowed(index)));
+            };
+            let set = parse(index, value).and_then(|value| options.set(index, value).ok());
+            set.ok_or_else(|| wrong(index, value))?;
+        }
+        Ok(options)
+    }
+
+    pub(crate) fn get(&self, index: usize) -> &Setpoint {
+        &self.0[index]
+    }
+
+    /// Sets one, if it is within its limits.
+    pub(crate) fn set(&mut self, index: usize, value: Setpoint) -> Result<(), String> {
+        let fits = match (&SETTINGS[index].kind, &value) {
+            (Kind::Number { range: [min, max], .. }, Setpoint::Number(number)) => {
+                (min..=max).contains(&number)
+            }
+            (Kind::Choice(choices), Setpoint::Number(number)) => (0..choices.len() as i64).contains(number),
+            (Kind::Text(check), Setpoint::Text(text)) => check(text).is_ok(),
+            _ => false,
+        };
+        if !fits {
+            return Err(match value {
+                Setpoint::Number(number) => wrong(index, &number.to_string()),
+                Setpoint::Text(text) => wrong(index, &text),
+            });
+        }
+        self.0[index] = value;
+        Ok(())
+    }
+
+    fn number(&self, index: usize) -> i64 {
+        match self.get(index) {
+            Setpoint::Number(number) => *number,
+            Setpoint::Text(_) => 0, // `set` lets none in
+        }
+    }
+
+    fn text(&self, index: usize) -> &str {
+        match self.get(index) {
+            Setpoint::Text(text) => text,
+            Setpoint::Number(_) => "",
+        }
+    }
+
+    /// Where clients come in.
+    pub(crate) fn listen(&self) -> Option<SocketAddr> {
+        let ip = self.text(RDMA_BIND).parse().ok()?;
+        Some(SocketAddr::new(ip, u16::try_from(self.number(RDMA_PORT)).ok()?))
+    }
+
+    /// The devices to use; all if there are none.
+    pub(crate) fn devices(&self) -> impl Iterator<Item = &str> {
+        self.text(RDMA_DEVICE).split([',', ' ']).filter(|name| !name.is_empty())
+    }
+
+    pub(crate) fn rdma(&self) -> Rdma {
+        if self.number(RDMA) == 0 { Rdma::Prefer } else { Rdma::Require }
+    }
+
+    /// The first window of a client, and the largest.
+    pub(crate) fn windows(&self) -> (u32, u32) {
+        let [first, largest] =
+            [RX_SIZE, RX_SIZE_MAX].map(|index| u32::try_from(self.number(index)).unwrap_or(0));
+        (first, largest.max(first))
+    }
+
+    pub(crate) fn max_clients(&self) -> usize {
+        usize::try_from(self.number(MAX_CLIENTS)).unwrap_or(0)
+    }
+
+    pub(crate) fn busy_poll_us(&self) -> u32 {
+        u32::try_from(self.number(BUSY_POLL_US)).unwrap_or(0)
+    }
+
+    /// The engine's socket, if it was named.
+    pub(crate) fn engine(&self) -> Option<EngineAddress> {
+        self.text(ENGINE).parse().ok()
+    }
+}
+
+fn names() -> String {
+    let names: Vec<_> = SETTINGS.iter().map(|setting| setting.name.to_string_lossy()).collect();
+    names.join(", ")
+}
+
+/// What a setting may be, in words.
+fn allowed(index: usize) -> String {
+    match &SETTINGS[index].kind {
+        Kind::Number { range: [min, max], is_size: true } => {
+            format!("from {min} to {max} bytes (units as in the engine's configuration: kb, mb)")
+        }
+        Kind::Number { range: [min, max], .. } => format!("from {min} to {max}"),
+        Kind::Choice(choices) => {
+            let choices: Vec<_> = choices.iter().map(|choice| choice.to_string_lossy()).collect();
+            choices.join(" or ")
+        }
+        Kind::Text(check) => check("\0").err().unwrap_or_else(|| "a text".into()),
+    }
+}
+
+fn wrong(index: usize, value: &str) -> String {
+    format!("{} {value:?}: it is {}", SETTINGS[index].name.to_string_lossy(), allowed(index))
+}
+
+/// A value as it is typed as an argument.
+fn parse(index: usize, text: &str) -> Option<Setpoint> {
+    Some(match &SETTINGS[index].kind {
+        Kind::Number { is_size: true, .. } => Setpoint::Number(size(text)?),
+        Kind::Number { .. } => Setpoint::Number(text.parse().ok()?),
+        Kind::Choice(choices) => {
+            let found =
+                choices.iter().position(|choice| choice.to_bytes().eq_ignore_ascii_case(text.as_bytes()))?;
+            Setpoint::Number(found.try_into().ok()?)
+        }
+        Kind::Text(_) => Setpoint::Text(text.into()),
+    })
+}
+
+/// With the engine's units: `k` is 1,000 bytes, `kb` is 1,024.
+fn size(text: &str) -> Option<i64> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit = match text[digits.len()..].to_ascii_lowercase().as_str() {
+        "" | "b" => 1,
+        "k" => 1000,
+        "kb" => 1 << 10,
+        "m" => 1_000_000,
+        "mb" => 1 << 20,
+        _ => return None,
+    };
+    digits.parse::<i64>().ok()?.checked_mul(unit)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn options(arguments: &str) -> Result<Options, String> {
+        Options::from_arguments(
+            &arguments.split(' ').filter(|word| !word.is_empty()).map(Into::into).collect::<Vec<_>>(),
+        )
+    }
+
+    #[test]
+    fn defaults() {
+        let options = options("").expect("nothing is wrong with nothing");
+        assert_eq!(options.listen(), "0.0.0.0:6380".parse().ok());
+        assert_eq!((options.rdma(), options.engine()), (Rdma::Prefer, None));
+        assert_eq!(options.windows(), (64 << 10, 2 << 20));
+        assert_eq!((options.max_clients(), options.busy_poll_us()), (10_000, 0));
+        assert_eq!(options.devices().count(), 0);
+    }
+
+    #[test]
+    fn every_default_is_allowed() {
+        let mut options = Options::default();
+        for index in 0..SETTINGS.len() {
+            let value = options.get(index).clone();
+            options.set(index, value).expect("a default");
+        }
+    }
+
+    #[test]
+    fn arguments_are_pairs() {
+        let given = options(
+            "rdma-port 7000 RDMA-BIND ::1 rdma Require rx-size 1mb rx-size-max 64kb --max-clients 5 \
+             ferrite.rdma-device rxe1,rxe2 engine unix:/run/x.sock",
+        )
+        .expect("all right");
+        assert_eq!(given.listen(), "[::1]:7000".parse().ok());
+        assert_eq!(given.rdma(), Rdma::Require);
+        assert_eq!(given.windows(), (1 << 20, 1 << 20), "no less than the first");
+        assert_eq!(given.max_clients(), 5);
+        assert_eq!(given.devices().collect::<Vec<_>>(), ["rxe1", "rxe2"]);
+        assert_eq!(given.engine(), Some(EngineAddress::Unix("/run/x.sock".into())));
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        let wrong = |arguments, words: &[&str]| {
+            let said = options(arguments).expect_err(arguments);
+            assert!(words.iter().all(|word| said.contains(word)), "{said}");
+        };
+        wrong("rdma-prot 1", &["\"rdma-prot\"", "rdma-port", "max-clients"]);
+        wrong("rdma-port", &["rdma-port has no value", "from 1 to 65535"]);
+        wrong("rdma-port 0", &["rdma-port \"0\"", "from 1 to 65535"]);
+        wrong("rdma-port x", &["rdma-port \"x\""]);
+        wrong("rdma-bind localhost", &["rdma-bind \"localhost\"", "an IP address"]);
+        wrong("rdma maybe", &["rdma \"maybe\"", "prefer or require"]);
+        wrong("rx-size 4095", &["rx-size \"4095\"", "from 4096 to 2097152 bytes"]);
+        wrong("rx-size 1tb", &["rx-size \"1tb\""]);
+        wrong("engine localhost", &["engine \"localhost\"", "unix:/PATH"]);
+    }
+
+    #[test]
+    fn sizes_have_the_engines_units() {
+        for (text, bytes) in
+            [("64000", 64_000), ("64k", 64_000), ("64kb", 65_536), ("2MB", 2 << 20), ("1m", 1_000_000)]
+        {
+            assert_eq!(size(text), Some(bytes), "{text}");
+        }
+        for wrong in ["", "k", "1x", "99999999999999999999", "9223372036854775807kb"] {
+            assert_eq!(size(wrong), None, "{wrong}");
+        }
+    }
+}

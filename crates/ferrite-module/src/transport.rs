@@ -1,0 +1,229 @@
+//! The thread `ferrite`: the fabric's engine and the gateway, under a runtime of its own.
+//!
+//! It never calls the engine's API (but for its log) and so never waits for the engine's lock. The engine's main thread talks to it by
+//! a channel; the only answer that it ever waits for, and not long, is the counters.
+
+use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use ferrite_fabric::{Builder, Config, Engine, EngineStats, ListenOptions, Listener, Rdma};
+use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, server_config};
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::time::timeout;
+
+use crate::options::Options;
+
+/// Opening devices and registering memory: some hundred milliseconds on a slow host.
+const BEGIN: Duration = Duration::from_secs(30);
+/// The engine's thread is a database's: it waits this long for counters, and shows the last ones otherwise.
+const PATIENCE: Duration = Duration::from_millis(5);
+/// Sessions that finish what is under way when the engine ends: it answers nothing more.
+const DRAIN: Duration = Duration::from_secs(1);
+/// All that the end may take. The process goes then, and the kernel tells peers.
+const END: Duration = Duration::from_secs(3);
+/// Links beyond this are refused by the fabric; those before, and beyond `max-clients`, are told why.
+const LINKS_MAX: usize = 16_384;
+
+/// What the engine's thread asks for.
+enum Ask {
+    Stats(SyncSender<EngineStats>),
+    BusyPoll(u32),
+    End,
+}
+
+/// A listener at work.
+pub(crate) struct Transport {
+    pub(crate) gateway: Gateway,
+    pub(crate) begun: Begun,
+    asks: UnboundedSender<Ask>,
+    ended: Receiver<()>,
+    thread: Option<JoinHandle<()>>,
+    last_stats: Option<Box<EngineStats>>,
+    /// The answer that is still to come.
+    asked: Option<Receiver<EngineStats>>,
+}
+
+/// How it began.
+#[derive(Debug, Clone)]
+pub(crate) struct Begun {
+    /// Where clients come in.
+    pub(crate) address: std::net::SocketAddr,
+    /// RDMA devices.
+    pub(crate) devices: Vec<String>,
+    /// Why there is no RDMA, if there is none, and what to do.
+    pub(crate) absence: Option<String>,
+}
+
+impl Transport {
+    /// Begins to listen, or says why not. Where RDMA is required, its absence is a reason; where it is preferred, TCP alone will
+    /// do.
+    pub(crate) fn begin(
+        options: &Options,
+        target: EngineAddress,
+        protected_mode: bool,
+    ) -> Result<Self, String> {
+        let (begun, beginning) = sync_channel(1);
+        let (ending, ended) = sync_channel(1);
+        let (asks, asked) = unbounded_channel();
+        let settings = (options.clone(), gateway_config(options, target, protected_mode));
+        let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
+            let (options, config) = settings;
+            let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                run(&options, config, &begun, asked);
+            }));
+            if ran.is_err() {
+                tracing::error!(
+                    "the transport thread has panicked: RDMA sessions have ended, the engine goes on without"
+                );
+            }
+            let _ = ending.send(());
+        });
+        let thread = thread.map_err(|error| format!("no thread: {error}"))?;
+        match beginning.recv_timeout(BEGIN) {
+            Ok(Ok((gateway, begun))) => {
+                Ok(Self { gateway, begun, asks, ended, thread: Some(thread), last_stats: None, asked: None })
+            }
+            Ok(Err(why)) => {
+                let _ = thread.join(); // it has said its last word
+                Err(why)
+            }
+            // It ends when it finds that nobody listens to it.
+            Err(_) => Err(format!("the devices were not ready after {} s", BEGIN.as_secs())),
+        }
+    }
+
+    /// Whether the thread still runs.
+    pub(crate) fn is_alive(&self) -> bool {
+        self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
+    }
+
+    /// What the fabric counts: now, or a moment ago if the thread is busy.
+    pub(crate) fn stats(&mut self) -> Option<&EngineStats> {
+        if let Some(Ok(late)) = self.asked.as_ref().map(Receiver::try_recv) {
+            self.last_stats = Some(Box::new(late));
+            self.asked = None;
+        }
+        let answered = self.asked.take().or_else(|| {
+            let (answer, answered) = sync_channel(1);
+            self.asks.send(Ask::Stats(answer)).ok().map(|()| answered)
+        })?;
+        match answered.recv_timeout(PATIENCE) {
+            Ok(stats) => self.last_stats = Some(Box::new(stats)),
+            Err(_) => self.asked = Some(answered), // for the next time
+        }
+        self.last_stats.as_deref()
+    }
+
+    /// CONFIG SET: for those who come from now on.
+    pub(crate) fn reconfigure(&self, options: &Options) {
+        let _ = self.asks.send(Ask::BusyPoll(options.busy_poll_us()));
+        self.gateway.reconfigure(|config| {
+            config.max_clients = options.max_clients();
+            config.valkey = valkey_config(options);
+        });
+    }
+
+    /// Ends sessions and the thread; whether that was done in time. A thread that is not ready is left alone.
+    pub(crate) fn end(mut self) -> bool {
+        let _ = self.asks.send(Ask::End);
+        let in_time = self.ended.recv_timeout(END).is_ok();
+        if let Some(thread) = self.thread.take().filter(|_| in_time) {
+            let _ = thread.join();
+        }
+        in_time
+    }
+}
+
+fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool) -> GatewayConfig {
+    GatewayConfig {
+        max_clients: options.max_clients(),
+        protected_mode,
+        drain_timeout: DRAIN,
+        valkey: valkey_config(options),
+        name: "Ferrite module",
+        open_up: "say CONFIG SET protected-mode no to the engine",
+        ..GatewayConfig::new(engine)
+    }
+}
+
+fn valkey_config(options: &Options) -> ValkeyConfig {
+    let (window_bytes, window_max_bytes) = options.windows();
+    ValkeyConfig { window_bytes, window_max_bytes, ..ValkeyConfig::default() }
+}
+
+type Beginning = SyncSender<Result<(Gateway, Begun), String>>;
+
+/// The thread.
+fn run(options: &Options, config: GatewayConfig, beginning: &Beginning, asked: UnboundedReceiver<Ask>) {
+    let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
+        Ok(runtime) => runtime,
+        Err(error) => {
+            let _ = beginning.send(Err(format!("no runtime: {error}")));
+            return;
+        }
+    };
+    runtime.block_on(async {
+        let (engine, listener) = match listen(options) {
+            Ok(listening) => listening,
+            Err(why) => {
+                let _ = beginning.send(Err(why));
+                return;
+            }
+        };
+        let driver = tokio::spawn(engine.drive());
+        let gateway = Gateway::new(config);
+        let begun = Begun {
+            address: listener.local_addr(),
+            devices: engine.devices().into_iter().map(Into::into).collect(),
+            absence: engine.absence().or(listener.absence()).map(told),
+        };
+        if beginning.send(Ok((gateway.clone(), begun))).is_err() {
+            return; // it took too long
+        }
+        let served = gateway.serve(listener, answer(&engine, asked)).await;
+        if let Err(error) = served {
+            tracing::error!("RDMA clients are no longer taken: {}", told(&error));
+        }
+        drop(engine);
+        // Until peers have heard.
+        let _ = timeout(DRAIN, driver).await;
+    });
+}
+
+/// Until the engine's thread asks for the end, or is gone.
+async fn answer(engine: &Engine, mut asked: UnboundedReceiver<Ask>) {
+    while let Some(ask) = asked.recv().await {
+        match ask {
+            Ask::Stats(answer) => drop(answer.try_send(engine.stats())),
+            Ask::BusyPoll(busy_poll_us) => engine.set_busy_poll_us(busy_poll_us),
+            Ask::End => return,
+        }
+    }
+}
+
+fn listen(options: &Options) -> Result<(Engine, Listener), String> {
+    let config = Config {
+        busy_poll_us: options.busy_poll_us(),
+        max_connections: LINKS_MAX,
+        rdma: options.rdma(),
+        ..server_config()
+    };
+    let builder = options.devices().fold(Engine::system(), Builder::device);
+    let engine = builder.config(config).build().map_err(|error| told(&error))?;
+    let address = options.listen().ok_or("rdma-bind and rdma-port make no address")?;
+    let how = ListenOptions::new().rdma(options.rdma()).welcome_strangers();
+    let listener = engine.listen_with(address, &how).map_err(|error| match options.rdma() {
+        Rdma::Require => format!("cannot listen on {address} over RDMA: {}", told(&error)),
+        _ => format!("cannot listen on {address}: {}", told(&error)),
+    })?;
+    Ok((engine, listener))
+}
+
+/// An error with its remedy.
+fn told(error: &ferrite_fabric::Error) -> String {
+    match error.remedy() {
+        Some(remedy) => format!("{error}; to do: {remedy}"),
+        None => error.to_string(),
+    }
+}

@@ -1,0 +1,448 @@
+//! The module in a real engine with RDMA, in the lab's guest (`cargo xtask lab-test module`): Debian's Redis on 10.0.0.1 (rxe1), clients
+//! from 10.0.0.2 (rxe2). Each test asserts what carried it, by INFO.
+#![expect(clippy::print_stderr, reason = "progress of the longer ones")]
+
+mod scene;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::time::Duration;
+
+use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_session::{Connector, Session, SessionTransport};
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, Value};
+use scene::{REDIS, Server, Start};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+const HOST: &str = "10.0.0.1";
+const PORT: &str = "6390";
+const LONG: Duration = Duration::from_secs(150);
+
+fn start(more: &[&str], options: &[&str]) -> Server {
+    let arguments =
+        [&["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"], more].concat();
+    let options = [&["--port", "0", "--protected-mode", "no"], options].concat();
+    Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options })
+}
+
+/// Runs what clients on the other host do, which must end in time; nothing may be left of their engine.
+fn run(test: impl AsyncFnOnce(&Connector)) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let config = Config { busy_poll_us: 0, ..Config::default() };
+        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+        let engine = engine.expect("an engine");
+        let driver = tokio::spawn(engine.drive());
+        let local = "10.0.0.2:0".parse().expect("an address");
+        let connector = Connector::new(&engine).rdma(Rdma::Require).local(local);
+        drop(engine);
+        tokio::time::timeout(LONG, test(&connector)).await.expect("in time");
+        drop(connector);
+        let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
+        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+    });
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+fn address() -> SocketAddr {
+    format!("{HOST}:{PORT}").parse().expect("an address")
+}
+
+/// A session over RDMA, or the test fails.
+async fn session(connector: &Connector) -> Session {
+    let session = connector.connect(address()).await.expect("a session");
+    assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+    session
+}
+
+async fn try_connection(
+    connector: &Connector,
+    info: RedisConnectionInfo,
+) -> redis::RedisResult<MultiplexedConnection> {
+    let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)));
+    let (connection, driver) =
+        MultiplexedConnection::new_with_config(&info, session(connector).await, config).await?;
+    tokio::spawn(driver);
+    Ok(connection)
+}
+
+async fn connection(connector: &Connector) -> MultiplexedConnection {
+    try_connection(connector, RedisConnectionInfo::default()).await.expect("a connection")
+}
+
+/// Everything went over RDMA: as many sessions as these, and no TCP.
+fn assert_over_rdma(server: &mut Server, sessions: u64) {
+    server.assert_well();
+    assert_eq!(server.count("begun_ferrite"), sessions, "{}", server.ask::<String>(&["INFO", "ferrite"]));
+    for nothing in [
+        "begun_tcp",
+        "refused",
+        "engine_failures",
+        "rdma_tcp_bytes",
+        "rdma_completion_errors",
+        "rdma_failed_links",
+    ] {
+        assert_eq!(server.count(nothing), 0, "{nothing}");
+    }
+    assert!(server.count("rdma_recv_ops") > 0);
+    server.until("sessions end", || server.count("sessions") == 0);
+}
+
+#[test]
+fn listens_and_says_so() {
+    let mut server = start(&[], &[]);
+    assert_eq!(server.info("status"), "listening");
+    assert_eq!((server.info("devices").as_str(), server.info("address")), ("rxe1", format!("{HOST}:{PORT}")));
+    assert!(server.log().contains("ferrite: at 10.0.0.1:6390 over RDMA (rxe1), sessions bridged to unix:/"));
+    let doctor: String = server.ask(&["FERRITE", "DOCTOR"]);
+    assert!(doctor.contains("[ ok ] 10.0.0.1:6390: RDMA on rxe1"), "{doctor}");
+    run(async |connector| {
+        let mut connection = connection(connector).await;
+        assert_eq!(redis::cmd("PING").query_async::<String>(&mut connection).await.expect("PING"), "PONG");
+        let listed: String =
+            redis::cmd("FERRITE").arg("CLIENTS").query_async(&mut connection).await.expect("CLIENTS");
+        assert_eq!(listed.lines().count(), 1, "{listed}");
+        for part in
+            ["addr=10.0.0.2:", "laddr=10.0.0.1:", "transport=rdma-ferrite", "device=rxe1", "lane=bridge"]
+        {
+            assert!(listed.contains(part), "{listed}");
+        }
+        let info: String =
+            redis::cmd("INFO").arg("ferrite").query_async(&mut connection).await.expect("INFO");
+        assert!(
+            info.contains("ferrite_sessions_rdma_ferrite:1") && info.contains("ferrite_rdma_connections:1"),
+            "{info}"
+        );
+    });
+    assert_over_rdma(&mut server, 1);
+    assert!(server.count("rdma_memory_registered_bytes") > 0);
+    assert!(server.shut_down("NOSAVE").success());
+}
+
+#[test]
+fn commands_pipelines_and_resp3() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3).set_db(3);
+        let mut connection = try_connection(connector, info).await.expect("a connection");
+        let () = connection.hset_multiple("hash", &[("a", 1), ("b", 2)]).await.expect("HSET");
+        let all: std::collections::BTreeMap<String, i64> = connection.hgetall("hash").await.expect("HGETALL");
+        assert_eq!(all, [("a".to_owned(), 1), ("b".to_owned(), 2)].into());
+        let mut pipeline = redis::pipe();
+        (0..2000).for_each(|number| {
+            pipeline.set(format!("key {number}"), number).ignore();
+        });
+        pipeline.cmd("DBSIZE").cmd("CLIENT").arg("INFO");
+        let (keys, info): (u64, String) = pipeline.query_async(&mut connection).await.expect("a pipeline");
+        assert_eq!(keys, 2001);
+        assert!(info.contains("db=3") && info.contains("resp=3"), "{info}");
+        let wrong = connection.lpush::<_, _, i64>("hash", 1).await.expect_err("not a list").to_string();
+        assert!(wrong.contains("WRONGTYPE"), "{wrong}");
+        let script = "return redis.call('DBSIZE') + ARGV[1]";
+        let sum: i64 =
+            redis::cmd("EVAL").arg(&[script, "0", "1"]).query_async(&mut connection).await.expect("EVAL");
+        assert_eq!(sum, 2002);
+    });
+    assert_over_rdma(&mut server, 1);
+}
+
+#[test]
+fn values_up_to_16_mib() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let mut connection = connection(connector).await;
+        for size in [1, 2, 1000, 4096, 65_535, 65_536, 65_537, 1 << 20, (2 << 20) + 1, 16 << 20] {
+            let value: Vec<u8> = (0..size).map(|at| (at * 31 + size + (at >> 8)) as u8).collect();
+            let () = connection.set("value", &value).await.expect("SET");
+            let read: Vec<u8> = connection.get("value").await.expect("GET");
+            assert!(read == value, "a value of {size} bytes came back as another of {}", read.len());
+            eprintln!("{size} B");
+        }
+    });
+    let stored: u64 = server.ask(&["STRLEN", "value"]);
+    assert_eq!(stored, 16 << 20);
+    assert!(server.count("rdma_recv_bytes") > 16 << 20 && server.count("rdma_send_bytes") > 16 << 20);
+    assert_over_rdma(&mut server, 1);
+}
+
+#[test]
+fn transactions_and_watch() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let mut connection = connection(connector).await;
+        let (a, b): (i64, i64) = redis::pipe()
+            .atomic()
+            .incr("n", 1)
+            .incr("n", 10)
+            .query_async(&mut connection)
+            .await
+            .expect("MULTI");
+        assert_eq!((a, b), (1, 11));
+        let () = redis::cmd("WATCH").arg("n").query_async(&mut connection).await.expect("WATCH");
+        let _: i64 = server.ask(&["INCR", "n"]);
+        let outcome: Value =
+            redis::pipe().atomic().incr("n", 100).query_async(&mut connection).await.expect("EXEC");
+        assert_eq!(outcome, Value::Nil, "what is watched has changed");
+        let n: i64 = connection.get("n").await.expect("GET");
+        assert_eq!(n, 12);
+    });
+    assert_over_rdma(&mut server, 1);
+}
+
+/// A line protocol by hand: what comes unasked has no place in a multiplexed connection.
+struct Raw(Session);
+
+impl Raw {
+    async fn say(&mut self, line: &str) {
+        self.0.write_all(format!("{line}\r\n").as_bytes()).await.expect("it hears");
+        self.0.flush().await.expect("it hears");
+    }
+
+    /// Until this has come.
+    async fn hear(&mut self, end: &str) -> String {
+        let mut heard = String::new();
+        while !heard.ends_with(end) {
+            heard.push(self.0.read_u8().await.expect("it speaks").into());
+        }
+        heard
+    }
+}
+
+#[test]
+fn publish_and_subscribe() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let mut subscriber = Raw(session(connector).await);
+        subscriber.say("SUBSCRIBE news").await;
+        subscriber.hear(":1\r\n").await;
+        let mut publisher = connection(connector).await;
+        for number in 0..200 {
+            let message = format!("message {number:04}");
+            let heard_by: i64 = publisher.publish("news", &message).await.expect("PUBLISH");
+            assert_eq!(heard_by, 1);
+            let heard = subscriber.hear(&format!("{message}\r\n")).await;
+            assert!(heard.starts_with("*3\r\n$7\r\nmessage\r\n"), "{heard}");
+        }
+    });
+    assert_over_rdma(&mut server, 2);
+}
+
+#[test]
+fn blocking_pops_and_monitor() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let mut monitor = Raw(session(connector).await);
+        monitor.say("MONITOR").await;
+        monitor.hear("+OK\r\n").await;
+        let mut waiting = Raw(session(connector).await);
+        waiting.say("BLPOP list 60").await;
+        monitor.hear("\"BLPOP\" \"list\" \"60\"\r\n").await;
+        let mut connection = connection(connector).await;
+        let () = connection.rpush("list", "late").await.expect("RPUSH");
+        assert_eq!(waiting.hear("late\r\n").await, "*2\r\n$4\r\nlist\r\n$4\r\nlate\r\n");
+        monitor.hear("\"RPUSH\" \"list\" \"late\"\r\n").await;
+        waiting.say("BLPOP list 0.1").await;
+        assert_eq!(waiting.hear("-1\r\n").await, "*-1\r\n");
+    });
+    assert_over_rdma(&mut server, 3);
+}
+
+/// A client that hangs up while it waits takes nothing with it.
+#[test]
+fn a_client_that_goes_loses_nothing() {
+    let mut server = start(&[], &[]);
+    let blocked = |count: usize| {
+        server.until("clients that wait", || {
+            server.ask::<String>(&["INFO", "clients"]).contains(&format!("blocked_clients:{count}\r"))
+        });
+    };
+    run(async |connector| {
+        let mut waiting = Raw(session(connector).await);
+        waiting.say("BLPOP list 60").await;
+        blocked(1);
+        drop(waiting);
+        blocked(0);
+    });
+    let () = server.ask(&["RPUSH", "list", "a"]);
+    assert_eq!(server.ask::<i64>(&["LLEN", "list"]), 1);
+    assert_over_rdma(&mut server, 1);
+}
+
+#[test]
+fn passwords_and_acls_are_the_engines() {
+    let mut server = start(&[], &["--requirepass", "secret"]);
+    let mut own = server_connection(&server, "secret");
+    let () = redis::cmd("ACL")
+        .arg(&["SETUSER", "reader", "on", ">pw", "~public:*", "+get", "+ping"])
+        .query(&mut own)
+        .expect("ACL");
+    run(async |connector| {
+        let mut nobody = Raw(session(connector).await);
+        nobody.say("GET a").await;
+        assert_eq!(nobody.hear("\r\n").await, "-NOAUTH Authentication required.\r\n");
+        let wrong = RedisConnectionInfo::default().set_password("wrong");
+        assert!(try_connection(connector, wrong).await.is_err());
+        let right = RedisConnectionInfo::default().set_password("secret");
+        let mut admin = try_connection(connector, right).await.expect("the password is right");
+        let () = admin.set("public:a", 1).await.expect("SET");
+        let reader = RedisConnectionInfo::default().set_username("reader").set_password("pw");
+        let mut reader = try_connection(connector, reader).await.expect("a user");
+        assert_eq!(reader.get::<_, i64>("public:a").await.expect("GET"), 1);
+        for refused in [reader.get::<_, Value>("private").await, reader.set("public:a", 2).await] {
+            assert_eq!(refused.expect_err("not allowed").code(), Some("NOPERM"));
+        }
+    });
+    let info: String = redis::cmd("INFO").arg("ferrite").query(&mut own).expect("INFO");
+    assert!(info.contains("ferrite_begun_ferrite:4") && info.contains("ferrite_begun_tcp:0"), "{info}");
+    server.assert_well();
+}
+
+fn server_connection(server: &Server, password: &str) -> redis::Connection {
+    let mut own = server.connection().expect("a connection");
+    let () = redis::cmd("AUTH").arg(password).query(&mut own).expect("AUTH");
+    own
+}
+
+/// The engine is in protected mode and has no password: clients of other hosts are turned away, in words, until that changes.
+#[test]
+fn protected_mode_is_the_engines() {
+    let mut server = start(&[], &["--protected-mode", "yes"]);
+    run(async |connector| {
+        let mut refused = session(connector).await;
+        let mut words = String::new();
+        let _ = refused.read_to_string(&mut words).await;
+        assert!(words.starts_with("-DENIED The Ferrite module is in protected mode"), "{words}");
+        assert_eq!(server.count("refused"), 1);
+        let () = server.ask(&["CONFIG", "SET", "protected-mode", "no"]);
+        let mut taken = connection(connector).await;
+        let () = redis::cmd("PING").query_async(&mut taken).await.expect("PING");
+        let () = server.ask(&["CONFIG", "SET", "protected-mode", "yes"]);
+        let () = redis::cmd("PING").query_async(&mut taken).await.expect("who is in stays");
+    });
+    assert_eq!(server.count("begun_ferrite"), 2);
+    server.assert_well();
+}
+
+#[test]
+fn fifty_connections() {
+    let mut server = start(&[], &[]);
+    run(async |connector| {
+        let mut connections = Vec::new();
+        for _ in 0..50 {
+            connections.push(connection(connector).await);
+        }
+        assert_eq!((server.count("sessions"), server.count("rdma_connections")), (50, 50));
+        let adding = connections.iter().cloned().map(|mut connection| {
+            tokio::spawn(async move {
+                for _ in 0..20 {
+                    connection.incr::<_, _, i64>("counter", 1).await.expect("INCR");
+                }
+            })
+        });
+        for adding in adding.collect::<Vec<_>>() {
+            adding.await.expect("no panic");
+        }
+        assert_eq!(connections[0].get::<_, u64>("counter").await.expect("GET"), 1000);
+    });
+    assert_over_rdma(&mut server, 50);
+}
+
+#[test]
+fn kill_ends_one_session() {
+    let mut server = start(&["max-clients", "2"], &[]);
+    run(async |connector| {
+        let mut first = Raw(session(connector).await);
+        first.say("PING").await;
+        first.hear("+PONG\r\n").await;
+        let mut second = Raw(session(connector).await);
+        second.say("PING").await;
+        second.hear("+PONG\r\n").await;
+        let mut third = session(connector).await;
+        let mut words = String::new();
+        let _ = third.read_to_string(&mut words).await;
+        assert_eq!(words, "-ERR max number of clients reached\r\n");
+        let () = server.ask(&["FERRITE", "KILL", "1"]);
+        assert_eq!(first.0.read(&mut [0; 16]).await.expect("an end in good order"), 0);
+        server.until("it is gone", || server.count("sessions") == 1);
+        second.say("PING").await;
+        second.hear("+PONG\r\n").await;
+        let mut fourth = Raw(session(connector).await);
+        fourth.say("PING").await;
+        fourth.hear("+PONG\r\n").await;
+    });
+    assert_eq!((server.count("killed"), server.count("refused"), server.count("begun_ferrite")), (1, 1, 4));
+    server.assert_well();
+}
+
+/// A child of the engine's saves meanwhile: registered memory stays where the device knows it.
+#[test]
+fn saves_in_the_background_during_traffic() {
+    let mut server = start(&[], &["--rdb-key-save-delay", "1000"]);
+    run(async |connector| {
+        let mut connection = connection(connector).await;
+        for round in 0..5_u64 {
+            let _: redis::Value = server.ask(&["BGSAVE"]);
+            for number in 0..200_u64 {
+                let value = vec![(round * 7 + number) as u8; 10_000 + number as usize];
+                let key = format!("key {number}");
+                let () = connection.set(&key, &value).await.expect("SET");
+                let read: Vec<u8> = connection.get(&key).await.expect("GET");
+                assert!(read == value, "round {round}, {number}");
+            }
+            server.until("it has saved", || {
+                server.ask::<String>(&["INFO", "persistence"]).contains("rdb_bgsave_in_progress:0")
+            });
+        }
+    });
+    assert!(server.ask::<String>(&["INFO", "persistence"]).contains("rdb_last_bgsave_status:ok"));
+    assert!(server.ask::<String>(&["INFO", "persistence"]).contains("rdb_saves:5"));
+    assert_over_rdma(&mut server, 1);
+}
+
+/// The engine ends in time and in good order, and clients hear of it.
+#[test]
+fn shuts_down_during_traffic() {
+    for how in ["NOSAVE", "TERM"] {
+        let mut server = start(&[], &[]);
+        run(async |connector| {
+            let mut tasks = Vec::new();
+            for _ in 0..8 {
+                let mut connection = connection(connector).await;
+                tasks.push(tokio::spawn(async move {
+                    let mut done = 0_u64;
+                    while connection.incr::<_, _, i64>("counter", 1).await.is_ok() {
+                        done += 1;
+                    }
+                    done
+                }));
+            }
+            let mut waiting = Raw(session(connector).await);
+            waiting.say("BLPOP list 0").await;
+            server.until("traffic", || server.ask::<i64>(&["INCRBY", "counter", "0"]) > 100);
+            assert_eq!(server.count("rdma_connections"), 9);
+            let begun = std::time::Instant::now();
+            let status = if how == "TERM" {
+                server.signal("TERM");
+                server.wait()
+            } else {
+                server.shut_down(how)
+            };
+            eprintln!("{how}: {:?}", begun.elapsed());
+            assert!(status.success(), "{how}: {status}; {}", server.log());
+            assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+            for task in tasks {
+                let done = tokio::time::timeout(scene::PATIENCE, task)
+                    .await
+                    .expect("it hears of the end")
+                    .expect("no panic");
+                assert!(done > 0);
+            }
+            let mut rest = Vec::new();
+            let ended = tokio::time::timeout(scene::PATIENCE, waiting.0.read_to_end(&mut rest)).await;
+            let _ = ended.expect("it hears of the end");
+        });
+        let log = server.log();
+        assert!(!log.contains("panic") && !log.contains("BUG REPORT"), "{log}");
+    }
+}

@@ -1,0 +1,170 @@
+//! The sessions that a gateway has at the moment: to be listed, and to be ended by number.
+//!
+//! Any thread may ask. What is locked is the list, for as long as it takes to copy it.
+
+use std::collections::BTreeMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{Link, Transport};
+use tokio::sync::Notify;
+
+use crate::connector::SessionTransport;
+use crate::pump::Moved;
+
+/// A session that is open.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct SessionInfo {
+    /// Its number, which no other session of the gateway ever has.
+    pub id: u64,
+    /// Where the client is.
+    pub peer: Option<SocketAddr>,
+    /// Where it came in.
+    pub local: Option<SocketAddr>,
+    /// What carries it at this moment.
+    pub transport: SessionTransport,
+    /// The RDMA device that does, if one does.
+    pub device: Option<String>,
+    /// Since when.
+    pub age: Duration,
+    /// Bytes to the engine so far.
+    pub to_engine_bytes: u64,
+    /// Bytes to the client so far.
+    pub to_client_bytes: u64,
+}
+
+/// What a client came over.
+pub(crate) enum Carrier {
+    /// A link, which may change from RDMA to TCP and back.
+    Ferrite(Link),
+    /// Valkey Over RDMA, on this device.
+    Valkey(Option<String>),
+    Tcp,
+}
+
+impl Carrier {
+    fn now(&self) -> (SessionTransport, Option<String>) {
+        match self {
+            Self::Ferrite(link) => match link.transport() {
+                Transport::Rdma => (SessionTransport::FerriteRdma, link.device()),
+                Transport::TcpTls => (SessionTransport::Tls, None),
+                _ => (SessionTransport::Tcp, None),
+            },
+            Self::Valkey(device) => (SessionTransport::ValkeyRdma, device.clone()),
+            Self::Tcp => (SessionTransport::Tcp, None),
+        }
+    }
+}
+
+/// What is known of an open session.
+pub(crate) struct Entry {
+    id: u64,
+    pub(crate) peer: Option<SocketAddr>,
+    pub(crate) local: Option<SocketAddr>,
+    carrier: Carrier,
+    begun: Instant,
+    pub(crate) moved: Moved,
+    /// Somebody wants it to end.
+    pub(crate) killed: Notify,
+}
+
+#[derive(Default)]
+struct List {
+    open: BTreeMap<u64, Arc<Entry>>,
+    last_id: u64,
+    /// Bytes of sessions that have ended: to the engine, to clients.
+    ended: (u64, u64),
+}
+
+/// All of a gateway's.
+#[derive(Default)]
+pub(crate) struct Sessions {
+    list: Mutex<List>,
+    pub(crate) killed: AtomicU64,
+}
+
+impl Sessions {
+    /// A session begins, and ends when what this returns is dropped. The second is how many there were before.
+    pub(crate) fn begin(
+        self: &Arc<Self>,
+        peer: Option<SocketAddr>,
+        local: Option<SocketAddr>,
+        carrier: Carrier,
+    ) -> (Open, usize) {
+        let mut list = self.list();
+        list.last_id += 1;
+        let (id, before) = (list.last_id, list.open.len());
+        let (begun, moved, killed) = (Instant::now(), Moved::default(), Notify::new());
+        let entry = Arc::new(Entry { id, peer, local, carrier, begun, moved, killed });
+        list.open.insert(id, Arc::clone(&entry));
+        drop(list);
+        (Open { sessions: Arc::clone(self), entry }, before)
+    }
+
+    pub(crate) fn count(&self) -> usize {
+        self.list().open.len()
+    }
+
+    /// Bytes of all that there ever were: to the engine, to clients.
+    pub(crate) fn moved(&self) -> (u64, u64) {
+        let list = self.list();
+        let add = |(to_engine, to_client), entry: &Arc<Entry>| {
+            let (more_to_engine, more_to_client) = entry.moved.both();
+            (to_engine + more_to_engine, to_client + more_to_client)
+        };
+        list.open.values().fold(list.ended, add)
+    }
+
+    /// The oldest first.
+    pub(crate) fn all(&self) -> Vec<SessionInfo> {
+        let entries: Vec<_> = self.list().open.values().cloned().collect();
+        let info = |entry: &Arc<Entry>| {
+            let (transport, device) = entry.carrier.now();
+            let (to_engine_bytes, to_client_bytes) = entry.moved.both();
+            SessionInfo {
+                id: entry.id,
+                peer: entry.peer,
+                local: entry.local,
+                transport,
+                device,
+                age: entry.begun.elapsed(),
+                to_engine_bytes,
+                to_client_bytes,
+            }
+        };
+        entries.iter().map(info).collect()
+    }
+
+    /// Asks a session to end; whether there is one of this number.
+    pub(crate) fn kill(&self, id: u64) -> bool {
+        let entry = self.list().open.get(&id).cloned();
+        entry.is_some_and(|entry| {
+            self.killed.fetch_add(1, Ordering::Relaxed);
+            entry.killed.notify_one();
+            true
+        })
+    }
+
+    fn list(&self) -> MutexGuard<'_, List> {
+        self.list.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// A session for as long as it is open.
+pub(crate) struct Open {
+    sessions: Arc<Sessions>,
+    pub(crate) entry: Arc<Entry>,
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let mut list = self.sessions.list();
+        list.open.remove(&self.entry.id);
+        let (to_engine, to_client) = self.entry.moved.both();
+        list.ended.0 += to_engine;
+        list.ended.1 += to_client;
+    }
+}
