@@ -8,10 +8,11 @@ mod table;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long};
 use std::marker::PhantomData;
+use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::OnceLock;
 
-use table::{Api, EventFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find};
+use table::{Api, EventFn, FdFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find};
 pub(crate) use table::{CommandFn, RawContext, RawEvent, RawInfo, RawString};
 
 pub(crate) const OK: c_int = 0;
@@ -28,7 +29,10 @@ pub(crate) mod flag {
     pub(crate) const HANDLE_ATOMIC_SLOT_MIGRATION: i32 = 1 << 5;
     pub(crate) const EVENT_SHUTDOWN: u64 = 5;
     pub(crate) const EVENT_CRON_LOOP: u64 = 8;
+    pub(crate) const EVENT_LOOP: u64 = 15;
+    pub(crate) const EVENT_LOOP_AFTER_SLEEP: u64 = 1;
     pub(crate) const EVENT_CONFIG: u64 = 16;
+    pub(crate) const READABLE: i32 = 1;
 }
 
 /// Of this process for ever: an engine's functions do not move, also if the module is loaded a second time.
@@ -54,6 +58,18 @@ pub(crate) fn log(level: &CStr, text: &str) {
 /// For C: without what it would take for the end.
 fn c_string(text: &str) -> CString {
     CString::new(text.replace('\0', "?")).unwrap_or_default()
+}
+
+/// From now on the engine's loop calls this when the descriptor is readable, on the main thread. Whether the engine takes it.
+pub(crate) fn listen_to(descriptor: RawFd, call: FdFn) -> bool {
+    // SAFETY: the function stays; it is given no pointer of ours. A descriptor that is closed is told of no more.
+    unsafe { (api().event_loop_add)(descriptor, flag::READABLE, call, ptr::null_mut()) == OK }
+}
+
+/// No longer.
+pub(crate) fn ignore(descriptor: RawFd) {
+    // SAFETY: one that is not listened to is no harm.
+    unsafe { (api().event_loop_del)(descriptor, flag::READABLE) };
 }
 
 /// What an engine is.

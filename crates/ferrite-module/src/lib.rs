@@ -24,11 +24,15 @@
 //! at the end. A crash here is a crash of somebody's database: no panic leaves a callback, no value of a peer's gets near the API.
 
 mod api;
+mod calls;
 mod command;
 mod entry;
 mod info;
 mod log;
 mod module;
 mod options;
+mod resident;
+mod router;
 mod target;
+mod tasks;
 mod transport;

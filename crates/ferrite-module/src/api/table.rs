@@ -46,6 +46,7 @@ pub(crate) struct RawEvent {
 pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
+pub(crate) type FdFn = unsafe extern "C" fn(c_int, *mut c_void, c_int);
 pub(crate) type GetNumber = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_longlong;
 pub(crate) type SetNumber =
     unsafe extern "C" fn(*const c_char, c_longlong, *mut c_void, *mut *mut RawString) -> c_int;
@@ -139,6 +140,8 @@ table! { required {
         unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_uint, *const *const c_char, *const c_int, c_int, GetChoice, SetChoice, NoApply, *mut c_void) -> c_int;
     register_string_config = "RegisterStringConfig":
         unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, c_uint, GetText, SetText, NoApply, *mut c_void) -> c_int;
+    event_loop_add = "EventLoopAdd": unsafe extern "C" fn(c_int, c_int, FdFn, *mut c_void) -> c_int;
+    event_loop_del = "EventLoopDel": unsafe extern "C" fn(c_int, c_int) -> c_int;
     load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
 } optional {
     // From 7.2 on. Before, commands of modules are in no category but @all.
