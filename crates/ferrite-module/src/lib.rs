@@ -16,6 +16,7 @@
 //! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
 //! | `target.rs` | which of the engine's own sockets the bridge takes |
 //! | `transport.rs` | the thread |
+//! | `calls.rs` `router.rs` | commands that run by a call instead of over the bridge, and which those are |
 //! | `module.rs` | what there is between load and the engine's end |
 //! | `info.rs` `command.rs` | INFO and FERRITE as values |
 //! | `log.rs` | what the library warns of, in the engine's log |
@@ -24,11 +25,15 @@
 //! at the end. A crash here is a crash of somebody's database: no panic leaves a callback, no value of a peer's gets near the API.
 
 mod api;
+#[allow(dead_code, reason = "for the lane that calls")]
+mod calls;
 mod command;
 mod entry;
 mod info;
 mod log;
 mod module;
 mod options;
+#[allow(dead_code, reason = "for the lane that calls")]
+mod router;
 mod target;
 mod transport;
