@@ -193,6 +193,9 @@ unsafe extern "C" fn on_command(raw: *mut RawContext, argv: *mut *mut RawString,
         let found = SUBCOMMANDS
             .iter()
             .find(|subcommand| subcommand.name.to_bytes().eq_ignore_ascii_case(name.as_bytes()));
+        if name.eq_ignore_ascii_case("mark") {
+            context.replicate_ping();
+        }
         // Whatever happens, there is an answer: a client that gets none loses count.
         let reply = guard("a command", None, || {
             let run = found?.run;

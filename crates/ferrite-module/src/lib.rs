@@ -16,6 +16,7 @@
 //! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
 //! | `target.rs` | which of the engine's own sockets the bridge takes |
 //! | `transport.rs` | the thread |
+//! | `calls.rs` `router.rs` | commands that run by a call instead of over the bridge, and which those are |
 //! | `module.rs` | what there is between load and the engine's end |
 //! | `info.rs` `command.rs` | INFO and FERRITE as values |
 //! | `log.rs` | what the library warns of, in the engine's log |

@@ -73,7 +73,12 @@ pub(crate) const SETTINGS: [Setting; 10] = [
     number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
     number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
     text(c"engine", "auto", engine),
-    Setting { name: c"call-lane", kind: Kind::Choice(&NO_YES), default: Default::Number(0), is_mutable: false },
+    Setting {
+        name: c"call-lane",
+        kind: Kind::Choice(&NO_YES),
+        default: Default::Number(0),
+        is_mutable: false,
+    },
 ];
 
 const fn number(

@@ -18,8 +18,8 @@ use ferrite_proto::resp::Command;
 use ferrite_session::{Called, Inside, SessionFuture};
 use tokio::runtime::Handle;
 
-use crate::api::Context;
-use crate::calls::{Calls, Speaker};
+use crate::api::{self, Context};
+use crate::calls::Calls;
 use crate::tasks::{Porch, Tasks};
 
 /// Sessions that are polled before the engine's other clients have their turn.
@@ -42,18 +42,29 @@ struct Resident {
     runtime: Handle,
 }
 
+impl Resident {
+    fn descriptors(&self) -> [RawFd; 2] {
+        [self.porch.as_fd().as_raw_fd(), self.fabric.as_fd().as_raw_fd()]
+    }
+}
+
 /// From now on, on this thread; these descriptors are to be listened to.
 pub(crate) fn begin(porch: Arc<Porch>, fabric: Engine, runtime: Handle) -> [RawFd; 2] {
-    let descriptors = [porch.as_fd().as_raw_fd(), fabric.as_fd().as_raw_fd()];
     let tasks = Tasks::new(Arc::clone(&porch));
-    RESIDENT.set(Some(Resident { tasks, fabric, porch, runtime }));
+    let resident = Resident { tasks, fabric, porch, runtime };
+    let descriptors = resident.descriptors();
+    RESIDENT.set(Some(resident));
     turn(descriptors[0]);
     descriptors
 }
 
 /// Nothing runs any more. What sessions had open is closed.
 pub(crate) fn end() {
-    drop(RESIDENT.take());
+    if let Some(resident) = RESIDENT.take() {
+        resident.descriptors().into_iter().for_each(api::ignore);
+        let _entered = resident.runtime.enter(); // sessions that are dropped may have timers
+        drop(resident.tasks);
+    }
 }
 
 /// A descriptor is readable. Nothing happens in a turn within another: a call may have brought the engine to look at its
@@ -126,8 +137,7 @@ impl Inside for Around {
         CALLS.with(|calls| {
             let Ok(mut calls) = calls.try_borrow_mut() else { return closed };
             let Some(calls) = &mut *calls else { return closed };
-            let speaker = Speaker { user: standing.user.clone(), db: standing.db, resp3: standing.resp3 };
-            let Some(mut batch) = calls.begin(&speaker) else { return closed };
+            let Some(mut batch) = calls.begin(standing) else { return closed };
             let mut called = Called::default();
             for place in commands {
                 let mut args: [&[u8]; ARGS_MAX] = [&[]; ARGS_MAX];

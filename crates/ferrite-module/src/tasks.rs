@@ -175,7 +175,8 @@ impl Tasks {
             self.slots.push(None);
             self.slots.len() - 1
         });
-        let rouse = Arc::new(Rouse { slot, is_queued: AtomicBool::new(true), porch: Arc::clone(&self.porch) });
+        let rouse =
+            Arc::new(Rouse { slot, is_queued: AtomicBool::new(true), porch: Arc::clone(&self.porch) });
         self.slots[slot] = Some(Slot { future, rouse });
         slot
     }
@@ -184,7 +185,8 @@ impl Tasks {
         let Some(Some(Slot { future, rouse })) = self.slots.get_mut(slot) else { return };
         rouse.is_queued.store(false, Ordering::SeqCst);
         let waker = Waker::from(Arc::clone(rouse));
-        let polled = catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(&mut Context::from_waker(&waker))));
+        let polled =
+            catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(&mut Context::from_waker(&waker))));
         if polled.is_err() {
             tracing::error!("a bug: a session has panicked, and ends; the others go on");
         }

@@ -233,7 +233,8 @@ mod tests {
 
     #[test]
     fn what_only_a_connection_can_keep() {
-        for line in ["SUBSCRIBE c", "monitor", "CLIENT tracking ON", "client REPLY off", "RESET", "READONLY"] {
+        for line in ["SUBSCRIBE c", "monitor", "CLIENT tracking ON", "client REPLY off", "RESET", "READONLY"]
+        {
             assert_eq!(take(&mut Standing::new(true), line), Some(Effect::Stay), "{line}");
         }
         for line in ["CLIENT ID", "CLIENT", "MULTI"] {

@@ -292,11 +292,13 @@ impl Gateway {
         match (begun, &self.inside) {
             (Ok((engine, _)), None) => bridge(client, engine, Vec::new(), open, ended).await,
             (Ok((engine, standing)), Some(inside)) => {
+                open.entry.is_called.store(true, Ordering::Relaxed);
                 let counters = (&open.entry.moved, &self.counters.lanes);
                 let left = tokio::select! {
                     left = lane::serve(&mut client, engine, standing, &**inside, counters) => left,
                     () = over(&open, ended.clone()) => Ok(Left::Nothing),
                 };
+                open.entry.is_called.store(false, Ordering::Relaxed);
                 match left {
                     // In the runtime's own thread, which has the time for it.
                     Ok(Left::Stay { engine, unsent }) => {

@@ -262,7 +262,8 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             self.wrote |= called.wrote;
             self.must_settle |= called.must_settle;
             // The engine answers what was not called, in its own words.
-            let (refused, later) = rest.split_at(if called.is_closed { rest.len() } else { rest.len().min(1) });
+            let (refused, later) =
+                rest.split_at(if called.is_closed { rest.len() } else { rest.len().min(1) });
             if !refused.is_empty() && self.pass_on(refused, Effect::Nothing).await? == Met::Over {
                 return Ok(Met::Over);
             }

@@ -25,6 +25,7 @@ opaque! {
     RawReply;
     RawInfo;
     RawCommand;
+    RawUser;
 }
 
 /// By convention, the first word of a context is the function that finds all others.
@@ -47,6 +48,8 @@ pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawS
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
 pub(crate) type FdFn = unsafe extern "C" fn(c_int, *mut c_void, c_int);
+pub(super) type KeyspaceFn =
+    unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 pub(crate) type GetNumber = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_longlong;
 pub(crate) type SetNumber =
     unsafe extern "C" fn(*const c_char, c_longlong, *mut c_void, *mut *mut RawString) -> c_int;
@@ -110,6 +113,7 @@ table! { required {
     log = "Log": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...);
     call = "Call": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> *mut RawReply;
     free_call_reply = "FreeCallReply": unsafe extern "C" fn(*mut RawReply);
+    call_reply_proto = "CallReplyProto": unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
     call_reply_array_element = "CallReplyArrayElement": unsafe extern "C" fn(*mut RawReply, usize) -> *mut RawReply;
     call_reply_string_ptr = "CallReplyStringPtr": unsafe extern "C" fn(*mut RawReply, *mut usize) -> *const c_char;
     create_string = "CreateString": unsafe extern "C" fn(*mut RawContext, *const c_char, usize) -> *mut RawString;
@@ -142,8 +146,22 @@ table! { required {
         unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, c_uint, GetText, SetText, NoApply, *mut c_void) -> c_int;
     event_loop_add = "EventLoopAdd": unsafe extern "C" fn(c_int, c_int, FdFn, *mut c_void) -> c_int;
     event_loop_del = "EventLoopDel": unsafe extern "C" fn(c_int, c_int) -> c_int;
+    replicate = "Replicate": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int;
     load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
+    detached_context = "GetDetachedThreadSafeContext": unsafe extern "C" fn(*mut RawContext) -> *mut RawContext;
+    free_detached_context = "FreeThreadSafeContext": unsafe extern "C" fn(*mut RawContext);
+    context_flags = "GetContextFlags": unsafe extern "C" fn(*mut RawContext) -> c_int;
+    avoid_replica_traffic = "AvoidReplicaTraffic": unsafe extern "C" fn() -> c_int;
+    select_db = "SelectDb": unsafe extern "C" fn(*mut RawContext, c_int) -> c_int;
+    user_from_name = "GetModuleUserFromUserName": unsafe extern "C" fn(*mut RawString) -> *mut RawUser;
+    free_user = "FreeModuleUser": unsafe extern "C" fn(*mut RawUser) -> c_int;
+    subscribe_to_keyspace_events = "SubscribeToKeyspaceEvents":
+        unsafe extern "C" fn(*mut RawContext, c_int, KeyspaceFn) -> c_int;
+    notify_keyspace_event = "NotifyKeyspaceEvent":
+        unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 } optional {
+    // From 7.0.6 on. Before, a call is not held to a user's rights.
+    set_context_user = "SetContextUser": unsafe extern "C" fn(*mut RawContext, *const RawUser);
     // From 7.2 on. Before, commands of modules are in no category but @all.
     set_command_acl_categories = "SetCommandACLCategories": unsafe extern "C" fn(*mut RawCommand, *const c_char) -> c_int;
 } }

@@ -25,7 +25,8 @@ pub(super) struct Input {
 impl Default for Input {
     fn default() -> Self {
         // The engine's limits are its own: what is too large goes there, and is refused there in its words.
-        let limits = Limits { bulk_bytes: u64::MAX >> 1, multibulk_args: i32::MAX as u64, ..Limits::default() };
+        let limits =
+            Limits { bulk_bytes: u64::MAX >> 1, multibulk_args: i32::MAX as u64, ..Limits::default() };
         Self {
             bytes: Vec::new(),
             taken: 0,

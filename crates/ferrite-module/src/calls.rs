@@ -1,0 +1,190 @@
+//! Commands that run by a call within the engine's own loop, instead of over a connection to its socket.
+//!
+//! `RedisModule_Call` skips what the engine checks before it runs a client's command. Here is what stands for that, so that a call
+//! never does what the same command on a connection would not:
+//!
+//! | the engine checks | here |
+//! |---|---|
+//! | loading, a script that runs, paused clients | [`Calls::begin`] gives no batch |
+//! | NOAUTH, the user's rights | no batch without a user, who is looked for anew each time; each call is held to his rights |
+//! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
+//! | MISCONF, NOREPLICAS, memory | each call; memory is freed by eviction on the bridge alone |
+//! | unknown commands, arity | each call |
+//! | what needs a client | [`Router`] |
+//!
+//! What a call refuses has not run, and goes over the bridge: there the engine gives its own answer, or frees memory, or redirects.
+
+use std::ffi::CStr;
+
+use ferrite_proto::Standing;
+use ferrite_proto::resp::Value;
+
+use crate::api::Context;
+use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
+use crate::router::{Callable, NAME_MAX, Router};
+
+/// While the engine is at any of these, nothing is called. The last two are states that calls could serve in part; their checks
+/// are many, and the bridge has them all.
+const NOT_NOW: i32 = state::SCRIPT
+    | state::MULTI
+    | state::LOADING
+    | state::ASYNC_LOADING
+    | state::CHILD
+    | state::REPLICA
+    | state::CLUSTER;
+
+/// The first Redis that sends what a call wrote to AOF and replicas at once.
+const PROPAGATES: u32 = 0x0007_0200;
+
+/// The engine, to be called on its main thread, from its loop.
+pub(crate) struct Calls {
+    context: CallContext,
+    router: Router,
+    /// Who spoke last: most batches are of one user.
+    user: Option<(Box<str>, Text)>,
+    /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
+    batch_key: Option<Text>,
+    replies_wait: bool,
+}
+
+impl Calls {
+    /// An error if this engine cannot be called: all goes over the bridge then.
+    pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
+        let version = context.server().version;
+        let context = CallContext::new(context)
+            .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
+        let table =
+            context.ask(c"COMMAND", &[]).ok_or("it does not tell its commands (is COMMAND renamed?)")?;
+        let router = Router::from_command_table(&table)?;
+        let batch_key =
+            if version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
+        let replies_wait = context.state() & state::AOF != 0;
+        Ok(Self { context, router, user: None, batch_key, replies_wait })
+    }
+
+    /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
+    pub(crate) fn is_callable(&self, name: &[u8], first_arg: Option<&[u8]>) -> bool {
+        self.router.find(name, first_arg).is_some()
+    }
+
+    /// How many commands and subcommands may be.
+    pub(crate) fn callable_commands(&self) -> usize {
+        self.router.len()
+    }
+
+    /// A batch for one speaker, if all that the engine would check of his next command allows calls now. `None`: everything goes
+    /// over the bridge for now.
+    pub(crate) fn begin(&mut self, speaker: &Standing) -> Option<Batch<'_>> {
+        let name = speaker.user.as_deref()?;
+        let state = self.context.state();
+        self.replies_wait = state & state::AOF != 0;
+        if state & NOT_NOW != 0
+            || self.context.is_paused()
+            || !i32::try_from(speaker.db).is_ok_and(|db| self.context.select(db))
+        {
+            return None;
+        }
+        if self.user.as_ref().is_none_or(|(known, _)| **known != *name) {
+            self.user = Some((name.into(), Text::new(name)?));
+        }
+        let (_, user) = self.user.as_ref()?;
+        let acting = self.context.act_as(user)?;
+        Some(Batch {
+            acting,
+            router: &self.router,
+            batch_key: self.batch_key.as_ref(),
+            resp3: speaker.resp3,
+            called: false,
+            wrote: false,
+        })
+    }
+
+    /// Whether replies may leave only after the loop's next turn: the AOF is on, and is written (and, with `appendfsync always`,
+    /// synchronised) when a turn ends. As of the last batch, this one's included.
+    pub(crate) fn replies_wait(&self) -> bool {
+        self.replies_wait
+    }
+
+    /// The engine's settings have changed.
+    pub(crate) fn follow_engine(&mut self, _: Context<'_>) {
+        self.replies_wait = self.context.state() & state::AOF != 0;
+    }
+
+    /// Whether somebody who comes now is the user `default` without a password. Asks the engine: for a session's beginning.
+    pub(crate) fn default_user_is_open(&self) -> bool {
+        let reply = self.context.ask(c"ACL", &[b"GETUSER", b"default"]);
+        reply.as_deref().is_some_and(is_open)
+    }
+}
+
+/// Whether a reply to ACL GETUSER is of a user who needs no password.
+fn is_open(reply: &[u8]) -> bool {
+    let Ok(Value::Array(fields)) = Value::parse(reply) else { return false };
+    let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else { return false };
+    let has = |wanted: &[u8]| {
+        flags.iter().any(|flag| matches!(flag, Value::Bulk(it) | Value::Simple(it) if *it == wanted))
+    };
+    has(b"on") && has(b"nopass")
+}
+
+/// Calls of one speaker, within one callback of the engine's.
+pub(crate) struct Batch<'a> {
+    acting: Acting<'a>,
+    router: &'a Router,
+    batch_key: Option<&'a Text>,
+    resp3: bool,
+    called: bool,
+    wrote: bool,
+}
+
+impl Batch<'_> {
+    /// Runs a command (`args[0]` is its name) and appends its reply to `out`. False: it was refused before execution, nothing was
+    /// appended, and it must go over the bridge, which gives the exact native answer.
+    pub(crate) fn call(&mut self, args: &[&[u8]], out: &mut Vec<u8>) -> bool {
+        let Some((name, args)) = args.split_first() else { return false };
+        let Some(Callable { writes }) = self.router.find(name, args.first().copied()) else { return false };
+        // As it came: the slow log and MONITOR show it.
+        let mut terminated = [0; NAME_MAX + 1];
+        let Some(place) = terminated.get_mut(..name.len()) else { return false };
+        place.copy_from_slice(name);
+        let Ok(name) = CStr::from_bytes_until_nul(&terminated) else { return false };
+        self.called = true;
+        let outcome = self.acting.call(name, args, self.resp3, out);
+        self.wrote |= writes && outcome == Outcome::Done;
+        outcome == Outcome::Done
+    }
+
+    /// Whether a call may have written.
+    pub(crate) fn wrote(&self) -> bool {
+        self.wrote
+    }
+}
+
+impl Drop for Batch<'_> {
+    fn drop(&mut self) {
+        // Reads too: they delete keys whose time is over.
+        if let Some(key) = self.batch_key.filter(|_| self.called) {
+            self.acting.propagate(key);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As Redis 7.0 and Valkey 9.1 write it.
+    #[test]
+    fn a_user_without_a_password_is_open() {
+        let reply = |flags: &[&str]| {
+            let flags = flags.iter().fold(format!("*{}\r\n", flags.len()), |list, flag| {
+                format!("{list}${}\r\n{flag}\r\n", flag.len())
+            });
+            format!("*4\r\n$5\r\nflags\r\n{flags}$9\r\npasswords\r\n*0\r\n").into_bytes()
+        };
+        assert!(is_open(&reply(&["on", "nopass", "sanitize-payload"])));
+        assert!(!is_open(&reply(&["off", "nopass"])));
+        assert!(!is_open(&reply(&["on", "sanitize-payload"])));
+        assert!(!is_open(b"*-1\r\n") && !is_open(b"") && !is_open(b"-ERR no such user\r\n"));
+    }
+}
