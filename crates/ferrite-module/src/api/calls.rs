@@ -48,7 +48,8 @@ unsafe extern "C" {
     safe fn __errno_location() -> *mut c_int;
 }
 
-/// A context of our own, which lasts as long as the module. Not [`Send`]: it is for the engine's main thread.
+/// A context of our own, for the engine's main thread. It is not freed: there is one per load, and at the end of the process, when
+/// it could be, the engine's own things go.
 pub(crate) struct CallContext {
     raw: NonNull<RawContext>,
     /// Whether [`Self::propagate`] has its subscriber.
@@ -166,13 +167,6 @@ impl CallContext {
             9..=16 => call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15),
             _ => call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31),
         }
-    }
-}
-
-impl Drop for CallContext {
-    fn drop(&mut self) {
-        // SAFETY: it was made for us, and nobody else has it.
-        unsafe { (api().free_detached_context)(self.raw.as_ptr()) };
     }
 }
 
