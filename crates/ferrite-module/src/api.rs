@@ -10,10 +10,11 @@ mod table;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long};
 use std::marker::PhantomData;
+use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::OnceLock;
 
-use table::{Api, EventFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find};
+use table::{Api, EventFn, FdFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find};
 pub(crate) use table::{CommandFn, RawContext, RawEvent, RawInfo, RawString};
 
 pub(crate) const OK: c_int = 0;
@@ -30,7 +31,10 @@ pub(crate) mod flag {
     pub(crate) const HANDLE_ATOMIC_SLOT_MIGRATION: i32 = 1 << 5;
     pub(crate) const EVENT_SHUTDOWN: u64 = 5;
     pub(crate) const EVENT_CRON_LOOP: u64 = 8;
+    pub(crate) const EVENT_LOOP: u64 = 15;
+    pub(crate) const EVENT_LOOP_AFTER_SLEEP: u64 = 1;
     pub(crate) const EVENT_CONFIG: u64 = 16;
+    pub(crate) const READABLE: i32 = 1;
 }
 
 /// Of this process for ever: an engine's functions do not move, also if the module is loaded a second time.
@@ -56,6 +60,18 @@ pub(crate) fn log(level: &CStr, text: &str) {
 /// For C: without what it would take for the end.
 fn c_string(text: &str) -> CString {
     CString::new(text.replace('\0', "?")).unwrap_or_default()
+}
+
+/// From now on the engine's loop calls this when the descriptor is readable, on the main thread. Whether the engine takes it.
+pub(crate) fn listen_to(descriptor: RawFd, call: FdFn) -> bool {
+    // SAFETY: the function stays; it is given no pointer of ours. A descriptor that is closed is told of no more.
+    unsafe { (api().event_loop_add)(descriptor, flag::READABLE, call, ptr::null_mut()) == OK }
+}
+
+/// No longer.
+pub(crate) fn ignore(descriptor: RawFd) {
+    // SAFETY: one that is not listened to is no harm.
+    unsafe { (api().event_loop_del)(descriptor, flag::READABLE) };
 }
 
 /// What an engine is.
@@ -290,6 +306,12 @@ impl<'a> Context<'a> {
     pub(crate) fn load_configs(self) -> bool {
         // SAFETY: the context is the engine's.
         unsafe { (api().load_configs)(self.raw()) == OK }
+    }
+
+    /// The client of this command has written, as replicas and the AOF see it: a PING.
+    pub(crate) fn replicate_ping(self) {
+        // SAFETY: the context is that of a command; the format takes nothing more.
+        unsafe { (api().replicate)(self.raw(), c"PING".as_ptr(), c"".as_ptr()) };
     }
 
     pub(crate) fn reply(self, reply: &Reply) {

@@ -16,6 +16,7 @@
 
 use std::ffi::CStr;
 
+use ferrite_proto::Standing;
 use ferrite_proto::resp::Value;
 
 use crate::api::Context;
@@ -34,14 +35,6 @@ const NOT_NOW: i32 = state::SCRIPT
 
 /// The first Redis that sends what a call wrote to AOF and replicas at once.
 const PROPAGATES: u32 = 0x0007_0200;
-
-/// Who speaks, as far as calls are concerned.
-pub(crate) struct Speaker {
-    /// `None`: has not authenticated. Who comes while [`Calls::default_user_is_open`] is `default` from the start, and stays it.
-    pub(crate) user: Option<Box<str>>,
-    pub(crate) db: i32,
-    pub(crate) resp3: bool,
-}
 
 /// The engine, to be called on its main thread, from its loop.
 pub(crate) struct Calls {
@@ -81,11 +74,14 @@ impl Calls {
 
     /// A batch for one speaker, if all that the engine would check of his next command allows calls now. `None`: everything goes
     /// over the bridge for now.
-    pub(crate) fn begin(&mut self, speaker: &Speaker) -> Option<Batch<'_>> {
+    pub(crate) fn begin(&mut self, speaker: &Standing) -> Option<Batch<'_>> {
         let name = speaker.user.as_deref()?;
         let state = self.context.state();
         self.replies_wait = state & state::AOF != 0;
-        if state & NOT_NOW != 0 || self.context.is_paused() || !self.context.select(speaker.db) {
+        if state & NOT_NOW != 0
+            || self.context.is_paused()
+            || !i32::try_from(speaker.db).is_ok_and(|db| self.context.select(db))
+        {
             return None;
         }
         if self.user.as_ref().is_none_or(|(known, _)| **known != *name) {

@@ -22,11 +22,12 @@ const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
 const ADMINS: &CStr = c"admin dangerous";
 
 /// All of them.
-pub(crate) const SUBCOMMANDS: [Subcommand; 5] = [
+pub(crate) const SUBCOMMANDS: [Subcommand; 6] = [
     Subcommand { name: c"clients", flags: ADMIN, categories: ADMINS, run: clients },
     Subcommand { name: c"kill", flags: ADMIN, categories: ADMINS, run: kill },
     Subcommand { name: c"stats", flags: ADMIN, categories: ADMINS, run: stats },
     Subcommand { name: c"doctor", flags: ADMIN, categories: ADMINS, run: doctor },
+    Subcommand { name: c"mark", flags: c"write deny-script fast", categories: c"fast", run: mark },
     Subcommand {
         name: c"help",
         flags: c"deny-script allow-loading allow-stale",
@@ -35,7 +36,7 @@ pub(crate) const SUBCOMMANDS: [Subcommand; 5] = [
     },
 ];
 
-const HELP: [&str; 11] = [
+const HELP: [&str; 13] = [
     "FERRITE <subcommand> [<arg> ...]. Subcommands are:",
     "CLIENTS",
     "    The sessions of the RDMA listener, one per line: who, over what, how long, how much.",
@@ -45,9 +46,19 @@ const HELP: [&str; 11] = [
     "    All counters of INFO ferrite as names and values.",
     "DOCTOR",
     "    What works, what does not, and what to do about it.",
+    "MARK",
+    "    Let WAIT of this connection wait for what its session wrote by calls. Sessions send it by themselves.",
     "HELP",
     "    Print this help.",
 ];
+
+/// See `entry.rs`, which has replicated something by now.
+fn mark(_: &mut Module, words: &[String]) -> Reply {
+    match words {
+        [] => Reply::Simple("OK".into()),
+        _ => Reply::WrongArity,
+    }
+}
 
 fn help(_: &mut Module, words: &[String]) -> Reply {
     match words {
@@ -78,11 +89,12 @@ fn line(session: &SessionInfo) -> String {
         _ => "tcp",
     };
     format!(
-        "id={} addr={} laddr={} transport={transport} device={} lane=bridge age={} tot-net-in={} tot-net-out={}\n",
+        "id={} addr={} laddr={} transport={transport} device={} lane={} age={} tot-net-in={} tot-net-out={}\n",
         session.id,
         address(session.peer),
         address(session.local),
         session.device.as_deref().unwrap_or(""),
+        if session.is_called { "call" } else { "bridge" },
         session.age.as_secs(),
         session.to_engine_bytes,
         session.to_client_bytes

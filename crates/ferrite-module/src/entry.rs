@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "functions that C calls, and the pointers that it gives them")]
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
+use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
@@ -14,6 +15,7 @@ use crate::info;
 use crate::log;
 use crate::module::{Module, replace_module, with_module};
 use crate::options::{Kind, Options, SETTINGS, Setpoint};
+use crate::resident;
 
 const NAME: &std::ffi::CStr = c"ferrite";
 /// For MODULE LIST: a number, as it is there for modules.
@@ -115,7 +117,8 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
         return Err("the engine takes no INFO section".into());
     }
     with_module(|module| module.begin(context)).unwrap_or(Ok(()))?;
-    for event in [flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP] {
+    let turns = options.call_lane().then_some(flag::EVENT_LOOP);
+    for event in [flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP].into_iter().chain(turns) {
         if !context.subscribe(event, Some(on_event)) {
             // All engines that got this far have them. Without, the listener still works.
             tracing::warn!("the engine does not tell of its event {event}");
@@ -190,6 +193,9 @@ unsafe extern "C" fn on_command(raw: *mut RawContext, argv: *mut *mut RawString,
         let found = SUBCOMMANDS
             .iter()
             .find(|subcommand| subcommand.name.to_bytes().eq_ignore_ascii_case(name.as_bytes()));
+        if name.eq_ignore_ascii_case("mark") {
+            context.replicate_ping();
+        }
         // Whatever happens, there is an answer: a client that gets none loses count.
         let reply = guard("a command", None, || {
             let run = found?.run;
@@ -213,10 +219,16 @@ unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
 }
 
 /// Shutdown, CONFIG SET of anybody's settings, and the engine's heartbeat.
-unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, _: u64, _: *mut c_void) {
+unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u64, _: *mut c_void) {
     guard("an event", (), || {
         // SAFETY: the engine's context, for the length of this call, on its main thread.
         let Some(context) = (unsafe { Context::new(raw) }) else { return };
+        if event.id == flag::EVENT_LOOP {
+            if subevent == flag::EVENT_LOOP_AFTER_SLEEP {
+                resident::turned();
+            }
+            return;
+        }
         with_module(|module| match event.id {
             flag::EVENT_SHUTDOWN => module.end(),
             flag::EVENT_CRON_LOOP => module.beat(context),
@@ -224,6 +236,19 @@ unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, _: u64, _: 
             _ => {}
         });
     });
+}
+
+/// A descriptor of ours is readable.
+unsafe extern "C" fn on_readable(descriptor: c_int, _: *mut c_void, _: c_int) {
+    guard("the loop", (), || resident::turn(descriptor));
+}
+
+/// The loop turns when one of these is readable.
+pub(crate) fn listen_to(descriptors: [RawFd; 2]) -> Result<(), String> {
+    match descriptors.into_iter().all(|descriptor| api::listen_to(descriptor, on_readable)) {
+        true => Ok(()),
+        false => Err("the engine's loop takes no descriptors of ours".into()),
+    }
 }
 
 /// The value of the setting that `private` numbers.

@@ -58,7 +58,9 @@ fn sessions(out: &mut Fields, sessions: &[SessionInfo]) {
     number(out, "sessions_rdma_ferrite", of(SessionTransport::FerriteRdma));
     number(out, "sessions_rdma_valkey", of(SessionTransport::ValkeyRdma));
     number(out, "sessions_tcp", of(SessionTransport::Tcp));
-    number(out, "sessions_lane_bridge", sessions.len() as u64);
+    let called = sessions.iter().filter(|session| session.is_called).count() as u64;
+    number(out, "sessions_lane_call", called);
+    number(out, "sessions_lane_bridge", sessions.len() as u64 - called);
 }
 
 fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
@@ -68,6 +70,9 @@ fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
     number(out, "refused", stats.refused);
     number(out, "killed", stats.killed);
     number(out, "engine_failures", stats.engine_failures);
+    number(out, "commands_called", stats.called);
+    number(out, "commands_bridged", stats.bridged);
+    number(out, "sessions_stayed", stats.stayed);
     number(out, "input_bytes", stats.to_engine_bytes);
     number(out, "output_bytes", stats.to_client_bytes);
 }

@@ -25,7 +25,6 @@
 //! at the end. A crash here is a crash of somebody's database: no panic leaves a callback, no value of a peer's gets near the API.
 
 mod api;
-#[allow(dead_code, reason = "for the lane that calls")]
 mod calls;
 mod command;
 mod entry;
@@ -33,7 +32,8 @@ mod info;
 mod log;
 mod module;
 mod options;
-#[allow(dead_code, reason = "for the lane that calls")]
+mod resident;
 mod router;
 mod target;
+mod tasks;
 mod transport;

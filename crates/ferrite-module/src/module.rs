@@ -1,13 +1,17 @@
 //! What there is of the module between its load and the engine's end. Everything here runs on the engine's main thread.
 
-use std::sync::{Mutex, MutexGuard, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
 use ferrite_fabric::Rdma;
 use ferrite_session::EngineAddress;
 
 use crate::api::Context;
+use crate::calls::Calls;
+use crate::entry;
 use crate::options::{Options, Setpoint};
+use crate::resident;
 use crate::target::{Sockets, target};
+use crate::tasks::Porch;
 use crate::transport::Transport;
 
 /// Why there is no listener, or the listener.
@@ -58,7 +62,13 @@ impl Module {
     pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
         let begun = self.target(context).and_then(|target| {
             let protected = is_protected(context);
-            Transport::begin(&self.options, target, protected)
+            let porch = self.options.call_lane().then(|| call_lane(context)).transpose()?;
+            let (transport, (fabric, runtime)) =
+                Transport::begin(&self.options, target, protected, porch.clone())?;
+            if let Some(porch) = porch {
+                entry::listen_to(resident::begin(porch, fabric, runtime))?;
+            }
+            Ok(transport)
         });
         match begun {
             Ok(transport) => {
@@ -89,6 +99,7 @@ impl Module {
 
     /// The engine's settings have changed: those of its sockets and of protected mode are ours too. What has begun goes on.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
+        resident::follow_engine(context);
         let target = self.target(context);
         let Service::On(transport) = &self.service else { return };
         let protected_mode = is_protected(context);
@@ -130,6 +141,12 @@ impl Module {
             self.service = Service::Off(why);
         }
     }
+}
+
+/// Calls can be made from now on.
+fn call_lane(context: Context<'_>) -> Result<Arc<Porch>, String> {
+    resident::allow_calls(Some(Calls::new(context)?));
+    Porch::new().map_err(|error| format!("no eventfd: {error}"))
 }
 
 /// Whether clients of other hosts must have a password. An engine that does not say is taken for one that is protected.

@@ -54,14 +54,16 @@ const RX_SIZE_MAX: usize = 5;
 const MAX_CLIENTS: usize = 6;
 const BUSY_POLL_US: usize = 7;
 const ENGINE: usize = 8;
+const CALL_LANE: usize = 9;
 
 /// The fabric's limit of links, with room for those that are told that there are too many.
 const CLIENTS_MAX: i64 = 16_000;
 const WINDOW: [i64; 2] = [4 << 10, 2 << 20];
 const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
+const NO_YES: [&CStr; 2] = [c"no", c"yes"];
 
 /// All of them. docs/module.md says what each is for.
-pub(crate) const SETTINGS: [Setting; 9] = [
+pub(crate) const SETTINGS: [Setting; 10] = [
     number(c"rdma-port", 6380, [1, 65_535], false, false),
     text(c"rdma-bind", "0.0.0.0", address),
     text(c"rdma-device", "", |_| Ok(())),
@@ -71,6 +73,12 @@ pub(crate) const SETTINGS: [Setting; 9] = [
     number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
     number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
     text(c"engine", "auto", engine),
+    Setting {
+        name: c"call-lane",
+        kind: Kind::Choice(&NO_YES),
+        default: Default::Number(0),
+        is_mutable: false,
+    },
 ];
 
 const fn number(
@@ -199,6 +207,11 @@ impl Options {
 
     pub(crate) fn busy_poll_us(&self) -> u32 {
         u32::try_from(self.number(BUSY_POLL_US)).unwrap_or(0)
+    }
+
+    /// Whether sessions run on the engine's main thread, and commands are called there.
+    pub(crate) fn call_lane(&self) -> bool {
+        self.number(CALL_LANE) == 1
     }
 
     /// The engine's socket, if it was named.

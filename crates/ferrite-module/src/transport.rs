@@ -1,18 +1,22 @@
-//! The thread `ferrite`: the fabric's engine and the gateway, under a runtime of its own.
+//! The thread `ferrite`: the gateway, and the fabric's engine unless the main thread drives that, under a runtime of its own.
 //!
 //! It never calls the engine's API (but for its log) and so never waits for the engine's lock. The engine's main thread talks to it by
 //! a channel; the only answer that it ever waits for, and not long, is the counters.
 
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Builder, Config, Engine, EngineStats, ListenOptions, Listener, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, server_config};
+use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::options::Options;
+use crate::resident::{self, Around};
+use crate::tasks::Porch;
 
 /// Opening devices and registering memory: some hundred milliseconds on a slow host.
 const BEGIN: Duration = Duration::from_secs(30);
@@ -22,6 +26,8 @@ const PATIENCE: Duration = Duration::from_millis(5);
 const DRAIN: Duration = Duration::from_secs(1);
 /// All that the end may take. The process goes then, and the kernel tells peers.
 const END: Duration = Duration::from_secs(3);
+/// A main thread that has driven nothing for so long is busy with something else: peers must not take it for dead.
+const ABSENT: Duration = Duration::from_millis(500);
 /// Links beyond this are refused by the fabric; those before, and beyond `max-clients`, are told why.
 const LINKS_MAX: usize = 16_384;
 
@@ -37,12 +43,22 @@ pub(crate) struct Transport {
     pub(crate) gateway: Gateway,
     pub(crate) begun: Begun,
     asks: UnboundedSender<Ask>,
-    ended: Receiver<()>,
+    ended: Receiver<Ended>,
     thread: Option<JoinHandle<()>>,
     last_stats: Option<Box<EngineStats>>,
     /// The answer that is still to come.
     asked: Option<Receiver<EngineStats>>,
 }
+
+/// How far the thread's end has come.
+enum Ended {
+    /// There are no sessions any more.
+    Served,
+    All,
+}
+
+/// What the main thread needs to drive the fabric and to run sessions.
+type ForMain = (Engine, Handle);
 
 /// How it began.
 #[derive(Debug, Clone)]
@@ -62,27 +78,29 @@ impl Transport {
         options: &Options,
         target: EngineAddress,
         protected_mode: bool,
-    ) -> Result<Self, String> {
+        porch: Option<Arc<Porch>>,
+    ) -> Result<(Self, ForMain), String> {
         let (begun, beginning) = sync_channel(1);
-        let (ending, ended) = sync_channel(1);
+        let (ending, ended) = sync_channel(2);
         let (asks, asked) = unbounded_channel();
         let settings = (options.clone(), gateway_config(options, target, protected_mode));
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
             let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                run(&options, config, &begun, asked);
+                run(&options, config, porch, (&begun, &ending), asked);
             }));
             if ran.is_err() {
                 tracing::error!(
                     "the transport thread has panicked: RDMA sessions have ended, the engine goes on without"
                 );
             }
-            let _ = ending.send(());
+            let _ = ending.send(Ended::All);
         });
         let thread = thread.map_err(|error| format!("no thread: {error}"))?;
         match beginning.recv_timeout(BEGIN) {
-            Ok(Ok((gateway, begun))) => {
-                Ok(Self { gateway, begun, asks, ended, thread: Some(thread), last_stats: None, asked: None })
+            Ok(Ok((gateway, begun, for_main))) => {
+                let thread = Some(thread);
+                Ok((Self { gateway, begun, asks, ended, thread, last_stats: None, asked: None }, for_main))
             }
             Ok(Err(why)) => {
                 let _ = thread.join(); // it has said its last word
@@ -126,8 +144,20 @@ impl Transport {
 
     /// Ends sessions and the thread; whether that was done in time. A thread that is not ready is left alone.
     pub(crate) fn end(mut self) -> bool {
+        const TURN: Duration = Duration::from_millis(1);
         let _ = self.asks.send(Ask::End);
-        let in_time = self.ended.recv_timeout(END).is_ok();
+        let until = Instant::now() + END;
+        let in_time = loop {
+            resident::turn(-1); // sessions that are this thread's have to end as well
+            match self.ended.recv_timeout(TURN) {
+                Ok(Ended::Served) => resident::end(),
+                Ok(Ended::All) => break true,
+                Err(RecvTimeoutError::Disconnected) => break false,
+                Err(RecvTimeoutError::Timeout) if Instant::now() > until => break false,
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        };
+        resident::end();
         if let Some(thread) = self.thread.take().filter(|_| in_time) {
             let _ = thread.join();
         }
@@ -152,10 +182,16 @@ fn valkey_config(options: &Options) -> ValkeyConfig {
     ValkeyConfig { window_bytes, window_max_bytes, ..ValkeyConfig::default() }
 }
 
-type Beginning = SyncSender<Result<(Gateway, Begun), String>>;
+type Beginning = SyncSender<Result<(Gateway, Begun, ForMain), String>>;
 
 /// The thread.
-fn run(options: &Options, config: GatewayConfig, beginning: &Beginning, asked: UnboundedReceiver<Ask>) {
+fn run(
+    options: &Options,
+    config: GatewayConfig,
+    porch: Option<Arc<Porch>>,
+    (beginning, ending): (&Beginning, &SyncSender<Ended>),
+    asked: UnboundedReceiver<Ask>,
+) {
     let runtime = match tokio::runtime::Builder::new_current_thread().enable_all().build() {
         Ok(runtime) => runtime,
         Err(error) => {
@@ -171,24 +207,43 @@ fn run(options: &Options, config: GatewayConfig, beginning: &Beginning, asked: U
                 return;
             }
         };
-        let driver = tokio::spawn(engine.drive());
-        let gateway = Gateway::new(config);
+        let (driver, gateway) = match porch {
+            None => (tokio::spawn(engine.drive()), Gateway::new(config)),
+            Some(porch) => {
+                let standing_in = tokio::spawn(stand_in(engine.clone(), Arc::clone(&porch)));
+                (standing_in, Gateway::inside(config, Arc::new(Around(porch))))
+            }
+        };
         let begun = Begun {
             address: listener.local_addr(),
             devices: engine.devices().into_iter().map(Into::into).collect(),
             absence: engine.absence().or(listener.absence()).map(told),
         };
-        if beginning.send(Ok((gateway.clone(), begun))).is_err() {
+        if beginning.send(Ok((gateway.clone(), begun, (engine.clone(), Handle::current())))).is_err() {
             return; // it took too long
         }
         let served = gateway.serve(listener, answer(&engine, asked)).await;
         if let Err(error) = served {
             tracing::error!("RDMA clients are no longer taken: {}", told(&error));
         }
-        drop(engine);
+        let _ = ending.send(Ended::Served);
         // Until peers have heard.
+        driver.abort(); // a main thread that drives has stopped by now
+        let driver = tokio::spawn(engine.drive());
+        drop(engine);
         let _ = timeout(DRAIN, driver).await;
     });
+}
+
+/// Drives the fabric while the main thread does not: it may be at something long, and peers want to hear that we live.
+async fn stand_in(engine: Engine, porch: Arc<Porch>) -> std::io::Result<()> {
+    let mut seen = porch.looks();
+    loop {
+        sleep(ABSENT).await;
+        if std::mem::replace(&mut seen, porch.looks()) == seen {
+            engine.poll();
+        }
+    }
 }
 
 /// Until the engine's thread asks for the end, or is gone.

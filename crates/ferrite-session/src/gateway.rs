@@ -5,6 +5,8 @@
 //!   Valkey client (RDMA) ─────────► ValkeyStream ─┼─► pump ──► the engine's Unix or TCP socket
 //!   any client (TCP) ─────────────────────────────┘
 //! ```
+//!
+//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says, and asks it first (`lane.rs`).
 
 use std::future::Future;
 use std::io;
@@ -14,16 +16,17 @@ use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
 use ferrite_fabric::{ConnectingBare, Error, Listener, Stream, TcpStranger};
-use ferrite_proto::Role;
+use ferrite_proto::{Role, Standing};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
-use tokio::sync::watch;
+use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::engine::{EngineAddress, EngineSocket};
+use crate::lane::{self, Inside, Lanes, Left};
 use crate::pump::{Moved, pump};
-use crate::sessions::{Carrier, SessionInfo, Sessions};
+use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
 /// How long a client that is refused may take to hear why.
@@ -77,6 +80,7 @@ struct Counters {
     tcp_sessions: AtomicU64,
     refused: AtomicU64,
     engine_failures: AtomicU64,
+    lanes: Lanes,
 }
 
 /// What a gateway has done.
@@ -101,6 +105,12 @@ pub struct GatewayStats {
     pub to_engine_bytes: u64,
     /// Bytes to clients.
     pub to_client_bytes: u64,
+    /// Commands that the engine around us answered by a call.
+    pub called: u64,
+    /// Commands of such sessions that went over a connection of theirs.
+    pub bridged: u64,
+    /// Sessions that went over to a connection of theirs for good.
+    pub stayed: u64,
 }
 
 /// Serves clients by an engine that knows nothing of RDMA. Clones are the same gateway.
@@ -109,6 +119,7 @@ pub struct Gateway {
     config: Arc<RwLock<Arc<GatewayConfig>>>,
     counters: Arc<Counters>,
     sessions: Arc<Sessions>,
+    inside: Option<Arc<dyn Inside>>,
 }
 
 impl Gateway {
@@ -116,7 +127,13 @@ impl Gateway {
     #[must_use]
     pub fn new(config: GatewayConfig) -> Self {
         let config = Arc::new(RwLock::new(Arc::new(config)));
-        Self { config, counters: Arc::default(), sessions: Arc::default() }
+        Self { config, counters: Arc::default(), sessions: Arc::default(), inside: None }
+    }
+
+    /// A gateway inside the engine, which answers what it can without a socket.
+    #[must_use]
+    pub fn inside(config: GatewayConfig, engine: Arc<dyn Inside>) -> Self {
+        Self { inside: Some(engine), ..Self::new(config) }
     }
 
     /// How it behaves now.
@@ -135,7 +152,7 @@ impl Gateway {
     #[must_use]
     pub fn stats(&self) -> GatewayStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures } =
+        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures, lanes } =
             &*self.counters;
         let (to_engine_bytes, to_client_bytes) = self.sessions.moved();
         GatewayStats {
@@ -148,6 +165,9 @@ impl Gateway {
             killed: of(&self.sessions.killed),
             to_engine_bytes,
             to_client_bytes,
+            called: of(&lanes.called),
+            bridged: of(&lanes.bridged),
+            stayed: of(&lanes.stayed),
         }
     }
 
@@ -181,21 +201,21 @@ impl Gateway {
                         self.counters.ferrite_sessions.fetch_add(1, Ordering::Relaxed);
                         let ends = (link.peer_addr(), link.local_addr());
                         let carrier = Carrier::Ferrite(link.clone());
-                        sessions.spawn(self.clone().session(Stream::new(link), ends, carrier, ended.clone()));
+                        self.spawn(&mut sessions, self.clone().session(Stream::new(link), ends, carrier, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
                 request = strangers.next() => match request {
                     Ok(request) => {
                         let connecting = strangers.accept(request);
-                        sessions.spawn(self.clone().valkey_session(connecting, ended.clone()));
+                        self.spawn(&mut sessions, self.clone().valkey_session(connecting, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
                 stranger = tcp_strangers.next() => match stranger {
                     Ok(stranger) => {
                         self.counters.tcp_sessions.fetch_add(1, Ordering::Relaxed);
-                        sessions.spawn(self.clone().tcp_session(stranger, ended.clone()));
+                        self.spawn(&mut sessions, self.clone().tcp_session(stranger, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
@@ -207,6 +227,22 @@ impl Gateway {
         let drained = async { while sessions.join_next().await.is_some() {} };
         let _ = timeout(self.config().drain_timeout, drained).await; // those that are left end here
         served
+    }
+
+    /// Where sessions run: here, or where the engine around us says.
+    fn spawn(&self, sessions: &mut JoinSet<()>, session: impl Future<Output = ()> + Send + 'static) {
+        let Some(inside) = &self.inside else {
+            sessions.spawn(session);
+            return;
+        };
+        let (end, ended) = oneshot::channel::<()>();
+        inside.spawn(Box::pin(async move {
+            session.await;
+            drop(end);
+        }));
+        sessions.spawn(async {
+            let _ = ended.await; // it never says more than that
+        });
     }
 
     async fn valkey_session(self, connecting: ConnectingBare, ended: watch::Receiver<bool>) {
@@ -243,7 +279,7 @@ impl Gateway {
         carrier: Carrier,
         ended: watch::Receiver<bool>,
     ) where
-        C: AsyncRead + AsyncWrite + Unpin,
+        C: AsyncRead + AsyncWrite + Unpin + Send + 'static,
     {
         let config = self.config();
         let (open, before) = self.sessions.begin(peer, local, carrier);
@@ -253,23 +289,27 @@ impl Gateway {
         } else {
             self.engine_for(&config, peer, local).await
         };
-        match begun {
-            Ok(mut engine) => {
-                let over = async {
-                    tokio::select! {
-                        () = quiet(&open.entry.moved, ended) => {}
-                        () = open.entry.killed.notified() => {}
-                    }
+        match (begun, &self.inside) {
+            (Ok((engine, _)), None) => bridge(client, engine, Vec::new(), open, ended).await,
+            (Ok((engine, standing)), Some(inside)) => {
+                open.entry.is_called.store(true, Ordering::Relaxed);
+                let counters = (&open.entry.moved, &self.counters.lanes);
+                let left = tokio::select! {
+                    left = lane::serve(&mut client, engine, standing, &**inside, counters) => left,
+                    () = over(&open, ended.clone()) => Ok(Left::Nothing),
                 };
-                tokio::select! {
-                    // A client that breaks off is no event.
-                    _ = pump(&mut client, &mut engine, &open.entry.moved) => {}
-                    () = over => {
+                open.entry.is_called.store(false, Ordering::Relaxed);
+                match left {
+                    // In the runtime's own thread, which has the time for it.
+                    Ok(Left::Stay { engine, unsent }) => {
+                        let _ = tokio::spawn(bridge(client, engine, unsent, open, ended)).await;
+                    }
+                    Ok(Left::Nothing) | Err(_) => {
                         let _ = timeout(LAST_WORDS, client.shutdown()).await;
                     }
                 }
             }
-            Err(refusal) => {
+            (Err(refusal), _) => {
                 let said = async {
                     client.write_all(refusal.as_bytes()).await?;
                     client.shutdown().await
@@ -279,26 +319,27 @@ impl Gateway {
         }
     }
 
-    /// A connection to the engine for this client, or what the client is told.
+    /// A connection to the engine for this client and what the client is there at first, or what it is told.
     async fn engine_for(
         &self,
         config: &GatewayConfig,
         peer: Option<SocketAddr>,
         local: Option<SocketAddr>,
-    ) -> Result<EngineSocket, String> {
+    ) -> Result<(EngineSocket, Standing), String> {
         let GatewayConfig { engine: address, name, open_up, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
             let is_local = peer.is_some_and(|peer| peer.ip().is_loopback())
                 || peer.map(|peer| peer.ip()) == local.map(|local| local.ip());
-            let denied = config.protected_mode && !is_local && engine.is_open_to_all().await?;
-            Ok::<_, io::Error>((engine, denied))
+            let is_guarded = config.protected_mode && !is_local;
+            let is_open = (is_guarded || self.inside.is_some()) && engine.is_open_to_all().await?;
+            Ok::<_, io::Error>((engine, Standing::new(is_open), is_guarded && is_open))
         };
         let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
         let connected = timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
         match connected {
-            Ok((engine, false)) => Ok(engine),
-            Ok((_, true)) => {
+            Ok((engine, standing, false)) => Ok((engine, standing)),
+            Ok((.., true)) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
                 Err(format!(
                     "-DENIED The {name} is in protected mode, because the engine behind it asks for no password. Set one \
@@ -311,6 +352,38 @@ impl Gateway {
                 Err(format!("-ERR {name}: the engine at {address}: {error}\r\n"))
             }
         }
+    }
+}
+
+/// A client and its connection to the engine, which gets these bytes first, until one of them ends or the session is over.
+async fn bridge<C>(
+    mut client: C,
+    mut engine: EngineSocket,
+    unsent: Vec<u8>,
+    open: Open,
+    ended: watch::Receiver<bool>,
+) where
+    C: AsyncRead + AsyncWrite + Unpin,
+{
+    let moved = &open.entry.moved;
+    let pumped = async {
+        moved.to_engine.fetch_add(unsent.len() as u64, Ordering::Relaxed);
+        engine.write_all(&unsent).await?;
+        pump(&mut client, &mut engine, moved).await
+    };
+    tokio::select! {
+        _ = pumped => {} // a client that breaks off is no event
+        () = over(&open, ended) => {
+            let _ = timeout(LAST_WORDS, client.shutdown()).await;
+        }
+    }
+}
+
+/// Ready when a session is to end: somebody wants it to, or the gateway ends and nothing is under way.
+async fn over(open: &Open, ended: watch::Receiver<bool>) {
+    tokio::select! {
+        () = quiet(&open.entry.moved, ended) => {}
+        () = open.entry.killed.notified() => {}
     }
 }
 

@@ -5,6 +5,7 @@
 //!   pump           bytes between a client and the engine's own socket, both ways, in order
 //!   Connector      the calling side: Ferrite peer, Valkey server or TCP, as the policy says
 //!   Gateway        takes clients of every kind and gives each a connection to the engine
+//!   lane           a session inside the engine: what it can answer without a socket, and the rest over one
 //!   frames         how large the pieces are that links carry values in
 //! ```
 #![forbid(unsafe_code)]
@@ -13,6 +14,7 @@ mod connector;
 mod engine;
 mod frames;
 mod gateway;
+mod lane;
 mod pump;
 mod sessions;
 mod stream;
@@ -21,6 +23,7 @@ pub use connector::{Connector, Session, SessionTransport};
 pub use engine::{EngineAddress, EngineSocket};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
+pub use lane::{Called, Inside, SessionFuture};
 pub use pump::{Moved, pump};
 pub use sessions::SessionInfo;
 pub use stream::{ValkeyConfig, ValkeyStream};

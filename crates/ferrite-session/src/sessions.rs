@@ -4,7 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -28,6 +28,8 @@ pub struct SessionInfo {
     pub transport: SessionTransport,
     /// The RDMA device that does, if one does.
     pub device: Option<String>,
+    /// Whether the engine around the gateway answers it by calls, as far as it can.
+    pub is_called: bool,
     /// Since when.
     pub age: Duration,
     /// Bytes to the engine so far.
@@ -67,6 +69,7 @@ pub(crate) struct Entry {
     carrier: Carrier,
     begun: Instant,
     pub(crate) moved: Moved,
+    pub(crate) is_called: AtomicBool,
     /// Somebody wants it to end.
     pub(crate) killed: Notify,
 }
@@ -98,7 +101,8 @@ impl Sessions {
         list.last_id += 1;
         let (id, before) = (list.last_id, list.open.len());
         let (begun, moved, killed) = (Instant::now(), Moved::default(), Notify::new());
-        let entry = Arc::new(Entry { id, peer, local, carrier, begun, moved, killed });
+        let is_called = AtomicBool::new(false);
+        let entry = Arc::new(Entry { id, peer, local, carrier, begun, moved, is_called, killed });
         list.open.insert(id, Arc::clone(&entry));
         drop(list);
         (Open { sessions: Arc::clone(self), entry }, before)
@@ -130,6 +134,7 @@ impl Sessions {
                 local: entry.local,
                 transport,
                 device,
+                is_called: entry.is_called.load(Ordering::Relaxed),
                 age: entry.begun.elapsed(),
                 to_engine_bytes,
                 to_client_bytes,

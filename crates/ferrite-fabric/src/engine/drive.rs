@@ -163,6 +163,12 @@ impl Engine {
     /// something to do: a loop that tells of changes only (`EPOLLET`) must look at it before it waits.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn progress(&self) -> usize {
+        self.progress_with(|| false)
+    }
+
+    /// As [`Engine::progress`], for a loop that runs futures, too: `work` is called after each pass, with whatever that has
+    /// woken, and says whether it did anything. The descriptor is prepared when neither finds more to do.
+    pub fn progress_with(&self, mut work: impl FnMut() -> bool) -> usize {
         /// A busy link must not keep the foreign loop from its other descriptors.
         const ENOUGH: usize = 1024;
         let shared = self.shared();
@@ -172,7 +178,7 @@ impl Engine {
             shared.drivers.fetch_add(1, Ordering::SeqCst);
         }
         loop {
-            let done = shared.pass();
+            let done = shared.pass() + usize::from(work());
             total += done;
             if total >= ENOUGH {
                 shared.mailbox.wake();

@@ -47,6 +47,7 @@ pub(crate) struct RawEvent {
 pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
+pub(crate) type FdFn = unsafe extern "C" fn(c_int, *mut c_void, c_int);
 pub(super) type KeyspaceFn =
     unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 pub(crate) type GetNumber = unsafe extern "C" fn(*const c_char, *mut c_void) -> c_longlong;
@@ -143,6 +144,9 @@ table! { required {
         unsafe extern "C" fn(*mut RawContext, *const c_char, c_int, c_uint, *const *const c_char, *const c_int, c_int, GetChoice, SetChoice, NoApply, *mut c_void) -> c_int;
     register_string_config = "RegisterStringConfig":
         unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, c_uint, GetText, SetText, NoApply, *mut c_void) -> c_int;
+    event_loop_add = "EventLoopAdd": unsafe extern "C" fn(c_int, c_int, FdFn, *mut c_void) -> c_int;
+    event_loop_del = "EventLoopDel": unsafe extern "C" fn(c_int, c_int) -> c_int;
+    replicate = "Replicate": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int;
     load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
     detached_context = "GetDetachedThreadSafeContext": unsafe extern "C" fn(*mut RawContext) -> *mut RawContext;
     free_detached_context = "FreeThreadSafeContext": unsafe extern "C" fn(*mut RawContext);

@@ -44,12 +44,19 @@ impl<'a> Command<'a> {
             Progress { consumed, .. } if consumed < bytes.len() => return Err(CommandError::Trailing),
             _ => {}
         }
+        Self::framed(bytes).ok_or(CommandError::MultibulkLength)
+    }
+
+    /// Looks into what a [`CommandFramer`] has found to be one command, without doing so again. Of other bytes there may be fewer
+    /// arguments than the count says.
+    #[must_use]
+    pub fn framed(bytes: &'a [u8]) -> Option<Self> {
         if let Some(rest) = bytes.strip_prefix(b"*") {
-            let (count, body) = header(rest).ok_or(CommandError::MultibulkLength)?;
-            return Ok(Self { count, body, inline: false });
+            let (count, body) = header(rest)?;
+            return Some(Self { count, body, inline: false });
         }
         let line = bytes.strip_suffix(b"\n").unwrap_or(bytes);
-        Ok(Self { count: 0, body: line.strip_suffix(b"\r").unwrap_or(line), inline: true })
+        Some(Self { count: 0, body: line.strip_suffix(b"\r").unwrap_or(line), inline: true })
     }
 
     /// The line of an inline command, without its end. `None` for a multibulk.

@@ -1,0 +1,168 @@
+//! Sessions on the engine's main thread: its event loop drives the fabric by one descriptor, runs sessions, and makes their calls.
+//!
+//! ```text
+//!   the loop: fabric or bell is readable ──► turn ──► completions ──► sessions ──► calls, replies ─┐
+//!                                              ▲                                                   │ while there is more,
+//!                                              └───────────────────────────────────────────────────┘ up to a limit
+//!   after the loop has slept ──► turned: replies to what was written may leave
+//! ```
+
+use std::cell::RefCell;
+use std::ops::Range;
+use std::os::fd::{AsFd, AsRawFd, RawFd};
+use std::sync::Arc;
+
+use ferrite_fabric::Engine;
+use ferrite_proto::Standing;
+use ferrite_proto::resp::Command;
+use ferrite_session::{Called, Inside, SessionFuture};
+use tokio::runtime::Handle;
+
+use crate::api::{self, Context};
+use crate::calls::Calls;
+use crate::tasks::{Porch, Tasks};
+
+/// Sessions that are polled before the engine's other clients have their turn.
+const BUDGET: usize = 256;
+/// Arguments of a command that is called; others go over a connection.
+const ARGS_MAX: usize = 32;
+
+thread_local! {
+    // Only the engine's main thread ever has one. Two, since calls are made while the first is in use.
+    static RESIDENT: RefCell<Option<Resident>> = const { RefCell::new(None) };
+    static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
+}
+
+/// What runs on the main thread.
+struct Resident {
+    tasks: Tasks,
+    fabric: Engine,
+    porch: Arc<Porch>,
+    /// Whose sockets and timers sessions use.
+    runtime: Handle,
+}
+
+impl Resident {
+    fn descriptors(&self) -> [RawFd; 2] {
+        [self.porch.as_fd().as_raw_fd(), self.fabric.as_fd().as_raw_fd()]
+    }
+}
+
+/// From now on, on this thread; these descriptors are to be listened to.
+pub(crate) fn begin(porch: Arc<Porch>, fabric: Engine, runtime: Handle) -> [RawFd; 2] {
+    let tasks = Tasks::new(Arc::clone(&porch));
+    let resident = Resident { tasks, fabric, porch, runtime };
+    let descriptors = resident.descriptors();
+    RESIDENT.set(Some(resident));
+    turn(descriptors[0]);
+    descriptors
+}
+
+/// Nothing runs any more. What sessions had open is closed.
+pub(crate) fn end() {
+    if let Some(resident) = RESIDENT.take() {
+        resident.descriptors().into_iter().for_each(api::ignore);
+        let _entered = resident.runtime.enter(); // sessions that are dropped may have timers
+        drop(resident.tasks);
+    }
+}
+
+/// A descriptor is readable. Nothing happens in a turn within another: a call may have brought the engine to look at its
+/// descriptors.
+pub(crate) fn turn(descriptor: RawFd) {
+    RESIDENT.with(|resident| {
+        let Ok(mut resident) = resident.try_borrow_mut() else { return };
+        let Some(Resident { tasks, fabric, porch, runtime }) = &mut *resident else { return };
+        let _entered = runtime.enter();
+        tasks.begin();
+        if descriptor == porch.as_fd().as_raw_fd() {
+            porch.silence();
+        }
+        let mut budget = BUDGET;
+        fabric.progress_with(|| tasks.run(&mut budget));
+        tasks.rest();
+    });
+}
+
+/// The loop has been around.
+pub(crate) fn turned() {
+    RESIDENT.with(|resident| {
+        if let Ok(resident) = resident.try_borrow()
+            && let Some(resident) = &*resident
+        {
+            resident.porch.turned();
+        }
+    });
+}
+
+/// Calls can be made from now on, or not.
+pub(crate) fn allow_calls(calls: Option<Calls>) {
+    CALLS.set(calls);
+}
+
+/// The engine's settings have changed.
+pub(crate) fn follow_engine(context: Context<'_>) {
+    CALLS.with(|calls| {
+        if let Ok(mut calls) = calls.try_borrow_mut()
+            && let Some(calls) = &mut *calls
+        {
+            calls.follow_engine(context);
+        }
+    });
+}
+
+/// The engine, as sessions see it.
+pub(crate) struct Around(pub(crate) Arc<Porch>);
+
+impl Inside for Around {
+    fn spawn(&self, session: SessionFuture) {
+        self.0.spawn(session);
+    }
+
+    fn is_callable(&self, name: &[u8], first: Option<&[u8]>) -> bool {
+        CALLS.with(|calls| {
+            let Ok(calls) = calls.try_borrow() else { return false };
+            calls.as_ref().is_some_and(|calls| calls.is_callable(name, first))
+        })
+    }
+
+    fn call(
+        &self,
+        standing: &Standing,
+        input: &[u8],
+        commands: &[Range<usize>],
+        replies: &mut Vec<u8>,
+    ) -> Called {
+        let closed = Called { is_closed: true, ..Called::default() };
+        CALLS.with(|calls| {
+            let Ok(mut calls) = calls.try_borrow_mut() else { return closed };
+            let Some(calls) = &mut *calls else { return closed };
+            let Some(mut batch) = calls.begin(standing) else { return closed };
+            let mut called = Called::default();
+            for place in commands {
+                let mut args: [&[u8]; ARGS_MAX] = [&[]; ARGS_MAX];
+                let Some(command) = input.get(place.clone()).and_then(Command::framed) else { break };
+                let given = command.args();
+                let count = given.len();
+                let fits = count <= ARGS_MAX;
+                args.iter_mut().zip(given).for_each(|(place, arg)| *place = arg);
+                if !fits || !batch.call(&args[..count], replies) {
+                    break;
+                }
+                called.done += 1;
+            }
+            called.wrote = batch.wrote();
+            drop(batch);
+            called.must_settle = called.wrote && calls.replies_wait();
+            called
+        })
+    }
+
+    fn settled(&self) -> SessionFuture {
+        Arc::clone(&self.0).settled()
+    }
+
+    fn mark(&self) -> &'static [u8] {
+        b"*2\r\n$7\r\nFERRITE\r\n$4\r\nMARK\r\n"
+    }
+}

@@ -1,0 +1,448 @@
+//! A session whose commands the engine around us answers without a socket, as far as it can; the others go over a connection of the
+//! client's own, in order.
+//!
+//! ```text
+//!   client ──► input ──► calls (Inside) ─────────────────────────┐
+//!                 │                                              ├─► replies ──► client
+//!                 └────► the client's own connection ──► counted ┘
+//! ```
+//!
+//! Commands are taken in runs: as many as may be called, or as many as must be passed on. Replies of a run leave together. What a
+//! slow reader costs is the replies of one run and its window.
+
+mod input;
+
+use std::future::Future;
+use std::io;
+use std::ops::Range;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
+
+use ferrite_proto::resp::{Limits, ReplyFramer};
+use ferrite_proto::{Effect, Standing};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf};
+
+use crate::engine::EngineSocket;
+use crate::pump::Moved;
+use input::Input;
+
+/// A session, to be run somewhere.
+pub type SessionFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
+
+/// An engine that the gateway is inside of.
+pub trait Inside: Send + Sync {
+    /// Runs a session where calls can be made.
+    fn spawn(&self, session: SessionFuture);
+
+    /// Whether a command of this name, and first argument, may be called.
+    fn is_callable(&self, name: &[u8], first: Option<&[u8]>) -> bool;
+
+    /// Calls these commands (places in `input`) in order for a client of this standing and adds their replies, until one cannot be
+    /// called.
+    fn call(
+        &self,
+        standing: &Standing,
+        input: &[u8],
+        commands: &[Range<usize>],
+        replies: &mut Vec<u8>,
+    ) -> Called;
+
+    /// Ready when what was written before is as safe as the engine makes it before it answers.
+    fn settled(&self) -> SessionFuture;
+
+    /// The command after which WAIT on a connection of one's own speaks of what was called, too. Its reply is nobody's.
+    fn mark(&self) -> &'static [u8];
+}
+
+/// What has become of calls.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Called {
+    /// How many have their reply. The next one, if there is one, was not executed.
+    pub done: usize,
+    /// It is not about that command: none can be called at the moment.
+    pub is_closed: bool,
+    /// Something may have been written.
+    pub wrote: bool,
+    /// Replies must wait until that has settled ([`Inside::settled`]).
+    pub must_settle: bool,
+}
+
+/// How commands of sessions went.
+#[derive(Debug, Default)]
+pub(crate) struct Lanes {
+    pub(crate) called: AtomicU64,
+    pub(crate) bridged: AtomicU64,
+    /// Sessions that went over to a connection of their own for good.
+    pub(crate) stayed: AtomicU64,
+}
+
+/// What is left when a session has no more to do here.
+pub(crate) enum Left {
+    /// The client has gone, or the engine has hung up.
+    Nothing,
+    /// Everything goes over the connection from here on, these bytes first.
+    Stay { engine: EngineSocket, unsent: Vec<u8> },
+}
+
+/// Commands in one go: then others have their turn.
+const RUN_MAX: usize = 64;
+/// Replies that are kept before they leave.
+const REPLIES_MAX: usize = 64 << 10;
+/// What a client sends while one of its commands waits in the engine is read up to this: its end must be seen.
+const AHEAD_MAX: usize = 256 << 10;
+/// As much of a reply as tells what it says.
+const HEAD: usize = 64;
+/// What is read of the engine at once.
+const HEARD: usize = 16 << 10;
+
+/// Where the commands of a run go.
+enum Way {
+    Call,
+    /// The last of them has this effect.
+    Connection(Effect),
+}
+
+/// Serves a client until it goes, or until it must have its own connection for good.
+///
+/// # Errors
+/// The client or the engine breaks off.
+pub(crate) async fn serve<C>(
+    client: &mut C,
+    engine: EngineSocket,
+    standing: Standing,
+    inside: &dyn Inside,
+    (moved, lanes): (&Moved, &Lanes),
+) -> io::Result<Left>
+where
+    C: AsyncRead + AsyncWrite + Unpin + Send,
+{
+    let (engine_reads, engine_writes) = tokio::io::split(engine);
+    let unlimited = Limits { bulk_bytes: u64::MAX >> 1, inline_bytes: u32::MAX, ..Limits::default() };
+    let lane = Lane {
+        client,
+        engine_reads,
+        engine_writes,
+        inside,
+        moved,
+        lanes,
+        standing,
+        input: Input::default(),
+        heard: Vec::new(),
+        counter: ReplyFramer::new(unlimited),
+        head: Vec::new(),
+        replies: Vec::new(),
+        must_settle: false,
+        wrote: false,
+    };
+    lane.run().await
+}
+
+struct Lane<'a, C> {
+    client: &'a mut C,
+    engine_reads: ReadHalf<EngineSocket>,
+    engine_writes: WriteHalf<EngineSocket>,
+    inside: &'a dyn Inside,
+    moved: &'a Moved,
+    lanes: &'a Lanes,
+    standing: Standing,
+    input: Input,
+    /// Of the engine's, not looked at yet.
+    heard: Vec<u8>,
+    counter: ReplyFramer,
+    /// How the reply that has begun begins.
+    head: Vec<u8>,
+    /// For the client.
+    replies: Vec<u8>,
+    must_settle: bool,
+    /// Calls have written since the connection was last told.
+    wrote: bool,
+}
+
+/// What is to come over the connection.
+struct Awaited {
+    /// Replies that are nobody's, before the others.
+    swallowed: usize,
+    replies: usize,
+    /// Of the last one's command.
+    effect: Effect,
+}
+
+/// How it went there.
+#[derive(PartialEq, Eq)]
+enum Met {
+    Answered,
+    /// The engine has hung up.
+    Over,
+}
+
+impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
+    async fn run(mut self) -> io::Result<Left> {
+        let mut run: Vec<Range<usize>> = Vec::new();
+        loop {
+            let Some(way) = self.take_run(&mut run) else {
+                if self.input.is_large() {
+                    // Commands that change a session are short.
+                    let mut standing = self.standing.clone();
+                    if self.input.begun().is_none_or(|args| standing.take(args).is_some()) {
+                        return self.stay().await;
+                    }
+                    if self.stream().await? == Met::Over {
+                        return Ok(Left::Nothing);
+                    }
+                } else if !self.wait_for_input().await? {
+                    return Ok(Left::Nothing);
+                }
+                continue;
+            };
+            let met = match way {
+                Way::Call => self.call(&run).await?,
+                Way::Connection(Effect::Stay) => return self.stay().await,
+                Way::Connection(effect) => self.pass_on(&run, effect).await?,
+            };
+            if met == Met::Over {
+                return Ok(Left::Nothing);
+            }
+            if run.len() == RUN_MAX {
+                yield_now().await;
+            }
+        }
+    }
+
+    /// Takes commands that go the same way. A run over the connection ends with the first that changes something: where the next
+    /// one goes depends on how that is answered. `None`: there is no whole command.
+    fn take_run(&mut self, run: &mut Vec<Range<usize>>) -> Option<Way> {
+        run.clear();
+        let mut way = None;
+        while run.len() < RUN_MAX {
+            let command = match self.input.peek() {
+                Ok(Some(command)) => command,
+                Ok(None) => break,
+                // What is no command is the engine's to speak of.
+                Err(_) => return way.or(Some(Way::Connection(Effect::Stay))),
+            };
+            let view = self.input.command(&command)?;
+            let mut args = view.args();
+            let is_inline = view.inline().is_some_and(|line| !line.trim_ascii().is_empty());
+            if args.len() == 0 && !is_inline {
+                self.input.take(); // nothing is answered with nothing
+                continue;
+            }
+            // A line typed by hand is read by the engine's rules. Asking twice, if another way follows, changes nothing.
+            let effect = if is_inline { Some(Effect::Stay) } else { self.standing.take(args.clone()) };
+            if effect == Some(Effect::Stay) {
+                return way.or(Some(Way::Connection(Effect::Stay)));
+            }
+            let may_call = effect.is_none() && !self.standing.is_held();
+            let is_call = may_call && {
+                let name = args.next().unwrap_or_default();
+                self.inside.is_callable(name, args.next())
+            };
+            match (&way, is_call) {
+                (Some(Way::Call), false) | (Some(Way::Connection(_)), true) => break,
+                _ => {}
+            }
+            run.push(command);
+            self.input.take();
+            way = Some(match effect {
+                None if is_call => Way::Call,
+                None | Some(Effect::Nothing) => Way::Connection(Effect::Nothing),
+                Some(effect) => return Some(Way::Connection(effect)),
+            });
+        }
+        way
+    }
+
+    async fn call(&mut self, mut run: &[Range<usize>]) -> io::Result<Met> {
+        while !run.is_empty() {
+            let called = self.inside.call(&self.standing, self.input.bytes(), run, &mut self.replies);
+            self.lanes.called.fetch_add(called.done as u64, Ordering::Relaxed);
+            let (done, rest) = run.split_at(called.done.min(run.len()));
+            self.count_input(done);
+            self.wrote |= called.wrote;
+            self.must_settle |= called.must_settle;
+            // The engine answers what was not called, in its own words.
+            let (refused, later) =
+                rest.split_at(if called.is_closed { rest.len() } else { rest.len().min(1) });
+            if !refused.is_empty() && self.pass_on(refused, Effect::Nothing).await? == Met::Over {
+                return Ok(Met::Over);
+            }
+            if self.replies.len() >= REPLIES_MAX {
+                self.flush().await?;
+            }
+            run = later;
+        }
+        Ok(Met::Answered)
+    }
+
+    fn count_input(&self, run: &[Range<usize>]) {
+        if let (Some(first), Some(last)) = (run.first(), run.last()) {
+            self.moved.to_engine.fetch_add((last.end - first.start) as u64, Ordering::Relaxed);
+        }
+    }
+
+    /// Commands that lie one behind the other go over the connection, and their replies to the client.
+    async fn pass_on(&mut self, run: &[Range<usize>], effect: Effect) -> io::Result<Met> {
+        self.flush().await?; // an answer that is there must not wait for one that may never come
+        self.lanes.bridged.fetch_add(run.len() as u64, Ordering::Relaxed);
+        self.count_input(run);
+        let is_mark_due = effect == Effect::Wait && std::mem::take(&mut self.wrote);
+        let mut unsent = Vec::new();
+        if is_mark_due {
+            unsent.extend_from_slice(self.inside.mark());
+        }
+        if let (Some(first), Some(last)) = (run.first(), run.last()) {
+            unsent.extend_from_slice(&self.input.bytes()[first.start..last.end]);
+        }
+        let awaited = Awaited { swallowed: is_mark_due.into(), replies: run.len(), effect };
+        self.exchange(unsent, awaited, false).await
+    }
+
+    /// The command that has begun goes over the connection as it comes.
+    async fn stream(&mut self) -> io::Result<Met> {
+        self.flush().await?;
+        self.lanes.bridged.fetch_add(1, Ordering::Relaxed);
+        let awaited = Awaited { swallowed: 0, replies: 1, effect: Effect::Nothing };
+        self.exchange(Vec::new(), awaited, true).await
+    }
+
+    async fn exchange(
+        &mut self,
+        mut unsent: Vec<u8>,
+        mut awaited: Awaited,
+        mut is_streaming: bool,
+    ) -> io::Result<Met> {
+        let mut ahead = Vec::new();
+        let (mut sent, mut client_ended) = (0, false);
+        loop {
+            if is_streaming && sent == unsent.len() {
+                is_streaming = !self.input.stream(&mut unsent);
+                self.moved.to_engine.fetch_add(unsent.len() as u64, Ordering::Relaxed);
+                sent = 0;
+            }
+            self.hear(&mut awaited)?;
+            if self.replies.len() >= REPLIES_MAX {
+                self.flush().await?;
+            }
+            if awaited.swallowed + awaited.replies == 0 && sent == unsent.len() && !is_streaming {
+                return Ok(Met::Answered);
+            }
+            let reads_client = !client_ended
+                && if is_streaming { sent == unsent.len() } else { self.input.ahead().len() < AHEAD_MAX };
+            ahead.clear();
+            self.heard.reserve(HEARD);
+            tokio::select! {
+                biased;
+                written = self.engine_writes.write(&unsent[sent..]), if sent < unsent.len() => sent += written?,
+                heard = self.engine_reads.read_buf(&mut self.heard) => if heard? == 0 {
+                    self.flush().await?;
+                    return Ok(Met::Over);
+                },
+                read = self.client.read_buf(&mut ahead), if reads_client => {
+                    if read? == 0 {
+                        // As over a socket: what was asked before is answered, what waits is given up.
+                        client_ended = true;
+                        self.engine_writes.shutdown().await?;
+                    }
+                    self.input.append(&ahead);
+                },
+            }
+        }
+    }
+
+    /// Looks at what the engine has said: replies are counted, and all but those that are swallowed go to the client.
+    fn hear(&mut self, awaited: &mut Awaited) -> io::Result<()> {
+        let mut rest = &self.heard[..];
+        while !rest.is_empty() {
+            let progress = self.counter.feed(rest).map_err(io::Error::other)?;
+            let (piece, later) = rest.split_at(progress.consumed);
+            let seen = piece.len().min(HEAD - self.head.len().min(HEAD));
+            self.head.extend_from_slice(&piece[..seen]);
+            let is_push = self.head.first() == Some(&b'>');
+            if is_push || awaited.swallowed == 0 {
+                self.replies.extend_from_slice(piece);
+            }
+            if progress.complete {
+                if !is_push && awaited.swallowed > 0 {
+                    awaited.swallowed -= 1;
+                } else if !is_push && awaited.replies > 0 {
+                    awaited.replies -= 1;
+                    if awaited.replies == 0 {
+                        let effect = std::mem::replace(&mut awaited.effect, Effect::Nothing);
+                        self.standing.answered(effect, &self.head);
+                    }
+                }
+                self.head.clear();
+            }
+            rest = later;
+        }
+        self.heard.clear();
+        Ok(())
+    }
+
+    /// Whether the client has sent something. The engine may speak meanwhile, or hang up.
+    async fn wait_for_input(&mut self) -> io::Result<bool> {
+        loop {
+            self.flush().await?;
+            self.heard.reserve(HEAD);
+            tokio::select! {
+                biased;
+                read = self.client.read_buf(self.input.room()) => {
+                    let count = read?;
+                    self.input.read(count);
+                    return Ok(count > 0);
+                },
+                heard = self.engine_reads.read_buf(&mut self.heard) => {
+                    if heard? == 0 {
+                        return Ok(false);
+                    }
+                    self.hear(&mut Awaited { swallowed: 0, replies: 0, effect: Effect::Nothing })?;
+                },
+            }
+        }
+    }
+
+    /// Replies leave, if what they speak of is safe.
+    async fn flush(&mut self) -> io::Result<()> {
+        if self.replies.is_empty() {
+            return Ok(());
+        }
+        if std::mem::take(&mut self.must_settle) {
+            self.inside.settled().await;
+        }
+        self.moved.to_client.fetch_add(self.replies.len() as u64, Ordering::Relaxed);
+        self.client.write_all(&self.replies).await?;
+        if self.replies.capacity() > 2 * REPLIES_MAX {
+            self.replies = Vec::new(); // a large reply's room is not kept
+        }
+        self.replies.clear();
+        self.client.flush().await
+    }
+
+    async fn stay(mut self) -> io::Result<Left> {
+        self.flush().await?;
+        if self.wrote {
+            // Whatever it asks there later.
+            let awaited = Awaited { swallowed: 1, replies: 0, effect: Effect::Nothing };
+            if self.exchange(self.inside.mark().to_vec(), awaited, false).await? == Met::Over {
+                return Ok(Left::Nothing);
+            }
+        }
+        self.lanes.stayed.fetch_add(1, Ordering::Relaxed);
+        let unsent = self.input.ahead().to_vec();
+        Ok(Left::Stay { engine: self.engine_reads.unsplit(self.engine_writes), unsent })
+    }
+}
+
+/// Lets others have their turn.
+async fn yield_now() {
+    let mut has_yielded = false;
+    std::future::poll_fn(|cx| {
+        if std::mem::replace(&mut has_yielded, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}
