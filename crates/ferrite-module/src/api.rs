@@ -4,7 +4,6 @@
 //! engine's main thread; the handles cannot leave it, since pointers are not [`Send`].
 #![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
 
-#[allow(dead_code, reason = "for the lane that calls")]
 pub(crate) mod calls;
 mod table;
 

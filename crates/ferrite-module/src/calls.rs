@@ -17,7 +17,6 @@
 use std::ffi::CStr;
 
 use ferrite_proto::Standing;
-use ferrite_proto::resp::Value;
 
 use crate::api::Context;
 use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
@@ -67,11 +66,6 @@ impl Calls {
         self.router.find(name, first_arg).is_some()
     }
 
-    /// How many commands and subcommands may be.
-    pub(crate) fn callable_commands(&self) -> usize {
-        self.router.len()
-    }
-
     /// A batch for one speaker, if all that the engine would check of his next command allows calls now. `None`: everything goes
     /// over the bridge for now.
     pub(crate) fn begin(&mut self, speaker: &Standing) -> Option<Batch<'_>> {
@@ -109,22 +103,6 @@ impl Calls {
     pub(crate) fn follow_engine(&mut self, _: Context<'_>) {
         self.replies_wait = self.context.state() & state::AOF != 0;
     }
-
-    /// Whether somebody who comes now is the user `default` without a password. Asks the engine: for a session's beginning.
-    pub(crate) fn default_user_is_open(&self) -> bool {
-        let reply = self.context.ask(c"ACL", &[b"GETUSER", b"default"]);
-        reply.as_deref().is_some_and(is_open)
-    }
-}
-
-/// Whether a reply to ACL GETUSER is of a user who needs no password.
-fn is_open(reply: &[u8]) -> bool {
-    let Ok(Value::Array(fields)) = Value::parse(reply) else { return false };
-    let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else { return false };
-    let has = |wanted: &[u8]| {
-        flags.iter().any(|flag| matches!(flag, Value::Bulk(it) | Value::Simple(it) if *it == wanted))
-    };
-    has(b"on") && has(b"nopass")
 }
 
 /// Calls of one speaker, within one callback of the engine's.
@@ -166,25 +144,5 @@ impl Drop for Batch<'_> {
         if let Some(key) = self.batch_key.filter(|_| self.called) {
             self.acting.propagate(key);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// As Redis 7.0 and Valkey 9.1 write it.
-    #[test]
-    fn a_user_without_a_password_is_open() {
-        let reply = |flags: &[&str]| {
-            let flags = flags.iter().fold(format!("*{}\r\n", flags.len()), |list, flag| {
-                format!("{list}${}\r\n{flag}\r\n", flag.len())
-            });
-            format!("*4\r\n$5\r\nflags\r\n{flags}$9\r\npasswords\r\n*0\r\n").into_bytes()
-        };
-        assert!(is_open(&reply(&["on", "nopass", "sanitize-payload"])));
-        assert!(!is_open(&reply(&["off", "nopass"])));
-        assert!(!is_open(&reply(&["on", "sanitize-payload"])));
-        assert!(!is_open(b"*-1\r\n") && !is_open(b"") && !is_open(b"-ERR no such user\r\n"));
     }
 }

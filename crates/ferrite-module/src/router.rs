@@ -84,11 +84,6 @@ impl Router {
         }
     }
 
-    /// How many commands and subcommands.
-    pub(crate) fn len(&self) -> usize {
-        self.rules.values().filter(|rule| matches!(rule, Rule::Call(_))).count()
-    }
-
     fn learn(&mut self, command: &Value<'_>) {
         let Value::Array(fields) = command else { return };
         let Some(name) = fields.first().and_then(text) else { return };
@@ -226,7 +221,6 @@ mod tests {
             let found = router.find(name.as_bytes(), sub.map(str::as_bytes));
             assert_eq!(found, Some(Callable { writes }), "{name} {sub:?}");
         }
-        assert_eq!(router.len(), 5);
     }
 
     #[test]

@@ -149,7 +149,6 @@ table! { required {
     replicate = "Replicate": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int;
     load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
     detached_context = "GetDetachedThreadSafeContext": unsafe extern "C" fn(*mut RawContext) -> *mut RawContext;
-    free_detached_context = "FreeThreadSafeContext": unsafe extern "C" fn(*mut RawContext);
     context_flags = "GetContextFlags": unsafe extern "C" fn(*mut RawContext) -> c_int;
     avoid_replica_traffic = "AvoidReplicaTraffic": unsafe extern "C" fn() -> c_int;
     select_db = "SelectDb": unsafe extern "C" fn(*mut RawContext, c_int) -> c_int;
