@@ -74,11 +74,16 @@ impl Peer {
 
     /// Commands in one piece, without waiting.
     pub(crate) fn send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) {
+        assert!(self.try_send(commands), "the other side has hung up");
+    }
+
+    /// The same; false if the other side has hung up.
+    pub(crate) fn try_send<W: AsRef<[u8]>>(&mut self, commands: &[Vec<W>]) -> bool {
         let mut bytes = Vec::new();
         for words in commands {
             encode_command(words.iter().map(AsRef::as_ref), &mut bytes);
         }
-        self.socket.write_all(&bytes).expect("sent");
+        self.socket.write_all(&bytes).is_ok()
     }
 
     /// The next reply, as it came; `None` if the other side has hung up.
