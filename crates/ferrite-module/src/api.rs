@@ -5,6 +5,7 @@
 #![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
 
 pub(crate) mod calls;
+pub(crate) mod keys;
 mod table;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long};

@@ -12,6 +12,8 @@
 //! | unknown commands, arity | each call |
 //! | what needs a client | [`Router`] |
 //!
+//! A GET of a long value is read by its key instead ([`Keys`]), with the same checks and a copy less.
+//!
 //! What a call refuses has not run, and goes over the bridge: there the engine gives its own answer, or frees memory, or redirects.
 
 use std::ffi::CStr;
@@ -20,6 +22,7 @@ use ferrite_proto::Standing;
 
 use crate::api::Context;
 use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
+use crate::keys::Keys;
 use crate::router::{Callable, NAME_MAX, Router};
 
 /// While the engine is at any of these, nothing is called. The last two are states that calls could serve in part; their checks
@@ -39,6 +42,7 @@ const PROPAGATES: u32 = 0x0007_0200;
 pub(crate) struct Calls {
     context: CallContext,
     router: Router,
+    keys: Keys,
     /// Who spoke last: most batches are of one user.
     user: Option<(Box<str>, Text)>,
     /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
@@ -49,21 +53,28 @@ pub(crate) struct Calls {
 impl Calls {
     /// An error if this engine cannot be called: all goes over the bridge then.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
-        let version = context.server().version;
+        let server = context.server();
         let context = CallContext::new(context)
             .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
         let table =
             context.ask(c"COMMAND", &[]).ok_or("it does not tell its commands (is COMMAND renamed?)")?;
         let router = Router::from_command_table(&table)?;
+        let keys = Keys::new(server).ok_or("no memory")?;
         let batch_key =
-            if version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
+            if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
         let replies_wait = context.state() & state::AOF != 0;
-        Ok(Self { context, router, user: None, batch_key, replies_wait })
+        Ok(Self { context, router, keys, user: None, batch_key, replies_wait })
     }
 
     /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
     pub(crate) fn is_callable(&self, name: &[u8], first_arg: Option<&[u8]>) -> bool {
         self.router.find(name, first_arg).is_some()
+    }
+
+    /// How many commands and subcommands may be.
+    #[allow(dead_code, reason = "for FERRITE DOCTOR")]
+    pub(crate) fn callable_commands(&self) -> usize {
+        self.router.len()
     }
 
     /// A batch for one speaker, if all that the engine would check of his next command allows calls now. `None`: everything goes
@@ -86,6 +97,7 @@ impl Calls {
         Some(Batch {
             acting,
             router: &self.router,
+            keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
             resp3: speaker.resp3,
             called: false,
@@ -109,6 +121,7 @@ impl Calls {
 pub(crate) struct Batch<'a> {
     acting: Acting<'a>,
     router: &'a Router,
+    keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
     resp3: bool,
     called: bool,
@@ -120,14 +133,27 @@ impl Batch<'_> {
     /// appended, and it must go over the bridge, which gives the exact native answer.
     pub(crate) fn call(&mut self, args: &[&[u8]], out: &mut Vec<u8>) -> bool {
         let Some((name, args)) = args.split_first() else { return false };
-        let Some(Callable { writes }) = self.router.find(name, args.first().copied()) else { return false };
+        let Some(Callable { writes, reads_string }) = self.router.find(name, args.first().copied()) else {
+            return false;
+        };
+        let key = if reads_string && let [key] = args { Some(*key) } else { None };
+        if let Some(key) = key
+            && self.keys.read(&mut self.acting, key, self.resp3, out)
+        {
+            self.called = true;
+            return true;
+        }
         // As it came: the slow log and MONITOR show it.
         let mut terminated = [0; NAME_MAX + 1];
         let Some(place) = terminated.get_mut(..name.len()) else { return false };
         place.copy_from_slice(name);
         let Ok(name) = CStr::from_bytes_until_nul(&terminated) else { return false };
         self.called = true;
+        let before = out.len();
         let outcome = self.acting.call(name, args, self.resp3, out);
+        if let Some(key) = key {
+            self.keys.learn(key, out.len() - before);
+        }
         self.wrote |= writes && outcome == Outcome::Done;
         outcome == Outcome::Done
     }

@@ -331,3 +331,70 @@ fn large_values_come_whole() {
         server.assert_well();
     }
 }
+
+/// A number in a section of INFO; 0 if it is not there.
+fn statistic(peer: &mut Peer, section: &str, name: &str) -> u64 {
+    let all = peer.ask(&["INFO", section]);
+    let value = all.lines().find_map(|line| line.strip_prefix(name));
+    value.map_or(0, |value| value.split(',').next().unwrap_or_default().parse().expect("a number"))
+}
+
+/// Read by its key, a value is the same, and so is what the engine counts; only that it is no command.
+#[test]
+fn long_values_are_read_by_their_keys() {
+    for program in engines() {
+        let mut server = start(&program, &["--appendonly", "yes"]);
+        let mut pair = Pair::new(&server);
+        pair.native.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]);
+        pair.native.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lfu"]);
+        for protocol in ["2", "3"] {
+            for peer in [&mut pair.called, &mut pair.native] {
+                peer.raw(&["HELLO", protocol]);
+            }
+            pair.native.ok(&["CONFIG", "RESETSTAT"]);
+            for length in [300, 1024, 100_000] {
+                let value = "v".repeat(length);
+                pair.called.ok(&["SET", "key", &value]);
+                for _ in 0..20 {
+                    assert_eq!(pair.called.ask(&["GET", "key"]), format!("${length}\r\n{value}"));
+                }
+            }
+            let mut count = |section, name| statistic(&mut pair.native, section, name);
+            assert_eq!(count("commandstats", "cmdstat_get:calls="), 1, "once, to learn that it is long");
+            assert_eq!((count("stats", "keyspace_hits:"), count("stats", "keyspace_misses:")), (60, 0));
+            let touched = pair.native.ask(&["OBJECT", "FREQ", "key"]);
+            assert!(touched.trim_start_matches(':').parse::<u64>().expect("a number") > 5, "{touched}");
+            // The same name for something else.
+            pair.called.ok(&["SET", "key", "short"]);
+            pair.same(&["GET", "key"]);
+            pair.same(&["OBJECT", "ENCODING", "key"]);
+            for change in ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"] {
+                // So that it is looked at.
+                let long = "v".repeat(1000);
+                pair.native.ask(&["DEL", "key"]);
+                pair.native.ok(&["SET", "key", &long]);
+                pair.same(&["GET", "key"]);
+                pair.native.ask(&["DEL", "key"]);
+                pair.native.ask(&words(change));
+                std::thread::sleep(Duration::from_millis(5));
+                let (encoding, answer) =
+                    (pair.native.ask(&["OBJECT", "ENCODING", "key"]), pair.called.ask(&["GET", "key"]));
+                assert_eq!(answer, pair.native.ask(&["GET", "key"]), "{change}");
+                if !change.ends_with("PX 1") {
+                    assert_eq!(encoding, pair.native.ask(&["OBJECT", "ENCODING", "key"]), "{change}");
+                }
+                pair.native.ask(&["DEL", "key"]);
+            }
+        }
+        // Not for who may not.
+        let long = "v".repeat(1000);
+        pair.native.ok(&["SET", "key", &long]);
+        pair.called.ask(&["GET", "key"]);
+        pair.native.ok(&words("ACL SETUSER bob on nopass ~b* +get +auth"));
+        let mut bob = Pair::new(&server);
+        bob.same(&["AUTH", "bob", "any"]);
+        assert!(bob.same(&["GET", "key"]).starts_with("-NOPERM"));
+        std::thread::sleep(Duration::from_millis(200)); // a few turns of the loop
+        server.assert_well();
+    }
+}

@@ -182,10 +182,14 @@ pub(crate) enum Outcome {
 /// Calls as a user. Within one callback: the user may be deleted in the next.
 pub(crate) struct Acting<'a> {
     context: &'a mut CallContext,
-    user: NonNull<RawUser>,
+    pub(super) user: NonNull<RawUser>,
 }
 
 impl Acting<'_> {
+    pub(super) fn raw_context(&self) -> *mut RawContext {
+        self.context.raw.as_ptr()
+    }
+
     pub(crate) fn call(&mut self, name: &CStr, args: &[&[u8]], resp3: bool, out: &mut Vec<u8>) -> Outcome {
         let format = if resp3 { AS_USER_RESP3 } else { AS_USER };
         self.context.call(name, format, args, out)
@@ -214,7 +218,17 @@ pub(crate) struct Text(NonNull<RawString>, PhantomData<*mut ()>);
 
 impl Text {
     pub(crate) fn new(text: &str) -> Option<Self> {
-        NonNull::new(super::new_string(text)).map(|raw| Self(raw, PhantomData))
+        Self::of(text.as_bytes())
+    }
+
+    pub(super) fn of(bytes: &[u8]) -> Option<Self> {
+        // SAFETY: the bytes are copied. Without a context the string is nobody's but ours.
+        let raw = unsafe { (api().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
+        NonNull::new(raw).map(|raw| Self(raw, PhantomData))
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut RawString {
+        self.0.as_ptr()
     }
 }
 
