@@ -103,9 +103,7 @@ fn listens_and_says_so() {
         let listed: String =
             redis::cmd("FERRITE").arg("CLIENTS").query_async(&mut connection).await.expect("CLIENTS");
         assert_eq!(listed.lines().count(), 1, "{listed}");
-        for part in
-            ["addr=10.0.0.2:", "laddr=10.0.0.1:", "transport=rdma-ferrite", "device=rxe1", "lane=bridge"]
-        {
+        for part in ["addr=10.0.0.2:", "laddr=10.0.0.1:", "transport=rdma-ferrite", "device=rxe1", " lane="] {
             assert!(listed.contains(part), "{listed}");
         }
         let info: String =

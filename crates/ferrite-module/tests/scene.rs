@@ -47,6 +47,12 @@ fn directory() -> PathBuf {
     directory
 }
 
+/// Arguments of `loadmodule` for every engine of a test, to try all tests with others: `FERRITE_MODULE_ARGS=call-lane=yes`.
+fn more_arguments() -> Vec<String> {
+    let given = std::env::var("FERRITE_MODULE_ARGS").unwrap_or_default();
+    given.split([' ', '=']).filter(|word| !word.is_empty()).map(Into::into).collect()
+}
+
 fn by_file(program: &Path, directory: &Path) -> Child {
     let mut command = Command::new(program);
     command.arg(directory.join("engine.conf")).stdin(Stdio::null()).stdout(Stdio::null());
@@ -83,7 +89,12 @@ impl Server {
             &format!("dir {}", directory.display()),
             &format!("unixsocket {}", directory.join("engine.sock").display()),
             &format!("logfile {}", directory.join("log").display()),
-            &format!("loadmodule {} {}", module().display(), start.arguments.join(" ")),
+            &format!(
+                "loadmodule {} {} {}",
+                module().display(),
+                start.arguments.join(" "),
+                more_arguments().join(" ")
+            ),
             &start.options.join("\n"),
         ];
         std::fs::write(directory.join("engine.conf"), lines.map(String::as_str).join("\n")).expect("a file");
@@ -130,6 +141,7 @@ impl Server {
             .args(start.options)
             .arg("--loadmodule")
             .arg(module())
+            .args(more_arguments())
             .args(start.arguments)
             .stdin(Stdio::null())
             .stdout(Stdio::null())

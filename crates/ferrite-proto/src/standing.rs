@@ -173,7 +173,8 @@ mod tests {
 
     fn take(standing: &mut Standing, line: &str) -> Option<Effect> {
         let mut bytes = Vec::new();
-        encode_command(line.split(' ').map(str::as_bytes), &mut bytes);
+        let words: Vec<_> = line.split(' ').collect();
+        encode_command(words, &mut bytes);
         standing.take(Command::parse(&bytes).expect("a command").args())
     }
 
@@ -190,7 +191,7 @@ mod tests {
         pass(&mut standing, "watch k", "+OK");
         pass(&mut standing, "multi", "+OK");
         assert_eq!(take(&mut standing, "select 3"), Some(Effect::Stay));
-        pass(&mut standing, "EXEC now", "-ERR wrong number of arguments for 'exec' command");
+        assert_eq!(take(&mut standing, "EXEC now"), None, "an error whatever it is answered with");
         assert!(standing.is_held());
         pass(&mut standing, "EXEC", "-NOPERM no");
         assert!(standing.is_held());
