@@ -38,6 +38,9 @@ const NOT_NOW: i32 = state::SCRIPT
 /// The first Redis that sends what a call wrote to AOF and replicas at once.
 const PROPAGATES: u32 = 0x0007_0200;
 
+/// How many of those who have been denied something are kept in mind.
+const DENIED_MAX: usize = 64;
+
 /// The engine, to be called on its main thread, from its loop.
 pub(crate) struct Calls {
     context: CallContext,
@@ -45,6 +48,9 @@ pub(crate) struct Calls {
     keys: Keys,
     /// Who spoke last: most batches are of one user.
     user: Option<(Box<str>, Text)>,
+    /// Users who have been denied something. A call that is denied goes into ACL LOG, and the bridge's denial does once more: who is
+    /// here is asked for before, at some cost, so that it happens to each of them once.
+    denied: Vec<Box<str>>,
     /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
     batch_key: Option<Text>,
     replies_wait: bool,
@@ -63,7 +69,7 @@ impl Calls {
         let batch_key =
             if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
         let replies_wait = context.state() & state::AOF != 0;
-        Ok(Self { context, router, keys, user: None, batch_key, replies_wait })
+        Ok(Self { context, router, keys, user: None, denied: Vec::new(), batch_key, replies_wait })
     }
 
     /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
@@ -92,10 +98,14 @@ impl Calls {
         if self.user.as_ref().is_none_or(|(known, _)| **known != *name) {
             self.user = Some((name.into(), Text::new(name)?));
         }
-        let (_, user) = self.user.as_ref()?;
+        let (name, user) = self.user.as_ref()?;
         let acting = self.context.act_as(user)?;
+        let is_wary = self.denied.contains(name);
         Some(Batch {
             acting,
+            name,
+            denied: &mut self.denied,
+            is_wary,
             router: &self.router,
             keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
@@ -120,6 +130,11 @@ impl Calls {
 /// Calls of one speaker, within one callback of the engine's.
 pub(crate) struct Batch<'a> {
     acting: Acting<'a>,
+    /// Whose it is.
+    name: &'a str,
+    denied: &'a mut Vec<Box<str>>,
+    /// He is among those.
+    is_wary: bool,
     router: &'a Router,
     keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
@@ -132,10 +147,14 @@ impl Batch<'_> {
     /// Runs a command (`args[0]` is its name) and appends its reply to `out`. False: it was refused before execution, nothing was
     /// appended, and it must go over the bridge, which gives the exact native answer.
     pub(crate) fn call(&mut self, args: &[&[u8]], out: &mut Vec<u8>) -> bool {
-        let Some((name, args)) = args.split_first() else { return false };
+        let words = args;
+        let Some((name, args)) = words.split_first() else { return false };
         let Some(Callable { writes, reads_string }) = self.router.find(name, args.first().copied()) else {
             return false;
         };
+        if self.is_wary && !self.acting.may(words) {
+            return false;
+        }
         let key = if reads_string && let [key] = args { Some(*key) } else { None };
         if let Some(key) = key
             && self.keys.read(&mut self.acting, key, self.resp3, out)
@@ -154,7 +173,14 @@ impl Batch<'_> {
         if let Some(key) = key {
             self.keys.learn(key, out.len() - before);
         }
-        self.wrote |= writes && outcome == Outcome::Done;
+        match outcome {
+            Outcome::Done => self.wrote |= writes,
+            Outcome::Denied if !self.is_wary && self.denied.len() < DENIED_MAX => {
+                self.is_wary = true;
+                self.denied.push(self.name.into());
+            }
+            Outcome::Denied | Outcome::Refused => {}
+        }
         outcome == Outcome::Done
     }
 

@@ -138,6 +138,12 @@ fn a_user_has_his_rights_and_no_others() {
             let told = bob.same(&words(line));
             assert!(told.starts_with("-NOPERM") || line.starts_with("ACL"), "{line}: {told}");
         }
+        // One word in the log for each denial, after the first.
+        admin.ok(&["ACL", "LOG", "RESET"]);
+        bob.called.ask(&["GET", "a"]);
+        bob.called.ask(&["DEL", "b"]);
+        let log = admin.ask(&["ACL", "LOG"]);
+        assert_eq!((log.matches("toplevel").count(), log.matches("\nmodule\r").count()), (2, 0), "{log}");
         // What he may not any more, or has come to, counts at once.
         admin.ok(&words("ACL SETUSER bob -get +del"));
         assert!(bob.same(&["GET", "b"]).starts_with("-NOPERM"));

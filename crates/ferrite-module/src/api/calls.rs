@@ -28,6 +28,9 @@ const AS_USER_RESP3: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb!EMSC3";
 /// By the module itself, which may everything.
 const AS_MODULE: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbE";
 
+/// Of `errno`, on Linux.
+const EACCES: c_int = 13;
+
 /// A class of keyspace events that no engine and, so we hope, no other module has.
 const OUR_EVENTS: c_int = 1 << 30;
 
@@ -141,7 +144,11 @@ impl CallContext {
                 out.extend_from_slice(bytes);
             }
             (api().free_call_reply)(reply);
-            if is_refused { Outcome::Refused } else { Outcome::Done }
+            match (is_refused, errno) {
+                (false, _) => Outcome::Done,
+                (true, EACCES) => Outcome::Denied,
+                (true, _) => Outcome::Refused,
+            }
         }
     }
 
@@ -177,6 +184,8 @@ pub(crate) enum Outcome {
     Done,
     /// It did not, and nothing was appended.
     Refused,
+    /// The same, since the user may not.
+    Denied,
 }
 
 /// Calls as a user. Within one callback: the user may be deleted in the next.
@@ -193,6 +202,17 @@ impl Acting<'_> {
     pub(crate) fn call(&mut self, name: &CStr, args: &[&[u8]], resp3: bool, out: &mut Vec<u8>) -> Outcome {
         let format = if resp3 { AS_USER_RESP3 } else { AS_USER };
         self.context.call(name, format, args, out)
+    }
+
+    /// Whether the user may call this. A call would say so too, and leave a word of it in ACL LOG.
+    pub(crate) fn may(&self, words: &[&[u8]]) -> bool {
+        let Some(words) = words.iter().map(|word| Text::of(word)).collect::<Option<Vec<_>>>() else {
+            return false;
+        };
+        let mut raw: Vec<_> = words.iter().map(Text::as_ptr).collect();
+        let count = raw.len() as c_int; // a few
+        // SAFETY: the user is there as long as this is, and the strings until the end of this.
+        unsafe { (api().may_call)(self.user.as_ptr(), raw.as_mut_ptr(), count) == OK }
     }
 
     pub(crate) fn propagate(&mut self, key: &Text) {
