@@ -15,6 +15,7 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FERRITE = os.path.join(ROOT, "target/release/ferrite")
+MODULE = os.path.join(ROOT, "target/release/libferrite_module.so")
 NOISY = 1.5  # quartiles further apart than this: the median says nothing, so nothing has passed
 ATTEMPTS = 5
 DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing about hardware"
@@ -133,8 +134,8 @@ def parser(text, rounds):
     return made
 
 
-def build():
-    subprocess.run(["cargo", "build", "--quiet", "--release", "-p", "ferrite"], cwd=ROOT, check=True)
+def build(package="ferrite"):
+    subprocess.run(["cargo", "build", "--quiet", "--release", "-p", package], cwd=ROOT, check=True)
 
 
 def raw_file(name):

@@ -21,14 +21,18 @@ def inside(host, words):
 
 
 class Server:
-    """Valkey's server, with its own RDMA listener or behind the gateway."""
+    """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, or over `tcp` alone.
+    `more` is for the gateway or the module."""
 
-    def __init__(self, valkey, kind, port, gateway_options=()):
+    def __init__(self, valkey, kind, port, more=()):
         self.directory = tempfile.mkdtemp()
         socket = os.path.join(self.directory, "engine.sock")
-        words = [os.path.join(valkey, "valkey-server"), "--port", "0", "--save", "", "--appendonly", "no",
+        words = [os.path.join(valkey, "valkey-server"), "--port", str(port) if kind == "tcp" else "0", "--save", "", "--appendonly", "no",
                  "--protected-mode", "no", "--unixsocket", socket, "--dir", self.directory]
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
+        words += ["--bind", HOST] if kind == "tcp" else []
+        if kind == "module":
+            words += ["--loadmodule", ratio.MODULE, "rdma", "require", "rdma-bind", HOST, "rdma-port", str(port), *more]
         self.processes = [self.start(words)]
         for _ in range(500):
             if os.path.exists(socket):
@@ -36,11 +40,15 @@ class Server:
             time.sleep(0.01)
         if kind == "gateway":
             gateway = [ratio.FERRITE, "gateway", "--listen", f"{HOST}:{port}", "--engine", f"unix:{socket}",
-                       "--protected-mode", "no", "--rdma", "require", "--json", *gateway_options]
+                       "--protected-mode", "no", "--rdma", "require", "--json", *more]
             self.processes.append(self.start(gateway, stdout=subprocess.PIPE))
             self.processes[-1].stdout.readline()  # it listens
         else:
             time.sleep(0.3)
+
+    def pid(self):
+        """The engine's: `ip netns exec` becomes it."""
+        return self.processes[0].pid
 
     @staticmethod
     def start(words, stdout=subprocess.DEVNULL):

@@ -100,6 +100,11 @@ pub(crate) fn allow_calls(calls: Option<Calls>) {
     CALLS.set(calls);
 }
 
+/// How many commands may be called, if any may.
+pub(crate) fn callable_commands() -> Option<usize> {
+    CALLS.with(|calls| Some(calls.try_borrow().ok()?.as_ref()?.callable_commands()))
+}
+
 /// The engine's settings have changed.
 pub(crate) fn follow_engine(context: Context<'_>) {
     CALLS.with(|calls| {

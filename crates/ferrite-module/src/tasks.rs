@@ -241,7 +241,7 @@ mod tests {
         porch.spawn({
             let (polls, waker) = (Arc::clone(&polls), Arc::clone(&waker));
             Box::pin(std::future::poll_fn(move |cx| {
-                *waker.lock().unwrap() = Some(cx.waker().clone());
+                *waker.lock().expect("not poisoned") = Some(cx.waker().clone());
                 if polls.fetch_add(1, Ordering::SeqCst) < 2 { Poll::Pending } else { Poll::Ready(()) }
             }))
         });
@@ -254,7 +254,7 @@ mod tests {
             tasks.rest();
             assert_eq!(polls.load(Ordering::SeqCst), poll);
             assert!(!is_readable(&porch));
-            let woken = waker.lock().unwrap().clone().expect("polled");
+            let woken = waker.lock().expect("not poisoned").clone().expect("polled");
             std::thread::spawn(move || woken.wake()).join().expect("woken");
             assert!(is_readable(&porch));
         }

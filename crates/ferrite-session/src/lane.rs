@@ -91,6 +91,9 @@ const RUN_MAX: usize = 64;
 const REPLIES_MAX: usize = 64 << 10;
 /// What a client sends while one of its commands waits in the engine is read up to this: its end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
+/// As much at once, and as much of a large command.
+const AHEAD: usize = 1 << 10;
+const STREAMED: usize = 64 << 10;
 /// As much of a reply as tells what it says.
 const HEAD: usize = 64;
 /// What is read of the engine at once.
@@ -330,6 +333,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             let reads_client = !client_ended
                 && if is_streaming { sent == unsent.len() } else { self.input.ahead().len() < AHEAD_MAX };
             ahead.clear();
+            ahead.reserve(if is_streaming { STREAMED } else { AHEAD });
             self.heard.reserve(HEARD);
             tokio::select! {
                 biased;
