@@ -4,8 +4,8 @@
 //! engine's main thread; the handles cannot leave it, since pointers are not [`Send`].
 #![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
 
-#[allow(dead_code, reason = "for the lane that calls")]
 pub(crate) mod calls;
+pub(crate) mod keys;
 mod table;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long};

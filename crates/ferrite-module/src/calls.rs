@@ -12,6 +12,8 @@
 //! | unknown commands, arity | each call |
 //! | what needs a client | [`Router`] |
 //!
+//! A GET of a long value is read by its key instead ([`Keys`]), with the same checks and a copy less.
+//!
 //! What a call refuses has not run, and goes over the bridge: there the engine gives its own answer, or frees memory, or redirects.
 
 use std::ffi::CStr;
@@ -20,6 +22,7 @@ use ferrite_proto::Standing;
 
 use crate::api::Context;
 use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
+use crate::keys::Keys;
 use crate::router::{Callable, NAME_MAX, Router};
 
 /// While the engine is at any of these, nothing is called. The last two are states that calls could serve in part; their checks
@@ -35,12 +38,19 @@ const NOT_NOW: i32 = state::SCRIPT
 /// The first Redis that sends what a call wrote to AOF and replicas at once.
 const PROPAGATES: u32 = 0x0007_0200;
 
+/// How many of those who have been denied something are kept in mind.
+const DENIED_MAX: usize = 64;
+
 /// The engine, to be called on its main thread, from its loop.
 pub(crate) struct Calls {
     context: CallContext,
     router: Router,
+    keys: Keys,
     /// Who spoke last: most batches are of one user.
     user: Option<(Box<str>, Text)>,
+    /// Users who have been denied something. A call that is denied goes into ACL LOG, and the bridge's denial does once more: who is
+    /// here is asked for before, at some cost, so that it happens to each of them once.
+    denied: Vec<Box<str>>,
     /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
     batch_key: Option<Text>,
     replies_wait: bool,
@@ -49,16 +59,17 @@ pub(crate) struct Calls {
 impl Calls {
     /// An error if this engine cannot be called: all goes over the bridge then.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
-        let version = context.server().version;
+        let server = context.server();
         let context = CallContext::new(context)
             .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
         let table =
             context.ask(c"COMMAND", &[]).ok_or("it does not tell its commands (is COMMAND renamed?)")?;
         let router = Router::from_command_table(&table)?;
+        let keys = Keys::new(server).ok_or("no memory")?;
         let batch_key =
-            if version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
+            if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
         let replies_wait = context.state() & state::AOF != 0;
-        Ok(Self { context, router, user: None, batch_key, replies_wait })
+        Ok(Self { context, router, keys, user: None, denied: Vec::new(), batch_key, replies_wait })
     }
 
     /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
@@ -67,6 +78,7 @@ impl Calls {
     }
 
     /// How many commands and subcommands may be.
+    #[allow(dead_code, reason = "for FERRITE DOCTOR")]
     pub(crate) fn callable_commands(&self) -> usize {
         self.router.len()
     }
@@ -86,11 +98,16 @@ impl Calls {
         if self.user.as_ref().is_none_or(|(known, _)| **known != *name) {
             self.user = Some((name.into(), Text::new(name)?));
         }
-        let (_, user) = self.user.as_ref()?;
+        let (name, user) = self.user.as_ref()?;
         let acting = self.context.act_as(user)?;
+        let is_wary = self.denied.contains(name);
         Some(Batch {
             acting,
+            name,
+            denied: &mut self.denied,
+            is_wary,
             router: &self.router,
+            keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
             resp3: speaker.resp3,
             called: false,
@@ -113,7 +130,13 @@ impl Calls {
 /// Calls of one speaker, within one callback of the engine's.
 pub(crate) struct Batch<'a> {
     acting: Acting<'a>,
+    /// Whose it is.
+    name: &'a str,
+    denied: &'a mut Vec<Box<str>>,
+    /// He is among those.
+    is_wary: bool,
     router: &'a Router,
+    keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
     resp3: bool,
     called: bool,
@@ -124,16 +147,40 @@ impl Batch<'_> {
     /// Runs a command (`args[0]` is its name) and appends its reply to `out`. False: it was refused before execution, nothing was
     /// appended, and it must go over the bridge, which gives the exact native answer.
     pub(crate) fn call(&mut self, args: &[&[u8]], out: &mut Vec<u8>) -> bool {
-        let Some((name, args)) = args.split_first() else { return false };
-        let Some(Callable { writes }) = self.router.find(name, args.first().copied()) else { return false };
+        let words = args;
+        let Some((name, args)) = words.split_first() else { return false };
+        let Some(Callable { writes, reads_string }) = self.router.find(name, args.first().copied()) else {
+            return false;
+        };
+        if self.is_wary && !self.acting.may(words) {
+            return false;
+        }
+        let key = if reads_string && let [key] = args { Some(*key) } else { None };
+        if let Some(key) = key
+            && self.keys.read(&mut self.acting, key, self.resp3, out)
+        {
+            self.called = true;
+            return true;
+        }
         // As it came: the slow log and MONITOR show it.
         let mut terminated = [0; NAME_MAX + 1];
         let Some(place) = terminated.get_mut(..name.len()) else { return false };
         place.copy_from_slice(name);
         let Ok(name) = CStr::from_bytes_until_nul(&terminated) else { return false };
         self.called = true;
+        let before = out.len();
         let outcome = self.acting.call(name, args, self.resp3, out);
-        self.wrote |= writes && outcome == Outcome::Done;
+        if let Some(key) = key {
+            self.keys.learn(key, out.len() - before);
+        }
+        match outcome {
+            Outcome::Done => self.wrote |= writes,
+            Outcome::Denied if !self.is_wary && self.denied.len() < DENIED_MAX => {
+                self.is_wary = true;
+                self.denied.push(self.name.into());
+            }
+            Outcome::Denied | Outcome::Refused => {}
+        }
         outcome == Outcome::Done
     }
 

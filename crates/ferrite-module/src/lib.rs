@@ -16,7 +16,7 @@
 //! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
 //! | `target.rs` | which of the engine's own sockets the bridge takes |
 //! | `transport.rs` | the thread |
-//! | `calls.rs` `router.rs` | commands that run by a call instead of over the bridge, and which those are |
+//! | `calls.rs` `router.rs` `keys.rs` | commands that run by a call instead of over the bridge, which those are, and reads by key |
 //! | `module.rs` | what there is between load and the engine's end |
 //! | `info.rs` `command.rs` | INFO and FERRITE as values |
 //! | `log.rs` | what the library warns of, in the engine's log |
@@ -29,6 +29,7 @@ mod calls;
 mod command;
 mod entry;
 mod info;
+mod keys;
 mod log;
 mod module;
 mod options;

@@ -28,6 +28,9 @@ const AS_USER_RESP3: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb!EMSC3";
 /// By the module itself, which may everything.
 const AS_MODULE: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbE";
 
+/// Of `errno`, on Linux.
+const EACCES: c_int = 13;
+
 /// A class of keyspace events that no engine and, so we hope, no other module has.
 const OUR_EVENTS: c_int = 1 << 30;
 
@@ -48,7 +51,8 @@ unsafe extern "C" {
     safe fn __errno_location() -> *mut c_int;
 }
 
-/// A context of our own, which lasts as long as the module. Not [`Send`]: it is for the engine's main thread.
+/// A context of our own, for the engine's main thread. It is not freed: there is one per load, and at the end of the process, when
+/// it could be, the engine's own things go.
 pub(crate) struct CallContext {
     raw: NonNull<RawContext>,
     /// Whether [`Self::propagate`] has its subscriber.
@@ -140,7 +144,11 @@ impl CallContext {
                 out.extend_from_slice(bytes);
             }
             (api().free_call_reply)(reply);
-            if is_refused { Outcome::Refused } else { Outcome::Done }
+            match (is_refused, errno) {
+                (false, _) => Outcome::Done,
+                (true, EACCES) => Outcome::Denied,
+                (true, _) => Outcome::Refused,
+            }
         }
     }
 
@@ -169,13 +177,6 @@ impl CallContext {
     }
 }
 
-impl Drop for CallContext {
-    fn drop(&mut self) {
-        // SAFETY: it was made for us, and nobody else has it.
-        unsafe { (api().free_detached_context)(self.raw.as_ptr()) };
-    }
-}
-
 /// Whether a call ran.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Outcome {
@@ -183,18 +184,35 @@ pub(crate) enum Outcome {
     Done,
     /// It did not, and nothing was appended.
     Refused,
+    /// The same, since the user may not.
+    Denied,
 }
 
 /// Calls as a user. Within one callback: the user may be deleted in the next.
 pub(crate) struct Acting<'a> {
     context: &'a mut CallContext,
-    user: NonNull<RawUser>,
+    pub(super) user: NonNull<RawUser>,
 }
 
 impl Acting<'_> {
+    pub(super) fn raw_context(&self) -> *mut RawContext {
+        self.context.raw.as_ptr()
+    }
+
     pub(crate) fn call(&mut self, name: &CStr, args: &[&[u8]], resp3: bool, out: &mut Vec<u8>) -> Outcome {
         let format = if resp3 { AS_USER_RESP3 } else { AS_USER };
         self.context.call(name, format, args, out)
+    }
+
+    /// Whether the user may call this. A call would say so too, and leave a word of it in ACL LOG.
+    pub(crate) fn may(&self, words: &[&[u8]]) -> bool {
+        let Some(words) = words.iter().map(|word| Text::of(word)).collect::<Option<Vec<_>>>() else {
+            return false;
+        };
+        let mut raw: Vec<_> = words.iter().map(Text::as_ptr).collect();
+        let count = raw.len() as c_int; // a few
+        // SAFETY: the user is there as long as this is, and the strings until the end of this.
+        unsafe { (api().may_call)(self.user.as_ptr(), raw.as_mut_ptr(), count) == OK }
     }
 
     pub(crate) fn propagate(&mut self, key: &Text) {
@@ -220,7 +238,17 @@ pub(crate) struct Text(NonNull<RawString>, PhantomData<*mut ()>);
 
 impl Text {
     pub(crate) fn new(text: &str) -> Option<Self> {
-        NonNull::new(super::new_string(text)).map(|raw| Self(raw, PhantomData))
+        Self::of(text.as_bytes())
+    }
+
+    pub(super) fn of(bytes: &[u8]) -> Option<Self> {
+        // SAFETY: the bytes are copied. Without a context the string is nobody's but ours.
+        let raw = unsafe { (api().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
+        NonNull::new(raw).map(|raw| Self(raw, PhantomData))
+    }
+
+    pub(super) fn as_ptr(&self) -> *mut RawString {
+        self.0.as_ptr()
     }
 }
 

@@ -26,6 +26,7 @@ opaque! {
     RawInfo;
     RawCommand;
     RawUser;
+    RawKey;
 }
 
 /// By convention, the first word of a context is the function that finds all others.
@@ -149,17 +150,24 @@ table! { required {
     replicate = "Replicate": unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...) -> c_int;
     load_configs = "LoadConfigs": unsafe extern "C" fn(*mut RawContext) -> c_int;
     detached_context = "GetDetachedThreadSafeContext": unsafe extern "C" fn(*mut RawContext) -> *mut RawContext;
-    free_detached_context = "FreeThreadSafeContext": unsafe extern "C" fn(*mut RawContext);
     context_flags = "GetContextFlags": unsafe extern "C" fn(*mut RawContext) -> c_int;
     avoid_replica_traffic = "AvoidReplicaTraffic": unsafe extern "C" fn() -> c_int;
     select_db = "SelectDb": unsafe extern "C" fn(*mut RawContext, c_int) -> c_int;
     user_from_name = "GetModuleUserFromUserName": unsafe extern "C" fn(*mut RawString) -> *mut RawUser;
     free_user = "FreeModuleUser": unsafe extern "C" fn(*mut RawUser) -> c_int;
+    may_call = "ACLCheckCommandPermissions": unsafe extern "C" fn(*mut RawUser, *mut *mut RawString, c_int) -> c_int;
+    open_key = "OpenKey": unsafe extern "C" fn(*mut RawContext, *mut RawString, c_int) -> *mut RawKey;
+    close_key = "CloseKey": unsafe extern "C" fn(*mut RawKey);
+    key_type = "KeyType": unsafe extern "C" fn(*mut RawKey) -> c_int;
+    value_length = "ValueLength": unsafe extern "C" fn(*mut RawKey) -> usize;
+    string_dma = "StringDMA": unsafe extern "C" fn(*mut RawKey, *mut usize, c_int) -> *mut c_char;
     subscribe_to_keyspace_events = "SubscribeToKeyspaceEvents":
         unsafe extern "C" fn(*mut RawContext, c_int, KeyspaceFn) -> c_int;
     notify_keyspace_event = "NotifyKeyspaceEvent":
         unsafe extern "C" fn(*mut RawContext, c_int, *const c_char, *mut RawString) -> c_int;
 } optional {
+    // From 7.2 on: what `open_key` can be told.
+    open_key_modes = "GetOpenKeyModesAll": unsafe extern "C" fn() -> c_int;
     // From 7.0.6 on. Before, a call is not held to a user's rights.
     set_context_user = "SetContextUser": unsafe extern "C" fn(*mut RawContext, *const RawUser);
     // From 7.2 on. Before, commands of modules are in no category but @all.

@@ -1,0 +1,400 @@
+//! Commands that are called answer as they do on a connection: every reply is held against the engine's own socket. When they must
+//! not be called is `host_calls_guards`'.
+
+mod scene;
+mod talk;
+
+use std::time::Duration;
+
+use talk::{Pair, Peer, calls, commands, engines, start, words};
+
+#[test]
+fn data_commands_answer_the_same() {
+    const LINES: &str = "SET s 1|GET s|INCRBY s 41|APPEND s x|INCR s|STRLEN s|GETRANGE s 0 1|SETEX t 100 v|GETEX t PERSIST|TTL t\
+        |MSET a 1 b 2|MGET a b c s|GETDEL a|SETNX b 3|SET b 4 XX GET|GETSET b 5|LCS b s|SETRANGE s 5 y|SETBIT bits 7 1|BITCOUNT bits\
+        |BITFIELD bits GET u4 0|BITOP NOT bits2 bits|LPUSH l 1 2 3|RPUSH l a|LRANGE l 0 -1|LPOP l 2|LINSERT l BEFORE a z|LLEN l|LMOVE l l2 LEFT RIGHT\
+        |LPOS l a|LSET l 0 q|LSET l 9 q|LREM l 0 q|SADD set a b c|SISMEMBER set a|SMISMEMBER set a z|SCARD set|SREM set a|SINTERCARD 1 set\
+        |HSET h f 1 g 2|HGET h f|HMGET h f g x|HINCRBY h f 5|HINCRBYFLOAT h f 0.5|HGETALL h|HDEL h f|HLEN h|HSTRLEN h g\
+        |ZADD z 1 a 2 b 3 c|ZSCORE z b|ZRANGE z 0 -1 WITHSCORES|ZRANGEBYSCORE z (1 +inf LIMIT 0 1|ZINCRBY z 1.5 a|ZPOPMIN z|ZRANK z c|ZMSCORE z a b c\
+        |ZUNIONSTORE z2 1 z WEIGHTS 2|GEOADD geo 13.36 38.11 p|GEOPOS geo p|GEOSEARCH geo FROMMEMBER p BYRADIUS 1 km ASC WITHCOORD|PFADD hll a b c|PFCOUNT hll\
+        |XADD x 1-1 f v|XADD x 1-1 f v|XADD x 2-* f v|XRANGE x - + COUNT 1|XLEN x|XGROUP CREATE x g 0|XINFO GROUPS x|XACK x g 1-1|XTRIM x MAXLEN 1\
+        |TYPE z|EXISTS a b s|DEL a b|RENAME s s2|RENAME none s|OBJECT ENCODING l|OBJECT REFCOUNT s2|OBJECT HELP|EXPIRE s2 100|PERSIST s2|DBSIZE|UNLINK s2|TOUCH l\
+        |PING|PING hello|ECHO hello|GET|GET a b|INCR l|LPUSH s2 x|LPUSH t x|HGET l f|EXPIRE t x|SET t v EX 0|ZADD z nan a|SETRANGE t -1 x|PUBLISH ch m\
+        |NOSUCH a|OBJECT NOSUCH a|OBJECT|EVAL return{1,redis.call('get','b')} 0|KEYS *|SORT l2|FLUSHDB|DBSIZE";
+    for program in engines() {
+        let server = start(&program, &[]);
+        for protocol in ["2", "3"] {
+            let mut pair = Pair::apart(&server);
+            pair.called.raw(&["HELLO", protocol]); // its reply has a number of its own
+            pair.native.raw(&["HELLO", protocol]);
+            let called = calls(&server, || {
+                for line in LINES.split('|') {
+                    pair.same(&words(line));
+                }
+            });
+            assert!(called > 90, "{called} of {} were called", LINES.split('|').count());
+        }
+    }
+}
+
+/// Any of the engine's commands with any few arguments, and the same keys with the same bytes in them at the end.
+#[test]
+fn whatever_is_asked_answers_the_same() {
+    const KEYS: [&str; 8] = ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"];
+    const ARGS: [&str; 48] = [
+        "1",
+        "2",
+        "10",
+        "-3",
+        "1.5",
+        "abc",
+        "",
+        "a",
+        "b",
+        "c",
+        "*",
+        "1-1",
+        "5-0",
+        "MAXLEN",
+        "~",
+        "LIMIT",
+        "COUNT",
+        "NX",
+        "XX",
+        "GT",
+        "WITHSCORES",
+        "LEFT",
+        "RIGHT",
+        "BEFORE",
+        "[a",
+        "(1",
+        "-",
+        "+",
+        "-inf",
+        "+inf",
+        "BYSCORE",
+        "REV",
+        "KEEPTTL",
+        "GET",
+        "u8",
+        "#0",
+        "INCRBY",
+        "m",
+        "km",
+        "ASC",
+        "MATCH",
+        "REPLACE",
+        "STORE",
+        "MKSTREAM",
+        "AND",
+        "NOT",
+        "WEIGHTS",
+        "a long one, which \
+        is more than forty-four bytes and so encoded otherwise",
+    ];
+    // Their answers have a time, a chance, or a state of the engine's in them; or they end more than a command.
+    const OTHERS: &str = " SPOP SRANDMEMBER HRANDFIELD ZRANDMEMBER RANDOMKEY TIME CLUSTERSCAN INFO ROLE LASTSAVE LOLWUT DUMP XINFO \
+        MEMORY CLIENT CONFIG ACL DEBUG MODULE FERRITE FUNCTION SCRIPT SLOWLOG LATENCY COMMANDLOG COMMAND CLUSTER PUBSUB AUTH HELLO SELECT \
+        SWAPDB FLUSHALL MOVE SHUTDOWN SAVE BGSAVE BGREWRITEAOF FAILOVER REPLICAOF SLAVEOF REPLCONF SYNC PSYNC MIGRATE RESET QUIT MONITOR \
+        SUBSCRIBE PSUBSCRIBE SSUBSCRIBE UNSUBSCRIBE PUNSUBSCRIBE SUNSUBSCRIBE MULTI EXEC DISCARD WATCH WAIT WAITAOF PFSELFTEST PFDEBUG \
+        BLPOP BRPOP BLMOVE BRPOPLPUSH BZPOPMIN BZPOPMAX BLMPOP BZMPOP XREAD XREADGROUP EVAL EVALSHA EVAL_RO EVALSHA_RO FCALL FCALL_RO SCAN \
+        READONLY READWRITE ASKING RESTORE-ASKING XADD XAUTOCLAIM XCLAIM OBJECT EXPIRETIME PEXPIRETIME PTTL TTL KEYS ";
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut pair = Pair::apart(&server);
+        let mut names = commands(&mut pair.native);
+        names.retain(|name| !OTHERS.contains(&format!(" {} ", name[0])));
+        let mut chance = 7u64;
+        let mut pick = |count: usize| {
+            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            usize::try_from(chance >> 33).expect("31 bits") % count
+        };
+        let called = calls(&server, || {
+            for _ in 0..4000 {
+                let mut command = names[pick(names.len())].clone();
+                command.push(KEYS[pick(KEYS.len())].into());
+                for _ in 0..pick(5) {
+                    let is_key = pick(3) == 0;
+                    command.push(if is_key { KEYS[pick(KEYS.len())] } else { ARGS[pick(ARGS.len())] }.into());
+                }
+                // Sets and hashes give their elements in any order.
+                let sorted = |reply: Vec<u8>| {
+                    let mut lines: Vec<_> = reply.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
+                    lines.sort();
+                    lines
+                };
+                let (called, native) = (pair.called.raw(&command), pair.native.raw(&command));
+                if called != native {
+                    assert_eq!(
+                        sorted(called.clone()),
+                        sorted(native.clone()),
+                        "{command:?}: {called:?} {native:?}"
+                    );
+                }
+            }
+        });
+        assert!(called > 1000, "{called} were called");
+        for key in KEYS {
+            pair.same(&["TYPE", key]);
+            pair.same(&["OBJECT", "ENCODING", key]);
+        }
+        server.assert_well();
+    }
+}
+
+/// What crashes an engine, or lies, if it is called: these are answered as ever, by a connection.
+#[test]
+fn what_needs_a_client_has_one() {
+    for program in engines() {
+        let mut server = start(&program, &["--appendonly", "yes"]);
+        let mut pair = Pair::new(&server);
+        let called = calls(&server, || {
+            for line in [
+                "WAIT 0 10",
+                "BLPOP none 0.01",
+                "BZPOPMIN none 0.01",
+                "XREAD BLOCK 10 STREAMS none 0-0",
+                "CLIENT GETNAME",
+                "CLIENT SETNAME me",
+                "CLIENT GETNAME",
+                "MULTI",
+                "SET m 1",
+                "GET m",
+                "EXEC",
+                "WATCH m",
+                "MULTI",
+                "DISCARD",
+                "UNWATCH",
+                "EXEC",
+                "REPLCONF x",
+                "DEBUG NOSUCH",
+                "ACL WHOAMI",
+                "CONFIG GET maxmemory",
+                "FCALL none 0",
+                "EVAL return{redis.call('time')[1]~=nil} 0",
+                "SELECT 3",
+                "SELECT 99",
+                "RESET",
+            ] {
+                pair.same(&words(line));
+            }
+        });
+        assert_eq!(called, 0);
+        // They take over the connection.
+        for line in ["SYNC", "PSYNC ? -1", "MONITOR", "SUBSCRIBE ch", "CLIENT TRACKING ON BCAST"] {
+            let mut peer = Peer::called(&server);
+            peer.send(&[words(line)]);
+            peer.within(Duration::from_secs(1)).ok();
+        }
+        server.assert_well();
+    }
+}
+
+/// Who waits, watches or keeps copies hears of what is called.
+#[test]
+fn other_clients_hear_of_it() {
+    for program in engines() {
+        let mut server = start(&program, &["--appendonly", "yes", "--notify-keyspace-events", "KA"]);
+        let mut caller = Peer::called(&server);
+        let [mut waits, mut watches, mut keeps, mut listens] = [(); 4].map(|()| Peer::native(&server));
+        caller.ok(&["SET", "key", "1"]);
+        waits.send(&[vec!["BLPOP", "list", "10"]]);
+        watches.ok(&["WATCH", "key"]);
+        watches.ok(&["MULTI"]);
+        watches.ask(&["GET", "key"]);
+        keeps.raw(&["HELLO", "3"]);
+        keeps.ok(&["CLIENT", "TRACKING", "ON"]);
+        keeps.raw(&["GET", "key"]);
+        listens.raw(&["SUBSCRIBE", "ch", "__keyspace@0__:key"]);
+        listens.next();
+        server.until("it waits", || caller.ask(&["INFO", "clients"]).contains("blocked_clients:1"));
+        caller.send(&[vec!["LPUSH", "list", "x"], vec!["SET", "key", "2"], vec!["PUBLISH", "ch", "m"]]);
+        assert_eq!(caller.replies(3), [b":1\r\n".to_vec(), b"+OK\r\n".into(), b":1\r\n".into()]);
+        assert_eq!(waits.next().expect("an element"), b"*2\r\n$4\r\nlist\r\n$1\r\nx\r\n");
+        assert_eq!(watches.ask(&["EXEC"]), "*-1");
+        assert_eq!(keeps.next().expect("a word"), b">2\r\n$10\r\ninvalidate\r\n*1\r\n$3\r\nkey\r\n");
+        let heard = [listens.next(), listens.next()]
+            .map(|reply| String::from_utf8_lossy(&reply.expect("a message")).into_owned());
+        assert!(heard[0].contains("\r\nset\r\n") && heard[1].contains("\r\nm\r\n"), "{heard:?}");
+        server.assert_well();
+    }
+}
+
+#[test]
+fn runs_keep_their_order() {
+    let mut run: Vec<Vec<String>> = Vec::new();
+    for number in 0..400 {
+        let key = format!("key{}", number % 7);
+        let line = match number % 10 {
+            0 => "MULTI".into(),
+            1 | 4 => format!("SET {key} {number}"),
+            2 => "EXEC".into(),
+            3 => format!("COPY {key} copy{number}"),
+            5 => format!("EVAL return{{redis.call('get','{key}'),{number}}} 0"),
+            6 => format!("BLPOP none{key} 0.001"),
+            7 => format!("RPUSH list {number}"),
+            8 => "LRANGE list 0 -1".into(),
+            _ => format!("NOSUCH {number}"),
+        };
+        run.push(line.split(' ').map(Into::into).collect());
+    }
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut pair = Pair::apart(&server);
+        pair.called.send(&run);
+        pair.native.send(&run);
+        assert_eq!(pair.called.replies(run.len()), pair.native.replies(run.len()));
+        server.assert_well();
+    }
+}
+
+#[test]
+fn databases_are_told_apart() {
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let (mut caller, mut native) = (Peer::called(&server), Peer::native(&server));
+        let called = calls(&server, || {
+            for line in
+                ["SET key zero", "SET moved zero", "COPY key copied DB 2", "MOVE moved 3", "SET key again"]
+            {
+                assert!(!caller.ask(&words(line)).starts_with('-'), "{line}");
+            }
+            caller.ok(&["SELECT", "3"]);
+            assert_eq!(caller.ask(&["GET", "moved"]), "$4\r\nzero");
+            caller.ok(&["SET", "key", "three"]);
+        });
+        assert_eq!(called, 7);
+        for (db, key, value) in [
+            ("0", "key", "$5\r\nagain"),
+            ("0", "moved", "$-1"),
+            ("2", "copied", "$4\r\nzero"),
+            ("3", "key", "$5\r\nthree"),
+        ] {
+            native.ok(&["SELECT", db]);
+            assert_eq!(native.ask(&["GET", key]), value, "{key} in {db}");
+        }
+        native.ok(&["SWAPDB", "0", "3"]);
+        assert_eq!(caller.ask(&["GET", "key"]), "$5\r\nagain");
+        server.assert_well();
+    }
+}
+
+#[test]
+fn a_scan_finds_all() {
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut caller = Peer::called(&server);
+        caller.send(
+            &(0..500)
+                .map(|number| vec!["SET".into(), format!("key{number}"), "v".into()])
+                .collect::<Vec<_>>(),
+        );
+        caller.replies(500);
+        let mut found = std::collections::BTreeSet::new();
+        let mut cursor = "0".to_string();
+        loop {
+            let reply = caller.ask(&["SCAN", &cursor, "COUNT", "50"]);
+            let lines: Vec<_> = reply.lines().collect();
+            cursor = lines[2].into();
+            found.extend(lines.iter().filter(|line| line.starts_with("key")).map(ToString::to_string));
+            if cursor == "0" {
+                break;
+            }
+        }
+        assert_eq!(found.len(), 500);
+        server.assert_well();
+    }
+}
+
+/// What is longer than a window, either way.
+#[test]
+fn large_values_come_whole() {
+    let large = "0123456789abcdef".repeat(1 << 18); // 4 MiB
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut pair = Pair::new(&server);
+        pair.called.ok(&["SET", "large", &large]);
+        assert_eq!(pair.same(&["STRLEN", "large"]), format!(":{}", large.len()));
+        assert!(pair.same(&["GET", "large"]).ends_with(&large));
+        let many: Vec<_> = ["RPUSH", "many"]
+            .into_iter()
+            .map(String::from)
+            .chain((0..30).map(|n| format!("{n}{}", &large[..9000])))
+            .collect();
+        assert_eq!(pair.called.ask(&many), ":30");
+        pair.same(&["LRANGE", "many", "0", "-1"]);
+        // More arguments than a call takes.
+        let more: Vec<_> =
+            ["RPUSH", "more"].into_iter().map(String::from).chain((0..5000).map(|n| n.to_string())).collect();
+        assert_eq!(pair.called.ask(&more), ":5000");
+        pair.same(&["LRANGE", "more", "0", "-1"]);
+        server.assert_well();
+    }
+}
+
+/// A number in a section of INFO; 0 if it is not there.
+fn statistic(peer: &mut Peer, section: &str, name: &str) -> u64 {
+    let all = peer.ask(&["INFO", section]);
+    let value = all.lines().find_map(|line| line.strip_prefix(name));
+    value.map_or(0, |value| value.split(',').next().unwrap_or_default().parse().expect("a number"))
+}
+
+/// Read by its key, a value is the same, and so is what the engine counts; only that it is no command.
+#[test]
+fn long_values_are_read_by_their_keys() {
+    for program in engines() {
+        let mut server = start(&program, &["--appendonly", "yes"]);
+        let mut pair = Pair::new(&server);
+        pair.native.ok(&["DEBUG", "SET-ACTIVE-EXPIRE", "0"]);
+        pair.native.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lfu"]);
+        for protocol in ["2", "3"] {
+            for peer in [&mut pair.called, &mut pair.native] {
+                peer.raw(&["HELLO", protocol]);
+            }
+            pair.native.ok(&["CONFIG", "RESETSTAT"]);
+            for length in [300, 1024, 100_000] {
+                let value = "v".repeat(length);
+                pair.called.ok(&["SET", "key", &value]);
+                for _ in 0..20 {
+                    assert_eq!(pair.called.ask(&["GET", "key"]), format!("${length}\r\n{value}"));
+                }
+            }
+            let mut count = |section, name| statistic(&mut pair.native, section, name);
+            assert_eq!(count("commandstats", "cmdstat_get:calls="), 1, "once, to learn that it is long");
+            assert_eq!((count("stats", "keyspace_hits:"), count("stats", "keyspace_misses:")), (60, 0));
+            let touched = pair.native.ask(&["OBJECT", "FREQ", "key"]);
+            assert!(touched.trim_start_matches(':').parse::<u64>().expect("a number") > 5, "{touched}");
+            // The same name for something else.
+            pair.called.ok(&["SET", "key", "short"]);
+            pair.same(&["GET", "key"]);
+            pair.same(&["OBJECT", "ENCODING", "key"]);
+            for change in ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"] {
+                // So that it is looked at.
+                let long = "v".repeat(1000);
+                pair.native.ask(&["DEL", "key"]);
+                pair.native.ok(&["SET", "key", &long]);
+                pair.same(&["GET", "key"]);
+                pair.native.ask(&["DEL", "key"]);
+                pair.native.ask(&words(change));
+                std::thread::sleep(Duration::from_millis(5));
+                let (encoding, answer) =
+                    (pair.native.ask(&["OBJECT", "ENCODING", "key"]), pair.called.ask(&["GET", "key"]));
+                assert_eq!(answer, pair.native.ask(&["GET", "key"]), "{change}");
+                if !change.ends_with("PX 1") {
+                    assert_eq!(encoding, pair.native.ask(&["OBJECT", "ENCODING", "key"]), "{change}");
+                }
+                pair.native.ask(&["DEL", "key"]);
+            }
+        }
+        // Not for who may not.
+        let long = "v".repeat(1000);
+        pair.native.ok(&["SET", "key", &long]);
+        pair.called.ask(&["GET", "key"]);
+        pair.native.ok(&words("ACL SETUSER bob on nopass ~b* +get +auth"));
+        let mut bob = Pair::new(&server);
+        bob.same(&["AUTH", "bob", "any"]);
+        assert!(bob.same(&["GET", "key"]).starts_with("-NOPERM"));
+        std::thread::sleep(Duration::from_millis(200)); // a few turns of the loop
+        server.assert_well();
+    }
+}
