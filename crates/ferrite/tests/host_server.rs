@@ -21,7 +21,7 @@ fn has_device() -> bool {
     Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut devices| devices.next().is_some())
 }
 
-/// The engines there are, by their words in `server.engine`.
+/// The engines there are, and those named in FERRITE_ENGINES, by their words in `server.engine`.
 fn engines() -> Vec<String> {
     let cache = std::env::var_os("FERRITE_LAB_CACHE").map(PathBuf::from).or_else(|| {
         let cache = std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
@@ -29,7 +29,11 @@ fn engines() -> Vec<String> {
         cache.map(|cache| cache.join("ferrite-lab"))
     });
     let valkey = cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists());
-    ["redis-server".to_owned()].into_iter().chain(valkey.map(|path| path.display().to_string())).collect()
+    // As in the module's tests: paths of servers, separated by colons.
+    let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
+    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty()); // "" has one
+    let paths = valkey.into_iter().chain(named).map(|path| path.display().to_string());
+    ["redis-server".to_owned()].into_iter().chain(paths).collect()
 }
 
 /// Ports of a test's own.

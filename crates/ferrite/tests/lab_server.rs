@@ -69,7 +69,7 @@ fn clients_over_rdma_and_what_they_wrote_is_kept() {
     let mut first = Server::start(&directory, &setup);
     let event = first.event("ready");
     assert_over_rdma(&event);
-    first.until_logged("ready: Redis 7.0.15; clients at 10.0.0.1:6395 over RDMA (rxe1)");
+    first.until_logged("clients at 10.0.0.1:6395 over RDMA (rxe1)");
     client(async |connection| {
         let () = connection.set("key", "kept").await.expect("SET");
         let () = connection.set("large", &large).await.expect("SET");
@@ -123,4 +123,19 @@ fn a_device_that_is_not_there_has_its_code() {
     let (code, said) = server.end();
     assert_eq!(code, Some(69), "{}", server.log());
     assert!(said.contains("RDMA is required") && said.contains("rxe77"), "{said}");
+}
+
+/// An address that another has is a failure like others, and not the absence of RDMA.
+#[test]
+fn an_address_in_use_is_no_absence() {
+    let (directory, other) = (Directory::new(), Directory::new());
+    let setup = Setup { server: "rdma = \"require\"", network: NETWORK, engine: OPEN };
+    let mut first = Server::start(&directory, &setup);
+    assert_over_rdma(&first.event("ready"));
+    let mut second = Server::start(&other, &setup);
+    let (code, said) = second.end();
+    assert_eq!(code, Some(1), "{}", second.log());
+    assert!(said.contains("the module is not loaded: ") && said.contains("already in use"), "{said}");
+    first.signal("TERM");
+    assert_eq!(first.event("ended")["code"], 0);
 }

@@ -31,6 +31,9 @@ const MORE_TIME: Duration = Duration::from_secs(30);
 /// An engine that does not do what it must is given this long, whatever the file says.
 const UNFIT: Duration = Duration::from_secs(10);
 
+/// In the words of the system. Then it is not RDMA that is missing.
+const IN_USE: &str = "already in use";
+
 /// What is watched, and what it needs.
 pub(super) struct Supervisor<'a> {
     pub(super) config: &'a Config,
@@ -95,8 +98,7 @@ impl<'a> Supervisor<'a> {
     fn never_ready(&self, status: ExitStatus, words: Option<String>, module: Option<String>) -> Ending {
         let refusal = module.filter(|words| words.starts_with("not loaded: "));
         match refusal {
-            // The same with TCP alone: it is not RDMA that is missing.
-            Some(why) if self.config.rdma() == Rdma::Require && !why.contains("in use") => {
+            Some(why) if self.config.rdma() == Rdma::Require && !why.contains(IN_USE) => {
                 Ending::no_rdma(format!("RDMA is required (server.rdma), and the module is {why}"))
             }
             why => {
