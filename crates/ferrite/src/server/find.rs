@@ -97,6 +97,14 @@ mod tests {
     fn what_is_there_is_found() {
         let found = engine(&Choice::Path("sh".into()), Some(OsStr::new("/nowhere:/bin"))).expect("a shell");
         assert_eq!(found, Path::new("/bin/sh"));
+        let both = std::env::temp_dir().join(format!("ferrite-find-{}", std::process::id()));
+        std::fs::create_dir(&both).expect("a directory");
+        for name in ["redis-server", "valkey-server"] {
+            std::fs::copy("/bin/true", both.join(name)).expect("a program");
+        }
+        let found = engine(&Choice::Auto, Some(both.as_os_str()));
+        std::fs::remove_dir_all(&both).expect("removed");
+        assert_eq!(found, Ok(both.join("valkey-server")));
         assert_eq!(module(&Choice::Path("/etc/passwd".into()), Path::new("/")), Ok("/etc/passwd".into()));
     }
 }

@@ -3,13 +3,14 @@
 //! A parent cannot ask the kernel to signal its child (PR_SET_PDEATHSIG): the child has to, between fork and exec, where Rust would have us
 //! vouch for memory safety ourselves. So we start ourselves again, as the hidden command `server-exec`, which asks and then becomes the engine.
 
+use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
 use std::path::{Path, PathBuf};
 use std::process::{ExitCode, ExitStatus, Stdio};
 
 use anyhow::Context as _;
 use clap::Args;
-use rustix::process::{Pid, Signal, getppid, kill_process, set_parent_process_death_signal};
+use rustix::process::{Pid, Signal, geteuid, getppid, kill_process, set_parent_process_death_signal};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 
@@ -108,16 +109,51 @@ impl Engine {
 pub(super) struct PrivateDir(PathBuf);
 
 impl PrivateDir {
+    /// Makes it. One that is there already is taken if it is ours and closed to others: it was left by a ferrite that was killed and had
+    /// our number, which in a container is always the same.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
-        use std::os::unix::fs::DirBuilderExt as _;
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
+        let made = made.or_else(|error| if is_left_over(path) { Ok(()) } else { Err(error) });
         made.with_context(|| format!("cannot make {} (server.runtime_dir names another)", path.display()))?;
         Ok(Self(path.to_owned()))
     }
 }
 
+fn is_left_over(path: &Path) -> bool {
+    // Of the thing itself: a link may lead anywhere.
+    path.symlink_metadata().is_ok_and(|about| {
+        about.is_dir() && about.uid() == geteuid().as_raw() && about.permissions().mode() & 0o077 == 0
+    })
+}
+
 impl Drop for PrivateDir {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs::{Permissions, create_dir, set_permissions, write};
+
+    #[test]
+    fn a_private_directory_is_made_or_taken_over_only_if_nobody_else_has_it() {
+        let path = std::env::temp_dir().join(format!("ferrite-private-{}", std::process::id()));
+        let mode = || path.metadata().map(|about| about.permissions().mode() & 0o777).ok();
+        let first = PrivateDir::make(&path).expect("made");
+        assert_eq!(mode(), Some(0o700));
+        write(path.join("engine.sock"), "").expect("a file");
+        std::mem::forget(first); // killed
+        let second = PrivateDir::make(&path).expect("taken over");
+        drop(second);
+        assert!(!path.exists(), "gone with what is in it");
+        create_dir(&path).expect("another's");
+        set_permissions(&path, Permissions::from_mode(0o755)).expect("open");
+        assert!(PrivateDir::make(&path).is_err(), "open to others");
+        std::fs::remove_dir(&path).expect("removed");
+        std::os::unix::fs::symlink("/", &path).expect("a link");
+        assert!(PrivateDir::make(&path).is_err(), "it leads elsewhere");
+        std::fs::remove_file(&path).expect("removed");
     }
 }

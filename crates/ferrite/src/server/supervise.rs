@@ -31,6 +31,9 @@ const MORE_TIME: Duration = Duration::from_secs(30);
 /// An engine that does not do what it must is given this long, whatever the file says.
 const UNFIT: Duration = Duration::from_secs(10);
 
+/// A line of the engine's comes by a pipe, its answer by a socket: the answer may be first.
+const WORD_TRIES: u32 = 20;
+const WORD_PAUSE: Duration = Duration::from_millis(50);
 /// In the words of the system. Then it is not RDMA that is missing.
 const IN_USE: &str = "already in use";
 
@@ -137,9 +140,10 @@ impl<'a> Supervisor<'a> {
                     return Ok(Life::Asked(as_asked(status)));
                 },
                 report = &mut becomes_ready, if ready_since.is_none() => {
-                    let checked = report.map_err(Ending::cannot_start)
-                        .map(|report| with_words(report, &engine))
-                        .and_then(|report| fit(report, config.rdma()));
+                    let checked = match report {
+                        Ok(report) => fit(with_words(report, &engine).await, config.rdma()),
+                        Err(silence) => Err(Ending::cannot_start(silence)),
+                    };
                     let report = match checked {
                         Ok(report) => report,
                         Err(unfit) => {
@@ -158,10 +162,14 @@ impl<'a> Supervisor<'a> {
     }
 }
 
-/// What the engine did not tell stands in its log.
-fn with_words(report: Report, engine: &Engine) -> Report {
-    let reason = report.reason.or_else(|| engine.words.of_module().filter(|_| report.status == "unknown"));
-    Report { reason, ..report }
+/// What the engine did not tell stands in its log, if perhaps not yet.
+async fn with_words(report: Report, engine: &Engine) -> Report {
+    let mut tries = 0..WORD_TRIES;
+    while report.status == "unknown" && engine.words.of_module().is_none() && tries.next().is_some() {
+        sleep(WORD_PAUSE).await;
+    }
+    let told = engine.words.of_module().filter(|_| report.status == "unknown");
+    Report { reason: report.reason.or(told), ..report }
 }
 
 /// Whether there is RDMA where there must be.
