@@ -197,15 +197,9 @@ fn an_engine_that_does_not_come_up_has_the_last_word() {
     assert_eq!(code, Some(1), "{}", server.log());
     let object: Value = serde_json::from_str(&said).expect("JSON");
     let words = object["error"]["message"].as_str().expect("words");
-    assert!(
-        words.contains("before it was ready, with code 1: ") && words.contains("memory value"),
-        "{words}"
-    );
-    assert!(
-        server.log().contains("'maxmemory much'") || server.log().contains("maxmemory \"much\""),
-        "{}",
-        server.log()
-    );
+    assert!(words.contains("before it was ready, with code 1: "), "{words}");
+    assert!(words.contains("maxmemory") && words.contains("must be a memory value"), "{words}");
+    assert!(server.log().contains("must be a memory value"), "{}", server.log());
 }
 
 #[test]
@@ -229,7 +223,7 @@ fn loading_is_not_silence_and_systemd_is_told() {
     let setup = Setup { network: &network, ..Setup::default() };
     let mut first = Server::start(&directory, &setup);
     let event = first.event("ready");
-    let script = "for i = 1, 400 do redis.call('SET', 'key' .. i, string.rep('x', 1000)) end return 1";
+    let script = "for i = 1, 700 do redis.call('SET', 'key' .. i, string.rep('x', 1000)) end return 1";
     assert_eq!(ask(ready(&event), &["EVAL", script, "0"]), ":1");
     first.signal("INT");
     assert_eq!(first.event("ended")["code"], 0);
@@ -245,7 +239,7 @@ fn loading_is_not_silence_and_systemd_is_told() {
     let mut second = Server::start_with(
         &directory,
         &Setup {
-            server: "startup_timeout = \"2s\"",
+            server: "startup_timeout = \"5s\"",
             network: &network,
             engine: "key-load-delay = 10000\nloading-process-events-interval-bytes = 1024",
         },
@@ -264,7 +258,7 @@ fn loading_is_not_silence_and_systemd_is_told() {
         assert_eq!(words, "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=the engine loads its data");
         loading += 1;
     };
-    assert!(loading > 1 && begun.elapsed() > Duration::from_secs(2), "{loading}: {ready}");
+    assert!(loading > 1 && begun.elapsed() > Duration::from_secs(5), "{loading}: {ready}");
     second.event("ready");
     second.signal("TERM");
     assert_eq!(next(), "STOPPING=1\nSTATUS=ending the engine");
@@ -312,7 +306,6 @@ fn slow_to_end(server: &mut Server) {
     let script = "for i = 1, 100 do redis.call('SET', 'key' .. i, i) end return 1";
     assert_eq!(ask(ready(&event), &["EVAL", script, "0"]), ":1");
     server.signal("TERM");
-    server.until_logged("Saving the final RDB snapshot");
 }
 
 #[test]
@@ -322,6 +315,7 @@ fn a_second_signal_hurries() {
     let mut server =
         Server::start(&directory, &Setup { network: &network, engine: SLOW_SAVE, ..Setup::default() });
     slow_to_end(&mut server);
+    server.until_logged("Saving the final RDB snapshot");
     server.signal("TERM");
     assert_eq!(server.event("ended")["code"], 137);
     assert_eq!(server.end().0, Some(137));
