@@ -381,5 +381,6 @@ fn a_killed_engine_is_our_end_or_is_started_again() {
     kill(&server.event("ready"));
     let (code, said) = server.end();
     assert_eq!(code, Some(137), "{}", server.log());
-    assert!(said.contains("after 2 restarts in a row"), "{said}");
+    assert!(said.contains("the engine has ended by signal 9"), "{said}");
+    assert!(server.log().contains("no more restarts: there were 2 in a row"), "{}", server.log());
 }

@@ -149,8 +149,10 @@ impl Config {
                 }
                 value => match Key::find(section, name).map(|key| &key.use_) {
                     Some(Use::Set(set)) => set(self, &Value(value)).map_err(wrong)?,
-                    Some(Use::Idle(why)) => {
-                        self.without_effect.push(wrong(format!("has no effect: {why}")));
+                    Some(Use::Idle(why)) => self.without_effect.push(wrong(idle(why))),
+                    Some(Use::IdleIf(check, why)) => {
+                        check(&Value(value)).map_err(wrong)?;
+                        self.without_effect.push(wrong(idle(why)));
                     }
                     None => return Err(wrong(keys::unknown(section, name))),
                 },
@@ -206,6 +208,10 @@ impl Config {
         let is_plain = !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\".contains(c));
         is_plain.then_some(word)
     }
+}
+
+fn idle(why: &str) -> String {
+    format!("has no effect: {why}")
 }
 
 #[cfg(test)]

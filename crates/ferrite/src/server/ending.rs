@@ -69,11 +69,11 @@ pub(super) fn code(status: ExitStatus) -> u8 {
     code.and_then(|code| u8::try_from(code).ok()).unwrap_or(INTERNAL)
 }
 
-/// `with code 1`, `killed by signal 11`
+/// `with code 1`, `by signal 11`
 pub(super) fn how(status: ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("with code {code}"),
-        (_, Some(signal)) => format!("killed by signal {signal}"),
+        (_, Some(signal)) => format!("by signal {signal}"),
         _ => "in an unknown way".into(),
     }
 }
@@ -87,8 +87,8 @@ mod tests {
         for (raw, is, words) in [
             (0, 0, "with code 0"),
             (3 << 8, 3, "with code 3"),
-            (11, 139, "killed by signal 11"),
-            (9, 137, "killed by signal 9"),
+            (11, 139, "by signal 11"),
+            (9, 137, "by signal 9"),
         ] {
             let status = ExitStatus::from_raw(raw);
             assert_eq!((code(status), how(status).as_str()), (is, words));

@@ -28,9 +28,8 @@ const DELAY_MAX: Duration = Duration::from_secs(30);
 const WELL: Duration = Duration::from_secs(60);
 /// For what systemd gives while the engine loads its data, each time that it says so.
 const MORE_TIME: Duration = Duration::from_secs(30);
-/// An engine that does not do what it must is given this long, whatever the file says.
-const UNFIT: Duration = Duration::from_secs(10);
-
+/// What an engine that has never answered is given for its end: it has nothing to save.
+const SILENT: Duration = Duration::from_secs(10);
 /// A line of the engine's comes by a pipe, its answer by a socket: the answer may be first.
 const WORD_TRIES: u32 = 20;
 const WORD_PAUSE: Duration = Duration::from_millis(50);
@@ -63,41 +62,39 @@ impl<'a> Supervisor<'a> {
     pub(super) async fn run(mut self) -> anyhow::Result<ExitStatus> {
         let mut restarts = 0;
         loop {
-            let (status, was_ready, words) = match self.live().await? {
+            let (status, was_ready, ending) = match self.live().await? {
                 Life::Asked(status) => return Ok(status),
                 Life::Itself { status, .. } if status.success() => return Ok(status),
-                Life::Itself { status, was_ready: None, words, module } if restarts == 0 => {
-                    return Err(self.never_ready(status, words, module).into());
+                Life::Itself { status, was_ready: None, words, module } => {
+                    (status, None, self.never_ready(status, words, module))
                 }
-                Life::Itself { status, was_ready, words, .. } => (status, was_ready, words),
+                Life::Itself { status, was_ready, words, .. } => (status, was_ready, ended(status, words)),
             };
-            let words = words.map(|words| format!(": {words}")).unwrap_or_default();
-            let ended = format!("the engine has ended {}{words}", how(status));
-            if self.config.restart == Restart::No {
-                return Err(Ending::engine(status, ended).into());
+            // One that has never come up will not do so the next time.
+            if self.config.restart == Restart::No || (was_ready.is_none() && restarts == 0) {
+                return Err(ending.into());
             }
             if was_ready.is_some_and(|time| time >= WELL) {
                 restarts = 0;
             }
             if restarts >= self.config.restart_limit {
-                let limit = self.config.restart_limit;
-                return Err(
-                    Ending::engine(status, format!("{ended}, after {limit} restarts in a row")).into()
-                );
+                log::warning(&format!("no more restarts: there were {restarts} in a row"));
+                return Err(ending.into());
             }
             let delay = delay(self.config.restart_delay, restarts);
             restarts += 1;
             let (limit, seconds) = (self.config.restart_limit, delay.as_secs_f32());
-            log::warning(&format!("{ended}; restart {restarts} of {limit} in {seconds} s"));
-            self.notify.status(&format!("{ended}; restarting"));
-            tell::restarting(self.json, super::ending::code(status), restarts, delay);
+            log::warning(&format!("{ending}; restart {restarts} of {limit} in {seconds} s"));
+            self.notify.status(&format!("{ending}; restarting"));
+            tell::restarting(self.json, ending.code(), restarts, delay);
             if self.signals.told_within(delay).await {
+                self.notify.stopping();
                 return Ok(status);
             }
         }
     }
 
-    /// The first engine did not come up: why, in its words.
+    /// An engine did not come up: why, in its words.
     fn never_ready(&self, status: ExitStatus, words: Option<String>, module: Option<String>) -> Ending {
         let refusal = module.filter(|words| words.starts_with("not loaded: "));
         match refusal {
@@ -141,15 +138,16 @@ impl<'a> Supervisor<'a> {
                 },
                 report = &mut becomes_ready, if ready_since.is_none() => {
                     let checked = match report {
-                        Ok(report) => fit(with_words(report, &engine).await, config.rdma()),
-                        Err(silence) => Err(Ending::cannot_start(silence)),
+                        Ok(report) => fit(with_words(report, &engine).await, config.rdma())
+                            .map_err(|unfit| (unfit, config.shutdown_timeout)),
+                        Err(silence) => Err((Ending::cannot_start(silence), SILENT)),
                     };
                     let report = match checked {
                         Ok(report) => report,
-                        Err(unfit) => {
+                        Err((why, patience)) => {
                             notify.stopping();
-                            stop(&mut engine, signals, UNFIT).await?;
-                            return Err(unfit.into());
+                            stop(&mut engine, signals, patience).await?;
+                            return Err(why.into());
                         }
                     };
                     ready_since = Some(Instant::now());
@@ -160,6 +158,12 @@ impl<'a> Supervisor<'a> {
             }
         }
     }
+}
+
+/// It was ready, and has failed.
+fn ended(status: ExitStatus, words: Option<String>) -> Ending {
+    let words = words.map(|words| format!(": {words}")).unwrap_or_default();
+    Ending::engine(status, format!("the engine has ended {}{words}", how(status)))
 }
 
 /// What the engine did not tell stands in its log, if perhaps not yet.

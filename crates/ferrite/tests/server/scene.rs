@@ -107,6 +107,8 @@ impl Server {
         let log = directory.path().join("log");
         let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
         command.args(["server", "--json", "--config"]).arg(file);
+        // Its private directory within ours: what is killed leaves it behind.
+        command.env("XDG_RUNTIME_DIR", directory.path());
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).expect("a log"));
         more(&mut command);
         let mut process = command.spawn().expect("ferrite starts");

@@ -24,6 +24,8 @@ pub(super) enum Use {
     Set(fn(&mut Config, &Value<'_>) -> Result<(), String>),
     /// Known from other files of this name, and nothing to be set here: why.
     Idle(&'static str),
+    /// The same for values that this function accepts.
+    IdleIf(fn(&Value<'_>) -> Result<(), String>, &'static str),
 }
 
 impl Key {
@@ -151,12 +153,7 @@ pub(super) const KEYS: &[Key] = &[
         config.rdma_listen = value.address(RDMA_PORT)?;
         Ok(())
     }),
-    set("network", "rdma_port", |config, value| {
-        // A device has few ports: more is a port for clients, in the wrong place.
-        value.number::<u16>(1, 254).map_err(|_| "the port for clients is in rdma_listen".to_owned())?;
-        config.without_effect.push(format!("network.rdma_port has no effect: {BY_ADDRESS}"));
-        Ok(())
-    }),
+    Key { section: "network", name: "rdma_port", use_: Use::IdleIf(port_of_a_device, BY_ADDRESS) },
     idle("network", "rdma_gid_index", BY_ADDRESS),
     set("network.rdma", "max_connections", |config, value| {
         config.max_connections = Some(value.number(1, CLIENTS_MAX)?);
@@ -218,6 +215,11 @@ const fn idle(section: &'static str, name: &'static str, why: &'static str) -> K
 fn choice(value: &Value<'_>) -> Result<Choice, String> {
     let path = value.path()?;
     Ok(if path.as_os_str() == "auto" { Choice::Auto } else { Choice::Path(path) })
+}
+
+/// A device has few ports: more is a port for clients, in the wrong place.
+fn port_of_a_device(value: &Value<'_>) -> Result<(), String> {
+    value.number::<u8>(1, 254).map(drop).map_err(|_| "the port for clients is in rdma_listen".into())
 }
 
 /// Asked for RDMA where there is none, we do not go on as if there were.
