@@ -10,7 +10,7 @@ use std::time::Duration;
 use ferrite_client::redis::{self, AsyncCommands as _, AsyncConnectionConfig};
 use ferrite_client::{Client, Connection};
 use ferrite_fabric::{Config, Engine, Rdma};
-use scene::{Directory, PATIENCE, Server, Setup, ask, signal};
+use scene::{Directory, PATIENCE, Server, Setup, ask, signal, until};
 use serde_json::Value;
 
 const ADDRESS: &str = "10.0.0.1:6395";
@@ -51,14 +51,14 @@ fn assert_over_rdma(event: &Value) {
     assert_eq!(event["reason"], Value::Null, "{event}");
 }
 
-/// A number of INFO ferrite, by the engine's own socket.
-fn count(event: &Value, field: &str) -> u64 {
+/// A number of INFO ferrite, by the engine's own socket. Where the transport's thread is slow, it is not there yet, or an old one.
+fn count(event: &Value, field: &str) -> Option<u64> {
     let socket = UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
     socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
     let info = ask(socket, &["INFO", "ferrite"]);
     let wanted = format!("ferrite_{field}:");
     let found = info.lines().find_map(|line| line.strip_prefix(&wanted));
-    found.and_then(|number| number.trim().parse().ok()).unwrap_or_else(|| panic!("no {field} in {info}"))
+    found.and_then(|number| number.trim().parse().ok())
 }
 
 #[test]
@@ -74,8 +74,9 @@ fn clients_over_rdma_and_what_they_wrote_is_kept() {
         let () = connection.set("key", "kept").await.expect("SET");
         let () = connection.set("large", &large).await.expect("SET");
     });
-    assert_eq!((count(&event, "begun_ferrite"), count(&event, "begun_tcp")), (1, 0));
-    assert!(count(&event, "rdma_recv_bytes") > 3 << 20);
+    assert_eq!((count(&event, "begun_ferrite"), count(&event, "begun_tcp")), (Some(1), Some(0)));
+    let all = || count(&event, "rdma_recv_bytes").is_some_and(|bytes| bytes > 3 << 20);
+    until("the device has counted it all", all, || first.log());
     first.signal("TERM");
     assert_eq!(first.event("ended")["code"], 0);
     assert_eq!(first.end(), (Some(0), String::new()));
