@@ -7,6 +7,7 @@ use ferrite_verbs::{Absence, CompletionError, ErrorKind};
 use serde::Serialize;
 
 use crate::pingpong::Ending;
+use crate::server;
 
 /// RDMA is not to be had on this host (EX_UNAVAILABLE of sysexits.h): scripts may take TCP instead.
 const UNAVAILABLE: u8 = 69;
@@ -15,7 +16,7 @@ const FAILURE: u8 = 1;
 
 /// Shown by `ferrite --help`.
 pub(crate) const HELP: &str = "Exit codes: 0 success; 1 failure; 2 wrong usage; \
-    69 this host has no usable RDMA (the message says what is missing and what to do).";
+    69 this host has no usable RDMA (the message says what is missing and what to do). `ferrite server` has more.";
 
 /// Tells the world: the paragraph goes to stderr, the object to stdout if `json`.
 pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
@@ -27,7 +28,8 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
             Err(error) => eprintln!("ferrite: {error}"),
         }
     }
-    ExitCode::from(if failure.missing.is_some() { UNAVAILABLE } else { FAILURE })
+    let of_server = error.downcast_ref::<server::Ending>().map(server::Ending::code);
+    ExitCode::from(of_server.unwrap_or(if failure.missing.is_some() { UNAVAILABLE } else { FAILURE }))
 }
 
 /// A failure, as scripts see it.
@@ -49,6 +51,7 @@ impl Failure {
         let absence = error.chain().find_map(|cause| cause.downcast_ref::<Absence>());
         let absence = absence.or_else(|| verbs.and_then(ferrite_verbs::Error::absence));
         let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
+        let server = error.downcast_ref::<server::Ending>();
         let ending = error.chain().find_map(|cause| cause.downcast_ref::<Ending>());
         Self {
             kind: match (absence, verbs, fabric, ending) {
@@ -56,6 +59,7 @@ impl Failure {
                 (_, Some(verbs), ..) => kind_name(verbs.kind()),
                 (_, _, Some(fabric), _) => fabric_kind_name(fabric.kind()),
                 (.., Some(ending)) => ending.kind_name(),
+                _ if let Some(server) = server => server.kind_name(),
                 _ if error.downcast_ref::<CompletionError>().is_some() => "completion_error",
                 _ => "failure",
             },

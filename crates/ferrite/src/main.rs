@@ -22,6 +22,7 @@ mod latency;
 mod output;
 mod pingpong;
 mod seconds;
+mod server;
 mod size;
 
 /// RDMA for Redis, Valkey and blobs: tools for the fabric.
@@ -41,17 +42,31 @@ enum Command {
     Pingpong(pingpong::Options),
     Bench(bench::Options),
     Gateway(gateway::Options),
+    Server(server::Options),
+    #[command(hide = true)]
+    ServerExec(server::ExecOptions),
 }
 
 fn main() -> ExitCode {
-    let (outcome, json) = match Cli::parse().command {
-        Command::Devices(options) => (devices::run(&options), options.json),
-        Command::Pingpong(options) => (pingpong::run(&options), options.json),
-        Command::Bench(options) => (bench::run(&options), options.json()),
-        Command::Gateway(options) => (gateway::run(&options), options.json),
+    let cli = Cli::try_parse().unwrap_or_else(|error| wrong_usage(&error));
+    let done = |()| ExitCode::SUCCESS;
+    let (outcome, json) = match cli.command {
+        Command::Devices(options) => (devices::run(&options).map(done), options.json),
+        Command::Pingpong(options) => (pingpong::run(&options).map(done), options.json),
+        Command::Bench(options) => (bench::run(&options).map(done), options.json()),
+        Command::Gateway(options) => (gateway::run(&options).map(done), options.json),
+        Command::Server(options) => (server::run(&options), options.json),
+        Command::ServerExec(options) => (server::exec(&options), false),
     };
-    match outcome {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => exit::report(&error, json),
+    outcome.unwrap_or_else(|error| exit::report(&error, json))
+}
+
+/// Help too comes by this way, and is no failure.
+fn wrong_usage(error: &clap::Error) -> ! {
+    // The server's code for it is another: 2 may be the engine's.
+    if error.use_stderr() && std::env::args_os().nth(1).is_some_and(|command| command == "server") {
+        let _ = error.print();
+        std::process::exit(server::USAGE.into());
     }
+    error.exit()
 }
