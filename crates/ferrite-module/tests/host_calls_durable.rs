@@ -30,7 +30,9 @@ fn start_again(server: &mut Server, program: &Path) {
 fn what_was_answered_survives_a_kill() {
     const AT_A_TIME: usize = 8;
     for program in engines() {
-        for fsync in ["always", "everysec"] {
+        // Not `everysec`: while the disk is at a synchronisation the engine keeps what it would write, for two seconds at most, and
+        // answers all the same, over TCP as well.
+        for fsync in ["always", "no"] {
             let mut server = start_with_aof(&program, fsync);
             for _ in 0..3 {
                 let address = server.info("address");
