@@ -78,7 +78,6 @@ impl Calls {
     }
 
     /// How many commands and subcommands may be.
-    #[allow(dead_code, reason = "for FERRITE DOCTOR")]
     pub(crate) fn callable_commands(&self) -> usize {
         self.router.len()
     }
