@@ -10,6 +10,7 @@
 //! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
 //! | MISCONF, NOREPLICAS, memory | each call; memory is freed by eviction on the bridge alone |
 //! | unknown commands, arity | each call |
+//! | `timeout` | no batch: the session's own connection would be silent |
 //! | what needs a client | [`Router`] |
 //!
 //! A GET of a long value is read by its key instead ([`Keys`]), with the same checks and a copy less.
@@ -54,12 +55,15 @@ pub(crate) struct Calls {
     /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
     batch_key: Option<Text>,
     replies_wait: bool,
+    /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose commands are called would be.
+    ends_the_silent: bool,
 }
 
 impl Calls {
     /// An error if this engine cannot be called: all goes over the bridge then.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
         let server = context.server();
+        let ends_the_silent = ends_the_silent(context);
         let context = CallContext::new(context)
             .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
         let table =
@@ -69,7 +73,8 @@ impl Calls {
         let batch_key =
             if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
         let replies_wait = context.state() & state::AOF != 0;
-        Ok(Self { context, router, keys, user: None, denied: Vec::new(), batch_key, replies_wait })
+        let (user, denied) = (None, Vec::new());
+        Ok(Self { context, router, keys, user, denied, batch_key, replies_wait, ends_the_silent })
     }
 
     /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
@@ -89,6 +94,7 @@ impl Calls {
         let state = self.context.state();
         self.replies_wait = state & state::AOF != 0;
         if state & NOT_NOW != 0
+            || self.ends_the_silent
             || self.context.is_paused()
             || !i32::try_from(speaker.db).is_ok_and(|db| self.context.select(db))
         {
@@ -121,9 +127,13 @@ impl Calls {
     }
 
     /// The engine's settings have changed.
-    pub(crate) fn follow_engine(&mut self, _: Context<'_>) {
-        self.replies_wait = self.context.state() & state::AOF != 0;
+    pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
+        self.ends_the_silent = ends_the_silent(context);
     }
+}
+
+fn ends_the_silent(context: Context<'_>) -> bool {
+    context.config(c"timeout").is_some_and(|seconds| seconds != "0")
 }
 
 /// Calls of one speaker, within one callback of the engine's.

@@ -161,13 +161,13 @@ mod tests {
         assert!(input.is_large());
         assert_eq!(input.begun().and_then(|mut args| args.next()), Some(&b"SET"[..]));
         let (mut out, mut total) = (Vec::new(), 0);
-        assert_eq!(input.stream(&mut out), false);
+        assert!(!input.stream(&mut out));
         total += out.len();
         input.append(&[b'x'; 999_000]);
-        assert_eq!(input.stream(&mut out), false);
+        assert!(!input.stream(&mut out));
         total += out.len();
         input.append(b"\r\n*1\r\n");
-        assert_eq!(input.stream(&mut out), true);
+        assert!(input.stream(&mut out));
         total += out.len();
         assert_eq!(total, b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n\r\n".len() + 1_000_000);
         assert_eq!((input.ahead(), input.is_large()), (&b"*1\r\n"[..], false));
