@@ -87,7 +87,6 @@ impl Router {
     }
 
     /// How many commands and subcommands.
-    #[allow(dead_code, reason = "for FERRITE DOCTOR")]
     pub(crate) fn len(&self) -> usize {
         self.rules.values().filter(|rule| matches!(rule, Rule::Call(_))).count()
     }

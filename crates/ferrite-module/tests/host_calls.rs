@@ -220,6 +220,64 @@ fn other_clients_hear_of_it() {
     }
 }
 
+/// Every command that there is, with too few words, too many, and some that fit.
+#[test]
+fn no_command_ends_the_engine() {
+    // They do what their names say.
+    const NOT: &str = " SHUTDOWN DEBUG FAILOVER MIGRATE MONITOR QUIT REPLICAOF SLAVEOF ";
+    for program in engines() {
+        let mut server = start(&program, &["--appendonly", "yes"]);
+        let mut names = commands(&mut Peer::native(&server));
+        names.retain(|name| !NOT.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]);
+        assert!(names.len() > 300, "{}", names.len());
+        let address = server.info("address");
+        let mut peer = Peer::called_at(&address);
+        for name in &names {
+            for more in ["", " key", " key 1", " key 0 1", " key value 1 2", " 1 key 0-0 + - 5"] {
+                let line = format!("{}{more}", name.join(" "));
+                peer.send(&[words(&line)]);
+                // What makes another of the session is not read; what waits is left.
+                let takes_over = ["SUBSCRIBE", "SYNC", "REPLY", "TRACKING", "RESET", "MULTI", "WATCH"];
+                let is_taken = takes_over.iter().any(|word| line.contains(word));
+                if is_taken {
+                    std::thread::sleep(Duration::from_millis(20));
+                }
+                if is_taken || !matches!(peer.within(Duration::from_millis(100)), Ok(Some(_))) {
+                    peer = Peer::called_at(&address);
+                }
+            }
+        }
+        let mut after = Pair::new(&server);
+        assert_eq!(after.same(&["PING"]), "+PONG");
+        let called = server.count("commands_called");
+        assert!(called > 300, "{called}");
+        server.assert_well();
+    }
+}
+
+#[test]
+fn scripts_and_functions_meet_calls() {
+    const LIBRARY: &str = "#!lua name=lib\nredis.register_function('bump', function(keys) return redis.call('incr', keys[1]) end)";
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut pair = Pair::apart(&server);
+        assert_eq!(pair.called.ask(&["FUNCTION", "LOAD", LIBRARY]), "$3\r\nlib");
+        let sha = pair.called.ask(&["SCRIPT", "LOAD", "return redis.call('append',KEYS[1],ARGV[1])"]);
+        let sha = sha.lines().nth(1).expect("a hash").to_string();
+        pair.same(&["SET", "key", "41"]);
+        for _ in 0..3 {
+            pair.same(&["FCALL", "bump", "1", "key"]);
+            pair.same(&["GET", "key"]);
+            pair.same(&["EVALSHA", &sha, "1", "text", "more"]);
+            pair.same(&["GET", "text"]);
+            pair.same(&["EVAL", "return redis.error_reply('mine')", "0"]);
+            pair.same(&["INCR", "key"]);
+        }
+        assert_eq!(pair.same(&["GET", "key"]), "$2\r\n47");
+        server.assert_well();
+    }
+}
+
 #[test]
 fn runs_keep_their_order() {
     let mut run: Vec<Vec<String>> = Vec::new();
