@@ -115,7 +115,7 @@ impl Calls {
             keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
             resp3: speaker.resp3,
-            called: false,
+            leaves: false,
             wrote: false,
         })
     }
@@ -148,7 +148,8 @@ pub(crate) struct Batch<'a> {
     keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
     resp3: bool,
-    called: bool,
+    /// A call may have left something for AOF and replicas. Reads do: they delete keys whose time is over.
+    leaves: bool,
     wrote: bool,
 }
 
@@ -165,10 +166,11 @@ impl Batch<'_> {
             return false;
         }
         let key = if reads_string && let [key] = args { Some(*key) } else { None };
+        let before = out.len();
         if let Some(key) = key
             && self.keys.read(&mut self.acting, key, self.resp3, out)
         {
-            self.called = true;
+            self.leaves |= !is_value(&out[before..]);
             return true;
         }
         // As it came: the slow log and MONITOR show it.
@@ -176,11 +178,11 @@ impl Batch<'_> {
         let Some(place) = terminated.get_mut(..name.len()) else { return false };
         place.copy_from_slice(name);
         let Ok(name) = CStr::from_bytes_until_nul(&terminated) else { return false };
-        self.called = true;
-        let before = out.len();
         let outcome = self.acting.call(name, args, self.resp3, out);
+        let answer = &out[before..];
+        self.leaves |= key.is_none() || !is_value(answer);
         if let Some(key) = key {
-            self.keys.learn(key, out.len() - before);
+            self.keys.learn(key, answer.len());
         }
         match outcome {
             Outcome::Done => self.wrote |= writes,
@@ -201,9 +203,13 @@ impl Batch<'_> {
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        // Reads too: they delete keys whose time is over.
-        if let Some(key) = self.batch_key.filter(|_| self.called) {
+        if let Some(key) = self.batch_key.filter(|_| self.leaves) {
             self.acting.propagate(key);
         }
     }
+}
+
+/// Whether an answer to GET is a string: its key was there.
+fn is_value(answer: &[u8]) -> bool {
+    answer.starts_with(b"$") && !answer.starts_with(b"$-")
 }
