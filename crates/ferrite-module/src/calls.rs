@@ -54,7 +54,8 @@ pub(crate) struct Calls {
     denied: Vec<Box<str>>,
     /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
     batch_key: Option<Text>,
-    replies_wait: bool,
+    has_aof: bool,
+    syncs_always: bool,
     /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose commands are called would be.
     ends_the_silent: bool,
 }
@@ -63,7 +64,7 @@ impl Calls {
     /// An error if this engine cannot be called: all goes over the bridge then.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
         let server = context.server();
-        let ends_the_silent = ends_the_silent(context);
+        let (ends_the_silent, syncs_always) = (ends_the_silent(context), syncs_always(context));
         let context = CallContext::new(context)
             .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
         let table =
@@ -72,9 +73,9 @@ impl Calls {
         let keys = Keys::new(server).ok_or("no memory")?;
         let batch_key =
             if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
-        let replies_wait = context.state() & state::AOF != 0;
+        let has_aof = context.state() & state::AOF != 0;
         let (user, denied) = (None, Vec::new());
-        Ok(Self { context, router, keys, user, denied, batch_key, replies_wait, ends_the_silent })
+        Ok(Self { context, router, keys, user, denied, batch_key, has_aof, syncs_always, ends_the_silent })
     }
 
     /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
@@ -92,7 +93,7 @@ impl Calls {
     pub(crate) fn begin(&mut self, speaker: &Standing) -> Option<Batch<'_>> {
         let name = speaker.user.as_deref()?;
         let state = self.context.state();
-        self.replies_wait = state & state::AOF != 0;
+        self.has_aof = state & state::AOF != 0;
         if state & NOT_NOW != 0
             || self.ends_the_silent
             || self.context.is_paused()
@@ -120,20 +121,27 @@ impl Calls {
         })
     }
 
-    /// Whether replies may leave only after the loop's next turn: the AOF is on, and is written (and, with `appendfsync always`,
-    /// synchronised) when a turn ends. As of the last batch, this one's included.
-    pub(crate) fn replies_wait(&self) -> bool {
-        self.replies_wait
+    /// Whether replies of a batch may leave only after the loop's next turn. The AOF is written, and with `appendfsync always`
+    /// synchronised, when a turn ends: before, an answer to a write could be one to a write that is lost, and with `always` one to a read
+    /// could tell of such a write. As of the last batch.
+    pub(crate) fn replies_wait(&self, wrote: bool) -> bool {
+        self.has_aof && (wrote || self.syncs_always)
     }
 
     /// The engine's settings have changed.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         self.ends_the_silent = ends_the_silent(context);
+        self.syncs_always = syncs_always(context);
     }
 }
 
 fn ends_the_silent(context: Context<'_>) -> bool {
     context.config(c"timeout").is_some_and(|seconds| seconds != "0")
+}
+
+/// An engine that does not say is taken for one that does.
+fn syncs_always(context: Context<'_>) -> bool {
+    context.config(c"appendfsync").is_none_or(|when| when == "always")
 }
 
 /// Calls of one speaker, within one callback of the engine's.
