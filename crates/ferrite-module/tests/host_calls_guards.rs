@@ -261,3 +261,32 @@ fn a_cluster_redirects() {
         server.assert_well();
     }
 }
+
+#[test]
+fn an_engine_that_does_not_tell_its_commands_is_bridged() {
+    for program in engines() {
+        let mut server = start(&program, &["--rename-command", "COMMAND", ""]);
+        assert!(server.log().contains("no command is called, all are bridged"), "{}", server.log());
+        let mut pair = Pair::new(&server);
+        for line in ["SET key value", "GET key", "COMMAND", "PING"] {
+            pair.same(&words(line));
+        }
+        assert_eq!(server.count("commands_called"), 0);
+        server.assert_well();
+    }
+}
+
+/// A command that goes by another name is unknown by its own, as ever.
+#[test]
+fn a_renamed_command_is_another() {
+    for program in engines() {
+        let mut server = start(&program, &["--rename-command", "GET", "FETCH"]);
+        let mut pair = Pair::new(&server);
+        let long = "v".repeat(1000);
+        assert_eq!(pair.same(&["SET", "key", &long]), "+OK");
+        for line in ["GET key", "FETCH key", "GET key", "FETCH key"] {
+            assert_eq!(pair.same(&words(line)).starts_with('-'), line.starts_with("GET"), "{line}");
+        }
+        server.assert_well();
+    }
+}
