@@ -54,7 +54,8 @@ pub(crate) struct Calls {
     denied: Vec<Box<str>>,
     /// Redis 7.0: the key of the event that ends a batch. See [`CallContext::propagate`].
     batch_key: Option<Text>,
-    replies_wait: bool,
+    has_aof: bool,
+    syncs_always: bool,
     /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose commands are called would be.
     ends_the_silent: bool,
 }
@@ -63,7 +64,7 @@ impl Calls {
     /// An error if this engine cannot be called: all goes over the bridge then.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
         let server = context.server();
-        let ends_the_silent = ends_the_silent(context);
+        let (ends_the_silent, syncs_always) = (ends_the_silent(context), syncs_always(context));
         let context = CallContext::new(context)
             .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
         let table =
@@ -72,9 +73,9 @@ impl Calls {
         let keys = Keys::new(server).ok_or("no memory")?;
         let batch_key =
             if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
-        let replies_wait = context.state() & state::AOF != 0;
+        let has_aof = context.state() & state::AOF != 0;
         let (user, denied) = (None, Vec::new());
-        Ok(Self { context, router, keys, user, denied, batch_key, replies_wait, ends_the_silent })
+        Ok(Self { context, router, keys, user, denied, batch_key, has_aof, syncs_always, ends_the_silent })
     }
 
     /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
@@ -92,7 +93,7 @@ impl Calls {
     pub(crate) fn begin(&mut self, speaker: &Standing) -> Option<Batch<'_>> {
         let name = speaker.user.as_deref()?;
         let state = self.context.state();
-        self.replies_wait = state & state::AOF != 0;
+        self.has_aof = state & state::AOF != 0;
         if state & NOT_NOW != 0
             || self.ends_the_silent
             || self.context.is_paused()
@@ -115,25 +116,32 @@ impl Calls {
             keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
             resp3: speaker.resp3,
-            called: false,
+            leaves: false,
             wrote: false,
         })
     }
 
-    /// Whether replies may leave only after the loop's next turn: the AOF is on, and is written (and, with `appendfsync always`,
-    /// synchronised) when a turn ends. As of the last batch, this one's included.
-    pub(crate) fn replies_wait(&self) -> bool {
-        self.replies_wait
+    /// Whether replies of a batch may leave only after the loop's next turn. The AOF is written, and with `appendfsync always`
+    /// synchronised, when a turn ends: before, an answer to a write could be one to a write that is lost, and with `always` one to a read
+    /// could tell of such a write. As of the last batch.
+    pub(crate) fn replies_wait(&self, wrote: bool) -> bool {
+        self.has_aof && (wrote || self.syncs_always)
     }
 
     /// The engine's settings have changed.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         self.ends_the_silent = ends_the_silent(context);
+        self.syncs_always = syncs_always(context);
     }
 }
 
 fn ends_the_silent(context: Context<'_>) -> bool {
     context.config(c"timeout").is_some_and(|seconds| seconds != "0")
+}
+
+/// An engine that does not say is taken for one that does.
+fn syncs_always(context: Context<'_>) -> bool {
+    context.config(c"appendfsync").is_none_or(|when| when == "always")
 }
 
 /// Calls of one speaker, within one callback of the engine's.
@@ -148,7 +156,8 @@ pub(crate) struct Batch<'a> {
     keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
     resp3: bool,
-    called: bool,
+    /// A call may have left something for AOF and replicas. Reads do: they delete keys whose time is over.
+    leaves: bool,
     wrote: bool,
 }
 
@@ -165,10 +174,11 @@ impl Batch<'_> {
             return false;
         }
         let key = if reads_string && let [key] = args { Some(*key) } else { None };
+        let before = out.len();
         if let Some(key) = key
             && self.keys.read(&mut self.acting, key, self.resp3, out)
         {
-            self.called = true;
+            self.leaves |= !is_value(&out[before..]);
             return true;
         }
         // As it came: the slow log and MONITOR show it.
@@ -176,11 +186,11 @@ impl Batch<'_> {
         let Some(place) = terminated.get_mut(..name.len()) else { return false };
         place.copy_from_slice(name);
         let Ok(name) = CStr::from_bytes_until_nul(&terminated) else { return false };
-        self.called = true;
-        let before = out.len();
         let outcome = self.acting.call(name, args, self.resp3, out);
+        let answer = &out[before..];
+        self.leaves |= key.is_none() || !is_value(answer);
         if let Some(key) = key {
-            self.keys.learn(key, out.len() - before);
+            self.keys.learn(key, answer.len());
         }
         match outcome {
             Outcome::Done => self.wrote |= writes,
@@ -201,9 +211,13 @@ impl Batch<'_> {
 
 impl Drop for Batch<'_> {
     fn drop(&mut self) {
-        // Reads too: they delete keys whose time is over.
-        if let Some(key) = self.batch_key.filter(|_| self.called) {
+        if let Some(key) = self.batch_key.filter(|_| self.leaves) {
             self.acting.propagate(key);
         }
     }
+}
+
+/// Whether an answer to GET is a string: its key was there.
+fn is_value(answer: &[u8]) -> bool {
+    answer.starts_with(b"$") && !answer.starts_with(b"$-")
 }

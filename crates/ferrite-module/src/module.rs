@@ -62,7 +62,7 @@ impl Module {
     pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
         let begun = self.target(context).and_then(|target| {
             let protected = is_protected(context);
-            let porch = self.options.call_lane().then(|| call_lane(context)).transpose()?;
+            let porch = if self.options.call_lane() { call_lane(context) } else { None };
             let (transport, (fabric, runtime)) =
                 Transport::begin(&self.options, target, protected, porch.clone())?;
             if let Some(porch) = porch {
@@ -143,10 +143,14 @@ impl Module {
     }
 }
 
-/// Calls can be made from now on.
-fn call_lane(context: Context<'_>) -> Result<Arc<Porch>, String> {
-    resident::allow_calls(Some(Calls::new(context)?));
-    Porch::new().map_err(|error| format!("no eventfd: {error}"))
+/// Calls can be made from now on. Where they cannot, all goes over the bridge, as without.
+fn call_lane(context: Context<'_>) -> Option<Arc<Porch>> {
+    let begun = Calls::new(context).and_then(|calls| {
+        let porch = Porch::new().map_err(|error| format!("no eventfd: {error}"))?;
+        resident::allow_calls(Some(calls));
+        Ok(porch)
+    });
+    begun.inspect_err(|why| tracing::warn!("no command is called, all are bridged: {why}")).ok()
 }
 
 /// Whether clients of other hosts must have a password. An engine that does not say is taken for one that is protected.

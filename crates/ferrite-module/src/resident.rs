@@ -158,7 +158,7 @@ impl Inside for Around {
             }
             called.wrote = batch.wrote();
             drop(batch);
-            called.must_settle = called.wrote && calls.replies_wait();
+            called.must_settle = calls.replies_wait(called.wrote);
             called
         })
     }

@@ -170,6 +170,33 @@ fn a_user_has_his_rights_and_no_others() {
     }
 }
 
+/// Valkey 9.1 has rights to databases. They are looked at where a command runs, be it by a call or by a key.
+#[test]
+fn a_database_may_be_forbidden() {
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut admin = Peer::native(&server);
+        if admin.ask(&words("ACL SETUSER bob on nopass ~* +@all alldbs")).starts_with('-') {
+            continue; // an engine that has none
+        }
+        let mut bob = Pair::new(&server);
+        bob.same(&["AUTH", "bob", "any"]);
+        let long = "v".repeat(1000);
+        for (db, rule, may) in [("5", "db=0", false), ("0", "db=5", false), ("5", "db=5", true)] {
+            admin.ok(&words("ACL SETUSER bob alldbs"));
+            bob.same(&["SELECT", db]);
+            bob.same(&["SET", "key", &long]);
+            bob.same(&["GET", "key"]);
+            bob.same(&["GET", "key"]); // by its key
+            admin.ok(&["ACL", "SETUSER", "bob", "resetdbs", rule]);
+            for line in ["GET key", "SET other 1", "GET key"] {
+                assert_eq!(bob.same(&words(line)).starts_with("-NOPERM"), !may, "{line} in {db} with {rule}");
+            }
+        }
+        server.assert_well();
+    }
+}
+
 #[test]
 fn who_has_no_password_has_no_answer() {
     for program in engines() {
@@ -230,6 +257,35 @@ fn a_cluster_redirects() {
         server.until("a cluster", || pair.native.ask(&["GET", "key"]) == "$-1");
         for line in ["SET key 1", "GET key", "MGET key other", "MSET key 1 other 2", "SELECT 1"] {
             pair.same(&words(line));
+        }
+        server.assert_well();
+    }
+}
+
+#[test]
+fn an_engine_that_does_not_tell_its_commands_is_bridged() {
+    for program in engines() {
+        let mut server = start(&program, &["--rename-command", "COMMAND", ""]);
+        assert!(server.log().contains("no command is called, all are bridged"), "{}", server.log());
+        let mut pair = Pair::new(&server);
+        for line in ["SET key value", "GET key", "COMMAND", "PING"] {
+            pair.same(&words(line));
+        }
+        assert_eq!(server.count("commands_called"), 0);
+        server.assert_well();
+    }
+}
+
+/// A command that goes by another name is unknown by its own, as ever.
+#[test]
+fn a_renamed_command_is_another() {
+    for program in engines() {
+        let mut server = start(&program, &["--rename-command", "GET", "FETCH"]);
+        let mut pair = Pair::new(&server);
+        let long = "v".repeat(1000);
+        assert_eq!(pair.same(&["SET", "key", &long]), "+OK");
+        for line in ["GET key", "FETCH key", "GET key", "FETCH key"] {
+            assert_eq!(pair.same(&words(line)).starts_with('-'), line.starts_with("GET"), "{line}");
         }
         server.assert_well();
     }
