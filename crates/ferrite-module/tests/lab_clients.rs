@@ -12,6 +12,7 @@ use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
 use scene::{REDIS, Server, Start};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::sync::{mpsc, watch};
 use tokio::task::JoinSet;
 
 const HOST: &str = "10.0.0.1";
@@ -25,11 +26,19 @@ fn clients() -> usize {
     std::env::var("FERRITE_CLIENTS").ok().map_or(200, |count| count.parse().expect("a number"))
 }
 
-async fn connect(engine: Engine) -> ValkeyStream {
+/// A client that speaks when it has come and when it is told to, and answers keepalives in between.
+async fn client(engine: Engine, come: mpsc::UnboundedSender<()>, mut told: watch::Receiver<bool>) {
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     let peer = format!("{HOST}:{PORT}").parse().expect("an address");
     let bare = engine.connect_bare(peer, &options).await.expect("a connection");
-    ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default()).expect("a window")
+    let mut stream = ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default()).expect("a window");
+    ask(&mut stream).await;
+    come.send(()).expect("somebody counts");
+    tokio::select! {
+        read = stream.read_u8() => panic!("{read:?}"),
+        _ = told.wait_for(|told| *told) => {}
+    }
+    ask(&mut stream).await;
 }
 
 async fn ask(stream: &mut ValkeyStream) {
@@ -55,16 +64,15 @@ fn a_silent_client_costs_its_window() {
         let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
         let engine = engine.expect("an engine");
         let driver = tokio::spawn(engine.drive());
-        let (begun, mut streams, mut connecting) = (Instant::now(), Vec::new(), JoinSet::new());
-        while streams.len() < count {
-            while connecting.len() < AT_A_TIME.min(count - streams.len()) {
-                connecting.spawn(connect(engine.clone()));
+        let (begun, mut clients) = (Instant::now(), JoinSet::new());
+        let ((come, mut coming), (tell, told)) = (mpsc::unbounded_channel(), watch::channel(false));
+        for came in 0..count {
+            while clients.len() < count.min(came + AT_A_TIME) {
+                clients.spawn(client(engine.clone(), come.clone(), told.clone()));
             }
-            let mut stream = connecting.join_next().await.expect("some are").expect("no panic");
-            ask(&mut stream).await;
-            streams.push(stream);
-            if streams.len() % 500 == 0 {
-                eprintln!("{} clients after {:.0?}", streams.len(), begun.elapsed());
+            coming.recv().await.expect("a client");
+            if (came + 1) % 500 == 0 {
+                eprintln!("{} clients after {:.0?}", came + 1, begun.elapsed());
             }
         }
         let pinned = server.count("rdma_memory_registered_bytes").saturating_sub(before);
@@ -73,11 +81,11 @@ fn a_silent_client_costs_its_window() {
         eprintln!("{count} clients: {each} bytes pinned for each, {windows} of it its window");
         assert_eq!(server.count("sessions_rdma_valkey"), count as u64);
         assert!(each <= PINNED_MAX && windows >= 64 << 10, "{each}, {windows}");
-        // All of them live.
-        for stream in &mut streams {
-            ask(stream).await;
+        tell.send(true).expect("they listen");
+        while let Some(ended) = clients.join_next().await {
+            ended.expect("it lived");
         }
-        drop((streams, engine));
+        drop(engine);
         let ended = tokio::time::timeout(Duration::from_secs(120), driver).await;
         ended.expect("an engine that ends").expect("no panic").expect("it drove");
     });
