@@ -10,7 +10,7 @@ use std::net::TcpStream;
 use std::path::Path;
 
 use parity::wire::Carrier;
-use parity::{Pace, Way, states};
+use parity::{Amount, Pace, Way, states};
 
 fn dial(port: &str) -> Box<dyn Carrier> {
     let socket = TcpStream::connect(format!("127.0.0.1:{port}")).expect("it listens");
@@ -19,7 +19,8 @@ fn dial(port: &str) -> Box<dyn Carrier> {
 }
 
 fn each(state: impl Fn(&Way<'_>, &Path)) {
-    let way = Way { arguments: &["rdma-bind", "127.0.0.1"], dial: &dial, pace: Pace::OneByOne };
+    let amount = Amount { good: 8, spoiled: 16 };
+    let way = Way { arguments: &["rdma-bind", "127.0.0.1"], dial: &dial, pace: Pace::OneByOne, amount };
     scene::engines().iter().for_each(|program| state(&way, program));
 }
 

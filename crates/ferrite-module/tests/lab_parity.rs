@@ -13,7 +13,7 @@ use std::time::Duration;
 use ferrite_fabric::{Config, Engine, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport};
 use parity::wire::Carrier;
-use parity::{Pace, Way, states};
+use parity::{Amount, Pace, Way, states};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::{Builder, Runtime};
 use tokio::time::timeout;
@@ -55,7 +55,8 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
         Box::new(OverRdma { runtime: Rc::clone(&runtime), session })
     };
     let arguments = ["rdma-bind", "10.0.0.1", "rdma", "require", "rdma-device", "rxe1"];
-    let way = Way { arguments: &arguments, dial: &dial, pace: Pace::Pipelined };
+    let amount = Amount { good: 4, spoiled: 6 };
+    let way = Way { arguments: &arguments, dial: &dial, pace: Pace::Pipelined, amount };
     scene::engines().iter().for_each(|program| state(&way, program));
     drop(connector);
     let ended = runtime.block_on(async { timeout(scene::PATIENCE, driver).await });

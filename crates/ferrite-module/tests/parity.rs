@@ -22,7 +22,8 @@ use std::path::Path;
 use std::time::Duration;
 
 use self::differences::{Rule, is_generated, rule, same};
-use self::generate::{Amount, Words};
+pub(crate) use self::generate::Amount;
+use self::generate::Words;
 use self::keys::Tags;
 use self::scripts::{Expect, Script, Sent};
 use self::spec::Spec;
@@ -42,6 +43,7 @@ pub(crate) struct Way<'a> {
     pub(crate) dial: &'a dyn Fn(&str) -> Box<dyn Carrier>,
     /// Where the state does not say: round trips are dear in the lab.
     pub(crate) pace: Pace,
+    pub(crate) amount: Amount,
 }
 
 /// An engine with the module.
@@ -171,7 +173,7 @@ impl<'a> Bench<'a> {
             nodes,
             greeting: Vec::new(),
             pace: way.pace,
-            amount: Amount { good: 8, spoiled: 16 },
+            amount: way.amount,
             tags: keys::PLAIN,
             remake: None,
             admins,

@@ -21,6 +21,7 @@ mod gateway;
 mod latency;
 mod output;
 mod pingpong;
+mod relay;
 mod seconds;
 mod size;
 
@@ -41,6 +42,7 @@ enum Command {
     Pingpong(pingpong::Options),
     Bench(bench::Options),
     Gateway(gateway::Options),
+    Relay(relay::Options),
 }
 
 fn main() -> ExitCode {
@@ -49,6 +51,7 @@ fn main() -> ExitCode {
         Command::Pingpong(options) => (pingpong::run(&options), options.json),
         Command::Bench(options) => (bench::run(&options), options.json()),
         Command::Gateway(options) => (gateway::run(&options), options.json),
+        Command::Relay(options) => (relay::run(&options), options.json),
     };
     match outcome {
         Ok(()) => ExitCode::SUCCESS,
