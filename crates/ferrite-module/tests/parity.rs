@@ -31,7 +31,7 @@ use self::wire::{Carrier, Heard, Wire, encode};
 use crate::scene::{Server, Start, free_port};
 
 /// As long as an answer may take.
-const LONG: Duration = Duration::from_secs(5);
+const LONG: Duration = Duration::from_secs(20);
 /// What has not been said by then will not be said.
 const SHORT: Duration = Duration::from_millis(300);
 

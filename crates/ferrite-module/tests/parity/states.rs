@@ -8,7 +8,7 @@ use super::generate::{self, Amount};
 use super::keys;
 use super::scripts::scripts;
 use super::wire::{Heard, Wire, encode};
-use super::{Bench, LONG, Node, Pace, Way, name, send, words};
+use super::{Bench, LONG, Node, Pace, SHORT, Way, name, send, words};
 
 /// Where most commands are refused, or all in the same way, fewer cases say as much.
 const FEW: Amount = Amount { good: 3, spoiled: 3 };
@@ -263,14 +263,13 @@ pub(crate) fn paused(way: &Way<'_>, program: &Path) {
             std::thread::sleep(Duration::from_millis(100));
             let heard: Vec<_> =
                 wires.iter_mut().map(|wires| super::hear(wires, Duration::from_millis(1))).collect();
-            if kind == "writes" {
-                bench.order("CLIENT UNPAUSE"); // it is of no use when all are paused
-            }
+            // Nothing ends a pause of all but time: who asks is answered then.
+            bench.order(if kind == "all" { "PING" } else { "CLIENT UNPAUSE" });
             for (((spec, words), wires), heard) in batch.iter().zip(&cases).zip(&mut wires).zip(heard) {
                 bench.commands += 1;
                 bench.judge(words, rule(spec), &heard);
                 if heard == [Heard::Silence, Heard::Silence] {
-                    let late = super::hear(wires, if spec.waits() { Duration::from_secs(6) } else { LONG });
+                    let late = super::hear(wires, if spec.waits() { SHORT } else { LONG });
                     bench.judge(words, rule(spec), &late);
                 }
             }
