@@ -109,6 +109,9 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
             file,
             "--cluster-require-full-coverage",
             "no",
+            // The other node is away all the time; when that is found out, the cluster is down.
+            "--cluster-node-timeout",
+            "3600000",
         ];
         Node::begin(program, way, &options)
     });
