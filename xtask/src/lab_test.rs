@@ -103,7 +103,11 @@ impl Suite {
     /// What the tests find in their environment.
     fn variables(&self) -> Vec<String> {
         match self {
-            Self::Own => Vec::new(),
+            // How the module is started, and in which engines (`lab_parity`, `lab_module`).
+            Self::Own => ["FERRITE_MODULE_ARGS", "FERRITE_ENGINES"]
+                .iter()
+                .filter_map(|name| Some(format!("{name}={}", std::env::var(name).ok()?)))
+                .collect(),
             Self::Interop { valkey } => vec![format!("FERRITE_VALKEY={}", valkey.display())],
         }
     }

@@ -8,20 +8,9 @@ mod scene;
 
 use std::io::{Read as _, Write as _};
 use std::net::TcpStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use scene::{PATIENCE, REDIS, Server, Start, free_port, valkey};
-
-/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by colons).
-fn engines() -> Vec<PathBuf> {
-    let valkey = valkey();
-    if valkey.is_none() {
-        eprintln!("Redis alone: Valkey is not built here (lab/lab setup valkey)");
-    }
-    let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty()); // "" has one
-    [Some(REDIS.into()), valkey].into_iter().flatten().chain(named).collect()
-}
+use scene::{PATIENCE, REDIS, Server, Start, engines, free_port, valkey};
 
 /// With a port for RDMA clients of its own.
 fn start(program: &Path, more: &[&str], options: &[&str]) -> Server {

@@ -32,6 +32,21 @@ pub(crate) fn valkey() -> Option<PathBuf> {
     cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists())
 }
 
+/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by colons).
+#[expect(clippy::print_stderr, reason = "what is left out is said")]
+pub(crate) fn engines() -> Vec<PathBuf> {
+    let valkey = valkey();
+    let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
+    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty()); // "" has one
+    let engines: Vec<_> = [Some(REDIS.into()), valkey].into_iter().flatten().chain(named).collect();
+    if engines.len() == 1 {
+        eprintln!(
+            "Redis alone: Valkey is not built here (lab/lab setup valkey), and FERRITE_ENGINES names none"
+        );
+    }
+    engines
+}
+
 /// A port that nobody has at the moment.
 pub(crate) fn free_port() -> String {
     let bound = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
@@ -238,6 +253,10 @@ impl Server {
             assert!(begun.elapsed() < PATIENCE, "it does not end: {}", self.log());
             std::thread::sleep(Duration::from_millis(5));
         }
+    }
+
+    pub(crate) fn has_ended(&mut self) -> bool {
+        self.process.try_wait().expect("it is ours").is_some()
     }
 
     /// The log has no sign of a crash, and the process is there.

@@ -39,6 +39,9 @@ impl Moved {
 
 /// Moves bytes until both sides have ended.
 ///
+/// An engine that hangs up on a client which still sends (a protocol error, a client killed) has said why: that is delivered
+/// first, and what the client sends meanwhile is dropped.
+///
 /// # Errors
 /// The first failure of either side.
 pub async fn pump<C, E>(client: &mut C, engine: &mut E, moved: &Moved) -> io::Result<()>
@@ -46,7 +49,7 @@ where
     C: AsyncRead + AsyncWrite + Unpin,
     E: AsyncRead + AsyncWrite + Unpin,
 {
-    let mut engine = Counted { engine, moved };
+    let mut engine = Counted { engine, moved, has_ended: false };
     tokio::io::copy_bidirectional_with_sizes(client, &mut engine, BUFFER, BUFFER).await?;
     Ok(())
 }
@@ -55,6 +58,8 @@ where
 struct Counted<'a, E> {
     engine: &'a mut E,
     moved: &'a Moved,
+    /// There is nothing more to be read from it.
+    has_ended: bool,
 }
 
 impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
@@ -62,7 +67,9 @@ impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
         let this = self.get_mut();
         let before = out.filled().len();
         let polled = Pin::new(&mut *this.engine).poll_read(cx, out);
-        this.moved.to_client.fetch_add((out.filled().len() - before) as u64, Ordering::Relaxed);
+        let count = out.filled().len() - before;
+        this.moved.to_client.fetch_add(count as u64, Ordering::Relaxed);
+        this.has_ended |= polled.is_ready() && count == 0;
         polled
     }
 }
@@ -71,10 +78,14 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let polled = Pin::new(&mut *this.engine).poll_write(cx, bytes);
-        if let Poll::Ready(Ok(count)) = &polled {
-            this.moved.to_engine.fetch_add(*count as u64, Ordering::Relaxed);
+        match polled {
+            Poll::Ready(Ok(count)) => {
+                this.moved.to_engine.fetch_add(count as u64, Ordering::Relaxed);
+                Poll::Ready(Ok(count))
+            }
+            Poll::Ready(Err(error)) if has_hung_up(&error) && !this.has_ended => Poll::Ready(Ok(bytes.len())),
+            other => other,
         }
-        polled
     }
 
     fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -83,5 +94,34 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut *self.get_mut().engine).poll_shutdown(cx)
+    }
+}
+
+fn has_hung_up(error: &io::Error) -> bool {
+    matches!(error.kind(), io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+    use tokio::net::UnixStream;
+
+    use super::*;
+
+    /// The engine has answered and hung up while the client sends on: the answer arrives, then the end.
+    #[tokio::test]
+    async fn last_words_arrive() {
+        let (mut client, mut outside) = UnixStream::pair().expect("sockets");
+        let (mut engine, mut inside) = UnixStream::pair().expect("sockets");
+        engine.write_all(b"-ERR why\r\n").await.expect("it hears");
+        drop(engine);
+        client.write_all(&[0; 1000]).await.expect("it hears");
+        let pumping = tokio::spawn(async move { pump(&mut outside, &mut inside, &Moved::default()).await });
+        let mut heard = String::new();
+        client.read_to_string(&mut heard).await.expect("an end");
+        assert_eq!(heard, "-ERR why\r\n");
+        // Who sends on nevertheless is told.
+        client.write_all(&[0; 1000]).await.expect("it hears");
+        assert!(pumping.await.expect("no panic").is_err());
     }
 }

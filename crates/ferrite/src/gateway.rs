@@ -89,8 +89,8 @@ fn parse_window(text: &str) -> Result<u32, String> {
     }
 }
 
-pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
-    // Warnings of the library: to whoever reads stderr.
+/// Warnings of the library: to whoever reads stderr.
+pub(crate) fn log_to_stderr() {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
@@ -98,6 +98,10 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         .without_time()
         .with_target(false)
         .init();
+}
+
+pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+    log_to_stderr();
     // One thread: a session is a task that copies, and what it waits for wakes it where it runs.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(options))

@@ -21,6 +21,7 @@ mod gateway;
 mod latency;
 mod output;
 mod pingpong;
+mod relay;
 mod seconds;
 mod server;
 mod size;
@@ -42,6 +43,7 @@ enum Command {
     Pingpong(pingpong::Options),
     Bench(bench::Options),
     Gateway(gateway::Options),
+    Relay(relay::Options),
     Server(server::Options),
     #[command(hide = true)]
     ServerExec(server::ExecOptions),
@@ -55,6 +57,7 @@ fn main() -> ExitCode {
         Command::Pingpong(options) => (pingpong::run(&options).map(done), options.json),
         Command::Bench(options) => (bench::run(&options).map(done), options.json()),
         Command::Gateway(options) => (gateway::run(&options).map(done), options.json),
+        Command::Relay(options) => (relay::run(&options).map(done), options.json),
         Command::Server(options) => (server::run(&options), options.json),
         Command::ServerExec(options) => (server::exec(&options), false),
     };

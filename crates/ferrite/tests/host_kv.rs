@@ -1,4 +1,4 @@
-//! The gateway and the load generator over TCP, on any host.
+//! The gateway, the relay and the load generator over TCP, on any host.
 
 #[path = "kv/suite.rs"]
 mod kv;
@@ -13,4 +13,9 @@ fn load_through_the_gateway() {
 #[test]
 fn refusals_are_explained() {
     kv::refusals_are_explained(&PLACE);
+}
+
+#[test]
+fn load_through_the_relay() {
+    kv::load_through_the_relay(&PLACE);
 }

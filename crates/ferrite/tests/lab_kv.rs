@@ -1,4 +1,4 @@
-//! The gateway and the load generator over RDMA, in the lab's guest.
+//! The gateway, the relay and the load generator over RDMA, in the lab's guest.
 
 #[path = "kv/suite.rs"]
 mod kv;
@@ -18,4 +18,9 @@ fn load_through_the_gateway() {
 #[test]
 fn refusals_are_explained() {
     kv::refusals_are_explained(&PLACE);
+}
+
+#[test]
+fn load_through_the_relay() {
+    kv::load_through_the_relay(&PLACE);
 }

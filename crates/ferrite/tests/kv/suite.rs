@@ -1,4 +1,4 @@
-//! `ferrite gateway` and `ferrite bench kv` with a real `redis-server`: over TCP on any host (`host_kv`), over RDMA in the lab
+//! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` with a real `redis-server`: over TCP on any host (`host_kv`), over RDMA in the lab
 //! (`lab_kv`).
 
 use std::io::{BufRead as _, BufReader};
@@ -153,4 +153,61 @@ pub(crate) fn refusals_are_explained(place: &Place) {
     assert_eq!(refused.status.code(), Some(1), "{said}");
     assert!(said.contains("the server hung up") || said.contains("max number of clients"), "{said}");
     scene.end();
+}
+
+/// A relay to the gateway, for clients that know only TCP.
+struct Relay {
+    process: Process,
+    stdout: BufReader<ChildStdout>,
+    address: String,
+}
+
+impl Relay {
+    fn start(place: &Place, to: &str) -> Self {
+        let words = ["relay", "--listen", "127.0.0.1:0", "--to", to, "--rdma", place.rdma, "--json"];
+        let mut relay = ferrite(&[&words[..], place.client].concat())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ferrite starts");
+        let mut stdout = BufReader::new(relay.stdout.take().expect("piped"));
+        let process = Process(relay);
+        let mut line = String::new();
+        stdout.read_line(&mut line).expect("a line");
+        let listening: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        let address = listening["address"].as_str().expect("an address").to_owned();
+        Self { process, stdout, address }
+    }
+
+    fn end(mut self) -> Value {
+        let pid = self.process.0.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
+        let mut line = String::new();
+        self.stdout.read_line(&mut line).expect("a line");
+        assert_eq!(self.process.0.wait().expect("an end").code(), Some(0), "{line}");
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"))
+    }
+}
+
+/// What comes over TCP leaves as the place says, and is counted; a server that is not there is named.
+pub(crate) fn load_through_the_relay(place: &Place) {
+    let scene = Scene::start(place, &["--protected-mode", "no"]);
+    let relay = Relay::start(place, &scene.address);
+    let words =
+        ["bench", "kv", &relay.address, "--rdma", "forbid", "--json", "--seconds", "0.5", "--size", "16K"];
+    let report = report(&ferrite(&words).output().expect("ferrite starts"));
+    for row in report["results"].as_array().expect("rows") {
+        assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{row}");
+        assert_eq!(row["errors"], 0, "{row}");
+    }
+    let carried = if place.rdma == "require" { "rdma" } else { "tcp" };
+    let sessions = relay.end()["sessions"].clone();
+    assert!(sessions[carried].as_u64().is_some_and(|count| count >= 10), "{sessions}");
+    assert_eq!(sessions["rdma"].as_u64().zip(sessions["tcp"].as_u64()).map(|(a, b)| a.min(b)), Some(0));
+    let to = scene.address.clone();
+    scene.end();
+    let relay = Relay::start(place, &to);
+    let refused = ferrite(&["bench", "kv", &relay.address, "--rdma", "forbid", "--test", "set"]).output();
+    let said = String::from_utf8_lossy(&refused.expect("ferrite starts").stderr).into_owned();
+    assert!(said.contains("Ferrite relay: the server at") || said.contains("hung up"), "{said}");
+    assert!(relay.end()["failed"].as_u64().is_some_and(|count| count > 0));
 }

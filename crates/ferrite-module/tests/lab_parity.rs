@@ -1,0 +1,77 @@
+//! Every command over RDMA as at the engine's own TCP port, in the lab's guest (`cargo xtask lab-test parity`): engines on 10.0.0.1
+//! (rxe1), clients from 10.0.0.2 (rxe2). The cases and states are those of `host_parity`.
+#![expect(clippy::print_stderr, reason = "what was compared is said")]
+
+mod parity;
+mod scene;
+
+use std::io;
+use std::path::Path;
+use std::rc::Rc;
+use std::time::Duration;
+
+use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_session::{Connector, Session, SessionTransport};
+use parity::wire::Carrier;
+use parity::{Amount, Pace, Way, states};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::runtime::{Builder, Runtime};
+use tokio::time::timeout;
+
+struct OverRdma {
+    runtime: Rc<Runtime>,
+    session: Session,
+}
+
+impl Carrier for OverRdma {
+    fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.runtime.block_on(async {
+            self.session.write_all(bytes).await?;
+            self.session.flush().await
+        })
+    }
+
+    fn receive(&mut self, into: &mut [u8], limit: Duration) -> io::Result<usize> {
+        let late = |_| Err(io::ErrorKind::TimedOut.into());
+        self.runtime.block_on(async { timeout(limit, self.session.read(into)).await.unwrap_or_else(late) })
+    }
+}
+
+fn each(state: impl Fn(&Way<'_>, &Path)) {
+    // One thread, which drives while it waits: a hop from thread to thread is dear in the guest.
+    let runtime = Rc::new(Builder::new_current_thread().enable_all().build().expect("a runtime"));
+    let inside = runtime.enter();
+    let config = Config { busy_poll_us: 0, ..Config::default() };
+    let engine =
+        Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build().expect("an engine");
+    let driver = tokio::spawn(engine.drive());
+    let connector =
+        Connector::new(&engine).rdma(Rdma::Require).local("10.0.0.2:0".parse().expect("an address"));
+    drop(engine);
+    let dial = |port: &str| -> Box<dyn Carrier> {
+        let server = format!("10.0.0.1:{port}").parse().expect("an address");
+        let session = runtime.block_on(connector.connect(server)).expect("a session");
+        assert_eq!(session.transport(), SessionTransport::FerriteRdma);
+        Box::new(OverRdma { runtime: Rc::clone(&runtime), session })
+    };
+    let arguments = ["rdma-bind", "10.0.0.1", "rdma", "require", "rdma-device", "rxe1"];
+    let amount = Amount { good: 4, spoiled: 6 };
+    let way = Way { arguments: &arguments, dial: &dial, pace: Pace::Pipelined, amount };
+    scene::engines().iter().for_each(|program| state(&way, program));
+    drop(connector);
+    let ended = runtime.block_on(async { timeout(scene::PATIENCE, driver).await });
+    ended.expect("an engine that ends").expect("no panic").expect("it drove");
+    drop(inside);
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+macro_rules! states {
+    ($($name:ident)*) => {$(
+        #[test]
+        fn $name() {
+            each(states::$name);
+        }
+    )*};
+}
+
+states! { alone alone_in_pipelines by_hand cluster replica replica_alone loading busy out_of_memory restricted paused }
