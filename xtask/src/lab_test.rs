@@ -31,6 +31,9 @@ pub(crate) struct Options {
     /// The guest's CPUs.
     #[arg(long, default_value_t = 2)]
     cpus: u8,
+    /// The guest's memory, such as 6G [default: the lab's, 2G].
+    #[arg(long)]
+    memory: Option<String>,
     /// Seconds the guest may take in all [default: 900, emulated 2400].
     #[arg(long)]
     timeout: Option<u32>,
@@ -165,6 +168,7 @@ fn run_in(
         .current_dir(root)
         .args(["run", "-k", options.kernel.name()])
         .args(["-n", &options.hosts.to_string(), "-c", &options.cpus.to_string()])
+        .args(options.memory.iter().flat_map(|memory| ["-m", memory]))
         .args(["-t", &timeout_s.to_string(), "-e", "RUST_BACKTRACE=1"])
         // Tests of endurance do less where everything is emulated.
         .args(["-e", &format!("FERRITE_LAB_KERNEL={}", options.kernel.name())])

@@ -1,5 +1,5 @@
 //! What clients of Valkey Over RDMA cost an engine with the module while they are silent, in the lab's guest: 200 by default,
-//! `cargo xtask lab-test lab_clients --timeout 1500 --runner "env FERRITE_CLIENTS=5000" -- --no-capture` for more.
+//! `cargo xtask lab-test lab_clients --memory 6G --timeout 1500 --runner "env FERRITE_CLIENTS=5000" -- --no-capture` for more.
 #![expect(clippy::print_stderr, reason = "its figures")]
 
 mod scene;
