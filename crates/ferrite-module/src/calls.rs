@@ -20,6 +20,7 @@
 use std::ffi::CStr;
 
 use ferrite_proto::Standing;
+use ferrite_proto::resp::Value;
 
 use crate::api::Context;
 use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
@@ -128,6 +129,12 @@ impl Calls {
         self.has_aof && (wrote || self.syncs_always)
     }
 
+    /// Whether somebody who comes now is the user `default` without a password.
+    pub(crate) fn default_user_is_open(&self) -> bool {
+        let reply = self.context.ask(c"ACL", &[b"GETUSER", b"default"]);
+        reply.as_deref().is_some_and(is_open)
+    }
+
     /// The engine's settings have changed.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         self.ends_the_silent = ends_the_silent(context);
@@ -142,6 +149,16 @@ fn ends_the_silent(context: Context<'_>) -> bool {
 /// An engine that does not say is taken for one that does.
 fn syncs_always(context: Context<'_>) -> bool {
     context.config(c"appendfsync").is_none_or(|when| when == "always")
+}
+
+/// Whether a reply to ACL GETUSER is of a user who needs no password.
+fn is_open(reply: &[u8]) -> bool {
+    let Ok(Value::Array(fields)) = Value::parse(reply) else { return false };
+    let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else { return false };
+    let has = |wanted: &[u8]| {
+        flags.iter().any(|flag| matches!(flag, Value::Bulk(it) | Value::Simple(it) if *it == wanted))
+    };
+    has(b"on") && has(b"nopass")
 }
 
 /// Calls of one speaker, within one callback of the engine's.
@@ -167,9 +184,11 @@ impl Batch<'_> {
     pub(crate) fn call(&mut self, args: &[&[u8]], out: &mut Vec<u8>) -> bool {
         let words = args;
         let Some((name, args)) = words.split_first() else { return false };
-        let Some(Callable { writes, reads_string }) = self.router.find(name, args.first().copied()) else {
+        let Some(callable) = self.router.find(name, args.first().copied()) else { return false };
+        if !callable.takes(words.len()) {
             return false;
-        };
+        }
+        let Callable { writes, reads_string, .. } = callable;
         if self.is_wary && !self.acting.may(words) {
             return false;
         }
@@ -220,4 +239,24 @@ impl Drop for Batch<'_> {
 /// Whether an answer to GET is a string: its key was there.
 fn is_value(answer: &[u8]) -> bool {
     answer.starts_with(b"$") && !answer.starts_with(b"$-")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As Redis 7.0 and Valkey 9.1 write it.
+    #[test]
+    fn a_user_without_a_password_is_open() {
+        let reply = |flags: &[&str]| {
+            let flags = flags.iter().fold(format!("*{}\r\n", flags.len()), |list, flag| {
+                format!("{list}${}\r\n{flag}\r\n", flag.len())
+            });
+            format!("*4\r\n$5\r\nflags\r\n{flags}$9\r\npasswords\r\n*0\r\n").into_bytes()
+        };
+        assert!(is_open(&reply(&["on", "nopass", "sanitize-payload"])));
+        assert!(!is_open(&reply(&["off", "nopass"])));
+        assert!(!is_open(&reply(&["on", "sanitize-payload"])));
+        assert!(!is_open(b"*-1\r\n") && !is_open(b"") && !is_open(b"-ERR no such user\r\n"));
+    }
 }

@@ -124,6 +124,10 @@ impl Inside for Around {
         self.0.spawn(session);
     }
 
+    fn is_open_to_all(&self) -> Option<bool> {
+        CALLS.with(|calls| Some(calls.try_borrow().ok()?.as_ref()?.default_user_is_open()))
+    }
+
     fn is_callable(&self, name: &[u8], first: Option<&[u8]>) -> bool {
         CALLS.with(|calls| {
             let Ok(calls) = calls.try_borrow() else { return false };

@@ -57,11 +57,7 @@ impl Node {
     /// Which may not answer yet.
     fn begin(program: &Path, way: &Way<'_>, options: &[&str]) -> Self {
         let (port, module_port) = (free_port(), free_port());
-        // The module's own, and those to be judged: `FERRITE_MODULE_ARGS="lane call"`.
-        let judged = std::env::var("FERRITE_MODULE_ARGS").unwrap_or_default();
-        let arguments =
-            [way.arguments, &["rdma-port", &module_port], &judged.split_whitespace().collect::<Vec<_>>()]
-                .concat();
+        let arguments = [way.arguments, &["rdma-port", &module_port]].concat();
         let own = [
             "--port",
             &port,

@@ -332,7 +332,10 @@ impl Gateway {
             let is_local = peer.is_some_and(|peer| peer.ip().is_loopback())
                 || peer.map(|peer| peer.ip()) == local.map(|local| local.ip());
             let is_guarded = config.protected_mode && !is_local;
-            let is_open = (is_guarded || self.inside.is_some()) && engine.is_open_to_all().await?;
+            let is_open = match self.inside.as_ref().and_then(|inside| inside.is_open_to_all()) {
+                Some(is_open) => is_open, // an engine that is paused would not answer over its socket
+                None => (is_guarded || self.inside.is_some()) && engine.is_open_to_all().await?,
+            };
             Ok::<_, io::Error>((engine, Standing::new(is_open), is_guarded && is_open))
         };
         let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");

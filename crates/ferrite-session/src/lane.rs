@@ -35,6 +35,9 @@ pub trait Inside: Send + Sync {
     /// Runs a session where calls can be made.
     fn spawn(&self, session: SessionFuture);
 
+    /// Whether somebody who comes now needs no password. `None`: nothing can be called, and the engine's socket is to be asked.
+    fn is_open_to_all(&self) -> Option<bool>;
+
     /// Whether a command of this name, and first argument, may be called.
     fn is_callable(&self, name: &[u8], first: Option<&[u8]>) -> bool;
 
