@@ -47,10 +47,17 @@ pub(crate) fn engines() -> Vec<PathBuf> {
     engines
 }
 
-/// A port that nobody has at the moment.
+/// A port that nobody has at the moment, and that no outgoing connection of another test takes before the engine does: below those
+/// that the kernel gives to them.
 pub(crate) fn free_port() -> String {
-    let bound = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
-    bound.expect("a free port").port().to_string()
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    loop {
+        let number = std::process::id() as usize * 31 + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (number % 20_000) as u16; // fits
+        if std::net::TcpListener::bind(("0.0.0.0", port)).is_ok() {
+            return port.to_string();
+        }
+    }
 }
 
 /// A directory of an engine's own.
