@@ -7,6 +7,7 @@
 //!     ▼                                                       ▼
 //!   module ── what it is told ──── asks, never waits long ──► sessions, each with a connection of its own
 //!                                                             to the engine's Unix or TCP socket (the bridge)
+//!   resident ── with `call-lane yes`: the engine's loop drives the fabric and runs sessions, which call what they can
 //! ```
 //!
 //! | file | what it is |
@@ -16,13 +17,15 @@
 //! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
 //! | `target.rs` | which of the engine's own sockets the bridge takes |
 //! | `transport.rs` | the thread |
+//! | `resident.rs` `tasks.rs` | sessions on the engine's main thread: a turn of its loop, and the futures that it runs |
 //! | `calls.rs` `router.rs` `keys.rs` | commands that run by a call instead of over the bridge, which those are, and reads by key |
 //! | `module.rs` | what there is between load and the engine's end |
 //! | `info.rs` `command.rs` | INFO and FERRITE as values |
 //! | `log.rs` | what the library warns of, in the engine's log |
 //!
 //! The thread never takes the engine's lock, and the engine's thread waits for ours only for a few milliseconds (INFO), at load and
-//! at the end. A crash here is a crash of somebody's database: no panic leaves a callback, no value of a peer's gets near the API.
+//! at the end. A crash here is a crash of somebody's database: no panic leaves a callback, and what a peer
+//! says gets to the API only as arguments of calls that are allowed and guarded.
 
 mod api;
 mod calls;
