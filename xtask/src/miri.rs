@@ -12,6 +12,7 @@
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
+use std::thread;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail};
@@ -50,16 +51,21 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let more = if options.long { LONG } else { &[] };
     let mut passed = true;
     for (test, filters) in SHORT.iter().chain(more) {
-        for (model, flag) in MODELS {
-            for seed in 0..seeds {
-                let begun = Instant::now();
-                let output = command(root, &toolchain, test, filters, &format!("{flag} -Zmiri-seed={seed}"))
-                    .output()?;
+        for seed in 0..seeds {
+            // Side by side: a run is one thread.
+            let begun = Instant::now();
+            let runs = MODELS.map(|(model, flag)| {
+                let mut run = command(root, &toolchain, test, filters, &format!("{flag} -Zmiri-seed={seed}"));
+                (model, thread::spawn(move || (run.output(), begun.elapsed().as_secs())))
+            });
+            for (model, run) in runs {
+                let (output, seconds) = run.join().expect("no panic");
+                let output = output?;
                 let said = String::from_utf8_lossy(&output.stdout);
                 let ok = output.status.success();
                 passed &= ok;
                 let verdict = if ok { tests(&said) } else { "FAILED".into() };
-                println!("{test:<10} {model:<16} seed {seed}  {:>4} s  {verdict}", begun.elapsed().as_secs());
+                println!("{test:<10} {model:<16} seed {seed}  {seconds:>4} s  {verdict}");
                 if !ok {
                     eprintln!("{said}{}", String::from_utf8_lossy(&output.stderr));
                 }

@@ -346,8 +346,16 @@ fn send(wires: &mut [Wire; 2], words: &Words) {
     wires.iter_mut().for_each(|wire| wire.send(&bytes));
 }
 
+/// What both say. Where only one is silent the other has shown that there is something to hear: an engine that is late
+/// on a busy machine is not a difference, one that never answers is.
 fn hear(wires: &mut [Wire; 2], limit: Duration) -> [Heard; 2] {
-    wires.each_mut().map(|wire| wire.hear(limit))
+    let mut heard = wires.each_mut().map(|wire| wire.hear(limit));
+    if heard.contains(&Heard::Silence) && heard[0] != heard[1] {
+        for (wire, heard) in wires.iter_mut().zip(&mut heard).filter(|(_, heard)| **heard == Heard::Silence) {
+            *heard = wire.hear(LONG);
+        }
+    }
+    heard
 }
 
 fn show(words: &Words) -> String {
