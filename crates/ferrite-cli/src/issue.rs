@@ -3,6 +3,7 @@
 use std::io;
 
 use anyhow::bail;
+use ferrite_proto::resp::Value;
 
 use crate::connection::Frame;
 use crate::exit::ErrorReply;
@@ -84,14 +85,38 @@ pub(crate) fn tell_refusal(connected: Result<(), ConnectError>) -> anyhow::Resul
 
 async fn once(server: &mut Server, words: &[Vec<u8>], is_text: bool, giver: Giver) -> anyhow::Result<()> {
     loop {
-        let frame = server.connection()?.frame().await?;
+        let mut frame = server.connection()?.frame().await?;
         if !frame.is_push() {
+            if is_info_rdma(words) && is_nothing(&frame.value()?) {
+                frame = info_rdma(server).await?;
+            }
             return show(server, words, &frame, is_text, giver).await;
         }
         if server.settings.shows_pushes {
             output::write(&server.settings.format.push(&frame.value()?))?;
         }
     }
+}
+
+/// What an engine without a section `rdma` of its own knows of RDMA: the module's, at whichever port, or nothing.
+async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
+    let frame = server.ask(&["INFO", "ferrite_rdma"]).await?;
+    if is_nothing(&frame.value()?) {
+        let carrier = server.carrier().map_or("", |carrier| carrier.words.as_str());
+        eprintln!(
+            "The engine knows nothing of RDMA: it has no Ferrite module (loadmodule ferrite.so). This connection: {carrier}"
+        );
+    }
+    Ok(frame)
+}
+
+fn is_info_rdma(words: &[Vec<u8>]) -> bool {
+    matches!(words, [info, rdma] if info.eq_ignore_ascii_case(b"info") && rdma.eq_ignore_ascii_case(b"rdma"))
+}
+
+/// An empty text, in either protocol.
+fn is_nothing(reply: &Value<'_>) -> bool {
+    matches!(reply, Value::Bulk(b"") | Value::Verbatim { text: b"", .. })
 }
 
 async fn show(

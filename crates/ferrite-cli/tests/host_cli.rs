@@ -64,6 +64,21 @@ fn over_tcp_and_told_why() {
     assert!(stdout(&by_uri).contains(" db=5 "), "{}", stdout(&by_uri));
 }
 
+/// An engine that has no such section and no module is not taken for one without clients.
+#[test]
+fn info_rdma_of_an_engine_without_the_module() {
+    let (_redis, port) = with_port("info");
+    for protocol in ["-2", "-3"] {
+        let asked =
+            cli(&["-p", &port, "--rdma", "forbid", protocol, "INFO", "rdma"]).output().expect("it starts");
+        let said = (stdout(&asked), stderr(&asked));
+        assert!(said.0.trim().is_empty() && said.1.ends_with("This connection: over TCP\n"), "{said:?}");
+        assert!(said.1.contains("loadmodule ferrite.so"), "{said:?}");
+    }
+    let other = cli(&["-p", &port, "INFO", "nothing"]).output().expect("it starts");
+    assert_eq!((stdout(&other).trim(), stderr(&other).as_str()), ("", ""));
+}
+
 #[test]
 fn required_and_not_to_be_had() {
     let has_device =

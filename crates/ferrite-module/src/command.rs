@@ -165,23 +165,21 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
             );
             let failures = gateway.engine_failures;
             say(failures == 0, &format!("clients for whom the engine's socket did not answer: {failures}"));
-            if let Some(stats) = transport.stats() {
-                let pinned = stats.memory.registered_bytes;
-                say(
-                    true,
-                    &format!(
-                        "pinned memory: {pinned} bytes of {} at most",
-                        stats.memory.send.max_bytes + stats.memory.receive.max_bytes
-                    ),
-                );
-                let exhausted =
-                    stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
-                say(exhausted == 0, &format!("times that memory for RDMA ran out: {exhausted}"));
-                let lost = stats.devices_lost.saturating_sub(stats.devices_back);
-                say(lost == 0, &format!("devices that are missing: {lost}"));
-                let falls: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
-                say(falls == 0, &format!("links over TCP that should be on RDMA, so far: {falls}"));
-            }
+            let stats = transport.stats();
+            let pinned = stats.memory.registered_bytes;
+            say(
+                true,
+                &format!(
+                    "pinned memory: {pinned} bytes of {} at most",
+                    stats.memory.send.max_bytes + stats.memory.receive.max_bytes
+                ),
+            );
+            let exhausted = stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
+            say(exhausted == 0, &format!("times that memory for RDMA ran out: {exhausted}"));
+            let lost = stats.devices_lost.saturating_sub(stats.devices_back);
+            say(lost == 0, &format!("devices that are missing: {lost}"));
+            let falls: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
+            say(falls == 0, &format!("links over TCP that should be on RDMA, so far: {falls}"));
         }
     }
     Reply::Text(report)

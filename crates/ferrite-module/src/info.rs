@@ -43,9 +43,7 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
                 let sessions = transport.gateway.sessions();
                 self::sessions(&mut general, &sessions);
                 gateway(&mut general, &transport.gateway.stats());
-                if let Some(stats) = transport.stats() {
-                    fabric(&mut rdma, stats, &sessions);
-                }
+                fabric(&mut rdma, transport.stats(), &sessions);
             }
         }
     }

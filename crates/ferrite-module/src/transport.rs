@@ -45,7 +45,7 @@ pub(crate) struct Transport {
     asks: UnboundedSender<Ask>,
     ended: Receiver<Ended>,
     thread: Option<JoinHandle<()>>,
-    last_stats: Option<Box<EngineStats>>,
+    last_stats: Box<EngineStats>,
     /// The answer that is still to come.
     asked: Option<Receiver<EngineStats>>,
 }
@@ -99,8 +99,8 @@ impl Transport {
         let thread = thread.map_err(|error| format!("no thread: {error}"))?;
         match beginning.recv_timeout(BEGIN) {
             Ok(Ok((gateway, begun, for_main))) => {
-                let thread = Some(thread);
-                Ok((Self { gateway, begun, asks, ended, thread, last_stats: None, asked: None }, for_main))
+                let (thread, last_stats) = (Some(thread), Box::new(for_main.0.stats()));
+                Ok((Self { gateway, begun, asks, ended, thread, last_stats, asked: None }, for_main))
             }
             Ok(Err(why)) => {
                 let _ = thread.join(); // it has said its last word
@@ -116,21 +116,23 @@ impl Transport {
         self.thread.as_ref().is_some_and(|thread| !thread.is_finished())
     }
 
-    /// What the fabric counts: now, or a moment ago if the thread is busy.
-    pub(crate) fn stats(&mut self) -> Option<&EngineStats> {
+    /// What the fabric counts: now, or when it was last asked if the thread is busy or has ended.
+    pub(crate) fn stats(&mut self) -> &EngineStats {
         if let Some(Ok(late)) = self.asked.as_ref().map(Receiver::try_recv) {
-            self.last_stats = Some(Box::new(late));
+            *self.last_stats = late;
             self.asked = None;
         }
-        let answered = self.asked.take().or_else(|| {
+        let answered = self.asked.take().unwrap_or_else(|| {
             let (answer, answered) = sync_channel(1);
-            self.asks.send(Ask::Stats(answer)).ok().map(|()| answered)
-        })?;
+            let _ = self.asks.send(Ask::Stats(answer));
+            answered
+        });
         match answered.recv_timeout(PATIENCE) {
-            Ok(stats) => self.last_stats = Some(Box::new(stats)),
-            Err(_) => self.asked = Some(answered), // for the next time
+            Ok(stats) => *self.last_stats = stats,
+            Err(RecvTimeoutError::Timeout) => self.asked = Some(answered), // for the next time
+            Err(RecvTimeoutError::Disconnected) => {}
         }
-        self.last_stats.as_deref()
+        &self.last_stats
     }
 
     /// CONFIG SET: for those who come from now on.

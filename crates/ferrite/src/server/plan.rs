@@ -133,6 +133,9 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         ("rx-size-max", config.rx_size_max),
     ];
     words.extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
+    if let Some(is_on) = config.call_lane {
+        words.push(("call-lane", if is_on { "yes" } else { "no" }.into()));
+    }
     words.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
 }
 
@@ -201,7 +204,7 @@ mod tests {
         let lines = config_of(
             "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\nrdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\n\
              rdma_listen = \"::1\"\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
-             max_connections = 5\nrx_size = \"64K\"\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
+             max_connections = 5\nrx_size = \"64K\"\ncall_lane = true\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
         assert_eq!(
             lines,
@@ -218,7 +221,7 @@ mod tests {
                 "cluster-enabled yes",
                 "save \"\"",
                 "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require engine \"unix:/run/s\\\"x.sock\" \
-                 rdma-device a,b max-clients 5 rx-size 65536",
+                 rdma-device a,b max-clients 5 rx-size 65536 call-lane yes",
             ]
         );
     }

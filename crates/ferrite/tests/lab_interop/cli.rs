@@ -23,6 +23,10 @@ pub(crate) fn cli_commands(scene: &mut Scene) {
     let lines = b"MULTI\nINCR visits\nEXEC\nINCR key\nGET visits\n";
     let said = text(&scene.ferrite_cli(&[], lines, SOON));
     assert_eq!(said, "OK\nQUEUED\n31\nERR value is not an integer or out of range\n\n31\n");
+    // Of whatever has the module, its counters; of others, what is the case.
+    let has_module = !scene.engine(&["INFO", "ferrite_rdma"]).is_empty();
+    let info = text(&scene.ferrite_cli(&["INFO", "rdma"], b"", SOON));
+    assert_eq!(info.contains("ferrite_rdma_connections:1\r"), has_module, "{info}");
     scene.until("clients are gone", SOON, || scene.info("connected_clients") == 1);
 }
 

@@ -14,14 +14,16 @@ use crate::engine::slots::{Held, Work};
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut};
 
-/// Messages of a peer that nobody has taken yet.
-const ARRIVALS_MAX: usize = 1024;
+/// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a receive of ours is not held by a
+/// few bytes, and who sends them faster than they are taken costs no more than this.
+const MESSAGES_MAX: usize = 1024;
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
 
 /// What came over a bare link.
 #[derive(Debug)]
 pub enum Arrival {
-    /// A message of the peer's, in a receive of ours.
-    Message(Buf),
+    /// A message of the peer's.
+    Message(Box<[u8]>),
     /// The peer has written to memory that it was told of, and says so by immediate data. Notices that nothing came between
     /// are told together.
     Written {
@@ -39,6 +41,7 @@ pub(crate) struct Bare {
     outgoing: VecDeque<Outgoing>,
     arrivals: VecDeque<Arrival>,
     messages: usize,
+    message_bytes: usize,
     done: Done,
 }
 
@@ -178,12 +181,13 @@ impl LinkState {
                 }
             }
             (_, None) => {
-                if bare.messages >= ARRIVALS_MAX {
+                buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+                bare.messages += 1;
+                bare.message_bytes += buf.len();
+                if bare.messages > MESSAGES_MAX || bare.message_bytes > MESSAGE_BYTES_MAX {
                     return Err(protocol("more messages than are taken"));
                 }
-                bare.messages += 1;
-                buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
-                bare.arrivals.push_back(Arrival::Message(buf.freeze()));
+                bare.arrivals.push_back(Arrival::Message(buf[..].into()));
             }
             (_, Some(_)) => return Err(protocol("a message with immediate data")),
         }
@@ -198,7 +202,10 @@ impl LinkState {
     pub(crate) fn pop_arrival(&mut self) -> Result<Option<Arrival>, Error> {
         let arrival = self.bare.as_deref_mut().and_then(|bare| {
             let arrival = bare.arrivals.pop_front()?;
-            bare.messages -= usize::from(matches!(arrival, Arrival::Message(_)));
+            if let Arrival::Message(message) = &arrival {
+                bare.messages -= 1;
+                bare.message_bytes -= message.len();
+            }
             Some(arrival)
         });
         match (arrival, self.failure()) {

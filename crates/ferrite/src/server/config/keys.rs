@@ -163,6 +163,10 @@ pub(super) const KEYS: &[Key] = &[
         config.busy_poll_us = Some(value.number(0, BUSY_POLL_MAX)?);
         Ok(())
     }),
+    set("network.rdma", "call_lane", |config, value| {
+        config.call_lane = Some(value.yes_or_no()?);
+        Ok(())
+    }),
     set("network.rdma", "rx_size", |config, value| {
         config.rx_size = Some(value.window()?);
         Ok(())
