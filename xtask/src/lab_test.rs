@@ -17,11 +17,16 @@ use clap::{Args, ValueEnum};
 use serde_json::Value;
 
 const TARGET: &str = "X86_64_UNKNOWN_LINUX_GNU";
+/// What tests of other packages find built.
+const PROGRAMS: [&str; 5] = ["--workspace", "--exclude", "xtask", "--bins", "--examples"];
 
 #[derive(Args)]
 pub(crate) struct Options {
     /// Run only tests whose `crate::binary::test` name contains this.
     filter: Option<String>,
+    /// Only those that this expression takes, too (nextest's language: `not binary(=lab_parity)`).
+    #[arg(short = 'E', long)]
+    expression: Option<String>,
     /// The guest's kernel.
     #[arg(short, long, value_enum, default_value_t = Kernel::Uml)]
     kernel: Kernel,
@@ -84,22 +89,12 @@ impl Suite {
         }
     }
 
-    /// The programs that cargo builds: those of its own package a test finds built.
-    fn programs(&self) -> &'static [&'static str] {
-        match self {
-            Self::Own => &["--workspace", "--exclude", "xtask", "--bins", "--examples"],
-            Self::Interop { .. } => &["--package", "ferrite-cli", "--bins"],
-        }
-    }
-
-    /// The tests that it builds.
+    /// The tests that cargo builds. Of the whole workspace, whose features are one set: all suites share what is built.
     fn targets(&self) -> &'static [&'static str] {
         match self {
             Self::Own => &["--workspace", "--test", "lab_*"],
             // The module is built with its own tests.
-            Self::Interop { .. } => {
-                &["-p", "ferrite", "-p", "ferrite-module", "--test", "lab_interop", "--test", "lab_module"]
-            }
+            Self::Interop { .. } => &["--workspace", "--test", "lab_interop", "--test", "lab_module"],
         }
     }
 
@@ -149,10 +144,15 @@ fn run_in(
         words.extend([binaries.clone().into(), "--cargo-metadata".into(), metadata.clone().into()]);
         words
     };
-    let list = list_tests(root, &nextest("list"))?;
+    let mut list = nextest("list");
+    if let Some(expression) = &options.expression {
+        list.extend(["-E".into(), expression.into()]);
+    }
+    let list = list_tests(root, &list)?;
     let selection = select(&list, options.filter.as_deref().unwrap_or_default())?;
     match &options.filter {
         Some(filter) if selection.count == 0 => bail!("no lab test has {filter:?} in its name"),
+        None if selection.count == 0 && options.expression.is_some() => bail!("the expression takes no test"),
         None if selection.count == 0 => bail!("there are no lab tests (crates/*/tests/lab_*.rs)"),
         _ => eprintln!("lab-test: {} tests on {}", selection.count, options.kernel.name()),
     }
@@ -187,8 +187,7 @@ fn run_in(
 
 /// Builds the tests and the programs they may start; writes what nextest wants to know of them.
 fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
-    let programs =
-        cargo(root).args(["build", "--quiet", "--all-features"]).args(suite.programs()).status()?;
+    let programs = cargo(root).args(["build", "--quiet", "--all-features"]).args(PROGRAMS).status()?;
     ensure!(programs.success(), "the programs do not build");
     // The nextest that reads the list must be the one that wrote it: both are found by PATH.
     let list = Command::new("cargo-nextest")

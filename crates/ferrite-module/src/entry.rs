@@ -244,8 +244,8 @@ unsafe extern "C" fn on_readable(descriptor: c_int, _: *mut c_void, _: c_int) {
 }
 
 /// The loop turns when one of these is readable.
-pub(crate) fn listen_to(descriptors: [RawFd; 2]) -> Result<(), String> {
-    match descriptors.into_iter().all(|descriptor| api::listen_to(descriptor, on_readable)) {
+pub(crate) fn listen_to(descriptors: &[RawFd]) -> Result<(), String> {
+    match descriptors.iter().all(|descriptor| api::listen_to(*descriptor, on_readable)) {
         true => Ok(()),
         false => Err("the engine's loop takes no descriptors of ours".into()),
     }

@@ -66,7 +66,8 @@ impl Module {
             let (transport, (fabric, runtime)) =
                 Transport::begin(&self.options, target, protected, porch.clone())?;
             if let Some(porch) = porch {
-                entry::listen_to(resident::begin(porch, fabric, runtime))?;
+                let fabric = (!self.options.poller_thread()).then_some(fabric);
+                entry::listen_to(&resident::begin(porch, fabric, runtime))?;
             }
             Ok(transport)
         });

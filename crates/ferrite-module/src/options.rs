@@ -55,6 +55,7 @@ const MAX_CLIENTS: usize = 6;
 const BUSY_POLL_US: usize = 7;
 const ENGINE: usize = 8;
 const CALL_LANE: usize = 9;
+const POLLER_THREAD: usize = 10;
 
 /// The fabric's limit of links, with room for those that are told that there are too many.
 const CLIENTS_MAX: i64 = 16_000;
@@ -63,22 +64,18 @@ const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
 const NO_YES: [&CStr; 2] = [c"no", c"yes"];
 
 /// All of them. docs/module.md says what each is for.
-pub(crate) const SETTINGS: [Setting; 10] = [
+pub(crate) const SETTINGS: [Setting; 11] = [
     number(c"rdma-port", 6380, [1, 65_535], false, false),
     text(c"rdma-bind", "0.0.0.0", address),
     text(c"rdma-device", "", |_| Ok(())),
-    Setting { name: c"rdma", kind: Kind::Choice(&POLICIES), default: Default::Number(0), is_mutable: false },
+    choice(c"rdma", &POLICIES),
     number(c"rx-size", 64 << 10, WINDOW, true, true),
     number(c"rx-size-max", 2 << 20, WINDOW, true, true),
     number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
     number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
     text(c"engine", "auto", engine),
-    Setting {
-        name: c"call-lane",
-        kind: Kind::Choice(&NO_YES),
-        default: Default::Number(0),
-        is_mutable: false,
-    },
+    choice(c"call-lane", &NO_YES),
+    choice(c"poller-thread", &NO_YES),
 ];
 
 const fn number(
@@ -89,6 +86,11 @@ const fn number(
     is_mutable: bool,
 ) -> Setting {
     Setting { name, kind: Kind::Number { range, is_size }, default: Default::Number(default), is_mutable }
+}
+
+/// The first of them, unless said otherwise.
+const fn choice(name: &'static CStr, choices: &'static [&'static CStr]) -> Setting {
+    Setting { name, kind: Kind::Choice(choices), default: Default::Number(0), is_mutable: false }
 }
 
 const fn text(name: &'static CStr, default: &'static str, check: fn(&str) -> Result<(), String>) -> Setting {
@@ -212,6 +214,11 @@ impl Options {
     /// Whether sessions run on the engine's main thread, and commands are called there.
     pub(crate) fn call_lane(&self) -> bool {
         self.number(CALL_LANE) == 1
+    }
+
+    /// Whether a thread of ours drives the devices of such sessions, and not the main thread.
+    pub(crate) fn poller_thread(&self) -> bool {
+        self.number(POLLER_THREAD) == 1
     }
 
     /// The engine's socket, if it was named.

@@ -36,20 +36,22 @@ thread_local! {
 /// What runs on the main thread.
 struct Resident {
     tasks: Tasks,
-    fabric: Engine,
+    /// `None`: our own thread drives it (`poller-thread yes`).
+    fabric: Option<Engine>,
     porch: Arc<Porch>,
     /// Whose sockets and timers sessions use.
     runtime: Handle,
 }
 
 impl Resident {
-    fn descriptors(&self) -> [RawFd; 2] {
-        [self.porch.as_fd().as_raw_fd(), self.fabric.as_fd().as_raw_fd()]
+    fn descriptors(&self) -> Vec<RawFd> {
+        let fabric = self.fabric.as_ref().map(|fabric| fabric.as_fd().as_raw_fd());
+        [self.porch.as_fd().as_raw_fd()].into_iter().chain(fabric).collect()
     }
 }
 
 /// From now on, on this thread; these descriptors are to be listened to.
-pub(crate) fn begin(porch: Arc<Porch>, fabric: Engine, runtime: Handle) -> [RawFd; 2] {
+pub(crate) fn begin(porch: Arc<Porch>, fabric: Option<Engine>, runtime: Handle) -> Vec<RawFd> {
     let tasks = Tasks::new(Arc::clone(&porch));
     let resident = Resident { tasks, fabric, porch, runtime };
     let descriptors = resident.descriptors();
@@ -79,7 +81,10 @@ pub(crate) fn turn(descriptor: RawFd) {
             porch.silence();
         }
         let mut budget = BUDGET;
-        fabric.progress_with(|| tasks.run(&mut budget));
+        match fabric {
+            Some(fabric) => drop(fabric.progress_with(|| tasks.run(&mut budget))),
+            None => while tasks.run(&mut budget) {},
+        }
         tasks.rest();
     });
 }

@@ -212,8 +212,11 @@ fn run(
         let (driver, gateway) = match porch {
             None => (tokio::spawn(engine.drive()), Gateway::new(config)),
             Some(porch) => {
-                let standing_in = tokio::spawn(stand_in(engine.clone(), Arc::clone(&porch)));
-                (standing_in, Gateway::inside(config, Arc::new(Around(porch))))
+                let driver = match options.poller_thread() {
+                    true => tokio::spawn(engine.drive()),
+                    false => tokio::spawn(stand_in(engine.clone(), Arc::clone(&porch))),
+                };
+                (driver, Gateway::inside(config, Arc::new(Around(porch))))
             }
         };
         let begun = Begun {

@@ -35,7 +35,7 @@ async fn client(engine: Engine, come: mpsc::UnboundedSender<()>, mut told: watch
     ask(&mut stream).await;
     come.send(()).expect("somebody counts");
     tokio::select! {
-        read = stream.read_u8() => panic!("{read:?}"),
+        read = stream.read_u8() => panic!("a client that was silent: {read:?}"),
         _ = told.wait_for(|told| *told) => {}
     }
     ask(&mut stream).await;
@@ -70,7 +70,13 @@ fn a_silent_client_costs_its_window() {
             while clients.len() < count.min(came + AT_A_TIME) {
                 clients.spawn(client(engine.clone(), come.clone(), told.clone()));
             }
-            coming.recv().await.expect("a client");
+            tokio::select! {
+                come = coming.recv() => come.expect("a client"),
+                Some(ended) = clients.join_next() => {
+                    let info: String = server.ask(&["INFO", "ferrite"]);
+                    panic!("after {came} clients: {ended:?}\n{info}\n{}", server.log());
+                }
+            }
             if (came + 1) % 500 == 0 {
                 eprintln!("{} clients after {:.0?}", came + 1, begun.elapsed());
             }
