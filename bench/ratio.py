@@ -153,9 +153,9 @@ def hurry():
         print("not root: other load on this host will show in the spread", file=sys.stderr)
 
 
-def boot(script, words, kernel, limit_s=1800, memory=None, more=()):
-    """Builds, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
-    build()
+def boot(script, words, kernel, limit_s=1800, memory=None, more=(), package="ferrite"):
+    """Builds the package, and runs `script` in the guest with `words`; returns what it measured, and in which file that is."""
+    build(package)
     raw = raw_file(os.path.basename(script))
     hurry()
     lab = [os.path.join(ROOT, "lab/lab"), "run", "-k", kernel, "-c", "2", "-n", "2", "-t", str(limit_s),

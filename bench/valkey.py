@@ -22,19 +22,20 @@ def inside(host, words):
 
 class Server:
     """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, or over `tcp` alone.
-    `more` is for the gateway or the module."""
+    `more` is for the gateway or the module. `engine` is where Valkey's programs are, or the engine itself, which may run `under` another program."""
 
-    def __init__(self, valkey, kind, port, more=()):
+    def __init__(self, engine, kind, port, more=(), under=(), patience_s=5):
         self.directory = tempfile.mkdtemp()
         socket = os.path.join(self.directory, "engine.sock")
-        words = [os.path.join(valkey, "valkey-server"), "--port", str(port) if kind == "tcp" else "0", "--save", "", "--appendonly", "no",
+        engine = os.path.join(engine, "valkey-server") if os.path.isdir(engine) else engine
+        words = [*under, engine, "--port", str(port) if kind == "tcp" else "0", "--save", "", "--appendonly", "no",
                  "--protected-mode", "no", "--unixsocket", socket, "--dir", self.directory]
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
         words += ["--bind", HOST] if kind == "tcp" else []
         if kind == "module":
             words += ["--loadmodule", ratio.MODULE, "rdma", "require", "rdma-bind", HOST, "rdma-port", str(port), *more]
         self.processes = [self.start(words)]
-        for _ in range(500):
+        for _ in range(patience_s * 100):
             if os.path.exists(socket):
                 break
             time.sleep(0.01)

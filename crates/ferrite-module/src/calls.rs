@@ -17,15 +17,14 @@
 //!
 //! What a call refuses has not run, and goes over the bridge: there the engine gives its own answer, or frees memory, or redirects.
 
-use std::ffi::CStr;
-
 use ferrite_proto::Standing;
-use ferrite_proto::resp::Value;
+use ferrite_proto::resp::{Value, Words};
+use ferrite_session::Callable;
 
 use crate::api::Context;
 use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
 use crate::keys::Keys;
-use crate::router::{Callable, NAME_MAX, Router};
+use crate::router::Router;
 
 /// While the engine is at any of these, nothing is called. The last two are states that calls could serve in part; their checks
 /// are many, and the bridge has them all.
@@ -57,6 +56,8 @@ pub(crate) struct Calls {
     batch_key: Option<Text>,
     has_aof: bool,
     syncs_always: bool,
+    /// The engine tells of its loop's turns, for which replies wait.
+    hears_turns: bool,
     /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose commands are called would be.
     ends_the_silent: bool,
 }
@@ -75,13 +76,24 @@ impl Calls {
         let batch_key =
             if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
         let has_aof = context.state() & state::AOF != 0;
-        let (user, denied) = (None, Vec::new());
-        Ok(Self { context, router, keys, user, denied, batch_key, has_aof, syncs_always, ends_the_silent })
+        Ok(Self {
+            context,
+            router,
+            keys,
+            user: None,
+            denied: Vec::new(),
+            batch_key,
+            has_aof,
+            syncs_always,
+            hears_turns: false,
+            ends_the_silent,
+        })
     }
 
-    /// Whether the command of this name (and subcommand) may be called at all; everything else goes over the bridge.
-    pub(crate) fn is_callable(&self, name: &[u8], first_arg: Option<&[u8]>) -> bool {
-        self.router.find(name, first_arg).is_some()
+    /// What there is to know of the command of this name (and subcommand), if it may be called at all; everything else goes over
+    /// the bridge.
+    pub(crate) fn find(&self, name: &[u8], first_arg: Option<&[u8]>) -> Option<Callable> {
+        self.router.find(name, first_arg)
     }
 
     /// How many commands and subcommands may be.
@@ -113,7 +125,6 @@ impl Calls {
             name,
             denied: &mut self.denied,
             is_wary,
-            router: &self.router,
             keys: &mut self.keys,
             batch_key: self.batch_key.as_ref(),
             resp3: speaker.resp3,
@@ -125,8 +136,12 @@ impl Calls {
     /// Whether replies of a batch may leave only after the loop's next turn. The AOF is written, and with `appendfsync always`
     /// synchronised, when a turn ends: before, an answer to a write could be one to a write that is lost, and with `always` one to a read
     /// could tell of such a write. As of the last batch.
-    pub(crate) fn replies_wait(&self, wrote: bool) -> bool {
-        self.has_aof && (wrote || self.syncs_always)
+    pub(crate) fn replies_wait(&mut self, wrote: bool) -> bool {
+        let wait = self.has_aof && (wrote || self.syncs_always);
+        if wait && !std::mem::replace(&mut self.hears_turns, true) {
+            self.context.context().into_iter().for_each(crate::entry::listen_to_turns);
+        }
+        wait
     }
 
     /// Whether somebody who comes now is the user `default` without a password.
@@ -169,7 +184,6 @@ pub(crate) struct Batch<'a> {
     denied: &'a mut Vec<Box<str>>,
     /// He is among those.
     is_wary: bool,
-    router: &'a Router,
     keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
     resp3: bool,
@@ -179,20 +193,16 @@ pub(crate) struct Batch<'a> {
 }
 
 impl Batch<'_> {
-    /// Runs a command (`args[0]` is its name) and appends its reply to `out`. False: it was refused before execution, nothing was
-    /// appended, and it must go over the bridge, which gives the exact native answer.
-    pub(crate) fn call(&mut self, args: &[&[u8]], out: &mut Vec<u8>) -> bool {
-        let words = args;
-        let Some((name, args)) = words.split_first() else { return false };
-        let Some(callable) = self.router.find(name, args.first().copied()) else { return false };
-        if !callable.takes(words.len()) {
+    /// Runs a command and appends its reply to `out`. False: it was refused before execution, nothing was appended, and it must go
+    /// over the bridge, which gives the exact native answer.
+    pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Vec<u8>) -> bool {
+        // The engine must not be asked for a user's right to a command that has too few words: Redis 7.0 looks for keys beyond
+        // them, and dies.
+        if !callable.takes(words.len()) || (self.is_wary && !self.acting.may(words)) {
             return false;
         }
         let Callable { writes, reads_string, .. } = callable;
-        if self.is_wary && !self.acting.may(words) {
-            return false;
-        }
-        let key = if reads_string && let [key] = args { Some(*key) } else { None };
+        let key = if reads_string && words.len() == 2 { words.get(1) } else { None };
         let before = out.len();
         if let Some(key) = key
             && self.keys.read(&mut self.acting, key, self.resp3, out)
@@ -200,12 +210,7 @@ impl Batch<'_> {
             self.leaves |= !is_value(&out[before..]);
             return true;
         }
-        // As it came: the slow log and MONITOR show it.
-        let mut terminated = [0; NAME_MAX + 1];
-        let Some(place) = terminated.get_mut(..name.len()) else { return false };
-        place.copy_from_slice(name);
-        let Ok(name) = CStr::from_bytes_until_nul(&terminated) else { return false };
-        let outcome = self.acting.call(name, args, self.resp3, out);
+        let outcome = self.acting.call(words, self.resp3, out);
         let answer = &out[before..];
         self.leaves |= key.is_none() || !is_value(answer);
         if let Some(key) = key {

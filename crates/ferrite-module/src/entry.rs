@@ -117,14 +117,23 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
         return Err("the engine takes no INFO section".into());
     }
     with_module(|module| module.begin(context)).unwrap_or(Ok(()))?;
-    let turns = options.call_lane().then_some(flag::EVENT_LOOP);
-    for event in [flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP].into_iter().chain(turns) {
-        if !context.subscribe(event, Some(on_event)) {
-            // All engines that got this far have them. Without, the listener still works.
-            tracing::warn!("the engine does not tell of its event {event}");
-        }
+    for event in [flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP] {
+        subscribe(context, event);
     }
     Ok(())
+}
+
+fn subscribe(context: Context<'_>, event: u64) {
+    if !context.subscribe(event, Some(on_event)) {
+        // All engines that got this far have them. Without, the listener still works.
+        tracing::warn!("the engine does not tell of its event {event}");
+    }
+}
+
+/// From now on [`resident::turned`] hears of the loop's turns. Not earlier than somebody waits for one: it costs each turn as much as
+/// a small command.
+pub(crate) fn listen_to_turns(context: Context<'_>) {
+    subscribe(context, flag::EVENT_LOOP);
 }
 
 fn register_settings(context: Context<'_>, options: &Options) -> Result<(), String> {

@@ -67,20 +67,20 @@ fn long_from(server: Server) -> usize {
 
 /// Without the formatting of the standard library, which takes as long as the copy.
 fn encode(value: &[u8], out: &mut Vec<u8>) {
-    let mut digits = [0; 20];
-    let (mut at, mut rest) = (digits.len(), value.len());
+    let mut head = *b"$00000000000000000000\r\n";
+    let (mut at, mut rest) = (head.len() - 2, value.len());
     loop {
         at -= 1;
-        digits[at] = b'0' + (rest % 10) as u8;
+        head[at] = b'0' + (rest % 10) as u8;
         rest /= 10;
         if rest == 0 {
             break;
         }
     }
-    out.reserve(value.len() + 25);
-    out.push(b'$');
-    out.extend_from_slice(&digits[at..]);
-    out.extend_from_slice(b"\r\n");
+    at -= 1;
+    head[at] = b'$';
+    out.reserve(value.len() + head.len() + 2);
+    out.extend_from_slice(&head[at..]);
     out.extend_from_slice(value);
     out.extend_from_slice(b"\r\n");
 }
@@ -88,13 +88,12 @@ fn encode(value: &[u8], out: &mut Vec<u8>) {
 fn place(key: &[u8]) -> (usize, u64) {
     // A mix of the length and eight bytes from either end: names differ there. Who chooses keys that share a place makes them slow
     // for himself.
-    let mut ends = [0; 16];
-    let some = key.len().min(8);
-    ends[..some].copy_from_slice(&key[..some]);
-    ends[8..8 + some].copy_from_slice(&key[key.len() - some..]);
-    let mixed = (u128::from_le_bytes(ends) ^ key.len() as u128)
-        .wrapping_mul(0x9e37_79b9_7f4a_7c15_f39c_c060_5ced_c835);
-    let place = (mixed >> 112) as usize; // 16 bits
+    let (first, last) = match (key.first_chunk(), key.last_chunk()) {
+        (Some(first), Some(last)) => (u64::from_le_bytes(*first), u64::from_le_bytes(*last)),
+        _ => (0, key.iter().fold(0, |all, byte| all << 8 | u64::from(*byte))),
+    };
+    let mixed = (first ^ key.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32) ^ last;
+    let place = (mixed.wrapping_mul(0xf39c_c060_5ced_c835) >> 48) as usize; // 16 bits
     (place / 64, 1 << (place % 64))
 }
 

@@ -8,14 +8,12 @@
 //! ```
 
 use std::cell::RefCell;
-use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 
 use ferrite_fabric::Engine;
 use ferrite_proto::Standing;
-use ferrite_proto::resp::Command;
-use ferrite_session::{Called, Inside, SessionFuture};
+use ferrite_session::{Callable, Called, Commands, Inside, SessionFuture};
 use tokio::runtime::Handle;
 
 use crate::api::{self, Context};
@@ -24,8 +22,6 @@ use crate::tasks::{Porch, Tasks};
 
 /// Sessions that are polled before the engine's other clients have their turn.
 const BUDGET: usize = 256;
-/// Arguments of a command that is called; others go over a connection.
-const ARGS_MAX: usize = 32;
 
 thread_local! {
     // Only the engine's main thread ever has one. Two, since calls are made while the first is in use.
@@ -133,34 +129,19 @@ impl Inside for Around {
         CALLS.with(|calls| Some(calls.try_borrow().ok()?.as_ref()?.default_user_is_open()))
     }
 
-    fn is_callable(&self, name: &[u8], first: Option<&[u8]>) -> bool {
-        CALLS.with(|calls| {
-            let Ok(calls) = calls.try_borrow() else { return false };
-            calls.as_ref().is_some_and(|calls| calls.is_callable(name, first))
-        })
+    fn find(&self, name: &[u8], first: Option<&[u8]>) -> Option<Callable> {
+        CALLS.with(|calls| calls.try_borrow().ok()?.as_ref()?.find(name, first))
     }
 
-    fn call(
-        &self,
-        standing: &Standing,
-        input: &[u8],
-        commands: &[Range<usize>],
-        replies: &mut Vec<u8>,
-    ) -> Called {
+    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called {
         let closed = Called { is_closed: true, ..Called::default() };
         CALLS.with(|calls| {
             let Ok(mut calls) = calls.try_borrow_mut() else { return closed };
             let Some(calls) = &mut *calls else { return closed };
             let Some(mut batch) = calls.begin(standing) else { return closed };
             let mut called = Called::default();
-            for place in commands {
-                let mut args: [&[u8]; ARGS_MAX] = [&[]; ARGS_MAX];
-                let Some(command) = input.get(place.clone()).and_then(Command::framed) else { break };
-                let given = command.args();
-                let count = given.len();
-                let fits = count <= ARGS_MAX;
-                args.iter_mut().zip(given).for_each(|(place, arg)| *place = arg);
-                if !fits || !batch.call(&args[..count], replies) {
+            for (callable, words) in commands.iter() {
+                if !batch.call(callable, words, replies) {
                     break;
                 }
                 called.done += 1;

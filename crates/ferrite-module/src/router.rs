@@ -8,7 +8,9 @@
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
 
+use ferrite_proto::Standing;
 use ferrite_proto::resp::Value;
+use ferrite_session::Callable;
 
 /// The longest name, that of a subcommand apart.
 pub(crate) const NAME_MAX: usize = 32;
@@ -30,26 +32,6 @@ const ALSO: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 const NEVER: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
 const DANGEROUS: &[u8] = b"@dangerous";
 const WRITES: [&[u8]; 2] = [b"write", b"may_replicate"];
-
-/// What there is to know of a command that may be called.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Callable {
-    /// As the table has it: so many words, its name included, or (negative) no fewer.
-    arity: i64,
-    /// It may write, or be sent to replicas otherwise.
-    pub(crate) writes: bool,
-    /// It is GET: with one argument, a key whose value it answers.
-    pub(crate) reads_string: bool,
-}
-
-impl Callable {
-    /// Whether it may have so many words, its name included. The engine must not be asked for a user's right to a command that has
-    /// too few: Redis 7.0 looks for keys beyond them, and dies.
-    pub(crate) fn takes(self, words: usize) -> bool {
-        let words = i64::try_from(words).unwrap_or(i64::MAX);
-        if self.arity < 0 { words >= -self.arity } else { words == self.arity }
-    }
-}
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Rule {
@@ -128,8 +110,10 @@ fn callable(name: &[u8], arity: i64, flags: &[Value<'_>], categories: &[Value<'_
     let has =
         |list: &[Value<'_>], wanted: &[&[u8]]| list.iter().filter_map(text).any(|it| wanted.contains(&it));
     let is_data = has(categories, &DATA) || ALSO.contains(&name);
-    let may = is_data && !has(flags, &NEVER) && !has(categories, &[DANGEROUS]);
-    may.then(|| Callable { arity, writes: has(flags, &WRITES), reads_string: name == b"GET" })
+    let may = is_data && !has(flags, &NEVER) && !has(categories, &[DANGEROUS]) && !Standing::minds(name);
+    let arity = i32::try_from(arity).ok()?;
+    let is_subcommand = name.contains(&b'|');
+    may.then(|| Callable { arity, is_subcommand, writes: has(flags, &WRITES), reads_string: name == b"GET" })
 }
 
 fn words<'a, 'b>(list: Option<&'b Value<'a>>) -> &'b [Value<'a>] {
@@ -240,7 +224,11 @@ mod tests {
         ] {
             let found = router.find(name.as_bytes(), sub.map(str::as_bytes));
             let reads_string = name.eq_ignore_ascii_case("get");
-            assert_eq!(found, Some(Callable { arity: 2, writes, reads_string }), "{name} {sub:?}");
+            assert_eq!(
+                found,
+                Some(Callable { arity: 2, writes, is_subcommand: name == "object", reads_string }),
+                "{name} {sub:?}"
+            );
             assert!(found.is_some_and(|it| it.takes(2) && !it.takes(1) && !it.takes(3)));
         }
     }

@@ -13,12 +13,14 @@ mod encode;
 mod number;
 mod reply;
 mod value;
+mod words;
 
 pub use args::{Args, Command};
 pub use command::{CommandError, CommandFramer};
 pub use encode::{encode_bulk, encode_command, encode_error, encode_integer, encode_null, encode_status};
 pub use reply::{ReplyError, ReplyFramer};
 pub use value::Value;
+pub use words::{Words, plain_command};
 
 /// How large a frame may be in each direction. What is over a limit is an error of the peer's.
 ///

@@ -5,8 +5,6 @@
 //! others change. Holds begin when a command goes out and end when the engine has said so: a connection of one's own is right for
 //! every command, so that holding too long costs time and nothing else.
 
-use crate::resp::Args;
-
 /// Who a client is, and where.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct Standing {
@@ -55,12 +53,22 @@ impl Standing {
 
     /// Whether everything must go over the client's own connection for now.
     #[must_use]
+    #[inline]
     pub fn is_held(&self) -> bool {
         self.in_transaction || self.watches || self.user.is_none()
     }
 
+    /// Whether a command of this name may be one that changes something, or must go over the client's own connection.
+    #[must_use]
+    pub fn minds(name: &[u8]) -> bool {
+        Self::default().take([name].into_iter()).is_some()
+    }
+
     /// What this command changes; the holds that begin with it have begun. `None`: it is a command like any other.
-    pub fn take(&mut self, mut args: Args<'_>) -> Option<Effect> {
+    pub fn take<'a, A>(&mut self, mut args: A) -> Option<Effect>
+    where
+        A: ExactSizeIterator<Item = &'a [u8]>,
+    {
         let mut name = [0; 16];
         let name = upper(args.next()?, &mut name)?;
         let queued = self.in_transaction;
@@ -79,7 +87,7 @@ impl Standing {
             // They would take effect with EXEC.
             b"SELECT" | b"AUTH" | b"HELLO" if queued => Effect::Stay,
             b"SELECT" => args.next().and_then(number).map_or(Effect::Nothing, Effect::Select),
-            b"AUTH" => auth(&args),
+            b"AUTH" => auth(args),
             b"HELLO" => hello(args),
             b"CLIENT" => {
                 let mut word = [0; 16];
@@ -137,16 +145,15 @@ fn user(name: &[u8]) -> Option<Box<str>> {
     std::str::from_utf8(name).ok().filter(|name| !name.contains('\0')).map(Into::into)
 }
 
-fn auth(args: &Args<'_>) -> Effect {
-    let mut words = args.clone();
-    match (args.len(), words.next()) {
+fn auth<'a>(mut args: impl ExactSizeIterator<Item = &'a [u8]>) -> Effect {
+    match (args.len(), args.next()) {
         (1, _) => Effect::Auth("default".into()),
         (2, Some(name)) => user(name).map_or(Effect::Stay, Effect::Auth),
         _ => Effect::Nothing,
     }
 }
 
-fn hello(mut args: Args<'_>) -> Effect {
+fn hello<'a>(mut args: impl Iterator<Item = &'a [u8]>) -> Effect {
     let resp3 = match args.next() {
         None => None,
         Some(b"3") => Some(true),
@@ -241,6 +248,10 @@ mod tests {
         for line in ["CLIENT ID", "CLIENT", "MULTI"] {
             assert_eq!(take(&mut Standing::new(true), line), Some(Effect::Nothing), "{line}");
         }
+        for name in ["multi", "EXEC", "SELECT", "Auth", "CLIENT", "SUBSCRIBE", "WAIT"] {
+            assert!(Standing::minds(name.as_bytes()), "{name}");
+        }
+        assert!(!Standing::minds(b"GET") && !Standing::minds(b""));
         assert_eq!(take(&mut Standing::new(true), "a-name-longer-than-any-word-of-ours x"), None);
     }
 }

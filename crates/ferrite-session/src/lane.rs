@@ -10,6 +10,7 @@
 //! Commands are taken in runs: as many as may be called, or as many as must be passed on. Replies of a run leave together. What a
 //! slow reader costs is the replies of one run and its window.
 
+mod commands;
 mod input;
 
 use std::future::Future;
@@ -25,7 +26,9 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Re
 
 use crate::engine::EngineSocket;
 use crate::pump::Moved;
-use input::Input;
+use commands::Due;
+pub use commands::{Callable, Commands};
+use input::{Found, Input};
 
 /// A session, to be run somewhere.
 pub type SessionFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -38,18 +41,12 @@ pub trait Inside: Send + Sync {
     /// Whether somebody who comes now needs no password. `None`: nothing can be called, and the engine's socket is to be asked.
     fn is_open_to_all(&self) -> Option<bool>;
 
-    /// Whether a command of this name, and first argument, may be called.
-    fn is_callable(&self, name: &[u8], first: Option<&[u8]>) -> bool;
+    /// What there is to know of the command of this name, and first argument, if it may be called. None that
+    /// [`Standing::minds`] may be.
+    fn find(&self, name: &[u8], first: Option<&[u8]>) -> Option<Callable>;
 
-    /// Calls these commands (places in `input`) in order for a client of this standing and adds their replies, until one cannot be
-    /// called.
-    fn call(
-        &self,
-        standing: &Standing,
-        input: &[u8],
-        commands: &[Range<usize>],
-        replies: &mut Vec<u8>,
-    ) -> Called;
+    /// Calls these commands in order for a client of this standing and adds their replies, until one cannot be called.
+    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called;
 
     /// Ready when what was written before is as safe as the engine makes it before it answers.
     fn settled(&self) -> SessionFuture;
@@ -184,7 +181,7 @@ enum Met {
 
 impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
     async fn run(mut self) -> io::Result<Left> {
-        let mut run: Vec<Range<usize>> = Vec::new();
+        let mut run = Vec::new();
         loop {
             let Some(way) = self.take_run(&mut run) else {
                 if self.input.is_large() {
@@ -217,41 +214,40 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
 
     /// Takes commands that go the same way. A run over the connection ends with the first that changes something: where the next
     /// one goes depends on how that is answered. `None`: there is no whole command.
-    fn take_run(&mut self, run: &mut Vec<Range<usize>>) -> Option<Way> {
+    fn take_run(&mut self, run: &mut Vec<Due>) -> Option<Way> {
         run.clear();
+        self.input.forget();
         let mut way = None;
         while run.len() < RUN_MAX {
-            let command = match self.input.peek() {
-                Ok(Some(command)) => command,
+            let found = match self.input.peek() {
+                Ok(Some(found)) => found,
                 Ok(None) => break,
                 // What is no command is the engine's to speak of.
                 Err(_) => return way.or(Some(Way::Connection(Effect::Stay))),
             };
-            let view = self.input.command(&command)?;
-            let mut args = view.args();
-            let is_inline = view.inline().is_some_and(|line| !line.trim_ascii().is_empty());
-            if args.len() == 0 && !is_inline {
-                self.input.take(); // nothing is answered with nothing
-                continue;
+            let callable = if self.standing.is_held() { None } else { self.find(&found, run.last()) };
+            let mut effect = None;
+            if callable.is_none() {
+                let command = self.input.command(&found)?;
+                let is_inline = command.inline().is_some_and(|line| !line.trim_ascii().is_empty());
+                if command.args().len() == 0 && !is_inline {
+                    self.input.take(&found); // nothing is answered with nothing
+                    continue;
+                }
+                // A line typed by hand is read by the engine's rules. Asking twice, if another way follows, changes nothing.
+                effect = if is_inline { Some(Effect::Stay) } else { self.standing.take(command.args()) };
+                if effect == Some(Effect::Stay) {
+                    return way.or(Some(Way::Connection(Effect::Stay)));
+                }
             }
-            // A line typed by hand is read by the engine's rules. Asking twice, if another way follows, changes nothing.
-            let effect = if is_inline { Some(Effect::Stay) } else { self.standing.take(args.clone()) };
-            if effect == Some(Effect::Stay) {
-                return way.or(Some(Way::Connection(Effect::Stay)));
-            }
-            let may_call = effect.is_none() && !self.standing.is_held();
-            let is_call = may_call && {
-                let name = args.next().unwrap_or_default();
-                self.inside.is_callable(name, args.next())
-            };
-            match (&way, is_call) {
-                (Some(Way::Call), false) | (Some(Way::Connection(_)), true) => break,
+            match (&way, callable) {
+                (Some(Way::Call), None) | (Some(Way::Connection(_)), Some(_)) => break,
                 _ => {}
             }
-            run.push(command);
-            self.input.take();
+            self.input.take(&found);
+            run.push(Due { found, callable });
             way = Some(match effect {
-                None if is_call => Way::Call,
+                None if callable.is_some() => Way::Call,
                 None | Some(Effect::Nothing) => Way::Connection(Effect::Nothing),
                 Some(effect) => return Some(Way::Connection(effect)),
             });
@@ -259,9 +255,22 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
         way
     }
 
-    async fn call(&mut self, mut run: &[Range<usize>]) -> io::Result<Met> {
+    /// How a command may be called, if it may. Many are like the one before.
+    fn find(&self, found: &Found, before: Option<&Due>) -> Option<Callable> {
+        let name = self.input.name(found)?;
+        if let Some(Due { found, callable: Some(callable) }) = before
+            && !callable.is_subcommand
+            && self.input.name(found) == Some(name)
+        {
+            return Some(*callable);
+        }
+        self.inside.find(name, self.input.words(found).get(1))
+    }
+
+    async fn call(&mut self, mut run: &[Due]) -> io::Result<Met> {
         while !run.is_empty() {
-            let called = self.inside.call(&self.standing, self.input.bytes(), run, &mut self.replies);
+            let commands = Commands { input: &self.input, run };
+            let called = self.inside.call(&self.standing, commands, &mut self.replies);
             self.lanes.called.fetch_add(called.done as u64, Ordering::Relaxed);
             let (done, rest) = run.split_at(called.done.min(run.len()));
             self.count_input(done);
@@ -281,14 +290,12 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
         Ok(Met::Answered)
     }
 
-    fn count_input(&self, run: &[Range<usize>]) {
-        if let (Some(first), Some(last)) = (run.first(), run.last()) {
-            self.moved.to_engine.fetch_add((last.end - first.start) as u64, Ordering::Relaxed);
-        }
+    fn count_input(&self, run: &[Due]) {
+        self.moved.to_engine.fetch_add(place_of(run).len() as u64, Ordering::Relaxed);
     }
 
     /// Commands that lie one behind the other go over the connection, and their replies to the client.
-    async fn pass_on(&mut self, run: &[Range<usize>], effect: Effect) -> io::Result<Met> {
+    async fn pass_on(&mut self, run: &[Due], effect: Effect) -> io::Result<Met> {
         self.flush().await?; // an answer that is there must not wait for one that may never come
         self.lanes.bridged.fetch_add(run.len() as u64, Ordering::Relaxed);
         self.count_input(run);
@@ -297,9 +304,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
         if is_mark_due {
             unsent.extend_from_slice(self.inside.mark());
         }
-        if let (Some(first), Some(last)) = (run.first(), run.last()) {
-            unsent.extend_from_slice(&self.input.bytes()[first.start..last.end]);
-        }
+        unsent.extend_from_slice(&self.input.bytes()[place_of(run)]);
         let awaited = Awaited { swallowed: is_mark_due.into(), replies: run.len(), effect };
         self.exchange(unsent, awaited, false).await
     }
@@ -394,7 +399,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             self.heard.reserve(HEAD);
             tokio::select! {
                 biased;
-                read = self.client.read_buf(self.input.room()) => {
+                read = self.client.read(self.input.room()) => {
                     let count = read?;
                     self.input.read(count);
                     return Ok(count > 0);
@@ -438,6 +443,14 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
         self.lanes.stayed.fetch_add(1, Ordering::Relaxed);
         let unsent = self.input.ahead().to_vec();
         Ok(Left::Stay { engine: self.engine_reads.unsplit(self.engine_writes), unsent })
+    }
+}
+
+/// Where these commands lie, one behind the other.
+fn place_of(run: &[Due]) -> Range<usize> {
+    match (run.first(), run.last()) {
+        (Some(first), Some(last)) => first.found.place.start..last.found.place.end,
+        _ => 0..0,
     }
 }
 

@@ -200,7 +200,9 @@ impl ValkeyStream {
         if total == 0 {
             return Poll::Ready(Ok(0));
         }
-        self.drive(cx);
+        if (self.endpoint.writable() as usize) < total {
+            self.drive(cx);
+        }
         if let Some(over) = &self.over {
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, over.clone())));
         }

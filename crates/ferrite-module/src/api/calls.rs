@@ -12,12 +12,15 @@ use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
 use std::ptr::{self, NonNull};
 
+use ferrite_proto::resp::Words;
+
 use super::table::{RawContext, RawReply, RawString, RawUser};
 use super::{Context, OK, api};
+use crate::router::NAME_MAX;
 
 /// The most arguments of a call after the command's name. Lists of strings, the API's way for more, change how the engine
 /// encodes values.
-pub(crate) const ARGS_MAX: usize = 32;
+const ARGS_MAX: usize = 32;
 
 /// `b` is an argument by address and length. A call with fewer takes the end of it.
 ///
@@ -68,6 +71,12 @@ impl CallContext {
         NonNull::new(raw).map(|raw| Self { raw, is_subscribed: false })
     }
 
+    /// For what the module asks for itself.
+    pub(crate) fn context(&self) -> Option<Context<'_>> {
+        // SAFETY: it is there as long as this is, and used on the engine's main thread alone, as this is.
+        unsafe { Context::new(self.raw.as_ptr()) }
+    }
+
     /// What the engine is at: see [`state`].
     pub(crate) fn state(&self) -> i32 {
         // SAFETY: the context is there as long as this is.
@@ -100,8 +109,9 @@ impl CallContext {
 
     /// A reply to a command of the module's own, as it would be on a connection. `None` if it was refused.
     pub(crate) fn ask(&self, name: &CStr, args: &[&[u8]]) -> Option<Vec<u8>> {
-        let mut reply = Vec::new();
-        (self.call(name, AS_MODULE, args, &mut reply) == Outcome::Done).then_some(reply)
+        let (name, mut reply) = (name.to_bytes(), Vec::new());
+        let outcome = self.call(name, AS_MODULE, args.len(), |index| args.get(index).copied(), &mut reply);
+        (outcome == Outcome::Done).then_some(reply)
     }
 
     /// Sends what the calls of a batch wrote to the AOF and to replicas. Redis 7.0 does it where a context of its own ends, and
@@ -119,16 +129,28 @@ impl CallContext {
         }
     }
 
-    fn call(&self, name: &CStr, format: &CStr, args: &[&[u8]], out: &mut Vec<u8>) -> Outcome {
-        if args.len() > ARGS_MAX {
+    fn call<'a>(
+        &self,
+        name: &[u8],
+        format: &CStr,
+        count: usize,
+        arg: impl Fn(usize) -> Option<&'a [u8]>,
+        out: &mut Vec<u8>,
+    ) -> Outcome {
+        // The name as it came: the slow log and MONITOR show it. At least one zero stays behind it.
+        let mut terminated = [0; NAME_MAX + 1];
+        let (Some(place), Some(skipped)) =
+            (terminated[..NAME_MAX].get_mut(..name.len()), ARGS_MAX.checked_sub(count))
+        else {
             return Outcome::Refused;
-        }
+        };
+        place.copy_from_slice(name);
         let errno = __errno_location();
-        // SAFETY: `errno` is this thread's. The format has as many `b` as there are arguments, of which each is there until the
-        // call is over. The reply is used before it is freed, and is as long as the engine says.
+        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has as many `b` as there are arguments, of which
+        // each is there until the call is over. The reply is used before it is freed, and is as long as the engine says.
         unsafe {
             *errno = 0;
-            let reply = self.raw_call(name, &format[ARGS_MAX - args.len()..], args);
+            let reply = self.raw_call(terminated.as_ptr().cast(), &format[skipped..], count, arg);
             let errno = *errno;
             if reply.is_null() {
                 return Outcome::Refused;
@@ -153,19 +175,25 @@ impl CallContext {
     }
 
     /// # Safety
-    /// `format` has as many `b` as there are `args`.
-    unsafe fn raw_call(&self, name: &CStr, format: &CStr, args: &[&[u8]]) -> *mut RawReply {
-        let at = |index: usize| args.get(index).map_or((ptr::null(), 0), |arg| (arg.as_ptr(), arg.len()));
+    /// `name` ends with a zero, and `format` has `count` times `b`.
+    unsafe fn raw_call<'a>(
+        &self,
+        name: *const c_char,
+        format: &CStr,
+        count: usize,
+        arg: impl Fn(usize) -> Option<&'a [u8]>,
+    ) -> *mut RawReply {
+        let at = |index: usize| arg(index).map_or((ptr::null(), 0), |arg| (arg.as_ptr(), arg.len()));
         // Arguments beyond the format's are not looked at, so that a few lengths do for all.
         macro_rules! call {
             ($($index:literal)*) => {
                 // SAFETY: a pair for each `b`, and maybe more. The context is there as long as this is.
                 unsafe {
-                    (api().call)(self.raw.as_ptr(), name.as_ptr(), format.as_ptr() $(, at($index).0, at($index).1)*)
+                    (api().call)(self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*)
                 }
             };
         }
-        match args.len() {
+        match count {
             0 => call!(),
             1 => call!(0),
             2 => call!(0 1),
@@ -199,14 +227,15 @@ impl Acting<'_> {
         self.context.raw.as_ptr()
     }
 
-    pub(crate) fn call(&mut self, name: &CStr, args: &[&[u8]], resp3: bool, out: &mut Vec<u8>) -> Outcome {
+    pub(crate) fn call(&mut self, words: Words<'_>, resp3: bool, out: &mut Vec<u8>) -> Outcome {
         let format = if resp3 { AS_USER_RESP3 } else { AS_USER };
-        self.context.call(name, format, args, out)
+        let (Some(name), args) = (words.get(0), words.args()) else { return Outcome::Refused };
+        self.context.call(name, format, args.len(), |index| args.get(index), out)
     }
 
     /// Whether the user may call this. A call would say so too, and leave a word of it in ACL LOG.
-    pub(crate) fn may(&self, words: &[&[u8]]) -> bool {
-        let Some(words) = words.iter().map(|word| Text::of(word)).collect::<Option<Vec<_>>>() else {
+    pub(crate) fn may(&self, words: Words<'_>) -> bool {
+        let Some(words) = words.iter().map(Text::of).collect::<Option<Vec<_>>>() else {
             return false;
         };
         let mut raw: Vec<_> = words.iter().map(Text::as_ptr).collect();

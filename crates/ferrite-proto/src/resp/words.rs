@@ -1,0 +1,210 @@
+//! The plain form of a command, as clients send it, read in one look: where it ends and where its words lie.
+
+use std::ops::Range;
+
+/// The most words of a command that is plain.
+const WORDS_MAX: usize = 33;
+/// Digits of the longest word that is plain.
+const DIGITS_MAX: usize = 7;
+
+/// Finds the command that lies whole at this place of `bytes`, adds where its words are, and says where it ends. `None`: it is not
+/// whole, or not in the plain form (a few words, lines that end as they should), and a [`CommandFramer`](super::CommandFramer) has
+/// to look.
+///
+/// ```
+/// use ferrite_proto::resp::{Words, plain_command};
+///
+/// let (input, mut places) = (b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n*1\r\n", Vec::new());
+/// assert_eq!(plain_command(input, 0, &mut places), Some(20));
+/// assert_eq!(Words::new(input, &places).iter().collect::<Vec<_>>(), [&b"GET"[..], b"k"]);
+/// assert_eq!(plain_command(input, 20, &mut places), None); // it has only begun
+/// ```
+#[must_use]
+#[inline]
+pub fn plain_command(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize> {
+    let before = places.len();
+    let end = find(bytes, at, places);
+    if end.is_none() {
+        places.truncate(before);
+    }
+    end
+}
+
+#[inline]
+fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize> {
+    let (count, mut at) = line(bytes, at, b'*')?;
+    if count == 0 || count > WORDS_MAX {
+        return None;
+    }
+    for _ in 0..count {
+        let (size, start) = line(bytes, at, b'$')?;
+        let end = start + size; // a few digits
+        if *bytes.get(end..end + 2)? != *b"\r\n" {
+            return None;
+        }
+        places.push(start..end);
+        at = end + 2;
+    }
+    Some(at)
+}
+
+/// The number behind `kind` at this place, and where the line after it begins.
+#[inline]
+fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
+    let digit = |byte: u8| usize::from(byte.wrapping_sub(b'0'));
+    // Most have one digit, or two.
+    match *bytes.get(at..)? {
+        [first, one, b'\r', b'\n', ..] if first == kind && digit(one) < 10 => Some((digit(one), at + 4)),
+        [first, ten @ b'1'..=b'9', one, b'\r', b'\n', ..] if first == kind && digit(one) < 10 => {
+            Some((digit(ten) * 10 + digit(one), at + 5))
+        }
+        [first, b'1'..=b'9', ..] if first == kind => long_line(bytes, at + 1),
+        _ => None,
+    }
+}
+
+/// The number at this place, which does not begin with a zero, and where the line after it begins.
+fn long_line(bytes: &[u8], at: usize) -> Option<(usize, usize)> {
+    let mut number = 0;
+    for (index, byte) in bytes.get(at..)?.iter().take(DIGITS_MAX + 1).enumerate() {
+        match byte {
+            b'0'..=b'9' => number = number * 10 + usize::from(byte - b'0'),
+            b'\r' if bytes.get(at + index + 1) == Some(&b'\n') => return Some((number, at + index + 2)),
+            _ => return None,
+        }
+    }
+    None
+}
+
+/// The words of a command, each where it lies.
+#[derive(Debug, Clone, Copy)]
+pub struct Words<'a> {
+    bytes: &'a [u8],
+    places: &'a [Range<usize>],
+}
+
+impl<'a> Words<'a> {
+    /// At these places of `bytes`.
+    #[must_use]
+    #[inline]
+    pub fn new(bytes: &'a [u8], places: &'a [Range<usize>]) -> Self {
+        Self { bytes, places }
+    }
+
+    /// How many.
+    #[must_use]
+    #[inline]
+    pub fn len(self) -> usize {
+        self.places.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    #[inline]
+    pub fn is_empty(self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// One of them. `None` if it has no such word.
+    #[must_use]
+    #[inline]
+    pub fn get(self, index: usize) -> Option<&'a [u8]> {
+        self.bytes.get(self.places.get(index)?.clone())
+    }
+
+    /// Those behind the first.
+    #[must_use]
+    #[inline]
+    pub fn args(self) -> Self {
+        Self { places: self.places.get(1..).unwrap_or_default(), ..self }
+    }
+
+    /// All of them.
+    pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8]> + Clone {
+        self.places.iter().map(move |place| self.bytes.get(place.clone()).unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::super::{Command, CommandFramer, Limits, Progress, encode_command};
+    use super::*;
+
+    #[test]
+    fn what_is_plain() {
+        for (input, words) in [
+            (&b"*1\r\n$4\r\nPING\r\n"[..], &[&b"PING"[..]][..]),
+            (b"*2\r\n$3\r\nGET\r\n$0\r\n\r\n*1", &[b"GET", b""]),
+            (b"*2\r\n$4\r\nECHO\r\n$12\r\n$4\r\nECHO\r\n*1\r\n", &[b"ECHO", b"$4\r\nECHO\r\n*1"]),
+        ] {
+            let mut places = Vec::new();
+            assert!(plain_command(input, 0, &mut places).is_some(), "{input:?}");
+            assert_eq!(Words::new(input, &places).iter().collect::<Vec<_>>(), words);
+        }
+    }
+
+    #[test]
+    fn what_is_left_to_the_framer() {
+        let many = format!("*34\r\n{}", "$1\r\nx\r\n".repeat(34));
+        for input in [
+            "",
+            "*",
+            "*1",
+            "*1\r",
+            "*1\r\n",
+            "*1\r\n$4\r\nPING",
+            "*1\r\n$4\r\nPING\r",
+            "*0\r\n",
+            "*-1\r\n",
+            "PING\r\n",
+            "\r\n",
+            "*01\r\n$4\r\nPING\r\n",
+            "*1\r\n$04\r\nPING\r\n",
+            "*1\rx$4\r\nPING\r\n",
+            "*1\r\n$4\rxPING\r\n",
+            "*1\r\n$4\r\nPINGxx",
+            "*\r\n",
+            "*1\r\n$\r\n\r\n",
+            "*1\r\n+OK\r\n",
+            "*1\r\n$12345678\r\nPING\r\n",
+            &many,
+        ] {
+            let before = 7..8;
+            let mut places = vec![before.clone()];
+            assert_eq!(plain_command(input.as_bytes(), 0, &mut places), None, "{input:?}");
+            assert_eq!(places, [before], "as it was");
+        }
+    }
+
+    proptest! {
+        /// What is plain is what the framer finds, and as long.
+        #[test]
+        fn the_framer_finds_the_same(
+            words in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..20), 1..4),
+            changed in prop::option::of((any::<prop::sample::Index>(), any::<u8>())),
+            more in prop::collection::vec(any::<u8>(), 0..4),
+        ) {
+            let mut input = Vec::new();
+            encode_command(words.iter().map(Vec::as_slice), &mut input);
+            let is_changed = changed.is_some();
+            if let Some((at, byte)) = changed {
+                let at = at.index(input.len());
+                input[at] = byte;
+            }
+            input.extend(more);
+            let mut places = Vec::new();
+            match plain_command(&input, 0, &mut places) {
+                Some(end) => {
+                    let framed = CommandFramer::new(Limits::default()).feed(&input);
+                    prop_assert_eq!(framed, Ok(Progress { consumed: end, complete: true }));
+                    let command = Command::framed(&input[..end]).expect("framed");
+                    let found: Vec<_> = Words::new(&input, &places).iter().collect();
+                    prop_assert_eq!(command.args().collect::<Vec<_>>(), found);
+                }
+                None => prop_assert!(is_changed),
+            }
+        }
+    }
+}
