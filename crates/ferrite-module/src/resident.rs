@@ -13,6 +13,7 @@ use std::sync::Arc;
 
 use ferrite_fabric::Engine;
 use ferrite_proto::Standing;
+use ferrite_proto::resp::Args;
 use ferrite_session::{Callable, Called, Commands, Inside, SessionFuture};
 use tokio::runtime::Handle;
 
@@ -131,6 +132,13 @@ impl Inside for Around {
 
     fn find(&self, name: &[u8], first: Option<&[u8]>) -> Option<Callable> {
         CALLS.with(|calls| calls.try_borrow().ok()?.as_ref()?.find(name, first))
+    }
+
+    /// `INFO rdma` is about the session's own side here: the engine knows the section by a longer name.
+    fn instead(&self, mut words: Args<'_>) -> Option<&'static [u8]> {
+        let is = |word: Option<&[u8]>, name: &[u8]| word.is_some_and(|word| word.eq_ignore_ascii_case(name));
+        let is_info_rdma = words.len() == 2 && is(words.next(), b"info") && is(words.next(), b"rdma");
+        is_info_rdma.then_some(b"*2\r\n$4\r\nINFO\r\n$12\r\nferrite_rdma\r\n")
     }
 
     fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called {

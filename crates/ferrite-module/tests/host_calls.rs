@@ -37,6 +37,31 @@ fn data_commands_answer_the_same() {
     }
 }
 
+/// In the middle of a pipeline, in a transaction, and with the rights of who asks.
+#[test]
+fn info_rdma_is_the_modules() {
+    for program in engines() {
+        let server = start(&program, &[]);
+        let mut peer = Peer::called(&server);
+        let is_ours = |reply: &[u8]| reply.windows(26).any(|piece| piece == b"ferrite_rdma_connections:0");
+        peer.send(&["SET k v", "info RDMA", "INCR n", "INFO rdma clients", "PING"].map(words));
+        assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        let info = peer.next().expect("a reply");
+        assert!(is_ours(&info), "{}", info.escape_ascii());
+        assert_eq!(peer.next().as_deref(), Some(&b":1\r\n"[..]));
+        assert!(!is_ours(&peer.next().expect("a reply")), "that is the engine's to answer");
+        assert_eq!(peer.next().as_deref(), Some(&b"+PONG\r\n"[..]));
+        peer.send(&["MULTI", "INFO rdma", "EXEC"].map(words));
+        let replies = [(); 3].map(|()| peer.next().expect("a reply"));
+        assert_eq!(replies[1], b"+QUEUED\r\n");
+        assert!(is_ours(&replies[2]), "{}", replies[2].escape_ascii());
+        server.ask::<String>(&["ACL", "SETUSER", "bob", "on", "nopass", "+@all", "-info", "~*"]);
+        peer.send(&["AUTH bob x", "INFO rdma"].map(words));
+        assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        assert!(peer.next().expect("a reply").starts_with(b"-NOPERM"));
+    }
+}
+
 /// Any of the engine's commands with any few arguments, and the same keys with the same bytes in them at the end.
 #[test]
 fn whatever_is_asked_answers_the_same() {

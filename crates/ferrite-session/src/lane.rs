@@ -20,7 +20,7 @@ use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
 
-use ferrite_proto::resp::{Limits, ReplyFramer};
+use ferrite_proto::resp::{Args, Limits, ReplyFramer};
 use ferrite_proto::{Effect, Standing};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf};
 
@@ -44,6 +44,9 @@ pub trait Inside: Send + Sync {
     /// What there is to know of the command of this name, and first argument, if it may be called. None that
     /// [`Standing::minds`] may be.
     fn find(&self, name: &[u8], first: Option<&[u8]>) -> Option<Callable>;
+
+    /// The command that is asked over the connection in the place of one with these words, if there is such.
+    fn instead(&self, words: Args<'_>) -> Option<&'static [u8]>;
 
     /// Calls these commands in order for a client of this standing and adds their replies, until one cannot be called.
     fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called;
@@ -104,6 +107,8 @@ enum Way {
     Call,
     /// The last of them has this effect.
     Connection(Effect),
+    /// It is one, and this is asked in its place.
+    Instead(&'static [u8]),
 }
 
 /// Serves a client until it goes, or until it must have its own connection for good.
@@ -202,6 +207,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                 Way::Call => self.call(&run).await?,
                 Way::Connection(Effect::Stay) => return self.stay().await,
                 Way::Connection(effect) => self.pass_on(&run, effect).await?,
+                Way::Instead(other) => self.ask(&run, other.to_vec(), Effect::Nothing).await?,
             };
             if met == Met::Over {
                 return Ok(Left::Nothing);
@@ -238,6 +244,13 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                 effect = if is_inline { Some(Effect::Stay) } else { self.standing.take(command.args()) };
                 if effect == Some(Effect::Stay) {
                     return way.or(Some(Way::Connection(Effect::Stay)));
+                }
+                if let Some(other) = self.inside.instead(command.args()) {
+                    if way.is_none() {
+                        self.input.take(&found);
+                        run.push(Due { found, callable });
+                    }
+                    return way.or(Some(Way::Instead(other)));
                 }
             }
             match (&way, callable) {
@@ -296,15 +309,17 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
 
     /// Commands that lie one behind the other go over the connection, and their replies to the client.
     async fn pass_on(&mut self, run: &[Due], effect: Effect) -> io::Result<Met> {
+        let bytes = self.input.bytes()[place_of(run)].to_vec();
+        self.ask(run, bytes, effect).await
+    }
+
+    /// These bytes go over the connection for these commands, and the replies to the client.
+    async fn ask(&mut self, run: &[Due], bytes: Vec<u8>, effect: Effect) -> io::Result<Met> {
         self.flush().await?; // an answer that is there must not wait for one that may never come
         self.lanes.bridged.fetch_add(run.len() as u64, Ordering::Relaxed);
         self.count_input(run);
         let is_mark_due = effect == Effect::Wait && std::mem::take(&mut self.wrote);
-        let mut unsent = Vec::new();
-        if is_mark_due {
-            unsent.extend_from_slice(self.inside.mark());
-        }
-        unsent.extend_from_slice(&self.input.bytes()[place_of(run)]);
+        let unsent = if is_mark_due { [self.inside.mark(), &bytes].concat() } else { bytes };
         let awaited = Awaited { swallowed: is_mark_due.into(), replies: run.len(), effect };
         self.exchange(unsent, awaited, false).await
     }
