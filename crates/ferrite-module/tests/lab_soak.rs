@@ -10,13 +10,15 @@
 //! | file | what |
 //! |---|---|
 //! | `model.rs` | commands, and what must be answered |
-//! | `client.rs` | who sends them, compares, and settles what a cut left open |
+//! | `client.rs` `connection.rs` | who sends them, compares, and settles what a cut left open |
 //! | `trouble.rs` `fuzz.rs` | what goes wrong meanwhile |
 //! | `watch.rs` | what the engines hold over time |
 #![expect(clippy::print_stderr, reason = "its figures")]
 
 #[path = "soak/client.rs"]
 mod client;
+#[path = "soak/connection.rs"]
+mod connection;
 #[path = "soak/fuzz.rs"]
 mod fuzz;
 #[path = "soak/model.rs"]
@@ -72,7 +74,14 @@ fn start(at: usize) -> Server {
         ["rdma-bind", HOST, "rdma-port", RDMA_PORTS[at], "rdma-device", "rxe1", "call-lane", "yes"];
     let options = [
         &["--port", TCP_PORTS[at], "--protected-mode", "no", "--repl-diskless-sync-delay", "0"][..],
-        &["--repl-backlog-size", "32mb", "--auto-aof-rewrite-min-size", "16mb", "--replica-announce-ip", "127.0.0.1"],
+        &[
+            "--repl-backlog-size",
+            "32mb",
+            "--auto-aof-rewrite-min-size",
+            "16mb",
+            "--replica-announce-ip",
+            "127.0.0.1",
+        ],
         &["--stop-writes-on-bgsave-error", "no"],
     ];
     Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options.concat() })
@@ -86,7 +95,8 @@ fn address(port: &str) -> SocketAddr {
 fn engines() -> [Server; 2] {
     let servers = [start(0), start(1)];
     let () = servers[1].ask(&["REPLICAOF", "127.0.0.1", TCP_PORTS[0]]);
-    servers[0].until("a replica", || servers[0].ask::<String>(&["INFO", "replication"]).contains("state=online"));
+    servers[0]
+        .until("a replica", || servers[0].ask::<String>(&["INFO", "replication"]).contains("state=online"));
     servers
 }
 
@@ -132,7 +142,8 @@ fn an_engine_lives_through_everything() {
         // Clients hear soon of an engine that a cut has taken from them.
         let (keepalive, peer_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
         let config = Config { busy_poll_us: 0, keepalive, peer_timeout, ..client_config() };
-        let fabric = Engine::system().rdma(Rdma::Prefer).device("rxe2").config(config).build().expect("an engine");
+        let fabric =
+            Engine::system().rdma(Rdma::Prefer).device("rxe2").config(config).build().expect("an engine");
         let driver = tokio::spawn(fabric.drive());
         let world = Arc::new(world(&servers, &fabric));
         drop(fabric);

@@ -9,12 +9,12 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::ConnectOptions;
 use ferrite_proto::Role;
-use ferrite_proto::resp::{Limits, ReplyFramer, Value as Reply, encode_command};
+use ferrite_proto::resp::Value as Reply;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::TcpStream;
 use tokio::time::{sleep, timeout};
 
+use crate::connection::{Both, Connection};
 use crate::model::{self, Model, Value, Words, is_refusal, keys_of};
 use crate::random::Random;
 use crate::world::World;
@@ -23,9 +23,6 @@ use crate::world::World;
 const PATIENCE: Duration = Duration::from_secs(90);
 /// A client of Valkey Over RDMA is not told that the other side is gone if the wire was cut at that time.
 const SILENCE: Duration = Duration::from_secs(4);
-
-pub(crate) trait Both: AsyncRead + AsyncWrite + Unpin + Send + Sync {}
-impl<T: AsyncRead + AsyncWrite + Unpin + Send + Sync> Both for T {}
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Way {
@@ -36,91 +33,6 @@ pub(crate) enum Way {
     Valkey,
     /// The engine's own port.
     Tcp,
-}
-
-/// A connection, and what has come of the reply that is under way.
-pub(crate) struct Connection {
-    stream: Box<dyn Both>,
-    heard: Vec<u8>,
-    framer: ReplyFramer,
-    framed: usize,
-}
-
-impl Connection {
-    pub(crate) fn new(stream: Box<dyn Both>) -> Self {
-        Self { stream, heard: Vec::new(), framer: ReplyFramer::new(Limits::default()), framed: 0 }
-    }
-
-    pub(crate) async fn to_socket(path: &std::path::Path) -> io::Result<Self> {
-        Ok(Self::new(Box::new(UnixStream::connect(path).await?)))
-    }
-
-    /// Says all of it, and hears a reply for each; those that came stay in `replies` if it fails.
-    async fn talk(&mut self, commands: &[Words], replies: &mut Vec<Vec<u8>>) -> io::Result<()> {
-        let mut bytes = Vec::new();
-        commands.iter().for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
-        let (reader, mut writer) = tokio::io::split(&mut self.stream);
-        let mut reader = Replies {
-            reader,
-            heard: &mut self.heard,
-            framer: &mut self.framer,
-            framed: &mut self.framed,
-        };
-        let saying = async {
-            writer.write_all(&bytes).await?;
-            writer.flush().await
-        };
-        let hearing = async {
-            while replies.len() < commands.len() {
-                replies.push(reader.next().await?);
-            }
-            Ok(())
-        };
-        tokio::try_join!(saying, hearing).map(|_| ())
-    }
-
-    pub(crate) async fn ask(&mut self, words: &[&str]) -> io::Result<Vec<u8>> {
-        let words = words.iter().map(|word| word.as_bytes().to_vec()).collect();
-        let mut replies = Vec::new();
-        self.talk(&[words], &mut replies).await?;
-        Ok(replies.remove(0))
-    }
-
-    /// A part of what could be said, and then nothing more.
-    async fn break_off(mut self, commands: &[Words], random: &mut Random) {
-        let mut bytes = Vec::new();
-        commands.iter().for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
-        bytes.truncate(random.below(bytes.len() as u64 + 1) as usize);
-        let said = async {
-            self.stream.write_all(&bytes).await?;
-            self.stream.flush().await
-        };
-        let _ = timeout(Duration::from_millis(random.below(20)), said).await;
-    }
-}
-
-struct Replies<'a, R> {
-    reader: R,
-    heard: &'a mut Vec<u8>,
-    framer: &'a mut ReplyFramer,
-    framed: &'a mut usize,
-}
-
-impl<R: AsyncRead + Unpin> Replies<'_, R> {
-    async fn next(&mut self) -> io::Result<Vec<u8>> {
-        loop {
-            let progress = self.framer.feed(&self.heard[*self.framed..]).map_err(io::Error::other)?;
-            *self.framed += progress.consumed;
-            if progress.complete {
-                let rest = self.heard.split_off(*self.framed);
-                *self.framed = 0;
-                return Ok(std::mem::replace(self.heard, rest));
-            }
-            if self.reader.read_buf(self.heard).await? == 0 {
-                return Err(io::ErrorKind::UnexpectedEof.into());
-            }
-        }
-    }
 }
 
 /// A transaction that was begun: what is queued, and whether something was refused.
@@ -187,7 +99,7 @@ impl Client {
         for (at, (words, reply)) in commands.iter().zip(&replies).enumerate() {
             is_refused |= is_refusal(reply);
             if let Err(expected) = self.check(words, reply, &mut transaction) {
-                let before: Vec<_> = commands[..=at].iter().map(|words| brief_words(words)).collect();
+                let before: Vec<_> = commands[..=at].iter().map(brief_words).collect();
                 panic!(
                     "{self}, after {before:?}: heard {}, not {}; {}",
                     brief(reply),
@@ -279,14 +191,15 @@ impl Client {
     async fn settle(&mut self, world: &World, rest: &[Words], begun: Option<Begun>) {
         world.settled.fetch_add(1, Ordering::Relaxed);
         let mut queued = begun.map(|begun| begun.queued);
-        let touched: BTreeSet<_> =
-            queued.iter().flatten().chain(rest).flat_map(keys_of).cloned().collect();
+        let touched: BTreeSet<_> = queued.iter().flatten().chain(rest).flat_map(keys_of).cloned().collect();
         let mut states = vec![self.model.part(&touched)];
         for words in rest {
             let mut next = states.last().expect("one").clone();
             match (words[0].as_slice(), &mut queued) {
                 (b"MULTI", _) => queued = Some(Vec::new()),
-                (b"EXEC", _) => queued.take().unwrap_or_default().iter().for_each(|words| drop(next.apply(words))),
+                (b"EXEC", _) => {
+                    queued.take().unwrap_or_default().iter().for_each(|words| drop(next.apply(words)));
+                }
                 (_, Some(queued)) => queued.push(words.clone()),
                 (_, None) => drop(next.apply(words)),
             }
@@ -296,8 +209,11 @@ impl Client {
         let found = self.read_back(world, &touched).await;
         let Some(state) = states.iter().find(|state| differences(state, &found).is_empty()) else {
             let each: Vec<_> = states.iter().map(|state| differences(state, &found)).collect();
-            let rest: Vec<_> = rest.iter().map(|words| brief_words(words)).collect();
-            panic!("{self}: after a cut in {rest:?} there is what no part of it leaves: {each:?}; {}", world.state());
+            let rest: Vec<_> = rest.iter().map(brief_words).collect();
+            panic!(
+                "{self}: after a cut in {rest:?} there is what no part of it leaves: {each:?}; {}",
+                world.state()
+            );
         };
         self.model.settle(&touched, state);
     }
@@ -314,7 +230,11 @@ impl Client {
                 Ok(Ok(list)) if !contains(&list, name.as_bytes()) => break,
                 _ => {}
             }
-            assert!(begun.elapsed() < PATIENCE, "{self}: its connection is never given up; {}", world.state());
+            assert!(
+                begun.elapsed() < PATIENCE,
+                "{self}: its connection is never given up; {}",
+                world.state()
+            );
             sleep(Duration::from_millis(10)).await;
         }
         world.longest_ms.fetch_max(begun.elapsed().as_millis() as u64, Ordering::Relaxed);
@@ -361,7 +281,7 @@ impl Client {
                 failed => {
                     world.unconnected.fetch_add(1, Ordering::Relaxed);
                     let waited = begun.elapsed();
-                    assert!(waited < PATIENCE, "{self}: {:?}; {}", failed.map(|made| made.err()), world.state());
+                    assert!(waited < PATIENCE, "{self}: {:?}; {}", failed.map(Result::err), world.state());
                     sleep(Duration::from_millis(50)).await;
                 }
             }
@@ -420,8 +340,8 @@ fn differences(model: &Model, found: &[(Vec<u8>, Option<Value>)]) -> String {
             (_, found) => found.clone(),
         };
         if model.get(key) != found.as_ref() {
-            let [wanted, found] = [model.get(key), found.as_ref()]
-                .map(|value| brief(format!("{value:?}").as_bytes()));
+            let [wanted, found] =
+                [model.get(key), found.as_ref()].map(|value| brief(format!("{value:?}").as_bytes()));
             told += &format!("{}: {found} is there, not {wanted}; ", brief(key));
         }
     }

@@ -12,7 +12,7 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::time::timeout;
 
-use crate::client::Both;
+use crate::connection::Both;
 use crate::random::Random;
 use crate::world::World;
 
@@ -52,7 +52,8 @@ pub(crate) async fn break_rules(world: &World, random: &mut Random) {
         }
         if random.below(2) == 0 {
             // Until the other side has had enough, or is not impressed.
-            let _ = timeout(Duration::from_millis(300), async { while bare.arrival().await.is_ok() {} }).await;
+            let _ =
+                timeout(Duration::from_millis(300), async { while bare.arrival().await.is_ok() {} }).await;
         }
     }
 }
@@ -104,9 +105,8 @@ pub(crate) async fn talk_nonsense(world: &World, random: &mut Random) {
                 break;
             }
             let mut heard = [0; 4096];
-            match timeout(Duration::from_millis(20), stream.read(&mut heard)).await {
-                Ok(Ok(0) | Err(_)) => break,
-                _ => {}
+            if let Ok(Ok(0) | Err(_)) = timeout(Duration::from_millis(20), stream.read(&mut heard)).await {
+                break;
             }
         }
     }
@@ -178,7 +178,8 @@ pub(crate) async fn ask_until_killed(fabric: Engine, address: SocketAddr) {
     let Ok(mut session) = Connector::new(&fabric).local(local).connect(address).await else { return };
     let value = "v".repeat(30_000);
     let mut bytes = Vec::new();
-    for words in [&["SET", "fuzz:killed", &value][..], &["GET", "fuzz:killed"], &["BLPOP", "fuzz:l", "0.01"]] {
+    for words in [&["SET", "fuzz:killed", &value][..], &["GET", "fuzz:killed"], &["BLPOP", "fuzz:l", "0.01"]]
+    {
         encode_command(words.iter().map(|word| word.as_bytes()), &mut bytes);
     }
     let mut heard = vec![0; 64 << 10];

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use tokio::time::sleep;
 
-use crate::client::Connection;
+use crate::connection::Connection;
 use crate::fuzz;
 use crate::random::Random;
 use crate::world::World;
@@ -149,9 +149,7 @@ impl Troubles {
 
     /// An engine's answer at its own socket.
     async fn ask(&self, engine: usize, words: &[&str]) -> String {
-        let asking = async {
-            Connection::to_socket(&self.world.sockets[engine]).await?.ask(words).await
-        };
+        let asking = async { Connection::to_socket(&self.world.sockets[engine]).await?.ask(words).await };
         let answer = tokio::time::timeout(PATIENCE, asking).await;
         let answer = answer.unwrap_or_else(|_| panic!("{words:?}: no answer of engine {engine}"));
         let answer = answer.unwrap_or_else(|error| panic!("{words:?}: engine {engine}: {error}"));

@@ -19,11 +19,14 @@ pub(crate) struct Held {
 
 pub(crate) fn held(server: &Server) -> Held {
     let pid = server.pid();
-    // Before it is asked: that is a descriptor, too.
+    // Before it is asked, and after it was asked something else: that is a descriptor, too.
+    std::thread::sleep(Duration::from_millis(50));
     let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives").count() as u64;
     let info: String = server.ask(&["INFO", "ferrite"]);
     let field = |name: &str| {
-        let found = info.lines().find_map(|line| line.strip_prefix("ferrite_")?.strip_prefix(name)?.strip_prefix(':'));
+        let found = info
+            .lines()
+            .find_map(|line| line.strip_prefix("ferrite_")?.strip_prefix(name)?.strip_prefix(':'));
         found.and_then(|value| value.trim_end().parse().ok()).unwrap_or_default()
     };
     Held {
@@ -37,10 +40,14 @@ pub(crate) fn held(server: &Server) -> Held {
     }
 }
 
+/// Those of all its threads: the kernel names the one that made each.
 fn queue_pairs(pid: u32) -> u64 {
     let listed = Command::new("rdma").args(["resource", "show", "qp"]).output().expect("rdma");
-    let mark = format!(" pid {pid} ");
-    String::from_utf8_lossy(&listed.stdout).lines().filter(|line| line.contains(&mark)).count() as u64
+    let threads = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives").flatten();
+    let marks: Vec<_> =
+        threads.map(|thread| format!(" pid {} ", thread.file_name().to_string_lossy())).collect();
+    let is_of = |line: &&str| marks.iter().any(|mark| line.contains(mark));
+    String::from_utf8_lossy(&listed.stdout).lines().filter(is_of).count() as u64
 }
 
 fn rss_bytes(pid: u32) -> u64 {
@@ -51,6 +58,8 @@ fn rss_bytes(pid: u32) -> u64 {
 
 /// What clients' keys happen to hold, and the allocator to keep.
 const RSS_SLACK: u64 = 8 << 20;
+
+type Field = fn(&[Held; 2]) -> u64;
 
 /// Samples of both engines.
 #[derive(Default)]
@@ -72,7 +81,7 @@ impl Watch {
             return; // too short to tell
         }
         // Sessions are where the primary is, and that changes: what belongs to them is summed up.
-        let fields: [(&str, fn(&[Held; 2]) -> u64, u64); 6] = [
+        let fields: [(&str, Field, u64); 6] = [
             ("descriptors", |[a, b]| a.descriptors + b.descriptors, 8),
             ("queue pairs", |[a, b]| a.queue_pairs + b.queue_pairs, 8),
             ("pinned bytes of engine 0", |[a, _]| a.pinned_bytes, 0),
@@ -108,14 +117,6 @@ pub(crate) fn until_as_before(servers: &[Server; 2], before: &[Held; 2], limit: 
         if back {
             eprintln!("as before after {:.1?}", begun.elapsed());
             return;
-        }
-        if begun.elapsed() > limit {
-            for server in servers {
-                for entry in std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it lives").flatten() {
-                    eprint!("{:?} ", std::fs::read_link(entry.path()));
-                }
-                eprintln!();
-            }
         }
         assert!(begun.elapsed() < limit, "left over: {now:?}; before: {before:?}");
         std::thread::sleep(Duration::from_millis(200));
