@@ -1,5 +1,6 @@
 """Valkey's own programs in the lab, for the benches that measure against them."""
 import os
+import socket
 import subprocess
 import tempfile
 import time
@@ -20,27 +21,34 @@ def inside(host, words):
     return ["ip", "netns", "exec", host] + words
 
 
+def rdma_port(port):
+    """The module's, beside the engine's own."""
+    return port + 10000
+
+
 class Server:
-    """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, or over `tcp` alone.
-    `more` is for the gateway or the module. `engine` is where Valkey's programs are, or the engine itself, which may run `under` another program."""
+    """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, over `tcp` alone, or with
+    the module and TCP `beside` each other. `more` is for the gateway or the module. `engine` is where Valkey's programs are, or the
+    engine itself, which may run `under` another program."""
 
     def __init__(self, engine, kind, port, more=(), under=(), patience_s=5):
         self.directory = tempfile.mkdtemp()
-        socket = os.path.join(self.directory, "engine.sock")
+        self.socket = os.path.join(self.directory, "engine.sock")
         engine = os.path.join(engine, "valkey-server") if os.path.isdir(engine) else engine
-        words = [*under, engine, "--port", str(port) if kind == "tcp" else "0", "--save", "", "--appendonly", "no",
-                 "--protected-mode", "no", "--unixsocket", socket, "--dir", self.directory]
+        words = [*under, engine, "--port", str(port) if kind in ("tcp", "beside") else "0", "--save", "", "--appendonly", "no",
+                 "--protected-mode", "no", "--unixsocket", self.socket, "--dir", self.directory]
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
-        words += ["--bind", HOST] if kind == "tcp" else []
-        if kind == "module":
-            words += ["--loadmodule", ratio.MODULE, "rdma", "require", "rdma-bind", HOST, "rdma-port", str(port), *more]
+        words += ["--bind", HOST] if kind in ("tcp", "beside") else []
+        if kind in ("module", "beside"):
+            at = port if kind == "module" else rdma_port(port)
+            words += ["--loadmodule", ratio.MODULE, "rdma", "require", "rdma-bind", HOST, "rdma-port", str(at), *more]
         self.processes = [self.start(words)]
         for _ in range(patience_s * 100):
-            if os.path.exists(socket):
+            if os.path.exists(self.socket):
                 break
             time.sleep(0.01)
         if kind == "gateway":
-            gateway = [ratio.FERRITE, "gateway", "--listen", f"{HOST}:{port}", "--engine", f"unix:{socket}",
+            gateway = [ratio.FERRITE, "gateway", "--listen", f"{HOST}:{port}", "--engine", f"unix:{self.socket}",
                        "--protected-mode", "no", "--rdma", "require", "--json", *more]
             self.processes.append(self.start(gateway, stdout=subprocess.PIPE))
             self.processes[-1].stdout.readline()  # it listens
@@ -50,6 +58,15 @@ class Server:
     def pid(self):
         """The engine's: `ip netns exec` becomes it."""
         return self.processes[0].pid
+
+    def ask(self, *words):
+        """The engine's answer, a string, at its own socket."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.settimeout(10)
+            client.connect(self.socket)
+            client.sendall(" ".join(words).encode() + b"\r\n")
+            answer = client.makefile("rb")
+            return answer.read(int(answer.readline()[1:])).decode()
 
     @staticmethod
     def start(words, stdout=subprocess.DEVNULL):

@@ -1,0 +1,259 @@
+//! Mixed load on an engine with the module and on its replica, in the lab's guest, and one trouble after another: half a minute by
+//! default, `cargo xtask lab-test lab_soak --timeout 4000 --runner "env FERRITE_SOAK=3600" -- --no-capture` for an hour. FERRITE_SEED
+//! chooses the order again.
+//!
+//! ```text
+//!   10.0.0.1 (rxe1)   engine 0 ◄── replication, either way ──► engine 1    each with the module, call-lane yes
+//!   10.0.0.2 (rxe2)   clients: Ferrite peers, Valkey Over RDMA, TCP        each with keys of its own and a model of them
+//! ```
+//!
+//! | file | what |
+//! |---|---|
+//! | `model.rs` | commands, and what must be answered |
+//! | `client.rs` `connection.rs` | who sends them, compares, and settles what a cut left open |
+//! | `trouble.rs` `fuzz.rs` | what goes wrong meanwhile |
+//! | `watch.rs` | what the engines hold over time |
+#![expect(clippy::print_stderr, reason = "its figures")]
+
+#[path = "soak/client.rs"]
+mod client;
+#[path = "soak/connection.rs"]
+mod connection;
+#[path = "soak/fuzz.rs"]
+mod fuzz;
+#[path = "soak/model.rs"]
+mod model;
+#[path = "../../ferrite-fabric/tests/links/random.rs"]
+mod random;
+mod scene;
+#[path = "soak/trouble.rs"]
+mod trouble;
+#[path = "soak/watch.rs"]
+mod watch;
+#[path = "soak/world.rs"]
+mod world;
+
+use std::net::SocketAddr;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use client::{Client, Way};
+use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_session::{Connector, client_config};
+use scene::{REDIS, Server, Start};
+use tokio::task::JoinSet;
+use trouble::{Troubles, Wires};
+use watch::Watch;
+use world::World;
+
+const HOST: &str = "10.0.0.1";
+const RDMA_PORTS: [&str; 2] = ["6390", "6391"];
+const TCP_PORTS: [&str; 2] = ["6490", "6491"];
+const CLIENTS: &[Way] = &[
+    Way::Ferrite,
+    Way::Ferrite,
+    Way::Ferrite,
+    Way::FerriteOrTcp,
+    Way::Valkey,
+    Way::Valkey,
+    Way::Valkey,
+    Way::Tcp,
+    Way::Tcp,
+];
+/// Between looks at what the engines hold.
+const LOOK: Duration = Duration::from_secs(2);
+
+fn number(name: &str) -> Option<u64> {
+    std::env::var(name).ok().map(|value| value.parse().expect("a number"))
+}
+
+fn start(at: usize) -> Server {
+    let arguments =
+        ["rdma-bind", HOST, "rdma-port", RDMA_PORTS[at], "rdma-device", "rxe1", "call-lane", "yes"];
+    let options = [
+        &["--port", TCP_PORTS[at], "--protected-mode", "no", "--repl-diskless-sync-delay", "0"][..],
+        &[
+            "--repl-backlog-size",
+            "32mb",
+            "--auto-aof-rewrite-min-size",
+            "16mb",
+            "--replica-announce-ip",
+            "127.0.0.1",
+        ],
+        &["--stop-writes-on-bgsave-error", "no"],
+    ];
+    Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options.concat() })
+}
+
+fn address(port: &str) -> SocketAddr {
+    format!("{HOST}:{port}").parse().expect("an address")
+}
+
+/// The two engines, the second a replica of the first.
+fn engines() -> [Server; 2] {
+    let servers = [start(0), start(1)];
+    let () = servers[1].ask(&["REPLICAOF", "127.0.0.1", TCP_PORTS[0]]);
+    servers[0]
+        .until("a replica", || servers[0].ask::<String>(&["INFO", "replication"]).contains("state=online"));
+    servers
+}
+
+fn world(servers: &[Server; 2], fabric: &Engine) -> World {
+    let local = "10.0.0.2:0".parse().expect("an address");
+    World {
+        flow: tokio::sync::RwLock::new(()),
+        flushes: AtomicU64::new(0),
+        primary: AtomicUsize::new(0),
+        sockets: [0, 1].map(|at: usize| servers[at].directory().join("engine.sock")),
+        rdma: RDMA_PORTS.map(address),
+        tcp: TCP_PORTS.map(address),
+        local,
+        fabric: fabric.clone(),
+        connector: Connector::new(fabric).rdma(Rdma::Require).local(local),
+        yielding: Connector::new(fabric).rdma(Rdma::Prefer).local(local),
+        interrupts: CLIENTS.iter().map(|_| AtomicBool::new(false)).collect(),
+        over: AtomicBool::new(false),
+        cut: std::sync::Mutex::default(),
+        trouble: std::sync::Mutex::default(),
+        commands: AtomicU64::new(0),
+        checked: AtomicU64::new(0),
+        settled: AtomicU64::new(0),
+        refusals: AtomicU64::new(0),
+        connected: AtomicU64::new(0),
+        unconnected: AtomicU64::new(0),
+        longest_ms: AtomicU64::new(0),
+    }
+}
+
+#[test]
+fn an_engine_lives_through_everything() {
+    let seconds = number("FERRITE_SOAK").unwrap_or(25);
+    let seed = number("FERRITE_SEED").unwrap_or_else(|| u64::from(std::process::id()) | 1 << 20);
+    eprintln!("FERRITE_SEED={seed} FERRITE_SOAK={seconds}");
+    let _wires = Wires::new();
+    let mut servers = engines();
+    let before = [watch::held(&servers[0]), watch::held(&servers[1])];
+    eprintln!("before: {before:?}");
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let mut watch = Watch::default();
+    runtime.expect("a runtime").block_on(async {
+        // Clients hear soon of an engine that a cut has taken from them.
+        let (keepalive, peer_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
+        let config = Config { busy_poll_us: 0, keepalive, peer_timeout, ..client_config() };
+        let fabric =
+            Engine::system().rdma(Rdma::Prefer).device("rxe2").config(config).build().expect("an engine");
+        let driver = tokio::spawn(fabric.drive());
+        let world = Arc::new(world(&servers, &fabric));
+        drop(fabric);
+        let troubles = tokio::spawn(Troubles::new(Arc::clone(&world), seed).go_on());
+        let mut clients = JoinSet::new();
+        for (number, way) in CLIENTS.iter().enumerate() {
+            clients.spawn(Client::new(number, *way, seed).live(Arc::clone(&world)));
+        }
+        attend(&world, &mut servers, &mut watch, &mut clients, &troubles, seconds).await;
+        world.over.store(true, Ordering::Relaxed);
+        let troubles = troubles.await.expect("no panic");
+        while let Some(ended) = clients.join_next().await {
+            ended.expect("no panic");
+        }
+        eprintln!("troubles: {:?}", troubles.done);
+        drop(troubles);
+        drop(world);
+        let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
+        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+    });
+    for server in &mut servers {
+        server.assert_well();
+        let () = server.ask(&["CONFIG", "SET", "appendonly", "no"]);
+        let called = server.count("commands_called");
+        eprintln!("called: {called}, bridged: {}", server.count("commands_bridged"));
+        assert!(called > 0);
+    }
+    watch::until_as_before(&servers, &before, Duration::from_secs(60));
+    watch.assert_flat();
+    for server in &mut servers {
+        server.assert_well();
+        assert!(server.shut_down("NOSAVE").success());
+    }
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+/// A process of its own, until it is killed.
+#[test]
+#[ignore = "started by the other"]
+fn clients_to_be_killed() {
+    let Ok(address) = std::env::var(trouble::PROCESS) else { return };
+    let address = address.parse().expect("an address");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+    runtime.expect("a runtime").block_on(async {
+        let fabric = Engine::system().rdma(Rdma::Require).device("rxe2").build().expect("an engine");
+        tokio::spawn(fabric.drive());
+        let mut clients = JoinSet::new();
+        for _ in 0..4 {
+            clients.spawn(fuzz::ask_until_killed(fabric.clone(), address));
+        }
+        let _ = tokio::time::timeout(Duration::from_secs(20), clients.join_all()).await;
+    });
+}
+
+/// Watches for so long, or until somebody has failed.
+async fn attend(
+    world: &World,
+    servers: &mut [Server; 2],
+    watch: &mut Watch,
+    clients: &mut JoinSet<()>,
+    troubles: &tokio::task::JoinHandle<Troubles>,
+    seconds: u64,
+) {
+    let (begun, every) = (Instant::now(), Duration::from_secs(if seconds > 300 { 60 } else { 5 }));
+    let mut told = Instant::now();
+    while begun.elapsed() < Duration::from_secs(seconds) && !troubles.is_finished() {
+        tokio::time::sleep(LOOK).await;
+        if let Some(ended) = clients.try_join_next() {
+            ended.unwrap_or_else(|failed| {
+                let logs = [servers[0].log(), servers[1].log()].map(|log| tail(&log));
+                panic!("{failed}; {logs:?}")
+            });
+        }
+        let now = tokio::task::block_in_place(|| {
+            servers.iter_mut().for_each(Server::assert_well);
+            watch.look(servers)
+        });
+        if told.elapsed() > every {
+            told = Instant::now();
+            tell(world, begun.elapsed(), &now);
+        }
+    }
+}
+
+fn tail(log: &str) -> String {
+    let lines: Vec<_> = log.lines().collect();
+    lines[lines.len().saturating_sub(20)..].join("\n")
+}
+
+fn tell(world: &World, elapsed: Duration, held: &[watch::Held; 2]) {
+    let count = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+    let each = |field: fn(&watch::Held) -> u64| format!("{}+{}", field(&held[0]), field(&held[1]));
+    eprintln!(
+        "{:5.0?} s: {} commands, {} replies right, {} cuts settled, {} connections (+{} tries), {} refused, {} flushes; \
+         sessions {}, fds {}, QPs {}, pinned {} KiB, windows {} KiB, RSS {} MiB; given up within {} ms; {}",
+        elapsed.as_secs(),
+        count(&world.commands),
+        count(&world.checked),
+        count(&world.settled),
+        count(&world.connected),
+        count(&world.unconnected),
+        count(&world.refusals),
+        count(&world.flushes),
+        each(|held| held.sessions),
+        each(|held| held.descriptors),
+        each(|held| held.queue_pairs),
+        each(|held| held.pinned_bytes >> 10),
+        each(|held| held.windows_bytes >> 10),
+        each(|held| held.rss_bytes >> 20),
+        count(&world.longest_ms),
+        world.state(),
+    );
+}

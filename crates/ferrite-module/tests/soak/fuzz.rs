@@ -1,0 +1,189 @@
+//! Peers that do not keep to the rules: whatever they do, they lose their own connection and nobody else notices.
+
+use std::net::SocketAddr;
+use std::time::Duration;
+
+use ferrite_fabric::mem::{Buf, Purpose};
+use ferrite_fabric::{Arrival, Bare, ConnectOptions, Engine};
+use ferrite_proto::resp::encode_command;
+use ferrite_proto::{MESSAGE_BYTES, Message, Registration, Role};
+use ferrite_session::{Connector, ValkeyConfig, ValkeyStream};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+use tokio::net::TcpStream;
+use tokio::time::timeout;
+
+use crate::connection::Both;
+use crate::random::Random;
+use crate::world::World;
+
+/// For each of them. The wire may be bad, and clients may be turned away: then nothing comes of it.
+const LIMIT: Duration = Duration::from_secs(5);
+const AT_A_TIME: usize = 6;
+
+fn noise(random: &mut Random, most: u64) -> Vec<u8> {
+    (0..random.below(most)).map(|_| random.below(256) as u8).collect()
+}
+
+async fn bare(world: &World, engine: usize) -> Option<Bare> {
+    let options = ConnectOptions::new().local(world.local);
+    timeout(LIMIT, world.fabric.connect_bare(world.rdma[engine], &options)).await.ok()?.ok()
+}
+
+/// Random messages, and writes of all kinds to where they may and may not go.
+pub(crate) async fn break_rules(world: &World, random: &mut Random) {
+    for _ in 0..AT_A_TIME {
+        let engine = random.below(2) as usize;
+        let Some(bare) = bare(world, engine).await else { continue };
+        let offered = async {
+            loop {
+                match bare.arrival().await.ok()? {
+                    Arrival::Message(said) => {
+                        if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&said) {
+                            return Some(window);
+                        }
+                    }
+                    Arrival::Written { .. } => {}
+                }
+            }
+        };
+        let Ok(Some(window)) = timeout(LIMIT, offered).await else { continue };
+        for _ in 0..1 + random.below(30) {
+            misdeed(&bare, window, random);
+        }
+        if random.below(2) == 0 {
+            // Until the other side has had enough, or is not impressed.
+            let _ =
+                timeout(Duration::from_millis(300), async { while bare.arrival().await.is_ok() {} }).await;
+        }
+    }
+}
+
+fn misdeed(bare: &Bare, window: Registration, random: &mut Random) {
+    let buf = |bytes: &[u8]| -> Option<Buf> {
+        let mut buf = bare.pool().take_uncharged(bytes.len().max(1), Purpose::Send).ok()?;
+        buf.fill(0);
+        buf[..bytes.len()].copy_from_slice(bytes);
+        Some(buf.freeze())
+    };
+    match random.below(6) {
+        0 => drop(bare.send_message(&noise(random, MESSAGE_BYTES as u64 * 2))),
+        1 => {
+            let mut message = vec![0; MESSAGE_BYTES];
+            message.iter_mut().for_each(|byte| *byte = random.below(256) as u8);
+            message[..2].copy_from_slice(&(random.below(6) as u16).to_be_bytes());
+            drop(bare.send_message(&message));
+        }
+        2 => {
+            let [addr, length, rkey] = [(); 3].map(|()| random.below(1 << 31));
+            let registration = Registration { addr, length: length as u32, rkey: rkey as u32 };
+            drop(bare.send_message(&Message::RegisterXferMemory(registration).encode()));
+        }
+        kind => {
+            let bytes = if kind == 3 { b"*1\r\n$4\r\nPING\r\n".to_vec() } else { noise(random, 2000) };
+            let Some(buf) = buf(&bytes) else { return };
+            let offset = if random.below(3) == 0 { random.below(u64::from(window.length) * 2) } else { 0 };
+            let key = if random.below(8) == 0 { window.rkey ^ 0x100 } else { window.rkey };
+            let told = if random.below(4) == 0 { random.below(1 << 32) } else { bytes.len() as u64 };
+            let _ = bare.write(buf, window.addr.wrapping_add(offset), key, told as u32);
+        }
+    }
+}
+
+/// What is no command, or nearly one, over everything that carries commands.
+pub(crate) async fn talk_nonsense(world: &World, random: &mut Random) {
+    for _ in 0..AT_A_TIME {
+        let engine = random.below(2) as usize;
+        let way = random.below(4);
+        let Some(mut stream) = open(world, engine, way).await else { continue };
+        for _ in 0..1 + random.below(8) {
+            let bytes = nonsense(random);
+            let said = async {
+                stream.write_all(&bytes).await?;
+                stream.flush().await
+            };
+            if !matches!(timeout(LIMIT, said).await, Ok(Ok(()))) {
+                break;
+            }
+            let mut heard = [0; 4096];
+            if let Ok(Ok(0) | Err(_)) = timeout(Duration::from_millis(20), stream.read(&mut heard)).await {
+                break;
+            }
+        }
+    }
+}
+
+async fn open(world: &World, engine: usize, way: u64) -> Option<Box<dyn Both>> {
+    let address = world.rdma[engine];
+    Some(match way {
+        0 => Box::new(timeout(LIMIT, world.connector.connect(address)).await.ok()?.ok()?),
+        1 => {
+            let bare = bare(world, engine).await?;
+            Box::new(ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default()).ok()?)
+        }
+        // The module's port over TCP, where a peer's greeting is expected as well.
+        2 => Box::new(timeout(LIMIT, TcpStream::connect(address)).await.ok()?.ok()?),
+        _ => Box::new(timeout(LIMIT, TcpStream::connect(world.tcp[engine])).await.ok()?.ok()?),
+    })
+}
+
+fn nonsense(random: &mut Random) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    match random.below(5) {
+        0 => return noise(random, 3000),
+        1 => {
+            let count = random.below(1 << 40) as i64 - 1000;
+            bytes.extend(format!("*{count}\r\n$3\r\nGET\r\n").bytes());
+        }
+        2 => bytes.extend(format!("*2\r\n$3\r\nGET\r\n${}\r\n", random.below(1 << 33)).bytes()),
+        3 => bytes.extend(b"x".repeat(random.below(100_000) as usize)),
+        _ => {}
+    }
+    let commands: &[&[&str]] = &[
+        &["GET", "fuzz"],
+        &["SET", "fuzz", "value"],
+        &["MULTI"],
+        &["EXEC"],
+        &["HSET", "fuzz:h", "a"],
+        &["SUBSCRIBE", "fuzz"],
+        &["HELLO", "3"],
+        &["BLPOP", "fuzz:l", "0"],
+        &["CLIENT", "REPLY", "OFF"],
+        &["CLIENT", "TRACKING", "ON"],
+        &["EVAL", "return redis.call('GET', 'fuzz')", "0"],
+        &["MONITOR"],
+        &["WATCH", "fuzz"],
+        &["WAIT", "1", "10"],
+        &["SELECT", "99"],
+        &["RESET"],
+        &["QUIT"],
+        &["XREAD", "BLOCK", "0", "STREAMS", "fuzz:x", "$"],
+    ];
+    for _ in 0..random.below(20) {
+        let words = commands[random.below(commands.len() as u64) as usize];
+        encode_command(words.iter().map(|word| word.as_bytes()), &mut bytes);
+    }
+    // Some bytes of it are others.
+    for _ in 0..random.below(4) {
+        if !bytes.is_empty() {
+            let at = random.below(bytes.len() as u64) as usize;
+            bytes[at] = random.below(256) as u8;
+        }
+    }
+    bytes
+}
+
+/// Commands, and never an end.
+pub(crate) async fn ask_until_killed(fabric: Engine, address: SocketAddr) {
+    let local = "10.0.0.2:0".parse().expect("an address");
+    let Ok(mut session) = Connector::new(&fabric).local(local).connect(address).await else { return };
+    let value = "v".repeat(30_000);
+    let mut bytes = Vec::new();
+    for words in [&["SET", "fuzz:killed", &value][..], &["GET", "fuzz:killed"], &["BLPOP", "fuzz:l", "0.01"]]
+    {
+        encode_command(words.iter().map(|word| word.as_bytes()), &mut bytes);
+    }
+    let mut heard = vec![0; 64 << 10];
+    while session.write_all(&bytes).await.is_ok() && session.flush().await.is_ok() {
+        let _ = session.read(&mut heard).await;
+    }
+}

@@ -1,0 +1,59 @@
+//! What clients, troubles and whoever watches have in common.
+
+use std::net::SocketAddr;
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::time::Instant;
+
+use ferrite_fabric::Engine;
+use ferrite_session::Connector;
+
+pub(crate) struct World {
+    /// Read by whoever works on keys; written to empty them.
+    pub(crate) flow: tokio::sync::RwLock<()>,
+    /// How often everything was emptied.
+    pub(crate) flushes: AtomicU64,
+    /// Which of the two engines takes writes.
+    pub(crate) primary: AtomicUsize,
+    /// By engine.
+    pub(crate) sockets: [PathBuf; 2],
+    pub(crate) rdma: [SocketAddr; 2],
+    pub(crate) tcp: [SocketAddr; 2],
+    /// The clients' side.
+    pub(crate) local: SocketAddr,
+    pub(crate) fabric: Engine,
+    pub(crate) connector: Connector,
+    /// That goes over TCP if need be.
+    pub(crate) yielding: Connector,
+    /// By client: its next connection ends in the middle.
+    pub(crate) interrupts: Vec<AtomicBool>,
+    pub(crate) over: AtomicBool,
+    /// When the wire was last mended, and what was done last.
+    pub(crate) cut: Mutex<Option<Instant>>,
+    pub(crate) trouble: Mutex<String>,
+    pub(crate) commands: AtomicU64,
+    pub(crate) checked: AtomicU64,
+    /// Connections that ended in the middle.
+    pub(crate) settled: AtomicU64,
+    pub(crate) refusals: AtomicU64,
+    pub(crate) connected: AtomicU64,
+    pub(crate) unconnected: AtomicU64,
+    /// The longest that an engine took to give up a connection.
+    pub(crate) longest_ms: AtomicU64,
+}
+
+impl World {
+    pub(crate) fn is_over(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn was_cut_since(&self, begun: Instant) -> bool {
+        self.cut.lock().expect("no panic").is_some_and(|mended| mended >= begun)
+    }
+
+    /// For who looks at a failure.
+    pub(crate) fn state(&self) -> String {
+        format!("during: {}", self.trouble.lock().expect("no panic"))
+    }
+}
