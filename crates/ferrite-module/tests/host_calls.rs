@@ -37,6 +37,27 @@ fn data_commands_answer_the_same() {
     }
 }
 
+/// As clients of many languages do in a pipeline: all is said before the first answer is read. Neither direction's buffers hold it.
+#[test]
+fn a_client_may_read_last() {
+    const COUNT: usize = 2500;
+    for program in engines() {
+        let server = start(&program, &[]);
+        let mut peer = Peer::called(&server);
+        let value = "v".repeat(10_000);
+        let pair = [vec!["SET", "k", &value], vec!["GET", "k"]];
+        let called = calls(&server, || {
+            peer.send(&vec![pair; COUNT].concat());
+            let answer = [b"$10000\r\n", value.as_bytes(), b"\r\n"].concat();
+            for _ in 0..COUNT {
+                assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
+                assert!(peer.next().is_some_and(|reply| reply == answer));
+            }
+        });
+        assert_eq!(called, 2 * COUNT as u64);
+    }
+}
+
 /// In the middle of a pipeline, in a transaction, and with the rights of who asks.
 #[test]
 fn info_rdma_is_the_modules() {

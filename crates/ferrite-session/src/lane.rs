@@ -22,7 +22,7 @@ use std::task::Poll;
 
 use ferrite_proto::resp::{Args, Limits, ReplyFramer};
 use ferrite_proto::{Effect, Standing};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf};
 
 use crate::engine::EngineSocket;
 use crate::pump::Moved;
@@ -94,6 +94,9 @@ const RUN_MAX: usize = 64;
 const REPLIES_MAX: usize = 64 << 10;
 /// What a client sends while one of its commands waits in the engine is read up to this: its end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
+/// A client that does not read its replies may send so much: as the engine has it, which hangs up then, too
+/// (`client-query-buffer-limit`).
+const UNREAD_MAX: usize = 1 << 30;
 /// As much at once, and as much of a large command.
 const AHEAD: usize = 1 << 10;
 const STREAMED: usize = 64 << 10;
@@ -101,6 +104,12 @@ const STREAMED: usize = 64 << 10;
 const HEAD: usize = 64;
 /// What is read of the engine at once.
 const HEARD: usize = 16 << 10;
+
+/// What a client has taken, or sent.
+enum Either {
+    Written(usize),
+    Read(usize),
+}
 
 /// Where the commands of a run go.
 enum Way {
@@ -438,12 +447,42 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             self.inside.settled().await;
         }
         self.moved.to_client.fetch_add(self.replies.len() as u64, Ordering::Relaxed);
-        self.client.write_all(&self.replies).await?;
+        self.write_replies().await?;
         if self.replies.capacity() > 2 * REPLIES_MAX {
             self.replies = Vec::new(); // a large reply's room is not kept
         }
         self.replies.clear();
         self.client.flush().await
+    }
+
+    /// All of them. Many clients send everything they have to say before they read the first answer: what comes meanwhile is kept.
+    async fn write_replies(&mut self) -> io::Result<()> {
+        let (mut sent, mut has_ended, mut piece) = (0, false, [0; AHEAD]);
+        while sent < self.replies.len() {
+            let rest = &self.replies[sent..];
+            let client = &mut *self.client;
+            let moved = std::future::poll_fn(|cx| {
+                if let Poll::Ready(written) = Pin::new(&mut *client).poll_write(cx, rest) {
+                    return Poll::Ready(written.map(Either::Written));
+                }
+                if has_ended {
+                    return Poll::Pending;
+                }
+                let mut room = ReadBuf::new(&mut piece);
+                let read = std::task::ready!(Pin::new(&mut *client).poll_read(cx, &mut room));
+                Poll::Ready(read.map(|()| Either::Read(room.filled().len())))
+            });
+            match moved.await? {
+                Either::Written(0) => return Err(io::ErrorKind::WriteZero.into()),
+                Either::Written(count) => sent += count,
+                Either::Read(0) => has_ended = true,
+                Either::Read(count) => self.input.append(&piece[..count]),
+            }
+            if self.input.ahead().len() > UNREAD_MAX {
+                return Err(io::Error::other("a client sends and does not read"));
+            }
+        }
+        Ok(())
     }
 
     async fn stay(mut self) -> io::Result<Left> {

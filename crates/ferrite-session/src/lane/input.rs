@@ -145,6 +145,10 @@ impl Input {
     /// Room for what comes next. Places are no longer valid.
     pub(super) fn room(&mut self) -> &mut [u8] {
         self.move_up();
+        if self.buffer.len() > 2 * LARGE as usize && self.filled < READ[1] {
+            self.buffer.truncate(self.filled); // what a client sent far ahead is over
+            self.buffer.shrink_to(self.filled + self.read);
+        }
         let end = self.filled + self.read;
         if self.buffer.len() < end {
             self.buffer.resize(end, 0);
