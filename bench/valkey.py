@@ -1,5 +1,6 @@
 """Valkey's own programs in the lab, for the benches that measure against them."""
 import os
+import re
 import subprocess
 import tempfile
 import time
@@ -22,12 +23,13 @@ def inside(host, words):
 
 class Server:
     """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, or over `tcp` alone.
-    `more` is for the gateway or the module. `engine` is where Valkey's programs are, or the engine itself, which may run `under` another program."""
+    `more` is for the gateway or the module. `programs` is where Valkey's are; the `engine` may be another, and run `under` another program."""
 
-    def __init__(self, engine, kind, port, more=(), under=(), patience_s=5):
+    def __init__(self, programs, kind, port, more=(), engine=None, under=(), patience_s=5):
+        self.programs = programs
         self.directory = tempfile.mkdtemp()
         socket = os.path.join(self.directory, "engine.sock")
-        engine = os.path.join(engine, "valkey-server") if os.path.isdir(engine) else engine
+        engine = engine or os.path.join(programs, "valkey-server")
         words = [*under, engine, "--port", str(port) if kind == "tcp" else "0", "--save", "", "--appendonly", "no",
                  "--protected-mode", "no", "--unixsocket", socket, "--dir", self.directory]
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
@@ -50,6 +52,16 @@ class Server:
     def pid(self):
         """The engine's: `ip netns exec` becomes it."""
         return self.processes[0].pid
+
+    def info(self, section):
+        """What the engine says of itself; nothing while it does not answer."""
+        cli = [os.path.join(self.programs, "valkey-cli"), "-s", os.path.join(self.directory, "engine.sock"), "INFO", section]
+        return subprocess.run(cli, capture_output=True, text=True, timeout=60, check=False).stdout
+
+    def number(self, section, field):
+        """A number of that; 0 if there is none."""
+        found = re.search(rf"^{field}[:=](\d+)", self.info(section), re.MULTILINE)
+        return int(found[1]) if found else 0
 
     @staticmethod
     def start(words, stdout=subprocess.DEVNULL):
