@@ -1,5 +1,6 @@
 """Valkey's own programs in the lab, for the benches that measure against them."""
 import os
+import re
 import socket
 import subprocess
 import tempfile
@@ -28,13 +29,13 @@ def rdma_port(port):
 
 class Server:
     """Valkey's server: with its own RDMA listener (`valkey`), behind the `gateway`, with the `module` in it, over `tcp` alone, or with
-    the module and TCP `beside` each other. `more` is for the gateway or the module. `engine` is where Valkey's programs are, or the
-    engine itself, which may run `under` another program."""
+    the module and TCP `beside` each other. `more` is for the gateway or the module. `programs` is where Valkey's are; the `engine` may
+    be another, and run `under` another program."""
 
-    def __init__(self, engine, kind, port, more=(), under=(), patience_s=5):
+    def __init__(self, programs, kind, port, more=(), engine=None, under=(), patience_s=5):
         self.directory = tempfile.mkdtemp()
         self.socket = os.path.join(self.directory, "engine.sock")
-        engine = os.path.join(engine, "valkey-server") if os.path.isdir(engine) else engine
+        engine = engine or os.path.join(programs, "valkey-server")
         words = [*under, engine, "--port", str(port) if kind in ("tcp", "beside") else "0", "--save", "", "--appendonly", "no",
                  "--protected-mode", "no", "--unixsocket", self.socket, "--dir", self.directory]
         words += ["--rdma-bind", HOST, "--rdma-port", str(port)] if kind == "valkey" else []
@@ -62,11 +63,23 @@ class Server:
     def ask(self, *words):
         """The engine's answer, a string, at its own socket."""
         with socket.socket(socket.AF_UNIX) as client:
-            client.settimeout(10)
+            client.settimeout(60)
             client.connect(self.socket)
             client.sendall(" ".join(words).encode() + b"\r\n")
             answer = client.makefile("rb")
             return answer.read(int(answer.readline()[1:])).decode()
+
+    def info(self, section):
+        """What it says of itself; nothing while it does not answer."""
+        try:
+            return self.ask("INFO", section)
+        except (OSError, ValueError):
+            return ""
+
+    def number(self, section, field):
+        """A number of that; 0 if there is none."""
+        found = re.search(rf"^{field}[:=](\d+)", self.info(section), re.MULTILINE)
+        return int(found[1]) if found else 0
 
     @staticmethod
     def start(words, stdout=subprocess.DEVNULL):

@@ -39,7 +39,7 @@ fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize
     for _ in 0..count {
         let (size, start) = line(bytes, at, b'$')?;
         let end = start + size; // a few digits
-        if *bytes.get(end..end + 2)? != *b"\r\n" {
+        if bytes.get(end..)?.first_chunk() != Some(b"\r\n") {
             return None;
         }
         places.push(start..end);
@@ -52,15 +52,21 @@ fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize
 #[inline]
 fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
     let digit = |byte: u8| usize::from(byte.wrapping_sub(b'0'));
-    // Most have one digit, or two.
-    match *bytes.get(at..)? {
-        [first, one, b'\r', b'\n', ..] if first == kind && digit(one) < 10 => Some((digit(one), at + 4)),
-        [first, ten @ b'1'..=b'9', one, b'\r', b'\n', ..] if first == kind && digit(one) < 10 => {
-            Some((digit(ten) * 10 + digit(one), at + 5))
-        }
-        [first, b'1'..=b'9', ..] if first == kind => long_line(bytes, at + 1),
-        _ => None,
+    let [mark, first, second, third] = *bytes.get(at..)?.first_chunk()?;
+    if mark != kind {
+        return None;
     }
+    // Most have one digit, or two.
+    if [second, third] == *b"\r\n" && digit(first) < 10 {
+        return Some((digit(first), at + 4));
+    }
+    if !(1..10).contains(&digit(first)) {
+        return None;
+    }
+    if third == b'\r' && digit(second) < 10 && bytes.get(at + 4) == Some(&b'\n') {
+        return Some((digit(first) * 10 + digit(second), at + 5));
+    }
+    long_line(bytes, at + 1)
 }
 
 /// The number at this place, which does not begin with a zero, and where the line after it begins.

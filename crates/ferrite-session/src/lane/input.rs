@@ -53,6 +53,7 @@ impl Default for Input {
 
 impl Input {
     /// The next whole command, if there is one.
+    #[inline]
     pub(super) fn peek(&mut self) -> Result<Option<Found>, CommandError> {
         let first = self.words.len();
         let end = if self.framer.is_inside() { None } else { self.plain() };
@@ -69,6 +70,7 @@ impl Input {
     }
 
     /// The same of any command, piece by piece.
+    #[cold]
     fn frame(&mut self) -> Result<Option<usize>, CommandError> {
         let progress = self.framer.feed(&self.buffer[self.framed..self.filled])?;
         self.framed += progress.consumed;
