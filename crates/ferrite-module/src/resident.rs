@@ -7,7 +7,7 @@
 //!   after the loop has slept ──► turned: replies to what was written may leave
 //! ```
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
@@ -22,8 +22,9 @@ use crate::api::{self, Context};
 use crate::calls::Calls;
 use crate::tasks::{Porch, Tasks};
 
-/// Sessions that are polled before the engine's other clients have their turn.
-const BUDGET: usize = 256;
+/// What sessions may do before the engine's other clients have their turn: each poll takes [`POLL`](crate::tasks::POLL) of it, each command
+/// one, and each KiB that comes or goes one. 256 sessions with nothing much to say, 50 with 16 commands each, or a MiB of values.
+const BUDGET: usize = 1024;
 /// Arguments of a command that is called; others go over a connection.
 const ARGS_MAX: usize = 32;
 
@@ -31,6 +32,8 @@ thread_local! {
     // Only the engine's main thread ever has one. Two, since calls are made while the first is in use.
     static RESIDENT: RefCell<Option<Resident>> = const { RefCell::new(None) };
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
+    /// What is left of [`BUDGET`] in this turn.
+    static LEFT: Cell<usize> = const { Cell::new(0) };
 }
 
 /// What runs on the main thread.
@@ -78,8 +81,8 @@ pub(crate) fn turn(descriptor: RawFd) {
         if descriptor == porch.as_fd().as_raw_fd() {
             porch.silence();
         }
-        let mut budget = BUDGET;
-        fabric.progress_with(|| tasks.run(&mut budget));
+        LEFT.set(BUDGET);
+        LEFT.with(|left| fabric.progress_with(|| tasks.run(left)));
         tasks.rest();
     });
 }
@@ -148,6 +151,7 @@ impl Inside for Around {
             let Some(calls) = &mut *calls else { return closed };
             let Some(mut batch) = calls.begin(standing) else { return closed };
             let mut called = Called::default();
+            let before = replies.len();
             for place in commands {
                 let mut args: [&[u8]; ARGS_MAX] = [&[]; ARGS_MAX];
                 let Some(command) = input.get(place.clone()).and_then(Command::framed) else { break };
@@ -160,6 +164,9 @@ impl Inside for Around {
                 }
                 called.done += 1;
             }
+            let heard: usize = commands.iter().take(called.done).map(Range::len).sum();
+            let bytes = heard + replies.len().saturating_sub(before);
+            LEFT.set(LEFT.get().saturating_sub(called.done + (bytes >> 10)));
             called.wrote = batch.wrote();
             drop(batch);
             called.must_settle = calls.replies_wait(called.wrote);
