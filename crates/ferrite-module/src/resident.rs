@@ -7,7 +7,7 @@
 //!   after the loop has slept ──► turned: replies to what was written may leave
 //! ```
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 
@@ -21,13 +21,16 @@ use crate::api::{self, Context};
 use crate::calls::Calls;
 use crate::tasks::{Porch, Tasks};
 
-/// Sessions that are polled before the engine's other clients have their turn.
-const BUDGET: usize = 256;
+/// What sessions may do before the engine's other clients have their turn: each poll takes [`POLL`](crate::tasks::POLL) of it, each command
+/// one, and each KiB that comes or goes one. 256 sessions with nothing much to say, 50 with 16 commands each, or a MiB of values.
+const BUDGET: usize = 1024;
 
 thread_local! {
     // Only the engine's main thread ever has one. Two, since calls are made while the first is in use.
     static RESIDENT: RefCell<Option<Resident>> = const { RefCell::new(None) };
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
+    /// What is left of [`BUDGET`] in this turn.
+    static LEFT: Cell<usize> = const { Cell::new(0) };
 }
 
 /// What runs on the main thread.
@@ -77,11 +80,11 @@ pub(crate) fn turn(descriptor: RawFd) {
         if descriptor == porch.as_fd().as_raw_fd() {
             porch.silence();
         }
-        let mut budget = BUDGET;
-        match fabric {
-            Some(fabric) => drop(fabric.progress_with(|| tasks.run(&mut budget))),
-            None => while tasks.run(&mut budget) {},
-        }
+        LEFT.set(BUDGET);
+        LEFT.with(|left| match fabric {
+            Some(fabric) => drop(fabric.progress_with(|| tasks.run(left))),
+            None => while tasks.run(left) {},
+        });
         tasks.rest();
     });
 }
@@ -148,12 +151,15 @@ impl Inside for Around {
             let Some(calls) = &mut *calls else { return closed };
             let Some(mut batch) = calls.begin(standing) else { return closed };
             let mut called = Called::default();
+            let before = replies.len();
             for (callable, words) in commands.iter() {
                 if !batch.call(callable, words, replies) {
                     break;
                 }
                 called.done += 1;
             }
+            let bytes = commands.bytes() + replies.len().saturating_sub(before);
+            LEFT.set(LEFT.get().saturating_sub(called.done + (bytes >> 10)));
             called.wrote = batch.wrote();
             drop(batch);
             called.must_settle = calls.replies_wait(called.wrote);

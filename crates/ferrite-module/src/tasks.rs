@@ -1,6 +1,7 @@
 //! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere rings a bell that the loop listens
 //! to.
 
+use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -11,6 +12,9 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use ferrite_session::SessionFuture;
 use rustix::event::{EventfdFlags, eventfd};
+
+/// What it takes of a turn's budget to poll a future that finds nothing to do.
+pub(crate) const POLL: usize = 4;
 
 /// What other threads have of it.
 pub(crate) struct Porch {
@@ -148,8 +152,9 @@ impl Tasks {
         self.porch.is_awake.store(true, Ordering::SeqCst);
     }
 
-    /// Polls those that were woken before, at most `budget`, which shrinks; whether there were any.
-    pub(crate) fn run(&mut self, budget: &mut usize) -> bool {
+    /// Polls those that were woken before, while there is some of `budget`, of which each takes [`POLL`] and may take more by itself;
+    /// whether there were any.
+    pub(crate) fn run(&mut self, budget: &Cell<usize>) -> bool {
         let mut ran = false;
         let mut round = {
             let mut queue = self.porch.queue();
@@ -160,10 +165,10 @@ impl Tasks {
             self.porch.queue().ready.extend(added.iter());
             ready + added.len()
         };
-        while round > 0 && *budget > 0 {
+        while round > 0 && budget.get() > 0 {
             let Some(slot) = self.porch.queue().ready.pop_front() else { break };
             round -= 1;
-            *budget -= 1;
+            budget.set(budget.get().saturating_sub(POLL));
             ran = true;
             self.poll(slot);
         }
@@ -249,8 +254,8 @@ mod tests {
         for poll in 1..=3 {
             porch.silence();
             tasks.begin();
-            assert!(tasks.run(&mut 10));
-            assert!(!tasks.run(&mut 10), "nothing more");
+            assert!(tasks.run(&Cell::new(10 * POLL)));
+            assert!(!tasks.run(&Cell::new(10 * POLL)), "nothing more");
             tasks.rest();
             assert_eq!(polls.load(Ordering::SeqCst), poll);
             assert!(!is_readable(&porch));
@@ -272,10 +277,10 @@ mod tests {
                 Poll::Pending // for ever
             })));
         }
-        let mut budget = 7;
+        let budget = Cell::new(7 * POLL);
         tasks.begin();
-        while tasks.run(&mut budget) {}
-        assert_eq!(budget, 0);
+        while tasks.run(&budget) {}
+        assert_eq!(budget.get(), 0);
         porch.silence();
         tasks.rest();
         assert!(is_readable(&porch), "there is more to do");
@@ -294,13 +299,13 @@ mod tests {
             })
         });
         tasks.begin();
-        while tasks.run(&mut 10) {}
+        while tasks.run(&Cell::new(10 * POLL)) {}
         tasks.rest();
         assert!(is_readable(&porch), "the loop must not sleep");
         assert!(!done.load(Ordering::SeqCst));
         porch.turned();
         tasks.begin();
-        while tasks.run(&mut 10) {}
+        while tasks.run(&Cell::new(10 * POLL)) {}
         assert!(done.load(Ordering::SeqCst));
     }
 }

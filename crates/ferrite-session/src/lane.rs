@@ -15,7 +15,6 @@ mod input;
 
 use std::future::Future;
 use std::io;
-use std::ops::Range;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::Poll;
@@ -26,8 +25,8 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, Re
 
 use crate::engine::EngineSocket;
 use crate::pump::Moved;
-use commands::Due;
 pub use commands::{Callable, Commands};
+use commands::{Due, place_of};
 use input::{Found, Input};
 
 /// A session, to be run somewhere.
@@ -497,14 +496,6 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
         self.lanes.stayed.fetch_add(1, Ordering::Relaxed);
         let unsent = self.input.ahead().to_vec();
         Ok(Left::Stay { engine: self.engine_reads.unsplit(self.engine_writes), unsent })
-    }
-}
-
-/// Where these commands lie, one behind the other.
-fn place_of(run: &[Due]) -> Range<usize> {
-    match (run.first(), run.last()) {
-        (Some(first), Some(last)) => first.found.place.start..last.found.place.end,
-        _ => 0..0,
     }
 }
 

@@ -136,8 +136,24 @@ impl Client {
             if self.way == Way::Valkey && world.was_cut_since(begun) {
                 return None;
             }
-            assert!(begun.elapsed() < PATIENCE, "{self}: no reply; {}", world.state());
+            if begun.elapsed() > PATIENCE {
+                let known = self.what_the_engine_knows(world).await;
+                panic!("{self}: no reply; {}; {known}", world.state());
+            }
         }
+    }
+
+    /// Whether it still has a session of ours.
+    async fn what_the_engine_knows(&self, world: &World) -> String {
+        let mut known = String::new();
+        for question in [&["FERRITE", "CLIENTS"][..], &["CLIENT", "LIST"], &["INFO", "ferrite"]] {
+            let asking =
+                async { Connection::to_socket(&world.sockets[self.engine]).await?.ask(question).await };
+            if let Ok(Ok(answer)) = timeout(PATIENCE, asking).await {
+                known += &format!("\n{question:?}: {}", String::from_utf8_lossy(&answer));
+            }
+        }
+        known
     }
 
     /// Commands that are sent together.

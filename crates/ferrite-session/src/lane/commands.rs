@@ -1,5 +1,7 @@
 //! Commands on their way to be called, with what was found out about them when they were looked at.
 
+use std::ops::Range;
+
 use ferrite_proto::resp::Words;
 
 use super::input::{Found, Input};
@@ -35,6 +37,14 @@ pub(super) struct Due {
     pub(super) callable: Option<Callable>,
 }
 
+/// Where these commands lie, one behind the other.
+pub(super) fn place_of(run: &[Due]) -> Range<usize> {
+    match (run.first(), run.last()) {
+        (Some(first), Some(last)) => first.found.place.start..last.found.place.end,
+        _ => 0..0,
+    }
+}
+
 /// Commands to be called, in order.
 #[derive(Clone, Copy)]
 pub struct Commands<'a> {
@@ -43,6 +53,12 @@ pub struct Commands<'a> {
 }
 
 impl<'a> Commands<'a> {
+    /// As long as they are together.
+    #[must_use]
+    pub fn bytes(self) -> usize {
+        place_of(self.run).len()
+    }
+
     /// What is known of each, and its words.
     #[inline]
     pub fn iter(self) -> impl Iterator<Item = (Callable, Words<'a>)> {
