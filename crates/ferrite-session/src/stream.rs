@@ -200,9 +200,7 @@ impl ValkeyStream {
         if total == 0 {
             return Poll::Ready(Ok(0));
         }
-        if (self.endpoint.writable() as usize) < total {
-            self.drive(cx);
-        }
+        self.drive(cx);
         if let Some(over) = &self.over {
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, over.clone())));
         }
