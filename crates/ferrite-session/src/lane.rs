@@ -418,7 +418,11 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
     /// Whether the client has sent something. The engine may speak meanwhile, or hang up.
     async fn wait_for_input(&mut self) -> io::Result<bool> {
         loop {
+            let before = self.input.ahead().len();
             self.flush().await?;
+            if self.input.ahead().len() > before {
+                return Ok(true); // while it took its replies
+            }
             self.heard.reserve(HEAD);
             tokio::select! {
                 biased;
