@@ -129,9 +129,7 @@ impl Poller {
     ) -> Result<(Arc<LinkShared>, Hello), Error> {
         let id = &request.id;
         let lane = lane_of(shared, id)?;
-        let config = &shared.config;
-        let ack_timeout = if hello.is_some() { config.ack_timeout } else { config.bare_ack_timeout };
-        let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
+        let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
         let (link, ours) = self.make_link(shared, lane, moves)?;
         // The peer may send as soon as it hears of us.
         link.with_wakes(&mut self.wakes, |state, _, _| match hello {

@@ -207,21 +207,18 @@ impl Poller {
             }
             CmEventKind::ROUTE_RESOLVED => {
                 let lane = lane_of(shared, id)?;
-                let is_bare = outgoing.speaks == Speaks::Other;
-                let config = &shared.config;
-                let ack_timeout = if is_bare { config.bare_ack_timeout } else { config.ack_timeout };
-                let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
+                let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
                 let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
                 let (link, hello) = self.make_link(shared, lane, moves)?;
                 link.with_wakes(&mut self.wakes, |state, _, _| {
                     state.is_caller = true;
-                    if is_bare {
+                    if outgoing.speaks == Speaks::Other {
                         state.make_bare();
                     }
                 });
                 link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
                 let encoded = hello.encode();
-                let private_data = if is_bare { &[] } else { &encoded[..] };
+                let private_data = if outgoing.speaks == Speaks::Other { &[] } else { &encoded[..] };
                 let params = params(shared, lane, &link, private_data);
                 let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
                 outgoing.link = Some((Arc::clone(&link), by));

@@ -51,9 +51,6 @@ pub struct Config {
     pub max_reads: u8,
     /// How long to wait for an acknowledgement: 4.096 µs × 2^this. 14, which is 67 ms.
     pub ack_timeout: u8,
-    /// The same on bare links, whose peers have no other way to go when this one is slow: 17, which is half a second, and what
-    /// the connection manager takes for RoCE by itself.
-    pub bare_ack_timeout: u8,
     /// Resends before the peer counts as dead. 6: with the timeout above about half a second. (Not 7, which Soft-RoCE
     /// takes for "for ever".)
     pub retries: u8,
@@ -102,7 +99,6 @@ impl Default for Config {
             cq_size: 16_384,
             max_reads: 16,
             ack_timeout: 14,
-            bare_ack_timeout: 17,
             retries: 6,
             max_half_open: 64,
             max_connections: 16_384,
