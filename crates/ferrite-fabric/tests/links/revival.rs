@@ -9,7 +9,7 @@ use futures_util::join;
 
 use crate::faults::{assert_told, run};
 use crate::links::pair::{
-    Pair, assert_unused, buffer, call, clear, drive, failed, filled, meet, pattern, run_for, until,
+    Pair, assert_unused, buffer, call, clear, drive, failed, filled, meet, pattern, until,
 };
 use crate::links::{Host, KIB, PATIENCE};
 
@@ -220,9 +220,9 @@ fn port_down_at_first() {
         drop(listener);
         add(world, host);
         world.device_down(&host.device);
-        run_for(&[&engine], Duration::from_millis(1300));
-        let told = engine.missing_devices()[0].to_string();
-        assert!(told.contains("fake1") && told.contains("not back"), "{told}");
+        let told = || engine.missing_devices()[0].to_string();
+        until(&[&engine], "it was looked for", || told().contains("not back"));
+        assert!(told().contains("fake1"), "{}", told());
         drop(ends);
         world.device_up(&host.device);
         until(&[&engine], "it is back", || engine.stats().devices_back == 1);
