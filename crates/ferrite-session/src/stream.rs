@@ -34,6 +34,11 @@ const STARVED: Duration = Duration::from_millis(5);
 /// end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60 answers to QUIT and CLIENT KILL.
 const LINGER: Duration = Duration::from_millis(500);
 
+/// A client that has heard nothing for so long, and at most for twice as long, asks the peer's device whether the queue pair is
+/// still there. Servers of Valkey's protocol send a keepalive every 3 s. One that died without a word, or whose farewell was
+/// lost (CM sends it once), would be waited for without end.
+const SILENCE: Duration = Duration::from_secs(10);
+
 /// By tokio's clock, which a test may stop and move.
 fn now() -> Instant {
     tokio::time::Instant::now().into_std()
@@ -75,6 +80,9 @@ pub struct ValkeyStream {
     quiet: Quiet,
     role: Role,
     clock: Pin<Box<Sleep>>,
+    /// When a client that has heard nothing until then asks whether anybody is there.
+    ask_at: Option<Instant>,
+    has_heard: bool,
     /// Since it was shut down.
     linger: Option<Pin<Box<Sleep>>>,
     /// Why nothing comes any more.
@@ -92,7 +100,10 @@ impl ValkeyStream {
             .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
         let (done, quiet) = (Done::default(), Quiet::new(config.proto.max_writes_in_flight));
-        let mut stream = Self { bare, window, endpoint, done, quiet, role, clock, linger: None, over: None };
+        let ask_at = (role == Role::Client).then(|| now() + SILENCE);
+        let (has_heard, linger, over) = (false, None, None);
+        let mut stream =
+            Self { bare, window, endpoint, done, quiet, role, clock, ask_at, has_heard, linger, over };
         stream.endpoint.handle_established(now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
@@ -120,7 +131,9 @@ impl ValkeyStream {
     fn drive(&mut self, cx: &mut Context<'_>) {
         self.count_done(cx);
         while self.over.is_none() {
-            let taken = match self.bare.poll_arrival(cx.waker()) {
+            let arrival = self.bare.poll_arrival(cx.waker());
+            self.has_heard |= arrival.is_ready();
+            let taken = match arrival {
                 Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message),
                 Poll::Ready(Ok(Arrival::Written { notices, sum, bytes })) => {
                     self.window.on_written(notices);
@@ -148,7 +161,7 @@ impl ValkeyStream {
 
     fn look_at_clock(&mut self, cx: &mut Context<'_>) {
         while self.over.is_none()
-            && let Some(due) = self.endpoint.poll_timeout()
+            && let Some(due) = self.endpoint.poll_timeout().into_iter().chain(self.ask_at).min()
         {
             if self.clock.deadline().into_std() != due {
                 self.clock.as_mut().reset(due.into());
@@ -158,6 +171,16 @@ impl ValkeyStream {
             }
             let looked = self.endpoint.handle_timeout(now());
             self.judge(looked);
+            self.ask_if_silent();
+        }
+    }
+
+    fn ask_if_silent(&mut self) {
+        if self.ask_at.is_some_and(|due| due <= now()) {
+            if !std::mem::take(&mut self.has_heard) {
+                self.bare.probe();
+            }
+            self.ask_at = Some(now() + SILENCE);
         }
     }
 

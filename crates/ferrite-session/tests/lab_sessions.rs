@@ -4,6 +4,8 @@
 mod beside;
 mod sessions;
 
+use std::process::Command;
+
 use ferrite_verbs::Verbs;
 use sessions::{Scene, run_suite};
 
@@ -18,6 +20,27 @@ fn run(test: impl AsyncFnOnce(Scene)) {
 }
 
 run_suite!(crate::run);
+
+#[test]
+fn gone_without_a_word() {
+    struct Mend;
+    impl Drop for Mend {
+        fn drop(&mut self) {
+            tc("del dev h1 root");
+        }
+    }
+    let verbs = Verbs::system().expect("rdma-core");
+    sessions::idle::gone_without_a_word(verbs, 1, || {
+        tc("add dev h1 root netem loss 100%");
+        Mend
+    });
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
+
+fn tc(qdisc: &str) {
+    let status = Command::new("tc").arg("qdisc").args(qdisc.split(' ')).status();
+    assert!(status.is_ok_and(|status| status.success()), "tc qdisc {qdisc}");
+}
 
 /// What each costs other clients, which is a matter of time. Where every instruction is emulated, that says nothing.
 mod others_beside {

@@ -74,6 +74,15 @@ impl Bare {
         self.push_write(buf.into(), addr, rkey, imm, true)
     }
 
+    /// Has the peer's device answer, which the peer itself does not notice. If it does not, the link goes down: who hears
+    /// nothing may ask so whether anybody is there.
+    pub fn probe(&self) {
+        self.shared.with(|state, around, wakes| {
+            state.push_bare_probe();
+            state.pump(around, wakes);
+        });
+    }
+
     fn push_write(&self, buf: Buf, addr: u64, rkey: u32, imm: u32, quiet: bool) -> Result<(), Error> {
         let remote = RemoteSlice { addr, len: buf.len() as u64, rkey };
         self.shared.with(|state, around, wakes| {

@@ -8,6 +8,7 @@ use std::task::Poll;
 use std::time::{Duration, Instant};
 
 use ferrite_session::{ValkeyConfig, ValkeyStream};
+use ferrite_verbs::Verbs;
 use tokio::io::{AsyncRead as _, AsyncReadExt as _, AsyncWriteExt as _, ReadBuf};
 use tokio::runtime::Builder;
 
@@ -64,8 +65,9 @@ pub(crate) async fn an_hour(scene: Scene) {
     on_one_thread(scene, async |scene: Scene| {
         let (mut client, mut server, _engines) = pair(&scene, &ValkeyConfig::default()).await;
         carry(&mut client, &mut server, 1000).await;
-        let before = server.stats().keepalives_sent;
+        let (before, written) = (server.stats().keepalives_sent, client.bare().stats().write_ops);
         let heard = an_hour_passes([&mut client, &mut server], 0).await;
+        assert_eq!(client.bare().stats().write_ops, written, "who hears its peer does not ask");
         let stats = server.stats();
         assert_eq!((heard, stats.keepalives_sent - before), (1200, 1200), "{stats:?}");
         assert_eq!(stats.keepalives_skipped, 0, "{stats:?}");
@@ -73,6 +75,37 @@ pub(crate) async fn an_hour(scene: Scene) {
         carry(&mut server, &mut client, 200_000).await;
     })
     .await;
+}
+
+/// A client waits, and `vanish` makes its server unreachable without a word. Nothing that it has asked for is under way: it
+/// hears of it all the same.
+pub(crate) fn gone_without_a_word<T>(verbs: Verbs, slower: usize, vanish: impl FnOnce() -> T) {
+    let runtime = Builder::new_current_thread().enable_all().build();
+    run_on(&runtime.expect("a runtime"), Scene { verbs, slower }, async |scene| missed(scene, vanish).await);
+}
+
+async fn missed<T>(scene: Scene, vanish: impl FnOnce() -> T) {
+    let (mut client, mut server, _engines) = pair(&scene, &ValkeyConfig::default()).await;
+    carry(&mut client, &mut server, 1000).await;
+    let _vanished = vanish();
+    tokio::time::pause();
+    let begun = Instant::now();
+    let error = loop {
+        // Never at rest: the clock would go on by itself.
+        tokio::time::advance(STEP).await;
+        let mut bytes = [0];
+        let polled = std::future::poll_fn(|cx| {
+            Poll::Ready(Pin::new(&mut client).poll_read(cx, &mut ReadBuf::new(&mut bytes)))
+        });
+        match polled.await {
+            Poll::Ready(result) => break result.expect_err("nothing came"),
+            Poll::Pending => assert!(begun.elapsed() < SOON, "it waits for ever"),
+        }
+        std::thread::sleep(Duration::from_millis(1));
+        tokio::task::yield_now().await;
+    };
+    tokio::time::resume();
+    assert_eq!(error.kind(), std::io::ErrorKind::ConnectionReset, "{error}");
 }
 
 /// A client waits for an element that comes an hour later.

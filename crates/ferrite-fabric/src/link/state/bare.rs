@@ -99,13 +99,20 @@ impl LinkState {
         Ok(())
     }
 
-    /// The link is to close, and nothing that is under way would report: a write of no bytes does, to an address that nobody
-    /// looks at, of which the peer hears nothing.
-    pub(super) fn push_bare_farewell(&mut self) {
-        let farewell = self.unsignaled > 0 && !self.has_bare_work();
-        if let Some(bare) = self.bare.as_deref_mut().filter(|_| farewell) {
+    /// A write of no bytes, to an address that nobody looks at: the peer hears nothing of it, its device answers, and it
+    /// reports, unless something that waits to go does so anyway.
+    pub(crate) fn push_bare_probe(&mut self) {
+        let probe = !self.has_bare_work();
+        if let Some(bare) = self.bare.as_deref_mut().filter(|_| probe) {
             let operation = Operation::Write(RemoteSlice { addr: 0, len: 0, rkey: 0 });
             bare.outgoing.push_back(Outgoing { operation, held: Held::Nothing, bytes: 0, quiet: false });
+        }
+    }
+
+    /// The link is to close, and nothing that is under way would report.
+    pub(super) fn push_bare_farewell(&mut self) {
+        if self.unsignaled > 0 {
+            self.push_bare_probe();
         }
     }
 
@@ -127,7 +134,7 @@ impl LinkState {
         let kind = match operation {
             Operation::Send => Kind::Control,
             Operation::WriteImm(..) => Kind::Notice,
-            _ => Kind::Write, // the farewell: nobody counts it
+            _ => Kind::Write, // a probe: nobody counts it
         };
         let tag = Tag { kind, bytes: bytes as u32, ..Tag::default() };
         Some(Work { operation, held, signaled, inline, tag })
