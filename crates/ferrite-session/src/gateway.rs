@@ -31,6 +31,9 @@ use crate::stream::{ValkeyConfig, ValkeyStream};
 
 /// How long a client that is refused may take to hear why.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are told half as often, and beyond
+/// twice as many a third: a server of thousands would do little else. It is less than a client of ours waits before it asks.
+const OFTEN_TOLD: usize = 1000;
 /// A session that has moved nothing for this long has nothing under way.
 const QUIET: Duration = Duration::from_millis(100);
 
@@ -245,10 +248,17 @@ impl Gateway {
         });
     }
 
+    /// For the next client.
+    fn valkey_config(&self) -> ValkeyConfig {
+        let mut config = self.config().valkey.clone();
+        config.proto.keepalive_interval *= (1 + self.sessions.count() / OFTEN_TOLD).min(3) as u32;
+        config
+    }
+
     async fn valkey_session(self, connecting: ConnectingBare, ended: watch::Receiver<bool>) {
         let stream = connecting.await.and_then(|bare| {
             let (ends, carrier) = ((bare.peer_addr(), bare.local_addr()), Carrier::Valkey(bare.device()));
-            Ok((ValkeyStream::new(bare, Role::Server, &self.config().valkey)?, ends, carrier))
+            Ok((ValkeyStream::new(bare, Role::Server, &self.valkey_config())?, ends, carrier))
         });
         match stream {
             Ok((stream, ends, carrier)) => {

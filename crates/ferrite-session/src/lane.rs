@@ -11,7 +11,9 @@
 //! slow reader costs is the replies of one run and its window.
 
 mod commands;
+mod exchange;
 mod input;
+mod replies;
 
 use std::future::Future;
 use std::io;
@@ -21,12 +23,13 @@ use std::task::Poll;
 
 use ferrite_proto::resp::{Args, Limits, ReplyFramer};
 use ferrite_proto::{Effect, Standing};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadHalf, WriteHalf};
 
 use crate::engine::EngineSocket;
 use crate::pump::Moved;
 pub use commands::{Callable, Commands};
 use commands::{Due, place_of};
+use exchange::{Awaited, Met};
 use input::{Found, Input};
 
 /// A session, to be run somewhere.
@@ -91,24 +94,10 @@ pub(crate) enum Left {
 const RUN_MAX: usize = 64;
 /// Replies that are kept before they leave.
 const REPLIES_MAX: usize = 64 << 10;
-/// What a client sends while one of its commands waits in the engine is read up to this: its end must be seen.
-const AHEAD_MAX: usize = 256 << 10;
-/// A client that does not read its replies may send so much: as the engine has it, which hangs up then, too
-/// (`client-query-buffer-limit`).
-const UNREAD_MAX: usize = 1 << 30;
-/// As much at once, and as much of a large command.
+/// What is read of the client at once while something else goes on.
 const AHEAD: usize = 1 << 10;
-const STREAMED: usize = 64 << 10;
 /// As much of a reply as tells what it says.
 const HEAD: usize = 64;
-/// What is read of the engine at once.
-const HEARD: usize = 16 << 10;
-
-/// What a client has taken, or sent.
-enum Either {
-    Written(usize),
-    Read(usize),
-}
 
 /// Where the commands of a run go.
 enum Way {
@@ -173,23 +162,6 @@ struct Lane<'a, C> {
     must_settle: bool,
     /// Calls have written since the connection was last told.
     wrote: bool,
-}
-
-/// What is to come over the connection.
-struct Awaited {
-    /// Replies that are nobody's, before the others.
-    swallowed: usize,
-    replies: usize,
-    /// Of the last one's command.
-    effect: Effect,
-}
-
-/// How it went there.
-#[derive(PartialEq, Eq)]
-enum Met {
-    Answered,
-    /// The engine has hung up.
-    Over,
 }
 
 impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
@@ -340,81 +312,6 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
         self.exchange(Vec::new(), awaited, true).await
     }
 
-    async fn exchange(
-        &mut self,
-        mut unsent: Vec<u8>,
-        mut awaited: Awaited,
-        mut is_streaming: bool,
-    ) -> io::Result<Met> {
-        let mut ahead = Vec::new();
-        let (mut sent, mut client_ended) = (0, false);
-        loop {
-            if is_streaming && sent == unsent.len() {
-                is_streaming = !self.input.stream(&mut unsent);
-                self.moved.to_engine.fetch_add(unsent.len() as u64, Ordering::Relaxed);
-                sent = 0;
-            }
-            self.hear(&mut awaited)?;
-            if self.replies.len() >= REPLIES_MAX {
-                self.flush().await?;
-            }
-            if awaited.swallowed + awaited.replies == 0 && sent == unsent.len() && !is_streaming {
-                return Ok(Met::Answered);
-            }
-            let reads_client = !client_ended
-                && if is_streaming { sent == unsent.len() } else { self.input.ahead().len() < AHEAD_MAX };
-            ahead.clear();
-            ahead.reserve(if is_streaming { STREAMED } else { AHEAD });
-            self.heard.reserve(HEARD);
-            tokio::select! {
-                biased;
-                written = self.engine_writes.write(&unsent[sent..]), if sent < unsent.len() => sent += written?,
-                heard = self.engine_reads.read_buf(&mut self.heard) => if heard? == 0 {
-                    self.flush().await?;
-                    return Ok(Met::Over);
-                },
-                read = self.client.read_buf(&mut ahead), if reads_client => {
-                    if read? == 0 {
-                        // As over a socket: what was asked before is answered, what waits is given up.
-                        client_ended = true;
-                        self.engine_writes.shutdown().await?;
-                    }
-                    self.input.append(&ahead);
-                },
-            }
-        }
-    }
-
-    /// Looks at what the engine has said: replies are counted, and all but those that are swallowed go to the client.
-    fn hear(&mut self, awaited: &mut Awaited) -> io::Result<()> {
-        let mut rest = &self.heard[..];
-        while !rest.is_empty() {
-            let progress = self.counter.feed(rest).map_err(io::Error::other)?;
-            let (piece, later) = rest.split_at(progress.consumed);
-            let seen = piece.len().min(HEAD - self.head.len().min(HEAD));
-            self.head.extend_from_slice(&piece[..seen]);
-            let is_push = self.head.first() == Some(&b'>');
-            if is_push || awaited.swallowed == 0 {
-                self.replies.extend_from_slice(piece);
-            }
-            if progress.complete {
-                if !is_push && awaited.swallowed > 0 {
-                    awaited.swallowed -= 1;
-                } else if !is_push && awaited.replies > 0 {
-                    awaited.replies -= 1;
-                    if awaited.replies == 0 {
-                        let effect = std::mem::replace(&mut awaited.effect, Effect::Nothing);
-                        self.standing.answered(effect, &self.head);
-                    }
-                }
-                self.head.clear();
-            }
-            rest = later;
-        }
-        self.heard.clear();
-        Ok(())
-    }
-
     /// Whether the client has sent something. The engine may speak meanwhile, or hang up.
     async fn wait_for_input(&mut self) -> io::Result<bool> {
         loop {
@@ -439,53 +336,6 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                 },
             }
         }
-    }
-
-    /// Replies leave, if what they speak of is safe.
-    async fn flush(&mut self) -> io::Result<()> {
-        if self.replies.is_empty() {
-            return Ok(());
-        }
-        if std::mem::take(&mut self.must_settle) {
-            self.inside.settled().await;
-        }
-        self.moved.to_client.fetch_add(self.replies.len() as u64, Ordering::Relaxed);
-        self.write_replies().await?;
-        if self.replies.capacity() > 2 * REPLIES_MAX {
-            self.replies = Vec::new(); // a large reply's room is not kept
-        }
-        self.replies.clear();
-        self.client.flush().await
-    }
-
-    /// All of them. Many clients send everything they have to say before they read the first answer: what comes meanwhile is kept.
-    async fn write_replies(&mut self) -> io::Result<()> {
-        let (mut sent, mut has_ended, mut piece) = (0, false, [0; AHEAD]);
-        while sent < self.replies.len() {
-            let rest = &self.replies[sent..];
-            let client = &mut *self.client;
-            let moved = std::future::poll_fn(|cx| {
-                if let Poll::Ready(written) = Pin::new(&mut *client).poll_write(cx, rest) {
-                    return Poll::Ready(written.map(Either::Written));
-                }
-                if has_ended {
-                    return Poll::Pending;
-                }
-                let mut room = ReadBuf::new(&mut piece);
-                let read = std::task::ready!(Pin::new(&mut *client).poll_read(cx, &mut room));
-                Poll::Ready(read.map(|()| Either::Read(room.filled().len())))
-            });
-            match moved.await? {
-                Either::Written(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Either::Written(count) => sent += count,
-                Either::Read(0) => has_ended = true,
-                Either::Read(count) => self.input.append(&piece[..count]),
-            }
-            if self.input.ahead().len() > UNREAD_MAX {
-                return Err(io::Error::other("a client sends and does not read"));
-            }
-        }
-        Ok(())
     }
 
     async fn stay(mut self) -> io::Result<Left> {
