@@ -133,8 +133,10 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         ("rx-size-max", config.rx_size_max),
     ];
     words.extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
-    if let Some(is_on) = config.call_lane {
-        words.push(("call-lane", if is_on { "yes" } else { "no" }.into()));
+    for (name, is_on) in [("call-lane", config.call_lane), ("poller-thread", config.poller_thread)] {
+        if let Some(is_on) = is_on {
+            words.push((name, if is_on { "yes" } else { "no" }.into()));
+        }
     }
     words.into_iter().flat_map(|(name, value)| [name.to_owned(), value]).collect()
 }
@@ -204,7 +206,7 @@ mod tests {
         let lines = config_of(
             "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\nrdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\n\
              rdma_listen = \"::1\"\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
-             max_connections = 5\nrx_size = \"64K\"\ncall_lane = true\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
+             max_connections = 5\nrx_size = \"64K\"\ncall_lane = true\npoller_thread = false\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
         assert_eq!(
             lines,
@@ -221,7 +223,7 @@ mod tests {
                 "cluster-enabled yes",
                 "save \"\"",
                 "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require engine \"unix:/run/s\\\"x.sock\" \
-                 rdma-device a,b max-clients 5 rx-size 65536 call-lane yes",
+                 rdma-device a,b max-clients 5 rx-size 65536 call-lane yes poller-thread no",
             ]
         );
     }

@@ -167,6 +167,10 @@ pub(super) const KEYS: &[Key] = &[
         config.call_lane = Some(value.yes_or_no()?);
         Ok(())
     }),
+    set("network.rdma", "poller_thread", |config, value| {
+        config.poller_thread = Some(value.yes_or_no()?);
+        Ok(())
+    }),
     set("network.rdma", "rx_size", |config, value| {
         config.rx_size = Some(value.window()?);
         Ok(())
