@@ -288,7 +288,7 @@ fn no_command_ends_the_engine() {
                 if is_taken {
                     std::thread::sleep(Duration::from_millis(20));
                 }
-                if is_taken || !matches!(peer.within(Duration::from_millis(100)), Ok(Some(_))) {
+                if is_taken || !matches!(peer.within(Duration::from_millis(200)), Ok(Some(_))) {
                     peer = Peer::called_at(&address);
                 }
             }

@@ -54,6 +54,7 @@ fn what_was_answered_survives_a_kill() {
                             }
                         });
                     }
+                    server.until("each is told something", || !told.lock().expect("no panic").contains(&0));
                     std::thread::sleep(Duration::from_millis(300));
                     server.signal("KILL");
                 });
