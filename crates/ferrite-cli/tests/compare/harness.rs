@@ -73,13 +73,21 @@ pub(crate) fn lines(cases: &[&Case], behind: &str) -> Vec<u8> {
     input.into_bytes()
 }
 
-/// Bytes that are no printable ASCII are told apart, and marks stay marks.
+/// Bytes that are no printable ASCII are told apart, and marks stay marks. How long a command took is printed from half a second
+/// on, which on a busy machine can be any, and is left out.
 pub(crate) fn escaped(bytes: &[u8]) -> String {
     let escape = |byte: &u8| match byte {
         b'\n' => "\n".to_owned(),
         byte => byte.escape_ascii().to_string(),
     };
-    bytes.iter().map(escape).collect()
+    let printed: String = bytes.iter().map(escape).collect();
+    printed.split_inclusive('\n').filter(|line| !is_time(line.trim_end())).collect()
+}
+
+/// `(0.51s)`
+fn is_time(line: &str) -> bool {
+    let seconds = line.strip_prefix('(').and_then(|rest| rest.strip_suffix("s)"));
+    seconds.is_some_and(|seconds| seconds.contains('.') && seconds.parse::<f64>().is_ok())
 }
 
 /// What is wrong; how many were right is printed.
