@@ -172,6 +172,7 @@ fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool
         max_clients: options.max_clients(),
         protected_mode,
         drain_timeout: DRAIN,
+        engine_stays: false,
         valkey: valkey_config(options),
         name: "Ferrite module",
         open_up: "say CONFIG SET protected-mode no to the engine",

@@ -51,6 +51,8 @@ pub struct GatewayConfig {
     pub protected_mode: bool,
     /// How long sessions may take to finish what is under way when the gateway ends. 5 s.
     pub drain_timeout: Duration,
+    /// The engine goes on when the gateway ends, so that it is worth waiting for its answers. On; not where both end together.
+    pub engine_stays: bool,
     /// For clients of Valkey's protocol.
     pub valkey: ValkeyConfig,
     /// Who speaks when a client is turned away. `Ferrite gateway`.
@@ -69,6 +71,7 @@ impl GatewayConfig {
             max_clients: 10_000,
             protected_mode: true,
             drain_timeout: Duration::from_secs(5),
+            engine_stays: true,
             valkey: ValkeyConfig::default(),
             name: "Ferrite gateway",
             open_up: "start the gateway with --protected-mode no",
@@ -299,20 +302,21 @@ impl Gateway {
         } else {
             self.engine_for(&config, peer, local).await
         };
+        let ending = Ending { ended, engine_stays: config.engine_stays };
         match (begun, &self.inside) {
-            (Ok((engine, _)), None) => bridge(client, engine, Vec::new(), open, ended).await,
+            (Ok((engine, _)), None) => bridge(client, engine, Vec::new(), open, ending).await,
             (Ok((engine, standing)), Some(inside)) => {
                 open.entry.is_called.store(true, Ordering::Relaxed);
                 let counters = (&open.entry.moved, &self.counters.lanes);
                 let left = tokio::select! {
                     left = lane::serve(&mut client, engine, standing, &**inside, counters) => left,
-                    () = over(&open, ended.clone()) => Ok(Left::Nothing),
+                    () = over(&open, ending.clone()) => Ok(Left::Nothing),
                 };
                 open.entry.is_called.store(false, Ordering::Relaxed);
                 match left {
                     // In the runtime's own thread, which has the time for it.
                     Ok(Left::Stay { engine, unsent }) => {
-                        let _ = tokio::spawn(bridge(client, engine, unsent, open, ended)).await;
+                        let _ = tokio::spawn(bridge(client, engine, unsent, open, ending)).await;
                     }
                     Ok(Left::Nothing) | Err(_) => {
                         let _ = timeout(LAST_WORDS, client.shutdown()).await;
@@ -369,13 +373,8 @@ impl Gateway {
 }
 
 /// A client and its connection to the engine, which gets these bytes first, until one of them ends or the session is over.
-async fn bridge<C>(
-    mut client: C,
-    mut engine: EngineSocket,
-    unsent: Vec<u8>,
-    open: Open,
-    ended: watch::Receiver<bool>,
-) where
+async fn bridge<C>(mut client: C, mut engine: EngineSocket, unsent: Vec<u8>, open: Open, ending: Ending)
+where
     C: AsyncRead + AsyncWrite + Unpin,
 {
     let moved = &open.entry.moved;
@@ -386,25 +385,32 @@ async fn bridge<C>(
     };
     tokio::select! {
         _ = pumped => {} // a client that breaks off is no event
-        () = over(&open, ended) => {
+        () = over(&open, ending) => {
             let _ = timeout(LAST_WORDS, client.shutdown()).await;
         }
     }
 }
 
+/// How sessions hear of the gateway's end.
+#[derive(Clone)]
+struct Ending {
+    ended: watch::Receiver<bool>,
+    engine_stays: bool,
+}
+
 /// Ready when a session is to end: somebody wants it to, or the gateway ends and nothing is under way.
-async fn over(open: &Open, ended: watch::Receiver<bool>) {
+async fn over(open: &Open, ending: Ending) {
     tokio::select! {
-        () = quiet(&open.entry.moved, ended) => {}
+        () = quiet(&open.entry.moved, ending) => {}
         () = open.entry.killed.notified() => {}
     }
 }
 
-/// Ready when the gateway ends and nothing has moved for a moment.
-async fn quiet(moved: &Moved, mut ended: watch::Receiver<bool>) {
-    let _ = ended.wait_for(|ended| *ended).await; // a gateway that is gone has ended
+/// Ready when the gateway ends and nothing has moved for a moment; if the engine goes on, it must have had the last word.
+async fn quiet(moved: &Moved, mut ending: Ending) {
+    let _ = ending.ended.wait_for(|ended| *ended).await; // a gateway that is gone has ended
     let (mut last, mut since) = (moved.total(), Instant::now());
-    while since.elapsed() < QUIET {
+    while since.elapsed() < QUIET || ending.engine_stays && moved.is_asking.load(Ordering::Relaxed) {
         sleep(QUIET / 5).await;
         let now = moved.total();
         if now != last {

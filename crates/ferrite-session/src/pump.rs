@@ -5,7 +5,7 @@
 
 use std::io;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -20,6 +20,8 @@ pub struct Moved {
     pub to_engine: AtomicU64,
     /// To the client.
     pub to_client: AtomicU64,
+    /// The last bytes through [`pump`] went to the engine: it has not answered yet, or not all of a command has come.
+    pub is_asking: AtomicBool,
 }
 
 impl Moved {
@@ -68,7 +70,10 @@ impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
         let before = out.filled().len();
         let polled = Pin::new(&mut *this.engine).poll_read(cx, out);
         let count = out.filled().len() - before;
-        this.moved.to_client.fetch_add(count as u64, Ordering::Relaxed);
+        if count > 0 {
+            this.moved.to_client.fetch_add(count as u64, Ordering::Relaxed);
+            this.moved.is_asking.store(false, Ordering::Relaxed);
+        }
         this.has_ended |= polled.is_ready() && count == 0;
         polled
     }
@@ -81,6 +86,7 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
         match polled {
             Poll::Ready(Ok(count)) => {
                 this.moved.to_engine.fetch_add(count as u64, Ordering::Relaxed);
+                this.moved.is_asking.store(true, Ordering::Relaxed);
                 Poll::Ready(Ok(count))
             }
             Poll::Ready(Err(error)) if has_hung_up(&error) && !this.has_ended => Poll::Ready(Ok(bytes.len())),

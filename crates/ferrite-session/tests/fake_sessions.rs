@@ -26,6 +26,6 @@ run_suite!(crate::run);
 fn gone_without_a_word() {
     let world = World::new();
     run_in(&world, |verbs| {
-        sessions::idle::gone_without_a_word(verbs, 1, || world.black_hole("rxe1", "rxe2"));
+        sessions::idle::gone_without_a_word(verbs, || world.black_hole("rxe1", "rxe2"));
     });
 }

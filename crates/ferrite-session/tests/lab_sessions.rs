@@ -30,7 +30,7 @@ fn gone_without_a_word() {
         }
     }
     let verbs = Verbs::system().expect("rdma-core");
-    sessions::idle::gone_without_a_word(verbs, 1, || {
+    sessions::idle::gone_without_a_word(verbs, || {
         tc("add dev h1 root netem loss 100%");
         Mend
     });

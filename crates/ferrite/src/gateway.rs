@@ -56,7 +56,7 @@ pub(crate) struct Options {
     /// How long to look for completions before sleeping; more is less latency for more CPU
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
     busy_poll_us: u32,
-    /// How long sessions may take to finish what is under way, after SIGTERM or SIGINT
+    /// How long sessions may take to hear the answers to what they have asked, after SIGTERM or SIGINT
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1), default_value = "5")]
     drain: Duration,
     /// Print one line of JSON when it listens and one when it ends

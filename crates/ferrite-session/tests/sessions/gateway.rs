@@ -11,6 +11,7 @@ use ferrite_session::{
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::net::UnixStream;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 
@@ -305,26 +306,42 @@ pub(crate) async fn engine_restarts(scene: Scene) {
     served.end().await;
 }
 
-/// The gateway ends: what is under way is answered first, then clients see the end.
+/// What the engine answers at its own socket.
+async fn said_of(redis: &Redis, command: &str) -> String {
+    let mut stream = UnixStream::connect(&redis.socket).await.expect("it listens");
+    stream.write_all(format!("{command}\r\nQUIT\r\n").as_bytes()).await.expect("it hears");
+    let mut said = String::new();
+    stream.read_to_string(&mut said).await.expect("it answers");
+    said
+}
+
+/// The gateway ends: what is under way is answered first, however slow client and engine are, then clients see the end.
 pub(crate) async fn drains(scene: Scene) {
     let redis = Redis::start("drains", &[]).await;
     let served = Served::start(&scene, open(&redis));
     let mut idle = served.call(&scene).await;
     let mut busy = served.call(&scene).await;
+    let mut waiting = served.call(&scene).await;
     let value = pattern(0, (4 << 20) / scene.slower);
     busy.write_all(format!("*3\r\n$3\r\nSET\r\n$1\r\nv\r\n${}\r\n", value.len()).as_bytes())
         .await
         .expect("SET");
     idle.write_all(b"PING\r\n").await.expect("to write");
     idle.read_exact(&mut [0; 7]).await.expect("an answer");
+    waiting.write_all(b"BLPOP nothing 1\r\n").await.expect("to write");
+    while !said_of(&redis, "INFO clients").await.contains("blocked_clients:1") {}
     let Served { end, serving, .. } = served;
     let _ = end.send(());
+    tokio::time::sleep(Duration::from_millis(300)).await;
     busy.write_all(&value).await.expect("the rest");
     busy.write_all(b"\r\n").await.expect("the rest");
     let mut said = [0; 5];
     busy.read_exact(&mut said).await.expect("an answer");
     assert_eq!(&said, b"+OK\r\n");
+    waiting.read_exact(&mut said).await.expect("an answer");
+    assert_eq!(&said, b"*-1\r\n");
     assert_eq!(last_words(idle).await, "");
     assert_eq!(last_words(busy).await, "");
+    assert_eq!(last_words(waiting).await, "");
     serving.await.expect("no panic").expect("it served");
 }

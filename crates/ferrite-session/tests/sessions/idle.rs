@@ -79,9 +79,11 @@ pub(crate) async fn an_hour(scene: Scene) {
 
 /// A client waits, and `vanish` makes its server unreachable without a word. Nothing that it has asked for is under way: it
 /// hears of it all the same.
-pub(crate) fn gone_without_a_word<T>(verbs: Verbs, slower: usize, vanish: impl FnOnce() -> T) {
+pub(crate) fn gone_without_a_word<T>(verbs: Verbs, vanish: impl FnOnce() -> T) {
     let runtime = Builder::new_current_thread().enable_all().build();
-    run_on(&runtime.expect("a runtime"), Scene { verbs, slower }, async |scene| missed(scene, vanish).await);
+    run_on(&runtime.expect("a runtime"), Scene { verbs, slower: 1 }, async |scene| {
+        missed(scene, vanish).await;
+    });
 }
 
 async fn missed<T>(scene: Scene, vanish: impl FnOnce() -> T) {
