@@ -12,6 +12,7 @@
 //! if ever no receive is posted, the device repeats them until one is.
 
 mod bare;
+mod climbing;
 mod ending;
 mod moving;
 mod over_tcp;
@@ -19,8 +20,9 @@ mod receiving;
 mod sending;
 
 pub use bare::{Arrival, Done};
+pub(crate) use climbing::Step;
 pub(crate) use ending::Silence;
-pub(crate) use moving::{Carrier, Step};
+pub(crate) use moving::Carrier;
 pub(crate) use over_tcp::{Reading, Request};
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -43,7 +45,8 @@ use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
 use crate::mem::{Buf, Pool};
 use crate::wire::{Control, Features, Hello};
-use moving::{Again, Climb, Kept, Lost};
+use climbing::Climb;
+use moving::{Again, Kept, Lost};
 
 /// Who is to be woken when the lock is gone.
 pub(crate) type Wakes = Vec<Waker>;

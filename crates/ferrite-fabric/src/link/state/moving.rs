@@ -11,23 +11,17 @@
 //! queue pair, so that nothing can come or land any more, and then says how many frames it has: the other sends the rest again,
 //! on TCP. A write that was under way is carried out again, unless a frame after it has come: then it was carried out, since a
 //! queue pair keeps their order.
-//!
-//! The way up has no loss: each side's `Switch` is its last on TCP. The side that called sends on RDMA when it has the peer's,
-//! and the peer when it hears the first of that (`GO`).
+//! The way up is in [`climbing`](super::climbing).
 
 use std::collections::VecDeque;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
-
-use ferrite_verbs::{Operation, WorkCompletion};
+use std::time::Instant;
 
 use super::{Around, Kind, LinkState, Phase, Tag, Wakes, outcome};
-use crate::engine::lane::Lane;
 use crate::engine::slots::{Held, InFlight, SendQueue};
 use crate::error::{Error, ErrorKind};
 use crate::link::tcp::{Body, TcpPath};
 use crate::mem::Buf;
-use crate::wire::{Address, CONTROL_BYTES, Control, Frame, Parcel, ParcelKind};
+use crate::wire::{Control, Frame, Parcel, ParcelKind};
 
 /// What carries the link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,36 +88,6 @@ impl Lost {
         }
     }
 }
-
-/// A way up to RDMA that is being tried.
-pub(crate) struct Climb {
-    pub(crate) queue: SendQueue<Tag>,
-    pub(crate) lane: Arc<Lane>,
-    pub(crate) inline: usize,
-    /// This side has said, or is to say, its last on TCP.
-    pub(crate) switching: bool,
-    switch_sent: bool,
-    peer_switched: bool,
-}
-
-/// What the engine has to do about a link that moves.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Step {
-    /// The peer offers to go on over RDMA.
-    Offered(Address),
-    /// It has taken our offer.
-    Answered(Address),
-    /// It has not, or the way does not work.
-    Withdrawn,
-    /// The new queue pair works.
-    Probed,
-    /// RDMA carries the link.
-    Arrived,
-}
-
-/// The questions on a new queue pair.
-const PROBE: u64 = u64::MAX - 1;
-const GO: u64 = u64::MAX;
 
 impl LinkState {
     /// Whether this failure is of the path and not of the link.
@@ -397,122 +361,6 @@ impl LinkState {
         Ok(())
     }
 
-    // ---- up ----
-
-    /// A queue pair to climb to.
-    pub(crate) fn begin_climb(&mut self, queue: SendQueue<Tag>, lane: Arc<Lane>, inline: usize) {
-        self.climb =
-            Some(Climb { queue, lane, inline, switching: false, switch_sent: false, peer_switched: false });
-    }
-
-    /// Says something about the way up.
-    pub(crate) fn say(&mut self, kind: ParcelKind, address: Option<&Address>) {
-        let Some(tcp) = &mut self.tcp else { return };
-        let body = address.map_or(Body::Nothing, |address| Body::Loose(Box::new(address.encode())));
-        let len = body.bytes().len() as u32;
-        tcp.push(&Parcel { len, ..plain(kind, 0) }, body, None);
-    }
-
-    /// Tells the peer where a grant is on the next device.
-    pub(crate) fn say_key(&mut self, grant: u64, addr: u64, rkey: u32) {
-        if let Some(tcp) = &mut self.tcp {
-            tcp.push(&Parcel { grant, imm: rkey, ..plain(ParcelKind::Rekey, addr) }, Body::Nothing, None);
-        }
-    }
-
-    /// Asks something on the new queue pair: its acknowledgement says that the way works.
-    pub(crate) fn probe(&mut self) -> Result<(), Error> {
-        let Some(climb) = &mut self.climb else { return Ok(()) };
-        let frame = Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
-        let tag = Tag { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..Tag::default() };
-        if climb.lane.reserve(1) == 0 {
-            return Err(Error::new(ErrorKind::Full, "the device has too much to do"));
-        }
-        let bytes = Control::Ping(PROBE).encode();
-        let posted = climb.queue.post_inline(Operation::SendImm(frame.to_imm()), &bytes, true, tag);
-        posted.inspect_err(|_| climb.lane.release(1)).map_err(Error::from)
-    }
-
-    /// A completion of the queue pair that is being climbed to.
-    pub(super) fn on_climb_sent(&mut self, wc: &WorkCompletion) -> bool {
-        let Some(climb) = &mut self.climb else { return false };
-        let mut entries = 0;
-        let known = climb.queue.complete(wc, |_, _| entries += 1);
-        climb.lane.release(entries);
-        if known {
-            self.steps.push(if wc.ok().is_ok() { Step::Probed } else { Step::Withdrawn });
-        }
-        known
-    }
-
-    /// This side says its last on TCP, as soon as nothing is to be sent again.
-    pub(crate) fn switch(&mut self) {
-        if let Some(climb) = &mut self.climb {
-            climb.switching = true;
-        }
-    }
-
-    /// Whether nothing new may go on TCP any more; says so when it is time.
-    pub(super) fn is_switching(&mut self, tcp: &mut TcpPath) -> bool {
-        let Some(climb) = self.climb.as_mut().filter(|climb| climb.switching) else { return false };
-        if self.again.is_empty() && !std::mem::replace(&mut climb.switch_sent, true) {
-            tcp.push(&plain(ParcelKind::Switch, 0), Body::Nothing, None);
-        }
-        true
-    }
-
-    /// The peer has said its last on TCP.
-    pub(super) fn on_switch(&mut self) -> Result<(), Error> {
-        let Some(climb) = self.climb.as_mut().filter(|climb| !climb.peer_switched) else {
-            return Ok(()); // to where this side has withdrawn from
-        };
-        climb.peer_switched = true;
-        if self.is_caller {
-            if !climb.switch_sent {
-                return Err(super::receiving::protocol("a switch that nobody asked for"));
-            }
-            self.arrive();
-            self.controls.push_front(Control::Ping(GO));
-        } else {
-            climb.switching = true; // then the caller begins
-        }
-        Ok(())
-    }
-
-    /// Something came on the queue pair that is being climbed to: a probe, or that the side that called sends there now. What it
-    /// says of credits may be older than what came on TCP.
-    pub(super) fn on_climb_frame(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let ready = self.climb.as_ref().is_some_and(|climb| climb.peer_switched && climb.switch_sent);
-        match Control::decode(bytes) {
-            Ok(Control::Ping(GO)) if ready && !self.is_caller => {
-                self.arrive();
-                self.controls.push_back(Control::Pong(GO));
-                Ok(())
-            }
-            Ok(Control::Ping(PROBE)) => Ok(()),
-            _ => Err(super::receiving::protocol("a frame on a path that is not there yet")),
-        }
-    }
-
-    fn arrive(&mut self) {
-        let Some(Climb { queue, lane, inline, .. }) = self.climb.take() else { return };
-        (self.queue, self.lane, self.inline) = (queue, Some(lane), inline);
-        self.carrier = Carrier::Rdma;
-        self.steps.push(Step::Arrived);
-    }
-
-    /// Gives up the way up. The queue pair goes with what it has.
-    pub(crate) fn end_climb(&mut self) -> Option<(Arc<Lane>, u32)> {
-        let mut climb = self.climb.take()?;
-        let number = climb.queue.qp().map_or(0, ferrite_verbs::QueuePair::number);
-        let mut entries = 0;
-        if climb.queue.destroy(|_| entries += 1).is_ok() {
-            climb.lane.release(entries);
-        }
-        self.generation = climb.queue.next_generation();
-        Some((climb.lane, number))
-    }
-
     /// The peer has lost its path, and so has this side; `false` if the link is over.
     pub(crate) fn lose_for_peer(&mut self) -> bool {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
@@ -522,17 +370,6 @@ impl LinkState {
     /// Somebody wants the link to be elsewhere.
     pub(crate) fn leave(&mut self) -> bool {
         self.carrier == Carrier::Rdma && self.lose(&Error::new(ErrorKind::LinkDown, "told to leave RDMA"))
-    }
-
-    /// When to try to go up next: twice as long each time.
-    pub(crate) fn next_climb(&mut self, first: Duration, most: Duration) -> Duration {
-        let wait = self.climb_wait.unwrap_or(first);
-        self.climb_wait = Some((wait * 2).min(most));
-        wait
-    }
-
-    pub(crate) fn reset_climb(&mut self) {
-        self.climb_wait = None;
     }
 
     /// Writes what waits on the connection, whatever carries the link.
@@ -547,20 +384,6 @@ impl LinkState {
     /// What this side calls the link, if it can move.
     pub(crate) fn session(&self) -> u64 {
         self.limits.hello.session
-    }
-
-    /// Whether the way up goes over this device.
-    pub(crate) fn climbs_on(&self, lane: &Lane) -> bool {
-        self.climb.as_ref().is_some_and(|climb| climb.lane.index == lane.index)
-    }
-
-    /// Whether it is too late to withdraw from the way up.
-    pub(crate) fn has_switched(&self) -> bool {
-        self.climb.as_ref().is_some_and(|climb| climb.switching)
-    }
-
-    pub(crate) fn climb_qp(&self) -> Option<&ferrite_verbs::QueuePair> {
-        self.climb.as_ref().and_then(|climb| climb.queue.qp())
     }
 }
 
