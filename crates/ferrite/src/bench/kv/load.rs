@@ -253,7 +253,8 @@ impl Asking {
         start.wait().await;
         let mut run = Run::new()?;
         let begun = Instant::now();
-        let (from, until) = (begun + self.warmup, begun + self.warmup + self.measured);
+        let (mut from, mut until) = (begun + self.warmup, begun + self.warmup + self.measured);
+        let mut is_warm = self.every.is_some();
         // Connections do not ask together, but one after the other.
         let mut due = begun
             + self
@@ -267,6 +268,10 @@ impl Asking {
                 run.late += u64::from(late && due >= from) * u64::from(self.pipeline);
             } else {
                 due = now;
+                // The measured time begins here, not before: a batch of the warm-up may have taken longer than both.
+                if !is_warm && now >= from {
+                    (from, until, is_warm) = (now, now + self.measured, true);
+                }
             }
             if due >= until || now >= until + PATIENCE {
                 break;
