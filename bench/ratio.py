@@ -2,6 +2,8 @@
 
 A bench is one program that plays two parts. On the host it builds, boots the guest with itself as the command
 (`--guest FILE`), and judges what that wrote to FILE. In the guest it runs the rivals alternately.
+
+Runs during which the host was starved are repeated: on a virtual machine, others' load shows as time that is stolen.
 """
 import argparse
 import ctypes
