@@ -7,8 +7,7 @@ use ferrite_session::{SessionInfo, SessionTransport};
 
 use crate::api::Reply;
 use crate::info;
-use crate::module::{Module, Service};
-use crate::resident;
+use crate::module::{Module, Service, lanes};
 
 /// A subcommand: its name, the engine's flags for it, and what it does with the words after its name.
 pub(crate) struct Subcommand {
@@ -142,16 +141,7 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                 Some(why) => say(false, &format!("{}: TCP alone, no RDMA: {why}", begun.address)),
                 None => say(true, &format!("{}: RDMA on {}", begun.address, begun.devices.join(", "))),
             }
-            match resident::callable_commands() {
-                Some(count) => say(
-                    true,
-                    &format!(
-                        "{count} commands are called in the engine; others are bridged to {}",
-                        config.engine
-                    ),
-                ),
-                None => say(true, &format!("sessions are bridged to {}", config.engine)),
-            }
+            say(true, &lanes(&config.engine));
             if !config.protected_mode {
                 say(
                     false,

@@ -7,7 +7,7 @@
 //!     ▼                                                       ▼
 //!   module ── what it is told ──── asks, never waits long ──► sessions, each with a connection of its own
 //!                                                             to the engine's Unix or TCP socket (the bridge)
-//!   resident ── with `call-lane yes`: the engine's loop drives the fabric and runs sessions, which call what they can
+//!   resident ── unless `call-lane no`: the engine's loop drives the fabric and runs sessions, which call what they can
 //! ```
 //!
 //! | file | what it is |

@@ -160,17 +160,19 @@ fn is_protected(context: Context<'_>) -> bool {
 }
 
 fn say_listening(transport: &Transport) {
-    let (begun, config) = (&transport.begun, transport.gateway.config());
+    let begun = &transport.begun;
+    let lanes = lanes(&transport.gateway.config().engine);
     match &begun.absence {
         // The fabric has said why, and what to do.
-        Some(_) => {
-            tracing::warn!("at {} over TCP alone, sessions bridged to {}", begun.address, config.engine);
-        }
-        None => tracing::info!(
-            "at {} over RDMA ({}), sessions bridged to {}",
-            begun.address,
-            begun.devices.join(", "),
-            config.engine
-        ),
+        Some(_) => tracing::warn!("at {} over TCP alone; {lanes}", begun.address),
+        None => tracing::info!("at {} over RDMA ({}); {lanes}", begun.address, begun.devices.join(", ")),
+    }
+}
+
+/// Who answers, in words.
+pub(crate) fn lanes(engine: &EngineAddress) -> String {
+    match resident::callable_commands() {
+        Some(count) => format!("{count} commands are called in the engine, others are bridged to {engine}"),
+        None => format!("sessions are bridged to {engine}"),
     }
 }

@@ -62,6 +62,7 @@ const CLIENTS_MAX: i64 = 16_000;
 const WINDOW: [i64; 2] = [4 << 10, 2 << 20];
 const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
 const NO_YES: [&CStr; 2] = [c"no", c"yes"];
+const YES_NO: [&CStr; 2] = [c"yes", c"no"];
 
 /// All of them. docs/module.md says what each is for.
 pub(crate) const SETTINGS: [Setting; 11] = [
@@ -74,7 +75,7 @@ pub(crate) const SETTINGS: [Setting; 11] = [
     number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
     number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
     text(c"engine", "auto", engine),
-    choice(c"call-lane", &NO_YES),
+    choice(c"call-lane", &YES_NO),
     choice(c"poller-thread", &NO_YES),
 ];
 
@@ -213,7 +214,7 @@ impl Options {
 
     /// Whether sessions run on the engine's main thread, and commands are called there.
     pub(crate) fn call_lane(&self) -> bool {
-        self.number(CALL_LANE) == 1
+        self.number(CALL_LANE) == 0
     }
 
     /// Whether a thread of ours drives the devices of such sessions, and not the main thread.
@@ -297,6 +298,7 @@ mod tests {
         assert_eq!(options.windows(), (64 << 10, 2 << 20));
         assert_eq!((options.max_clients(), options.busy_poll_us()), (10_000, 0));
         assert_eq!(options.devices().count(), 0);
+        assert_eq!((options.call_lane(), options.poller_thread()), (true, false));
     }
 
     #[test]

@@ -30,6 +30,8 @@ const DATA: [&[u8]; 10] = [
 /// In no such category, and as free of the client.
 const ALSO: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 const NEVER: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
+/// What they find expired goes to replicas and the append-only file key by key, and would go as one transaction.
+const TOUCH_ALL: [&[u8]; 2] = [b"SCAN", b"RANDOMKEY"];
 const DANGEROUS: &[u8] = b"@dangerous";
 const WRITES: [&[u8]; 2] = [b"write", b"may_replicate"];
 
@@ -110,7 +112,8 @@ fn callable(name: &[u8], arity: i64, flags: &[Value<'_>], categories: &[Value<'_
     let has =
         |list: &[Value<'_>], wanted: &[&[u8]]| list.iter().filter_map(text).any(|it| wanted.contains(&it));
     let is_data = has(categories, &DATA) || ALSO.contains(&name);
-    let may = is_data && !has(flags, &NEVER) && !has(categories, &[DANGEROUS]) && !Standing::minds(name);
+    let never = has(flags, &NEVER) || has(categories, &[DANGEROUS]) || TOUCH_ALL.contains(&name);
+    let may = is_data && !never && !Standing::minds(name);
     let arity = i32::try_from(arity).ok()?;
     let is_subcommand = name.contains(&b'|');
     may.then(|| Callable { arity, is_subcommand, writes: has(flags, &WRITES), reads_string: name == b"GET" })
@@ -204,6 +207,7 @@ mod tests {
             row("xread", &["readonly", "blocking", "movablekeys"], &["@stream", "@blocking"], &[]),
             row("flushall", &["write"], &["@keyspace", "@write", "@dangerous"], &[]),
             row("json.get", &["readonly", "module"], &["@read", "@string"], &[]),
+            row("scan", &["readonly"], &["@keyspace", "@read", "@slow"], &[]),
             row("select", &["loading", "fast"], &["@fast", "@connection"], &[]),
             row("ping", &["fast"], &["@fast", "@connection"], &[]),
             row("object", &[], &["@slow"], &object),
@@ -241,6 +245,7 @@ mod tests {
             ("BLPOP", None),
             ("XREAD", None),
             ("FLUSHALL", None),
+            ("SCAN", Some("0")),
             ("JSON.GET", None),
             ("SELECT", Some("1")),
             ("CLIENT", Some("ID")),

@@ -283,7 +283,8 @@ fn no_command_ends_the_engine() {
                 let line = format!("{}{more}", name.join(" "));
                 peer.send(&[words(&line)]);
                 // What makes another of the session is not read; what waits is left.
-                let takes_over = ["SUBSCRIBE", "SYNC", "REPLY", "TRACKING", "RESET", "MULTI", "WATCH"];
+                let takes_over =
+                    ["SUBSCRIBE", "SYNC", "REPLY", "TRACKING", "RESET", "MULTI", "WATCH", "KILL"];
                 let is_taken = takes_over.iter().any(|word| line.contains(word));
                 if is_taken {
                     std::thread::sleep(Duration::from_millis(20));

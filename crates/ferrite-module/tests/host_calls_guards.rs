@@ -290,3 +290,64 @@ fn a_renamed_command_is_another() {
         server.assert_well();
     }
 }
+
+/// The engine reads nothing of a client that it is about to hang up on.
+#[test]
+fn nothing_is_executed_after_the_end() {
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        let mut native = Peer::native(&server);
+        for (at, end) in ["QUIT", "CLIENT KILL TYPE normal SKIPME no"].into_iter().enumerate() {
+            let at = at.to_string();
+            let mut peer = Peer::called(&server);
+            peer.send(&[words(&format!("SET before {at}")), words(end), words("SET after 1")]);
+            assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]), "{end}");
+            assert!(peer.next().is_some_and(|reply| reply[0] != b'-'), "{end}");
+            assert_eq!(peer.next(), None, "{end}");
+            native = if at == "1" { Peer::native(&server) } else { native }; // it was killed, too
+            assert_eq!(native.ask(&["GET", "before"]), format!("$1\r\n{at}"), "{end}");
+            assert_eq!(native.ask(&["EXISTS", "after"]), ":0", "{end}");
+        }
+        server.assert_well();
+    }
+}
+
+/// What the module sends for itself must not get into a transaction of the client's.
+#[test]
+fn transactions_after_calls_have_their_own_commands_alone() {
+    const QUEUED: [&str; 5] = ["SELECT 1", "WAIT 0 0", "CLIENT NO-EVICT off", "HELLO 9", "SUBSCRIBE channel"];
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        for queued in QUEUED {
+            let mut pair = Pair::new(&server);
+            for line in ["SET key value", "MULTI", "SET key other", queued, "GET key", "EXEC", "GET key"] {
+                pair.same(&words(line));
+            }
+        }
+        server.assert_well();
+    }
+}
+
+/// Scripts can make the engine say what is no reply, or nest one deeper than anybody reads: the client's to make sense of.
+#[test]
+fn what_is_no_reply_is_passed_on() {
+    let deep = "local all = {} local it = all for i = 1, 100 do it[1] = {} it = it[1] end return all";
+    let wrong = "redis.setresp(3) return {big_number = 'no number'}";
+    for program in engines() {
+        let mut server = start(&program, &[]);
+        for script in [deep, wrong] {
+            let mut pair = Pair::new(&server);
+            for peer in [&mut pair.called, &mut pair.native] {
+                peer.raw(&["HELLO", "3"]);
+            }
+            let both = [&mut pair.called, &mut pair.native].map(|peer| {
+                let eval = vec!["EVAL", script, "0"];
+                peer.send(&[vec!["SET", "k", "v"], eval, vec!["GET", "k"], vec!["ECHO", "that is all"]]);
+                peer.until(b"that is all\r\n")
+            });
+            assert_eq!(both[0].escape_ascii().to_string(), both[1].escape_ascii().to_string(), "{script}");
+            assert_eq!(pair.called.ask(&["GET", "k"]), "$1\r\nv", "{script}");
+        }
+        server.assert_well();
+    }
+}

@@ -60,8 +60,7 @@ async fn ask(stream: &mut ValkeyStream) {
 fn a_silent_client_costs_its_window() {
     let count = clients();
     let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"];
-    let arguments =
-        [&arguments[..], &["max-clients", "16000", "rx-size", "64kb", "call-lane", "yes"]].concat();
+    let arguments = [&arguments[..], &["max-clients", "16000", "rx-size", "64kb"]].concat();
     let options = ["--port", "0", "--protected-mode", "no", "--maxclients", "20000"];
     let mut server =
         Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options });

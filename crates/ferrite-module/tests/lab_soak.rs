@@ -3,7 +3,7 @@
 //! chooses the order again.
 //!
 //! ```text
-//!   10.0.0.1 (rxe1)   engine 0 ◄── replication, either way ──► engine 1    each with the module, call-lane yes
+//!   10.0.0.1 (rxe1)   engine 0 ◄── replication, either way ──► engine 1    each with the module
 //!   10.0.0.2 (rxe2)   clients: Ferrite peers, Valkey Over RDMA, TCP        each with keys of its own and a model of them
 //! ```
 //!
@@ -70,8 +70,7 @@ fn number(name: &str) -> Option<u64> {
 }
 
 fn start(at: usize) -> Server {
-    let arguments =
-        ["rdma-bind", HOST, "rdma-port", RDMA_PORTS[at], "rdma-device", "rxe1", "call-lane", "yes"];
+    let arguments = ["rdma-bind", HOST, "rdma-port", RDMA_PORTS[at], "rdma-device", "rxe1"];
     let options = [
         &["--port", TCP_PORTS[at], "--protected-mode", "no", "--repl-diskless-sync-delay", "0"][..],
         &[

@@ -69,7 +69,7 @@ fn directory() -> PathBuf {
     directory
 }
 
-/// Arguments of `loadmodule` for every engine of a test, to try all tests with others: `FERRITE_MODULE_ARGS=call-lane=yes`.
+/// Arguments of `loadmodule` for every engine of a test, to try all tests with others: `FERRITE_MODULE_ARGS=call-lane=no`.
 fn more_arguments() -> Vec<String> {
     let given = std::env::var("FERRITE_MODULE_ARGS").unwrap_or_default();
     given.split([' ', '=']).filter(|word| !word.is_empty()).map(Into::into).collect()

@@ -112,6 +112,17 @@ impl Peer {
         }
     }
 
+    /// Everything up to these bytes, whatever it is.
+    pub(crate) fn until(&mut self, end: &[u8]) -> Vec<u8> {
+        let mut piece = vec![0; 64 << 10];
+        while !self.heard.ends_with(end) {
+            let count = self.socket.read(&mut piece).expect("more in time");
+            assert!(count > 0, "the other side has hung up");
+            self.heard.extend_from_slice(&piece[..count]);
+        }
+        std::mem::take(&mut self.heard)
+    }
+
     pub(crate) fn replies(&mut self, count: usize) -> Vec<Vec<u8>> {
         (0..count).map(|_| self.next().expect("a reply")).collect()
     }

@@ -16,6 +16,8 @@ pub struct Standing {
     pub resp3: bool,
     in_transaction: bool,
     watches: bool,
+    /// A transaction may have changed the above.
+    is_unknown: bool,
 }
 
 /// What a command that goes over the client's own connection changes.
@@ -42,6 +44,8 @@ pub enum Effect {
     Wait,
     /// From here on replies cannot be counted, or the connection has a state that only it can keep: everything goes there.
     Stay,
+    /// The engine may hang up when it has answered. Everything goes to the connection: what comes after is not executed then.
+    End,
 }
 
 impl Standing {
@@ -55,7 +59,13 @@ impl Standing {
     #[must_use]
     #[inline]
     pub fn is_held(&self) -> bool {
-        self.in_transaction || self.watches || self.user.is_none()
+        self.in_transaction || self.watches || self.user.is_none() || self.is_unknown
+    }
+
+    /// Whether what goes over the client's own connection is queued there.
+    #[must_use]
+    pub fn is_in_transaction(&self) -> bool {
+        self.in_transaction
     }
 
     /// Whether a command of this name may be one that changes something, or must go over the client's own connection.
@@ -83,9 +93,13 @@ impl Standing {
                 Effect::Nothing
             }
             b"UNWATCH" => Effect::Unwatch,
-            b"WAIT" | b"WAITAOF" => Effect::Wait,
+            b"WAIT" | b"WAITAOF" if !queued => Effect::Wait,
             // They would take effect with EXEC.
-            b"SELECT" | b"AUTH" | b"HELLO" if queued => Effect::Stay,
+            b"SELECT" | b"AUTH" | b"HELLO" if queued => {
+                self.is_unknown = true;
+                Effect::Nothing
+            }
+            b"WAIT" | b"WAITAOF" => Effect::Nothing,
             b"SELECT" => args.next().and_then(number).map_or(Effect::Nothing, Effect::Select),
             b"AUTH" => auth(args),
             b"HELLO" => hello(args),
@@ -96,9 +110,11 @@ impl Standing {
                         b"REPLY" | b"TRACKING" | b"CACHING" | b"NO-EVICT" | b"NO-TOUCH" | b"CAPA"
                         | b"IMPORT-SOURCE",
                     ) => Effect::Stay,
+                    Some(b"KILL") => Effect::End, // itself, perhaps
                     _ => Effect::Nothing,
                 }
             }
+            b"QUIT" => Effect::End,
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
             | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"RESET" | b"ASKING"
             | b"READONLY" | b"READWRITE" => Effect::Stay,
@@ -197,7 +213,6 @@ mod tests {
         assert!(!standing.is_held());
         pass(&mut standing, "watch k", "+OK");
         pass(&mut standing, "multi", "+OK");
-        assert_eq!(take(&mut standing, "select 3"), Some(Effect::Stay));
         assert_eq!(take(&mut standing, "EXEC now"), None, "an error whatever it is answered with");
         assert!(standing.is_held());
         pass(&mut standing, "EXEC", "-NOPERM no");
@@ -213,6 +228,18 @@ mod tests {
         assert!(standing.is_held());
         pass(&mut standing, "UNWATCH", "+OK");
         assert!(!standing.is_held());
+    }
+
+    #[test]
+    fn what_a_transaction_has_changed_is_not_known() {
+        for line in ["select 3", "AUTH alice secret", "HELLO 3"] {
+            let mut standing = Standing::new(true);
+            pass(&mut standing, "MULTI", "+OK");
+            assert_eq!(take(&mut standing, line), Some(Effect::Nothing));
+            assert_eq!(take(&mut standing, "WAIT 1 0"), Some(Effect::Nothing), "it does not wait there");
+            pass(&mut standing, "EXEC", "*2");
+            assert!(!standing.is_in_transaction() && standing.is_held(), "{line}");
+        }
     }
 
     #[test]
@@ -244,6 +271,9 @@ mod tests {
         for line in ["SUBSCRIBE c", "monitor", "CLIENT tracking ON", "client REPLY off", "RESET", "READONLY"]
         {
             assert_eq!(take(&mut Standing::new(true), line), Some(Effect::Stay), "{line}");
+        }
+        for line in ["quit", "CLIENT KILL ID 7"] {
+            assert_eq!(take(&mut Standing::new(true), line), Some(Effect::End), "{line}");
         }
         for line in ["CLIENT ID", "CLIENT", "MULTI"] {
             assert_eq!(take(&mut Standing::new(true), line), Some(Effect::Nothing), "{line}");

@@ -175,8 +175,10 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                     if self.input.begun().is_none_or(|args| standing.take(args).is_some()) {
                         return self.stay().await;
                     }
-                    if self.stream().await? == Met::Over {
-                        return Ok(Left::Nothing);
+                    match self.stream().await? {
+                        Met::Answered => {}
+                        Met::Over => return Ok(Left::Nothing),
+                        Met::Unclear { unsent } => return self.leave(unsent).await,
                     }
                 } else if !self.wait_for_input().await? {
                     return Ok(Left::Nothing);
@@ -186,11 +188,14 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             let met = match way {
                 Way::Call => self.call(&run).await?,
                 Way::Connection(Effect::Stay) => return self.stay().await,
+                Way::Connection(Effect::End) => return self.leave(Vec::new()).await,
                 Way::Connection(effect) => self.pass_on(&run, effect).await?,
                 Way::Instead(other) => self.ask(&run, other.to_vec(), Effect::Nothing).await?,
             };
-            if met == Met::Over {
-                return Ok(Left::Nothing);
+            match met {
+                Met::Answered => {}
+                Met::Over => return Ok(Left::Nothing),
+                Met::Unclear { unsent } => return self.leave(unsent).await,
             }
             if run.len() == RUN_MAX {
                 yield_now().await;
@@ -222,8 +227,8 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                 }
                 // A line typed by hand is read by the engine's rules. Asking twice, if another way follows, changes nothing.
                 effect = if is_inline { Some(Effect::Stay) } else { self.standing.take(command.args()) };
-                if effect == Some(Effect::Stay) {
-                    return way.or(Some(Way::Connection(Effect::Stay)));
+                if let Some(Effect::Stay | Effect::End) = effect {
+                    return way.or(effect.map(Way::Connection));
                 }
                 if let Some(other) = self.inside.instead(command.args()) {
                     if way.is_none() {
@@ -272,8 +277,15 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             // The engine answers what was not called, in its own words.
             let (refused, later) =
                 rest.split_at(if called.is_closed { rest.len() } else { rest.len().min(1) });
-            if !refused.is_empty() && self.pass_on(refused, Effect::Nothing).await? == Met::Over {
-                return Ok(Met::Over);
+            if !refused.is_empty() {
+                match self.pass_on(refused, Effect::Nothing).await? {
+                    Met::Answered => {}
+                    Met::Over => return Ok(Met::Over),
+                    Met::Unclear { mut unsent } => {
+                        unsent.extend_from_slice(&self.input.bytes()[place_of(later)]);
+                        return Ok(Met::Unclear { unsent });
+                    }
+                }
             }
             if self.replies.len() >= REPLIES_MAX {
                 self.flush().await?;
@@ -340,15 +352,22 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
 
     async fn stay(mut self) -> io::Result<Left> {
         self.flush().await?;
-        if self.wrote {
+        // In a transaction it would be one of its commands, with a reply in EXEC's.
+        if self.wrote && !self.standing.is_in_transaction() {
             // Whatever it asks there later.
             let awaited = Awaited { swallowed: 1, replies: 0, effect: Effect::Nothing };
-            if self.exchange(self.inside.mark().to_vec(), awaited, false).await? == Met::Over {
+            if self.exchange(self.inside.mark().to_vec(), awaited, false).await? != Met::Answered {
                 return Ok(Left::Nothing);
             }
         }
+        self.leave(Vec::new()).await
+    }
+
+    /// Everything goes over the connection from here on, this first.
+    async fn leave(mut self, mut unsent: Vec<u8>) -> io::Result<Left> {
+        self.flush().await?;
         self.lanes.stayed.fetch_add(1, Ordering::Relaxed);
-        let unsent = self.input.ahead().to_vec();
+        unsent.extend_from_slice(self.input.ahead());
         Ok(Left::Stay { engine: self.engine_reads.unsplit(self.engine_writes), unsent })
     }
 }

@@ -29,6 +29,10 @@ pub(super) enum Met {
     Answered,
     /// The engine has hung up.
     Over,
+    /// It has said what no reply is, as scripts can make it: where replies end cannot be told any more. This is still to be sent.
+    Unclear {
+        unsent: Vec<u8>,
+    },
 }
 
 impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
@@ -48,7 +52,9 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                 self.moved.to_engine.fetch_add(unsent.len() as u64, Ordering::Relaxed);
                 sent = 0;
             }
-            self.hear(&mut awaited)?;
+            if self.hear(&mut awaited).is_err() {
+                return Ok(Met::Unclear { unsent: unsent.split_off(sent) });
+            }
             if self.replies.len() >= REPLIES_MAX {
                 self.flush().await?;
             }
@@ -83,7 +89,14 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
     pub(super) fn hear(&mut self, awaited: &mut Awaited) -> io::Result<()> {
         let mut rest = &self.heard[..];
         while !rest.is_empty() {
-            let progress = self.counter.feed(rest).map_err(io::Error::other)?;
+            let progress = match self.counter.feed(rest) {
+                Ok(progress) => progress,
+                Err(error) => {
+                    self.replies.extend_from_slice(rest); // the client's to make sense of
+                    self.heard.clear();
+                    return Err(io::Error::other(error));
+                }
+            };
             let (piece, later) = rest.split_at(progress.consumed);
             let seen = piece.len().min(HEAD - self.head.len().min(HEAD));
             self.head.extend_from_slice(&piece[..seen]);
