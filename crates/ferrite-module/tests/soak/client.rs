@@ -68,6 +68,9 @@ impl Client {
             self.hear_of_flushes(&world);
             self.work(&world).await;
         }
+        // Troubles may go on for a moment: a flush among them.
+        let _flow = world.flow.read().await;
+        self.hear_of_flushes(&world);
         let all = model::all_keys(self.number);
         let found = self.read_back(&world, &all).await;
         let differs = differences(&self.model, &found);
