@@ -21,7 +21,7 @@ FERRITE = os.path.join(ROOT, "target/release/ferrite")
 MODULE = os.path.join(ROOT, "target/release/libferrite_module.so")
 NOISY = 1.5  # quartiles further apart than this: the median says nothing, so nothing has passed
 ATTEMPTS = 5
-STOLEN = os.path.join(ROOT, "target/bench/stolen")  # CPU seconds that the host's own hypervisor kept from it, for the guest to read
+HOST = os.path.join(ROOT, "target/bench/host")  # CPU seconds that its hypervisor kept from the host, and those it has worked: the guest reads them
 STARVED = 0.1  # of both CPUs: a run that had so much less is repeated
 PATIENCE_S = 1200  # for that, in all; then runs count as they come
 DISCLAIMER = "Soft-RoCE: ratios only; the microseconds and MiB/s say nothing about hardware"
@@ -117,10 +117,10 @@ class Guest:
         """Runs it on a new port; again if it fails or takes too long, which is counted, or if the host was starved meanwhile."""
         while True:
             self.wait_for_calm()
-            begun, stolen = time.monotonic(), stolen_s()
+            begun, stolen = time.monotonic(), host_s()[0]
             result = self.attempt_once(name, run, *arguments)
             took = time.monotonic() - begun
-            starved = stolen_s() - stolen > STARVED * took * os.cpu_count()
+            starved = host_s()[0] - stolen > STARVED * took * os.cpu_count()
             if starved and self.patience_s > 0:
                 self.patience_s -= took
                 continue
@@ -130,9 +130,9 @@ class Guest:
     def wait_for_calm(self):
         """Until nothing is taken from an idle guest, if there is patience left."""
         while self.patience_s > 0:
-            stolen = stolen_s()
+            stolen = host_s()[0]
             time.sleep(1)
-            if stolen_s() - stolen <= STARVED:
+            if host_s()[0] - stolen <= STARVED:
                 return
             self.patience_s -= 1
 
@@ -154,15 +154,28 @@ class Guest:
                       file, indent=1)
 
 
-def stolen_s():
-    """CPU seconds that were taken from the host so far, as far as it is told."""
+def host_s():
+    """CPU seconds that were taken from the host so far, as far as it is told, and those that it has worked."""
     for _ in range(10):
         try:
-            with open(STOLEN, encoding="ascii") as file:
-                return float(file.read())
+            with open(HOST, encoding="ascii") as file:
+                stolen, worked = file.read().split()
+            return float(stolen), float(worked)
         except (OSError, ValueError):  # it is being written
             time.sleep(0.01)
-    return 0.0
+    return 0.0, 0.0
+
+
+class Work:
+    """CPU time of the host for each command of a server: client, server and the kernel that plays the cards. Where the guest is
+    all that the host does, and both CPUs are busy, throughput is its inverse; and time that was stolen is not in it."""
+
+    def __init__(self, commands):
+        self.commands = commands
+        self.before = host_s()[1], commands()
+
+    def us_each(self):
+        return (host_s()[1] - self.before[0]) * 1e6 / (self.commands() - self.before[1])
 
 
 # ---- on the host -------------------------------------------------------------------------
@@ -195,13 +208,13 @@ def hurry():
         print("not root: other load on this host will show in the spread", file=sys.stderr)
 
 
-def tell_stolen(ended):
-    """Writes what /proc/stat calls steal where the guest, which has a /proc/stat of its own, finds it."""
-    while not ended.wait(0.2):
+def tell_guest(ended):
+    """Writes what /proc/stat says of time stolen and used where the guest, which has a /proc/stat of its own, finds it."""
+    while not ended.wait(0.1):
         with open("/proc/stat", encoding="ascii") as file:
-            stolen = int(file.readline().split()[8]) / os.sysconf("SC_CLK_TCK")
-        with open(STOLEN, "w", encoding="ascii") as file:
-            file.write(f"{stolen}")
+            user, nice, system, _, _, irq, softirq, stolen = (int(word) / os.sysconf("SC_CLK_TCK") for word in file.readline().split()[1:9])
+        with open(HOST, "w", encoding="ascii") as file:
+            file.write(f"{stolen} {user + nice + system + irq + softirq}")
 
 
 def boot(script, words, kernel, limit_s=1800, memory=None, more=(), package="ferrite"):
@@ -213,7 +226,7 @@ def boot(script, words, kernel, limit_s=1800, memory=None, more=(), package="fer
            "-w", os.path.dirname(raw)]
     lab += (["-m", memory] if memory else []) + list(more)
     ended = threading.Event()
-    threading.Thread(target=tell_stolen, args=[ended], daemon=True).start()
+    threading.Thread(target=tell_guest, args=[ended], daemon=True).start()
     try:
         subprocess.run(lab + ["--", os.path.abspath(script), "--guest", raw] + words, cwd=ROOT, check=True)
     finally:
@@ -245,6 +258,12 @@ def judge(name, ratios, bar, most, more=""):
     print(f"{name} {value:.3f} {'<=' if most else '>='}{bar} {verdict} (middle half {middle[0]:.2f}–{middle[2]:.2f}, "
           f"all {ratios[0]:.2f}–{ratios[-1]:.2f}{more})")
     return verdict == "pass"
+
+
+def tell_work(of, ours, theirs):
+    """Prints the line of what commands cost, of which there is no bar."""
+    value = statistics.median(a / b for a, b in zip(ours, theirs))
+    print(f"cpu-{of} {value:.3f} - (SET and GET, of client, server and kernel: {statistics.median(ours):.0f} µs, Valkey {statistics.median(theirs):.0f} µs)")
 
 
 def finish(passed, raw, disclaimer=DISCLAIMER):

@@ -33,6 +33,7 @@ class Server:
     be another, and run `under` another program."""
 
     def __init__(self, programs, kind, port, more=(), engine=None, under=(), patience_s=5):
+        self.kind = kind
         self.directory = tempfile.mkdtemp()
         self.socket = os.path.join(self.directory, "engine.sock")
         engine = engine or os.path.join(programs, "valkey-server")
@@ -80,6 +81,12 @@ class Server:
         """A number of that; 0 if there is none."""
         found = re.search(rf"^{field}[:=](\d+)", self.info(section), re.MULTILINE)
         return int(found[1]) if found else 0
+
+    def commands(self):
+        """How many it has answered. Of those that the module has called the engine does not count all."""
+        if self.kind == "module":
+            return sum(self.number("ferrite", f"ferrite_commands_{lane}") for lane in ("called", "bridged"))
+        return self.number("stats", "total_commands_processed")
 
     @staticmethod
     def start(words, stdout=subprocess.DEVNULL):
