@@ -214,12 +214,12 @@ impl Options {
 
     /// Whether sessions run on the engine's main thread, and commands are called there.
     pub(crate) fn call_lane(&self) -> bool {
-        self.number(CALL_LANE) == 0
+        self.number(CALL_LANE) == 0 // of YES_NO
     }
 
     /// Whether a thread of ours drives the devices of such sessions, and not the main thread.
     pub(crate) fn poller_thread(&self) -> bool {
-        self.number(POLLER_THREAD) == 1
+        self.number(POLLER_THREAD) == 1 // of NO_YES
     }
 
     /// The engine's socket, if it was named.

@@ -93,13 +93,13 @@ impl Standing {
                 Effect::Nothing
             }
             b"UNWATCH" => Effect::Unwatch,
-            b"WAIT" | b"WAITAOF" if !queued => Effect::Wait,
             // They would take effect with EXEC.
             b"SELECT" | b"AUTH" | b"HELLO" if queued => {
                 self.is_unknown = true;
                 Effect::Nothing
             }
-            b"WAIT" | b"WAITAOF" => Effect::Nothing,
+            b"WAIT" | b"WAITAOF" if queued => Effect::Nothing, // there it does not wait
+            b"WAIT" | b"WAITAOF" => Effect::Wait,
             b"SELECT" => args.next().and_then(number).map_or(Effect::Nothing, Effect::Select),
             b"AUTH" => auth(args),
             b"HELLO" => hello(args),

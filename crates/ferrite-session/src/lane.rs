@@ -168,29 +168,22 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
     async fn run(mut self) -> io::Result<Left> {
         let mut run = Vec::new();
         loop {
-            let Some(way) = self.take_run(&mut run) else {
-                if self.input.is_large() {
+            let met = match self.take_run(&mut run) {
+                Some(Way::Call) => self.call(&run).await?,
+                Some(Way::Connection(Effect::Stay)) => return self.stay().await,
+                Some(Way::Connection(Effect::End)) => return self.leave(Vec::new()).await,
+                Some(Way::Connection(effect)) => self.pass_on(&run, effect).await?,
+                Some(Way::Instead(other)) => self.ask(&run, other.to_vec(), Effect::Nothing).await?,
+                None if self.input.is_large() => {
                     // Commands that change a session are short.
                     let mut standing = self.standing.clone();
                     if self.input.begun().is_none_or(|args| standing.take(args).is_some()) {
                         return self.stay().await;
                     }
-                    match self.stream().await? {
-                        Met::Answered => {}
-                        Met::Over => return Ok(Left::Nothing),
-                        Met::Unclear { unsent } => return self.leave(unsent).await,
-                    }
-                } else if !self.wait_for_input().await? {
-                    return Ok(Left::Nothing);
+                    self.stream().await?
                 }
-                continue;
-            };
-            let met = match way {
-                Way::Call => self.call(&run).await?,
-                Way::Connection(Effect::Stay) => return self.stay().await,
-                Way::Connection(Effect::End) => return self.leave(Vec::new()).await,
-                Way::Connection(effect) => self.pass_on(&run, effect).await?,
-                Way::Instead(other) => self.ask(&run, other.to_vec(), Effect::Nothing).await?,
+                None if self.wait_for_input().await? => continue,
+                None => return Ok(Left::Nothing),
             };
             match met {
                 Met::Answered => {}
