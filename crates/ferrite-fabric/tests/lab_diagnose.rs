@@ -169,7 +169,7 @@ fn interface_of_the_peer_down() {
 #[test]
 fn black_hole() {
     let link = Link::up();
-    let _fault = fault("tc qdisc add dev h1 root netem loss 100%", "tc qdisc del dev h1 root");
+    let _fault = fault("tc qdisc add dev p2 root netem loss 100%", "tc qdisc del dev p2 root");
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
     // Frames of other protocols may arrive or not.

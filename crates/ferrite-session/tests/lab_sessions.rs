@@ -26,12 +26,12 @@ fn gone_without_a_word() {
     struct Mend;
     impl Drop for Mend {
         fn drop(&mut self) {
-            tc("del dev h1 root");
+            tc("del dev p2 root");
         }
     }
     let verbs = Verbs::system().expect("rdma-core");
     sessions::idle::gone_without_a_word(verbs, || {
-        tc("add dev h1 root netem loss 100%");
+        tc("add dev p2 root netem loss 100%");
         Mend
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);

@@ -33,17 +33,18 @@ impl Drop for Mend {
     }
 }
 
-/// A wire that can be made bad under traffic. To put a queueing discipline in the place of another makes sends fail for a
-/// moment, and Soft-RoCE ends a queue pair at once when a send fails; to change one does not.
+/// A wire that can be made bad under traffic: on the bridge's port to the other host, not where the packets are sent. There, to put a
+/// queueing discipline in the place of another makes sends fail for a moment, and Soft-RoCE ends a queue pair for good when a send
+/// fails, that of the connection manager (GSI) too: no connection can be made through the device any more.
 pub(crate) struct Wire {
     netdevs: &'static [&'static str],
     _mend: Mend,
 }
 
 impl Wire {
-    /// Before there is traffic.
+    /// For what these interfaces send.
     pub(crate) fn new(netdevs: &'static [&'static str]) -> Self {
-        let mend = Mend("tc qdisc del dev h1 root 2>/dev/null; tc qdisc del dev h2 root 2>/dev/null; true");
+        let mend = Mend("tc qdisc del dev p1 root 2>/dev/null; tc qdisc del dev p2 root 2>/dev/null; true");
         let wire = Self { netdevs, _mend: mend };
         wire.tc("add", "delay 0");
         wire
@@ -56,7 +57,8 @@ impl Wire {
 
     fn tc(&self, verb: &str, netem: &str) {
         for netdev in self.netdevs {
-            sh(&format!("tc qdisc {verb} dev {netdev} root netem {netem}"));
+            let port = if *netdev == "h1" { "p2" } else { "p1" };
+            sh(&format!("tc qdisc {verb} dev {port} root netem {netem}"));
         }
     }
 }

@@ -50,9 +50,11 @@ const SETTINGS: &[(&str, &[&str])] = &[
     ("latency-tracking", &["yes", "no"]),
 ];
 
-/// The wires of both hosts, as they were when it is dropped. To put a queueing discipline in the place of another makes sends fail
-/// for a moment, and Soft-RoCE ends a queue pair at once when a send fails; to change one does not. So it is there from the start.
+/// The ports to both hosts, as they were when it is dropped. Not the hosts' own interfaces: to put a queueing discipline in the
+/// place of another there makes sends fail for a moment, and Soft-RoCE ends a queue pair for good when a send fails.
 pub(crate) struct Wires(());
+
+const PORTS: [&str; 2] = ["p1", "p2"];
 
 impl Wires {
     pub(crate) fn new() -> Self {
@@ -64,15 +66,15 @@ impl Wires {
 
 impl Drop for Wires {
     fn drop(&mut self) {
-        for netdev in ["h1", "h2"] {
-            let _ = Command::new("tc").args(["qdisc", "del", "dev", netdev, "root"]).status();
+        for port in PORTS {
+            let _ = Command::new("tc").args(["qdisc", "del", "dev", port, "root"]).status();
         }
     }
 }
 
 fn tc(verb: &str, netem: &str) -> bool {
-    ["h1", "h2"].iter().all(|netdev| {
-        let words = ["qdisc", verb, "dev", netdev, "root", "netem"].into_iter().chain(netem.split(' '));
+    PORTS.iter().all(|port| {
+        let words = ["qdisc", verb, "dev", port, "root", "netem"].into_iter().chain(netem.split(' '));
         Command::new("tc").args(words).status().is_ok_and(|status| status.success())
     })
 }
