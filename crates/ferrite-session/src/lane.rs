@@ -14,6 +14,8 @@ mod commands;
 mod exchange;
 mod input;
 mod replies;
+#[cfg(test)]
+mod tests;
 
 use std::future::Future;
 use std::io;
@@ -23,7 +25,7 @@ use std::task::Poll;
 
 use ferrite_proto::resp::{Args, Limits, ReplyFramer};
 use ferrite_proto::{Effect, Standing};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadHalf, WriteHalf};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf, ReadHalf, WriteHalf};
 
 use crate::engine::EngineSocket;
 use crate::pump::Moved;
@@ -94,6 +96,8 @@ pub(crate) enum Left {
 const RUN_MAX: usize = 64;
 /// Replies that are kept before they leave.
 const REPLIES_MAX: usize = 64 << 10;
+/// Reads in a row that keep them.
+const KEPT_MAX: u8 = 32;
 /// What is read of the client at once while something else goes on.
 const AHEAD: usize = 1 << 10;
 /// As much of a reply as tells what it says.
@@ -137,6 +141,7 @@ where
         counter: ReplyFramer::new(unlimited),
         head: Vec::new(),
         replies: Vec::new(),
+        kept: 0,
         must_settle: false,
         wrote: false,
     };
@@ -159,6 +164,8 @@ struct Lane<'a, C> {
     head: Vec<u8>,
     /// For the client.
     replies: Vec<u8>,
+    /// How often it was read from since they left.
+    kept: u8,
     must_settle: bool,
     /// Calls have written since the connection was last told.
     wrote: bool,
@@ -319,6 +326,9 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
 
     /// Whether the client has sent something. The engine may speak meanwhile, or hang up.
     async fn wait_for_input(&mut self) -> io::Result<bool> {
+        if self.read_on().await {
+            return Ok(true);
+        }
         loop {
             let before = self.input.ahead().len();
             self.flush().await?;
@@ -341,6 +351,21 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
                 },
             }
         }
+    }
+
+    /// In a pipeline of large values, replies wait for what has come with their commands: each by itself would cost a write, and
+    /// the client a wakeup. Whether more was read, without waiting; the end is seen when they have left.
+    async fn read_on(&mut self) -> bool {
+        if self.input.ahead().is_empty() || self.replies.is_empty() || self.kept == KEPT_MAX {
+            return false;
+        }
+        self.kept += 1;
+        let (client, mut room) = (&mut *self.client, ReadBuf::new(self.input.room()));
+        std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *client).poll_read(cx, &mut room).is_ready()))
+            .await;
+        let count = room.filled().len();
+        self.input.read(count);
+        count > 0
     }
 
     async fn stay(mut self) -> io::Result<Left> {

@@ -22,6 +22,7 @@ enum Either {
 impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
     /// Replies leave, if what they speak of is safe.
     pub(super) async fn flush(&mut self) -> io::Result<()> {
+        self.kept = 0;
         if self.replies.is_empty() {
             return Ok(());
         }
