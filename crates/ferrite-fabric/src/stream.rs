@@ -30,6 +30,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use crate::connect::ConnectOptions;
 use crate::engine::Engine;
 use crate::link::Link;
+use crate::mem::Buf;
 pub use listener::StreamListener;
 use reader::Reader;
 pub use split::{OwnedReadHalf, OwnedWriteHalf, ReuniteError};
@@ -143,6 +144,14 @@ impl Stream {
     /// How the link failed.
     pub async fn read_bytes(&mut self) -> io::Result<Bytes> {
         poll_fn(|cx| self.reader.poll_bytes(cx)).await
+    }
+
+    /// As [`AsyncWrite::poll_write`], but what is in the memory of the link's engine leaves from where it lies, without a copy.
+    ///
+    /// # Errors
+    /// How the link failed.
+    pub fn poll_write_buf(&mut self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
+        self.writer.poll_write_buf(cx, buf)
     }
 }
 

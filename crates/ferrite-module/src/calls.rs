@@ -19,7 +19,7 @@
 
 use ferrite_proto::Standing;
 use ferrite_proto::resp::{Value, Words};
-use ferrite_session::Callable;
+use ferrite_session::{Callable, Replies};
 
 use crate::api::Context;
 use crate::api::calls::{Acting, CallContext, Outcome, Text, state};
@@ -195,7 +195,7 @@ pub(crate) struct Batch<'a> {
 impl Batch<'_> {
     /// Runs a command and appends its reply to `out`. False: it was refused before execution, nothing was appended, and it must go
     /// over the bridge, which gives the exact native answer.
-    pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Vec<u8>) -> bool {
+    pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
         // The engine must not be asked for a user's right to a command that has too few words: Redis 7.0 looks for keys beyond
         // them, and dies.
         if !callable.takes(words.len()) || (self.is_wary && !self.acting.may(words)) {
@@ -203,13 +203,14 @@ impl Batch<'_> {
         }
         let Callable { writes, reads_string, .. } = callable;
         let key = if reads_string && words.len() == 2 { words.get(1) } else { None };
-        let before = out.len();
         if let Some(key) = key
-            && self.keys.read(&mut self.acting, key, self.resp3, out)
+            && let Some(is_there) = self.keys.read(&mut self.acting, key, self.resp3, out)
         {
-            self.leaves |= !is_value(&out[before..]);
+            self.leaves |= !is_there;
             return true;
         }
+        let out = out.bytes();
+        let before = out.len();
         let outcome = self.acting.call(words, self.resp3, out);
         let answer = &out[before..];
         self.leaves |= key.is_none() || !is_value(answer);

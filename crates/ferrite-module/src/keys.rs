@@ -1,8 +1,10 @@
-//! GET by its key: the value is copied from where it lies, once, where a call makes three copies of it.
+//! GET by its key: the value is copied from where it lies to where it leaves from, where a call makes three copies of it.
 //!
 //! It answers what GET answers, with the same rights, and counts as a hit or a miss of the keyspace. It is not a command: it is
 //! not in MONITOR, the slow log and the statistics of commands. A short value has to be called for, and a look at its key before would
 //! count it twice; so a key is looked at only if it was long when it was last called for.
+
+use ferrite_session::Replies;
 
 use crate::api::Server;
 use crate::api::calls::{Acting, Text};
@@ -27,26 +29,26 @@ impl Keys {
         Some(Self { command: Text::new("GET")?, long_from, long: Box::new([0; PLACES / 64]) })
     }
 
-    /// Appends the answer to GET of this key. False: nothing was appended, and it has to be called for.
+    /// Appends the answer to GET of this key, and says whether it is there. `None`: nothing was appended, and it has to be called for.
     pub(crate) fn read(
         &mut self,
         acting: &mut Acting<'_>,
         key: &[u8],
         resp3: bool,
-        out: &mut Vec<u8>,
-    ) -> bool {
+        out: &mut Replies,
+    ) -> Option<bool> {
         let (word, bit) = place(key);
         if self.long[word] & bit == 0 {
-            return false;
+            return None;
         }
-        let found = acting.read_string(&self.command, key, self.long_from, |value| encode(value, out));
+        let found = acting.read_string(&self.command, key, self.long_from, |value| out.push_string(value));
         if found != Found::Long {
             self.long[word] &= !bit;
         }
         if found == Found::Nothing {
-            out.extend_from_slice(if resp3 { b"_\r\n" } else { b"$-1\r\n" });
+            out.bytes().extend_from_slice(if resp3 { b"_\r\n" } else { b"$-1\r\n" });
         }
-        found != Found::Other
+        (found != Found::Other).then_some(found == Found::Long)
     }
 
     /// A call was answered in so many bytes.
@@ -63,26 +65,6 @@ impl Keys {
 fn long_from(server: Server) -> usize {
     let embeds_keys = server.version >= if server.is_valkey { 0x0008_0100 } else { 0x0008_0000 };
     if embeds_keys { 257 } else { 45 }
-}
-
-/// Without the formatting of the standard library, which takes as long as the copy.
-fn encode(value: &[u8], out: &mut Vec<u8>) {
-    let mut head = *b"$00000000000000000000\r\n";
-    let (mut at, mut rest) = (head.len() - 2, value.len());
-    loop {
-        at -= 1;
-        head[at] = b'0' + (rest % 10) as u8;
-        rest /= 10;
-        if rest == 0 {
-            break;
-        }
-    }
-    at -= 1;
-    head[at] = b'$';
-    out.reserve(value.len() + head.len() + 2);
-    out.extend_from_slice(&head[at..]);
-    out.extend_from_slice(value);
-    out.extend_from_slice(b"\r\n");
 }
 
 fn place(key: &[u8]) -> (usize, u64) {
@@ -122,19 +104,5 @@ mod tests {
         }
         assert!(places.len() > 1900, "{}", places.len());
         assert_eq!(place(b""), place(b""));
-    }
-
-    #[test]
-    fn values_are_bulk_strings() {
-        let mut out = b"+OK\r\n".to_vec();
-        encode(b"a\r\nb", &mut out);
-        assert_eq!(out, b"+OK\r\n$4\r\na\r\nb\r\n");
-        for length in [0, 9, 10, 1024, 100_000] {
-            let value = vec![b'v'; length];
-            let (mut ours, mut known) = (Vec::new(), Vec::new());
-            encode(&value, &mut ours);
-            ferrite_proto::resp::encode_bulk(&value, &mut known);
-            assert_eq!(ours, known);
-        }
     }
 }

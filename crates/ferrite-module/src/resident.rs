@@ -14,7 +14,7 @@ use std::sync::Arc;
 use ferrite_fabric::Engine;
 use ferrite_proto::Standing;
 use ferrite_proto::resp::Args;
-use ferrite_session::{Callable, Called, Commands, Inside, SessionFuture};
+use ferrite_session::{Callable, Called, Commands, Inside, Replies, SessionFuture};
 use tokio::runtime::Handle;
 
 use crate::api::{self, Context};
@@ -144,7 +144,7 @@ impl Inside for Around {
         is_info_rdma.then_some(b"*2\r\n$4\r\nINFO\r\n$12\r\nferrite_rdma\r\n")
     }
 
-    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called {
+    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Replies) -> Called {
         let closed = Called { is_closed: true, ..Called::default() };
         CALLS.with(|calls| {
             let Ok(mut calls) = calls.try_borrow_mut() else { return closed };

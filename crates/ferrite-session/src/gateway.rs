@@ -24,7 +24,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::engine::{EngineAddress, EngineSocket};
-use crate::lane::{self, Inside, Lanes, Left};
+use crate::lane::{self, Client, Inside, Lanes, Left};
 use crate::pump::{Moved, pump};
 use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
@@ -292,7 +292,7 @@ impl Gateway {
         carrier: Carrier,
         ended: watch::Receiver<bool>,
     ) where
-        C: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        C: Client + 'static,
     {
         let config = self.config();
         let (open, before) = self.sessions.begin(peer, local, carrier);

@@ -25,7 +25,7 @@ use std::task::Poll;
 
 use ferrite_proto::resp::{Args, Limits, ReplyFramer};
 use ferrite_proto::{Effect, Standing};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, ReadBuf, ReadHalf, WriteHalf};
+use tokio::io::{AsyncReadExt as _, ReadBuf, ReadHalf, WriteHalf};
 
 use crate::engine::EngineSocket;
 use crate::pump::Moved;
@@ -33,6 +33,8 @@ pub use commands::{Callable, Commands};
 use commands::{Due, place_of};
 use exchange::{Awaited, Met};
 use input::{Found, Input};
+pub(crate) use replies::Client;
+pub use replies::Replies;
 
 /// A session, to be run somewhere.
 pub type SessionFuture = Pin<Box<dyn Future<Output = ()> + Send>>;
@@ -53,7 +55,7 @@ pub trait Inside: Send + Sync {
     fn instead(&self, words: Args<'_>) -> Option<&'static [u8]>;
 
     /// Calls these commands in order for a client of this standing and adds their replies, until one cannot be called.
-    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called;
+    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Replies) -> Called;
 
     /// Ready when what was written before is as safe as the engine makes it before it answers.
     fn settled(&self) -> SessionFuture;
@@ -124,7 +126,7 @@ pub(crate) async fn serve<C>(
     (moved, lanes): (&Moved, &Lanes),
 ) -> io::Result<Left>
 where
-    C: AsyncRead + AsyncWrite + Unpin + Send,
+    C: Client,
 {
     let (engine_reads, engine_writes) = tokio::io::split(engine);
     let unlimited = Limits { bulk_bytes: u64::MAX >> 1, inline_bytes: u32::MAX, ..Limits::default() };
@@ -140,7 +142,7 @@ where
         heard: Vec::new(),
         counter: ReplyFramer::new(unlimited),
         head: Vec::new(),
-        replies: Vec::new(),
+        replies: Replies::default(),
         kept: 0,
         must_settle: false,
         wrote: false,
@@ -163,7 +165,7 @@ struct Lane<'a, C> {
     /// How the reply that has begun begins.
     head: Vec<u8>,
     /// For the client.
-    replies: Vec<u8>,
+    replies: Replies,
     /// How often it was read from since they left.
     kept: u8,
     must_settle: bool,
@@ -171,7 +173,7 @@ struct Lane<'a, C> {
     wrote: bool,
 }
 
-impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
+impl<C: Client> Lane<'_, C> {
     async fn run(mut self) -> io::Result<Left> {
         let mut run = Vec::new();
         loop {
@@ -266,6 +268,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
     }
 
     async fn call(&mut self, mut run: &[Due]) -> io::Result<Met> {
+        self.look_for_memory();
         while !run.is_empty() {
             let commands = Commands { input: &self.input, run };
             let called = self.inside.call(&self.standing, commands, &mut self.replies);

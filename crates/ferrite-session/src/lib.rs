@@ -23,7 +23,7 @@ pub use connector::{Connector, Session, SessionTransport};
 pub use engine::{EngineAddress, EngineSocket};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
-pub use lane::{Callable, Called, Commands, Inside, SessionFuture};
+pub use lane::{Callable, Called, Commands, Inside, Replies, SessionFuture};
 pub use pump::{Moved, pump};
 pub use sessions::SessionInfo;
 pub use stream::{ValkeyConfig, ValkeyStream};

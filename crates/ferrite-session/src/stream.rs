@@ -14,12 +14,12 @@ use std::future::Future;
 use std::io::{self, IoSlice};
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::mem::Purpose;
+use ferrite_fabric::mem::{Buf, Purpose};
 use ferrite_fabric::{Arrival, Bare, Done, Error, ErrorKind};
-use ferrite_proto::{Endpoint, ProtocolError, Role};
+use ferrite_proto::{Endpoint, ProtocolError, Role, Write};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
@@ -220,16 +220,9 @@ impl ValkeyStream {
     /// Copies `bytes` into one write, as many as may go now; how many.
     fn write_some(&mut self, cx: &mut Context<'_>, bytes: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
         let total: usize = bytes.iter().map(|part| part.len()).sum();
-        if total == 0 {
-            return Poll::Ready(Ok(0));
-        }
-        self.drive(cx);
-        if let Some(over) = &self.over {
-            return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, over.clone())));
-        }
-        let count = total.min(self.endpoint.writable() as usize).min(WRITE_MAX);
+        let count = ready!(self.poll_room(cx, total))?;
         if count == 0 {
-            return Poll::Pending; // until the peer has read, or a write is done
+            return Poll::Ready(Ok(0));
         }
         let mut buf = match self.bare.pool().take_uncharged(count, Purpose::Send) {
             Ok(buf) => buf,
@@ -247,16 +240,48 @@ impl ValkeyStream {
             now.copy_from_slice(&part[..count]);
             rest = later;
         }
+        Poll::Ready(self.post(buf.freeze(), &plan))
+    }
+
+    /// Writes some of `buf` from where it lies; how much. As [`AsyncWrite::poll_write`], without a copy.
+    ///
+    /// # Errors
+    /// How the connection failed.
+    pub fn poll_write_buf(&mut self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
+        let count = ready!(self.poll_room(cx, buf.len()))?;
+        if count == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        let Some(plan) = self.endpoint.write_plan(count) else { return Poll::Pending };
+        Poll::Ready(self.post(buf.slice(..plan.len as usize), &plan))
+    }
+
+    /// How many of so many bytes may go now; some, unless there are none.
+    fn poll_room(&mut self, cx: &mut Context<'_>, total: usize) -> Poll<io::Result<usize>> {
+        if total == 0 {
+            return Poll::Ready(Ok(0));
+        }
+        self.drive(cx);
+        if let Some(over) = &self.over {
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, over.clone())));
+        }
+        match total.min(self.endpoint.writable() as usize).min(WRITE_MAX) {
+            0 => Poll::Pending, // until the peer has read, or a write is done
+            count => Poll::Ready(Ok(count)),
+        }
+    }
+
+    fn post(&mut self, buf: Buf, plan: &Write) -> io::Result<usize> {
         let written = match self.quiet.next(plan.len) {
             true => self.bare.write_quietly(buf, plan.remote_addr, plan.rkey, plan.immediate),
             false => self.bare.write(buf, plan.remote_addr, plan.rkey, plan.immediate),
         };
         match written {
-            Ok(()) => Poll::Ready(Ok(plan.len as usize)),
+            Ok(()) => Ok(plan.len as usize),
             Err(error) => {
                 let failed = io::Error::new(io::ErrorKind::BrokenPipe, error.clone());
                 self.over.get_or_insert(error);
-                Poll::Ready(Err(failed))
+                Err(failed)
             }
         }
     }

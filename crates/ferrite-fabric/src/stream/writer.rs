@@ -11,9 +11,9 @@ use tokio::task::coop;
 
 use super::CHANNEL;
 use crate::error::ErrorKind;
-use crate::link::Link;
 use crate::link::tcp::CALLERS_SLICES;
-use crate::mem::{ErrorKind as PoolErrorKind, Purpose};
+use crate::link::{Link, Transport};
+use crate::mem::{Buf, ErrorKind as PoolErrorKind, Purpose};
 
 /// Copied at a time: a block of the pool. Several are on their way while the next is copied.
 const CHUNK: usize = 64 << 10;
@@ -49,6 +49,26 @@ impl Writer {
         let written = ready!(self.poll_send(cx, slices, total))?;
         budget.made_progress();
         Poll::Ready(Ok(written))
+    }
+
+    /// Sends a part of `buf` from where it lies; how much.
+    pub(super) fn poll_write_buf(&self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
+        // Over TCP, that is what a write of bytes does.
+        if self.over || buf.is_empty() || self.link.transport() != Transport::Rdma {
+            return self.poll_write(cx, &[IoSlice::new(buf)]);
+        }
+        let budget = ready!(coop::poll_proceed(cx));
+        let (shared, len) = (self.link.shared(), buf.len().min(self.chunk));
+        loop {
+            ready!(shared.poll_room(len as u64, cx.waker()))?;
+            match shared.post(CHANNEL, buf.slice(..len)) {
+                Ok(()) => break,
+                Err((_, error)) if error.kind() == ErrorKind::Full => {} // another user of the link was quicker
+                Err((_, error)) => return Poll::Ready(Err(error.into())),
+            }
+        }
+        budget.made_progress();
+        Poll::Ready(Ok(len))
     }
 
     fn poll_send(

@@ -4,9 +4,9 @@ use std::io;
 use std::sync::atomic::Ordering;
 
 use ferrite_proto::Effect;
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use super::{AHEAD, HEAD, Lane, REPLIES_MAX};
+use super::{AHEAD, Client, HEAD, Lane, REPLIES_MAX};
 
 /// What a client sends while one of its commands waits in the engine is read up to this: its end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
@@ -35,7 +35,7 @@ pub(super) enum Met {
     },
 }
 
-impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
+impl<C: Client> Lane<'_, C> {
     /// Sends this (and, if it is streaming, the command that has begun as it comes), and hears what is awaited. What the client sends
     /// meanwhile is kept.
     pub(super) async fn exchange(
@@ -92,7 +92,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             let progress = match self.counter.feed(rest) {
                 Ok(progress) => progress,
                 Err(error) => {
-                    self.replies.extend_from_slice(rest); // the client's to make sense of
+                    self.replies.bytes().extend_from_slice(rest); // the client's to make sense of
                     self.heard.clear();
                     return Err(io::Error::other(error));
                 }
@@ -102,7 +102,7 @@ impl<C: AsyncRead + AsyncWrite + Unpin + Send> Lane<'_, C> {
             self.head.extend_from_slice(&piece[..seen]);
             let is_push = self.head.first() == Some(&b'>');
             if is_push || awaited.swallowed == 0 {
-                self.replies.extend_from_slice(piece);
+                self.replies.bytes().extend_from_slice(piece);
             }
             if progress.complete {
                 if !is_push && awaited.swallowed > 0 {

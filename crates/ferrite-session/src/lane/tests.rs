@@ -1,21 +1,25 @@
-//! When replies leave.
+//! When replies leave, and from where.
 
 use std::collections::VecDeque;
 use std::task::Context;
 
-use ferrite_proto::resp::encode_command;
-use tokio::io::ReadBuf;
+use ferrite_fabric::mem::{Pool, Purpose};
+use ferrite_proto::resp::{encode_bulk, encode_command};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 
 use super::*;
 
 /// What came of it lies ready in pieces, then nothing more comes. What is written to it is noted.
-struct Client<'a> {
+struct Pieces<'a> {
     pieces: VecDeque<&'a [u8]>,
     written: Vec<Vec<u8>>,
+    /// Of each write, at most.
+    takes: usize,
 }
 
-impl AsyncRead for Client<'_> {
+impl AsyncRead for Pieces<'_> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         _: &mut Context<'_>,
@@ -31,10 +35,11 @@ impl AsyncRead for Client<'_> {
     }
 }
 
-impl AsyncWrite for Client<'_> {
+impl AsyncWrite for Pieces<'_> {
     fn poll_write(mut self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        self.written.push(bytes.to_vec());
-        Poll::Ready(Ok(bytes.len()))
+        let count = bytes.len().min(self.takes);
+        self.written.push(bytes[..count].to_vec());
+        Poll::Ready(Ok(count))
     }
 
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -45,6 +50,8 @@ impl AsyncWrite for Client<'_> {
         Poll::Ready(Ok(()))
     }
 }
+
+impl Client for Pieces<'_> {}
 
 /// Calls everything, and all is well.
 struct Willing;
@@ -64,9 +71,9 @@ impl Inside for Willing {
         None
     }
 
-    fn call(&self, _: &Standing, commands: Commands<'_>, replies: &mut Vec<u8>) -> Called {
+    fn call(&self, _: &Standing, commands: Commands<'_>, replies: &mut Replies) -> Called {
         let done = commands.iter().count();
-        (0..done).for_each(|_| replies.extend_from_slice(b"+OK\r\n"));
+        (0..done).for_each(|_| replies.bytes().extend_from_slice(b"+OK\r\n"));
         Called { done, wrote: true, ..Called::default() }
     }
 
@@ -84,7 +91,7 @@ fn replies_to(input: &[u8]) -> Vec<usize> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
         let (ours, _engine) = UnixStream::pair().expect("a pair");
-        let mut client = Client { pieces: [input].into(), written: Vec::new() };
+        let mut client = Pieces { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
         let (moved, lanes) = (Moved::default(), Lanes::default());
         let engine = EngineSocket::Unix(ours);
         {
@@ -127,4 +134,63 @@ fn replies_leave_in_time() {
     let replies = replies_to(&sets(200, 64 << 10));
     assert_eq!(replies.iter().sum::<usize>(), 200);
     assert!(replies.iter().all(|count| *count <= 1 + usize::from(KEPT_MAX)), "{replies:?}");
+}
+
+/// Values of these lengths, a short reply behind each, to a client that takes so much of them at once.
+fn comes_whole(memory: Option<&Pool>, lengths: &[usize], takes: usize) -> Pieces<'static> {
+    let (mut replies, mut known) = (Replies::with_memory(memory.cloned()), Vec::new());
+    for (length, first) in lengths.iter().zip(0u8..) {
+        let value: Vec<u8> = (0..*length).map(|at| first.wrapping_add((at % 251) as u8)).collect();
+        replies.push_string(&value);
+        encode_bulk(&value, &mut known);
+        replies.bytes().extend_from_slice(b"+OK\r\n");
+        known.extend_from_slice(b"+OK\r\n");
+    }
+    assert_eq!(replies.len(), known.len());
+    let mut client = Pieces { pieces: VecDeque::new(), written: Vec::new(), takes };
+    while !replies.is_empty() {
+        let polled = replies.poll_write(&mut client, &mut Context::from_waker(std::task::Waker::noop()));
+        assert!(matches!(polled, Poll::Ready(Ok(1..))));
+    }
+    assert!(client.written.concat() == known, "{lengths:?}");
+    client
+}
+
+const LENGTHS: [usize; 8] = [0, 9, 10, 1 << 10, 32 << 10, 64 << 10, 100_000, 3 << 20];
+
+fn pool() -> Pool {
+    let world = World::new();
+    world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse().expect("an address")));
+    let domain = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
+    let domain = domain.allocate_protection_domain().expect("a domain");
+    Pool::builder(&[domain]).memory_pool_max(8 << 20).receive_reserve(2 << 20).build().expect("a pool")
+}
+
+#[test]
+fn values_come_whole_wherever_they_lie() {
+    let pool = pool();
+    for takes in [1000, 64 << 10, usize::MAX] {
+        comes_whole(None, &LENGTHS, takes);
+        comes_whole(Some(&pool), &LENGTHS, takes);
+        assert_eq!(pool.stats().send.in_use_bytes, 0);
+    }
+    let client = comes_whole(Some(&pool), &[64 << 10], usize::MAX);
+    assert_eq!(client.written[0].len(), 64 << 10, "a block of its own");
+}
+
+/// Those who are slow to take long values leave memory for others.
+#[test]
+fn long_values_take_half_of_the_memory() {
+    let pool = pool();
+    let others: Vec<_> =
+        (0..50).map(|_| pool.take_uncharged(64 << 10, Purpose::Send).expect("memory")).collect();
+    let before = pool.stats().send.in_use_bytes;
+    let mut replies = Replies::with_memory(Some(pool.clone()));
+    replies.push_string(&[b'v'; 64 << 10]);
+    assert_eq!(pool.stats().send.in_use_bytes, before);
+    drop(others);
+    for _ in 0..100 {
+        replies.push_string(&[b'v'; 64 << 10]);
+    }
+    assert_eq!(pool.stats().send.in_use_bytes, 1 << 20, "no more for one client");
 }
