@@ -63,10 +63,11 @@ def kernel_work():
 class Guest:
     """Runs of a server and a client, each on a CPU of its own."""
 
-    def __init__(self, limit_s=20, port=20000, patience_s=PATIENCE_S):
+    def __init__(self, limit_s=20, port=20000, patience_s=PATIENCE_S, attempts=ATTEMPTS):
         self.limit_s = limit_s
         self.port = port
         self.patience_s = patience_s
+        self.attempts = attempts
         self.runs, self.starved = 0, 0  # that count, and how many of them were starved
         self.repeated = []
         self.work = {}  # what the guest did during the last run
@@ -137,14 +138,14 @@ class Guest:
             self.patience_s -= 1
 
     def attempt_once(self, name, run, *arguments):
-        for attempt in range(ATTEMPTS):
+        for attempt in range(self.attempts):
             self.port += 1
             try:
                 return run(*arguments)
             except (subprocess.SubprocessError, OSError, ValueError, IndexError, KeyError) as error:
                 said = getattr(error, "stderr", None) or ""
                 self.repeated.append([name, run.__name__, str(error), str(said)[-500:]])
-                if attempt + 1 == ATTEMPTS:
+                if attempt + 1 == self.attempts:
                     raise
         raise AssertionError("not reached")
 

@@ -186,7 +186,7 @@ impl Random {
 macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, bytes:
-            of_every_size, random_sizes, vectored, without_a_copy, nothing_is_nothing, other_channels_are_not_bytes);
+            of_every_size, random_sizes, from_where_it_lies, vectored, without_a_copy, nothing_is_nothing, other_channels_are_not_bytes);
         run_suite!(@ $run, ends:
             half_close_both_ways, dropped_stream_delivers, dropped_write_half, dropped_read_half, reunited,
             aborted_is_no_end, aborted_here, writing_after_the_end, writing_to_nobody, nobody_listens);

@@ -1,6 +1,7 @@
 //! What is written is what is read, however it is cut.
 
-use std::io::IoSlice;
+use std::future::poll_fn;
+use std::io::{ErrorKind, IoSlice};
 
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _};
 
@@ -52,6 +53,39 @@ pub(crate) async fn random_sizes(scene: Scene) {
         drop((writing.await.expect("the writer"), b));
         engines.clear().await;
     }
+}
+
+/// From memory of the engine's, bytes and such pieces by turns.
+pub(crate) async fn from_where_it_lies(scene: Scene) {
+    let mut pair = scene.pair().await;
+    let total = 2 * MIB / scene.slower;
+    let Pair { a, b, engines } = &mut pair;
+    let writing = async {
+        let (mut random, mut at) = (Random::new(7), 0);
+        while at < total {
+            let len = random.length(200 * KIB).min(total - at);
+            let mut buf = engines.of_caller().buffer(len).expect("a buffer");
+            buf.copy_from_slice(&pattern(at, len));
+            let mut rest = buf.freeze();
+            while !rest.is_empty() {
+                let sent = poll_fn(|cx| a.poll_write_buf(cx, &rest)).await.expect("to write");
+                rest = rest.slice(sent..);
+            }
+            at += len;
+            a.write_all(&pattern(at, 10)).await.expect("to write");
+            at += 10;
+        }
+        a.shutdown().await.expect("the end");
+        at
+    };
+    let mut read = Vec::new();
+    let (written, count) = futures_util::join!(writing, b.read_to_end(&mut read));
+    assert_eq!(count.expect("to read"), written);
+    assert!(read == pattern(0, written));
+    let late = engines.of_caller().buffer(1).expect("a buffer").freeze();
+    let late = poll_fn(|cx| pair.a.poll_write_buf(cx, &late)).await;
+    assert_eq!(late.map_err(|error| error.kind()), Err(ErrorKind::BrokenPipe), "it was shut down");
+    pair.end().await;
 }
 
 pub(crate) async fn vectored(scene: Scene) {
