@@ -82,9 +82,10 @@ pub(crate) async fn from_where_it_lies(scene: Scene) {
     let (written, count) = futures_util::join!(writing, b.read_to_end(&mut read));
     assert_eq!(count.expect("to read"), written);
     assert!(read == pattern(0, written));
-    let late = engines.of_caller().buffer(1).expect("a buffer").freeze();
-    let late = poll_fn(|cx| pair.a.poll_write_buf(cx, &late)).await;
+    let buf = engines.of_caller().buffer(1).expect("a buffer").freeze();
+    let late = poll_fn(|cx| pair.a.poll_write_buf(cx, &buf)).await;
     assert_eq!(late.map_err(|error| error.kind()), Err(ErrorKind::BrokenPipe), "it was shut down");
+    drop(buf);
     pair.end().await;
 }
 
