@@ -20,6 +20,7 @@ const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-verbs/src/",
     "crates/ferrite-fabric/src/mem/",
     "crates/ferrite-fabric/src/engine/slots.rs",
+    "crates/ferrite-fabric/src/engine/slots/receives.rs",
     "crates/ferrite-fabric/src/engine/watch.rs",
     "crates/ferrite-module/src/api.rs",
     "crates/ferrite-module/src/api/",

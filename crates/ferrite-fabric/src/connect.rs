@@ -215,11 +215,11 @@ impl Poller {
         lane: &Arc<Lane>,
         moves: bool,
     ) -> Result<(Arc<LinkShared>, Hello), Error> {
-        let gear = self.gears[lane.index].as_ref().filter(|_| !lane.is_gone());
+        let gear = self.gears[lane.index].as_mut().filter(|_| !lane.is_gone());
         let Some(gear) = gear else {
             return Err(lane.absence());
         };
-        let qp = gear.create_queue_pair(lane, &shared.config)?;
+        let (qp, taker) = gear.create_queue_pair(lane, &shared.config)?;
         let inline = qp.capacity().max_inline.min(lane.inline()) as usize;
         let (links, vacancy) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -230,7 +230,7 @@ impl Poller {
         };
         let hello = shared.hello(links, moves);
         let limits = own_limits(shared, hello, name);
-        let queue = SendQueue::new(qp, name.index, lane.index, generation);
+        let queue = SendQueue::new(qp, taker, name.index, lane.index, generation);
         let state = LinkState::new(queue, Arc::clone(lane), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));

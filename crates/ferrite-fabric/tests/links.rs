@@ -123,7 +123,7 @@ macro_rules! run_suite {
     (over any transport: $run:path) => {
         run_suite!(@ $run, drivers:
             tokio_on_several_threads, tokio_on_one_thread, on_threads, one_link_many_threads, foreign_loop,
-            foreign_loop_by_edges, idle_engines_sleep, threads_in_a_hurry);
+            foreign_loop_by_edges, broken_off, idle_engines_sleep, threads_in_a_hurry);
         run_suite!(@ $run, engines:
             small_queues, nothing_inline, too_much_inline, idle_links_cost_nothing, receive_memory_runs_out,
             message_larger_than_the_memory, many_lives);

@@ -65,6 +65,7 @@ impl Module {
             let porch = if self.options.call_lane() { call_lane(context) } else { None };
             let (transport, (fabric, runtime)) =
                 Transport::begin(&self.options, target, protected, porch.clone())?;
+            resident::set_turn(self.options.turn());
             if let Some(porch) = porch {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
                 entry::listen_to(&resident::begin(porch, fabric, runtime))?;
@@ -118,6 +119,7 @@ impl Module {
         self.options.set(index, value)?;
         if let Service::On(transport) = &self.service {
             transport.reconfigure(&self.options);
+            resident::set_turn(self.options.turn());
         }
         Ok(())
     }

@@ -6,6 +6,7 @@
 
 use std::ffi::CStr;
 use std::net::{IpAddr, SocketAddr};
+use std::time::Duration;
 
 use ferrite_fabric::Rdma;
 use ferrite_session::EngineAddress;
@@ -56,6 +57,7 @@ const BUSY_POLL_US: usize = 7;
 const ENGINE: usize = 8;
 const CALL_LANE: usize = 9;
 const POLLER_THREAD: usize = 10;
+const TURN_US: usize = 11;
 
 /// The fabric's limit of links, with room for those that are told that there are too many.
 const CLIENTS_MAX: i64 = 16_000;
@@ -65,7 +67,7 @@ const NO_YES: [&CStr; 2] = [c"no", c"yes"];
 const YES_NO: [&CStr; 2] = [c"yes", c"no"];
 
 /// All of them. docs/module.md says what each is for.
-pub(crate) const SETTINGS: [Setting; 11] = [
+pub(crate) const SETTINGS: [Setting; 12] = [
     number(c"rdma-port", 6380, [1, 65_535], false, false),
     text(c"rdma-bind", "0.0.0.0", address),
     text(c"rdma-device", "", |_| Ok(())),
@@ -77,6 +79,7 @@ pub(crate) const SETTINGS: [Setting; 11] = [
     text(c"engine", "auto", engine),
     choice(c"call-lane", &YES_NO),
     choice(c"poller-thread", &NO_YES),
+    number(c"turn-us", 500, [50, 1_000_000], false, true),
 ];
 
 const fn number(
@@ -220,6 +223,11 @@ impl Options {
     /// Whether a thread of ours drives the devices of such sessions, and not the main thread.
     pub(crate) fn poller_thread(&self) -> bool {
         self.number(POLLER_THREAD) == 1 // of NO_YES
+    }
+
+    /// How long sessions may keep the engine's loop from its other clients.
+    pub(crate) fn turn(&self) -> Duration {
+        Duration::from_micros(u64::try_from(self.number(TURN_US)).unwrap_or(0))
     }
 
     /// The engine's socket, if it was named.

@@ -8,29 +8,35 @@
 //! ```
 
 use std::cell::{Cell, RefCell};
+use std::ops::ControlFlow;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
+use std::time::Duration;
 
 use ferrite_fabric::Engine;
 use ferrite_proto::Standing;
 use ferrite_proto::resp::Args;
 use ferrite_session::{Callable, Called, Commands, Inside, Replies, SessionFuture};
+use quanta::Instant;
 use tokio::runtime::Handle;
 
 use crate::api::{self, Context};
 use crate::calls::Calls;
 use crate::tasks::{Porch, Tasks};
 
-/// What sessions may do before the engine's other clients have their turn: each poll takes [`POLL`](crate::tasks::POLL) of it, each command
-/// one, and each KiB that comes or goes one. 256 sessions with nothing much to say, 50 with 16 commands each, or a MiB of values.
-const BUDGET: usize = 1024;
-
 thread_local! {
     // Only the engine's main thread ever has one. Two, since calls are made while the first is in use.
     static RESIDENT: RefCell<Option<Resident>> = const { RefCell::new(None) };
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
-    /// What is left of [`BUDGET`] in this turn.
-    static LEFT: Cell<usize> = const { Cell::new(0) };
+    /// After this the engine's other clients have their turn (`turn-us`). What sessions do takes very different time: a command, a MiB
+    /// of values, and on Soft-RoCE all that a card would do.
+    static TURN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    /// When this turn is over.
+    static END: Cell<Option<Instant>> = const { Cell::new(None) };
+    /// Something went over a client's own connection in this turn.
+    static HAS_BRIDGED: Cell<bool> = const { Cell::new(false) };
+    /// The descriptor whose turn was broken off: no other has one before it, and it lets so many pass.
+    static HELD: Cell<Option<(RawFd, u8)>> = const { Cell::new(None) };
 }
 
 /// What runs on the main thread.
@@ -55,6 +61,7 @@ pub(crate) fn begin(porch: Arc<Porch>, fabric: Option<Engine>, runtime: Handle) 
     let tasks = Tasks::new(Arc::clone(&porch));
     let resident = Resident { tasks, fabric, porch, runtime };
     let descriptors = resident.descriptors();
+    HELD.set(None);
     RESIDENT.set(Some(resident));
     turn(descriptors[0]);
     descriptors
@@ -75,18 +82,52 @@ pub(crate) fn turn(descriptor: RawFd) {
     RESIDENT.with(|resident| {
         let Ok(mut resident) = resident.try_borrow_mut() else { return };
         let Some(Resident { tasks, fabric, porch, runtime }) = &mut *resident else { return };
+        // Descriptors that are passed over stay readable, and are told of again.
+        match HELD.get() {
+            Some((held, _)) if held != descriptor => return,
+            Some((_, passes @ 1..)) => return HELD.set(Some((descriptor, passes - 1))),
+            _ => HELD.set(None),
+        }
         let _entered = runtime.enter();
         tasks.begin();
         if descriptor == porch.as_fd().as_raw_fd() {
             porch.silence();
         }
-        LEFT.set(BUDGET);
-        LEFT.with(|left| match fabric {
-            Some(fabric) => drop(fabric.progress_with(|| tasks.run(left))),
-            None => while tasks.run(left) {},
-        });
+        END.set(Some(Instant::now() + TURN.get()));
+        HAS_BRIDGED.set(false);
+        let mut run = || match has_time() {
+            true => ControlFlow::Continue(tasks.run(has_time)),
+            false => ControlFlow::Break(()),
+        };
+        let is_broken_off = match fabric {
+            Some(fabric) => fabric.progress_with(run).is_break(),
+            None => loop {
+                match run() {
+                    ControlFlow::Continue(true) => {}
+                    ran => break ran.is_break(),
+                }
+            },
+        };
+        if is_broken_off {
+            // The loop tells of both descriptors one after the other: that would be two turns before others have theirs. And it
+            // may tell of ours before the sockets that were written to.
+            HELD.set(Some((descriptor, HAS_BRIDGED.get().into())));
+            if descriptor == porch.as_fd().as_raw_fd() {
+                porch.ring();
+            }
+        }
         tasks.rest();
     });
+}
+
+/// How long a turn lasts from now on.
+pub(crate) fn set_turn(turn: Duration) {
+    TURN.set(turn);
+}
+
+/// Whether this turn goes on.
+fn has_time() -> bool {
+    !HAS_BRIDGED.get() && END.get().is_some_and(|end| Instant::now() < end)
 }
 
 /// The loop has been around.
@@ -151,20 +192,25 @@ impl Inside for Around {
             let Some(calls) = &mut *calls else { return closed };
             let Some(mut batch) = calls.begin(standing) else { return closed };
             let mut called = Called::default();
-            let before = replies.len();
             for (callable, words) in commands.iter() {
                 if !batch.call(callable, words, replies) {
                     break;
                 }
                 called.done += 1;
             }
-            let bytes = commands.bytes() + replies.len().saturating_sub(before);
-            LEFT.set(LEFT.get().saturating_sub(called.done + (bytes >> 10)));
             called.wrote = batch.wrote();
             drop(batch);
             called.must_settle = calls.replies_wait(called.wrote);
             called
         })
+    }
+
+    fn has_time(&self) -> bool {
+        has_time()
+    }
+
+    fn on_bridged(&self) {
+        HAS_BRIDGED.set(true);
     }
 
     fn settled(&self) -> SessionFuture {

@@ -1,7 +1,6 @@
 //! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere rings a bell that the loop listens
 //! to.
 
-use std::cell::Cell;
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -12,9 +11,6 @@ use std::task::{Context, Poll, Wake, Waker};
 
 use ferrite_session::SessionFuture;
 use rustix::event::{EventfdFlags, eventfd};
-
-/// What it takes of a turn's budget to poll a future that finds nothing to do.
-pub(crate) const POLL: usize = 4;
 
 /// What other threads have of it.
 pub(crate) struct Porch {
@@ -66,7 +62,7 @@ impl Porch {
     }
 
     /// The loop does not sleep before it has looked here.
-    fn ring(&self) {
+    pub(crate) fn ring(&self) {
         let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes()); // full: it is readable already
     }
 
@@ -152,9 +148,8 @@ impl Tasks {
         self.porch.is_awake.store(true, Ordering::SeqCst);
     }
 
-    /// Polls those that were woken before, while there is some of `budget`, of which each takes [`POLL`] and may take more by itself;
-    /// whether there were any.
-    pub(crate) fn run(&mut self, budget: &Cell<usize>) -> bool {
+    /// Polls those that were woken before, while there is time; whether there were any.
+    pub(crate) fn run(&mut self, has_time: impl Fn() -> bool) -> bool {
         let mut ran = false;
         let mut round = {
             let mut queue = self.porch.queue();
@@ -165,10 +160,9 @@ impl Tasks {
             self.porch.queue().ready.extend(added.iter());
             ready + added.len()
         };
-        while round > 0 && budget.get() > 0 {
+        while round > 0 && has_time() {
             let Some(slot) = self.porch.queue().ready.pop_front() else { break };
             round -= 1;
-            budget.set(budget.get().saturating_sub(POLL));
             ran = true;
             self.poll(slot);
         }
@@ -227,6 +221,7 @@ impl Drop for Tasks {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::atomic::AtomicUsize;
 
     use super::*;
@@ -254,8 +249,8 @@ mod tests {
         for poll in 1..=3 {
             porch.silence();
             tasks.begin();
-            assert!(tasks.run(&Cell::new(10 * POLL)));
-            assert!(!tasks.run(&Cell::new(10 * POLL)), "nothing more");
+            assert!(tasks.run(|| true));
+            assert!(!tasks.run(|| true), "nothing more");
             tasks.rest();
             assert_eq!(polls.load(Ordering::SeqCst), poll);
             assert!(!is_readable(&porch));
@@ -267,7 +262,7 @@ mod tests {
     }
 
     #[test]
-    fn a_panic_ends_one_and_a_budget_stops_all() {
+    fn a_panic_ends_one_and_the_end_of_a_turn_stops_all() {
         let porch = Porch::new().expect("eventfd");
         let mut tasks = Tasks::new(Arc::clone(&porch));
         porch.spawn(Box::pin(async { panic!("on purpose") }));
@@ -277,10 +272,10 @@ mod tests {
                 Poll::Pending // for ever
             })));
         }
-        let budget = Cell::new(7 * POLL);
+        let left = Cell::new(7_usize);
         tasks.begin();
-        while tasks.run(&budget) {}
-        assert_eq!(budget.get(), 0);
+        while tasks.run(|| left.replace(left.get().saturating_sub(1)) > 0) {}
+        assert_eq!(left.get(), 0);
         porch.silence();
         tasks.rest();
         assert!(is_readable(&porch), "there is more to do");
@@ -299,13 +294,13 @@ mod tests {
             })
         });
         tasks.begin();
-        while tasks.run(&Cell::new(10 * POLL)) {}
+        while tasks.run(|| true) {}
         tasks.rest();
         assert!(is_readable(&porch), "the loop must not sleep");
         assert!(!done.load(Ordering::SeqCst));
         porch.turned();
         tasks.begin();
-        while tasks.run(&Cell::new(10 * POLL)) {}
+        while tasks.run(|| true) {}
         assert!(done.load(Ordering::SeqCst));
     }
 }

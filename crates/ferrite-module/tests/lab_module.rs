@@ -9,6 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_proto::resp::encode_command;
 use ferrite_session::{Connector, Session, SessionTransport};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, Value};
@@ -197,6 +198,14 @@ impl Raw {
         self.0.flush().await.expect("it hears");
     }
 
+    /// As clients write it, in words.
+    async fn ask(&mut self, line: &str) {
+        let (words, mut bytes): (Vec<_>, _) = (line.split(' ').collect(), Vec::new());
+        encode_command(words, &mut bytes);
+        self.0.write_all(&bytes).await.expect("it hears");
+        self.0.flush().await.expect("it hears");
+    }
+
     /// Until this has come.
     async fn hear(&mut self, end: &str) -> String {
         let mut heard = String::new();
@@ -244,6 +253,29 @@ fn blocking_pops_and_monitor() {
         assert_eq!(waiting.hear("-1\r\n").await, "*-1\r\n");
     });
     assert_over_rdma(&mut server, 3);
+}
+
+/// What one client sends over its own connection a call of another does not overtake, as if both were the engine's own clients.
+#[test]
+fn clients_keep_their_order() {
+    let mut server = start(&["call-lane", "yes"], &[]);
+    run(async |connector| {
+        let (mut first, mut second) = (Raw(session(connector).await), Raw(session(connector).await));
+        let mut overtaken = 0;
+        for _ in 0..300 {
+            second.ask("RPUSH list one").await;
+            assert_eq!(second.hear("\r\n").await, ":1\r\n");
+            first.ask("BLPOP list 0").await;
+            second.ask("LLEN list").await;
+            overtaken += i32::from(second.hear("\r\n").await != ":0\r\n");
+            first.hear("one\r\n").await;
+        }
+        eprintln!("overtaken: {overtaken} of 300");
+        // Soft-RoCE works on queue pairs side by side: now and then the second message is the first to come.
+        assert!(overtaken <= 30, "without care it is most of them");
+    });
+    assert!(server.count("commands_called") >= 600);
+    assert_over_rdma(&mut server, 2);
 }
 
 /// A client that hangs up while it waits takes nothing with it.

@@ -17,7 +17,9 @@ mod words;
 
 pub use args::{Args, Command};
 pub use command::{CommandError, CommandFramer};
-pub use encode::{encode_bulk, encode_command, encode_error, encode_integer, encode_null, encode_status};
+pub use encode::{
+    Head, encode_bulk, encode_command, encode_error, encode_integer, encode_null, encode_status,
+};
 pub use reply::{ReplyError, ReplyFramer};
 pub use value::Value;
 pub use words::{Words, plain_command};

@@ -5,11 +5,14 @@ use std::io;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::str::FromStr;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use rustix::net::{Shutdown, shutdown};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
+
+use crate::lane::Inside;
 
 /// Where an engine listens: `unix:/run/redis.sock`, a path, or `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -133,6 +136,43 @@ impl AsyncWrite for EngineSocket {
 
     fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         both!(self, socket => Pin::new(socket).poll_shutdown(cx))
+    }
+}
+
+/// A client's own connection to the engine. If we are inside of that, it hears of what is sent there.
+pub(crate) struct Bridge {
+    socket: EngineSocket,
+    inside: Option<Arc<dyn Inside>>,
+}
+
+impl Bridge {
+    pub(crate) fn new(socket: EngineSocket, inside: Option<Arc<dyn Inside>>) -> Self {
+        Self { socket, inside }
+    }
+}
+
+impl AsyncRead for Bridge {
+    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().socket).poll_read(cx, out)
+    }
+}
+
+impl AsyncWrite for Bridge {
+    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        let Self { socket, inside } = self.get_mut();
+        let written = Pin::new(socket).poll_write(cx, bytes);
+        if let (Poll::Ready(Ok(1..)), Some(inside)) = (&written, inside) {
+            inside.on_bridged();
+        }
+        written
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().socket).poll_flush(cx)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.get_mut().socket).poll_shutdown(cx)
     }
 }
 

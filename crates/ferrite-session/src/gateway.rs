@@ -23,7 +23,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::engine::{EngineAddress, EngineSocket};
+use crate::engine::{Bridge, EngineAddress, EngineSocket};
 use crate::lane::{self, Client, Inside, Lanes, Left};
 use crate::pump::{Moved, pump};
 use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
@@ -339,7 +339,7 @@ impl Gateway {
         config: &GatewayConfig,
         peer: Option<SocketAddr>,
         local: Option<SocketAddr>,
-    ) -> Result<(EngineSocket, Standing), String> {
+    ) -> Result<(Bridge, Standing), String> {
         let GatewayConfig { engine: address, name, open_up, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
@@ -355,7 +355,7 @@ impl Gateway {
         let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
         let connected = timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
         match connected {
-            Ok((engine, standing, false)) => Ok((engine, standing)),
+            Ok((engine, standing, false)) => Ok((Bridge::new(engine, self.inside.clone()), standing)),
             Ok((.., true)) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
                 Err(format!(
@@ -373,7 +373,7 @@ impl Gateway {
 }
 
 /// A client and its connection to the engine, which gets these bytes first, until one of them ends or the session is over.
-async fn bridge<C>(mut client: C, mut engine: EngineSocket, unsent: Vec<u8>, open: Open, ending: Ending)
+async fn bridge<C>(mut client: C, mut engine: Bridge, unsent: Vec<u8>, open: Open, ending: Ending)
 where
     C: AsyncRead + AsyncWrite + Unpin,
 {

@@ -27,7 +27,7 @@ use ferrite_proto::resp::{Args, Limits, ReplyFramer};
 use ferrite_proto::{Effect, Standing};
 use tokio::io::{AsyncReadExt as _, ReadBuf, ReadHalf, WriteHalf};
 
-use crate::engine::EngineSocket;
+use crate::engine::Bridge;
 use crate::pump::Moved;
 pub use commands::{Callable, Commands};
 use commands::{Due, place_of};
@@ -56,6 +56,14 @@ pub trait Inside: Send + Sync {
 
     /// Calls these commands in order for a client of this standing and adds their replies, until one cannot be called.
     fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Replies) -> Called;
+
+    /// Whether sessions may go on for now; if not, others wait for their turn.
+    fn has_time(&self) -> bool {
+        true
+    }
+
+    /// Something was sent over a client's own connection. What others ask for after that is not to be called before it was read.
+    fn on_bridged(&self) {}
 
     /// Ready when what was written before is as safe as the engine makes it before it answers.
     fn settled(&self) -> SessionFuture;
@@ -91,7 +99,7 @@ pub(crate) enum Left {
     /// The client has gone, or the engine has hung up.
     Nothing,
     /// Everything goes over the connection from here on, these bytes first.
-    Stay { engine: EngineSocket, unsent: Vec<u8> },
+    Stay { engine: Bridge, unsent: Vec<u8> },
 }
 
 /// Commands in one go: then others have their turn.
@@ -120,7 +128,7 @@ enum Way {
 /// The client or the engine breaks off.
 pub(crate) async fn serve<C>(
     client: &mut C,
-    engine: EngineSocket,
+    engine: Bridge,
     standing: Standing,
     inside: &dyn Inside,
     (moved, lanes): (&Moved, &Lanes),
@@ -152,8 +160,8 @@ where
 
 struct Lane<'a, C> {
     client: &'a mut C,
-    engine_reads: ReadHalf<EngineSocket>,
-    engine_writes: WriteHalf<EngineSocket>,
+    engine_reads: ReadHalf<Bridge>,
+    engine_writes: WriteHalf<Bridge>,
     inside: &'a dyn Inside,
     moved: &'a Moved,
     lanes: &'a Lanes,
@@ -199,9 +207,7 @@ impl<C: Client> Lane<'_, C> {
                 Met::Over => return Ok(Left::Nothing),
                 Met::Unclear { unsent } => return self.leave(unsent).await,
             }
-            if run.len() == RUN_MAX {
-                yield_now().await;
-            }
+            self.pause_if_due(run.len() == RUN_MAX).await;
         }
     }
 
@@ -296,6 +302,13 @@ impl<C: Client> Lane<'_, C> {
             run = later;
         }
         Ok(Met::Answered)
+    }
+
+    /// Lets others have their turn, at the end of this one at the latest.
+    async fn pause_if_due(&self, is_due: bool) {
+        if is_due || !self.inside.has_time() {
+            yield_now().await;
+        }
     }
 
     fn count_input(&self, run: &[Due]) {

@@ -292,12 +292,12 @@ impl Poller {
 
     /// A queue pair in its first state, on the way.
     fn make_way(&mut self, shared: &Shared, link: &Arc<LinkShared>, way: &Way) -> Result<(), Error> {
-        let gear = self.gears[way.lane.index].as_ref().ok_or_else(|| way.lane.absence())?;
-        let qp = gear.create_queue_pair(&way.lane, &shared.config)?;
+        let gear = self.gears[way.lane.index].as_mut().ok_or_else(|| way.lane.absence())?;
+        let (qp, taker) = gear.create_queue_pair(&way.lane, &shared.config)?;
         qp.modify(&QueuePairAttributes::init(way.port.number, access()))?;
         let (number, inline) = (qp.number(), qp.capacity().max_inline.min(way.lane.inline()) as usize);
         link.with_wakes(&mut self.wakes, |state, _, _| {
-            let queue = SendQueue::new(qp, link.index, way.lane.index, state.generation);
+            let queue = SendQueue::new(qp, taker, link.index, way.lane.index, state.generation);
             state.begin_climb(queue, Arc::clone(&way.lane), inline);
         });
         self.know_qp(&way.lane, number, link.index);

@@ -118,9 +118,12 @@ impl Poller {
         self.by_qp.insert(lane.index, number, link);
     }
 
-    /// They do not any more.
+    /// They do not any more: it is gone.
     pub(crate) fn forget_qp(&mut self, lane: &Lane, number: u32, link: u32) {
         self.by_qp.remove(lane.index, number, link);
+        if let Some(gear) = &mut self.gears[lane.index] {
+            gear.stock.reclaim();
+        }
     }
 
     /// Puts a link where its completions find it.

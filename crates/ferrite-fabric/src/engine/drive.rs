@@ -1,7 +1,7 @@
 //! Ways to drive an engine. All do the same: passes while there is something to do, a short spin, then sleep.
 
 use std::future::Future;
-use std::ops::Deref;
+use std::ops::{ControlFlow, Deref};
 use std::os::fd::AsFd;
 use std::pin::pin;
 use std::sync::Arc;
@@ -169,12 +169,19 @@ impl Engine {
     /// something to do: a loop that tells of changes only (`EPOLLET`) must look at it before it waits.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn progress(&self) -> usize {
-        self.progress_with(|| false)
+        match self.progress_with(|| ControlFlow::Continue(false)) {
+            ControlFlow::Continue(done) | ControlFlow::Break(done) => done,
+        }
     }
 
     /// As [`Engine::progress`], for a loop that runs futures, too: `work` is called after each pass, with whatever that has
-    /// woken, and says whether it did anything. The descriptor is prepared when neither finds more to do.
-    pub fn progress_with(&self, mut work: impl FnMut() -> bool) -> usize {
+    /// woken, and says whether it did anything, or breaks off because others have to have their turn. The descriptor is prepared
+    /// when neither finds more to do. Returns how much there was to do; as a break if it was broken off with more to come: the
+    /// descriptor is readable then.
+    pub fn progress_with(
+        &self,
+        mut work: impl FnMut() -> ControlFlow<(), bool>,
+    ) -> ControlFlow<usize, usize> {
         /// A busy link must not keep the foreign loop from its other descriptors.
         const ENOUGH: usize = 1024;
         let shared = self.shared();
@@ -184,11 +191,14 @@ impl Engine {
             shared.drivers.fetch_add(1, Ordering::SeqCst);
         }
         loop {
-            let done = shared.pass() + usize::from(work());
+            let mut done = shared.pass();
+            let worked = work();
+            done += usize::from(worked == ControlFlow::Continue(true));
             total += done;
-            if total >= ENOUGH {
+            // Nobody is kept waiting by one who has only looked (`busy_poll_us`).
+            if total >= ENOUGH || worked.is_break() && total > 0 {
                 shared.mailbox.wake();
-                return total;
+                return ControlFlow::Break(total);
             }
             if done > 0 {
                 continue;
@@ -199,11 +209,11 @@ impl Engine {
                 continue;
             }
             match shared.arm() {
-                Armed::Sleep => return total,
+                Armed::Sleep => return ControlFlow::Continue(total),
                 Armed::Again => total += 1,
                 Armed::Elsewhere => {
                     shared.mailbox.wake(); // not prepared: the caller must not wait
-                    return total;
+                    return ControlFlow::Continue(total);
                 }
             }
         }

@@ -8,7 +8,7 @@ use ferrite_verbs::{
 
 use super::config::Config;
 use super::lane::Lane;
-use super::slots::ReceiveStock;
+use super::slots::{ReceiveStock, Taker};
 use crate::error::Error;
 use crate::mem::Pool;
 
@@ -39,7 +39,9 @@ impl Gear {
         let cq = context.create_completion_queue(entries, Some(&channel), index as u32)?;
         let srq = domain.create_shared_receive_queue(receives, 1)?;
         let block_bytes = config.recv_buffer_size as usize;
-        let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index);
+        // Soft-RoCE's queue is a ring. Of others it is not known, nor that they lose any.
+        let in_order = context.device().driver().as_deref() == Some("rxe");
+        let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
         Ok(Self { srq, stock, cq, channel, armed: false, domain: domain.clone(), context })
     }
 
@@ -52,8 +54,12 @@ impl Gear {
         }
     }
 
-    /// A queue pair for a link.
-    pub(crate) fn create_queue_pair(&self, lane: &Lane, config: &Config) -> Result<QueuePair, Error> {
+    /// A queue pair for a link, and what stands for it in the stock of receives.
+    pub(crate) fn create_queue_pair(
+        &mut self,
+        lane: &Lane,
+        config: &Config,
+    ) -> Result<(QueuePair, Taker), Error> {
         loop {
             let inline = lane.inline();
             let made = self.domain.create_queue_pair(&QueuePairConfig {
@@ -66,7 +72,7 @@ impl Gear {
             match made {
                 // A device does not say how much it takes inline: it refuses too much.
                 Err(error) if inline > 0 && error.kind() == ErrorKind::DeviceLimit => lane.less_inline(),
-                made => return made.map_err(Error::from),
+                made => return Ok((made?, self.stock.taker())),
             }
         }
     }

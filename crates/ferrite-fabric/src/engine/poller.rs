@@ -18,7 +18,7 @@ use super::lane::Lane;
 use super::links::Links;
 use super::queue_pairs::QueuePairs;
 use super::revive::Search;
-use super::slots::WorkId;
+use super::slots::{Taken, WorkId};
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
 use crate::connect::{Meeting, Meetings, Opening, Sockets};
@@ -208,16 +208,16 @@ impl Poller {
             }
             return;
         }
-        let buf = gear.stock.take(wc.wr_id());
+        let taken = gear.stock.take(wc.wr_id());
         let link = self.by_qp.get(lane.index, wc.qp_num()).and_then(|index| links.get(index));
-        let (Some(buf), Some(link)) = (buf, link) else {
+        let (Some(Taken { buf, number }), Some(link)) = (taken, link) else {
             shared.counters.unknown_receives.fetch_add(1, Ordering::Relaxed);
             return;
         };
         let now = self.now;
         link.with_wakes(&mut self.wakes, |state, around, wakes| match wc.status() {
             // What a queue pair left behind that is gone was not counted when the peer was told, and is sent again.
-            _ if !state.knows_qp(wc.qp_num()) => {}
+            _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(wc, buf, now, wakes) {
                 Ok(()) => state.pump(around, wakes),
                 Err(error) => state.fail(error, wakes),

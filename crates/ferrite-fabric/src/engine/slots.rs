@@ -1,11 +1,12 @@
 //! Work requests in flight, and the memory they own.
 //!
-//! The only place of the engine where memory reaches a device by its address. What makes that sound:
+//! The only place of the engine, with `receives.rs`, where memory reaches a device by its address. What makes that sound:
 //!
 //! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can drop or reuse a
 //!   buffer that the device may touch; a future that waits for it has nothing but a number.
 //! - A buffer leaves its slot in two ways: the request's completion was reaped, or the queue was destroyed and the
-//!   device said so. If it does not say so, the buffers stay for ever.
+//!   device said so. If it does not say so, the buffers stay for ever. A receive's is taken back, too, when every queue pair
+//!   that could have it was destroyed (`ReceiveStock`).
 //! - While it is in a slot nobody has a reference into a buffer that the device writes: `BufMut` is the only handle of
 //!   its block. Of one that the device reads there may be other readers: `Buf` is never written.
 #![expect(
@@ -13,13 +14,13 @@
     reason = "gives the addresses of buffers to the device: each block states its obligations"
 )]
 
+mod receives;
 mod table;
 
-use ferrite_verbs::{
-    Error, Operation, QueuePair, RecvRequest, SendRequest, Sge, SharedReceiveQueue, WorkCompletion,
-};
+use ferrite_verbs::{Error, Operation, QueuePair, SendRequest, Sge, WorkCompletion};
 
-use crate::mem::{Buf, BufMut, Pool, PoolError, Purpose};
+use crate::mem::{Buf, BufMut};
+pub(crate) use receives::{ReceiveStock, Taken, Taker};
 pub(crate) use table::{Key, Table};
 
 /// Requests that are posted in one call.
@@ -99,21 +100,30 @@ pub(crate) struct SendQueue<T> {
     owner: u32,
     /// The pool's index of the queue pair's protection domain.
     domain: usize,
+    /// As long as the queue pair lives.
+    taker: Option<Taker>,
 }
 
 impl<T> SendQueue<T> {
-    pub(crate) fn new(qp: QueuePair, owner: u32, domain: usize, first_generation: u32) -> Self {
+    /// The taker is of the stock that the queue pair receives from.
+    pub(crate) fn new(qp: QueuePair, taker: Taker, owner: u32, domain: usize, first_generation: u32) -> Self {
         let capacity = u16::try_from(qp.capacity().max_send_wr).unwrap_or(u16::MAX);
-        Self { qp: Some(qp), table: Table::new(capacity, first_generation), owner, domain }
+        let table = Table::new(capacity, first_generation);
+        Self { qp: Some(qp), table, owner, domain, taker: Some(taker) }
     }
 
     /// Without a queue pair: of a link that something else carries.
     pub(crate) fn none() -> Self {
-        Self { qp: None, table: Table::new(0, 0), owner: 0, domain: 0 }
+        Self { qp: None, table: Table::new(0, 0), owner: 0, domain: 0, taker: None }
     }
 
     pub(crate) fn qp(&self) -> Option<&QueuePair> {
         self.qp.as_ref()
+    }
+
+    /// Whether that is its queue pair's number.
+    pub(crate) fn is_of(&self, qp: u32) -> bool {
+        self.qp.as_ref().is_some_and(|own| own.number() == qp)
     }
 
     pub(crate) fn room(&self) -> usize {
@@ -223,6 +233,13 @@ impl<T> SendQueue<T> {
         })
     }
 
+    /// The queue pair completed a receive.
+    pub(crate) fn on_taken(&self, number: u64) {
+        if let Some(taker) = &self.taker {
+            taker.passes(number);
+        }
+    }
+
     /// What a completion names, while it is in flight.
     pub(crate) fn get(&mut self, wc: &WorkCompletion) -> Option<&InFlight<T>> {
         self.table.get_mut(WorkId(wc.wr_id()).key()).map(|it| &*it)
@@ -243,6 +260,7 @@ impl<T> SendQueue<T> {
         match qp.destroy() {
             Ok(()) => {
                 self.table.drain(&mut each);
+                self.taker = None;
                 Ok(())
             }
             Err((qp, error)) => {
@@ -259,215 +277,7 @@ impl<T> Drop for SendQueue<T> {
             // The device may still touch the buffers: they are never used again. The queue pair's own drop tries once
             // more and counts the leak.
             std::mem::forget(std::mem::replace(&mut self.table, Table::new(0, 0)));
+            std::mem::forget(self.taker.take());
         }
-    }
-}
-
-/// A shared receive queue and the buffers in it.
-///
-/// A queue pair that fails in the middle of a message may keep the receive it had begun, without a completion
-/// (Soft-RoCE does; the specification knows only that the queue pair took its last one). The device may write that buffer as
-/// long as its queue pair lives, and nobody can tell which buffer it is. So a receive that was overtaken by two rounds of
-/// the whole queue counts as overdue: its buffer stays where it is until it completes or the queue ends, and another
-/// receive takes its place, so that the stock does not dwindle.
-pub(crate) struct ReceiveStock {
-    /// `None` only while it is dropped.
-    srq: Option<SharedReceiveQueue>,
-    slots: Vec<ReceiveSlot>,
-    free: Vec<usize>,
-    /// Slots that were added for overdue ones, which have come after all.
-    spare: Vec<usize>,
-    overdue: usize,
-    depth: usize,
-    /// Receives posted, the youngest that completed, and when overdue ones were looked for.
-    posted: u64,
-    youngest: u64,
-    checked: u64,
-    domain: usize,
-    /// Bytes of each buffer.
-    block_bytes: usize,
-}
-
-struct ReceiveSlot {
-    generation: u32,
-    buf: Option<BufMut>,
-    /// How many had been posted when this was.
-    posted_at: u64,
-    overdue: bool,
-}
-
-impl ReceiveSlot {
-    fn new() -> Self {
-        Self { generation: 0, buf: None, posted_at: 0, overdue: false }
-    }
-}
-
-impl ReceiveStock {
-    /// Up to `depth` receives of `block_bytes` each; none is posted yet.
-    pub(crate) fn new(srq: SharedReceiveQueue, depth: usize, block_bytes: usize, domain: usize) -> Self {
-        Self {
-            srq: Some(srq),
-            slots: (0..depth).map(|_| ReceiveSlot::new()).collect(),
-            free: (0..depth).rev().collect(),
-            spare: Vec::new(),
-            overdue: 0,
-            depth,
-            posted: 0,
-            youngest: 0,
-            checked: 0,
-            domain,
-            block_bytes,
-        }
-    }
-
-    /// How many receives could be posted.
-    pub(crate) fn missing(&self) -> usize {
-        self.free.len()
-    }
-
-    /// How many wait for messages.
-    pub(crate) fn posted(&self) -> usize {
-        self.depth - self.free.len()
-    }
-
-    /// How many were taken by queue pairs that never completed them.
-    pub(crate) fn overdue(&self) -> usize {
-        self.overdue
-    }
-
-    /// Looks for receives that were overtaken by two rounds, and makes room for others in their place.
-    fn replace_overdue(&mut self) {
-        let rounds = 2 * self.depth as u64;
-        self.checked = self.youngest;
-        let late = self.youngest.saturating_sub(rounds);
-        for slot in 0..self.slots.len() {
-            let place = &mut self.slots[slot];
-            if place.buf.is_none() || place.overdue || place.posted_at >= late {
-                continue;
-            }
-            place.overdue = true;
-            self.overdue += 1;
-            let another = self.spare.pop().unwrap_or_else(|| {
-                self.slots.push(ReceiveSlot::new());
-                self.slots.len() - 1
-            });
-            self.free.push(another);
-        }
-    }
-
-    /// Posts receives until none is missing, or memory or the device says no.
-    ///
-    /// # Errors
-    /// What the pool or the device said; what was posted before stays.
-    pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), PoolError> {
-        if self.youngest - self.checked > self.depth as u64 {
-            self.replace_overdue();
-        }
-        while !self.free.is_empty() {
-            // SAFETY: without bytes nothing is touched.
-            let mut pieces = [unsafe { Sge::from_raw(0, 0, 0) }; BATCH];
-            let mut ids = [WorkId(0); BATCH];
-            let mut count = 0;
-            let mut short = None;
-            while count < BATCH {
-                let Some(slot) = self.free.pop() else { break };
-                let mut buf = match pool.take_uncharged(self.block_bytes, Purpose::Receive) {
-                    Ok(buf) => buf,
-                    Err(error) => {
-                        self.free.push(slot);
-                        short = Some(error);
-                        break;
-                    }
-                };
-                let parts = buf.raw_parts(self.domain);
-                // SAFETY: the slot owns the buffer, its only handle, until the completion or the end of the queue.
-                pieces[count] = unsafe { Sge::from_raw(parts.addr, parts.len, parts.lkey) };
-                let place = &mut self.slots[slot];
-                place.generation = place.generation.wrapping_add(1);
-                place.buf = Some(buf);
-                self.posted += 1;
-                place.posted_at = self.posted;
-                ids[count] = WorkId::of_receive(slot, place.generation);
-                count += 1;
-            }
-            let mut requests = [RecvRequest::new(0, &[]); BATCH];
-            for at in 0..count {
-                requests[at] = RecvRequest::new(ids[at].0, &pieces[at..=at]);
-            }
-            let posted = match &self.srq {
-                Some(srq) => srq.post_recv(&requests[..count]),
-                None => Ok(()),
-            };
-            if let Err(refused) = posted {
-                for id in &ids[refused.posted..count] {
-                    self.take(id.0);
-                }
-                return Err(refused.error.into());
-            }
-            if let Some(error) = short {
-                return Err(error);
-            }
-        }
-        Ok(())
-    }
-
-    /// A receive completed: its buffer, unless the number names none that is posted.
-    pub(crate) fn take(&mut self, wr_id: u64) -> Option<BufMut> {
-        let (slot, generation) = (wr_id as u32 as usize, (wr_id >> 32) as u32 & 0x7fff_ffff);
-        let place = self.slots.get_mut(slot)?;
-        if place.generation & 0x7fff_ffff != generation {
-            return None;
-        }
-        let buf = place.buf.take()?;
-        self.youngest = self.youngest.max(place.posted_at);
-        if std::mem::take(&mut place.overdue) {
-            self.overdue -= 1;
-            self.spare.push(slot);
-        } else {
-            self.free.push(slot);
-        }
-        Some(buf)
-    }
-}
-
-impl Drop for ReceiveStock {
-    fn drop(&mut self) {
-        let Some(srq) = self.srq.take() else { return };
-        if srq.destroy().is_err() {
-            // As for sends. (The queue's own drop tries once more, and counts.)
-            std::mem::forget(std::mem::take(&mut self.slots));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use ferrite_verbs::fake::{DeviceSpec, World};
-
-    use super::*;
-
-    #[test]
-    fn receives_that_never_complete_are_replaced() {
-        let world = World::new();
-        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
-        let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
-        let domain = context.allocate_protection_domain().expect("domain");
-        // Deeper than the stock: what the test takes out by hand the device still has.
-        let srq = domain.create_shared_receive_queue(64, 1).expect("queue");
-        let pool = Pool::builder(&[domain]).build().expect("pool");
-        let mut stock = ReceiveStock::new(srq, 4, 256, 0);
-        stock.refill(&pool).expect("posted");
-        let lost = WorkId::of_receive(0, 1).0;
-        for _ in 0..4 {
-            for slot in 1..4 {
-                let generation = stock.slots[slot].generation;
-                stock.take(WorkId::of_receive(slot, generation).0).expect("posted");
-            }
-            stock.refill(&pool).expect("posted");
-        }
-        assert_eq!((stock.posted(), stock.overdue(), stock.slots.len()), (4, 1, 5));
-        stock.take(lost).expect("late, but known");
-        assert_eq!((stock.posted(), stock.overdue(), stock.missing()), (4, 0, 0), "no place is free for it");
-        assert!(stock.take(lost).is_none(), "twice");
     }
 }

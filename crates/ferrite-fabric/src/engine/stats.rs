@@ -48,7 +48,8 @@ pub struct EngineStats {
     pub in_flight: u64,
     /// Receives that wait for messages.
     pub receives_posted: u64,
-    /// Receives that failed links took along; their memory comes back with the engine's end.
+    /// Receives that failed links took along. Their memory comes back when no link is left that could have them, on Soft-RoCE; on
+    /// other devices with the engine's end.
     pub receives_overdue: u64,
     /// Looks at the completion queues.
     pub passes: u64,

@@ -1,6 +1,7 @@
 //! The ways to drive an engine: under tokio, on a thread, from a foreign loop. Whoever waits is woken.
 
 use std::future::Future;
+use std::ops::ControlFlow;
 use std::os::fd::AsFd;
 use std::pin::pin;
 use std::sync::Arc;
@@ -12,7 +13,7 @@ use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Config, ConnectOptions, Engine, Error, ErrorKind, Link, Listener};
 use futures_util::join;
-use rustix::event::{Timespec, epoll};
+use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use tokio::runtime::Builder;
 use tokio::time::timeout;
 
@@ -384,4 +385,33 @@ fn hurry(link: &Link, random: &mut Random) {
         2 => drop(wait(link.close(), Duration::from_millis(50))),
         _ => {}
     }
+}
+
+/// Who breaks off is called again, and does not come to rest before all is done; who has nothing to do sleeps, whatever it says.
+pub(crate) fn broken_off(fixture: &Fixture) {
+    let pair = Pair::new(fixture);
+    let is_readable = || {
+        let mut fds = [PollFd::new(&pair.b.engine, PollFlags::IN)];
+        rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).expect("poll") > 0
+    };
+    let come_to_rest = |how: ControlFlow<(), bool>| {
+        let begun = Instant::now();
+        while pair.a.engine.progress() > 0
+            || pair.b.engine.progress_with(|| how) != ControlFlow::Continue(0)
+            || is_readable()
+        {
+            assert!(begun.elapsed() < PATIENCE, "it does not come to rest");
+        }
+    };
+    come_to_rest(ControlFlow::Continue(false));
+    pair.a.link.post_bytes(0, b"something to do").expect("room");
+    let begun = Instant::now();
+    while pair.b.engine.progress_with(|| ControlFlow::Break(())).is_continue() {
+        pair.a.engine.progress();
+        assert!(begun.elapsed() < PATIENCE, "nothing comes");
+    }
+    assert!(is_readable(), "there may be more");
+    come_to_rest(ControlFlow::Break(()));
+    assert_eq!(pair.b.link.try_recv().expect("it is up").expect("a message").to_vec(), b"something to do");
+    pair.end();
 }

@@ -37,6 +37,7 @@ const SETTINGS: &[(&str, &[&str])] = &[
     ("ferrite.rx-size", &["4kb", "16kb", "64kb", "2mb"]),
     ("ferrite.rx-size-max", &["64kb", "2mb"]),
     ("ferrite.busy-poll-us", &["0", "0", "5", "20"]),
+    ("ferrite.turn-us", &["500", "50", "5000"]),
     ("ferrite.max-clients", &["100", "10000"]),
     ("maxmemory", &["1gb", "0"]),
     ("maxmemory-policy", &["noeviction", "allkeys-lfu", "allkeys-lru"]),

@@ -59,9 +59,6 @@ fn rss_bytes(pid: u32) -> u64 {
 /// What clients' keys happen to hold, and the allocator to keep.
 const RSS_SLACK: u64 = 8 << 20;
 
-/// Receives that dying queue pairs took along (docs/ARCHITECTURE.md, Engine): Soft-RoCE does not give them back.
-const TAKEN_BYTES: u64 = 16 * (64 << 10);
-
 type Field = fn(&[Held; 2]) -> u64;
 
 /// Samples of both engines.
@@ -113,7 +110,7 @@ pub(crate) fn until_as_before(servers: &[Server; 2], before: &[Held; 2], limit: 
         let back = now.iter().zip(before).all(|(now, before)| {
             now.descriptors <= before.descriptors
                 && now.queue_pairs <= before.queue_pairs
-                && now.in_use_bytes <= before.in_use_bytes + TAKEN_BYTES
+                && now.in_use_bytes <= before.in_use_bytes
                 && now.windows_bytes == 0
                 && now.sessions == 0
         });

@@ -50,7 +50,46 @@ pub(super) fn blob(kind: u8, bytes: &[u8], into: &mut Vec<u8>) {
 }
 
 pub(super) fn header(kind: u8, len: usize, into: &mut Vec<u8>) {
-    line(kind, len.to_string().as_bytes(), into);
+    into.extend_from_slice(&Head::new(kind, len));
+}
+
+/// What comes before a string, or before the members of an aggregate: its kind and its length.
+///
+/// ```
+/// assert_eq!(*ferrite_proto::resp::Head::new(b'$', 65536), *b"$65536\r\n");
+/// ```
+#[derive(Debug, Clone, Copy)]
+pub struct Head {
+    bytes: [u8; 23],
+    from: usize,
+}
+
+impl Head {
+    /// Without the formatting of the standard library, which takes as long as it does to copy a small value.
+    #[must_use]
+    pub fn new(kind: u8, len: usize) -> Self {
+        let mut bytes = *b"000000000000000000000\r\n";
+        let (mut from, mut rest) = (bytes.len() - 2, len);
+        loop {
+            from -= 1;
+            bytes[from] = b'0' + (rest % 10) as u8;
+            rest /= 10;
+            if rest == 0 {
+                break;
+            }
+        }
+        from -= 1;
+        bytes[from] = kind;
+        Self { bytes, from }
+    }
+}
+
+impl std::ops::Deref for Head {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.from..]
+    }
 }
 
 pub(super) fn line(kind: u8, text: &[u8], into: &mut Vec<u8>) {
@@ -73,5 +112,12 @@ mod tests {
         encode_null(&mut bytes);
         encode_command([b""; 0], &mut bytes);
         assert_eq!(bytes, b"+OK\r\n-ERR two  lines\r\n:-5\r\n$4\r\na\r\nb\r\n$-1\r\n*0\r\n");
+    }
+
+    #[test]
+    fn heads_of_all_lengths() {
+        for len in [0, 9, 10, 12_345, usize::MAX] {
+            assert_eq!(*Head::new(b'~', len), *format!("~{len}\r\n").as_bytes());
+        }
     }
 }

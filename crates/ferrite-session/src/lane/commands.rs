@@ -53,12 +53,6 @@ pub struct Commands<'a> {
 }
 
 impl<'a> Commands<'a> {
-    /// As long as they are together.
-    #[must_use]
-    pub fn bytes(self) -> usize {
-        place_of(self.run).len()
-    }
-
     /// What is known of each, and its words.
     #[inline]
     pub fn iter(self) -> impl Iterator<Item = (Callable, Words<'a>)> {

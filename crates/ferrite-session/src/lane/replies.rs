@@ -11,6 +11,7 @@ use std::task::{Context, Poll, ready};
 
 use ferrite_fabric::mem::{Buf, Pool, Purpose};
 use ferrite_fabric::{Stream, Transport};
+use ferrite_proto::resp::Head;
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 
 use super::{AHEAD, Lane, REPLIES_MAX};
@@ -91,20 +92,8 @@ impl Replies {
 
     /// Appends a string.
     pub fn push_string(&mut self, value: &[u8]) {
-        // Without the formatting of the standard library, which takes as long as the copy.
-        let mut head = *b"$00000000000000000000\r\n";
-        let (mut at, mut rest) = (head.len() - 2, value.len());
-        loop {
-            at -= 1;
-            head[at] = b'0' + (rest % 10) as u8;
-            rest /= 10;
-            if rest == 0 {
-                break;
-            }
-        }
-        at -= 1;
-        head[at] = b'$';
-        let mut parts = [&head[at..], value, b"\r\n"];
+        let head = Head::new(b'$', value.len());
+        let mut parts = [&head[..], value, b"\r\n"];
         if value.len() >= LONG {
             self.push_blocks(&mut parts);
         }
@@ -223,7 +212,8 @@ impl<C: Client> Lane<'_, C> {
             });
             match moved.await? {
                 Either::Written(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Either::Written(_) => {}
+                Either::Written(_) if self.replies.is_empty() => return Ok(()),
+                Either::Written(_) => self.pause_if_due(false).await,
                 Either::Read(0) => has_ended = true,
                 Either::Read(count) => self.input.append(&piece[..count]),
             }

@@ -10,6 +10,7 @@ use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::UnixStream;
 
 use super::*;
+use crate::engine::EngineSocket;
 
 /// What came of it lies ready in pieces, then nothing more comes. What is written to it is noted.
 struct Pieces<'a> {
@@ -54,7 +55,11 @@ impl AsyncWrite for Pieces<'_> {
 impl Client for Pieces<'_> {}
 
 /// Calls everything, and all is well.
-struct Willing;
+#[derive(Default)]
+struct Willing {
+    /// Others wait for their turn, always.
+    is_pressed: bool,
+}
 
 impl Inside for Willing {
     fn spawn(&self, _: SessionFuture) {}
@@ -77,6 +82,10 @@ impl Inside for Willing {
         Called { done, wrote: true, ..Called::default() }
     }
 
+    fn has_time(&self) -> bool {
+        !self.is_pressed
+    }
+
     fn settled(&self) -> SessionFuture {
         Box::pin(std::future::ready(()))
     }
@@ -88,22 +97,28 @@ impl Inside for Willing {
 
 /// How many replies left in each write, until the session waits.
 fn replies_to(input: &[u8]) -> Vec<usize> {
+    polled(&Willing::default(), input).0
+}
+
+/// The same, and how many commands had been called after each poll.
+fn polled(inside: &Willing, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
         let (ours, _engine) = UnixStream::pair().expect("a pair");
         let mut client = Pieces { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
         let (moved, lanes) = (Moved::default(), Lanes::default());
-        let engine = EngineSocket::Unix(ours);
+        let (engine, mut called) = (Bridge::new(EngineSocket::Unix(ours), None), Vec::new());
         {
             let mut session =
-                std::pin::pin!(serve(&mut client, engine, Standing::new(true), &Willing, (&moved, &lanes)));
+                std::pin::pin!(serve(&mut client, engine, Standing::new(true), inside, (&moved, &lanes)));
             // It yields now and then, and then it waits for ever.
             for _ in 0..1000 {
                 let poll = std::future::poll_fn(|cx| Poll::Ready(session.as_mut().poll(cx))).await;
                 assert!(poll.is_pending(), "the client is still there");
+                called.push(lanes.called.load(Ordering::Relaxed));
             }
         }
-        client.written.iter().map(|bytes| bytes.len() / b"+OK\r\n".len()).collect()
+        (client.written.iter().map(|bytes| bytes.len() / b"+OK\r\n".len()).collect(), called)
     })
 }
 
@@ -134,6 +149,13 @@ fn replies_leave_in_time() {
     let replies = replies_to(&sets(200, 64 << 10));
     assert_eq!(replies.iter().sum::<usize>(), 200);
     assert!(replies.iter().all(|count| *count <= 1 + usize::from(KEPT_MAX)), "{replies:?}");
+}
+
+/// One step at a time while others wait, and nothing is lost by it.
+#[test]
+fn a_session_stops_when_its_time_is_over() {
+    let (replies, called) = polled(&Willing { is_pressed: true }, &sets(16, 64 << 10));
+    assert_eq!((replies, &called[..3], called.last()), (vec![16], &[1, 2, 3][..], Some(&16)));
 }
 
 /// Values of these lengths, a short reply behind each, to a client that takes so much of them at once.

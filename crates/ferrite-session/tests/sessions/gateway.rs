@@ -50,7 +50,7 @@ impl Served {
 
     /// Links of the gateway's host and blocks of its memory that are in use, to send and to receive. Receives that wait for messages
     /// do not count, since their number changes while some are replaced; those that failed links took along are known, and come
-    /// back with their queue.
+    /// back when no link is left that could have them.
     pub(crate) fn holds(&self) -> (u64, u64, u64) {
         let stats = self.server.stats();
         let [send, receive] =

@@ -129,6 +129,7 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     let numbers = [
         ("max-clients", config.max_connections),
         ("busy-poll-us", config.busy_poll_us),
+        ("turn-us", config.turn_us),
         ("rx-size", config.rx_size),
         ("rx-size-max", config.rx_size_max),
     ];

@@ -182,6 +182,11 @@ impl LinkState {
         self.climb.as_ref().is_some_and(|climb| climb.switching)
     }
 
+    /// The queue of the next path, if that is its queue pair.
+    pub(crate) fn climb_queue(&self, qp: u32) -> Option<&SendQueue<Tag>> {
+        self.climb.as_ref().map(|climb| &climb.queue).filter(|queue| queue.is_of(qp))
+    }
+
     pub(crate) fn climb_qp(&self) -> Option<&ferrite_verbs::QueuePair> {
         self.climb.as_ref().and_then(|climb| climb.queue.qp())
     }

@@ -124,12 +124,13 @@ impl LinkState {
 
     /// Whether a queue pair is that of the path.
     pub(crate) fn is_carried_by(&self, number: u32) -> bool {
-        self.queue.qp().is_some_and(|qp| qp.number() == number)
+        self.queue.is_of(number)
     }
 
-    /// Whether a queue pair is the link's, or is about to be.
-    pub(crate) fn knows_qp(&self, number: u32) -> bool {
-        self.is_carried_by(number) || self.climb_qp().is_some_and(|qp| qp.number() == number)
+    /// A queue pair took a receive; whether it is the link's, or is about to be.
+    pub(crate) fn on_taken(&self, qp: u32, receive: u64) -> bool {
+        let queue = if self.is_carried_by(qp) { Some(&self.queue) } else { self.climb_queue(qp) };
+        queue.map(|queue| queue.on_taken(receive)).is_some()
     }
 
     /// Whether the engine has to take the queue pair away.

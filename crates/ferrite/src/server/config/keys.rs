@@ -10,6 +10,7 @@ pub(super) const RDMA_PORT: u16 = 6380;
 /// The module's limits.
 const CLIENTS_MAX: i64 = 16_000;
 const BUSY_POLL_MAX: i64 = 1_000_000;
+const TURN: [i64; 2] = [50, 1_000_000];
 
 /// A key of a section.
 pub(super) struct Key {
@@ -161,6 +162,10 @@ pub(super) const KEYS: &[Key] = &[
     }),
     set("network.rdma", "busy_poll_us", |config, value| {
         config.busy_poll_us = Some(value.number(0, BUSY_POLL_MAX)?);
+        Ok(())
+    }),
+    set("network.rdma", "turn_us", |config, value| {
+        config.turn_us = Some(value.number(TURN[0], TURN[1])?);
         Ok(())
     }),
     set("network.rdma", "call_lane", |config, value| {

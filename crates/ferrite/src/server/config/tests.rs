@@ -51,13 +51,14 @@ fn a_file_with_all_the_tuning_is_taken() {
         inline_threshold = 256
         send_queue_depth = 128
         busy_poll_us = 100
+        turn_us = 200
         call_lane = true
         "#,
     )
     .expect("it is right");
     assert_eq!((config.rdma(), config.rdma_devices.as_slice()), (Rdma::Prefer, &["mlx5_0".to_owned()][..]));
     assert_eq!((config.max_connections, config.busy_poll_us), (Some(1000), Some(100)));
-    assert_eq!(config.call_lane, Some(true));
+    assert_eq!((config.turn_us, config.call_lane), (Some(200), Some(true)));
     let said = config.without_effect.join("\n");
     for name in ["rdma_port", "rdma_gid_index", "connection_timeout_ms", "max_mr_size", "inline_threshold"] {
         assert!(said.contains(name), "{said}");

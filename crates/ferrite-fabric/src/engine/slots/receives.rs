@@ -1,0 +1,336 @@
+//! Receives that wait for messages of all links of a device. What makes it sound is said at the top of `slots.rs`.
+#![expect(
+    unsafe_code,
+    reason = "gives the addresses of buffers to the device: each block states its obligations"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrite_verbs::{RecvRequest, Sge, SharedReceiveQueue};
+
+use super::{BATCH, WorkId};
+use crate::mem::{BufMut, Pool, PoolError, Purpose};
+
+/// A shared receive queue and the buffers in it.
+///
+/// A queue pair that fails in the middle of a message may keep the receive it had begun, without a completion
+/// (Soft-RoCE does; the specification knows only that the queue pair took its last one). The device may write that buffer as
+/// long as its queue pair lives, and nobody can tell which buffer it is. So a receive that was overtaken by two rounds of
+/// the whole queue counts as overdue: its buffer stays where it is, and another receive takes its place, so that the stock
+/// does not dwindle.
+///
+/// It comes back when it completes after all, or when no queue pair is left that can have it. Of a device that takes
+/// receives in the order in which they were posted, a queue pair cannot have one if it was made when a younger one had been
+/// taken already, or if it has completed a younger one: it works on one message at a time.
+pub(crate) struct ReceiveStock {
+    /// `None` only while it is dropped.
+    srq: Option<SharedReceiveQueue>,
+    slots: Vec<ReceiveSlot>,
+    free: Vec<usize>,
+    /// Slots that were added for overdue ones, which have come after all.
+    spare: Vec<usize>,
+    overdue: usize,
+    depth: usize,
+    /// Receives posted, the youngest that completed, and when overdue ones were looked for.
+    posted: u64,
+    youngest: u64,
+    checked: u64,
+    domain: usize,
+    /// Bytes of each buffer.
+    block_bytes: usize,
+    /// Whether the device takes receives in the order in which they were posted.
+    in_order: bool,
+    /// Of each queue pair that receives from here; nobody else has those of queue pairs that are gone.
+    takers: Vec<Arc<AtomicU64>>,
+}
+
+/// A queue pair that takes receives from a stock: the youngest of those that it cannot have any more. Dropped when the
+/// device said that the queue pair is gone, and never if it does not.
+pub(crate) struct Taker(Arc<AtomicU64>);
+
+impl Taker {
+    /// The queue pair has completed that one.
+    pub(super) fn passes(&self, number: u64) {
+        self.0.fetch_max(number, Ordering::Relaxed);
+    }
+}
+
+/// A receive that completed.
+pub(crate) struct Taken {
+    pub(crate) buf: BufMut,
+    /// How many had been posted when it was.
+    pub(crate) number: u64,
+}
+
+struct ReceiveSlot {
+    generation: u32,
+    buf: Option<BufMut>,
+    /// How many had been posted when this was.
+    posted_at: u64,
+    overdue: bool,
+}
+
+impl ReceiveSlot {
+    fn new() -> Self {
+        Self { generation: 0, buf: None, posted_at: 0, overdue: false }
+    }
+}
+
+impl ReceiveStock {
+    /// Up to `depth` receives of `block_bytes` each; none is posted yet.
+    pub(crate) fn new(
+        srq: SharedReceiveQueue,
+        depth: usize,
+        block_bytes: usize,
+        domain: usize,
+        in_order: bool,
+    ) -> Self {
+        Self {
+            srq: Some(srq),
+            slots: (0..depth).map(|_| ReceiveSlot::new()).collect(),
+            free: (0..depth).rev().collect(),
+            spare: Vec::new(),
+            overdue: 0,
+            depth,
+            posted: 0,
+            youngest: 0,
+            checked: 0,
+            domain,
+            block_bytes,
+            in_order,
+            takers: Vec::new(),
+        }
+    }
+
+    /// For a queue pair that is made now.
+    pub(crate) fn taker(&mut self) -> Taker {
+        let passed = Arc::new(AtomicU64::new(self.youngest));
+        self.takers.push(Arc::clone(&passed));
+        Taker(passed)
+    }
+
+    /// Takes back what only queue pairs could have had that are gone.
+    pub(crate) fn reclaim(&mut self) {
+        self.takers.retain_mut(|taker| Arc::get_mut(taker).is_none());
+        if self.overdue == 0 || !self.in_order {
+            return;
+        }
+        let passed = self.takers.iter().map(|taker| taker.load(Ordering::Relaxed)).min();
+        let passed = passed.unwrap_or(self.youngest);
+        for slot in 0..self.slots.len() {
+            let place = &mut self.slots[slot];
+            if place.overdue && place.posted_at < passed {
+                (place.buf, place.overdue) = (None, false);
+                self.overdue -= 1;
+                self.spare.push(slot);
+            }
+        }
+    }
+
+    /// How many receives could be posted.
+    pub(crate) fn missing(&self) -> usize {
+        self.free.len()
+    }
+
+    /// How many wait for messages.
+    pub(crate) fn posted(&self) -> usize {
+        self.depth - self.free.len()
+    }
+
+    /// How many were taken by queue pairs that never completed them.
+    pub(crate) fn overdue(&self) -> usize {
+        self.overdue
+    }
+
+    /// Looks for receives that were overtaken by two rounds, and makes room for others in their place.
+    fn replace_overdue(&mut self) {
+        let rounds = 2 * self.depth as u64;
+        self.checked = self.youngest;
+        let late = self.youngest.saturating_sub(rounds);
+        for slot in 0..self.slots.len() {
+            let place = &mut self.slots[slot];
+            if place.buf.is_none() || place.overdue || place.posted_at >= late {
+                continue;
+            }
+            place.overdue = true;
+            self.overdue += 1;
+            let another = self.spare.pop().unwrap_or_else(|| {
+                self.slots.push(ReceiveSlot::new());
+                self.slots.len() - 1
+            });
+            self.free.push(another);
+        }
+    }
+
+    /// Posts receives until none is missing, or memory or the device says no.
+    ///
+    /// # Errors
+    /// What the pool or the device said; what was posted before stays.
+    pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), PoolError> {
+        if self.youngest - self.checked > self.depth as u64 {
+            self.replace_overdue();
+            self.reclaim();
+        }
+        while !self.free.is_empty() {
+            // SAFETY: without bytes nothing is touched.
+            let mut pieces = [unsafe { Sge::from_raw(0, 0, 0) }; BATCH];
+            let mut ids = [WorkId(0); BATCH];
+            let mut count = 0;
+            let mut short = None;
+            while count < BATCH {
+                let Some(slot) = self.free.pop() else { break };
+                let mut buf = match pool.take_uncharged(self.block_bytes, Purpose::Receive) {
+                    Ok(buf) => buf,
+                    Err(error) => {
+                        self.free.push(slot);
+                        short = Some(error);
+                        break;
+                    }
+                };
+                let parts = buf.raw_parts(self.domain);
+                // SAFETY: the slot owns the buffer, its only handle, until the completion or the end of the queue.
+                pieces[count] = unsafe { Sge::from_raw(parts.addr, parts.len, parts.lkey) };
+                let place = &mut self.slots[slot];
+                place.generation = place.generation.wrapping_add(1);
+                place.buf = Some(buf);
+                self.posted += 1;
+                place.posted_at = self.posted;
+                ids[count] = WorkId::of_receive(slot, place.generation);
+                count += 1;
+            }
+            let mut requests = [RecvRequest::new(0, &[]); BATCH];
+            for at in 0..count {
+                requests[at] = RecvRequest::new(ids[at].0, &pieces[at..=at]);
+            }
+            let posted = match &self.srq {
+                Some(srq) => srq.post_recv(&requests[..count]),
+                None => Ok(()),
+            };
+            if let Err(refused) = posted {
+                // Not as if they had been taken: those before them have not.
+                for id in &ids[refused.posted..count] {
+                    let slot = id.0 as u32 as usize;
+                    self.slots[slot].buf = None;
+                    self.free.push(slot);
+                }
+                return Err(refused.error.into());
+            }
+            if let Some(error) = short {
+                return Err(error);
+            }
+        }
+        Ok(())
+    }
+
+    /// A receive completed; none if the number names none that is posted.
+    pub(crate) fn take(&mut self, wr_id: u64) -> Option<Taken> {
+        let (slot, generation) = (wr_id as u32 as usize, (wr_id >> 32) as u32 & 0x7fff_ffff);
+        let place = self.slots.get_mut(slot)?;
+        if place.generation & 0x7fff_ffff != generation {
+            return None;
+        }
+        let buf = place.buf.take()?;
+        let number = place.posted_at;
+        self.youngest = self.youngest.max(number);
+        if std::mem::take(&mut place.overdue) {
+            self.overdue -= 1;
+            self.spare.push(slot);
+        } else {
+            self.free.push(slot);
+        }
+        Some(Taken { buf, number })
+    }
+}
+
+impl Drop for ReceiveStock {
+    fn drop(&mut self) {
+        let Some(srq) = self.srq.take() else { return };
+        if srq.destroy().is_err() {
+            // As for sends. (The queue's own drop tries once more, and counts.)
+            std::mem::forget(std::mem::take(&mut self.slots));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ferrite_verbs::fake::{DeviceSpec, World};
+
+    use super::*;
+
+    /// A stock of four receives, of which the first was taken and never completed while four rounds went by.
+    fn one_lost(in_order: bool) -> (ReceiveStock, Pool, Taker) {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+        let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+        let domain = context.allocate_protection_domain().expect("domain");
+        // Deeper than the stock: what the test takes out by hand the device still has.
+        let srq = domain.create_shared_receive_queue(64, 1).expect("queue");
+        let pool = Pool::builder(&[domain]).build().expect("pool");
+        let mut stock = ReceiveStock::new(srq, 4, 256, 0, in_order);
+        let taker = stock.taker();
+        stock.refill(&pool).expect("posted");
+        for _ in 0..4 {
+            for slot in 1..4 {
+                take(&mut stock, slot);
+            }
+            stock.refill(&pool).expect("posted");
+        }
+        assert_eq!((stock.posted(), stock.overdue(), stock.slots.len()), (4, 1, 5));
+        (stock, pool, taker)
+    }
+
+    fn take(stock: &mut ReceiveStock, slot: usize) -> u64 {
+        let generation = stock.slots[slot].generation;
+        stock.take(WorkId::of_receive(slot, generation).0).expect("posted").number
+    }
+
+    const LOST: u64 = super::super::RECEIVE | 1 << 32;
+
+    #[test]
+    fn receives_that_never_complete_are_replaced() {
+        let (mut stock, _pool, _taker) = one_lost(true);
+        stock.take(LOST).expect("late, but known");
+        assert_eq!((stock.posted(), stock.overdue(), stock.missing()), (4, 0, 0), "no place is free for it");
+        assert!(stock.take(LOST).is_none(), "twice");
+    }
+
+    #[test]
+    fn what_a_queue_pair_took_along_comes_back_when_it_is_gone() {
+        let (mut stock, pool, taker) = one_lost(true);
+        let in_use = pool.stats().receive.in_use_bytes;
+        let younger = stock.taker();
+        stock.reclaim();
+        assert_eq!(stock.overdue(), 1, "its queue pair may have it");
+        drop(taker);
+        stock.reclaim();
+        assert_eq!((stock.overdue(), stock.posted(), stock.missing()), (0, 4, 0));
+        assert!(pool.stats().receive.in_use_bytes < in_use, "the memory is back");
+        assert!(stock.take(LOST).is_none(), "it is nobody's");
+        drop(younger);
+        take(&mut stock, 1);
+        stock.refill(&pool).expect("posted");
+        assert_eq!((stock.posted(), stock.slots.len()), (4, 5));
+    }
+
+    #[test]
+    fn who_completed_a_younger_one_does_not_have_it() {
+        let (mut stock, _pool, taker) = one_lost(true);
+        taker.passes(1);
+        stock.reclaim();
+        assert_eq!(stock.overdue(), 1, "that is the one itself");
+        let number = take(&mut stock, 2);
+        taker.passes(number);
+        stock.reclaim();
+        assert_eq!(stock.overdue(), 0);
+    }
+
+    #[test]
+    fn a_device_without_an_order_keeps_it() {
+        let (mut stock, _pool, taker) = one_lost(false);
+        drop(taker);
+        stock.reclaim();
+        assert_eq!(stock.overdue(), 1);
+    }
+}
