@@ -35,8 +35,8 @@ thread_local! {
     static END: Cell<Option<Instant>> = const { Cell::new(None) };
     /// Something went over a client's own connection in this turn.
     static HAS_BRIDGED: Cell<bool> = const { Cell::new(false) };
-    /// The descriptor whose turn was broken off: no other has one before it, and it lets so many pass.
-    static HELD: Cell<Option<(RawFd, u8)>> = const { Cell::new(None) };
+    /// A turn was broken off: the next is that of [`Resident::main_descriptor`], which lets so many pass.
+    static HELD: Cell<Option<u8>> = const { Cell::new(None) };
 }
 
 /// What runs on the main thread.
@@ -53,6 +53,11 @@ impl Resident {
     fn descriptors(&self) -> Vec<RawFd> {
         let fabric = self.fabric.as_ref().map(|fabric| fabric.as_fd().as_raw_fd());
         [self.porch.as_fd().as_raw_fd()].into_iter().chain(fabric).collect()
+    }
+
+    /// The one that is readable after a turn was broken off.
+    fn main_descriptor(&self) -> RawFd {
+        self.fabric.as_ref().map_or(self.porch.as_fd(), AsFd::as_fd).as_raw_fd()
     }
 }
 
@@ -81,13 +86,14 @@ pub(crate) fn end() {
 pub(crate) fn turn(descriptor: RawFd) {
     RESIDENT.with(|resident| {
         let Ok(mut resident) = resident.try_borrow_mut() else { return };
-        let Some(Resident { tasks, fabric, porch, runtime }) = &mut *resident else { return };
+        let Some(resident) = &mut *resident else { return };
         // Descriptors that are passed over stay readable, and are told of again.
         match HELD.get() {
-            Some((held, _)) if held != descriptor => return,
-            Some((_, passes @ 1..)) => return HELD.set(Some((descriptor, passes - 1))),
+            Some(_) if descriptor != resident.main_descriptor() => return,
+            Some(passes @ 1..) => return HELD.set(Some(passes - 1)),
             _ => HELD.set(None),
         }
+        let Resident { tasks, fabric, porch, runtime } = resident;
         let _entered = runtime.enter();
         tasks.begin();
         if descriptor == porch.as_fd().as_raw_fd() {
@@ -108,15 +114,15 @@ pub(crate) fn turn(descriptor: RawFd) {
                 }
             },
         };
-        if is_broken_off {
-            // The loop tells of both descriptors one after the other: that would be two turns before others have theirs. And it
-            // may tell of ours before the sockets that were written to.
-            HELD.set(Some((descriptor, HAS_BRIDGED.get().into())));
-            if descriptor == porch.as_fd().as_raw_fd() {
-                porch.ring();
-            }
+        if !is_broken_off {
+            return tasks.rest();
         }
-        tasks.rest();
+        // The loop tells of both descriptors one after the other: that would be two turns before others have theirs. And it
+        // may tell of ours before the sockets that were written to.
+        HELD.set(Some(HAS_BRIDGED.get().into()));
+        if fabric.is_none() {
+            porch.ring(); // otherwise the fabric's is readable
+        }
     });
 }
 

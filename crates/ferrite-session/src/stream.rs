@@ -47,11 +47,11 @@ fn now() -> Instant {
 /// How a [`ValkeyStream`] behaves.
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
-    /// The memory that the peer writes to at first, pinned for as long as the connection lasts. Valkey's own is 1 MiB. 64 KiB
-    /// and 2 MiB waste nothing of the pool's blocks. 64 KiB.
+    /// The memory that the peer writes to at first, pinned for as long as the connection lasts. Valkey's own is 1 MiB. 64 KiB,
+    /// 512 KiB and 2 MiB waste nothing of the pool's blocks. 64 KiB.
     pub window_bytes: u32,
-    /// What a client gets that writes much at a time, as long as half of the memory for receives is free. Servers only:
-    /// towards a Valkey server the first window stays. 2 MiB.
+    /// What a client gets that writes much at a time; less if there are many, who share half of the memory for receives.
+    /// Servers only: towards a Valkey server the first window stays. 2 MiB.
     pub window_max_bytes: u32,
     /// Times and limits of the protocol.
     pub proto: ferrite_proto::Config,

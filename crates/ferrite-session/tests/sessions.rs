@@ -85,7 +85,7 @@ pub(crate) fn pattern(seed: usize, len: usize) -> Vec<u8> {
 /// Makes every test of the suite a test of the calling target.
 macro_rules! run_suite {
     ($run:path) => {
-        run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, windows_follow_what_comes, idle_ones_stay, slow_reader, the_end);
+        run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, windows_follow_what_comes, windows_share_the_memory, idle_ones_stay, slow_reader, the_end);
         run_suite!(@ $run, idle: an_hour, an_hour_before_the_gateway);
         run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, tcp_clients, sessions_find_their_way, refusals, engine_restarts, drains);
         run_suite!(@ $run, hostile: rules_are_broken, tiny_writes, half_open);

@@ -39,10 +39,10 @@ pub(crate) struct Options {
     rdma: Rdma,
     /// The memory that each client of Valkey Over RDMA writes to at first, 4K to 2M: pinned while it is connected
     ///
-    /// Valkey's own listener has 1M. 64K and 2M waste nothing.
+    /// Valkey's own listener has 1M. 64K, 512K and 2M waste nothing.
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "64K")]
     rx_size: u32,
-    /// The same for clients that send large values, while half of the memory for receives is free
+    /// The same for clients that send large values; less for each when there are many
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "2M")]
     rx_size_max: u32,
     /// Sessions at a time; more are told so, and end

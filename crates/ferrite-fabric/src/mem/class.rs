@@ -21,13 +21,15 @@ pub enum SizeClass {
     K8,
     /// 64 KiB.
     K64,
+    /// 512 KiB.
+    K512,
     /// 2 MiB: a whole chunk.
     M2,
 }
 
 impl SizeClass {
     /// All, the smallest first.
-    pub const ALL: [Self; 5] = [Self::B256, Self::K1, Self::K8, Self::K64, Self::M2];
+    pub const ALL: [Self; 6] = [Self::B256, Self::K1, Self::K8, Self::K64, Self::K512, Self::M2];
 
     /// The bytes of a block.
     #[must_use]
@@ -37,6 +39,7 @@ impl SizeClass {
             Self::K1 => 1 << 10,
             Self::K8 => 8 << 10,
             Self::K64 => 64 << 10,
+            Self::K512 => 512 << 10,
             Self::M2 => CHUNK_BYTES,
         }
     }

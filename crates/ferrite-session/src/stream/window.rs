@@ -2,10 +2,10 @@
 //!
 //! Whoever fills a window waits for the next to be announced, a round trip. For requests of a hundred bytes that is seldom,
 //! and thousands of connections cost little; a value of megabytes would wait at every turn. So a client that has filled its
-//! window by a few writes is given a large one, and a small one again when its writes are small: at the next announcement,
-//! the only moment when nobody writes.
+//! window by a few writes is given a large one, as large as there is memory for, and a small one again when its writes are small:
+//! at the next announcement, the only moment when nobody writes.
 
-use ferrite_fabric::mem::{Exposed, Purpose};
+use ferrite_fabric::mem::{Exposed, Purpose, SizeClass};
 use ferrite_fabric::{Bare, Error};
 use ferrite_proto::{Registration, Role};
 
@@ -14,6 +14,10 @@ use super::ValkeyConfig;
 /// Bytes of a write, on average, from which on a window is worth being large (or a quarter of it), and below which it is not.
 const LARGE: u64 = 4096;
 const SMALL: u64 = 512;
+
+/// A window may become at most this part of the memory that is left for large ones, so that many clients come to have the same; it
+/// stays what it is until it is twice that part.
+const SHARE: u64 = 16;
 
 pub(super) struct Window {
     memory: Exposed,
@@ -55,13 +59,13 @@ impl Window {
     pub(super) fn renew(&mut self, bare: &Bare) -> bool {
         let average = u64::from(self.bytes) / std::mem::take(&mut self.notices).max(1);
         let bytes = if average >= LARGE.min(u64::from(self.bytes) / 4) {
-            self.large_bytes
+            self.fitting(self.step_up(), bare)
         } else if average < SMALL {
             self.small_bytes
         } else {
-            self.bytes
+            self.fitting(self.bytes, bare)
         };
-        if bytes == self.bytes || bytes > self.bytes && !has_plenty(bare, bytes) {
+        if bytes == self.bytes {
             return false;
         }
         // Without memory it stays as it is.
@@ -69,16 +73,43 @@ impl Window {
         (self.memory, self.bytes) = (memory, bytes);
         true
     }
+
+    /// One step at a time: what the first of many clients take is theirs until they have filled it.
+    fn step_up(&self) -> u32 {
+        class_bytes()
+            .find(|&bytes| bytes > self.bytes)
+            .map_or(self.large_bytes, |it| it.min(self.large_bytes))
+    }
+
+    /// What there is memory for, of what is wanted: that, or the block of a smaller class.
+    fn fitting(&self, wanted: u32, bare: &Bare) -> u32 {
+        let receive = bare.pool().stats().receive;
+        let others = receive.in_use_bytes.saturating_sub(block_bytes(self.bytes));
+        // Half is for messages and small windows, whoever sends large values.
+        let left = (receive.max_bytes / 2).saturating_sub(others);
+        let smaller = class_bytes().rev().filter(|&bytes| self.small_bytes < bytes && bytes < wanted);
+        [wanted]
+            .into_iter()
+            .chain(smaller)
+            .find(|&bytes| {
+                let share = if bytes == self.bytes { SHARE / 2 } else { SHARE };
+                block_bytes(bytes) * share <= left
+            })
+            .unwrap_or(self.small_bytes)
+    }
+}
+
+/// What a window takes of the pool.
+fn block_bytes(window: u32) -> u64 {
+    class_bytes().find(|&bytes| window <= bytes).unwrap_or(window).into()
+}
+
+fn class_bytes() -> impl DoubleEndedIterator<Item = u32> {
+    SizeClass::ALL.into_iter().map(|class| class.bytes() as u32)
 }
 
 fn expose(bare: &Bare, bytes: u32) -> Result<Exposed, Error> {
     let mut buf = bare.pool().take_uncharged(bytes as usize, Purpose::Receive)?;
     buf.fill(0); // what the last user left is not for the peer
     bare.expose(buf).map_err(|(_, error)| Error::from(error))
-}
-
-/// Half of the memory for receives is for messages and small windows, whoever sends large values.
-fn has_plenty(bare: &Bare, bytes: u32) -> bool {
-    let receive = bare.pool().stats().receive;
-    receive.in_use_bytes.saturating_add(bytes.into()) <= receive.max_bytes / 2
 }

@@ -2,6 +2,7 @@
 
 use std::time::{Duration, Instant};
 
+use ferrite_fabric::mem::Purpose;
 use ferrite_fabric::{Engine, ErrorKind};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
@@ -90,6 +91,28 @@ pub(crate) async fn windows_follow_what_comes(scene: Scene) {
         assert_eq!(read, request);
     }
     assert_eq!((exposed(0), exposed(1)), (small, small));
+}
+
+/// Large windows are smaller when little memory is left for them, and larger again.
+pub(crate) async fn windows_share_the_memory(scene: Scene) {
+    let (mut client, mut server, engines) = pair(&scene, &ValkeyConfig::default()).await;
+    let pool = engines[0].pool();
+    let mut taken = Vec::new();
+    // (MiB that are left for large windows, or one more; the server's window in KiB)
+    for (left, window) in [(100, 2048), (20, 2048), (12, 512), (6, 512), (2, 64), (12, 512), (100, 2048)] {
+        let is_left = || {
+            let receive = pool.stats().receive;
+            (receive.max_bytes / 2).saturating_sub(receive.in_use_bytes - pool.stats().exposed_bytes) >> 20
+        };
+        while is_left() > left + 1 {
+            taken.push(pool.take_uncharged(2 << 20, Purpose::Receive).expect("there is more"));
+        }
+        while is_left() < left {
+            drop(taken.pop().expect("so much was taken"));
+        }
+        carry(&mut client, &mut server, 5 << 20).await;
+        assert_eq!(pool.stats().exposed_bytes >> 10, window, "{left} MiB are left");
+    }
 }
 
 /// Nothing is said for a long time but the server's keepalives; then it goes on.
