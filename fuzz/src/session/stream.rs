@@ -68,7 +68,9 @@ fn play(scene: &mut Scene, bytes: &[u8]) {
         Role::Client => scene.call(),
         Role::Server => scene.answer(),
     };
-    let mut config = ValkeyConfig { window_bytes: WINDOW, ..ValkeyConfig::default() };
+    // The model is of a window that stays.
+    let mut config =
+        ValkeyConfig { window_bytes: WINDOW, window_max_bytes: WINDOW, ..ValkeyConfig::default() };
     config.proto.max_peer_window = PEER_WINDOW_MAX;
     let entered = scene.runtime.enter();
     let stream = ValkeyStream::new(bare, role, &config).expect("a window");
