@@ -104,7 +104,7 @@ impl Window {
 
 /// What a window takes of the pool.
 fn block_bytes(window: u32) -> u64 {
-    class_bytes().find(|&bytes| window <= bytes).unwrap_or(window).into()
+    SizeClass::holding(window as usize).map_or(window.into(), |class| class.bytes() as u64)
 }
 
 fn class_bytes() -> impl DoubleEndedIterator<Item = u32> {
