@@ -8,6 +8,7 @@ use std::time::Duration;
 
 use talk::{Pair, Peer, calls, commands, engines, start, words};
 
+/// KEYS asks for one: the order of several changes while the engine's table grows.
 #[test]
 fn data_commands_answer_the_same() {
     const LINES: &str = "SET s 1|GET s|INCRBY s 41|APPEND s x|INCR s|STRLEN s|GETRANGE s 0 1|SETEX t 100 v|GETEX t PERSIST|TTL t\
@@ -20,7 +21,7 @@ fn data_commands_answer_the_same() {
         |XADD x 1-1 f v|XADD x 1-1 f v|XADD x 2-* f v|XRANGE x - + COUNT 1|XLEN x|XGROUP CREATE x g 0|XINFO GROUPS x|XACK x g 1-1|XTRIM x MAXLEN 1\
         |TYPE z|EXISTS a b s|DEL a b|RENAME s s2|RENAME none s|OBJECT ENCODING l|OBJECT REFCOUNT s2|OBJECT HELP|EXPIRE s2 100|PERSIST s2|DBSIZE|UNLINK s2|TOUCH l\
         |PING|PING hello|ECHO hello|GET|GET a b|INCR l|LPUSH s2 x|LPUSH t x|HGET l f|EXPIRE t x|SET t v EX 0|ZADD z nan a|SETRANGE t -1 x|PUBLISH ch m\
-        |NOSUCH a|OBJECT NOSUCH a|OBJECT|EVAL return{1,redis.call('get','b')} 0|KEYS *|SORT l2|FLUSHDB|DBSIZE";
+        |NOSUCH a|OBJECT NOSUCH a|OBJECT|EVAL return{1,redis.call('get','b')} 0|KEYS hl*|SORT l2|FLUSHDB|DBSIZE";
     for program in engines() {
         let server = start(&program, &[]);
         for protocol in ["2", "3"] {

@@ -12,10 +12,9 @@ use ferrite_proto::{Registration, Role};
 use super::ValkeyConfig;
 
 /// Who fills a window by so many writes, or fewer, gets a larger one. For others it would not be worth what each step costs everybody:
-/// memory is registered and cleared on the thread that drives the engine.
-const FEW: u64 = 16;
-/// Bytes of a write, on average, from which on a window may be larger, and below which it need not.
-const LARGE: u64 = 1024;
+/// memory is registered and cleared on the thread that drives the engine, which holds up all clients for as long as many requests take.
+const FEW: u64 = 2;
+/// Bytes of a write, on average, below which a window need not be larger than at first.
 const SMALL: u64 = 512;
 
 /// A window may become at most this part of the memory that is left for large ones, so that many clients come to have the same; it
@@ -60,10 +59,10 @@ impl Window {
 
     /// It is full and everything was taken: makes it what it should be from now on, and says whether that is other memory.
     pub(super) fn renew(&mut self, bare: &Bare) -> bool {
-        let average = u64::from(self.bytes) / std::mem::take(&mut self.notices).max(1);
-        let bytes = if average >= LARGE.max(u64::from(self.bytes) / FEW) {
+        let writes = std::mem::take(&mut self.notices).max(1);
+        let bytes = if writes <= FEW {
             self.fitting(self.step_up(), bare)
-        } else if average < SMALL {
+        } else if u64::from(self.bytes) / writes < SMALL {
             self.small_bytes
         } else {
             self.fitting(self.bytes, bare)

@@ -95,23 +95,25 @@ pub(crate) async fn windows_follow_what_comes(scene: Scene) {
 
 /// Large windows are smaller when little memory is left for them, and larger again.
 pub(crate) async fn windows_share_the_memory(scene: Scene) {
-    let (mut client, mut server, engines) = pair(&scene, &ValkeyConfig::default()).await;
+    let config = ValkeyConfig { window_bytes: 16 << 10, ..ValkeyConfig::default() };
+    let (mut client, mut server, engines) = pair(&scene, &config).await;
     let pool = engines[0].pool();
     let mut taken = Vec::new();
-    // (MiB that are left for large windows, or one more; the server's window in KiB)
-    for (left, window) in [(100, 2048), (20, 2048), (12, 512), (6, 512), (2, 64), (12, 512), (100, 2048)] {
+    // (MiB that are left for large windows, or half of one more; the server's window in KiB: this client writes at most 64 at once)
+    for (left, window) in [(100, 512), (5, 512), (2, 64), (0, 16), (2, 64), (100, 512)] {
+        let (left, block) = (left << 20, 512 << 10);
         let is_left = || {
             let receive = pool.stats().receive;
-            (receive.max_bytes / 2).saturating_sub(receive.in_use_bytes - pool.stats().exposed_bytes) >> 20
+            (receive.max_bytes / 2).saturating_sub(receive.in_use_bytes - pool.stats().exposed_bytes)
         };
-        while is_left() > left + 1 {
-            taken.push(pool.take_uncharged(2 << 20, Purpose::Receive).expect("there is more"));
+        while is_left() >= left + block {
+            taken.push(pool.take_uncharged(512 << 10, Purpose::Receive).expect("there is more"));
         }
         while is_left() < left {
             drop(taken.pop().expect("so much was taken"));
         }
         carry(&mut client, &mut server, 5 << 20).await;
-        assert_eq!(pool.stats().exposed_bytes >> 10, window, "{left} MiB are left");
+        assert_eq!(pool.stats().exposed_bytes >> 10, window, "{left} bytes are left");
     }
 }
 
