@@ -19,7 +19,7 @@ pub(crate) mod wire;
 
 use std::net::TcpStream;
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use self::differences::{Rule, is_generated, rule, same};
 pub(crate) use self::generate::Amount;
@@ -200,6 +200,29 @@ impl<'a> Bench<'a> {
             let reply = ask(admin, line);
             let reply = String::from_utf8_lossy(&reply);
             assert!(!reply.starts_with('-'), "{line}: {reply}; {}", tail(&node.server));
+        }
+    }
+
+    /// How many clients wait at each.
+    fn waiting(&mut self) -> [u64; 2] {
+        self.admins.each_mut().map(|admin| {
+            let info = ask(admin, "INFO clients");
+            let info = String::from_utf8_lossy(&info);
+            let count = info.lines().find_map(|line| line.strip_prefix("blocked_clients:"));
+            count.and_then(|count| count.parse().ok()).expect("INFO has it")
+        })
+    }
+
+    /// If one more than `before` waits at the engine that was asked directly, then at the other, too: for a second at most, what
+    /// never comes is found later.
+    fn until_both_wait(&mut self, before: [u64; 2]) {
+        self.waiting(); // the engine may see this question before what was sent before it, but not the next
+        let begun = Instant::now();
+        loop {
+            let [direct, other] = self.waiting();
+            if direct <= before[0] || other > before[1] || begun.elapsed() > Duration::from_secs(1) {
+                return;
+            }
         }
     }
 

@@ -259,9 +259,15 @@ pub(crate) fn paused(way: &Way<'_>, program: &Path) {
                 batch.iter().map(|spec| generate::cases(spec, bench.tags, amount)[1].clone()).collect();
             bench.order(order);
             for (wires, words) in wires.iter_mut().zip(&cases) {
-                send(wires, words);
-                // So that those who wait stand in the same line at both.
-                std::thread::sleep(Duration::from_millis(2));
+                // So that those who wait stand in the same line at both. An engine that pauses all cannot be asked.
+                if kind == "all" {
+                    send(wires, words);
+                    std::thread::sleep(Duration::from_millis(5));
+                } else {
+                    let before = bench.waiting();
+                    send(wires, words);
+                    bench.until_both_wait(before);
+                }
             }
             std::thread::sleep(Duration::from_millis(100));
             let heard: Vec<_> =
