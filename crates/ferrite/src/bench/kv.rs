@@ -35,7 +35,7 @@ const VALUE_MAX: u32 = 512 << 20;
 
 /// Load a Redis, Valkey or anything else that speaks RESP, and measure it
 ///
-/// GET and SET of keys `key:NUMBER`, over RDMA (a Ferrite gateway, or Valkey's own listener), TCP or a Unix socket. By default each
+/// GET and SET of keys `key:NUMBER`, over RDMA (ferrite.so, a Ferrite gateway, or Valkey's own listener), TCP or a Unix socket. By default each
 /// connection asks as fast as it is answered (a closed loop). With --rate requests are due at fixed times, whether or not earlier ones were
 /// answered in time, and latency counts from when a request was due: a server that stalls is not spared what it held up (no coordinated
 /// omission).
@@ -108,7 +108,7 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Examples:
-  ferrite bench kv 10.0.0.1:6380 --rdma require --pipeline 16           a Ferrite gateway, or Valkey's RDMA listener
+  ferrite bench kv 10.0.0.1:6380 --rdma require --pipeline 16           ferrite.so, a gateway, or Valkey's listener
   ferrite bench kv 127.0.0.1 --rdma forbid --size 16K --connections 50  TCP
   ferrite bench kv --unix /run/redis/redis.sock --server-pid 4711       and what a request costs the server
   ferrite bench kv 10.0.0.1:6380 --test mixed --zipf 0.99 --rate 20000  a rate, and honest percentiles
