@@ -50,7 +50,7 @@ const TABLES: &[TableSpec] = &[
             "ibv_query_qp",
             "ibv_destroy_qp",
         ],
-        optional: &["ibv_reg_mr_iova2", "_ibv_query_gid_table"],
+        optional: &["ibv_reg_mr_iova2", "_ibv_query_gid_table", "ibv_fork_init", "ibv_is_fork_initialized"],
     },
     TableSpec {
         name: "CmFunctions",

@@ -1,4 +1,6 @@
-//! `cargo xtask fuzz [TARGET] [--seconds N]`: any bytes into every decoder of what peers send.
+//! `cargo xtask fuzz [TARGET] [--seconds N | --runs N]`: any bytes into every decoder of what peers send.
+//! With `--runs` the inputs are the same each time, so that a gate fails for what a change has changed.
+//! The target `session-diff` is another kind of fuzzing, and runs only if it is named: `session_diff.rs`.
 //!
 //! Builds the targets of `fuzz/` with the pinned compiler and libFuzzer, and runs them one by one: neither a nightly
 //! compiler nor cargo-fuzz is needed. What has to be told to LLVM for that is what cargo-fuzz tells it when no
@@ -9,6 +11,8 @@
 //!   target/fuzz/corpus/TARGET    what earlier runs here found interesting
 //!   fuzz/artifacts/TARGET        findings: tried first by the next run, until they are fixed or removed
 //! ```
+
+mod session_diff;
 
 use std::fs;
 use std::path::Path;
@@ -33,21 +37,48 @@ const INPUT_TIMEOUT_S: u32 = 10;
 /// So is one that takes more memory.
 const MEMORY_MB: u32 = 1024;
 
+/// How long each target runs by default.
+const SECONDS: u32 = 10;
+
 #[derive(Args)]
 pub(crate) struct Options {
-    /// Only this one.
+    /// Run this target alone; `session-diff` compares sessions at an engine and through the module.
     target: Option<String>,
-    /// How long each target runs.
-    #[arg(long, default_value_t = 10, value_parser = clap::value_parser!(u32).range(1..))]
-    seconds: u32,
+    /// How long each target runs [default: 10]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
+    seconds: Option<u32>,
+    /// Try this many inputs of each target, the same each time, instead of as many as the time allows
+    #[arg(long, conflicts_with = "seconds", value_parser = clap::value_parser!(u32).range(1..))]
+    runs: Option<u32>,
+    #[command(flatten)]
+    session_diff: session_diff::SessionOptions,
+}
+
+/// When a target has run enough.
+#[derive(Clone, Copy)]
+enum Extent {
+    Seconds(u32),
+    Runs(u32),
+}
+
+impl Options {
+    fn extent(&self) -> Extent {
+        self.runs.map_or(Extent::Seconds(self.seconds.unwrap_or(SECONDS)), Extent::Runs)
+    }
 }
 
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
+    if options.target.as_deref() == Some(session_diff::NAME) {
+        return session_diff::run(root, &options.session_diff, options.seconds);
+    }
+    ensure!(!options.session_diff.any(), "this option is for the target {}", session_diff::NAME);
     let metadata = cargo(root).args(["metadata", "--no-deps", "--format-version", "1"]).output()?;
     ensure!(metadata.status.success(), "fuzz/Cargo.toml cannot be read");
     let mut targets = targets(&serde_json::from_slice(&metadata.stdout)?)?;
     if let Some(wanted) = &options.target {
-        ensure!(targets.contains(wanted), "there is no target {wanted}; there are: {}", targets.join(", "));
+        let known = targets.join(", ");
+        let name = session_diff::NAME;
+        ensure!(targets.contains(wanted), "there is no target {wanted}; there are: {known}, {name}");
         targets = vec![wanted.clone()];
     }
     let host = host()?;
@@ -57,7 +88,7 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let mut all_clean = true;
     for target in &targets {
         let program = root.join("target/fuzz").join(&host).join("release").join(target);
-        let output = fuzz(root, &program, target, options.seconds)?;
+        let output = fuzz(root, &program, target, options.extent())?;
         let said = String::from_utf8_lossy(&output.stderr);
         let outcome = outcome(output.status.success(), &said);
         println!("{target:width$}  {}", line(root, &outcome));
@@ -105,8 +136,16 @@ fn build(root: &Path, host: &str, target: Option<&str>) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn fuzz(root: &Path, program: &Path, target: &str, seconds: u32) -> anyhow::Result<Output> {
-    let found = root.join("target/fuzz/corpus").join(target);
+fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Result<Output> {
+    let (found, extent) = match extent {
+        Extent::Seconds(seconds) => ("target/fuzz/corpus", vec![format!("-max_total_time={seconds}")]),
+        // Where it starts and what it tries is the same each time.
+        Extent::Runs(runs) => ("target/fuzz/runs", vec![format!("-runs={runs}"), "-seed=1".into()]),
+    };
+    let found = root.join(found).join(target);
+    if extent.len() > 1 && found.exists() {
+        fs::remove_dir_all(&found).with_context(|| format!("cannot remove {}", found.display()))?;
+    }
     let seeds = root.join("fuzz/corpus").join(target);
     let artifacts = root.join("fuzz/artifacts").join(target);
     for folder in [&found, &artifacts] {
@@ -116,7 +155,7 @@ fn fuzz(root: &Path, program: &Path, target: &str, seconds: u32) -> anyhow::Resu
         bail!("{target} has no corpus: put an input or two into fuzz/corpus/{target}");
     }
     Command::new(program)
-        .arg(format!("-max_total_time={seconds}"))
+        .args(extent)
         .arg(format!("-timeout={INPUT_TIMEOUT_S}"))
         .arg(format!("-rss_limit_mb={MEMORY_MB}"))
         .arg("-print_final_stats=1")

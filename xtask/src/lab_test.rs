@@ -138,10 +138,13 @@ fn run_in(
     let metadata = out.join("cargo.json");
     build(root, &binaries, &metadata, suite)?;
 
+    let mut quarantine = OsString::from("quarantine:");
+    quarantine.push(root.join(".config/quarantine.toml"));
     let nextest = |subcommand| {
         let mut words: Vec<OsString> = ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
         words.extend(["--profile", profile, "--binaries-metadata"].map(Into::into));
         words.extend([binaries.clone().into(), "--cargo-metadata".into(), metadata.clone().into()]);
+        words.extend(["--tool-config-file".into(), quarantine.clone()]);
         words
     };
     let mut list = nextest("list");

@@ -1,11 +1,13 @@
 //! `cargo xtask tidy`: the rules of this house that the compiler does not know.
 //!
 //! Layers (`layers.rs`), where `unsafe` may stand and who sees the bindings (`source.rs` finds
-//! the words), and how files are named, opened and sized. Every violation is one line,
+//! the words), which tests may have a second try (`retries.rs`), and how files are named, opened
+//! and sized. Every violation is one line,
 //! `file:line: what: remedy`. The lists below are the rules: a change to one is a decision to be
 //! reviewed as such.
 
 mod layers;
+mod retries;
 mod source;
 
 use std::fmt;
@@ -70,6 +72,7 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     let mut findings = Findings::default();
     layers::check(&cargo_metadata(root)?, &mut findings)?;
     let files = files(root)?;
+    retries::check(root, &files, &mut findings)?;
     for file in &files {
         // A deleted file may still be listed; a binary one has no lines.
         if let Ok(text) = fs::read_to_string(root.join(file)) {

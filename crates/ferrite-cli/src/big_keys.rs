@@ -130,10 +130,10 @@ impl Found {
                 let frame = sizes.next().context("a size is missing")?;
                 match frame.value()? {
                     Value::Integer(number) => size = u64::try_from(number).unwrap_or(0),
-                    _ => eprintln!(
+                    _ => output::tell(format_args!(
                         "Warning: the size of {} cannot be had (its type may have changed)",
                         quoted(key)
-                    ),
+                    )),
                 }
             }
             self.add(key, kind, size, if tells_progress { Some(done) } else { None });
@@ -171,16 +171,16 @@ impl Found {
         kind.total += size;
         if size > kind.biggest.as_ref().map_or(0, |(_, size)| *size) {
             if let Some(done) = done {
-                eprintln!(
+                output::tell(format_args!(
                     "[{done:05.2}%] Biggest {:<6} found so far '{}' with {size} {unit}",
                     kind.name,
                     quoted(key)
-                );
+                ));
             }
             kind.biggest = Some((key.to_vec(), size));
         }
         if let Some(done) = done.filter(|_| self.keys.is_multiple_of(1_000_000)) {
-            eprintln!("[{done:05.2}%] Sampled {} keys so far", self.keys);
+            output::tell(format_args!("[{done:05.2}%] Sampled {} keys so far", self.keys));
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::io;
 
-use ferrite_proto::resp::{Limits, Progress, ReplyFramer, Value, encode_command};
+use ferrite_proto::resp::{Limits, Progress, ReplyError, ReplyFramer, Value, encode_command};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf};
 
 /// Anything that carries bytes both ways.
@@ -43,9 +43,10 @@ impl Frame {
 }
 
 impl Connection {
-    pub(crate) fn new(stream: Box<dyn Duplex>) -> Self {
+    /// `reply_bytes` is the most of one reply, 0 for no limit.
+    pub(crate) fn new(stream: Box<dyn Duplex>, reply_bytes: u64) -> Self {
         let (reader, writer) = tokio::io::split(stream);
-        let framer = ReplyFramer::new(Limits::default());
+        let framer = ReplyFramer::new(limits(reply_bytes));
         Self { replies: Replies { reader, framer, bytes: Vec::new(), framed: 0 }, writer }
     }
 
@@ -105,6 +106,20 @@ fn in_words(error: io::Error) -> io::Error {
     }
 }
 
-fn not_resp(error: ferrite_proto::resp::ReplyError) -> io::Error {
+/// A value takes about as much memory as this before a byte of it is counted.
+const VALUE_BYTES: u64 = 64;
+
+fn limits(reply_bytes: u64) -> Limits {
+    match reply_bytes {
+        0 => Limits::default(),
+        most => Limits { reply_bytes: most, reply_values: (most / VALUE_BYTES).max(1), ..Limits::default() },
+    }
+}
+
+fn not_resp(error: ReplyError) -> io::Error {
+    if matches!(error, ReplyError::TooLarge { .. } | ReplyError::TooMany { .. }) {
+        let what = format!("{error}; --max-reply-bytes changes the limit");
+        return io::Error::new(io::ErrorKind::InvalidData, what);
+    }
     io::Error::new(io::ErrorKind::InvalidData, format!("the server speaks no RESP: {error}"))
 }

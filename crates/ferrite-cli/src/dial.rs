@@ -26,6 +26,7 @@ pub(crate) struct Dialer {
     rdma_patience: Duration,
     patience: Duration,
     local: Option<SocketAddr>,
+    max_reply_bytes: u64,
     waits_for_people: bool,
 }
 
@@ -36,6 +37,14 @@ pub(crate) struct Carrier {
     pub(crate) words: String,
     /// RDMA was preferred, and it is TCP.
     pub(crate) is_fallback: bool,
+    /// What to say if it is, and others could listen: not for a server on this host.
+    pub(crate) warning: Option<String>,
+}
+
+impl Carrier {
+    fn as_wished(words: String) -> Self {
+        Self { words, is_fallback: false, warning: None }
+    }
 }
 
 impl Dialer {
@@ -48,6 +57,7 @@ impl Dialer {
             rdma_patience: if asked { settings.timeout } else { settings.timeout.min(UNASKED_PATIENCE) },
             patience: settings.timeout,
             local: settings.local,
+            max_reply_bytes: settings.max_reply_bytes,
             waits_for_people,
         }
     }
@@ -79,8 +89,8 @@ impl Dialer {
 
     async fn dial_unix(&self, path: &std::path::Path) -> anyhow::Result<(Connection, Carrier)> {
         let stream = UnixStream::connect(path).await.map_err(without_number)?;
-        let carrier = Carrier { words: "over a Unix socket".into(), is_fallback: false };
-        Ok((Connection::new(Box::new(stream)), carrier))
+        let carrier = Carrier::as_wished("over a Unix socket".into());
+        Ok((Connection::new(Box::new(stream), self.max_reply_bytes), carrier))
     }
 
     /// Tries the addresses of a name one after the other.
@@ -93,7 +103,9 @@ impl Dialer {
         let mut last = anyhow!("{host} has no address");
         for address in addresses {
             match self.dial_address(engine, address).await {
-                Ok((session, carrier)) => return Ok((Connection::new(Box::new(session)), carrier)),
+                Ok((session, carrier)) => {
+                    return Ok((Connection::new(Box::new(session), self.max_reply_bytes), carrier));
+                }
                 Err(error) => last = error,
             }
         }
@@ -106,7 +118,7 @@ impl Dialer {
         if self.rdma != Rdma::Forbid {
             match self.over_rdma(engine, address).await {
                 Ok(session) => {
-                    let carrier = Carrier { words: rdma_words(&session), is_fallback: false };
+                    let carrier = Carrier::as_wished(rdma_words(&session));
                     return Ok((session, carrier));
                 }
                 Err(error) if self.rdma == Rdma::Require => return Err(error.context("over RDMA")),
@@ -115,10 +127,13 @@ impl Dialer {
         }
         let connector = Connector::new(engine).rdma(Rdma::Forbid).timeout(self.patience);
         match (connector.connect(address).await.map_err(without_number), why_not_rdma) {
-            (Ok(session), None) => Ok((session, Carrier { words: "over TCP".into(), is_fallback: false })),
+            (Ok(session), None) => Ok((session, Carrier::as_wished("over TCP".into()))),
             (Ok(session), Some(why)) => {
-                let words = format!("over TCP: RDMA was not to be had: {}", with_remedy(&why));
-                Ok((session, Carrier { words, is_fallback: true }))
+                let why = with_remedy(&why);
+                let words = format!("over TCP: RDMA was not to be had: {why}");
+                let warning = (!address.ip().is_loopback())
+                    .then(|| format!("warning: RDMA is unavailable ({why}); using TCP without encryption"));
+                Ok((session, Carrier { words, is_fallback: true, warning }))
             }
             // A host without RDMA has only one way, and its failure is all there is to say.
             (Err(tcp), why) => match why.filter(|_| engine.absence().is_none()) {

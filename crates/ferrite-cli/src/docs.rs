@@ -7,6 +7,7 @@ use ferrite_proto::resp::Value;
 
 use crate::server::Server;
 use crate::split;
+use crate::terminal::shown_text;
 
 /// All commands, by name.
 #[derive(Debug, Default)]
@@ -258,7 +259,8 @@ fn pairs<'a, 'b>(value: &'a Value<'b>) -> Option<Vec<(&'a Value<'b>, &'a Value<'
 fn text(value: &Value<'_>) -> Option<String> {
     match value {
         Value::Bulk(text) | Value::Simple(text) | Value::Verbatim { text, .. } => {
-            Some(String::from_utf8_lossy(text).into_owned())
+            // Hints and help go to the terminal with escape sequences of ours.
+            Some(shown_text(&String::from_utf8_lossy(text)).replace(['\n', '\r', '\t'], " "))
         }
         _ => None,
     }

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use ferrite_fabric::ErrorKind;
 
 use crate::dial::with_remedy;
-use crate::output::NobodyReads;
+use crate::output::{self, NobodyReads};
 use crate::pipe::Errors;
 
 /// RDMA is required and not to be had on this host (EX_UNAVAILABLE of sysexits.h): as the `ferrite` command has it.
@@ -27,7 +27,7 @@ impl std::error::Error for ErrorReply {}
 pub(crate) fn report(error: &anyhow::Error) -> ExitCode {
     let is_told = error.is::<NobodyReads>() || error.is::<Errors>();
     if !is_told {
-        eprintln!("{}", line(error));
+        output::tell(line(error));
     }
     let fabric = error.chain().find_map(|cause| cause.downcast_ref::<ferrite_fabric::Error>());
     match fabric.map(ferrite_fabric::Error::kind) {

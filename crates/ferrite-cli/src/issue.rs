@@ -76,7 +76,7 @@ pub(crate) fn tell_refusal(connected: Result<(), ConnectError>) -> anyhow::Resul
     match connected {
         Ok(()) => Ok(()),
         Err(ConnectError::Refused(text)) => {
-            eprintln!("{text}");
+            output::tell(text);
             Ok(())
         }
         Err(ConnectError::Unreachable(error)) => Err(error),
@@ -103,9 +103,9 @@ async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
     let frame = server.ask(&["INFO", "ferrite_rdma"]).await?;
     if is_nothing(&frame.value()?) {
         let carrier = server.carrier().map_or("", |carrier| carrier.words.as_str());
-        eprintln!(
+        output::tell(format_args!(
             "The engine knows nothing of RDMA: it has no Ferrite module (loadmodule ferrite.so). This connection: {carrier}"
-        );
+        ));
     }
     Ok(frame)
 }
@@ -143,7 +143,11 @@ async fn stream(server: &mut Server, is_pubsub: bool) -> anyhow::Result<()> {
     if is_pubsub && style != Style::Raw {
         let line = "Reading messages... (press Ctrl-C to quit)";
         // No line of JSON.
-        if output::is_json(style) { eprintln!("{line}") } else { println!("{line}") }
+        if output::is_json(style) {
+            output::tell(line);
+        } else {
+            output::write(format!("{line}\n").as_bytes())?;
+        }
     }
     loop {
         let frame = server.connection()?.frame().await?;

@@ -64,7 +64,7 @@ pub(crate) async fn run(server: &mut Server, history: bool) -> anyhow::Result<()
         server.ask_persistently(&["PING"]).await?;
         samples.add(asked.elapsed());
         if style == Style::Human {
-            output::write(format!("\x1b[0G\x1b[2K{}", samples.line(style)).as_bytes())?;
+            output::write_own(format!("\x1b[0G\x1b[2K{}", samples.line(style)).as_bytes())?;
         }
         if begun.elapsed() > interval && (history || style != Style::Human) {
             match style {

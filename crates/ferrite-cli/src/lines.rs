@@ -78,7 +78,9 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
             Line::Empty | Line::Clear => {}
             Line::Exit => break,
             Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
-            Line::Own(words) => eprintln!("{}: only at the prompt", words.concat().escape_ascii()),
+            Line::Own(words) => {
+                output::tell(format_args!("{}: only at the prompt", words.concat().escape_ascii()));
+            }
             Line::Connect(host, port) => {
                 server.go_to(host, port);
                 connect(runtime, server);
@@ -95,7 +97,7 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
 
 fn connect(runtime: &Runtime, server: &mut Server) {
     if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) }) {
-        eprintln!("{}", exit::line(&error)); // each command tries again
+        output::tell(exit::line(&error)); // each command tries again
     }
 }
 
@@ -106,7 +108,7 @@ pub(crate) async fn command(server: &mut Server, words: &[Vec<u8>], repeat: i64)
         if error.is::<output::NobodyReads>() {
             return Err(error);
         }
-        eprintln!("{}", exit::line(&error));
+        output::tell(exit::line(&error));
         server.disconnect();
     }
     let took = begun.elapsed();

@@ -9,11 +9,6 @@
 //!   pipe · latency · stat · scan · big_keys: the other modes, one file each
 //! ```
 #![forbid(unsafe_code)]
-#![expect(
-    clippy::print_stdout,
-    clippy::print_stderr,
-    reason = "a command talks to people: results on stdout, everything else on stderr"
-)]
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
@@ -47,6 +42,7 @@ mod server;
 mod settings;
 mod split;
 mod stat;
+mod terminal;
 mod uri;
 
 fn main() -> ExitCode {
@@ -55,10 +51,7 @@ fn main() -> ExitCode {
     let options =
         if is_cry_for_help { Options::parse_from(["ferrite-cli", "--help"]) } else { Options::parse() };
     let outcome = options.check().and_then(|asked| match asked {
-        Asked::Version => {
-            println!("ferrite-cli {}", env!("CARGO_PKG_VERSION"));
-            Ok(())
-        }
+        Asked::Version => output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
         Asked::Run(settings, mode) => run(*settings, mode),
     });
     match outcome {
@@ -90,7 +83,7 @@ async fn unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
         issue::tell_refusal(connected)?;
         tell_carrier(server);
         if matches!(words[0].to_ascii_lowercase().as_slice(), b"help" | b"?") {
-            return output::write(
+            return output::write_own(
                 Docs::fetch(server).await.help(&words[1..], std::io::stdout().is_terminal()).as_bytes(),
             );
         }
@@ -114,6 +107,6 @@ async fn unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
 fn tell_carrier(server: &Server) {
     let Some(carrier) = server.carrier() else { return };
     if server.settings.verbose || (carrier.is_fallback && server.settings.is_rdma_asked_for) {
-        eprintln!("{}", carrier.words);
+        output::tell(&carrier.words);
     }
 }

@@ -13,7 +13,7 @@ use ferrite_fabric::Rdma;
 
 use crate::format::{Format, Style};
 use crate::settings::{Address, Mode, Protocol, Scan, Settings};
-use crate::{split, uri};
+use crate::{output, split, uri};
 
 /// The command line of Redis and Valkey, over RDMA where there is some
 ///
@@ -101,6 +101,9 @@ pub(crate) struct Options {
     /// Print what a RESP3 server says unasked: the default at a terminal
     #[arg(long, value_name = "YES_OR_NO", value_enum, help_heading = "Output")]
     show_pushes: Option<YesNo>,
+    /// A larger reply, or one of more values than a 64th of this, is an error; 0 for no limit
+    #[arg(long, value_name = "BYTES", default_value_t = 1 << 30, help_heading = "Output")]
+    max_reply_bytes: u64,
 
     /// The last argument comes from stdin
     #[arg(short = 'x', conflicts_with = "stdin_tag", help_heading = "Commands")]
@@ -182,8 +185,11 @@ Examples:
   ferrite-cli --pipe < commands                            many commands at once
   ferrite-cli SET key \"$(date)\"; ferrite-cli -x SET file < file
 
-Where RDMA is preferred and not to be had, TCP carries it. The prompt says so on stderr, with the reason; without a prompt that is said
-to who typed --rdma prefer or --verbose, and to nobody else, so that scripts work on every host.
+Where RDMA is preferred and unavailable, TCP carries it, without encryption. The prompt says so on stderr, with the reason. Without a
+prompt, a line on stderr says so if stderr is a terminal or a password is sent, but not for a server on this host; and always with
+--rdma prefer or --verbose. Scripts that must not send a password in clear text over TCP use --rdma require.
+
+On a terminal, control characters of a server's are shown as \\x1b. Files and pipes get the bytes as they are.
 
 JSON is valid whatever the reply: an error is {\"error\": text}, inf and nan are strings, and bytes that are no UTF-8 become U+0080 to
 U+00FF (--quoted-json loses nothing).
@@ -233,8 +239,8 @@ impl Options {
         let uri = self.uri.clone().unwrap_or_default();
         let typed = self.password.clone().or(uri.password);
         if typed.is_some() && !self.no_auth_warning {
-            eprintln!(
-                "Warning: Using a password with '-a' or '-u' option on the command line interface may not be safe."
+            output::tell(
+                "Warning: Using a password with '-a' or '-u' option on the command line interface may not be safe.",
             );
         }
         let server = match &self.socket {
@@ -273,6 +279,7 @@ impl Options {
             repeat: self.repeat,
             interval: self.interval,
             fails_on_error: self.fail_on_error,
+            max_reply_bytes: self.max_reply_bytes,
         }
     }
 

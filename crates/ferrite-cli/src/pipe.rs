@@ -31,6 +31,7 @@ struct Count {
 pub(crate) async fn run(server: &mut Server, patience: Option<Duration>) -> anyhow::Result<()> {
     let (mut replies, mut writer) = server.take_connection()?.split();
     let is_json = output::is_json(server.settings.format.style);
+    #[expect(clippy::disallowed_types, reason = "it must differ from other replies, and is no secret")]
     let mark = format!("{:020x}", std::collections::hash_map::RandomState::new().build_hasher().finish());
     let is_all_sent = Cell::new(false);
     let sending = async {
@@ -93,7 +94,7 @@ async fn count(
             Err(_) if !is_all_sent.get() => continue,
             Err(_) => {
                 let seconds = patience.unwrap_or_default().as_secs();
-                eprintln!("No replies for {seconds} seconds: exiting.");
+                output::tell(format_args!("No replies for {seconds} seconds: exiting."));
                 count.errors += 1;
                 return Ok(count);
             }
@@ -108,7 +109,7 @@ async fn count(
         }
         count.replies += 1;
         if let Some(text) = error_of(&reply) {
-            eprintln!("{}", String::from_utf8_lossy(text));
+            output::tell(String::from_utf8_lossy(text));
             count.errors += 1;
         }
     }
@@ -117,7 +118,7 @@ async fn count(
 /// How far it is: no line of JSON.
 fn tell(is_json: bool, line: &str) -> anyhow::Result<()> {
     if is_json {
-        eprint!("{line}");
+        output::tell(line.trim_end());
         return Ok(());
     }
     output::write(line.as_bytes())

@@ -27,6 +27,7 @@ const HISTORY_LINES: usize = 1000;
 /// Until the end.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     let mut prompt = Prompt::new()?;
+    server.tells_carrier = true; // below
     prompt.connect(runtime, server);
     loop {
         prompt.learn(runtime, server);
@@ -42,11 +43,11 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
             Line::Exit => return Ok(()),
             Line::Clear => prompt.editor.clear_screen().context("cannot clear the screen")?,
             Line::Wrong(why) => output::write(&server.settings.format.complaint(why))?,
-            Line::Own(words) => prompt.own(&words, server),
+            Line::Own(words) => prompt.own(&words, server)?,
             Line::Help(words) => {
                 let colors = std::io::stdout().is_terminal();
                 let help = prompt.editor.helper().map(|assistant| assistant.docs.help(&words, colors));
-                output::write(help.unwrap_or_default().as_bytes())?;
+                output::write_own(help.unwrap_or_default().as_bytes())?;
             }
             Line::Connect(host, port) => {
                 server.go_to(host, port);
@@ -61,7 +62,7 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
                 })?;
                 if interrupted {
                     // What was asked may still be answered, on a connection that nobody listens to any more.
-                    println!();
+                    output::write(b"\n")?;
                     prompt.connect(runtime, server);
                 } else {
                     prompt.tell_carrier(server); // if it is another one than before
@@ -97,7 +98,7 @@ impl Prompt {
 
     fn connect(&mut self, runtime: &Runtime, server: &mut Server) {
         if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) }) {
-            eprintln!("{}", exit::line(&error)); // each command tries again
+            output::tell(exit::line(&error)); // each command tries again
         }
         self.tell_carrier(server);
     }
@@ -107,7 +108,7 @@ impl Prompt {
         if let Some(carrier) = server.carrier()
             && carrier.words != self.told
         {
-            eprintln!("{}", carrier.words);
+            output::tell(&carrier.words);
             self.told.clone_from(&carrier.words);
         }
     }
@@ -140,7 +141,7 @@ impl Prompt {
     }
 
     /// `:set hints`, `:transport`.
-    fn own(&self, words: &[Vec<u8>], server: &Server) {
+    fn own(&self, words: &[Vec<u8>], server: &Server) -> anyhow::Result<()> {
         let lower: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word).to_lowercase()).collect();
         let words: Vec<_> = lower.iter().map(String::as_str).collect();
         let set_hints = |shows| {
@@ -152,10 +153,16 @@ impl Prompt {
             [":set", "hints"] => set_hints(true),
             [":set", "nohints"] => set_hints(false),
             [":transport"] => {
-                println!("{}", server.carrier().map_or("not connected", |carrier| &carrier.words));
+                let words = server.carrier().map_or("not connected", |carrier| &carrier.words);
+                output::write(format!("{words}\n").as_bytes())?;
             }
-            _ => println!("{}: unknown; there are :transport, :set hints and :set nohints", words.join(" ")),
+            _ => {
+                let name = words.join(" ");
+                let line = format!("{name}: unknown; there are :transport, :set hints and :set nohints\n");
+                output::write(line.as_bytes())?;
+            }
         }
+        Ok(())
     }
 }
 

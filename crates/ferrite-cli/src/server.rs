@@ -1,6 +1,6 @@
 //! The server as one who types sees it: a connection that comes back, a database, a transaction.
 
-use std::io;
+use std::io::{self, IsTerminal as _};
 use std::time::Duration;
 
 use anyhow::{Context as _, bail, ensure};
@@ -9,6 +9,7 @@ use ferrite_proto::resp::Value;
 use crate::connection::{Connection, Frame};
 use crate::dial::{Carrier, Dialer};
 use crate::format::error_of;
+use crate::output;
 use crate::replying::Replying;
 use crate::settings::{Address, Protocol, Settings};
 
@@ -32,6 +33,8 @@ pub(crate) struct Server {
     replying: Replying,
     /// Nothing has come since the last command that is not replied to.
     is_unanswered: bool,
+    /// Whoever runs it says what carries the connection: no warning is needed, or no other one.
+    pub(crate) tells_carrier: bool,
 }
 
 /// Why there is no connection, or none as wished.
@@ -55,6 +58,7 @@ impl From<ConnectError> for anyhow::Error {
 impl Server {
     pub(crate) fn new(settings: Settings, dialer: Dialer) -> Self {
         let wanted_database = settings.database;
+        let tells_carrier = settings.verbose || settings.is_rdma_asked_for;
         Self {
             settings,
             dialer,
@@ -65,6 +69,7 @@ impl Server {
             transaction: None,
             replying: Replying::On,
             is_unanswered: false,
+            tells_carrier,
         }
     }
 
@@ -74,7 +79,20 @@ impl Server {
         let dialed = self.dialer.dial(&self.settings.server).await;
         let (connection, carrier) = dialed.map_err(ConnectError::Unreachable)?;
         (self.connection, self.carrier) = (Some(connection), Some(carrier));
+        // Before the password is sent.
+        if self.settings.password.is_some() || io::stderr().is_terminal() {
+            self.warn_of_clear_text();
+        }
         self.greet().await
+    }
+
+    /// Says once that TCP carries what RDMA should have, where others could listen.
+    fn warn_of_clear_text(&mut self) {
+        let warning = self.carrier.as_ref().and_then(|carrier| carrier.warning.as_ref());
+        if let Some(warning) = warning.filter(|_| !self.tells_carrier) {
+            output::tell(warning);
+            self.tells_carrier = true;
+        }
     }
 
     async fn greet(&mut self) -> Result<(), ConnectError> {
@@ -90,7 +108,7 @@ impl Server {
             Protocol::Resp3 => self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await?,
             // As redis-cli: a server that knows none is told of, and will do.
             Protocol::Resp3IfKnown => match self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await {
-                Err(ConnectError::Refused(text)) => eprintln!("{text}"),
+                Err(ConnectError::Refused(text)) => output::tell(text),
                 other => other?,
             },
         }
@@ -140,7 +158,7 @@ impl Server {
                 Ok(frame) => return Ok(frame),
                 Err(error) => error,
             };
-            eprintln!("{lost:#}. Reconnecting...");
+            output::tell(format_args!("{lost:#}. Reconnecting..."));
             while let Err(error) = self.connect().await {
                 match error {
                     ConnectError::Unreachable(_) => tokio::time::sleep(RECONNECT_PAUSE).await,
@@ -152,6 +170,9 @@ impl Server {
 
     /// Sends a command: whether it is replied to.
     pub(crate) async fn send(&mut self, words: &[Vec<u8>]) -> io::Result<bool> {
+        if has_password(words) {
+            self.warn_of_clear_text();
+        }
         self.connection()?.send(words).await?;
         if self.is_in_transaction() {
             return Ok(true); // queued
@@ -273,4 +294,12 @@ impl Server {
     fn be_in(&mut self, database: u32) {
         (self.database, self.wanted_database) = (database, database);
     }
+}
+
+/// Whether a command logs in.
+fn has_password(words: &[Vec<u8>]) -> bool {
+    let is = |at: usize, word: &str| {
+        words.get(at).is_some_and(|typed| typed.eq_ignore_ascii_case(word.as_bytes()))
+    };
+    is(0, "AUTH") || is(0, "HELLO") && words.len() > 2
 }

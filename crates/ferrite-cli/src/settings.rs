@@ -56,6 +56,8 @@ pub(crate) struct Settings {
     pub(crate) repeat: i64,
     pub(crate) interval: Option<Duration>,
     pub(crate) fails_on_error: bool,
+    /// 0: no limit.
+    pub(crate) max_reply_bytes: u64,
 }
 
 /// Which keys a scan is about.

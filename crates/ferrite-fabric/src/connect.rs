@@ -1,7 +1,8 @@
 //! Meeting a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an established link's identifier.
 //!
 //! Everything here runs in the poller's pass and never waits: each event of the connection manager moves a handshake one
-//! step, and the clock ends those that get nowhere.
+//! step, and the clock ends those that get nowhere. What a step asks of the kernel or the device is a command
+//! (`engine/commands.rs`), which has the identifier meanwhile; events that come before its result wait for that.
 //!
 //! ```text
 //!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello) ─► establish ─► link
@@ -10,21 +11,28 @@
 //! ```
 
 mod calling;
+mod climbing;
+mod crowd;
 mod greeting;
 mod incoming;
 mod moving;
 mod outgoing;
 mod several;
 mod sockets;
+mod way;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, State};
+use ferrite_verbs::{
+    Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, Mtu, QueuePair, State,
+};
 
 use crate::engine::Shared;
+use crate::engine::commands::Source;
+use crate::engine::gear::{Made, Maker};
 use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
 use crate::engine::slots::SendQueue;
@@ -37,8 +45,9 @@ use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::wire::Hello;
 pub use calling::{ConnectOptions, Connecting, ConnectingBare, ConnectingEither, Met};
+pub(crate) use climbing::Opening;
+use crowd::{Crowd, Limits, Place};
 use incoming::Expecting;
-pub(crate) use moving::Opening;
 pub(crate) use outgoing::Outgoing;
 pub use several::ConnectingAny;
 pub(crate) use sockets::Sockets;
@@ -54,16 +63,23 @@ pub(crate) enum Meeting {
         id: CmId,
         link: Arc<LinkShared>,
         hello: Hello,
+        mtu: Option<Mtu>,
         who: Expecting,
     },
+    /// By name: a number may be another link's by the time that something comes for this one.
     Linked {
         id: CmId,
-        link: u32,
+        link: LinkName,
     },
     /// Bound to a device's address and nothing else: how a device without links is heard to go.
     Watching {
         id: CmId,
         lane: usize,
+    },
+    /// A command has the identifier of a handshake. What comes for it meanwhile.
+    Commanded {
+        is_incoming: bool,
+        events: Vec<CmEvent>,
     },
 }
 
@@ -75,15 +91,18 @@ pub(crate) struct Meetings {
     /// Connects that wait before they try again.
     retrying: HashMap<u64, Box<Outgoing>>,
     next_retry: u64,
-    incoming: usize,
+    /// Handshakes of peers.
+    incoming: Crowd<CmKey>,
+    /// Those of which a command is under way.
+    commanded: usize,
     outgoing: usize,
 }
 
 impl Meetings {
     fn put(&mut self, key: CmKey, meeting: Meeting) {
         match meeting {
-            Meeting::Outgoing(_) => self.outgoing += 1,
-            Meeting::Incoming { .. } => self.incoming += 1,
+            Meeting::Outgoing(_) | Meeting::Commanded { is_incoming: false, .. } => self.outgoing += 1,
+            Meeting::Commanded { is_incoming: true, .. } => self.commanded += 1,
             _ => {}
         }
         self.by_key.insert(key, meeting);
@@ -92,8 +111,9 @@ impl Meetings {
     pub(crate) fn take(&mut self, key: CmKey) -> Option<Meeting> {
         let meeting = self.by_key.remove(&key)?;
         match meeting {
-            Meeting::Outgoing(_) => self.outgoing -= 1,
-            Meeting::Incoming { .. } => self.incoming -= 1,
+            Meeting::Outgoing(_) | Meeting::Commanded { is_incoming: false, .. } => self.outgoing -= 1,
+            Meeting::Incoming { .. } => drop(self.incoming.leave(key)),
+            Meeting::Commanded { is_incoming: true, .. } => self.commanded -= 1,
             _ => {}
         }
         Some(meeting)
@@ -110,8 +130,11 @@ impl Meetings {
         self.put(id.key(), Meeting::Watching { id, lane });
     }
 
-    pub(crate) fn remove(&mut self, key: CmKey) {
-        self.take(key);
+    /// A command gets the identifier.
+    fn command(&mut self, key: CmKey, is_incoming: bool) {
+        if !self.by_key.contains_key(&key) {
+            self.put(key, Meeting::Commanded { is_incoming, events: Vec::new() });
+        }
     }
 
     /// Tells the peer that the link is over.
@@ -156,13 +179,13 @@ impl Poller {
         let Some(meeting) = self.meeting(key) else { return };
         match meeting {
             Meeting::Outgoing(outgoing) => self.on_outgoing_event(shared, outgoing, event),
-            Meeting::Incoming { id, link, hello, who } => {
-                self.on_incoming_event(shared, event, id, link, hello, who);
+            Meeting::Incoming { id, link, hello, mtu, who } => {
+                self.on_incoming_event(shared, event, id, link, (hello, mtu), who);
             }
             Meeting::Linked { id, link } => {
                 self.on_link_event(shared, &event, link);
                 // Until the link is torn down, unless its device must be let go of.
-                if event.kind != CmEventKind::DEVICE_REMOVAL {
+                if event.kind != CmEventKind::DEVICE_REMOVAL && self.link_named(shared, link).is_some() {
                     self.meetings.put(key, Meeting::Linked { id, link });
                 }
             }
@@ -172,6 +195,10 @@ impl Poller {
                 } else {
                     self.meetings.put(key, Meeting::Watching { id, lane });
                 }
+            }
+            Meeting::Commanded { is_incoming, mut events } => {
+                events.push(event);
+                self.meetings.put(key, Meeting::Commanded { is_incoming, events });
             }
             Meeting::Listening { id, listener } => {
                 if event.kind == CmEventKind::DEVICE_REMOVAL {
@@ -183,12 +210,15 @@ impl Poller {
         }
     }
 
-    fn on_link_event(&mut self, shared: &Shared, event: &CmEvent, index: u32) {
-        let Some(link) = self.link(shared, index) else { return };
+    fn on_link_event(&mut self, shared: &Shared, event: &CmEvent, name: LinkName) {
+        let Some(link) = self.link_named(shared, name) else { return };
         match event.kind {
             CmEventKind::DISCONNECTED => {
                 // What came before the farewell is delivered before it.
                 self.reap_all(shared);
+                if failed_silently(&link) {
+                    self.peer_was_refused(shared, &link);
+                }
                 link.with_wakes(&mut self.wakes, |state, _, wakes| {
                     state.on_disconnected(wakes, || {
                         let what = format!(
@@ -208,49 +238,117 @@ impl Poller {
         }
     }
 
-    /// A link on `lane`, with a queue pair in its first state, entered where completions find it.
-    fn make_link(
-        &mut self,
-        shared: &Shared,
-        lane: &Arc<Lane>,
-        moves: bool,
-    ) -> Result<(Arc<LinkShared>, Hello), Error> {
+    /// A command that had the identifier of a handshake has ended: goes on with `meeting`, and with what came meanwhile.
+    fn resume(&mut self, shared: &Shared, key: CmKey, meeting: Option<Meeting>) {
+        let events = match self.meetings.take(key) {
+            Some(Meeting::Commanded { events, .. }) => events,
+            Some(other) => {
+                self.meetings.put(key, other);
+                Vec::new()
+            }
+            None => Vec::new(),
+        };
+        if let Some(meeting) = meeting {
+            self.meetings.put(key, meeting);
+        }
+        for event in events {
+            self.on_cm_event(shared, event);
+        }
+    }
+
+    /// Ends a handshake or the identifier of a link. Its identifier goes where that may wait.
+    pub(crate) fn remove_meeting(&mut self, shared: &Shared, key: CmKey, source: Source) {
+        match self.meetings.take(key) {
+            // Its link is over before the peer has finished the handshake.
+            Some(Meeting::Incoming { id, who, .. }) => {
+                shared.commands.discard(source, id);
+                who.tell(Error::new(ErrorKind::LinkDown, "the peer broke off the handshake"));
+            }
+            Some(meeting) => shared.commands.discard(source, meeting),
+            None => {}
+        }
+    }
+
+    /// What makes a queue pair on `lane`; [`Poller::end_making`] when it has, or has not.
+    fn begin_making(&mut self, shared: &Shared, lane: &Arc<Lane>) -> Result<Maker, Error> {
         let gear = self.gears[lane.index].as_mut().filter(|_| !lane.is_gone());
         let Some(gear) = gear else {
             return Err(lane.absence());
         };
-        let (qp, taker) = gear.create_queue_pair(lane, &shared.config)?;
-        let inline = qp.capacity().max_inline.min(lane.inline()) as usize;
+        gear.under_way += 1;
+        Ok(gear.maker(lane, &shared.config))
+    }
+
+    pub(crate) fn end_making(&mut self, shared: &Shared, lane: &Lane) {
+        if let Some(gear) = &mut self.gears[lane.index] {
+            gear.under_way -= 1;
+        }
+        self.retire_if_unused(shared, lane.index);
+    }
+
+    /// Lets go of a queue pair that nobody needs any more.
+    fn unmake(&mut self, shared: &Shared, lane: &Arc<Lane>, source: Source, made: Made) {
+        let lane = Arc::clone(lane);
+        self.command(
+            shared,
+            source,
+            move || drop(made),
+            move |poller, shared, ()| {
+                poller.end_making(shared, &lane);
+            },
+        );
+    }
+
+    /// A link on `lane` over a queue pair that was made for it, entered where completions find it.
+    fn make_link(
+        &mut self,
+        shared: &Shared,
+        lane: &Arc<Lane>,
+        made: Made,
+        source: Source,
+        moves: bool,
+    ) -> Result<(Arc<LinkShared>, Hello), Error> {
+        if lane.is_gone() {
+            self.unmake(shared, lane, source, made);
+            return Err(lane.absence());
+        }
+        let inline = made.qp.capacity().max_inline.min(lane.inline()) as usize;
         let (links, vacancy) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
             (links.len(), links.vacancy())
         };
         let Some((name, generation)) = vacancy else {
+            self.unmake(shared, lane, source, made);
             return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
         };
         let hello = shared.hello(links, moves);
         let limits = own_limits(shared, hello, name);
-        let queue = SendQueue::new(qp, taker, name.index, lane.index, generation);
+        let queue = SendQueue::new(made.qp, made.taker, name.index, lane.index, generation);
         let state = LinkState::new(queue, Arc::clone(lane), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
         self.enter(shared, &link);
+        self.end_making(shared, lane);
         Ok((link, hello))
     }
 
     /// The handshake is done.
-    fn establish(&mut self, id: CmId, link: &Arc<LinkShared>, hello: Hello) {
+    fn establish(
+        &mut self,
+        shared: &Shared,
+        id: CmId,
+        link: &Arc<LinkShared>,
+        hello: Hello,
+        mtu: Option<Mtu>,
+    ) {
         let (key, port) = (id.key(), id.device().map_or(1, |(_, port)| port));
-        let mtu = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.open(hello, self.now);
-            state.queue.qp().and_then(|qp| qp.path().ok()).map(|path| path.mtu)
-        });
+        link.with_wakes(&mut self.wakes, |state, _, _| state.open(hello, self.now));
         link.set_route(|route| {
             (route.cm_key, route.port, route.mtu) = (Some(key), port, mtu);
             (route.local, route.peer) = (id.local_addr(), id.peer_addr());
         });
-        link.is_well();
-        self.meetings.put(key, Meeting::Linked { id, link: link.index });
+        shared.is_well(link);
+        self.meetings.put(key, Meeting::Linked { id, link: link.name });
         self.timers.add(self.now, Timer::Keepalive(link.name)); // it says when the next is
         // What came in meanwhile may wait for an answer.
         link.with_wakes(&mut self.wakes, LinkState::pump);
@@ -273,8 +371,9 @@ impl Poller {
                     self.timers.add(at, Timer::Meeting(key));
                 }
             }
-            Some(Meeting::Incoming { link, who, .. }) => {
+            Some(Meeting::Incoming { id, link, who, .. }) => {
                 let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
+                shared.commands.discard(id.peer_addr().map(|peer| peer.ip()), id);
                 self.unmake_link(shared, &link, &error);
                 who.tell(error);
             }
@@ -282,6 +381,12 @@ impl Poller {
             None => {}
         }
     }
+}
+
+/// Handshakes under way that peers began.
+fn door_limits(shared: &Shared) -> Limits {
+    let all = shared.config.max_half_open;
+    Limits { all, each: all.div_ceil(2), grace: shared.config.connection_timeout / 20 }
 }
 
 /// What this side allows itself and its peer on a link.
@@ -339,30 +444,38 @@ fn reads(shared: &Shared, lane: &Lane) -> (u8, u8) {
     (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))
 }
 
-fn initialise(id: &CmId, link: &LinkShared) -> Result<(), Error> {
-    let attributes = id.queue_pair_attributes(State::INIT)?.access(access());
-    modify(link, &attributes)
+fn initialise(id: &CmId, qp: &QueuePair) -> Result<(), Error> {
+    Ok(qp.modify(&id.queue_pair_attributes(State::INIT)?.access(Access::LOCAL))?)
 }
 
-/// Ready to receive, then to send, as the connection manager agreed.
-fn bring_up(id: &CmId, link: &LinkShared, reads_in: u8, reads_out: u8) -> Result<(), Error> {
+/// Ready to receive, then to send, as the connection manager agreed; the largest packet of the path.
+/// `rights` is what the peer may do to our memory.
+fn bring_up(
+    id: &CmId,
+    qp: &QueuePair,
+    rights: Access,
+    (reads_in, reads_out): (u8, u8),
+) -> Result<Option<Mtu>, Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
-    modify(link, &receive.access(access()).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
+    qp.modify(&receive.access(rights).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
     // The peer's settings would decide how often it is repeated that it has no receives; some say never.
     let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out);
-    modify(link, &send.rnr_retries(RNR_RETRIES))
+    qp.modify(&send.rnr_retries(RNR_RETRIES))?;
+    Ok(qp.path().ok().map(|path| path.mtu))
 }
 
-/// What a peer may do depends on the region and its grant, not on the queue pair.
-fn access() -> Access {
-    Access::REMOTE_READ | Access::REMOTE_WRITE
-}
-
-fn modify(link: &LinkShared, attributes: &ferrite_verbs::QueuePairAttributes) -> Result<(), Error> {
-    link.with(|state, _, _| match state.queue.qp() {
-        Some(qp) => qp.modify(attributes).map_err(Error::from),
-        None => Err(Error::new(ErrorKind::Closed, "the link is gone")),
-    })
+/// Whether the queue pair of a link that is up has failed, and not by anything that this side did:
+/// a request of the peer's was refused. Soft-RoCE does not always tell.
+fn failed_silently(link: &LinkShared) -> bool {
+    let is_soft = || {
+        let context = link.lane().and_then(|lane| lane.context());
+        context.is_some_and(|context| context.device().driver().as_deref() == Some("rxe"))
+    };
+    let failed = |state: &mut LinkState| {
+        state.failure().is_none()
+            && state.queue.qp().is_some_and(|qp| qp.state().is_ok_and(|it| it == State::ERROR))
+    };
+    is_soft() && link.with(|state, _, _| failed(state))
 }
 
 fn since(deadline: Instant, now: Instant) -> Duration {

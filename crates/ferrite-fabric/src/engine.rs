@@ -3,9 +3,12 @@
 //! | file | what it is |
 //! |---|---|
 //! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the engine |
+//! | `devices.rs` | which devices are used |
 //! | `lane.rs` | what the engine has on one device, shared by all links there |
 //! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
+//! | `commands.rs` | calls that may wait for the kernel, on threads of their own |
 //! | `revive.rs` | devices that go and come back |
+//! | `leaving.rs` | queue pairs that are to be destroyed |
 //! | `waits.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
 //! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
 //! | `config.rs` | settings |
@@ -13,10 +16,13 @@
 mod attend;
 mod bell;
 mod builder;
+pub(crate) mod commands;
 pub(crate) mod config;
+mod devices;
 mod drive;
 pub(crate) mod gear;
 pub(crate) mod lane;
+mod leaving;
 mod links;
 pub(crate) mod mailbox;
 pub(crate) mod poller;
@@ -26,6 +32,7 @@ mod queue_pairs;
 mod revive;
 pub(crate) mod slots;
 mod stats;
+mod strikes;
 pub(crate) mod timers;
 pub(crate) mod waits;
 mod wakeup;
@@ -43,12 +50,15 @@ use ferrite_verbs::{Absence, Verbs};
 use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
 use crate::link::shared::LinkShared;
+use crate::log_limit::LogLimit;
 use crate::mem::{BufMut, Pool, Purpose};
 use crate::one_sided::{Region, Regions};
-use crate::policy::Fallback;
+use crate::policy::{Fallback, FallbackCause};
+use crate::random::random;
 use crate::wire::{Features, Hello, Rights, Version};
 pub use builder::Builder;
 use builder::Tls;
+use commands::Commands;
 pub use config::Config;
 use lane::Lane;
 use links::Links;
@@ -108,8 +118,11 @@ pub(crate) struct Shared {
     pub(crate) verbs: Option<Verbs>,
     /// Why there is no device, if there is none.
     absence: Option<Error>,
+    /// Devices that could not be used, each with the reason.
+    unused: Vec<(String, Error)>,
     pub(crate) tls: Tls,
     pub(crate) config: Config,
+    pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: Waits,
     /// Tells this process's hellos from those of one before it.
@@ -127,6 +140,8 @@ pub(crate) struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
+        // First: a command may have a queue pair whose requests are in a link.
+        self.commands.close();
         // Futures may outlive the engine: nobody would answer them any more. Peers hear of it first.
         let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         poller.hang_up();
@@ -134,18 +149,12 @@ impl Drop for Shared {
         for link in links.iter() {
             link.with(|state, around, wakes| {
                 state.fail(Error::new(ErrorKind::Closed, "the engine is gone"), wakes);
-                state.destroy(around, true, wakes);
+                state.destroy(around, wakes);
             });
         }
         // Only now: receives outlive the queue pairs that take them.
         poller.drop_gears();
     }
-}
-
-/// Unpredictable enough to tell two processes apart.
-fn random() -> u64 {
-    use std::hash::{BuildHasher, Hasher};
-    std::collections::hash_map::RandomState::new().build_hasher().finish()
 }
 
 impl Engine {
@@ -154,9 +163,11 @@ impl Engine {
         Builder {
             verbs: Ok(verbs.clone()),
             devices: Vec::new(),
+            addresses: Vec::new(),
             rdma: None,
             tls: Tls::default(),
             config: Config::default(),
+            command_threads: false,
         }
     }
 
@@ -179,7 +190,9 @@ impl Engine {
     /// ```
     pub fn system() -> Builder {
         let verbs = Verbs::system().map_err(|absence| ferrite_verbs::Error::from(absence).into());
-        Builder { verbs, devices: Vec::new(), rdma: None, tls: Tls::default(), config: Config::default() }
+        let (tls, config) = (Tls::default(), Config::default());
+        let (devices, addresses) = (Vec::new(), Vec::new());
+        Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
     }
 
     /// For who opens connections of other protocols and had to do so over TCP, though RDMA was preferred: warns and counts, as
@@ -219,6 +232,12 @@ impl Engine {
     #[must_use]
     pub fn devices(&self) -> Vec<&str> {
         self.shared().lanes.iter().map(|lane| lane.name.as_str()).collect()
+    }
+
+    /// Devices of this host that it cannot use, each with the reason.
+    #[must_use]
+    pub fn unused_devices(&self) -> &[(String, Error)] {
+        &self.shared().unused
     }
 
     /// Its devices that were removed or failed and are not back, each with what was found when it was last looked for. An
@@ -273,6 +292,14 @@ impl Shared {
         absence.unwrap_or_else(|| ferrite_verbs::Error::from(Absence::NoDevice).into())
     }
 
+    /// A link is well: what the port looks like now is kept for a diagnosis. That reads files of the kernel's.
+    pub(crate) fn is_well(&self, link: &Arc<LinkShared>) {
+        let link = Arc::clone(link);
+        if self.commands.has_room(None) {
+            self.commands.run(None, move || link.is_well());
+        }
+    }
+
     /// A link is on TCP although RDMA was preferred: said once for each.
     pub(crate) fn fell_back(&self, link: &LinkShared, fallback: Fallback) {
         self.count_fallback(&link.peer_name(), &fallback);
@@ -281,7 +308,11 @@ impl Shared {
 
     fn count_fallback(&self, peer: &impl fmt::Display, fallback: &Fallback) {
         self.counters.fallbacks[fallback.cause.index()].fetch_add(1, Ordering::Relaxed);
-        tracing::warn!(%peer, cause = %fallback.cause, "link to {peer} {fallback}");
+        static LINES: [LogLimit; FallbackCause::ALL.len()] =
+            [const { LogLimit::new() }; FallbackCause::ALL.len()];
+        if let Some(others) = LINES[fallback.cause.index()].pass() {
+            tracing::warn!(%peer, cause = %fallback.cause, "link to {peer} {fallback}{others}");
+        }
     }
 
     /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory
@@ -303,7 +334,8 @@ impl Shared {
             channels: config.channels,
             max_message_bytes: config.max_message_bytes.min(largest),
             instance: self.instance,
-            session: if moves { random().max(1) } else { 0 },
+            // Without an id that nobody can guess, the link does not move: 0 says so.
+            session: if moves { random().map_or(0, |id| id.max(1)) } else { 0 },
         }
     }
 }

@@ -82,6 +82,8 @@ enum Source {
     Pool(PoolError),
     /// RDMA was not tried; this allows it.
     ClearText(&'static str),
+    /// RDMA has no loopback address.
+    Loopback,
 }
 
 impl Error {
@@ -127,6 +129,18 @@ impl Error {
             refusal: None,
             causes: Vec::new(),
             source: Some(Source::ClearText(remedy)),
+        }))
+    }
+
+    /// RDMA cannot be had at an address that means this host alone.
+    pub(crate) fn loopback(local: std::net::SocketAddr) -> Self {
+        Self(Arc::new(Inner {
+            kind: ErrorKind::Unreachable,
+            what: format!("{} is for this host alone, and RDMA comes from others", local.ip()),
+            status: None,
+            refusal: None,
+            causes: Vec::new(),
+            source: Some(Source::Loopback),
         }))
     }
 
@@ -191,6 +205,7 @@ impl Error {
             Some(Source::Verbs(error)) => error.remedy(),
             Some(Source::Pool(error)) => error.remedy(),
             Some(Source::ClearText(remedy)) => Some((*remedy).into()),
+            Some(Source::Loopback) => Some("bind to an address of an RDMA device".into()),
             None => self.0.causes.first().and_then(|cause| cause.remedy.clone()),
         }
     }
@@ -256,7 +271,7 @@ impl std::error::Error for Error {
         match &self.0.source {
             Some(Source::Verbs(error)) => Some(error),
             Some(Source::Pool(error)) => Some(error),
-            Some(Source::ClearText(_)) | None => None,
+            Some(Source::ClearText(_) | Source::Loopback) | None => None,
         }
     }
 }

@@ -26,9 +26,11 @@ pub mod fuzzing;
 mod latency;
 mod link;
 mod listener;
+mod log_limit;
 pub mod mem;
 mod one_sided;
 mod policy;
+mod random;
 #[cfg(feature = "tokio")]
 mod stream;
 mod sync;
@@ -40,10 +42,11 @@ pub use error::{Error, ErrorKind};
 pub use ferrite_verbs::Status; // of errors, and counted by engines
 pub use latency::LatencyStats;
 pub use link::{
-    Arrival, Bare, Done, Ending, Link, LinkStats, Message, ReadError, Reading, Receiving, Sending, Transport,
-    Writing,
+    Arrival, Bare, Done, Ending, Link, LinkStats, Message, Preparing, ReadError, Reading, Receiving, Sending,
+    Transport, Writing,
 };
 pub use listener::{Accepting, ListenOptions, Listener, Strangers, TcpStranger, TcpStrangers};
+pub use log_limit::{LogLimit, Suppressed};
 pub use one_sided::{Region, Revoking};
 pub use policy::{Fallback, FallbackCause, Meet, Rdma};
 pub use rustls;

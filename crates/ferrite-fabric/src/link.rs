@@ -37,7 +37,7 @@ use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::one_sided::Region;
 use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
-pub use bare::{Arrival, Bare, Done};
+pub use bare::{Arrival, Bare, Done, Preparing};
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
 use shared::{LinkShared, unique};

@@ -5,7 +5,7 @@ mod strangers;
 use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
-use std::net::SocketAddr;
+use std::net::{IpAddr, SocketAddr};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -29,9 +29,13 @@ pub use strangers::{Strangers, TcpStranger, TcpStrangers};
 const BACKLOG: usize = 1024;
 /// Requests of peers without a hello that nobody has looked at yet.
 const STRANGERS: usize = 64;
+/// The same over TCP, where they cost less.
+const TCP_STRANGERS: usize = 1024;
 
 pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
+    /// Where it listens.
+    ip: IpAddr,
     /// TCP is taken too: links can go on there.
     pub(crate) moves: bool,
     /// Nobody is taken for a Ferrite peer over RDMA, hello or not.
@@ -62,8 +66,8 @@ impl<T> Default for Guests<T> {
 }
 
 impl<T> Guests<T> {
-    fn have_room(&self) -> bool {
-        self.are_welcome && self.here.len() < STRANGERS
+    fn have_room(&self, most: usize) -> bool {
+        self.are_welcome && self.here.len() < most
     }
 
     fn push(&mut self, guest: T, wakes: &mut Wakes) {
@@ -95,6 +99,13 @@ impl ListenerShared {
         .await
     }
 
+    /// Whether a connection that came for this address is for the listener. The kernel is not always so strict: a listener on
+    /// 127.0.0.1 hears of whoever calls any address of the device that the kernel chose for it.
+    pub(crate) fn is_at(&self, local: Option<SocketAddr>) -> bool {
+        let ip = self.ip.to_canonical();
+        ip.is_unspecified() || local.is_some_and(|local| local.ip().to_canonical() == ip)
+    }
+
     pub(crate) fn is_full(&self) -> bool {
         lock(&self.queue).links.len() >= BACKLOG
     }
@@ -112,7 +123,7 @@ impl ListenerShared {
         wakes: &mut Wakes,
     ) -> Result<(), Box<ConnectionRequest>> {
         let mut queue = lock(&self.queue);
-        if !queue.strangers.have_room() {
+        if !queue.strangers.have_room(STRANGERS) {
             return Err(Box::new(request));
         }
         queue.strangers.push(request, wakes);
@@ -120,7 +131,7 @@ impl ListenerShared {
     }
 
     pub(crate) fn takes_tcp_strangers(&self) -> bool {
-        lock(&self.queue).tcp_strangers.have_room()
+        lock(&self.queue).tcp_strangers.have_room(TCP_STRANGERS)
     }
 
     pub(crate) fn tcp_stranger(&self, stranger: TcpStranger, wakes: &mut Wakes) {
@@ -176,6 +187,7 @@ pub struct ListenOptions {
     require_encryption: bool,
     strangers_only: bool,
     welcome_strangers: bool,
+    one_family: bool,
 }
 
 impl ListenOptions {
@@ -204,6 +216,12 @@ impl ListenOptions {
         self
     }
 
+    /// `[::]` takes IPv6 alone, so that another listener can have `0.0.0.0` at the same port. Otherwise it takes both.
+    pub fn one_family(mut self) -> Self {
+        self.one_family = true;
+        self
+    }
+
     /// TLS on TCP: peers without it are refused there.
     pub fn tls(mut self, config: Arc<ServerConfig>) -> Self {
         self.tls = Some(config);
@@ -218,7 +236,8 @@ impl ListenOptions {
 }
 
 impl Engine {
-    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both. For RDMA, a
+    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both. A loopback
+    /// address takes TCP alone: RDMA has none, and the kernel would open the port to other hosts. For RDMA, a
     /// listener on a device's address is lost with the device; one on all addresses (`0.0.0.0` or `[::]`) goes on when the
     /// device is back.
     ///
@@ -253,6 +272,7 @@ impl Engine {
         let moves = policy == Rdma::Prefer;
         let listener = Arc::new(ListenerShared {
             queue: Mutex::default(),
+            ip: local.ip(),
             moves,
             strangers_only: options.strangers_only,
         });
@@ -261,19 +281,23 @@ impl Engine {
             queue.strangers.are_welcome = options.welcome_strangers || options.strangers_only;
             queue.tcp_strangers.are_welcome = options.welcome_strangers;
         }
+        let one_family = options.one_family && local.is_ipv6();
         let mut last = None;
         for _ in 0..TRIES {
             let opened = self.shared().with_poller(|poller, shared| {
                 let (tcp, bound) = match policy {
                     Rdma::Require => (None, local),
                     Rdma::Prefer | Rdma::Forbid => {
-                        let (tcp, bound) = poller.listen_tcp(shared, local, tls.clone(), &listener)?;
+                        let (tcp, bound) =
+                            poller.listen_tcp(shared, (local, one_family), tls.clone(), &listener)?;
                         (Some(tcp), bound)
                     }
                 };
                 let cm = match policy {
                     Rdma::Forbid => Ok(None),
-                    Rdma::Prefer | Rdma::Require => poller.listen_cm(shared, bound, &listener).map(Some),
+                    Rdma::Prefer | Rdma::Require => {
+                        poller.listen_cm(shared, (bound, one_family), &listener).map(Some)
+                    }
                 };
                 let (cm, bound, absence) = match cm {
                     Ok(Some((key, bound))) => (Some(key), bound, None),
@@ -294,6 +318,9 @@ impl Engine {
                         let to_do = error.remedy().unwrap_or_default();
                         tracing::warn!("{local} takes TCP only, not RDMA: {error}; to do: {to_do}");
                     }
+                    if cm.is_some() && (options.welcome_strangers || options.strangers_only) {
+                        self.warn_of_shared_memory(local);
+                    }
                     return Ok(Listener { engine: self.clone(), shared: listener, cm, tcp, local, absence });
                 }
                 Err(error)
@@ -308,14 +335,45 @@ impl Engine {
     }
 }
 
+impl Engine {
+    /// Says which devices cannot keep peers of other protocols apart, and what follows from that.
+    fn warn_of_shared_memory(&self, local: SocketAddr) {
+        let lanes = &self.shared().lanes;
+        let without: Vec<_> =
+            lanes.iter().filter(|lane| !lane.has_windows()).map(|lane| lane.name.as_str()).collect();
+        if without.is_empty() {
+            return;
+        }
+        let devices = without.join(", ");
+        if self.config().shared_windows {
+            tracing::warn!(
+                "{local}: {devices} cannot open memory to one connection alone (no memory windows of type 2): a client of \
+                 Valkey Over RDMA that finds another's key can write commands in its name (rdma-shared-windows yes)"
+            );
+        } else {
+            tracing::warn!(
+                "{local}: {devices} cannot open memory to one connection alone (no memory windows of type 2): clients of \
+                 Valkey Over RDMA are refused there, others are not (rdma-shared-windows no)"
+            );
+        }
+    }
+}
+
 impl Poller {
     fn listen_cm(
         &mut self,
         shared: &Shared,
-        local: SocketAddr,
+        (local, one_family): (SocketAddr, bool),
         listener: &Arc<ListenerShared>,
     ) -> Result<(CmKey, SocketAddr), Error> {
-        let id = self.cm(shared)?.create_id()?;
+        let channel = self.cm(shared)?;
+        if local.ip().is_loopback() && !shared.lanes.iter().any(|lane| lane.has_address(local.ip())) {
+            return Err(Error::loopback(local));
+        }
+        let id = channel.create_id()?;
+        if one_family {
+            id.set_one_family()?;
+        }
         id.bind(local)?;
         id.listen(BACKLOG as u32)?;
         let (key, local) = (id.key(), id.local_addr().unwrap_or(local));
@@ -407,5 +465,27 @@ impl Future for Accepting<'_> {
 impl fmt::Debug for ListenerShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ListenerShared").finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn is_for_its_own_address_alone() {
+        let at = |ip: &str| ListenerShared {
+            queue: Mutex::default(),
+            ip: ip.parse().expect("an address"),
+            moves: false,
+            strangers_only: false,
+        };
+        let called = |address: &str| Some(SocketAddr::new(address.parse().expect("an address"), 6380));
+        assert!(at("10.0.0.1").is_at(called("10.0.0.1")) && at("10.0.0.1").is_at(called("::ffff:10.0.0.1")));
+        assert!(!at("10.0.0.1").is_at(called("10.0.0.2")) && !at("127.0.0.1").is_at(called("10.0.0.1")));
+        assert!(!at("10.0.0.1").is_at(None), "when in doubt, no");
+        for all in ["0.0.0.0", "::"] {
+            assert!(at(all).is_at(called("10.0.0.1")) && at(all).is_at(called("2001:db8::1")), "{all}");
+        }
     }
 }

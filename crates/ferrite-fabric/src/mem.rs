@@ -72,6 +72,7 @@ mod slab;
 mod stats;
 #[cfg(test)]
 mod tests;
+mod window;
 
 pub use arena::Pages;
 pub use budget::Account;
@@ -81,6 +82,7 @@ pub use error::{Budget, ErrorKind, PoolError};
 pub use exposed::Exposed;
 pub use pool::{Builder, Pool, PoolConfig};
 pub use stats::{Failures, HeapStats, PageStats, PoolStats};
+pub(crate) use window::{Binding, Window};
 
 /// A panic while a lock of ours was held has left the data consistent: each critical section either moves whole
 /// values or counts.

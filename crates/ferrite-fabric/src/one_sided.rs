@@ -9,8 +9,10 @@
 //! 2. When all have answered, or their time is over, the registration ends. From then on the device refuses the key,
 //!    whoever has it. A peer that did not listen loses its link by its next access; others notice nothing.
 //!
-//! Keys are valid for all links of a device: a grant says who *should* use it. A peer that hands its token on gives its
-//! own rights away, until they are revoked for all.
+//! Where the device has memory windows of type 2, each link that is given a grant has a window of
+//! its own, bound to its queue pair: a token that is handed on is worth nothing on another link.
+//! Elsewhere keys are valid for all links of a device: a grant says who *should* use it, and a peer
+//! that hands its token on gives its own rights away, until they are revoked for all.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -31,11 +33,12 @@ use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Request, Wakes, keep};
-use crate::mem::{BufMut, Exposed, lock};
+use crate::mem::{BufMut, Exposed, Pool, Window, lock};
 use crate::policy::Rdma;
 use crate::wire::{GrantToken, Rights};
 
-/// A buffer that peers with a grant may reach, until it is revoked. Dropping it revokes it at once.
+/// A buffer that peers with a grant may reach, until it is revoked. Dropping it revokes it at once,
+/// or as soon as the device has taken a grant that was given just before.
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
@@ -90,6 +93,31 @@ enum State {
     Failed(Option<Error>),
 }
 
+/// How the peer of a link reaches a region.
+pub(crate) enum Door {
+    /// By a key that is good on every link of the device.
+    Shared(RemoteSlice),
+    /// By a window that is to be bound to the link's queue pair.
+    Window(Arc<Window>),
+}
+
+impl Door {
+    /// `None` if the device or the host refuses.
+    fn open(pool: &Pool, exposed: &mut Exposed, lane: &Lane, access: Access) -> Option<Self> {
+        match lane.has_windows() {
+            true => pool.open_window(exposed, lane.index, access).ok().map(Self::Window),
+            false => pool.expose_also(exposed, lane.index, access).ok().map(Self::Shared),
+        }
+    }
+
+    fn remote(&self) -> RemoteSlice {
+        match self {
+            Self::Shared(remote) => *remote,
+            Self::Window(window) => window.remote(),
+        }
+    }
+}
+
 /// The regions of an engine, by the number of their grant.
 #[derive(Default)]
 pub(crate) struct Regions {
@@ -104,9 +132,10 @@ impl Region {
         buf: BufMut,
         rights: Rights,
     ) -> Result<Self, (BufMut, Error)> {
-        let access = access_of(rights);
         let exposed = match lane {
-            Some(lane) => engine.pool().expose(buf, lane.index, access),
+            // Each link that it is granted to has a window of its own on it.
+            Some(lane) if lane.has_windows() => engine.pool().expose(buf, lane.index, Access::WINDOWS),
+            Some(lane) => engine.pool().expose(buf, lane.index, access_of(rights)),
             None => engine.pool().expose_without_device(buf),
         };
         let exposed = exposed.map_err(|(buf, error)| (buf, Error::from(error)))?;
@@ -129,23 +158,35 @@ impl Region {
         Ok(Self { shared, engine })
     }
 
-    /// What the peer of `link` needs to reach it. The link is told when the region is revoked.
+    /// What the peer of `link` needs to reach it, to be sent to it over this link. The link is told
+    /// when the region is revoked. Where the device can, it is good on this link alone; each grant
+    /// to it takes one of the device's memory windows.
     #[must_use]
     pub fn grant(&self, link: &Link) -> GrantToken {
         let mut token = self.token();
+        let link = link.shared();
+        let access = access_of(self.shared.rights);
+        // The link may be on another device than the region, or was on none when the region was
+        // made.
+        let lane = link.with(|state, _, _| {
+            state.allow(access);
+            state.next_lane()
+        });
+        let mut door = None;
         if let State::Live { granted, exposed } = &mut *lock(&self.shared.state) {
-            // The link may be on another device than the region, or was on none when the region was made.
-            if let Some(lane) = link.shared().lane()
-                && let Ok(remote) =
-                    self.engine.pool().expose_also(exposed, lane.index, access_of(self.shared.rights))
-            {
-                (token.addr, token.rkey) = (remote.addr, remote.rkey);
-            }
-            let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link.shared()));
+            door = lane.as_ref().and_then(|lane| Door::open(self.engine.pool(), exposed, lane, access));
+            let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link));
             if !known {
                 granted.retain(|link| link.strong_count() > 0);
-                granted.push(Arc::downgrade(link.shared()));
+                granted.push(Arc::downgrade(link));
             }
+        }
+        if let (Some(lane), Some(Door::Window(window))) = (&lane, &door) {
+            link.with(|state, around, wakes| state.bind(lane, window, around, wakes));
+        }
+        if let Some(door) = door {
+            let remote = door.remote();
+            (token.addr, token.rkey) = (remote.addr, remote.rkey);
         }
         token
     }
@@ -163,12 +204,6 @@ impl Region {
             poller.timers.add(Instant::now() + time, Timer::Expiry(id));
         });
         self
-    }
-
-    /// The key that peers use.
-    #[must_use]
-    pub fn rkey(&self) -> u32 {
-        self.shared.remote.rkey
     }
 
     /// Its length in bytes; never 0.
@@ -305,20 +340,14 @@ impl Regions {
         true
     }
 
-    /// Where the regions that `link` was granted are on `lane`: registered there too, if they were not.
-    pub(crate) fn keys_for(
-        &self,
-        shared: &Shared,
-        link: &Arc<LinkShared>,
-        lane: &Lane,
-    ) -> Vec<(u64, RemoteSlice)> {
+    /// How the regions that `link` was granted are reached on `lane`: registered there too, if they
+    /// were not.
+    pub(crate) fn doors_for(&self, shared: &Shared, link: &Arc<LinkShared>, lane: &Lane) -> Vec<(u64, Door)> {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         let keys = regions.iter().filter_map(|region| {
             let State::Live { exposed, granted } = &mut *lock(&region.state) else { return None };
             granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link)).then_some(())?;
-            // Without a key the peer is refused by the device when it uses the grant.
-            let remote = shared.pool.expose_also(exposed, lane.index, access_of(region.rights)).ok()?;
-            Some((region.id, remote))
+            Some((region.id, Door::open(&shared.pool, exposed, lane, access_of(region.rights))?))
         });
         keys.collect()
     }

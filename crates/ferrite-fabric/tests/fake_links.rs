@@ -5,10 +5,14 @@ mod breakage;
 #[path = "links/faults.rs"]
 mod faults;
 mod links;
+#[path = "links/providers.rs"]
+mod providers;
 #[path = "links/revival.rs"]
 mod revival;
 
+use ferrite_fabric::{Config, ErrorKind};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
+use links::isolation::Scene;
 use links::{Fixture, Host, run_suite};
 
 /// Two hosts, `fake1` and `fake2`.
@@ -32,3 +36,34 @@ fn run(test: impl FnOnce(&Fixture)) {
 }
 
 run_suite!(crate::run);
+
+/// A device that cannot keep peers of other protocols apart takes none of them, unless it is told
+/// to.
+#[test]
+fn strangers_are_refused_on_a_device_without_windows() {
+    let world = World::new();
+    let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
+    let [with, without] = [true, false];
+    for (host, queue_pair_windows) in hosts.iter().zip([without, with]) {
+        world.add_device(DeviceSpec { queue_pair_windows, ..DeviceSpec::new(&host.device, host.ip) });
+    }
+    let verbs = world.verbs();
+    let fixture = Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 };
+
+    let scene = Scene::new(&fixture, &Config::default());
+    let error = scene.refused();
+    assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+    assert!(error.to_string().contains("rdma-shared-windows"), "{error}");
+    let stats = scene.engines[1].stats();
+    assert_eq!((stats.refused_without_windows, stats.devices_without_windows), (1, 1));
+    scene.end(Vec::new());
+
+    let scene = Scene::new(&fixture, &Config { shared_windows: true, ..Config::default() });
+    let guest = scene.guest();
+    scene.is_well(&guest);
+    assert_eq!(scene.engines[1].stats().shared_windows, 1);
+    scene.end(vec![guest]);
+
+    drop(fixture);
+    assert_eq!(world.objects(), Objects::default());
+}

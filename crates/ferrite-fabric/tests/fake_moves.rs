@@ -50,6 +50,8 @@ impl Scene {
         let verbs = world.verbs();
         let engines = [0, 1].map(|at| {
             let builder = Engine::builder(&verbs).device(HOSTS[at].0).config(config());
+            // One of the two carries its commands out at once, the other on threads.
+            let builder = if at == 1 { builder.command_threads() } else { builder };
             let engine = builder.build().expect("an engine");
             engine.spawn_thread().expect("a thread");
             engine
@@ -78,6 +80,40 @@ impl Scene {
             std::thread::sleep(Duration::from_millis(2));
         }
     }
+}
+
+/// A peer with a large window that never takes anything does not decide how much this side keeps for it.
+#[test]
+fn frames_that_are_kept_have_a_limit_of_ours() {
+    let world = World::new();
+    (0..2).for_each(|at| world.add_device(spec(at)));
+    let verbs = world.verbs();
+    let generous = Config { window: 4096, recv_queue_depth: 4096, ..config() };
+    let engines = [config(), generous].map(Some).into_iter().enumerate().map(|(at, config)| {
+        let builder = Engine::builder(&verbs).device(HOSTS[at].0).config(config.expect("one"));
+        let engine = builder.build().expect("an engine");
+        engine.spawn_thread().expect("a thread");
+        engine
+    });
+    let engines: Vec<_> = engines.collect();
+    let at = format!("{}:0", HOSTS[1].1).parse().expect("an address");
+    let mut listener = engines[1].listen(at).expect("listen");
+    let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
+    let connecting =
+        engines[0].connect_with(listener.local_addr(), &ConnectOptions::new().local(local).meet(Meet::Cm));
+    let (a, b) = engines[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
+    let (a, b) = (a.expect("connect"), b.expect("accept"));
+    let mut sent = 0;
+    while a.post_bytes(0, &[7; 8 << 10]).is_ok() {
+        sent += 1;
+    }
+    let waiting = config().send_queue_bytes; // what has not been sent yet
+    let most = (4 << 20) + waiting + ((128 * 8) << 10);
+    assert!(sent * (8 << 10) <= most, "{sent} messages went without an answer");
+    for _ in 0..sent {
+        assert_eq!(engines[0].block_on(b.recv()).expect("all of them come").len(), 8 << 10);
+    }
+    drop((a, b, listener));
 }
 
 #[test]
@@ -129,7 +165,8 @@ fn retries() {
     let builder = |rdma| {
         let config = Config { connection_retries: 3, retry_delay: Duration::from_millis(100), ..config() };
         let verbs = scene.world.verbs();
-        Engine::builder(&verbs).device(HOSTS[0].0).rdma(rdma).config(config).build().expect("an engine")
+        let builder = Engine::builder(&verbs).device(HOSTS[0].0).rdma(rdma).config(config);
+        builder.command_threads().build().expect("an engine")
     };
     let nowhere = format!("{}:4709", HOSTS[1].1).parse().expect("an address");
     for rdma in [Rdma::Require, Rdma::Prefer] {
@@ -279,6 +316,7 @@ fn peer_gone() {
 
 /// Any faults in any order. `FERRITE_SEED` replays them.
 #[test]
+#[expect(clippy::disallowed_types, reason = "a seed, which is no secret")]
 fn random_faults() {
     let seed = std::env::var("FERRITE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
         use std::hash::{BuildHasher, Hasher};

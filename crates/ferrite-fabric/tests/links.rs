@@ -6,6 +6,7 @@
 pub(crate) mod bare;
 pub(crate) mod drivers;
 pub(crate) mod engines;
+pub(crate) mod isolation;
 pub(crate) mod life;
 pub(crate) mod manners;
 pub(crate) mod meeting;
@@ -104,6 +105,9 @@ macro_rules! run_suite {
             run_suite!(@ $run, bare:
                 messages_and_writes, closing_delivers_what_was_written, writes_beside, silence_is_golden,
                 nobody_takes_them);
+            run_suite!(@ $run, isolation:
+                another_peers_window_is_out_of_reach, who_reaches_for_others_memory_is_turned_away,
+                a_grant_is_good_on_its_link_only, given_up_before_it_is_bound);
             run_suite!(@ $run, drivers: memory_given_back_is_used);
             run_suite!(@ $run, engines: impossible_settings, send_memory_runs_out, statistics);
             run_suite!(@ $run, life: futures_outlive_their_engine);

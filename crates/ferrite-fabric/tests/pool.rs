@@ -51,6 +51,29 @@ fn exhaust(pool: &Pool, len: usize, purpose: Purpose) -> (Vec<BufMut>, PoolError
     }
 }
 
+/// What a burst took goes back to the system when nobody has used it for a while, and can be had again.
+#[test]
+fn memory_goes_back_when_the_load_is_gone() {
+    let (_world, pool) = small_pool();
+    let begun = pool.stats().registered_bytes;
+    assert!(!pool.shrink(8), "it has what it began with");
+    for _ in 0..3 {
+        let (mut taken, _) = exhaust(&pool, 8 * KIB, Purpose::Receive);
+        assert_eq!(pool.stats().registered_bytes, begun + 6 * MIB as u64);
+        let one = taken.pop().expect("one, of the last arena");
+        drop(taken);
+        assert!(pool.shrink(8), "not at once: it may be wanted again");
+        assert_eq!(pool.stats().registered_bytes, begun + 6 * MIB as u64);
+        assert!(pool.shrink(8), "one is in use");
+        assert_eq!(pool.stats().registered_bytes, begun + 4 * MIB as u64);
+        assert_eq!(in_use(&pool), 8 * KIB as u64);
+        drop(one);
+        while pool.shrink(8) {}
+        let spare = 2 * MIB as u64;
+        assert_eq!((pool.stats().registered_bytes, in_use(&pool)), (begun + spare, 0));
+    }
+}
+
 fn in_use(pool: &Pool) -> u64 {
     let stats = pool.stats();
     for purpose in Purpose::ALL {

@@ -5,7 +5,9 @@
 #![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
 
 pub(crate) mod calls;
+pub(crate) mod clients;
 pub(crate) mod keys;
+mod rights;
 mod table;
 
 use std::ffi::{CStr, CString, c_char, c_int, c_long};
@@ -29,6 +31,8 @@ pub(crate) mod flag {
     pub(crate) const HANDLE_REPL_ASYNC_LOAD: i32 = 1 << 2;
     /// Slots may move as a whole (Valkey 9). Without it our presence would forbid it.
     pub(crate) const HANDLE_ATOMIC_SLOT_MIGRATION: i32 = 1 << 5;
+    pub(crate) const EVENT_CLIENT: u64 = 4;
+    pub(crate) const EVENT_CLIENT_DISCONNECTED: u64 = 1;
     pub(crate) const EVENT_SHUTDOWN: u64 = 5;
     pub(crate) const EVENT_CRON_LOOP: u64 = 8;
     pub(crate) const EVENT_LOOP: u64 = 15;

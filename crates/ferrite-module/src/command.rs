@@ -8,33 +8,60 @@ use ferrite_session::{SessionInfo, SessionTransport};
 use crate::api::Reply;
 use crate::info;
 use crate::module::{Module, Service, lanes};
+use crate::resident;
 
 /// A subcommand: its name, the engine's flags for it, and what it does with the words after its name.
 pub(crate) struct Subcommand {
     pub(crate) name: &'static CStr,
     pub(crate) flags: &'static CStr,
     pub(crate) categories: &'static CStr,
+    /// The engine's own command that tells or does the like: the caller needs the right to it, too.
+    /// Empty: nothing more is needed.
+    pub(crate) needs: &'static [&'static str],
     pub(crate) run: fn(&mut Module, &[String]) -> Reply,
 }
 
 const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
+/// Before a login, and whatever the client's rights are: the command is about the connection itself. Its
+/// argument is a secret.
+const BIND: &CStr = c"no-auth deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
+/// As BIND, but not before a login: that the engine runs it is proof of one.
+const ATTEST: &CStr = c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
+/// Whatever the client's rights are: without it WAIT would count older writes only.
+const MARK: &CStr = c"no-auth write deny-script fast";
 /// For those who may administer.
 const ADMINS: &CStr = c"admin dangerous";
 
 /// All of them.
-pub(crate) const SUBCOMMANDS: [Subcommand; 6] = [
-    Subcommand { name: c"clients", flags: ADMIN, categories: ADMINS, run: clients },
-    Subcommand { name: c"kill", flags: ADMIN, categories: ADMINS, run: kill },
-    Subcommand { name: c"stats", flags: ADMIN, categories: ADMINS, run: stats },
-    Subcommand { name: c"doctor", flags: ADMIN, categories: ADMINS, run: doctor },
-    Subcommand { name: c"mark", flags: c"write deny-script fast", categories: c"fast", run: mark },
+pub(crate) const SUBCOMMANDS: [Subcommand; 8] = [
+    admin(c"clients", &["CLIENT", "LIST"], clients),
+    admin(c"kill", &["CLIENT", "KILL", "ID", "0"], kill),
+    admin(c"stats", &["INFO"], stats),
+    admin(c"doctor", &["INFO"], doctor),
+    own(c"bind", BIND),
+    own(c"attest", ATTEST),
+    own(c"mark", MARK),
     Subcommand {
         name: c"help",
         flags: c"deny-script allow-loading allow-stale",
         categories: c"fast",
+        needs: &[],
         run: help,
     },
 ];
+
+/// Of sessions themselves, on their proxy connections.
+const fn own(name: &'static CStr, flags: &'static CStr) -> Subcommand {
+    Subcommand { name, flags, categories: c"fast", needs: &[], run: internal }
+}
+
+const fn admin(
+    name: &'static CStr,
+    needs: &'static [&'static str],
+    run: fn(&mut Module, &[String]) -> Reply,
+) -> Subcommand {
+    Subcommand { name, flags: ADMIN, categories: ADMINS, needs, run }
+}
 
 const HELP: [&str; 13] = [
     "FERRITE <subcommand> [<arg> ...]. Subcommands are:",
@@ -46,18 +73,15 @@ const HELP: [&str; 13] = [
     "    All counters of INFO ferrite as names and values.",
     "DOCTOR",
     "    What works, what does not, and what to do about it.",
-    "MARK",
-    "    Let WAIT of this connection wait for what its session wrote by calls. Sessions send it by themselves.",
+    "BIND <token>, ATTEST <token>, MARK",
+    "    Internal. Sessions run them on their connections to the engine.",
     "HELP",
     "    Print this help.",
 ];
 
-/// See `entry.rs`, which has replicated something by now.
-fn mark(_: &mut Module, words: &[String]) -> Reply {
-    match words {
-        [] => Reply::Simple("OK".into()),
-        _ => Reply::WrongArity,
-    }
+/// See `entry.rs`, which has answered by now.
+fn internal(_: &mut Module, _: &[String]) -> Reply {
+    failed()
 }
 
 fn help(_: &mut Module, words: &[String]) -> Reply {
@@ -89,13 +113,17 @@ fn line(session: &SessionInfo) -> String {
         _ => "tcp",
     };
     format!(
-        "id={} addr={} laddr={} transport={transport} device={} lane={} age={} tot-net-in={} tot-net-out={}\n",
+        "id={} client-id={} user={} addr={} laddr={} transport={transport} device={} lane={} age={} held={} \
+         tot-net-in={} tot-net-out={}\n",
         session.id,
+        session.client_id.map_or(String::new(), |id| id.to_string()),
+        session.client_id.and_then(resident::user_of).unwrap_or_default(),
         address(session.peer),
         address(session.local),
         session.device.as_deref().unwrap_or(""),
         if session.is_called { "call" } else { "bridge" },
         session.age.as_secs(),
+        session.held_bytes,
         session.to_engine_bytes,
         session.to_client_bytes
     )
@@ -138,8 +166,11 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                 _ if !transport.is_alive() => {
                     say(false, "the transport has ended: the engine's log says why");
                 }
-                Some(why) => say(false, &format!("{}: TCP alone, no RDMA: {why}", begun.address)),
-                None => say(true, &format!("{}: RDMA on {}", begun.address, begun.devices.join(", "))),
+                Some(why) => say(false, &format!("{}: TCP alone, no RDMA: {why}", begun.places(true))),
+                None => say(true, &format!("{}: RDMA on {}", begun.places(false), begun.devices.join(", "))),
+            }
+            for unused in &begun.unused {
+                say(false, unused);
             }
             say(true, &lanes(&config.engine));
             if !config.protected_mode {
@@ -156,16 +187,28 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
             let failures = gateway.engine_failures;
             say(failures == 0, &format!("clients for whom the engine's socket did not answer: {failures}"));
             let stats = transport.stats();
-            let pinned = stats.memory.registered_bytes;
+            let (pinned, most) = (stats.memory.registered_bytes, stats.memory.registered_max_bytes);
             say(
-                true,
+                pinned <= most,
                 &format!(
-                    "pinned memory: {pinned} bytes of {} at most",
-                    stats.memory.send.max_bytes + stats.memory.receive.max_bytes
+                    "pinned memory: {pinned} bytes of {most} at most{}; {} of them registered again for peers",
+                    if pinned > most { ", above the limit" } else { "" },
+                    stats.memory.exposed_bytes
                 ),
             );
             let exhausted = stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
             say(exhausted == 0, &format!("times that memory for RDMA ran out: {exhausted}"));
+            let apart = stats.devices_without_windows;
+            say(
+                apart == 0,
+                &format!(
+                    "devices that cannot keep the memory of Valkey's RDMA clients apart: {apart} ({} refused, {} windows \
+                     shared: rdma-shared-windows)",
+                    stats.refused_without_windows, stats.shared_windows
+                ),
+            );
+            let reached = stats.remote_access_errors;
+            say(reached == 0, &format!("connections that asked for memory that is not theirs: {reached}"));
             let lost = stats.devices_lost.saturating_sub(stats.devices_back);
             say(lost == 0, &format!("devices that are missing: {lost}"));
             let falls: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
@@ -173,6 +216,16 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
         }
     }
     Reply::Text(report)
+}
+
+/// A reply to a caller without the right to what `subcommand` does.
+pub(crate) fn denied(subcommand: &Subcommand) -> Reply {
+    let needed: Vec<_> = subcommand.needs.iter().take(2).copied().collect();
+    Reply::Error(format!(
+        "NOPERM FERRITE {} also needs the permission to run {}",
+        subcommand.name.to_string_lossy().to_uppercase(),
+        needed.join(" ")
+    ))
 }
 
 /// A reply to a subcommand that failed within.
@@ -188,7 +241,7 @@ mod tests {
     fn help_names_every_subcommand() {
         for subcommand in &SUBCOMMANDS {
             let name = subcommand.name.to_string_lossy().to_uppercase();
-            assert!(HELP.iter().any(|line| line.split(' ').next() == Some(&name)), "{name}");
+            assert!(HELP.iter().any(|line| line.split([' ', ',']).any(|word| word == name)), "{name}");
         }
     }
 }

@@ -9,7 +9,8 @@ use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
-use crate::api::{self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, RawString, flag};
+use crate::api::{self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, RawString, Reply, flag};
+use crate::clients;
 use crate::command::{self, SUBCOMMANDS, Subcommand};
 use crate::info;
 use crate::log;
@@ -117,7 +118,7 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
         return Err("the engine takes no INFO section".into());
     }
     with_module(|module| module.begin(context)).unwrap_or(Ok(()))?;
-    for event in [flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP] {
+    for event in [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP] {
         subscribe(context, event);
     }
     Ok(())
@@ -202,16 +203,37 @@ unsafe extern "C" fn on_command(raw: *mut RawContext, argv: *mut *mut RawString,
         let found = SUBCOMMANDS
             .iter()
             .find(|subcommand| subcommand.name.to_bytes().eq_ignore_ascii_case(name.as_bytes()));
-        if name.eq_ignore_ascii_case("mark") {
-            context.replicate_ping();
+        if let Some(reply) = internal_command(context, name, words) {
+            context.reply(&reply);
+            return OK;
         }
         // Whatever happens, there is an answer: a client that gets none loses count.
         let reply = guard("a command", None, || {
-            let run = found?.run;
-            with_module(|module| run(module, words))
+            let found = found?;
+            if !found.needs.is_empty() && !context.caller_may(found.needs) {
+                return Some(command::denied(found));
+            }
+            with_module(|module| (found.run)(module, words))
         });
         context.reply(&reply.unwrap_or_else(command::failed));
         OK
+    })
+}
+
+/// The commands that sessions send over their proxy connections. They are about the client that runs
+/// them, and answer anybody else with an error.
+fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Option<Reply> {
+    let is = |other| name.eq_ignore_ascii_case(other);
+    let is_done = match words {
+        [token] if is("bind") => clients::identify(context, token, false),
+        [token] if is("attest") => clients::identify(context, token, true),
+        [] if is("mark") => clients::mark(context),
+        _ if is("bind") || is("attest") || is("mark") => return Some(Reply::WrongArity),
+        _ => return None,
+    };
+    Some(match is_done {
+        true => Reply::Simple("OK".into()),
+        false => Reply::Error("ERR only sessions of the RDMA listener may run this command".into()),
     })
 }
 
@@ -227,9 +249,18 @@ unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
     });
 }
 
-/// Shutdown, CONFIG SET of anybody's settings, and the engine's heartbeat.
-unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u64, _: *mut c_void) {
+/// A client's end, shutdown, CONFIG SET of anybody's settings, and the engine's heartbeat.
+unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u64, data: *mut c_void) {
     guard("an event", (), || {
+        if event.id == flag::EVENT_CLIENT {
+            if subevent == flag::EVENT_CLIENT_DISCONNECTED
+                // SAFETY: the engine passes this data with its event about a client.
+                && let Some(id) = unsafe { api::clients::client_of_event(data) }
+            {
+                clients::on_disconnected(id);
+            }
+            return;
+        }
         // SAFETY: the engine's context, for the length of this call, on its main thread.
         let Some(context) = (unsafe { Context::new(raw) }) else { return };
         if event.id == flag::EVENT_LOOP {

@@ -36,7 +36,8 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
             if let Some(absence) = &begun.absence {
                 text(&mut general, "reason", one_line(absence));
             }
-            text(&mut general, "address", begun.address.to_string());
+            let addresses = begun.addresses.iter().map(|(address, _)| address.to_string());
+            text(&mut general, "address", addresses.collect::<Vec<_>>().join(","));
             text(&mut general, "devices", begun.devices.join(","));
             if !in_crash {
                 text(&mut general, "engine", transport.gateway.config().engine.to_string());
@@ -57,6 +58,7 @@ fn sessions(out: &mut Fields, sessions: &[SessionInfo]) {
     number(out, "sessions_rdma_valkey", of(SessionTransport::ValkeyRdma));
     number(out, "sessions_tcp", of(SessionTransport::Tcp));
     let called = sessions.iter().filter(|session| session.is_called).count() as u64;
+    number(out, "sessions_held_bytes", sessions.iter().map(|session| session.held_bytes as u64).sum());
     number(out, "sessions_lane_call", called);
     number(out, "sessions_lane_bridge", sessions.len() as u64 - called);
 }
@@ -71,6 +73,7 @@ fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
     number(out, "commands_called", stats.called);
     number(out, "commands_bridged", stats.bridged);
     number(out, "sessions_stayed", stats.stayed);
+    number(out, "sessions_evicted", stats.evicted);
     number(out, "input_bytes", stats.to_engine_bytes);
     number(out, "output_bytes", stats.to_client_bytes);
 }
@@ -101,11 +104,21 @@ fn fabric(out: &mut Fields, stats: &EngineStats, sessions: &[SessionInfo]) {
         ("rdma_links", stats.links),
         ("rdma_failed_links", stats.failed_links),
         ("rdma_refused", stats.refused),
+        ("rdma_remote_access_errors", stats.remote_access_errors),
+        ("rdma_refused_after_access_errors", stats.refused_after_access_errors),
+        ("rdma_refused_without_windows", stats.refused_without_windows),
+        ("rdma_shared_windows", stats.shared_windows),
+        ("rdma_devices_without_windows", stats.devices_without_windows),
+        ("rdma_refused_other_address", stats.misdirected),
+        ("rdma_crowded_out", stats.crowded_out),
+        ("rdma_accept_failures", stats.accept_failures),
         ("rdma_moves", totals.moves),
         ("rdma_climbs", stats.climbs),
+        ("rdma_offers_refused", stats.offers_refused),
         ("rdma_devices_lost", stats.devices_lost),
         ("rdma_devices_back", stats.devices_back),
         ("rdma_memory_registered_bytes", memory.registered_bytes),
+        ("rdma_memory_registered_max_bytes", memory.registered_max_bytes),
         ("rdma_memory_send_bytes", memory.send.in_use_bytes),
         ("rdma_memory_receive_bytes", memory.receive.in_use_bytes),
         ("rdma_memory_windows_bytes", memory.exposed_bytes),

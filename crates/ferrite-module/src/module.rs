@@ -8,6 +8,7 @@ use ferrite_session::EngineAddress;
 use crate::api::Context;
 use crate::calls::Calls;
 use crate::entry;
+use crate::listen::{self, Address};
 use crate::options::{Options, Setpoint};
 use crate::resident;
 use crate::target::{Sockets, target};
@@ -60,11 +61,11 @@ impl Module {
 
     /// Begins to listen. An error only where RDMA is required: otherwise the engine goes on without, and says why.
     pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
-        let begun = self.target(context).and_then(|target| {
+        let begun = self.places(context).and_then(|(target, addresses)| {
             let protected = is_protected(context);
             let porch = if self.options.call_lane() { call_lane(context) } else { None };
             let (transport, (fabric, runtime)) =
-                Transport::begin(&self.options, target, protected, porch.clone())?;
+                Transport::begin(&self.options, (target, addresses), protected, porch.clone())?;
             resident::set_turn(self.options.turn());
             if let Some(porch) = porch {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
@@ -87,23 +88,38 @@ impl Module {
         }
     }
 
-    fn target(&self, context: Context<'_>) -> Result<EngineAddress, String> {
-        if let Some(named) = self.options.engine() {
-            return Ok(named);
+    /// The engine's socket that sessions use, and where clients come in.
+    fn places(&self, context: Context<'_>) -> Result<(EngineAddress, Vec<Address>), String> {
+        let sockets = sockets(context);
+        Ok((self.target(&sockets)?, listen::addresses(&self.options, &sockets)?))
+    }
+
+    fn target(&self, sockets: &Sockets) -> Result<EngineAddress, String> {
+        match self.options.engine() {
+            Some(named) => Ok(named),
+            None => target(sockets),
         }
-        target(&Sockets {
-            unixsocket: context.config(c"unixsocket"),
-            port: context.config(c"port"),
-            tls_port: context.config(c"tls-port"),
-            bind: context.config(c"bind"),
-        })
     }
 
     /// The engine's settings have changed: those of its sockets and of protected mode are ours too. What has begun goes on.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         resident::follow_engine(context);
-        let target = self.target(context);
-        let Service::On(transport) = &self.service else { return };
+        let sockets = sockets(context);
+        let target = self.target(&sockets);
+        let Service::On(transport) = &mut self.service else { return };
+        let wanted = listen::addresses(&self.options, &sockets);
+        if transport.wants_other(&wanted) {
+            match wanted {
+                Ok(_) => tracing::warn!(
+                    "the engine listens elsewhere now; the module goes on at {} until the engine is started again",
+                    transport.begun.places(true)
+                ),
+                Err(why) => tracing::warn!(
+                    "the module goes on at {} until the engine is started again, although {why}",
+                    transport.begun.places(true)
+                ),
+            }
+        }
         let protected_mode = is_protected(context);
         transport.gateway.reconfigure(|config| {
             config.protected_mode = protected_mode;
@@ -124,8 +140,10 @@ impl Module {
         Ok(())
     }
 
-    /// The engine ends: sessions hear of it now, in good order.
+    /// The engine exits. Its final save is over, so a write made now would be lost: no more calls are
+    /// made, and only the replies that were made before are delivered.
     pub(crate) fn end(&mut self) {
+        resident::allow_calls(None);
         let was = std::mem::replace(&mut self.service, Service::Off("the engine is ending".into()));
         if let Service::On(transport) = was {
             self.is_ending = true;
@@ -156,6 +174,15 @@ fn call_lane(context: Context<'_>) -> Option<Arc<Porch>> {
     begun.inspect_err(|why| tracing::warn!("no command is called, all are bridged: {why}")).ok()
 }
 
+fn sockets(context: Context<'_>) -> Sockets {
+    Sockets {
+        unixsocket: context.config(c"unixsocket"),
+        port: context.config(c"port"),
+        tls_port: context.config(c"tls-port"),
+        bind: context.config(c"bind"),
+    }
+}
+
 /// Whether clients of other hosts must have a password. An engine that does not say is taken for one that is protected.
 fn is_protected(context: Context<'_>) -> bool {
     context.config(c"protected-mode").is_none_or(|value| value != "no")
@@ -164,10 +191,12 @@ fn is_protected(context: Context<'_>) -> bool {
 fn say_listening(transport: &Transport) {
     let begun = &transport.begun;
     let lanes = lanes(&transport.gateway.config().engine);
+    let places = begun.places(true);
     match &begun.absence {
-        // The fabric has said why, and what to do.
-        Some(_) => tracing::warn!("at {} over TCP alone; {lanes}", begun.address),
-        None => tracing::info!("at {} over RDMA ({}); {lanes}", begun.address, begun.devices.join(", ")),
+        Some(why) => tracing::warn!("at {places} over TCP alone: {why}; {lanes}"),
+        None => {
+            tracing::info!("at {} over RDMA ({}); {lanes}", begun.places(false), begun.devices.join(", "));
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 //! out and keeps the arguments, writes what is true.
 
 use std::ffi::CStr;
-use std::net::{IpAddr, SocketAddr};
+use std::net::IpAddr;
 use std::time::Duration;
 
 use ferrite_fabric::Rdma;
@@ -58,6 +58,8 @@ const ENGINE: usize = 8;
 const CALL_LANE: usize = 9;
 const POLLER_THREAD: usize = 10;
 const TURN_US: usize = 11;
+const RDMA_SHARED_WINDOWS: usize = 12;
+const ALLOW_CLEAR_TEXT: usize = 13;
 
 /// The fabric's limit of links, with room for those that are told that there are too many.
 const CLIENTS_MAX: i64 = 16_000;
@@ -67,9 +69,9 @@ const NO_YES: [&CStr; 2] = [c"no", c"yes"];
 const YES_NO: [&CStr; 2] = [c"yes", c"no"];
 
 /// All of them. docs/module.md says what each is for.
-pub(crate) const SETTINGS: [Setting; 12] = [
+pub(crate) const SETTINGS: [Setting; 14] = [
     number(c"rdma-port", 6380, [1, 65_535], false, false),
-    text(c"rdma-bind", "0.0.0.0", address),
+    text(c"rdma-bind", "auto", addresses),
     text(c"rdma-device", "", |_| Ok(())),
     choice(c"rdma", &POLICIES),
     number(c"rx-size", 64 << 10, WINDOW, true, true),
@@ -80,6 +82,8 @@ pub(crate) const SETTINGS: [Setting; 12] = [
     choice(c"call-lane", &YES_NO),
     choice(c"poller-thread", &NO_YES),
     number(c"turn-us", 500, [50, 1_000_000], false, true),
+    choice(c"rdma-shared-windows", &NO_YES),
+    choice(c"allow-clear-text", &NO_YES),
 ];
 
 const fn number(
@@ -101,10 +105,15 @@ const fn text(name: &'static CStr, default: &'static str, check: fn(&str) -> Res
     Setting { name, kind: Kind::Text(check), default: Default::Text(default), is_mutable: false }
 }
 
-fn address(text: &str) -> Result<(), String> {
-    text.parse::<IpAddr>()
-        .map(drop)
-        .map_err(|_| "an IP address of this host, or 0.0.0.0 or :: for all".into())
+fn addresses(text: &str) -> Result<(), String> {
+    let is_right =
+        text == "auto" || words(text).count() > 0 && words(text).all(|word| word.parse::<IpAddr>().is_ok());
+    let right = "auto (where the engine listens), or IP addresses of this host, or 0.0.0.0 or :: for all";
+    if is_right { Ok(()) } else { Err(right.into()) }
+}
+
+fn words(text: &str) -> impl Iterator<Item = &str> {
+    text.split([',', ' ']).filter(|word| !word.is_empty())
 }
 
 fn engine(text: &str) -> Result<(), String> {
@@ -185,15 +194,24 @@ impl Options {
         }
     }
 
-    /// Where clients come in.
-    pub(crate) fn listen(&self) -> Option<SocketAddr> {
-        let ip = self.text(RDMA_BIND).parse().ok()?;
-        Some(SocketAddr::new(ip, u16::try_from(self.number(RDMA_PORT)).ok()?))
+    /// The addresses where clients come in; `None` if they are those of the engine.
+    pub(crate) fn bind(&self) -> Option<impl Iterator<Item = IpAddr>> {
+        let text = self.text(RDMA_BIND);
+        (text != "auto").then(|| words(text).filter_map(|word| word.parse().ok()))
+    }
+
+    pub(crate) fn port(&self) -> u16 {
+        u16::try_from(self.number(RDMA_PORT)).unwrap_or(0)
+    }
+
+    /// Whether clients may come in without TLS where the engine serves nobody without.
+    pub(crate) fn allow_clear_text(&self) -> bool {
+        self.number(ALLOW_CLEAR_TEXT) == 1 // of NO_YES
     }
 
     /// The devices to use; all if there are none.
     pub(crate) fn devices(&self) -> impl Iterator<Item = &str> {
-        self.text(RDMA_DEVICE).split([',', ' ']).filter(|name| !name.is_empty())
+        words(self.text(RDMA_DEVICE))
     }
 
     pub(crate) fn rdma(&self) -> Rdma {
@@ -223,6 +241,12 @@ impl Options {
     /// Whether a thread of ours drives the devices of such sessions, and not the main thread.
     pub(crate) fn poller_thread(&self) -> bool {
         self.number(POLLER_THREAD) == 1 // of NO_YES
+    }
+
+    /// Whether clients of Valkey Over RDMA are served by devices that cannot keep their memory
+    /// apart.
+    pub(crate) fn shared_windows(&self) -> bool {
+        self.number(RDMA_SHARED_WINDOWS) == 1 // of NO_YES
     }
 
     /// How long sessions may keep the engine's loop from its other clients.
@@ -301,12 +325,13 @@ mod tests {
     #[test]
     fn defaults() {
         let options = options("").expect("nothing is wrong with nothing");
-        assert_eq!(options.listen(), "0.0.0.0:6380".parse().ok());
+        assert!(options.bind().is_none() && options.port() == 6380 && !options.allow_clear_text());
         assert_eq!((options.rdma(), options.engine()), (Rdma::Prefer, None));
         assert_eq!(options.windows(), (64 << 10, 2 << 20));
         assert_eq!((options.max_clients(), options.busy_poll_us()), (10_000, 0));
         assert_eq!(options.devices().count(), 0);
         assert_eq!((options.call_lane(), options.poller_thread()), (true, false));
+        assert!(!options.shared_windows());
     }
 
     #[test]
@@ -325,7 +350,8 @@ mod tests {
              ferrite.rdma-device rxe1,rxe2 engine unix:/run/x.sock",
         )
         .expect("all right");
-        assert_eq!(given.listen(), "[::1]:7000".parse().ok());
+        let bind: Vec<_> = given.bind().expect("named").map(|ip| ip.to_string()).collect();
+        assert_eq!((bind, given.port()), (vec!["::1".to_owned()], 7000));
         assert_eq!(given.rdma(), Rdma::Require);
         assert_eq!(given.windows(), (1 << 20, 1 << 20), "no less than the first");
         assert_eq!(given.max_clients(), 5);
@@ -343,7 +369,9 @@ mod tests {
         wrong("rdma-port", &["rdma-port has no value", "from 1 to 65535"]);
         wrong("rdma-port 0", &["rdma-port \"0\"", "from 1 to 65535"]);
         wrong("rdma-port x", &["rdma-port \"x\""]);
-        wrong("rdma-bind localhost", &["rdma-bind \"localhost\"", "an IP address"]);
+        wrong("rdma-bind localhost", &["rdma-bind \"localhost\"", "IP addresses"]);
+        wrong("rdma-bind 10.0.0.1,x", &["rdma-bind \"10.0.0.1,x\"", "auto"]);
+        wrong("rdma-bind ,", &["rdma-bind \",\""]);
         wrong("rdma maybe", &["rdma \"maybe\"", "prefer or require"]);
         wrong("rx-size 4095", &["rx-size \"4095\"", "from 4096 to 2097152 bytes"]);
         wrong("rx-size 1tb", &["rx-size \"1tb\""]);

@@ -8,20 +8,24 @@
 //! ```
 
 use std::cell::{Cell, RefCell};
+use std::net::SocketAddr;
 use std::ops::ControlFlow;
 use std::os::fd::{AsFd, AsRawFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use ferrite_fabric::Engine;
-use ferrite_proto::Standing;
+use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Args;
-use ferrite_session::{Callable, Called, Commands, Inside, Replies, SessionFuture};
+use ferrite_session::{
+    Access, Called, ClientLimits, CommandKind, Commands, InProcessEngine, ProxyClient, Replies, SessionFuture,
+};
 use quanta::Instant;
 use tokio::runtime::Handle;
 
 use crate::api::{self, Context};
-use crate::calls::Calls;
+use crate::calls::{Calls, NoBatch};
+use crate::clients::ClientRecord;
 use crate::tasks::{Porch, Tasks};
 
 thread_local! {
@@ -33,7 +37,7 @@ thread_local! {
     static TURN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     /// When this turn is over.
     static END: Cell<Option<Instant>> = const { Cell::new(None) };
-    /// Something went over a client's own connection in this turn.
+    /// Something went over a client's own connection in this turn, or was written that others may wait for.
     static HAS_BRIDGED: Cell<bool> = const { Cell::new(false) };
     /// A turn was broken off: the next is that of [`Resident::main_descriptor`], which lets so many pass.
     static HELD: Cell<Option<u8>> = const { Cell::new(None) };
@@ -67,8 +71,9 @@ pub(crate) fn begin(porch: Arc<Porch>, fabric: Option<Engine>, runtime: Handle) 
     let resident = Resident { tasks, fabric, porch, runtime };
     let descriptors = resident.descriptors();
     HELD.set(None);
+    // The loop runs the first turn: this may be inside an event of the engine's, where no call is made.
+    resident.porch.ring();
     RESIDENT.set(Some(resident));
-    turn(descriptors[0]);
     descriptors
 }
 
@@ -168,20 +173,77 @@ pub(crate) fn follow_engine(context: Context<'_>) {
     });
 }
 
+/// Asks the engine what a client is now.
+pub(crate) fn refresh(client: &ClientRecord) -> Access {
+    // Without calls nothing is known, and everything is proxied.
+    let unknown = Access::Proxy { in_transaction: false, is_authenticated: false };
+    with_calls(|calls| calls.refresh(client)).unwrap_or(unknown)
+}
+
+/// Returns whether FERRITE ATTEST can tell more of a client than FERRITE BIND.
+pub(crate) fn needs_attestation(client: &ClientRecord) -> bool {
+    with_calls(|calls| calls.needs_attestation(client)).unwrap_or(false)
+}
+
+/// Calls these commands in order as a client, and adds their replies, until one cannot be called.
+pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut Replies) -> Called {
+    let none = |is_stale| Called { is_closed: true, is_stale, ..Called::default() };
+    let called = with_calls(|calls| {
+        let mut batch = match calls.begin(client) {
+            Ok(batch) => batch,
+            Err(why) => return none(why == NoBatch::Stale),
+        };
+        let (mut called, mut has_unblocked) = (Called::default(), false);
+        for (callable, words) in commands.iter() {
+            called.is_full = has_unblocked || called.done > 0 && replies.is_full();
+            if called.is_full || !batch.call(callable, words, replies) {
+                break;
+            }
+            called.done += 1;
+            has_unblocked = callable.unblocks;
+        }
+        if has_unblocked {
+            // The engine serves clients that wait for the key before its loop sleeps. Until then no other
+            // command may run, or it could take what they are due.
+            HAS_BRIDGED.set(true);
+        }
+        called.wrote = batch.wrote();
+        drop(batch);
+        called.must_settle = calls.replies_wait(called.wrote);
+        called
+    });
+    called.unwrap_or_else(|| none(false))
+}
+
+/// Returns the name of a client's user, by the client's id.
+pub(crate) fn user_of(id: u64) -> Option<String> {
+    with_calls(|calls| calls.user_of(id))?
+}
+
+fn with_calls<R>(act: impl FnOnce(&mut Calls) -> R) -> Option<R> {
+    CALLS.with(|calls| calls.try_borrow_mut().ok()?.as_mut().map(act))
+}
+
 /// The engine, as sessions see it.
 pub(crate) struct Around(pub(crate) Arc<Porch>);
 
-impl Inside for Around {
+impl InProcessEngine for Around {
     fn spawn(&self, session: SessionFuture) {
         self.0.spawn(session);
     }
 
     fn is_open_to_all(&self) -> Option<bool> {
-        CALLS.with(|calls| Some(calls.try_borrow().ok()?.as_ref()?.default_user_is_open()))
+        with_calls(|calls| calls.default_user_is_open())?
     }
 
-    fn find(&self, name: &[u8], first: Option<&[u8]>) -> Option<Callable> {
-        CALLS.with(|calls| calls.try_borrow().ok()?.as_ref()?.find(name, first))
+    fn new_client(&self, peer: Option<SocketAddr>) -> Arc<dyn ProxyClient> {
+        ClientRecord::new(peer)
+    }
+
+    fn look_up(&self, name: &[u8], first: Option<&[u8]>) -> CommandKind {
+        // Without calls all commands are proxied, and none is known.
+        let unknown = CommandKind::Session(SessionCommand::PinsToProxy);
+        with_calls(|calls| calls.look_up(name, first)).unwrap_or(unknown)
     }
 
     /// `INFO rdma` is about the session's own side here: the engine knows the section by a longer name.
@@ -191,31 +253,11 @@ impl Inside for Around {
         is_info_rdma.then_some(b"*2\r\n$4\r\nINFO\r\n$12\r\nferrite_rdma\r\n")
     }
 
-    fn call(&self, standing: &Standing, commands: Commands<'_>, replies: &mut Replies) -> Called {
-        let closed = Called { is_closed: true, ..Called::default() };
-        CALLS.with(|calls| {
-            let Ok(mut calls) = calls.try_borrow_mut() else { return closed };
-            let Some(calls) = &mut *calls else { return closed };
-            let Some(mut batch) = calls.begin(standing) else { return closed };
-            let mut called = Called::default();
-            for (callable, words) in commands.iter() {
-                if !batch.call(callable, words, replies) {
-                    break;
-                }
-                called.done += 1;
-            }
-            called.wrote = batch.wrote();
-            drop(batch);
-            called.must_settle = calls.replies_wait(called.wrote);
-            called
-        })
-    }
-
     fn has_time(&self) -> bool {
         has_time()
     }
 
-    fn on_bridged(&self) {
+    fn on_proxied(&self) {
         HAS_BRIDGED.set(true);
     }
 
@@ -223,7 +265,7 @@ impl Inside for Around {
         Arc::clone(&self.0).settled()
     }
 
-    fn mark(&self) -> &'static [u8] {
-        b"*2\r\n$7\r\nFERRITE\r\n$4\r\nMARK\r\n"
+    fn client_limits(&self) -> ClientLimits {
+        with_calls(|calls| calls.client_limits()).unwrap_or_default()
     }
 }

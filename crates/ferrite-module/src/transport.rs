@@ -3,6 +3,7 @@
 //! It never calls the engine's API (but for its log) and so never waits for the engine's lock. The engine's main thread talks to it by
 //! a channel; the only answer that it ever waits for, and not long, is the counters.
 
+use std::net::SocketAddr;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
@@ -12,8 +13,11 @@ use ferrite_fabric::{Builder, Config, Engine, EngineStats, ListenOptions, Listen
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, server_config};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
+use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::listen::Address;
 use crate::options::Options;
 use crate::resident::{self, Around};
 use crate::tasks::Porch;
@@ -48,6 +52,8 @@ pub(crate) struct Transport {
     last_stats: Box<EngineStats>,
     /// The answer that is still to come.
     asked: Option<Receiver<EngineStats>>,
+    /// Where it was told to listen, or to be when it was last asked.
+    wanted: Result<Vec<Address>, String>,
 }
 
 /// How far the thread's end has come.
@@ -63,12 +69,22 @@ type ForMain = (Engine, Handle);
 /// How it began.
 #[derive(Debug, Clone)]
 pub(crate) struct Begun {
-    /// Where clients come in.
-    pub(crate) address: std::net::SocketAddr,
+    /// Where clients come in, and whether over RDMA too.
+    pub(crate) addresses: Vec<(SocketAddr, bool)>,
     /// RDMA devices.
     pub(crate) devices: Vec<String>,
+    /// Devices that cannot be used, and why.
+    pub(crate) unused: Vec<String>,
     /// Why there is no RDMA, if there is none, and what to do.
     pub(crate) absence: Option<String>,
+}
+
+impl Begun {
+    /// Where clients come in, in words: over RDMA, or at all.
+    pub(crate) fn places(&self, all: bool) -> String {
+        let wanted = self.addresses.iter().filter(|(_, has_rdma)| all || *has_rdma);
+        wanted.map(|(address, _)| address.to_string()).collect::<Vec<_>>().join(", ")
+    }
 }
 
 impl Transport {
@@ -76,7 +92,7 @@ impl Transport {
     /// do.
     pub(crate) fn begin(
         options: &Options,
-        target: EngineAddress,
+        (target, addresses): (EngineAddress, Vec<Address>),
         protected_mode: bool,
         porch: Option<Arc<Porch>>,
     ) -> Result<(Self, ForMain), String> {
@@ -84,10 +100,11 @@ impl Transport {
         let (ending, ended) = sync_channel(2);
         let (asks, asked) = unbounded_channel();
         let settings = (options.clone(), gateway_config(options, target, protected_mode));
+        let wanted = Ok(addresses.clone());
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
             let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                run(&options, config, porch, (&begun, &ending), asked);
+                run((&options, &addresses), config, porch, (&begun, &ending), asked);
             }));
             if ran.is_err() {
                 tracing::error!(
@@ -100,7 +117,7 @@ impl Transport {
         match beginning.recv_timeout(BEGIN) {
             Ok(Ok((gateway, begun, for_main))) => {
                 let (thread, last_stats) = (Some(thread), Box::new(for_main.0.stats()));
-                Ok((Self { gateway, begun, asks, ended, thread, last_stats, asked: None }, for_main))
+                Ok((Self { gateway, begun, asks, ended, thread, last_stats, asked: None, wanted }, for_main))
             }
             Ok(Err(why)) => {
                 let _ = thread.join(); // it has said its last word
@@ -109,6 +126,13 @@ impl Transport {
             // It ends when it finds that nobody listens to it.
             Err(_) => Err(format!("the devices were not ready after {} s", BEGIN.as_secs())),
         }
+    }
+
+    /// Whether the engine has changed its mind about where to listen since it was last asked.
+    pub(crate) fn wants_other(&mut self, wanted: &Result<Vec<Address>, String>) -> bool {
+        let has_changed = *wanted != self.wanted;
+        self.wanted.clone_from(wanted);
+        has_changed
     }
 
     /// Whether the thread still runs.
@@ -148,6 +172,9 @@ impl Transport {
     pub(crate) fn end(mut self) -> bool {
         const TURN: Duration = Duration::from_millis(1);
         let _ = self.asks.send(Ask::End);
+        // The engine has written and synchronised its AOF before it told us: replies that waited for
+        // that may leave.
+        resident::turned();
         let until = Instant::now() + END;
         let in_time = loop {
             resident::turn(-1); // sessions that are this thread's have to end as well
@@ -189,7 +216,7 @@ type Beginning = SyncSender<Result<(Gateway, Begun, ForMain), String>>;
 
 /// The thread.
 fn run(
-    options: &Options,
+    (options, addresses): (&Options, &[Address]),
     config: GatewayConfig,
     porch: Option<Arc<Porch>>,
     (beginning, ending): (&Beginning, &SyncSender<Ended>),
@@ -203,7 +230,7 @@ fn run(
         }
     };
     runtime.block_on(async {
-        let (engine, listener) = match listen(options) {
+        let (engine, listeners) = match listen(options, addresses) {
             Ok(listening) => listening,
             Err(why) => {
                 let _ = beginning.send(Err(why));
@@ -221,17 +248,40 @@ fn run(
             }
         };
         let begun = Begun {
-            address: listener.local_addr(),
+            addresses: listeners
+                .iter()
+                .map(|(listener, has_rdma)| (listener.local_addr(), *has_rdma))
+                .collect(),
             devices: engine.devices().into_iter().map(Into::into).collect(),
-            absence: engine.absence().or(listener.absence()).map(told),
+            unused: engine
+                .unused_devices()
+                .iter()
+                .map(|(name, error)| format!("RDMA device {name} is not used: {}", told(error)))
+                .collect(),
+            absence: absence(&engine, &listeners),
         };
         if beginning.send(Ok((gateway.clone(), begun, (engine.clone(), Handle::current())))).is_err() {
             return; // it took too long
         }
-        let served = gateway.serve(listener, answer(&engine, asked)).await;
-        if let Err(error) = served {
-            tracing::error!("RDMA clients are no longer taken: {}", told(&error));
+        let (stop, stopped) = watch::channel(false);
+        let mut serving = JoinSet::new();
+        for (listener, _) in listeners {
+            let (gateway, mut stopped) = (gateway.clone(), stopped.clone());
+            serving.spawn(async move {
+                let at = listener.local_addr();
+                let end = async { drop(stopped.wait_for(|stop| *stop).await) };
+                if let Err(error) = gateway.serve(listener, end).await {
+                    tracing::error!("clients are no longer taken at {at}: {}", told(&error));
+                }
+            });
         }
+        let all_ended = async { while serving.join_next().await.is_some() {} };
+        tokio::select! {
+            () = answer(&engine, asked) => {}
+            () = all_ended => {} // every listener has failed
+        }
+        let _ = stop.send(true);
+        while serving.join_next().await.is_some() {}
         let _ = ending.send(Ended::Served);
         // Until peers have heard.
         driver.abort(); // a main thread that drives has stopped by now
@@ -263,22 +313,75 @@ async fn answer(engine: &Engine, mut asked: UnboundedReceiver<Ask>) {
     }
 }
 
-fn listen(options: &Options) -> Result<(Engine, Listener), String> {
+/// Listeners, each with whether it takes RDMA.
+type Listeners = Vec<(Listener, bool)>;
+
+fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners), String> {
+    let requires = options.rdma() == Rdma::Require;
+    let is_loopback = addresses.iter().all(|address| address.at.ip().is_loopback());
+    if requires && is_loopback {
+        return Err("rdma is required, and loopback addresses take none; to do: bind the engine, or the module by rdma-bind, to \
+                    an address of an RDMA device"
+            .into());
+    }
     let config = Config {
         busy_poll_us: options.busy_poll_us(),
         max_connections: LINKS_MAX,
-        rdma: options.rdma(),
+        shared_windows: options.shared_windows(),
+        // Loopback takes no RDMA: then no device is opened.
+        rdma: if is_loopback { Rdma::Forbid } else { options.rdma() },
         ..server_config()
     };
-    let builder = options.devices().fold(Engine::system(), Builder::device);
-    let engine = builder.config(config).build().map_err(|error| told(&error))?;
-    let address = options.listen().ok_or("rdma-bind and rdma-port make no address")?;
-    let how = ListenOptions::new().rdma(options.rdma()).welcome_strangers();
-    let listener = engine.listen_with(address, &how).map_err(|error| match options.rdma() {
-        Rdma::Require => format!("cannot listen on {address} over RDMA: {}", told(&error)),
-        _ => format!("cannot listen on {address}: {}", told(&error)),
-    })?;
-    Ok((engine, listener))
+    // Without names: only the devices that clients of these addresses come in on.
+    let served = addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback());
+    let builder = options.devices().fold(served.fold(Engine::system(), Builder::serving), Builder::device);
+    // The engine's main thread drives it, and is not to wait for the kernel.
+    let engine = builder.config(config).command_threads().build().map_err(|error| told(&error))?;
+    let (mut listeners, mut why_not) = (Vec::new(), None);
+    for address in addresses {
+        let (at, rdma) = (address.at, address.rdma(options.rdma()));
+        if requires && rdma == Rdma::Forbid {
+            why_not.get_or_insert_with(|| format!("{at} is for this host alone, and takes no RDMA"));
+            continue;
+        }
+        let how = ListenOptions::new().rdma(rdma).welcome_strangers().one_family();
+        match engine.listen_with(at, &how) {
+            Ok(listener) => {
+                let has_rdma = rdma != Rdma::Forbid && engine.absence().or(listener.absence()).is_none();
+                listeners.push((listener, has_rdma));
+            }
+            Err(_) if address.may_be_absent => {}
+            Err(error) => {
+                let over = if requires { " over RDMA" } else { "" };
+                let why = format!("cannot listen on {at}{over}: {}", told(&error));
+                // Of the engine's own addresses, not all have to be those of an RDMA device.
+                if address.is_named || !requires {
+                    return Err(why);
+                }
+                why_not.get_or_insert(why);
+            }
+        }
+    }
+    if listeners.is_empty() {
+        return Err(why_not.unwrap_or_else(|| "none of the engine's addresses is here".into()));
+    }
+    Ok((engine, listeners))
+}
+
+/// Why there is no RDMA anywhere, if there is none.
+fn absence(engine: &Engine, listeners: &Listeners) -> Option<String> {
+    if listeners.iter().any(|(_, has_rdma)| *has_rdma) {
+        return None;
+    }
+    if listeners.iter().all(|(listener, _)| listener.local_addr().ip().is_loopback()) {
+        return Some(
+            "loopback addresses take no RDMA; to do: bind the engine, or the module by rdma-bind, to an address \
+             of an RDMA device"
+                .into(),
+        );
+    }
+    let why = engine.absence().or_else(|| listeners.iter().find_map(|(listener, _)| listener.absence()));
+    why.map(told)
 }
 
 /// An error with its remedy.

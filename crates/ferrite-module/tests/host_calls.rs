@@ -201,8 +201,7 @@ fn what_needs_a_client_has_one() {
                 "BLPOP none 0.01",
                 "BZPOPMIN none 0.01",
                 "XREAD BLOCK 10 STREAMS none 0-0",
-                "CLIENT GETNAME",
-                "CLIENT SETNAME me",
+                "CLIENT SETNAME me", // before, the name tells where the client is
                 "CLIENT GETNAME",
                 "MULTI",
                 "SET m 1",

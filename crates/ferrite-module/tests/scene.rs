@@ -13,8 +13,11 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 /// Debian's, which CI installs.
 pub(crate) const REDIS: &str = "redis-server";
 
-/// The module that was built with this test: it lies beside it.
+/// The module that was built with this test: it lies beside it. `FERRITE_MODULE` names another one.
 pub(crate) fn module() -> PathBuf {
+    if let Some(named) = std::env::var_os("FERRITE_MODULE") {
+        return named.into();
+    }
     let test = std::env::current_exe().expect("a test has a file");
     let module = test.with_file_name("libferrite_module.so");
     assert!(module.exists(), "{} is not built", module.display());

@@ -29,17 +29,26 @@ pub(crate) fn start(program: &Path, options: &[&str]) -> Server {
 
 trait Socket: Read + Write + Send {
     fn limit(&self, time: Duration);
+    fn limit_writes(&self, time: Duration);
 }
 
 impl Socket for TcpStream {
     fn limit(&self, time: Duration) {
         self.set_read_timeout(Some(time)).expect("a time limit");
     }
+
+    fn limit_writes(&self, time: Duration) {
+        self.set_write_timeout(Some(time)).expect("a time limit");
+    }
 }
 
 impl Socket for UnixStream {
     fn limit(&self, time: Duration) {
         self.set_read_timeout(Some(time)).expect("a time limit");
+    }
+
+    fn limit_writes(&self, time: Duration) {
+        self.set_write_timeout(Some(time)).expect("a time limit");
     }
 }
 
@@ -84,6 +93,17 @@ impl Peer {
             encode_command(words.iter().map(AsRef::as_ref), &mut bytes);
         }
         self.socket.write_all(&bytes).is_ok()
+    }
+
+    /// These bytes, as they are.
+    pub(crate) fn write(&mut self, bytes: &[u8]) {
+        self.socket.write_all(bytes).expect("the other side is there");
+    }
+
+    /// The same in this time; false if the other side does not take them all.
+    pub(crate) fn write_within(&mut self, bytes: &[u8], time: Duration) -> bool {
+        self.socket.limit_writes(time);
+        self.socket.write_all(bytes).is_ok()
     }
 
     /// The next reply, as it came; `None` if the other side has hung up.

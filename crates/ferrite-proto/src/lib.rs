@@ -5,7 +5,7 @@
 //!   window     linear buffers that one side fills to the last byte and the other announces again
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
 //!   resp       where a RESP command or reply ends, whatever the pieces; views of complete ones
-//!   standing   what a client's commands change about it: user, database, protocol, transactions
+//!   session_command   which commands change a connection, by their identity
 //! ```
 //!
 //! A driver owns memory, queues and the clock, and makes no decision of the protocol: it hands completions to
@@ -16,10 +16,10 @@
 pub mod endpoint;
 pub mod message;
 pub mod resp;
-pub mod standing;
+pub mod session_command;
 pub mod window;
 
 pub use endpoint::{Config, ConfigError, Endpoint, ProtocolError, Role, Stats};
 pub use message::{MESSAGE_BYTES, Message, MessageError, Registration};
-pub use standing::{Effect, Standing};
+pub use session_command::SessionCommand;
 pub use window::{ReceiveWindow, SendWindow, WindowError, Write};

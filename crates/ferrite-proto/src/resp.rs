@@ -45,6 +45,10 @@ pub struct Limits {
     pub elements: u64,
     /// How deep aggregates of a reply may be nested. Default 32. The only limit that costs memory: 24 bytes a level.
     pub depth: u32,
+    /// The most bytes of one reply, whatever it is made of. Default: no limit.
+    pub reply_bytes: u64,
+    /// The most values of one reply, those inside others included. Default: no limit.
+    pub reply_values: u64,
 }
 
 impl Default for Limits {
@@ -55,6 +59,8 @@ impl Default for Limits {
             inline_bytes: 64 << 10,
             elements: u32::MAX.into(),
             depth: 32,
+            reply_bytes: u64::MAX,
+            reply_values: u64::MAX,
         }
     }
 }

@@ -186,7 +186,9 @@ impl Connector {
         }
         Ok(match self.engine.connect_either(server, &options).await? {
             Met::Link(link) => Kind::Ferrite(Stream::new(link)),
-            Met::Bare(bare) => Kind::Valkey(Box::new(ValkeyStream::new(bare, Role::Client, &self.valkey)?)),
+            Met::Bare(bare) => {
+                Kind::Valkey(Box::new(ValkeyStream::open(bare, Role::Client, &self.valkey).await?))
+            }
         })
     }
 

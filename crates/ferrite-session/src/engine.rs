@@ -12,7 +12,7 @@ use rustix::net::{Shutdown, shutdown};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpStream, UnixStream};
 
-use crate::lane::Inside;
+use crate::in_process::InProcessEngine;
 
 /// Where an engine listens: `unix:/run/redis.sock`, a path, or `host:port`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -139,30 +139,31 @@ impl AsyncWrite for EngineSocket {
     }
 }
 
-/// A client's own connection to the engine. If we are inside of that, it hears of what is sent there.
-pub(crate) struct Bridge {
+/// A session's own connection to the engine's socket. An engine that the session runs inside of hears of
+/// what is sent there.
+pub(crate) struct ProxyConnection {
     socket: EngineSocket,
-    inside: Option<Arc<dyn Inside>>,
+    engine: Option<Arc<dyn InProcessEngine>>,
 }
 
-impl Bridge {
-    pub(crate) fn new(socket: EngineSocket, inside: Option<Arc<dyn Inside>>) -> Self {
-        Self { socket, inside }
+impl ProxyConnection {
+    pub(crate) fn new(socket: EngineSocket, engine: Option<Arc<dyn InProcessEngine>>) -> Self {
+        Self { socket, engine }
     }
 }
 
-impl AsyncRead for Bridge {
+impl AsyncRead for ProxyConnection {
     fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.get_mut().socket).poll_read(cx, out)
     }
 }
 
-impl AsyncWrite for Bridge {
+impl AsyncWrite for ProxyConnection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
-        let Self { socket, inside } = self.get_mut();
+        let Self { socket, engine } = self.get_mut();
         let written = Pin::new(socket).poll_write(cx, bytes);
-        if let (Poll::Ready(Ok(1..)), Some(inside)) = (&written, inside) {
-            inside.on_bridged();
+        if let (Poll::Ready(Ok(1..)), Some(engine)) = (&written, engine) {
+            engine.on_proxied();
         }
         written
     }

@@ -6,7 +6,7 @@
 //!   any client (TCP) ─────────────────────────────┘
 //! ```
 //!
-//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says, and asks it first (`lane.rs`).
+//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says, and asks it first (`in_process.rs`).
 
 use std::future::Future;
 use std::io;
@@ -15,17 +15,17 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use ferrite_fabric::{ConnectingBare, Error, Listener, Stream, TcpStranger};
-use ferrite_proto::{Role, Standing};
+use ferrite_fabric::{ConnectingBare, Error, Listener, LogLimit, Stream, TcpStranger};
+use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::engine::{Bridge, EngineAddress, EngineSocket};
-use crate::lane::{self, Client, Inside, Lanes, Left};
-use crate::pump::{Moved, pump};
+use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
+use crate::in_process::{self, Client, CommandPaths, InProcessEngine, Left};
+use crate::pump::{BUFFER, Moved, pump_after};
 use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
@@ -34,8 +34,12 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 /// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are told half as often, and beyond
 /// twice as many a third: a server of thousands would do little else. It is less than a client of ours waits before it asks.
 const OFTEN_TOLD: usize = 1000;
+/// The buffers of a pinned session, each way: its client may not have authenticated.
+const PINNED_BUFFER: usize = 28 << 10;
 /// A session that has moved nothing for this long has nothing under way.
 const QUIET: Duration = Duration::from_millis(100);
+/// The same for a session whose client has sent a part of a command: the rest may be on its way, but it is no work of the engine's.
+const QUIET_PARTIAL: Duration = Duration::from_secs(1);
 
 /// How a [`Gateway`] behaves.
 #[derive(Debug, Clone)]
@@ -86,7 +90,7 @@ struct Counters {
     tcp_sessions: AtomicU64,
     refused: AtomicU64,
     engine_failures: AtomicU64,
-    lanes: Lanes,
+    paths: CommandPaths,
 }
 
 /// What a gateway has done.
@@ -117,6 +121,8 @@ pub struct GatewayStats {
     pub bridged: u64,
     /// Sessions that went over to a connection of theirs for good.
     pub stayed: u64,
+    /// Sessions that were ended because all together held more than the engine's `maxmemory-clients`.
+    pub evicted: u64,
 }
 
 /// Serves clients by an engine that knows nothing of RDMA. Clones are the same gateway.
@@ -125,7 +131,7 @@ pub struct Gateway {
     config: Arc<RwLock<Arc<GatewayConfig>>>,
     counters: Arc<Counters>,
     sessions: Arc<Sessions>,
-    inside: Option<Arc<dyn Inside>>,
+    inside: Option<Arc<dyn InProcessEngine>>,
 }
 
 impl Gateway {
@@ -138,7 +144,7 @@ impl Gateway {
 
     /// A gateway inside the engine, which answers what it can without a socket.
     #[must_use]
-    pub fn inside(config: GatewayConfig, engine: Arc<dyn Inside>) -> Self {
+    pub fn inside(config: GatewayConfig, engine: Arc<dyn InProcessEngine>) -> Self {
         Self { inside: Some(engine), ..Self::new(config) }
     }
 
@@ -158,7 +164,7 @@ impl Gateway {
     #[must_use]
     pub fn stats(&self) -> GatewayStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures, lanes } =
+        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures, paths } =
             &*self.counters;
         let (to_engine_bytes, to_client_bytes) = self.sessions.moved();
         GatewayStats {
@@ -171,9 +177,10 @@ impl Gateway {
             killed: of(&self.sessions.killed),
             to_engine_bytes,
             to_client_bytes,
-            called: of(&lanes.called),
-            bridged: of(&lanes.bridged),
-            stayed: of(&lanes.stayed),
+            called: of(&paths.called),
+            bridged: of(&paths.proxied),
+            stayed: of(&paths.pinned),
+            evicted: of(&self.sessions.evicted),
         }
     }
 
@@ -259,18 +266,23 @@ impl Gateway {
     }
 
     async fn valkey_session(self, connecting: ConnectingBare, ended: watch::Receiver<bool>) {
-        let stream = connecting.await.and_then(|bare| {
+        let config = self.valkey_config();
+        let stream = async {
+            let bare = connecting.await?;
             let (ends, carrier) = ((bare.peer_addr(), bare.local_addr()), Carrier::Valkey(bare.device()));
-            Ok((ValkeyStream::new(bare, Role::Server, &self.valkey_config())?, ends, carrier))
-        });
-        match stream {
+            Ok::<_, Error>((ValkeyStream::open(bare, Role::Server, &config).await?, ends, carrier))
+        };
+        match stream.await {
             Ok((stream, ends, carrier)) => {
                 self.counters.valkey_sessions.fetch_add(1, Ordering::Relaxed);
                 self.session(stream, ends, carrier, ended).await;
             }
             Err(error) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
-                tracing::warn!(%error, "a client could not be taken");
+                static LINES: LogLimit = LogLimit::new();
+                if let Some(others) = LINES.pass() {
+                    tracing::warn!(%error, "a client could not be taken{others}");
+                }
             }
         }
     }
@@ -295,28 +307,41 @@ impl Gateway {
         C: Client + 'static,
     {
         let config = self.config();
+        let is_guarded = config.protected_mode && !is_local(peer, local, carrier.is_rdma());
         let (open, before) = self.sessions.begin(peer, local, carrier);
+        let ending = Ending { ended, engine_stays: config.engine_stays };
+        let mut first = Vec::new();
         let begun = if before >= config.max_clients {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
             Err("-ERR max number of clients reached\r\n".to_owned())
+        } else if let Some(is_open) = self.inside.as_ref().and_then(|inside| inside.is_open_to_all()) {
+            // A silent client is no client of the engine's yet: it takes no place there.
+            match is_open && is_guarded {
+                true => Err(self.denied(&config)),
+                false if first_bytes(&mut client, &mut first, &open, &ending).await => {
+                    self.engine_for(&config, false).await
+                }
+                false => return,
+            }
         } else {
-            self.engine_for(&config, peer, local).await
+            self.engine_for(&config, is_guarded).await
         };
-        let ending = Ending { ended, engine_stays: config.engine_stays };
         match (begun, &self.inside) {
-            (Ok((engine, _)), None) => bridge(client, engine, Vec::new(), open, ending).await,
-            (Ok((engine, standing)), Some(inside)) => {
+            (Ok(proxy), None) => pass_through(client, proxy, Vec::new(), BUFFER, open, ending).await,
+            (Ok(proxy), Some(inside)) => {
                 open.entry.is_called.store(true, Ordering::Relaxed);
-                let counters = (&open.entry.moved, &self.counters.lanes);
+                let record = open.entry.record.get_or_init(|| inside.new_client(peer));
+                let engine = (&**inside, &**record);
                 let left = tokio::select! {
-                    left = lane::serve(&mut client, engine, standing, &**inside, counters) => left,
+                    left = in_process::serve((&mut client, &first), proxy, engine, (&open, &self.counters.paths)) => left,
                     () = over(&open, ending.clone()) => Ok(Left::Nothing),
                 };
                 open.entry.is_called.store(false, Ordering::Relaxed);
                 match left {
                     // In the runtime's own thread, which has the time for it.
-                    Ok(Left::Stay { engine, unsent }) => {
-                        let _ = tokio::spawn(bridge(client, engine, unsent, open, ending)).await;
+                    Ok(Left::Pinned { proxy, unsent }) => {
+                        let passing = pass_through(client, proxy, unsent, PINNED_BUFFER, open, ending);
+                        let _ = tokio::spawn(passing).await;
                     }
                     Ok(Left::Nothing) | Err(_) => {
                         let _ = timeout(LAST_WORDS, client.shutdown()).await;
@@ -333,58 +358,80 @@ impl Gateway {
         }
     }
 
-    /// A connection to the engine for this client and what the client is there at first, or what it is told.
-    async fn engine_for(
-        &self,
-        config: &GatewayConfig,
-        peer: Option<SocketAddr>,
-        local: Option<SocketAddr>,
-    ) -> Result<(Bridge, Standing), String> {
-        let GatewayConfig { engine: address, name, open_up, .. } = config;
+    /// What protected mode tells a client.
+    fn denied(&self, config: &GatewayConfig) -> String {
+        let GatewayConfig { name, open_up, .. } = config;
+        self.counters.refused.fetch_add(1, Ordering::Relaxed);
+        format!(
+            "-DENIED The {name} is in protected mode, because the engine behind it asks for no password. Set one \
+             in the engine (requirepass, or an ACL), or {open_up} if everybody who can reach it may do everything.\r\n"
+        )
+    }
+
+    /// A connection to the engine for a client, or what the client is told. Behind the gateway every client
+    /// looks local to the engine, so a guarded one is refused where the engine asks for no password.
+    async fn engine_for(&self, config: &GatewayConfig, is_guarded: bool) -> Result<ProxyConnection, String> {
+        let GatewayConfig { engine: address, name, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
-            let is_local = peer.is_some_and(|peer| peer.ip().is_loopback())
-                || peer.map(|peer| peer.ip()) == local.map(|local| local.ip());
-            let is_guarded = config.protected_mode && !is_local;
-            let is_open = match self.inside.as_ref().and_then(|inside| inside.is_open_to_all()) {
-                Some(is_open) => is_open, // an engine that is paused would not answer over its socket
-                None => (is_guarded || self.inside.is_some()) && engine.is_open_to_all().await?,
-            };
-            Ok::<_, io::Error>((engine, Standing::new(is_open), is_guarded && is_open))
+            let is_denied = is_guarded && engine.is_open_to_all().await?;
+            Ok::<_, io::Error>((engine, is_denied))
         };
         let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
         let connected = timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
         match connected {
-            Ok((engine, standing, false)) => Ok((Bridge::new(engine, self.inside.clone()), standing)),
-            Ok((.., true)) => {
-                self.counters.refused.fetch_add(1, Ordering::Relaxed);
-                Err(format!(
-                    "-DENIED The {name} is in protected mode, because the engine behind it asks for no password. Set one \
-                     in the engine (requirepass, or an ACL), or {open_up} if everybody who can reach it may do everything.\r\n"
-                ))
-            }
+            Ok((engine, false)) => Ok(ProxyConnection::new(engine, self.inside.clone())),
+            Ok((_, true)) => Err(self.denied(config)),
             Err(error) => {
                 self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
-                tracing::warn!(engine = %address, %error, "the engine is not to be had");
-                Err(format!("-ERR {name}: the engine at {address}: {error}\r\n"))
+                static LINES: LogLimit = LogLimit::new();
+                if let Some(others) = LINES.pass() {
+                    tracing::warn!(engine = %address, %error, "the engine is not to be had{others}");
+                }
+                // Whoever has not logged in is not told where the engine is, nor what the system says.
+                let why = match error.kind() {
+                    io::ErrorKind::TimedOut => "the engine did not answer in time",
+                    _ => "cannot connect to the engine",
+                };
+                Err(format!("-ERR {name}: {why}\r\n"))
             }
         }
     }
 }
 
+/// Waits for the first bytes of a client; false if it ends before, or the session is over.
+async fn first_bytes<C: Client>(client: &mut C, first: &mut Vec<u8>, open: &Open, ending: &Ending) -> bool {
+    tokio::select! {
+        read = client.read_buf(first) => read.is_ok_and(|count| count > 0),
+        () = over(open, ending.clone()) => {
+            let _ = timeout(LAST_WORDS, client.shutdown()).await;
+            false
+        }
+    }
+}
+
+/// Whether a client is on this host, for protected mode. Over RDMA its address is what the connection manager was told by the
+/// client itself: nobody is local there. Over TCP the kernel has had an answer from that address.
+fn is_local(peer: Option<SocketAddr>, local: Option<SocketAddr>, is_rdma: bool) -> bool {
+    let (peer, local) =
+        (peer.map(|peer| peer.ip().to_canonical()), local.map(|local| local.ip().to_canonical()));
+    !is_rdma && peer.is_some_and(|peer| peer.is_loopback() || Some(peer) == local)
+}
+
 /// A client and its connection to the engine, which gets these bytes first, until one of them ends or the session is over.
-async fn bridge<C>(mut client: C, mut engine: Bridge, unsent: Vec<u8>, open: Open, ending: Ending)
-where
+async fn pass_through<C>(
+    mut client: C,
+    mut engine: ProxyConnection,
+    unsent: Vec<u8>,
+    buffer_bytes: usize,
+    open: Open,
+    ending: Ending,
+) where
     C: AsyncRead + AsyncWrite + Unpin,
 {
     let moved = &open.entry.moved;
-    let pumped = async {
-        moved.to_engine.fetch_add(unsent.len() as u64, Ordering::Relaxed);
-        engine.write_all(&unsent).await?;
-        pump(&mut client, &mut engine, moved).await
-    };
     tokio::select! {
-        _ = pumped => {} // a client that breaks off is no event
+        _ = pump_after(&unsent, &mut client, &mut engine, moved, buffer_bytes) => {} // a client that breaks off is no event
         () = over(&open, ending) => {
             let _ = timeout(LAST_WORDS, client.shutdown()).await;
         }
@@ -410,11 +457,33 @@ async fn over(open: &Open, ending: Ending) {
 async fn quiet(moved: &Moved, mut ending: Ending) {
     let _ = ending.ended.wait_for(|ended| *ended).await; // a gateway that is gone has ended
     let (mut last, mut since) = (moved.total(), Instant::now());
-    while since.elapsed() < QUIET || ending.engine_stays && moved.is_asking.load(Ordering::Relaxed) {
+    loop {
+        let is_partial = ending.engine_stays && moved.is_partial.load(Ordering::Relaxed);
+        let is_quiet = since.elapsed() >= if is_partial { QUIET_PARTIAL } else { QUIET };
+        if is_quiet && !(ending.engine_stays && moved.is_asking.load(Ordering::Relaxed)) {
+            return;
+        }
         sleep(QUIET / 5).await;
         let now = moved.total();
         if now != last {
             (last, since) = (now, Instant::now());
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_the_kernels_word_makes_a_client_local() {
+        let at = |address: &str| Some(address.parse::<SocketAddr>().expect("an address"));
+        let here = at("10.0.0.1:6380");
+        for peer in ["127.0.0.1:9", "[::1]:9", "10.0.0.1:9", "[::ffff:127.0.0.1]:9", "[::ffff:10.0.0.1]:9"] {
+            assert!(is_local(at(peer), here, false), "{peer}");
+            assert!(!is_local(at(peer), here, true), "{peer} is what the client says");
+        }
+        assert!(!is_local(at("10.0.0.2:9"), here, false));
+        assert!(!is_local(None, None, false) && !is_local(None, here, false), "when in doubt, no");
     }
 }

@@ -4,14 +4,15 @@
 
 use std::collections::BTreeMap;
 use std::net::SocketAddr;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Link, Transport};
 use tokio::sync::Notify;
 
 use crate::connector::SessionTransport;
+use crate::in_process::ProxyClient;
 use crate::pump::Moved;
 
 /// A session that is open.
@@ -30,6 +31,10 @@ pub struct SessionInfo {
     pub device: Option<String>,
     /// Whether the engine around the gateway answers it by calls, as far as it can.
     pub is_called: bool,
+    /// The engine's id of its proxy connection, where the gateway runs inside the engine.
+    pub client_id: Option<u64>,
+    /// The memory that it holds for commands and replies under way, apart from its window.
+    pub held_bytes: usize,
     /// Since when.
     pub age: Duration,
     /// Bytes to the engine so far.
@@ -48,6 +53,17 @@ pub(crate) enum Carrier {
 }
 
 impl Carrier {
+    /// Whether RDMA carries it, or has: then its addresses may be those that the peer has told the connection manager.
+    pub(crate) fn is_rdma(&self) -> bool {
+        match self {
+            Self::Ferrite(link) => {
+                !matches!(link.transport(), Transport::Tcp | Transport::TcpTls) || link.stats().moves > 0
+            }
+            Self::Valkey(_) => true,
+            Self::Tcp => false,
+        }
+    }
+
     fn now(&self) -> (SessionTransport, Option<String>) {
         match self {
             Self::Ferrite(link) => match link.transport() {
@@ -70,8 +86,42 @@ pub(crate) struct Entry {
     begun: Instant,
     pub(crate) moved: Moved,
     pub(crate) is_called: AtomicBool,
+    /// The engine's record of its proxy connection.
+    pub(crate) record: OnceLock<Arc<dyn ProxyClient>>,
+    pub(crate) held: Held,
     /// Somebody wants it to end.
     pub(crate) killed: Notify,
+}
+
+/// What a session holds, as a part of what all hold.
+pub(crate) struct Held {
+    bytes: AtomicUsize,
+    all: Arc<AtomicUsize>,
+}
+
+impl Held {
+    pub(crate) fn set(&self, bytes: usize) {
+        let before = self.bytes.swap(bytes, Ordering::Relaxed);
+        if bytes != before {
+            // Wraps around for a session that holds less than before.
+            self.all.fetch_add(bytes.wrapping_sub(before), Ordering::Relaxed);
+        }
+    }
+
+    /// What all sessions hold.
+    pub(crate) fn total(&self) -> usize {
+        self.all.load(Ordering::Relaxed)
+    }
+
+    fn bytes(&self) -> usize {
+        self.bytes.load(Ordering::Relaxed)
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.set(0);
+    }
 }
 
 #[derive(Default)]
@@ -87,6 +137,9 @@ struct List {
 pub(crate) struct Sessions {
     list: Mutex<List>,
     pub(crate) killed: AtomicU64,
+    /// Sessions that were ended because all together held too much.
+    pub(crate) evicted: AtomicU64,
+    held: Arc<AtomicUsize>,
 }
 
 impl Sessions {
@@ -101,8 +154,10 @@ impl Sessions {
         list.last_id += 1;
         let (id, before) = (list.last_id, list.open.len());
         let (begun, moved, killed) = (Instant::now(), Moved::default(), Notify::new());
-        let is_called = AtomicBool::new(false);
-        let entry = Arc::new(Entry { id, peer, local, carrier, begun, moved, is_called, killed });
+        let (is_called, record) = (AtomicBool::new(false), OnceLock::new());
+        let held = Held { bytes: AtomicUsize::new(0), all: Arc::clone(&self.held) };
+        let entry =
+            Arc::new(Entry { id, peer, local, carrier, begun, moved, is_called, record, held, killed });
         list.open.insert(id, Arc::clone(&entry));
         drop(list);
         (Open { sessions: Arc::clone(self), entry }, before)
@@ -135,6 +190,8 @@ impl Sessions {
                 transport,
                 device,
                 is_called: entry.is_called.load(Ordering::Relaxed),
+                client_id: entry.record.get().and_then(|record| record.id()),
+                held_bytes: entry.held.bytes(),
                 age: entry.begun.elapsed(),
                 to_engine_bytes,
                 to_client_bytes,
@@ -162,6 +219,23 @@ impl Sessions {
 pub(crate) struct Open {
     sessions: Arc<Sessions>,
     pub(crate) entry: Arc<Entry>,
+}
+
+impl Open {
+    /// Asks the session that holds most to end, as the engine does beyond `maxmemory-clients`.
+    pub(crate) fn evict_largest(&self) {
+        let largest = self.sessions.list().open.values().max_by_key(|entry| entry.held.bytes()).cloned();
+        if let Some(entry) = largest {
+            self.sessions.evicted.fetch_add(1, Ordering::Relaxed);
+            tracing::warn!(
+                session = entry.id,
+                held_bytes = entry.held.bytes(),
+                "client disconnected: sessions hold more than maxmemory-clients"
+            );
+            entry.held.set(0);
+            entry.killed.notify_one();
+        }
+    }
 }
 
 impl Drop for Open {

@@ -17,7 +17,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::mem::{Buf, Purpose};
+use ferrite_fabric::mem::{Buf, Exposed, Purpose};
 use ferrite_fabric::{Arrival, Bare, Done, Error, ErrorKind};
 use ferrite_proto::{Endpoint, ProtocolError, Role, Write};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -90,12 +90,28 @@ pub struct ValkeyStream {
 }
 
 impl ValkeyStream {
-    /// Over a connection that stands.
+    /// Over a connection that stands. Registers the window on this thread: [`ValkeyStream::open`] does not.
     ///
     /// # Errors
     /// There is no memory for the window, or it cannot be registered.
     pub fn new(bare: Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
-        let window = Window::new(&bare, role, config)?;
+        let mut buf = bare.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
+        buf.fill(0); // what the last user left is not for the peer
+        let memory = bare.expose(buf).map_err(|(_, error)| Error::from(error))?;
+        Self::over(bare, memory, role, config)
+    }
+
+    /// The same, with the window registered where the engine has that done.
+    ///
+    /// # Errors
+    /// As [`ValkeyStream::new`].
+    pub async fn open(bare: Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+        let memory = bare.prepare(config.window_bytes as usize).await?;
+        Self::over(bare, memory, role, config)
+    }
+
+    fn over(bare: Bare, memory: Exposed, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+        let window = Window::new(memory, role, config);
         let endpoint = Endpoint::new(role, config.proto.clone(), window.registration())
             .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));

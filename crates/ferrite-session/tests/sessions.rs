@@ -5,6 +5,7 @@
 pub(crate) mod gateway;
 pub(crate) mod hostile;
 pub(crate) mod idle;
+pub(crate) mod isolation;
 #[path = "redis_server.rs"]
 pub(crate) mod redis_server;
 pub(crate) mod streams;
@@ -51,9 +52,13 @@ pub(crate) fn run_on(runtime: &Runtime, scene: Scene, test: impl AsyncFnOnce(Sce
 }
 
 impl Scene {
-    /// The engine of a host, driven by the runtime.
+    /// The engine of a host, driven by the runtime. Who breaks the rules may come back.
     pub(crate) fn engine(&self, host: usize) -> Engine {
-        let config = Config { busy_poll_us: 0, ..Config::default() };
+        self.engine_with(host, Config { access_back_off: Duration::ZERO, ..Config::default() })
+    }
+
+    pub(crate) fn engine_with(&self, host: usize, config: Config) -> Engine {
+        let config = Config { busy_poll_us: 0, ..config };
         let builder = Engine::builder(&self.verbs).rdma(Rdma::Require).config(config);
         let engine = builder.device(["rxe1", "rxe2"][host]).build().expect("an engine");
         tokio::spawn(engine.drive());
@@ -87,7 +92,8 @@ macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, streams: both_ways, windows_smaller_than_messages, windows_follow_what_comes, windows_share_the_memory, idle_ones_stay, slow_reader, the_end);
         run_suite!(@ $run, idle: an_hour, an_hour_before_the_gateway);
-        run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, tcp_clients, sessions_find_their_way, refusals, engine_restarts, drains);
+        run_suite!(@ $run, gateway: commands, large_values, many_clients, ferrite_peers, tcp_clients, sessions_find_their_way, refusals, engine_restarts, drains, half_a_command_does_not_hold_the_end);
+        run_suite!(@ $run, isolation: anothers_window_is_out_of_reach, who_guesses_is_turned_away);
         run_suite!(@ $run, hostile: rules_are_broken, tiny_writes, half_open);
     };
     (@ $run:path, $module:ident: $($test:ident),*) => {

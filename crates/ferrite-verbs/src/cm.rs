@@ -306,6 +306,14 @@ impl CmId {
         self.set_option(sys::RDMA_OPTION_ID_REUSEADDR.0, 1_i32)
     }
 
+    /// Lets a listener on `[::]` take IPv6 alone. Otherwise it takes IPv4 as well, and its port from listeners there.
+    ///
+    /// # Errors
+    /// After the address was bound.
+    pub fn set_one_family(&self) -> Result<(), Error> {
+        self.set_option(sys::RDMA_OPTION_ID_AFONLY.0, 1_i32)
+    }
+
     fn set_option<T>(&self, option: u32, mut value: T) -> Result<(), Error> {
         let _locked = self.channel.lock();
         // SAFETY: the identifier is alive; the value is valid for its size.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use crate::device::Device;
 use crate::error::{Absence, Error, check};
 use crate::gid::GidEntry;
+use crate::mw::{TYPE_2A, TYPE_2B};
 use crate::port::Port;
 use crate::sys;
 use crate::table::Verbs;
@@ -43,6 +44,7 @@ impl Drop for Inner {
 
 impl Context {
     pub(crate) fn open(device: &Device) -> Result<Self, Error> {
+        survive_forks(device.verbs())?;
         // SAFETY: the device pointer is valid while `device` holds its list.
         let raw = unsafe { (device.verbs().ibv.ibv_open_device)(device.raw()) };
         let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_open_device", device.name()))?;
@@ -63,6 +65,25 @@ impl Context {
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.0.device
+    }
+
+    /// Whether the kernel has taken the device away from this process, because it was removed or its
+    /// firmware was reset. Then every command fails with EIO, those that destroy included, and the
+    /// kernel has destroyed all objects and unpinned all memory of this context by itself:
+    /// `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c` calls
+    /// `uverbs_destroy_ufile_hw` (`rdma_core.c`), which ends with the event files. From then on
+    /// these report EPOLLERR (`ib_uverbs_event_poll`). Soft-RoCE waits for its users instead.
+    #[must_use]
+    pub fn is_disassociated(&self) -> bool {
+        use rustix::event::{PollFd, PollFlags, Timespec, poll};
+        if cfg!(miri) {
+            return false; // it cannot poll
+        }
+        let fd = self.as_fd();
+        let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::empty())];
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let gone = PollFlags::ERR | PollFlags::HUP;
+        poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(gone)
     }
 
     /// How many completion vectors (interrupts) the device has.
@@ -123,6 +144,31 @@ impl Context {
     }
 }
 
+/// Keeps a fork of this process (BGSAVE, for one) from moving pages away from under the device: it is
+/// the parent's next write that would be copied elsewhere.
+///
+/// Kernels from 5.12 on copy pinned pages for the child, and nothing needs to be done. On older ones
+/// libibverbs marks all that it registers, the queues of its providers included, so that children do
+/// not have it (`ibv_fork_init` in its `memory.c`). That costs an madvise for each registration, and
+/// has to be asked for before the first.
+fn survive_forks(verbs: &Verbs) -> Result<(), Error> {
+    use sys::ibv_fork_status as Status;
+    let ibv = verbs.ibv;
+    // SAFETY: no preconditions. (rdma-core before 36 has only `ibv_fork_init`.)
+    let status = ibv.ibv_is_fork_initialized.map(|status| verbs.rooted(|| unsafe { status() }));
+    if matches!(status, Some(Status::IBV_FORK_UNNEEDED | Status::IBV_FORK_ENABLED)) {
+        return Ok(());
+    }
+    let Some(init) = ibv.ibv_fork_init else { return Ok(()) };
+    // SAFETY: no preconditions.
+    let rc = verbs.rooted(|| unsafe { init() });
+    check("ibv_fork_init", rc, || "a kernel before 5.12".to_owned()).map_err(|error| {
+        error.because(
+            "memory of the device would be lost to a fork: use Linux 5.12 or newer, or set RDMAV_FORK_SAFE=1",
+        )
+    })
+}
+
 impl AsFd for Context {
     /// Readable when an async event waits: see [`Context::next_async_event`].
     fn as_fd(&self) -> BorrowedFd<'_> {
@@ -162,6 +208,8 @@ pub struct Limits {
     /// Reads one of our queue pairs may have outstanding.
     pub max_qp_init_rd_atom: u32,
     pub max_mw: u32,
+    /// Memory windows can be bound to one queue pair ([`crate::MemoryWindow`]).
+    pub queue_pair_windows: bool,
 }
 
 impl Limits {
@@ -188,6 +236,7 @@ impl Limits {
             max_qp_rd_atom: count(attr.max_qp_rd_atom),
             max_qp_init_rd_atom: count(attr.max_qp_init_rd_atom),
             max_mw: count(attr.max_mw),
+            queue_pair_windows: attr.device_cap_flags & (TYPE_2A | TYPE_2B) != 0 && attr.max_mw > 0,
         }
     }
 }

@@ -159,7 +159,7 @@ impl Drop for QueueInner {
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
         // `Arc`); all its events are acknowledged where they are taken.
         let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_cq)(self.raw.as_ptr()) };
-        if !crate::leak::unless_released(rc) {
+        if !crate::leak::unless_released(crate::leak::outcome(rc, &self.context)) {
             // It still points at the channel: keep that too.
             std::mem::forget(self.channel.clone());
         }

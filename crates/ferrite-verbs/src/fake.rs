@@ -34,7 +34,8 @@
 //!
 //! Reliable connections as the verbs specification has them and Soft-RoCE shows them: states, capacities that
 //! come back when completions are reaped, keys and bounds and permissions on both sides, flushing in order,
-//! receiver-not-ready, shared receive queues, events and their acknowledgement, `EBUSY` while children exist;
+//! receiver-not-ready, shared receive queues, memory windows of type 2B, events and their
+//! acknowledgement, `EBUSY` while children exist;
 //! RDMA CM with the events and the padding that librdmacm gives for identifiers without a queue pair.
 //!
 //! Everything happens at once, on the caller's thread, under one lock: no packet is in flight, no thread runs
@@ -43,12 +44,14 @@
 //! (`rnr_retry` 7, `timeout` 0, a peer that is not ready to receive yet), the request waits for that.
 //!
 //! It is stricter than devices where that finds bugs: local and remote keys differ and are never used twice,
-//! queues are exactly as deep as asked, and send queue entries come back only with a reaped completion.
+//! queues are exactly as deep as asked, send queue entries come back only with a reaped completion,
+//! and a queue pair is not destroyed before the windows that are bound to it.
 //!
 //! # What it does not model
 //!
 //! Packet numbers, MTU, packet loss short of a black hole, partial transfers, UD and UC, atomics, memory
-//! windows, inline receives, resizing, the drained state of a send queue, TIMEWAIT_EXIT, memlock and cgroups
+//! windows of type 1, inline receives, resizing, the drained state of a send queue, TIMEWAIT_EXIT,
+//! memlock and cgroups
 //! (inject `ENOMEM` or `EAGAIN` instead), sysfs (a fake device has no driver, NUMA node or netdev).
 
 mod cm;
@@ -64,11 +67,13 @@ mod state;
 mod table;
 #[cfg(test)]
 mod tests;
+mod window;
 
 use std::cell::RefCell;
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::ThreadId;
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -92,6 +97,12 @@ struct Inner {
 thread_local! {
     /// The world whose calls without an object this thread makes: see [`World::enter`].
     static CURRENT: RefCell<Vec<World>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The name in the table of calls.
+fn known(call: &str) -> &'static str {
+    let known = table::CALLS.iter().find(|known| **known == call);
+    known.unwrap_or_else(|| panic!("no call to fail: {call}"))
 }
 
 impl World {
@@ -130,9 +141,54 @@ impl World {
     /// # Panics
     /// If there is no such function, or it cannot fail.
     pub fn fail_next(&self, call: &str, errno: i32) {
-        let known = table::CALLS.iter().find(|known| **known == call);
-        let known = known.unwrap_or_else(|| panic!("no call to fail: {call}"));
-        self.with(|state| state.inject(known, Errno::from_raw_os_error(errno)));
+        self.with(|state| state.inject(known(call), Errno::from_raw_os_error(errno)));
+    }
+
+    /// Makes every call of the C function `call` wait until [`World::let_go`]: as `ibv_modify_qp` does for a second
+    /// while the kernel looks for the hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux).
+    ///
+    /// # Panics
+    /// As [`World::fail_next`].
+    pub fn hold(&self, call: &str) {
+        self.with(|state| state.held.insert(known(call)));
+    }
+
+    /// Ends [`World::hold`].
+    ///
+    /// # Panics
+    /// As [`World::fail_next`].
+    pub fn let_go(&self, call: &str) {
+        self.with(|state| state.held.remove(known(call)));
+    }
+
+    /// The C functions that a thread has called so far, on objects of this world, by name.
+    #[must_use]
+    pub fn calls_of(&self, thread: ThreadId) -> Vec<&'static str> {
+        self.with(|state| state.calls.get(&thread).into_iter().flatten().copied().collect())
+    }
+
+    /// Forgets what was called so far.
+    pub fn forget_calls(&self) {
+        self.with(|state| state.calls.clear());
+    }
+
+    /// Makes the kernel one before 5.12, which does not copy pinned pages for a child of fork
+    /// (`get_copy_on_fork` and `ibv_is_fork_initialized` in rdma-core's `libibverbs/memory.c`).
+    pub fn run_on_old_kernel(&self) {
+        self.with(|state| state.forks = sys::ibv_fork_status::IBV_FORK_DISABLED);
+    }
+
+    /// Whether memory of devices survives a fork.
+    #[must_use]
+    pub fn is_fork_safe(&self) -> bool {
+        self.lock().forks != sys::ibv_fork_status::IBV_FORK_DISABLED
+    }
+
+    /// Makes the next `ibv_post_send` fail with `errno` after it has queued all its requests, and
+    /// without naming one that it refused: as Soft-RoCE when its doorbell fails (`rxe_post_send` and
+    /// `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
+    pub fn fail_next_doorbell(&self, errno: i32) {
+        self.with(|state| state.inject(engine::DOORBELL, Errno::from_raw_os_error(errno)));
     }
 
     /// Takes a device's port down: its users get an async event, peers get no answer.
@@ -179,6 +235,19 @@ impl World {
     /// If there is no such device.
     pub fn remove_device(&self, name: &str) {
         self.with_device(name, State::remove);
+    }
+
+    /// Takes a device away from its users, as the kernel does with one that is removed or whose firmware
+    /// is reset if its driver allows that (mlx5, and most of the others; `ib_uverbs_remove_one` and
+    /// `ib_uverbs_free_hw_resources` in the kernel's `drivers/infiniband/core/uverbs_main.c`): an async
+    /// event tells them, the kernel destroys all their objects, the event descriptors report an error,
+    /// and every command fails with EIO, those that destroy included. libibverbs passes that on unless
+    /// RDMAV_ALLOW_DISASSOC_DESTROY is set (`libibverbs/cmd_write.h`).
+    ///
+    /// # Panics
+    /// If there is no such device.
+    pub fn disassociate_device(&self, name: &str) {
+        self.with_device(name, State::disassociate);
     }
 
     /// Breaks a queue pair: it goes to ERROR with an async event, and is flushed. `false` if there is none of
@@ -291,12 +360,24 @@ pub struct DeviceSpec {
     pub max_cqe: u32,
     pub max_mr: u32,
     pub max_mr_bytes: u64,
+    pub max_mw: u32,
     pub max_pd: u32,
     pub max_srq: u32,
     pub max_srq_wr: u32,
     pub max_srq_sge: u32,
     /// Reads that a queue pair may have outstanding, and those that it serves.
     pub max_reads: u32,
+    /// Destroying a queue pair removes its completions that nobody has polled, and returns their
+    /// receives to the shared receive queue. mlx5 does (`mlx5_destroy_qp` in rdma-core's
+    /// `providers/mlx5/verbs.c` calls `__mlx5_cq_clean` in `cq.c`, which frees the entries of the
+    /// shared queue), as do mlx4, hns and others; Soft-RoCE does not.
+    pub cleans_completions: bool,
+    /// Reports IBV_EVENT_QP_LAST_WQE_REACHED when a queue pair with a shared receive queue fails.
+    /// Soft-RoCE before Linux 6.11 does not (`flush_recv_queue` in the kernel's
+    /// `drivers/infiniband/sw/rxe/rxe_resp.c`).
+    pub reports_last_receive: bool,
+    /// Memory windows can be bound to a queue pair; without, there are none at all.
+    pub queue_pair_windows: bool,
 }
 
 impl DeviceSpec {
@@ -314,11 +395,15 @@ impl DeviceSpec {
             max_cqe: 32_767,
             max_mr: 524_288,
             max_mr_bytes: 1 << 40,
+            max_mw: 524_288,
             max_pd: 65_536,
             max_srq: 30_000,
             max_srq_wr: 1 << 20,
             max_srq_sge: 27,
             max_reads: 128,
+            cleans_completions: false,
+            reports_last_receive: true,
+            queue_pair_windows: true,
         }
     }
 }
@@ -332,6 +417,7 @@ pub struct Objects {
     pub contexts: usize,
     pub protection_domains: usize,
     pub memory_regions: usize,
+    pub memory_windows: usize,
     pub completion_channels: usize,
     pub completion_queues: usize,
     pub shared_receive_queues: usize,

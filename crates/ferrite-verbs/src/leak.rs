@@ -5,6 +5,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use rustix::io::Errno;
+
+use crate::context::Context;
+
 static LEAKED: AtomicU64 = AtomicU64::new(0);
 
 /// How many objects this process had to leak because the device refused to release them. Always 0
@@ -20,4 +24,10 @@ pub(crate) fn unless_released(rc: i32) -> bool {
         LEAKED.fetch_add(1, Ordering::Relaxed);
     }
     rc == 0
+}
+
+/// What a destroy has to say, in the light of what became of the device: EIO means success when the
+/// kernel has destroyed all objects by itself ([`Context::is_disassociated`]).
+pub(crate) fn outcome(rc: i32, context: &Context) -> i32 {
+    if rc == Errno::IO.raw_os_error() && context.is_disassociated() { 0 } else { rc }
 }

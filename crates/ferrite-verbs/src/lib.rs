@@ -8,7 +8,7 @@
 //! |---|---|
 //! | `table.rs` | the libraries, opened by dlopen: [`Verbs`] |
 //! | `device.rs` `context.rs` `port.rs` `gid.rs` | [`Device`], opened as [`Context`]; its [`Port`]s and [`GidEntry`]s |
-//! | `pd.rs` `mr.rs` | [`ProtectionDomain`], [`MemoryRegion`] |
+//! | `pd.rs` `mr.rs` `mw.rs` | [`ProtectionDomain`], [`MemoryRegion`], [`MemoryWindow`] |
 //! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
 //! | `async_event.rs` | [`AsyncEvent`] |
@@ -49,6 +49,7 @@ pub mod fake;
 mod gid;
 mod leak;
 mod mr;
+mod mw;
 mod pd;
 mod port;
 mod qp;
@@ -67,6 +68,7 @@ pub use error::{Absence, Error, ErrorKind, Memlock, RejectReason, Rejection};
 pub use gid::{Gid, GidChoice, GidEntry, GidType, choose_gid};
 pub use leak::leaked_objects;
 pub use mr::{Access, MemoryRegion};
+pub use mw::MemoryWindow;
 pub use pd::ProtectionDomain;
 pub use port::{LinkLayer, Mtu, Port, PortState};
 pub use qp::{Capacity, Path, PeerAddress, QueuePair, QueuePairAttributes, QueuePairConfig, State};

@@ -30,6 +30,9 @@ impl Access {
     pub const REMOTE_READ: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
     /// A peer that has the key may write it.
     pub const REMOTE_WRITE: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
+    /// Memory windows may be put on it ([`MemoryRegion::window`]), and the device may write it. By
+    /// itself it is out of peers' reach.
+    pub const WINDOWS: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
     /// The device may write out of order: faster on some hosts, ignored where it is not known. Poll
     /// completions, never the memory itself.
     pub const RELAXED_ORDERING: Self = Self(sys::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0);
@@ -40,6 +43,12 @@ impl Access {
     /// Without those that only a registration may carry: what a queue pair takes.
     pub(crate) fn of_queue_pair(self) -> u32 {
         self.0 & !Self::OPTIONAL
+    }
+
+    /// What a window gives a peer.
+    pub(crate) fn of_window(self) -> u32 {
+        use sys::ibv_access_flags as flag;
+        self.0 & (flag::IBV_ACCESS_REMOTE_READ.0 | flag::IBV_ACCESS_REMOTE_WRITE.0)
     }
 }
 
@@ -98,6 +107,7 @@ impl Registration {
         // SAFETY: registered by us and not released yet: a success sets `released`, and both callers have
         // the only reference.
         let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
+        let rc = crate::leak::outcome(rc, self.domain.context());
         if rc != 0 {
             return rc;
         }
@@ -192,6 +202,14 @@ impl ProtectionDomain {
 }
 
 impl Registration {
+    pub(crate) fn raw(&self) -> *mut sys::ibv_mr {
+        self.raw.as_ptr()
+    }
+
+    pub(crate) fn domain(&self) -> &ProtectionDomain {
+        &self.domain
+    }
+
     fn at(&self) -> NonNull<u8> {
         let (Memory::Mapped(at) | Memory::Borrowed(at)) = self.memory;
         at
@@ -200,6 +218,10 @@ impl Registration {
 
 #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
 impl MemoryRegion {
+    pub(crate) fn registration(&self) -> &Arc<Registration> {
+        &self.0
+    }
+
     /// Its length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
@@ -299,13 +321,19 @@ impl MemoryRegion {
     /// Dropping does the same, but can only count a refusal.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] while a queue that was given a part of it is alive, or what `ibv_dereg_mr`
-    /// says. The region comes back as it was: the device may still access its memory.
+    /// [`ErrorKind::Misuse`] while a queue that was given a part of it, or a window on it, is
+    /// alive, or what
+    /// `ibv_dereg_mr` says. The region comes back as it was: the device may still access its memory.
     pub fn deregister(mut self) -> Result<(), (Self, Error)> {
         let context = |len| format!("{len} bytes");
         let Some(registration) = Arc::get_mut(&mut self.0) else {
             let error = Error::new(ErrorKind::Misuse, "ibv_dereg_mr", context(self.len()));
-            return Err((self, error.because("a queue was given a part of the region and is still alive")));
+            return Err((
+                self,
+                error.because(
+                    "a queue was given a part of the region, or a window was put on it, and is still alive",
+                ),
+            ));
         };
         match check("ibv_dereg_mr", registration.release(), || context(registration.len)) {
             Ok(()) => Ok(()),

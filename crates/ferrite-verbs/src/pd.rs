@@ -26,7 +26,7 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: allocated by us and released once, after every child (each holds an `Arc` of us).
         let rc = unsafe { (self.context.verbs().ibv.ibv_dealloc_pd)(self.raw.as_ptr()) };
-        crate::leak::unless_released(rc);
+        crate::leak::unless_released(crate::leak::outcome(rc, &self.context));
     }
 }
 

@@ -173,7 +173,8 @@ impl QueuePair {
 
     fn release(&mut self) -> i32 {
         // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive: fields drop later.
-        unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) }
+        let rc = unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) };
+        crate::leak::outcome(rc, self.domain.context())
     }
 
     /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory that was posted to it.
@@ -468,6 +469,12 @@ impl QueuePairAttributes {
     pub fn access(mut self, access: Access) -> Self {
         self.attr.qp_access_flags = access.of_queue_pair();
         self.also(&[sys::ibv_qp_attr_mask::IBV_QP_ACCESS_FLAGS])
+    }
+
+    /// Changes what the peer of a queue pair that is ready to send may do to our memory.
+    #[must_use]
+    pub fn change_access(access: Access) -> Self {
+        Self::new(sys::ibv_qp_state::IBV_QPS_RTS).access(access)
     }
 
     /// Sets how many reads of the peer this side serves at a time (ready to receive).

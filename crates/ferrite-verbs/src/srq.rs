@@ -33,7 +33,8 @@ impl Inner {
     fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an `Arc`).
-        unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) }
+        let rc = unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) };
+        crate::leak::outcome(rc, self.domain.context())
     }
 }
 

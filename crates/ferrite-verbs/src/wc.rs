@@ -88,6 +88,10 @@ codes! {
         WRITE = sys::ibv_wc_opcode::IBV_WC_RDMA_WRITE.0, "WRITE";
         /// A read.
         READ = sys::ibv_wc_opcode::IBV_WC_RDMA_READ.0, "READ";
+        /// A memory window was bound.
+        BIND = sys::ibv_wc_opcode::IBV_WC_BIND_MW.0, "BIND";
+        /// A memory window was invalidated.
+        INVALIDATE = sys::ibv_wc_opcode::IBV_WC_LOCAL_INV.0, "INVALIDATE";
         /// A receive that a send filled.
         RECV = sys::ibv_wc_opcode::IBV_WC_RECV.0, "RECV";
         /// A receive that a write with immediate data consumed.
@@ -108,6 +112,8 @@ codes! {
         LOCAL_PROTECTION = sys::ibv_wc_status::IBV_WC_LOC_PROT_ERR.0, "local protection error";
         /// The queue pair failed before.
         FLUSHED = sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR.0, "flushed";
+        /// A memory window that cannot be bound so.
+        BIND = sys::ibv_wc_status::IBV_WC_MW_BIND_ERR.0, "memory window bind error";
         /// The peer broke the protocol.
         BAD_RESPONSE = sys::ibv_wc_status::IBV_WC_BAD_RESP_ERR.0, "bad response";
         /// A write of the peer met a protection fault here.
@@ -143,6 +149,7 @@ impl Status {
             Self::LOCAL_QP_OPERATION => "the own port went down, or the request is malformed",
             Self::LOCAL_PROTECTION => "local memory that is not registered, or not for this",
             Self::FLUSHED => "the queue pair failed before: look at its first error",
+            Self::BIND => "the window is bound already, or its region does not allow it",
             Self::BAD_RESPONSE => "the peer broke the protocol",
             Self::LOCAL_ACCESS => "a write of the peer met a protection fault here",
             Self::REMOTE_INVALID_REQUEST => {

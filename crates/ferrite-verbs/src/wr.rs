@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, check};
 use crate::mr::Registration;
+use crate::mw::MemoryWindow;
 use crate::sys;
 
 /// A piece of local memory in a work request.
@@ -78,6 +79,14 @@ pub enum Operation {
     WriteImm(RemoteSlice, u32),
     /// Out of the peer's memory into ours.
     Read(RemoteSlice),
+    /// Ends the binding of the window that has this key, which must be this queue pair's.
+    Invalidate(u32),
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum What<'a> {
+    Operation(Operation),
+    Bind(&'a MemoryWindow),
 }
 
 /// An entry for the send queue.
@@ -92,7 +101,7 @@ pub enum Operation {
 #[derive(Debug, Clone, Copy)]
 pub struct SendRequest<'a> {
     pub(crate) wr_id: u64,
-    pub(crate) operation: Operation,
+    pub(crate) what: What<'a>,
     pub(crate) local: &'a [Sge<'a>],
     pub(crate) flags: u32,
 }
@@ -101,7 +110,15 @@ impl<'a> SendRequest<'a> {
     /// `operation` on `local`; `wr_id` comes back in the completion.
     #[must_use]
     pub fn new(wr_id: u64, operation: Operation, local: &'a [Sge<'a>]) -> Self {
-        Self { wr_id, operation, local, flags: 0 }
+        Self { wr_id, what: What::Operation(operation), local, flags: 0 }
+    }
+
+    /// Binds `window` to the queue pair that this is posted to: from then on its peer has the
+    /// window's rights. What is posted later starts after that. A window that goes before this has
+    /// completed fails the request.
+    #[must_use]
+    pub fn bind(wr_id: u64, window: &'a MemoryWindow) -> Self {
+        Self { wr_id, what: What::Bind(window), local: &[], flags: 0 }
     }
 
     /// [`Operation::Send`].
@@ -172,12 +189,24 @@ impl Request for SendRequest<'_> {
             send_flags: self.flags,
             ..Default::default()
         };
-        let (opcode, remote, imm) = match self.operation {
+        let operation = match self.what {
+            What::Operation(operation) => operation,
+            What::Bind(window) => {
+                wr.opcode = op::IBV_WR_BIND_MW;
+                wr.__bindgen_anon_2.bind_mw = window.binding();
+                return wr;
+            }
+        };
+        let (opcode, remote, imm) = match operation {
             Operation::Send => (op::IBV_WR_SEND, None, None),
             Operation::SendImm(imm) => (op::IBV_WR_SEND_WITH_IMM, None, Some(imm)),
             Operation::Write(remote) => (op::IBV_WR_RDMA_WRITE, Some(remote), None),
             Operation::WriteImm(remote, imm) => (op::IBV_WR_RDMA_WRITE_WITH_IMM, Some(remote), Some(imm)),
             Operation::Read(remote) => (op::IBV_WR_RDMA_READ, Some(remote), None),
+            Operation::Invalidate(rkey) => {
+                wr.__bindgen_anon_1.invalidate_rkey = rkey;
+                (op::IBV_WR_LOCAL_INV, None, None)
+            }
         };
         wr.opcode = opcode;
         if let Some(RemoteSlice { addr, rkey, .. }) = remote {
@@ -228,6 +257,9 @@ impl Request for RecvRequest<'_> {
 }
 
 /// A post that stopped half-way: the first `posted` requests are in the queue, the rest are not.
+///
+/// A provider that does not say which request it refused may have queued all of them: then all count as
+/// posted, the device may touch their memory, and the queue pair is of no use any more.
 #[derive(Debug)]
 pub struct PostError {
     /// How many were accepted.
@@ -307,11 +339,17 @@ pub(crate) fn post_chained<R: Request>(
         let mut refused = std::ptr::null_mut();
         let rc = post(head, &raw mut refused);
         if rc != 0 {
-            // Where the provider does not say which it refused, none of the chain counts as posted.
-            let accepted =
-                refused.addr().checked_sub(head.addr()).map_or(0, |bytes| bytes / size_of::<R::Raw>());
-            posted += if accepted < len { accepted } else { 0 };
-            return Err(PostError { posted, error: post_error(call, rc) });
+            let offset = refused.addr().checked_sub(head.addr());
+            let refused = offset.filter(|bytes| bytes % size_of::<R::Raw>() == 0);
+            let refused = refused.map(|bytes| bytes / size_of::<R::Raw>()).filter(|at| *at < len);
+            let error = post_error(call, rc);
+            // Soft-RoCE fails in this way with all of them in the queue: `rxe_post_send` in
+            // rdma-core's providers/rxe/rxe.c, when its doorbell (`post_send_db`) fails.
+            let error = match refused {
+                Some(_) => error,
+                None => error.because("the provider does not say which it refused: all count as posted"),
+            };
+            return Err(PostError { posted: posted + refused.unwrap_or(len), error });
         }
         posted += len;
     }

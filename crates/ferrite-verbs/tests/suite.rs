@@ -15,6 +15,7 @@ pub(crate) mod random;
 pub(crate) mod refusal;
 pub(crate) mod shared;
 pub(crate) mod transfer;
+pub(crate) mod windows;
 
 /// Longer than anything here takes, on the slowest kernel.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -63,6 +64,12 @@ macro_rules! run_suite {
             send, send_with_immediate, write, write_with_immediate, read, inline_is_copied_at_once,
             scatter_and_gather, unsignaled_complete_silently, long_chain, empty_message, solicited_only,
             fenced_after_read);
+        run_suite!(@ $fixture, windows:
+            bound_window_is_written, another_queue_pairs_window_is_refused, region_under_a_window_is_out_of_reach,
+            outside_of_a_window_is_refused, window_for_writing_is_not_read, unbound_window_is_refused,
+            invalidated_window_is_refused, deallocated_window_is_refused, a_window_is_bound_once,
+            bind_needs_a_region_for_windows, queue_pair_without_rights_refuses_its_window,
+            a_region_outlives_its_windows);
     };
     (@ $fixture:path, $module:ident: $($test:ident),*) => {
         mod $module {

@@ -2,6 +2,7 @@
 
 use std::io::IsTerminal as _;
 use std::net::SocketAddr;
+use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::Context as _;
@@ -9,8 +10,8 @@ use clap::{Args, ValueEnum};
 use ferrite_fabric::{Config, Engine, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config};
 use serde::Serialize;
-use tokio::signal::unix::{SignalKind, signal};
 
+use crate::signals::Signals;
 use crate::{address, seconds, size};
 
 /// Valkey's port, one further: the engine itself has the first.
@@ -53,6 +54,12 @@ pub(crate) struct Options {
     /// Behind the gateway they would look to the engine as if they came from this host, which its own protected mode lets pass.
     #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::Yes)]
     protected_mode: YesNo,
+    /// Serve clients of Valkey Over RDMA on devices that cannot keep their memory apart
+    ///
+    /// On a device without memory windows of type 2, whoever finds another client's key can write
+    /// commands in its name.
+    #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::No)]
+    rdma_shared_windows: YesNo,
     /// How long to look for completions before sleeping; more is less latency for more CPU
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
     busy_poll_us: u32,
@@ -72,6 +79,7 @@ Examples:
 
 It pins 32 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA: LimitMEMLOCK=infinity in a systemd unit.
 It ends in good order on SIGTERM and SIGINT: no new clients, answers to what was asked, then the end. Exit code 0 then.
+A second signal ends it at once, with exit code 1. Part of a command is waited for as long as it grows, and 1 s.
 
 JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey, ferrite, tcp}, refused,
   engine_failures, to_engine_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
@@ -100,16 +108,17 @@ pub(crate) fn log_to_stderr() {
         .init();
 }
 
-pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
+pub(crate) fn run(options: &Options) -> anyhow::Result<ExitCode> {
     log_to_stderr();
     // One thread: a session is a task that copies, and what it waits for wakes it where it runs.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     runtime.block_on(serve(options))
 }
 
-async fn serve(options: &Options) -> anyhow::Result<()> {
+async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
     let config = Config {
         busy_poll_us: options.busy_poll_us,
+        shared_windows: options.rdma_shared_windows == YesNo::Yes,
         max_connections: options.max_clients.saturating_add(64), // those beyond it are told why they must go
         ..server_config()
     };
@@ -129,18 +138,23 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
         },
         ..GatewayConfig::new(options.engine.clone())
     });
-    let (mut terminated, mut interrupted) =
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let mut signals = Signals::new()?;
+    let (asked, first) = tokio::sync::oneshot::channel::<()>();
     tell_listening(options, &engine, listener.local_addr());
-    let end = async {
-        tokio::select! {
-            _ = terminated.recv() => {}
-            _ = interrupted.recv() => {}
-        }
+    let insisted = async {
+        signals.next().await;
+        drop(asked);
+        signals.next().await;
     };
-    gateway.serve(listener, end).await?;
+    let hurried = tokio::select! {
+        served = gateway.serve(listener, async { drop(first.await) }) => served.map(|()| false)?,
+        () = insisted => true, // which cuts all sessions
+    };
+    if hurried {
+        eprintln!("ferrite: second signal: ending at once; sessions are cut");
+    }
     tell_ended(options, gateway.stats());
-    Ok(())
+    Ok(if hurried { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 #[derive(Serialize)]

@@ -24,6 +24,7 @@ mod pingpong;
 mod relay;
 mod seconds;
 mod server;
+mod signals;
 mod size;
 
 /// RDMA for Redis, Valkey and blobs: tools for the fabric.
@@ -56,7 +57,7 @@ fn main() -> ExitCode {
         Command::Devices(options) => (devices::run(&options).map(done), options.json),
         Command::Pingpong(options) => (pingpong::run(&options).map(done), options.json),
         Command::Bench(options) => (bench::run(&options).map(done), options.json()),
-        Command::Gateway(options) => (gateway::run(&options).map(done), options.json),
+        Command::Gateway(options) => (gateway::run(&options), options.json),
         Command::Relay(options) => (relay::run(&options).map(done), options.json),
         Command::Server(options) => (server::run(&options), options.json),
         Command::ServerExec(options) => (server::exec(&options), false),

@@ -6,13 +6,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
 use clap::Args;
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Engine, LogLimit, Rdma};
 use ferrite_session::{Connector, Moved, SessionTransport, client_config, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
-use tokio::signal::unix::{SignalKind, signal};
 
+use crate::signals::Signals;
 use crate::{address, gateway};
 
 const DEFAULT_PORT: u16 = 6380;
@@ -53,7 +53,8 @@ Examples:
   ferrite relay --to 10.0.0.1                                          redis-cli and every other client at 127.0.0.1:6379
   ferrite relay --to 10.0.0.1:6380 --listen 127.0.0.1:7000 --rdma require
 
-A client whose connection cannot be carried on hears why (-ERR …), and the end. It ends on SIGTERM and SIGINT, exit code 0.
+A client whose connection cannot be carried on gets an error (-ERR …), and the end; the cause is on stderr.
+It ends on SIGTERM and SIGINT, exit code 0.
 
 JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed, to_server_bytes,
   to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
@@ -84,8 +85,7 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
     }
     let listening = TcpListener::bind(options.listen).await;
     let listener = listening.with_context(|| format!("cannot listen on {}", options.listen))?;
-    let (mut terminated, mut interrupted) =
-        (signal(SignalKind::terminate())?, signal(SignalKind::interrupt())?);
+    let mut signals = Signals::new()?;
     tell_listening(options, listener.local_addr()?);
     let done = Arc::new(Done::default());
     loop {
@@ -96,12 +96,14 @@ async fn serve(options: &Options) -> anyhow::Result<()> {
                 }
                 // Too many files, or a client that has gone: others may have more luck.
                 Err(error) => {
-                    tracing::warn!(%error, "a client could not be taken");
+                    static LINES: LogLimit = LogLimit::new();
+                    if let Some(others) = LINES.pass() {
+                        tracing::warn!(%error, "a client could not be taken{others}");
+                    }
                     tokio::time::sleep(std::time::Duration::from_millis(100)).await;
                 }
             },
-            _ = terminated.recv() => break,
-            _ = interrupted.recv() => break,
+            () = signals.next() => break, // nothing is waited for: a second one is not needed
         }
     }
     tell_ended(options, &done);
@@ -114,10 +116,12 @@ async fn carry(mut client: TcpStream, connector: Connector, to: SocketAddr, done
         Ok(session) => session,
         Err(error) => {
             done.failed.fetch_add(1, Ordering::Relaxed);
-            tracing::warn!(server = %to, %error, "the server is not to be had");
-            let _ = client
-                .write_all(format!("-ERR Ferrite relay: the server at {to}: {error}\r\n").as_bytes())
-                .await;
+            static LINES: LogLimit = LogLimit::new();
+            if let Some(others) = LINES.pass() {
+                tracing::warn!(server = %to, %error, "the server is not to be had{others}");
+            }
+            // Without the server's address and the system's error: those are for the log.
+            let _ = client.write_all(b"-ERR Ferrite relay: cannot connect to the server\r\n").await;
             return;
         }
     };

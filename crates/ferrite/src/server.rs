@@ -8,6 +8,7 @@ mod log;
 mod notify;
 mod plan;
 mod ready;
+mod secret;
 mod supervise;
 mod tell;
 

@@ -202,6 +202,19 @@ fn an_engine_that_does_not_come_up_has_the_last_word() {
     assert!(server.log().contains("must be a memory value"), "{}", server.log());
 }
 
+/// An engine quotes the line that it does not like; what has a password is not passed on.
+#[test]
+fn hides_passwords_that_the_engine_quotes() {
+    let directory = Directory::new();
+    let text = Setup { engine: "requirepass = \"one swordfish\"", network: &network(), ..Setup::default() };
+    let file = directory.file("ferrite.toml", &text.text(directory.path()));
+    let output = run(&["--json"], &file);
+    let (said, log) = (self::text(&output.stdout), self::text(&output.stderr));
+    assert_eq!(output.status.code(), Some(1), "{log}");
+    assert!(log.contains(">>> 'requirepass …'"), "{log}");
+    assert!(!log.contains("swordfish") && !said.contains("swordfish"), "{log}{said}");
+}
+
 #[test]
 fn an_engine_that_is_silent_is_ended() {
     let directory = Directory::new();

@@ -24,3 +24,8 @@ fn refusals_are_explained() {
 fn load_through_the_relay() {
     kv::load_through_the_relay(&PLACE);
 }
+
+#[test]
+fn second_signal_ends_at_once() {
+    kv::second_signal_ends_at_once(&PLACE);
+}

@@ -192,6 +192,7 @@ impl Scene {
             cq_size: 256,
             keepalive: HOUR,
             close_timeout: HOUR,
+            access_back_off: Duration::ZERO, // who breaks the rules comes back at once
             ..Config::default()
         };
         let engine = Engine::builder(&verbs)

@@ -12,8 +12,15 @@ use ferrite_proto::resp::{
 };
 
 /// Small, so that they are met.
-const LIMITS: Limits =
-    Limits { bulk_bytes: 300, multibulk_args: 20, inline_bytes: 100, elements: 30, depth: 5 };
+const LIMITS: Limits = Limits {
+    bulk_bytes: 300,
+    multibulk_args: 20,
+    inline_bytes: 100,
+    elements: 30,
+    depth: 5,
+    reply_bytes: 2000,
+    reply_values: 60,
+};
 
 /// A complete command has as many arguments as it says, which say the same when they are sent on.
 pub fn resp_command(bytes: &[u8]) {

@@ -266,6 +266,7 @@ impl Scene {
             max_message_bytes: 1000,
             cq_size: 512,
             close_timeout: HOUR,
+            access_back_off: Duration::ZERO, // who breaks the rules comes back at once
             ..Config::default()
         };
         let builder = Engine::builder(&verbs).rdma(Rdma::Require).device("ours").config(config);

@@ -1,4 +1,5 @@
 //! A real `redis-server` for a test.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;

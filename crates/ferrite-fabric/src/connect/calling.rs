@@ -229,7 +229,8 @@ impl Engine {
     /// options, the local address and the time count.
     ///
     /// # Errors
-    /// As [`Engine::connect`].
+    /// As [`Engine::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which RDMA
+    /// does not have, or RDMA is forbidden.
     pub fn connect_bare(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingBare {
         ConnectingBare(self.call_by_rdma(peer, options, Speaks::Other))
     }
@@ -238,7 +239,7 @@ impl Engine {
     /// that of a peer that speaks another protocol. Of the options, the local address and the time count.
     ///
     /// # Errors
-    /// As [`Engine::connect`].
+    /// As [`Engine::connect_bare`].
     pub fn connect_either(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingEither {
         ConnectingEither(self.call_by_rdma(peer, options, Speaks::Either))
     }
@@ -247,8 +248,17 @@ impl Engine {
         let (reply, receiver) = oneshot::channel();
         let connecting = Connecting::new(self.clone(), receiver);
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
-        if self.shared().lanes.is_empty() {
-            let _ = reply.send(Err(self.shared().no_rdma()));
+        let refused = if options.require_encryption {
+            let what = "encryption is required, and this call is over RDMA, whose payload is clear text";
+            Some(Error::new(ErrorKind::Misuse, what))
+        } else if options.rdma.unwrap_or(self.config().rdma) == Rdma::Forbid {
+            let what = "the policy forbids RDMA, and this call knows no other way";
+            Some(Error::new(ErrorKind::Misuse, what))
+        } else {
+            self.shared().lanes.is_empty().then(|| self.shared().no_rdma())
+        };
+        if let Some(error) = refused {
+            let _ = reply.send(Err(error));
             return connecting;
         }
         let mut outgoing = Outgoing::new(peer, options.local, Instant::now(), timeout, reply);

@@ -5,14 +5,19 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
+use std::time::Duration;
 
-use rustix::net::sockopt;
+use rustix::io::Errno;
+use rustix::net::{RecvFlags, sockopt};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
+use super::crowd::{Limits, Place, Source};
+use super::door_limits;
 use super::sockets::{Use, Wants, failed};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
+use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::tcp::{receive, send};
@@ -62,16 +67,92 @@ enum Heard {
 
 impl Poller {
     pub(super) fn greet(&mut self, shared: &Shared, id: u64) {
+        if !self.may_begin(shared, id) {
+            return;
+        }
         let Some(mut greeting) = self.sockets.take_greeting(id) else { return };
         match self.step_greeting(shared, &mut greeting) {
-            Ok(None) => self.sockets.put(id, Use::Greeting(greeting)),
-            Ok(Some(Heard::Hello(theirs))) => self.become_link(shared, id, *greeting, theirs),
-            Ok(Some(Heard::Stranger)) => self.hand_over(shared, *greeting),
+            Ok(None) => {
+                let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
+                self.sockets.put(id, Use::Greeting(greeting));
+                if has_begun && self.sockets.silent.contains(id) {
+                    // Half a hello, which nobody sends who means it: none of them waits for another.
+                    let limits = Limits { grace: Duration::ZERO, ..door_limits(shared) };
+                    self.enter_half_open(shared, id, peer, limits);
+                }
+            }
+            Ok(Some(Heard::Hello(theirs))) => {
+                self.sockets.leave_door(id);
+                self.become_link(shared, id, *greeting, theirs);
+            }
+            Ok(Some(Heard::Stranger)) => {
+                self.sockets.leave_door(id);
+                self.hand_over(shared, *greeting);
+            }
             Err(error) => {
+                self.sockets.leave_door(id);
                 if let Side::Dialing { wants, .. } = greeting.side {
                     self.dial_failed(shared, wants, error);
                 }
             }
+        }
+    }
+
+    /// Whether a greeting may be looked at. One with TLS that has something to say costs a handshake, and waits for its place.
+    fn may_begin(&mut self, shared: &Shared, id: u64) -> bool {
+        if !self.sockets.silent.contains(id) {
+            return true;
+        }
+        let Some(greeting) = self.sockets.greeting(id) else { return false };
+        if greeting.tls.is_none() {
+            return true;
+        }
+        let peer = greeting.peer;
+        let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+        match rustix::net::recv(greeting.socket.as_fd(), &mut [0; 1], flags) {
+            Err(Errno::AGAIN | Errno::INTR) => false,
+            _ => self.enter_half_open(shared, id, peer, door_limits(shared)),
+        }
+    }
+
+    /// Makes a silent connection a handshake, if there is a place for it; else it waits.
+    fn enter_half_open(&mut self, shared: &Shared, id: u64, peer: SocketAddr, limits: Limits) -> bool {
+        let source = Source::of(peer);
+        match self.sockets.half_open.place(source, self.now, limits) {
+            Place::Free => {}
+            Place::Of(oldest) => self.crowd_out(shared, oldest),
+            Place::Later(at) => {
+                if !self.sockets.waiting.contains(&id) {
+                    self.sockets.waiting.push_back(id);
+                }
+                if !std::mem::replace(&mut self.sockets.door_timer, true) {
+                    self.timers.add(at, Timer::Door);
+                }
+                return false;
+            }
+        }
+        self.sockets.silent.leave(id);
+        self.sockets.half_open.enter(id, source, self.now);
+        true
+    }
+
+    /// Handshakes may be old enough to make place for those that wait.
+    pub(crate) fn look_at_the_door(&mut self, shared: &Shared) {
+        self.sockets.door_timer = false;
+        for _ in 0..shared.config.max_half_open {
+            let Some(id) = self.sockets.waiting.pop_back() else { break };
+            self.sockets.on_ready(id);
+        }
+    }
+
+    /// Ends a connection that has not got anywhere, so that another can come. A silent one may be a client of a pool: it
+    /// goes to whoever takes those, earlier than it would have otherwise.
+    pub(super) fn crowd_out(&mut self, shared: &Shared, id: u64) {
+        self.sockets.leave_door(id);
+        let Some(greeting) = self.sockets.take_greeting(id) else { return };
+        shared.counters.crowded_out.fetch_add(1, Ordering::Relaxed);
+        if greeting.heard.is_empty() && greeting.takes_strangers() {
+            self.hand_over(shared, *greeting);
         }
     }
 
@@ -95,8 +176,21 @@ impl Poller {
         }
     }
 
+    /// Ends a link without a path: whoever answered for its peer named another link, or none. That
+    /// is not its peer, or one that has lost its way, and nothing that it says may reach the link.
+    pub(super) fn resume_misanswered(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        link.with_wakes(&mut self.wakes, |state, _, wakes| {
+            let Some(lost) = &state.lost else { return };
+            let what = format!("{}; and the answer at the peer's address names another link", lost.error);
+            let error = Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
+            state.end(error, wakes);
+        });
+        self.attend(shared, link.index);
+    }
+
     pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
+        self.sockets.leave_door(id);
         if greeting.heard.is_empty() && greeting.takes_strangers() {
             // A client of a pool, perhaps, that has nothing to say yet. Ferrite peers speak at once.
             self.hand_over(shared, *greeting);

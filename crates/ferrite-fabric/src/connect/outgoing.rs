@@ -5,12 +5,14 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams};
+use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
 
 use super::calling::{Opened, OverTcp, Reply};
 use super::{Meeting, bring_up, initialise, lane_of, params, since};
 use crate::diagnose::{self, Failure, Subject};
 use crate::engine::Shared;
+use crate::engine::gear::Made;
+use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
 use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
@@ -118,19 +120,57 @@ impl Poller {
     fn resolve(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>) {
         let patience = outgoing.patience.min(since(outgoing.deadline, self.now));
         outgoing.asked = self.now;
-        let begun = self.cm(shared).and_then(|channel| {
-            let id = channel.create_id()?;
-            id.resolve_address(outgoing.local, outgoing.peer, patience)?;
-            Ok(id)
-        });
-        match begun {
+        let id = self.cm(shared).and_then(|channel| Ok(channel.create_id()?));
+        match id {
             Ok(id) => {
-                let key = id.key();
-                outgoing.id = Some(id);
-                self.timers.add(outgoing.deadline, Timer::Meeting(key));
-                self.meetings.put(key, Meeting::Outgoing(outgoing));
+                self.timers.add(outgoing.deadline, Timer::Meeting(id.key()));
+                let (local, peer) = (outgoing.local, outgoing.peer);
+                self.ask(
+                    shared,
+                    outgoing,
+                    id,
+                    move |id| Ok(id.resolve_address(local, peer, patience)?),
+                    Self::asked,
+                );
             }
             Err(error) => self.finish(shared, *outgoing, Err(error)),
+        }
+    }
+
+    /// Has `work` done with the identifier where it may wait, then goes on.
+    fn ask<T: Send + 'static>(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        id: CmId,
+        work: impl FnOnce(&CmId) -> Result<T, Error> + Send + 'static,
+        then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, Result<T, Error>) + Send + 'static,
+    ) {
+        self.meetings.command(id.key(), false);
+        let source = Some(outgoing.peer.ip());
+        let work = move || {
+            let result = work(&id);
+            (id, result)
+        };
+        self.command(shared, source, work, move |poller, shared, (id, result)| {
+            outgoing.id = Some(id);
+            then(poller, shared, outgoing, result);
+        });
+    }
+
+    /// Something was asked of the connection manager: waits for its answer.
+    fn asked(&mut self, shared: &Shared, outgoing: Box<Outgoing>, asked: Result<(), Error>) {
+        let Some(key) = outgoing.id.as_ref().map(CmId::key) else { return };
+        match asked {
+            Ok(()) if outgoing.is_over(self.now) => {
+                self.resume(shared, key, None);
+                self.outgoing_timed_out(shared, *outgoing);
+            }
+            Ok(()) => self.resume(shared, key, Some(Meeting::Outgoing(outgoing))),
+            Err(error) => {
+                self.resume(shared, key, None);
+                self.finish(shared, *outgoing, Err(error));
+            }
         }
     }
 
@@ -174,18 +214,12 @@ impl Poller {
                 }
             },
             CmEventKind::ADDRESS_RESOLVED | CmEventKind::ROUTE_RESOLVED | CmEventKind::CONNECT_RESPONSE => {
-                match self.step(shared, &mut outgoing, &event) {
-                    Ok(false) => {
-                        if let Some(key) = outgoing.id.as_ref().map(CmId::key) {
-                            self.meetings.put(key, Meeting::Outgoing(outgoing));
-                        }
+                match outgoing.id.take() {
+                    Some(id) => self.step(shared, outgoing, id, &event),
+                    None => {
+                        let error = Error::new(ErrorKind::System, "no identifier");
+                        self.finish(shared, *outgoing, Err(error));
                     }
-                    Ok(true) => {
-                        let link = outgoing.link.take().map(|(link, _)| link);
-                        let link = link.ok_or_else(|| Error::new(ErrorKind::System, "no link"));
-                        self.finish(shared, *outgoing, link);
-                    }
-                    Err(error) => self.finish(shared, *outgoing, Err(error)),
                 }
             }
             _ => {
@@ -195,61 +229,166 @@ impl Poller {
         }
     }
 
-    /// The next step; `true` when the link is up.
-    fn step(&mut self, shared: &Shared, outgoing: &mut Outgoing, event: &CmEvent) -> Result<bool, Error> {
-        let Some(id) = &outgoing.id else { return Err(Error::new(ErrorKind::System, "no identifier")) };
+    /// The next step.
+    fn step(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId, event: &CmEvent) {
         match event.kind {
             CmEventKind::ADDRESS_RESOLVED => {
                 // That it could not be found before is over.
                 outgoing.last = outgoing.last.take().filter(|last| last.kind() != ErrorKind::Unreachable);
-                id.resolve_route(since(outgoing.deadline, self.now))?;
-                Ok(false)
+                let timeout = since(outgoing.deadline, self.now);
+                self.ask(shared, outgoing, id, move |id| Ok(id.resolve_route(timeout)?), Self::asked);
             }
-            CmEventKind::ROUTE_RESOLVED => {
-                let lane = lane_of(shared, id)?;
-                let _ = id.set_ack_timeout(shared.config.ack_timeout); // kernels before 5.1 have none
-                let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
-                let (link, hello) = self.make_link(shared, lane, moves)?;
-                link.with_wakes(&mut self.wakes, |state, _, _| {
-                    state.is_caller = true;
-                    if outgoing.speaks == Speaks::Other {
-                        state.make_bare();
-                    }
-                });
-                link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
-                let encoded = hello.encode();
-                let private_data = if outgoing.speaks == Speaks::Other { &[] } else { &encoded[..] };
-                let params = params(shared, lane, &link, private_data);
-                let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
-                outgoing.link = Some((Arc::clone(&link), by));
-                initialise(id, &link)?;
-                id.connect(&ConnectParams { ..params })?;
-                Ok(false)
+            CmEventKind::ROUTE_RESOLVED => self.make_outgoing(shared, outgoing, id),
+            _ => self.answered(shared, outgoing, id, event),
+        }
+    }
+
+    /// The way is known: a queue pair, then the request.
+    fn make_outgoing(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId) {
+        let begun = lane_of(shared, &id).cloned();
+        let begun = begun.and_then(|lane| Ok((self.begin_making(shared, &lane)?, lane)));
+        let (maker, lane) = match begun {
+            Ok(begun) => begun,
+            Err(error) => {
+                outgoing.id = Some(id);
+                return self.finish(shared, *outgoing, Err(error));
             }
-            _ => {
-                let Some((link, by)) = outgoing.link.clone() else {
-                    return Err(Error::new(ErrorKind::System, "a response to nothing"));
-                };
-                let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.peer());
-                let hello = match (outgoing.speaks, Hello::decode(&event.private_data)) {
-                    (Speaks::Other, _) => ours,
-                    (_, Ok(hello)) => hello,
-                    // It took the connection and has nothing to say of itself.
-                    (Speaks::Either, Err(HelloError::Stranger | HelloError::Short { .. })) => {
-                        link.with_wakes(&mut self.wakes, |state, _, _| state.make_bare());
-                        ours
-                    }
-                    (_, Err(error)) => return Err(not_ours(outgoing.peer, error)),
-                };
-                // Before the peer hears that it may send.
-                link.with_wakes(&mut self.wakes, |state, _, _| state.set_peer(hello));
-                let up = bring_up(id, &link, by.reads_in, by.reads_out).and_then(|()| Ok(id.establish()?));
-                up.map_err(|error| hung_up(outgoing.peer, error))?;
-                if let Some(id) = outgoing.id.take() {
-                    self.establish(id, &link, hello);
-                }
-                Ok(true)
+        };
+        let ack_timeout = shared.config.ack_timeout;
+        let work = move |id: &CmId| {
+            let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
+            let made = maker.make()?;
+            initialise(id, &made.qp)?;
+            Ok(made)
+        };
+        self.ask(shared, outgoing, id, work, move |poller, shared, outgoing, made| {
+            poller.request(shared, outgoing, &lane, made);
+        });
+    }
+
+    /// Asks the peer.
+    fn request(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        lane: &Arc<Lane>,
+        made: Result<Made, Error>,
+    ) {
+        let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
+        let linked = match made {
+            Ok(made) => self.make_link(shared, lane, made, Some(outgoing.peer.ip()), moves),
+            Err(error) => {
+                self.end_making(shared, lane);
+                Err(error)
             }
+        };
+        let (link, hello) = match linked {
+            Ok(linked) => linked,
+            Err(error) => return self.asked(shared, outgoing, Err(error)),
+        };
+        let speaks = outgoing.speaks;
+        link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.is_caller = true;
+            if speaks == Speaks::Other {
+                state.make_bare();
+            }
+        });
+        link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
+        let params = params(shared, lane, &link, &[]);
+        let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
+        outgoing.link = Some((link, by));
+        let Some(id) = outgoing.id.take() else { return };
+        let work = move |id: &CmId| {
+            let encoded = hello.encode();
+            let private_data = if speaks == Speaks::Other { &[] } else { &encoded[..] };
+            Ok(id.connect(&ConnectParams { private_data, ..params })?)
+        };
+        self.ask(shared, outgoing, id, work, Self::asked);
+    }
+
+    /// The peer has accepted: brings the queue pair up and tells it so.
+    fn answered(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId, event: &CmEvent) {
+        let heard = self.heard(&outgoing, event);
+        let (link, by, hello, qp) = match heard {
+            Ok(heard) => heard,
+            Err(error) => {
+                outgoing.id = Some(id);
+                return self.finish(shared, *outgoing, Err(error));
+            }
+        };
+        let peer = outgoing.peer;
+        let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
+        let work = move |id: &CmId| {
+            let up = bring_up(id, &qp, rights, (by.reads_in, by.reads_out));
+            let up = up.and_then(|mtu| id.establish().map(|()| mtu).map_err(Error::from));
+            Ok((qp, up.map_err(|error| hung_up(peer, error))))
+        };
+        self.ask(shared, outgoing, id, work, move |poller, shared, outgoing, asked| {
+            let up = asked.and_then(|(qp, up)| {
+                link.with_wakes(&mut poller.wakes, |state, _, _| state.take_back(qp));
+                up
+            });
+            poller.is_up(shared, outgoing, &link, hello, up);
+        });
+    }
+
+    /// What the peer's answer says, and the queue pair to be brought up.
+    fn heard(
+        &mut self,
+        outgoing: &Outgoing,
+        event: &CmEvent,
+    ) -> Result<(Arc<LinkShared>, ConnectedBy, Hello, QueuePair), Error> {
+        let Some((link, by)) = outgoing.link.clone() else {
+            return Err(Error::new(ErrorKind::System, "a response to nothing"));
+        };
+        let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.peer());
+        let hello = match (outgoing.speaks, Hello::decode(&event.private_data)) {
+            (Speaks::Other, _) => ours,
+            (_, Ok(hello)) => hello,
+            // It took the connection and has nothing to say of itself.
+            (Speaks::Either, Err(HelloError::Stranger | HelloError::Short { .. })) => {
+                link.with_wakes(&mut self.wakes, |state, _, _| state.make_bare());
+                ours
+            }
+            (_, Err(error)) => return Err(not_ours(outgoing.peer, error)),
+        };
+        // Before the peer hears that it may send.
+        let qp = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.set_peer(hello);
+            state.queue.lend()
+        });
+        let qp = qp.ok_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"))?;
+        Ok((link, by, hello, qp))
+    }
+
+    /// The queue pair is up, and the peer knows, or not.
+    fn is_up(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        link: &Arc<LinkShared>,
+        hello: Hello,
+        up: Result<Option<Mtu>, Error>,
+    ) {
+        let up = up.and_then(|mtu| {
+            match link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
+                Some(error) => Err(error), // meanwhile
+                None => Ok(mtu),
+            }
+        });
+        let mtu = match up {
+            Ok(mtu) if !outgoing.is_over(self.now) => mtu,
+            Ok(_) => return self.asked(shared, outgoing, Ok(())), // which finds that nobody waits any more
+            Err(error) => return self.asked(shared, outgoing, Err(error)),
+        };
+        let Some(id) = outgoing.id.take() else { return };
+        let key = id.key();
+        let meanwhile = self.meetings.take(key);
+        self.establish(shared, id, link, hello, mtu);
+        outgoing.link = None;
+        self.finish(shared, *outgoing, Ok(Arc::clone(link)));
+        if let Some(Meeting::Commanded { events, .. }) = meanwhile {
+            events.into_iter().for_each(|event| self.on_cm_event(shared, event));
         }
     }
 
@@ -263,7 +402,7 @@ impl Poller {
         if let Some((link, _)) = outgoing.link.take() {
             self.unmake_link(shared, &link, &error);
         }
-        outgoing.id = None;
+        shared.commands.discard(Some(outgoing.peer.ip()), outgoing.id.take());
         outgoing.last = Some(error);
         if wait.is_zero() {
             self.resolve(shared, outgoing);
@@ -315,7 +454,7 @@ impl Poller {
             self.try_again(shared, Box::new(outgoing), error.clone(), delay.max(Duration::from_millis(1)));
             return;
         }
-        let Outgoing { id, link, reply, otherwise, .. } = outgoing;
+        let Outgoing { id, peer, link, reply, otherwise, .. } = outgoing;
         match (&opened, link) {
             (Err(error), Some((link, _))) => self.unmake_link(shared, &link, error),
             (Ok(_), _) => {
@@ -323,7 +462,7 @@ impl Poller {
             }
             _ => {}
         }
-        drop(id);
+        shared.commands.discard(Some(peer.ip()), id);
         match (opened, otherwise) {
             (Err(error), Some(otherwise)) if !reply.is_canceled() => {
                 let fallback = Some(Fallback::new(error));

@@ -13,7 +13,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
@@ -21,6 +21,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
 use super::calling::Reply;
+use super::crowd::{Crowd, Limits, Place as AtTheDoor, Source};
 use super::greeting::{Greeting, Side};
 use super::moving::Place;
 use super::{UNKNOWN_PEER, own_limits};
@@ -31,16 +32,22 @@ use crate::engine::waits::Ready;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, Reading};
-use crate::link::tcp::TcpPath;
+use crate::link::tcp::{SEGMENT_BYTES, TcpPath};
 use crate::link::tls::Tls;
 use crate::listener::ListenerShared;
+use crate::log_limit::LogLimit;
+use crate::mem::Account;
 use crate::policy::{Fallback, Rdma};
-use crate::wire::{self, GREETING_BYTES, Resume};
+use crate::wire::{self, GREETING_BYTES, Hello, Resume};
 
 /// Connections that are looked at in one pass, and that are accepted.
 const TURNS: usize = 16;
 /// Where bytes go that have no buffer yet. Shared by all connections.
 const SCRATCH_BYTES: usize = 64 << 10;
+/// Connections that have said nothing are cheap: so many for each handshake that there may be.
+const SILENT: usize = 16;
+/// Until a listener that ran out of descriptors or memory tries again. Nobody tells it when there are some.
+const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// The connections of an engine, by number.
 #[derive(Default)]
@@ -49,14 +56,20 @@ pub(crate) struct Sockets {
     next: u64,
     /// Those with something to do.
     ready: VecDeque<u64>,
-    /// Listeners that wait until fewer greetings are under way.
-    waiting: Vec<u64>,
+    /// Greetings of peers that have said nothing yet. They take no place among the handshakes.
+    pub(super) silent: Crowd<u64>,
+    /// Those that have begun, and not ended.
+    pub(super) half_open: Crowd<u64>,
+    /// Greetings with TLS that wait until fewer are half open, and whether the clock was told of them.
+    pub(super) waiting: VecDeque<u64>,
+    pub(super) door_timer: bool,
     /// Those that wait for memory.
-    starved: Vec<u64>,
+    starved: HashSet<u64>,
     scratch: Vec<u8>,
     /// Those that carry a link, and are not only its way back: then each pass has to look.
     carrying: HashSet<u64>,
-    incoming: usize,
+    /// Receive memory of the links of each source.
+    sources: HashMap<Source, Account>,
 }
 
 pub(super) enum Use {
@@ -108,26 +121,31 @@ impl Sockets {
 
     /// There may be memory again.
     pub(crate) fn unstarve(&mut self) {
-        self.ready.extend(self.starved.drain(..));
+        self.ready.extend(self.starved.drain());
     }
 
     pub(super) fn put(&mut self, id: u64, entry: Use) {
-        match &entry {
-            Use::Greeting(greeting) if matches!(greeting.side, Side::Answering { .. }) => self.incoming += 1,
-            _ => {}
-        }
         self.uses.insert(id, entry);
+    }
+
+    /// A greeting that is over leaves its place to the next.
+    pub(super) fn leave_door(&mut self, id: u64) {
+        self.silent.leave(id);
+        if self.half_open.leave(id) {
+            self.ready.extend(self.waiting.pop_back()); // the latest: it is the least likely to be held up on purpose
+        }
+    }
+
+    pub(super) fn greeting(&self, id: u64) -> Option<&Greeting> {
+        match self.uses.get(&id)? {
+            Use::Greeting(greeting) => Some(greeting),
+            _ => None,
+        }
     }
 
     pub(super) fn take_greeting(&mut self, id: u64) -> Option<Box<Greeting>> {
         match self.uses.remove(&id)? {
-            Use::Greeting(greeting) => {
-                if matches!(greeting.side, Side::Answering { .. }) {
-                    self.incoming -= 1;
-                    self.ready.extend(self.waiting.drain(..));
-                }
-                Some(greeting)
-            }
+            Use::Greeting(greeting) => Some(greeting),
             other => {
                 self.uses.insert(id, other);
                 None
@@ -150,12 +168,15 @@ impl Poller {
     pub(crate) fn listen_tcp(
         &mut self,
         shared: &Shared,
-        local: SocketAddr,
+        (local, one_family): (SocketAddr, bool),
         tls: Option<Arc<ServerConfig>>,
         listener: &Arc<ListenerShared>,
     ) -> Result<(u64, SocketAddr), Error> {
         let socket = open(local).map_err(failed("socket", local))?;
         sockopt::set_socket_reuseaddr(&socket, true).map_err(failed("SO_REUSEADDR", local))?;
+        if one_family {
+            sockopt::set_ipv6_v6only(&socket, true).map_err(failed("IPV6_V6ONLY", local))?;
+        }
         rustix::net::bind(&socket, &local).map_err(failed("bind", local))?;
         rustix::net::listen(&socket, 1024).map_err(failed("listen", local))?;
         let bound = address(rustix::net::getsockname(&socket)).unwrap_or(local);
@@ -267,7 +288,7 @@ impl Poller {
             Reading::Done => {}
             Reading::More => self.sockets.ready.push_back(id),
             Reading::NoMemory => {
-                self.sockets.starved.push(id);
+                self.sockets.starved.insert(id);
                 self.look_for_memory();
             }
         }
@@ -276,21 +297,27 @@ impl Poller {
     fn accept_some(&mut self, shared: &Shared, id: u64) {
         let Some(Use::Listening { socket, listener, tls }) = self.sockets.uses.get(&id) else { return };
         let (listener, tls) = (listener.clone(), tls.clone());
-        let free = shared.config.max_half_open.saturating_sub(self.sockets.incoming);
-        if free == 0 {
-            self.sockets.waiting.push(id); // the kernel keeps them until it is their turn
-            return;
-        }
-        let most = TURNS.min(free);
         let mut taken = Vec::new();
-        while taken.len() < most {
+        while taken.len() < TURNS {
             match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
                 Ok((socket, peer)) => taken.push((socket, address(peer.ok_or(Errno::INVAL)))),
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(_) => break,
+                Err(Errno::AGAIN) => break,
+                // Those who wait are not told of again.
+                Err(errno) => {
+                    static LINES: LogLimit = LogLimit::new();
+                    if let Some(others) = LINES.pass() {
+                        tracing::warn!(
+                            "a connection could not be accepted: {errno}; it is tried again{others}"
+                        );
+                    }
+                    shared.counters.accept_failures.fetch_add(1, Ordering::Relaxed);
+                    self.timers.add(self.now + ACCEPT_AGAIN, Timer::Accept(id));
+                    break;
+                }
             }
         }
-        if taken.len() == most {
+        if taken.len() == TURNS {
             self.sockets.on_ready(id); // there may be more
         }
         for (socket, peer) in taken {
@@ -330,6 +357,12 @@ impl Poller {
             peer,
             refusing: false,
         };
+        let all = shared.config.max_half_open.saturating_mul(SILENT);
+        let limits = Limits { all, each: all.div_ceil(2), grace: Duration::ZERO };
+        if let AtTheDoor::Of(oldest) = self.sockets.silent.place(Source::of(peer), self.now, limits) {
+            self.crowd_out(shared, oldest);
+        }
+        self.sockets.silent.enter(id, Source::of(peer), self.now);
         self.sockets.put(id, Use::Greeting(Box::new(greeting)));
         self.timers.add(deadline, Timer::Greeting(id));
         self.sockets.on_ready(id);
@@ -350,12 +383,18 @@ impl Poller {
         let side = match side {
             Side::Answering { resumes: Some((link, received)), .. } => {
                 self.carry(id, link.name);
-                self.go_on(&link, &place, TcpPath::new(socket, tls, early), received);
+                let account = self.account_of(shared, peer, &link.with(|state, _, _| *state.hello()));
+                let path = TcpPath::new(socket, tls, early).charged_to(Some(account));
+                self.go_on(&link, &place, path, received);
                 return;
             }
-            Side::Dialing { wants: Wants::Resume(name, _), .. } => {
+            Side::Dialing { wants: Wants::Resume(name, asked), .. } => {
                 let Some(link) = self.link_named(shared, name) else { return };
-                let Some(resume) = theirs.resume else { return };
+                let answered = theirs.resume.filter(|answer| answer.answers(&asked));
+                let Some(resume) = answered else {
+                    self.resume_misanswered(shared, &link);
+                    return;
+                };
                 self.carry(id, name);
                 self.go_on(&link, &place, TcpPath::new(socket, tls, early), resume.received);
                 return;
@@ -372,7 +411,12 @@ impl Poller {
             return;
         };
         let encrypted = tls.is_some();
-        let mut state = LinkState::over_tcp(TcpPath::new(socket, tls, early), own_limits(shared, ours, name));
+        let account = match &side {
+            Side::Answering { .. } => Some(self.account_of(shared, peer, &ours)),
+            Side::Dialing { .. } => None, // this side has chosen it
+        };
+        let path = TcpPath::new(socket, tls, early).charged_to(account);
+        let mut state = LinkState::over_tcp(path, own_limits(shared, ours, name));
         state.open(theirs, self.now);
         state.is_caller = matches!(side, Side::Dialing { .. });
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
@@ -416,6 +460,19 @@ impl Poller {
 }
 
 impl Poller {
+    /// Who is charged for what a peer's link has come in over TCP: the link, and for what it need not have to go on, all links
+    /// of its source. A message that has begun can always end, or links would wait for each other.
+    fn account_of(&mut self, shared: &Shared, peer: SocketAddr, hello: &Hello) -> Account {
+        let frame = u64::from(hello.segment_bytes).max(SEGMENT_BYTES as u64);
+        // Blocks are up to eight times as large as what lies in them.
+        let most = frame * (u64::from(hello.window) + 1) + hello.max_message_bytes.saturating_mul(8);
+        self.sockets.sources.retain(|_, account| !account.is_last());
+        let all = shared.config.memory.receive_reserve as u64 / 8;
+        let source = self.sockets.sources.entry(Source::of(peer));
+        let source = source.or_insert_with(|| Account::new(peer.ip().to_string(), all));
+        source.part(peer.to_string(), most, frame + hello.max_message_bytes.saturating_mul(2))
+    }
+
     /// A connection carries a link from here on.
     fn carry(&mut self, id: u64, name: LinkName) {
         self.sockets.put(id, Use::Link(name));

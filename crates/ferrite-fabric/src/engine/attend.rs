@@ -5,12 +5,17 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
+use ferrite_verbs::Access;
+
 use super::Shared;
 use super::lane::Lane;
+use super::leaving::LAST_RECEIVE;
 use super::poller::Poller;
+use super::slots::SendQueue;
 use super::timers::Timer;
 use crate::error::ErrorKind;
 use crate::link::shared::LinkShared;
+use crate::link::state::{Destroying, Tag};
 
 /// A link whose requests have not been flushed by then is destroyed with them.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -40,7 +45,7 @@ impl Poller {
             self.sockets.on_ready(socket);
         }
         if lost {
-            self.fall(shared, &link);
+            self.fall_when_drained(shared, &link);
         }
         for step in steps {
             self.move_step(shared, &link, step);
@@ -72,37 +77,89 @@ impl Poller {
             if let Some(key) = link.route().cm_key {
                 self.meetings.hang_up(key);
             }
+            self.timers.add(self.now + LAST_RECEIVE, Timer::LastReceive(link.name));
             self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
         }
         self.tear_down(shared, &link, false);
     }
 
-    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`), and forgets the link.
-    pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
-        let gone = link.with_wakes(&mut self.wakes, |state, around, wakes| {
-            state.failure().is_some() && state.destroy(around, by_force, wakes)
+    /// The device refused a request of the peer's, and with it the link: counted once for each, and
+    /// its source pays. Not when this side closes the link: its memory may be gone before the peer
+    /// has heard.
+    #[cold]
+    pub(crate) fn peer_was_refused(&mut self, shared: &Shared, link: &LinkShared) {
+        let (first, had_grants) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            let first = !state.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
+            (first, !state.is_bare() && state.rights() != Access::LOCAL)
         });
-        if !gone {
-            // The last completion of what is in flight brings us here again, or else the clock.
-            if by_force {
-                self.timers.add(self.now + DRAIN, Timer::Drain(link.name));
-            }
+        if !first {
             return;
         }
+        let errors = shared.counters.remote_access_errors.fetch_add(1, Ordering::Relaxed) + 1;
+        // One that had a grant may not have heard yet that it was taken back.
+        let Some(peer) = link.route().peer.filter(|_| !had_grants) else { return };
+        if let Some(wait) = self.strikes.record(peer.ip(), self.now) {
+            let wait = wait.as_secs();
+            tracing::debug!(
+                "{peer} asked for memory that is not its own ({errors} in all): no RDMA for {wait} s"
+            );
+        }
+    }
+
+    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`), and forgets the link.
+    pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
+        let ready =
+            link.with_wakes(&mut self.wakes, |state, _, _| state.failure().is_some() && state.may_destroy());
+        if ready || by_force {
+            self.reap_all(shared); // what the device would remove with the queue pair
+        }
+        let destroying = link.with_wakes(&mut self.wakes, |state, _, wakes| match state.failure() {
+            Some(_) => state.begin_destroy(by_force, wakes),
+            None => Destroying::NotYet,
+        });
+        match destroying {
+            Destroying::Gone => self.forget(shared, link),
+            Destroying::Queue(queue) => self.destroy(shared, link, queue),
+            // The last completion of what is in flight brings us here again, or else the clock.
+            Destroying::NotYet if by_force => self.timers.add(self.now + DRAIN, Timer::Drain(link.name)),
+            Destroying::NotYet => {}
+        }
+    }
+
+    /// Destroys the queue pair of a link that is down, then forgets the link.
+    fn destroy(&mut self, shared: &Shared, link: &Arc<LinkShared>, mut queue: Box<SendQueue<Tag>>) {
+        let work = move || {
+            let mut in_flight = Vec::new();
+            let gone = queue.destroy(|it| in_flight.push(it)).is_ok();
+            (queue, in_flight, gone)
+        };
+        let link = Arc::clone(link);
+        self.command(shared, link.source(), work, move |poller, shared, (queue, in_flight, gone)| {
+            link.with_wakes(&mut poller.wakes, |state, around, wakes| {
+                state.end_destroy(around, *queue, in_flight, wakes);
+            });
+            if gone {
+                poller.forget(shared, &link);
+            } else {
+                poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name)); // and tries again
+            }
+        });
+    }
+
+    /// Takes a link out of everything that knows it: its queue pair is gone.
+    fn forget(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let route = link.route();
         if let Some(lane) = &route.lane {
             self.forget_qp(lane, route.qp_num, link.index);
         }
-        if let Some((lane, number)) = link.with_wakes(&mut self.wakes, |state, _, _| state.end_climb()) {
-            self.forget_qp(&lane, number, link.index);
-        }
+        self.end_climb(link);
         let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
         self.sessions.remove(&session);
         if let Some(error) = link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
             self.opening_failed(shared, link, error);
         }
         if let Some(key) = route.cm_key {
-            self.meetings.remove(key);
+            self.remove_meeting(shared, key, link.source());
         }
         if let Some(socket) = route.socket {
             self.sockets.forget(socket);

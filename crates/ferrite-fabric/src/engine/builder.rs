@@ -1,24 +1,26 @@
 //! How an engine is made.
 
+use std::net::IpAddr;
 use std::os::fd::AsFd as _;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize};
 use std::sync::{Arc, Mutex, RwLock};
 
-use ferrite_verbs::{Absence, Verbs};
+use ferrite_verbs::Verbs;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::commands::Commands;
 use super::config::Config;
-use super::lane::{Lane, Life};
+use super::devices::Devices;
 use super::links::Links;
 use super::mailbox::Mailbox;
 use super::poller::Poller;
 use super::stats::Counters;
-use super::waits::{Ready, Waits};
-use super::{Engine, Handle, Shared, gear, random, revive};
+use super::waits::Ready;
+use super::{Engine, Handle, Shared};
 use crate::error::{Error, ErrorKind};
-use crate::mem::Pool;
 use crate::one_sided::Regions;
 use crate::policy::Rdma;
+use crate::random::random;
 use crate::wire::Hello;
 
 /// Makes an [`Engine`]: see [`Engine::builder`].
@@ -27,9 +29,11 @@ use crate::wire::Hello;
 pub struct Builder {
     pub(super) verbs: Result<Verbs, Error>,
     pub(super) devices: Vec<String>,
+    pub(super) addresses: Vec<IpAddr>,
     pub(super) rdma: Option<Rdma>,
     pub(super) tls: Tls,
     pub(super) config: Config,
+    pub(super) command_threads: bool,
 }
 
 /// TLS where nothing else is said.
@@ -43,6 +47,13 @@ impl Builder {
     /// Uses this device. May be said several times; without it all devices are used.
     pub fn device(mut self, name: impl Into<String>) -> Self {
         self.devices.push(name.into());
+        self
+    }
+
+    /// Uses only the device that has this address; may be said several times. `0.0.0.0` and `::` stand
+    /// for all devices. [`Builder::device`] goes before it.
+    pub fn serving(mut self, address: IpAddr) -> Self {
+        self.addresses.push(address);
         self
     }
 
@@ -66,20 +77,29 @@ impl Builder {
         self
     }
 
-    /// Opens the devices, registers memory and posts receives. Where RDMA is preferred and not to be had, the engine has no
+    /// Makes calls that may wait for the kernel or the device (queue pairs, registrations, the connection manager) on two
+    /// threads of the engine's own. Without this whoever drives the engine makes them. For event loops that have others to
+    /// serve: a peer that is silent at the wrong moment makes such a call take a second.
+    pub fn command_threads(mut self) -> Self {
+        self.command_threads = true;
+        self
+    }
+
+    /// Opens the devices, registers memory and posts receives. A device that cannot be used is left
+    /// out ([`Engine::unused_devices`]) if there is another. Where RDMA is preferred and not to be had, the engine has no
     /// device, and says why: [`Engine::absence`].
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] for settings that contradict each other. Where RDMA is required: [`ErrorKind::Absent`] if there is
     /// none here, [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures and remedy.
     pub fn build(self) -> Result<Engine, Error> {
-        let Self { verbs, devices, rdma, tls, mut config } = self;
+        let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads } = self;
         config.rdma = rdma.unwrap_or(config.rdma);
         check(&config)?;
         let rdma = match (config.rdma, &verbs) {
             (Rdma::Forbid, _) => Err(Error::new(ErrorKind::Absent, "RDMA is forbidden by the settings")),
             (_, Err(absent)) => Err(absent.clone()),
-            (_, Ok(verbs)) => Devices::open(verbs, &devices, &config),
+            (_, Ok(verbs)) => Devices::open(verbs, &devices, &addresses, &mut config),
         };
         let (rdma, absence) = match rdma {
             Ok(rdma) => (rdma, None),
@@ -93,24 +113,36 @@ impl Builder {
             let to_do = error.remedy().unwrap_or_default();
             tracing::warn!("no RDMA on this host, links go over TCP: {error}; to do: {to_do}");
         }
-        let Devices { pool, lanes, gears, waits } = rdma;
+        let Devices { pool, lanes, gears, waits, unused } = rdma;
         let mailbox = Arc::new(Mailbox::new()?);
         waits.add(mailbox.as_fd(), Ready::Mailbox)?;
+        // Without a device there is nothing to wait for.
+        let commands = match command_threads && !lanes.is_empty() {
+            true => Commands::on_threads(&mailbox)?,
+            false => Commands::inline(),
+        };
+        let commands = Arc::new(commands);
+        if command_threads {
+            let commands = Arc::clone(&commands);
+            pool.set_elsewhere(Box::new(move |errand| commands.run(None, errand)));
+        }
         Ok(Engine(Arc::new(Handle {
             shared: Arc::new(Shared {
-                poller: Mutex::new(Poller::new(config.poll_batch, gears)),
+                poller: Mutex::new(Poller::new(config.poll_batch, gears, config.access_back_off)),
                 links: RwLock::new(Links::default()),
                 regions: Regions::default(),
                 lanes,
                 pool,
                 verbs: verbs.ok(),
                 absence,
+                unused,
                 tls,
                 busy_poll_us: AtomicU32::new(config.busy_poll_us),
                 config,
+                commands,
                 mailbox,
                 waits,
-                instance: random(),
+                instance: random()?,
                 abandoned: AtomicBool::new(false),
                 drivers: AtomicUsize::new(0),
                 has_foreign_loop: AtomicBool::new(false),
@@ -119,47 +151,6 @@ impl Builder {
                 latencies: Arc::default(),
             }),
         })))
-    }
-}
-
-/// What an engine has of its devices.
-struct Devices {
-    pool: Pool,
-    lanes: Vec<Arc<Lane>>,
-    gears: Vec<Option<gear::Gear>>,
-    waits: Waits,
-}
-
-impl Devices {
-    fn open(verbs: &Verbs, names: &[String], config: &Config) -> Result<Self, Error> {
-        let opened = if names.is_empty() {
-            verbs.devices()?
-        } else {
-            names.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?
-        };
-        if opened.is_empty() {
-            return Err(ferrite_verbs::Error::from(Absence::NoDevice).into());
-        }
-        let domains = opened
-            .iter()
-            .map(|device| device.open()?.allocate_protection_domain())
-            .collect::<Result<Vec<_>, _>>()?;
-        let pool = Pool::builder(&domains).config(config.memory.clone()).build()?;
-        let waits = Waits::new()?;
-        let (mut lanes, mut gears) = (Vec::new(), Vec::new());
-        for (index, domain) in domains.iter().enumerate() {
-            let (life, mut gear) = Life::begin(index, domain, config)?;
-            gear.refill(&pool)?;
-            revive::attach(&gear, &waits, index)?;
-            lanes.push(Arc::new(Lane::new(index, life)));
-            gears.push(Some(gear));
-        }
-        Ok(Self { pool, lanes, gears, waits })
-    }
-
-    fn none(config: &Config) -> Result<Self, Error> {
-        let pool = Pool::builder(&[]).config(config.memory.clone()).build()?;
-        Ok(Self { pool, lanes: Vec::new(), gears: Vec::new(), waits: Waits::new()? })
     }
 }
 

@@ -54,8 +54,18 @@ pub struct Config {
     /// Resends before the peer counts as dead. 6: with the timeout above about half a second. (Not 7, which Soft-RoCE
     /// takes for "for ever".)
     pub retries: u8,
-    /// Handshakes under way at a time, each way. More wait for their turn, or are told to come again. 64.
+    /// Handshakes under way at a time, each way. More wait for their turn, or are told to come again. 64. Half of them for one
+    /// source address: beyond that, and beyond all, the oldest of the busiest source makes place for others. Connections over
+    /// TCP that have said nothing are none; there may be 16 times as many.
     pub max_half_open: usize,
+    /// Takes peers of other protocols on devices that have no memory windows for one queue pair.
+    /// There the memory that one of them writes to is open to all others, by a key of which 8 bits
+    /// are hard to guess. No.
+    pub shared_windows: bool,
+    /// A source whose requests devices refused twice (wrong keys, memory that is not its own) is
+    /// not let in over RDMA for this long, and for twice as long after each that follows, up to 10
+    /// minutes. 1 s; zero never turns anybody away.
+    pub access_back_off: Duration,
     /// Links of this engine at most. 16,384.
     pub max_connections: usize,
     /// A handshake longer than this failed. 5 s.
@@ -101,6 +111,8 @@ impl Default for Config {
             ack_timeout: 14,
             retries: 6,
             max_half_open: 64,
+            shared_windows: false,
+            access_back_off: Duration::from_secs(1),
             max_connections: 16_384,
             connection_timeout: Duration::from_secs(5),
             connection_retries: 0,

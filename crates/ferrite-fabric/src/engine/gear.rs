@@ -1,6 +1,8 @@
 //! The gear of a lane: the objects of its device that all links share. The poller has it, so that taking completions needs
 //! no lock, and can let go of it when the device goes.
 
+use std::sync::Arc;
+
 use ferrite_verbs::{
     CompletionChannel, CompletionQueue, Context, ErrorKind, ProtectionDomain, QueuePair, QueuePairConfig,
     SharedReceiveQueue,
@@ -21,6 +23,8 @@ pub(crate) struct Gear {
     pub(crate) channel: CompletionChannel,
     /// The completion queue will tell of its next completion.
     pub(crate) armed: bool,
+    /// Commands under way that make or have a queue pair of this device.
+    pub(crate) under_way: usize,
     domain: ProtectionDomain,
     pub(crate) context: Context,
 }
@@ -42,7 +46,7 @@ impl Gear {
         // Soft-RoCE's queue is a ring. Of others it is not known, nor that they lose any.
         let in_order = context.device().driver().as_deref() == Some("rxe");
         let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
-        Ok(Self { srq, stock, cq, channel, armed: false, domain: domain.clone(), context })
+        Ok(Self { srq, stock, cq, channel, armed: false, under_way: 0, domain: domain.clone(), context })
     }
 
     /// Posts what receives are missing. A pool without memory is no error: peers wait until there is some.
@@ -54,25 +58,52 @@ impl Gear {
         }
     }
 
-    /// A queue pair for a link, and what stands for it in the stock of receives.
-    pub(crate) fn create_queue_pair(
-        &mut self,
-        lane: &Lane,
-        config: &Config,
-    ) -> Result<(QueuePair, Taker), Error> {
+    /// What makes a queue pair for a link.
+    pub(crate) fn maker(&mut self, lane: &Arc<Lane>, config: &Config) -> Maker {
+        Maker {
+            domain: self.domain.clone(),
+            srq: self.srq.clone(),
+            cq: self.cq.clone(),
+            depth: lane.send_queue_depth(config),
+            lane: Arc::clone(lane),
+            // Before the queue pair: it has no receive that was taken earlier.
+            taker: self.stock.taker(),
+        }
+    }
+}
+
+/// Makes a queue pair where that may wait. The gear stays while there is one ([`Gear::under_way`]).
+pub(crate) struct Maker {
+    domain: ProtectionDomain,
+    srq: SharedReceiveQueue,
+    cq: CompletionQueue,
+    depth: u32,
+    lane: Arc<Lane>,
+    taker: Taker,
+}
+
+/// A queue pair, and what stands for it in the stock of receives: it goes after the queue pair.
+pub(crate) struct Made {
+    pub(crate) qp: QueuePair,
+    pub(crate) taker: Taker,
+}
+
+impl Maker {
+    pub(crate) fn make(self) -> Result<Made, Error> {
+        let Self { domain, srq, cq, depth, lane, taker } = self;
         loop {
             let inline = lane.inline();
-            let made = self.domain.create_queue_pair(&QueuePairConfig {
-                srq: Some(self.srq.clone()),
-                max_send_wr: lane.send_queue_depth(config),
+            let made = domain.create_queue_pair(&QueuePairConfig {
+                srq: Some(srq.clone()),
+                max_send_wr: depth,
                 max_recv_wr: 0,
                 max_inline: inline,
-                ..QueuePairConfig::new(&self.cq)
+                ..QueuePairConfig::new(&cq)
             });
             match made {
                 // A device does not say how much it takes inline: it refuses too much.
                 Err(error) if inline > 0 && error.kind() == ErrorKind::DeviceLimit => lane.less_inline(),
-                made => return Ok((made?, self.stock.taker())),
+                made => return Ok(Made { qp: made?, taker }),
             }
         }
     }

@@ -54,15 +54,33 @@ impl Life {
         index: usize,
         domain: &ProtectionDomain,
         config: &Config,
-    ) -> Result<(Self, Gear), ferrite_verbs::Error> {
+    ) -> Result<(Self, Gear), Error> {
         let context = domain.context().clone();
         let limits = context.limits()?;
+        check(&context, &limits)?;
         let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
         let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
         let receives = receives.min(entries / 2);
         let gear = Gear::new(domain, index, receives, entries, config)?;
         let inline = config.inline_threshold;
         Ok((Self { context, limits, in_flight_max: entries - receives, inline }, gear))
+    }
+}
+
+/// Whether a device can do what a lane needs. EFA has no shared receive queues: `max_srq` is 0.
+fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
+    let receives = if limits.max_srq == 0 { 0 } else { limits.max_srq_wr };
+    let least = [
+        ("receives in a shared receive queue", receives, BATCH_MIN),
+        ("entries in a completion queue", limits.max_cqe, 2 * BATCH_MIN),
+        ("requests in a send queue", limits.max_qp_wr, BATCH_MIN),
+    ];
+    match least.into_iter().find(|(_, has, needs)| has < needs) {
+        None => Ok(()),
+        Some((what, has, needs)) => {
+            let what = format!("{} has {has} {what}, Ferrite needs {needs}", context.device().name());
+            Err(Error::new(ErrorKind::Absent, what))
+        }
     }
 }
 
@@ -93,6 +111,12 @@ impl Lane {
         self.gone.store(false, Ordering::Release);
     }
 
+    /// Whether one of the device's own addresses is this one.
+    pub(crate) fn has_address(&self, ip: std::net::IpAddr) -> bool {
+        let gids = self.context().and_then(|context| context.gids().ok());
+        gids.is_some_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_canonical() == ip.to_canonical()))
+    }
+
     /// The device, unless it is gone.
     pub(crate) fn context(&self) -> Option<Context> {
         lock(&self.device).context.clone()
@@ -101,6 +125,11 @@ impl Lane {
     /// What the device can do at most.
     pub(crate) fn limits(&self) -> Limits {
         lock(&self.device).limits.clone()
+    }
+
+    /// Whether memory can be opened to the peer of one queue pair and closed to all others.
+    pub(crate) fn has_windows(&self) -> bool {
+        lock(&self.device).limits.queue_pair_windows
     }
 
     /// What to tell who wants to use it while it is gone.

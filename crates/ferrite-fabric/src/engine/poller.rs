@@ -5,6 +5,7 @@
 //! and before and after sleeping.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::task::Waker;
@@ -15,22 +16,28 @@ use ferrite_verbs::{AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Sub
 use super::Shared;
 use super::gear::Gear;
 use super::lane::Lane;
+use super::leaving::Leaving;
 use super::links::Links;
 use super::queue_pairs::QueuePairs;
 use super::revive::Search;
-use super::slots::{Taken, WorkId};
+use super::slots::{SendQueue, Taken, WorkId};
+use super::strikes::Strikes;
 use super::timers::{LinkName, Timer, Timers};
 use super::waits::Ready;
 use crate::connect::{Meeting, Meetings, Opening, Sockets};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
-use crate::link::state::{LinkState, Wakes};
+use crate::link::state::{LinkState, Tag, Wakes};
 
 /// Between looks at the descriptors while completions keep coming.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Between looks for memory while there is too little for receives.
 const STARVED: Duration = Duration::from_millis(5);
+/// Between looks for memory that can go back, while there is more than at the beginning, and how much goes at a time: ending a
+/// registration takes a while.
+const SHRINK_EVERY: Duration = Duration::from_secs(5);
+const SHRINK_ARENAS: usize = 8;
 
 /// Handshakes and deadlines cost system calls. So many of each at a time, so that thousands at once do not
 /// keep the completions of others waiting; the rest has its turn in the next pass.
@@ -40,6 +47,10 @@ const TIMERS: usize = 32;
 pub(crate) struct Poller {
     /// By lane; `None` while the device is gone.
     pub(crate) gears: Vec<Option<Gear>>,
+    /// What is left of queues whose queue pair a command has, by lane and number: it may take receives until it is back.
+    pub(crate) orphans: HashMap<(usize, u32), SendQueue<Tag>>,
+    /// Queue pairs that no link has any more.
+    pub(super) leaving: Vec<Leaving>,
     /// By lane: devices that are gone and looked for.
     pub(super) searches: HashMap<usize, Search>,
     completions: Vec<WorkCompletion>,
@@ -47,6 +58,8 @@ pub(crate) struct Poller {
     pub(crate) cm: Option<EventChannel>,
     pub(crate) meetings: Meetings,
     pub(crate) sockets: Sockets,
+    /// Who asked for what devices refused.
+    pub(crate) strikes: Strikes,
     /// Links that can move, by what this side calls them.
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links that are there on TCP, and that somebody waits for on RDMA.
@@ -57,13 +70,15 @@ pub(crate) struct Poller {
     clock_set: Option<Instant>,
     /// Links that called and have not been attended to.
     pub(super) calls: VecDeque<u32>,
-    ready: Vec<Ready>,
+    ready: Vec<(Ready, bool)>,
     /// The descriptor was prepared for waiting, and not looked at since.
     armed: bool,
     /// The last look left something, of which nobody tells again.
     unfinished: bool,
     /// The clock was told to look for memory for receives.
     starved: bool,
+    /// The clock was told to look for memory that can go back.
+    shrinking: bool,
     /// To be woken when the poller is free again.
     pub(crate) wakes: Wakes,
     /// The time of the last look.
@@ -72,15 +87,18 @@ pub(crate) struct Poller {
 }
 
 impl Poller {
-    pub(crate) fn new(batch: usize, gears: Vec<Option<Gear>>) -> Self {
+    pub(crate) fn new(batch: usize, gears: Vec<Option<Gear>>, back_off: Duration) -> Self {
         Self {
             gears,
+            orphans: HashMap::new(),
+            leaving: Vec::new(),
             searches: HashMap::new(),
             completions: vec![WorkCompletion::default(); batch],
             by_qp: QueuePairs::default(),
             cm: None,
             meetings: Meetings::default(),
             sockets: Sockets::default(),
+            strikes: Strikes::new(back_off),
             sessions: HashMap::new(),
             openings: HashMap::new(),
             sleepers: BTreeMap::new(),
@@ -91,6 +109,7 @@ impl Poller {
             armed: true, // nobody has looked yet
             unfinished: false,
             starved: false,
+            shrinking: false,
             wakes: Wakes::new(),
             now: Instant::now(),
             looked: quanta::Instant::recent(),
@@ -112,6 +131,7 @@ impl Poller {
             done += self.serve_sockets(shared);
         }
         let calls = shared.mailbox.take();
+        done += self.finish_commands(shared);
         if !calls.is_empty() || !self.calls.is_empty() {
             self.calls.extend(calls);
             done += self.attend_some(shared);
@@ -215,10 +235,16 @@ impl Poller {
             return;
         };
         let now = self.now;
+        if matches!(
+            wc.status(),
+            Status::REMOTE_ACCESS | Status::REMOTE_INVALID_REQUEST | Status::LOCAL_ACCESS
+        ) {
+            self.peer_was_refused(shared, link);
+        }
         link.with_wakes(&mut self.wakes, |state, around, wakes| match wc.status() {
             // What a queue pair left behind that is gone was not counted when the peer was told, and is sent again.
             _ if !state.on_taken(wc.qp_num(), number) => {}
-            Status::SUCCESS => match state.on_received(wc, buf, now, wakes) {
+            Status::SUCCESS => match state.on_received(around.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(around, wakes),
                 Err(error) => state.fail(error, wakes),
             },
@@ -248,16 +274,24 @@ impl Poller {
         let mut ready = std::mem::take(&mut self.ready);
         self.unfinished = shared.waits.ready(&mut ready);
         let mut done = 0;
-        for ready in ready.drain(..) {
+        for (ready, failed) in ready.drain(..) {
             match ready {
                 Ready::Completions(lane) => {
                     let Some(gear) = &mut self.gears[lane] else { continue };
                     // One: it was armed once. A second would be told of again.
-                    if let Ok(Some(_)) = gear.channel.next_event() {
-                        gear.armed = false;
+                    match gear.channel.next_event() {
+                        Ok(Some(_)) => gear.armed = false,
+                        // Nothing comes there any more, and it would be ready for ever.
+                        _ if failed => shared.waits.remove(gear.channel.as_fd()),
+                        _ => {}
                     }
                 }
-                Ready::Device(lane) => done += self.device_events(shared, lane),
+                Ready::Device(lane) => {
+                    done += self.device_events(shared, lane);
+                    if failed {
+                        self.device_left(shared, lane);
+                    }
+                }
                 Ready::Cm => done += self.cm_events(shared),
                 Ready::Mailbox => shared.mailbox.silence(),
                 Ready::Socket(id) => self.sockets.on_ready(id),
@@ -268,6 +302,10 @@ impl Poller {
             }
         }
         self.ready = ready;
+        if !self.shrinking && shared.pool.has_grown() {
+            self.shrinking = true;
+            self.timers.add(self.now + SHRINK_EVERY, Timer::Shrink);
+        }
         for _ in 0..TIMERS {
             let Some(timer) = self.timers.due(self.now) else { break };
             done += 1;
@@ -292,10 +330,16 @@ impl Poller {
                     self.reap_all(shared);
                     let index = self.by_qp.get(lane.index, number);
                     if let Some(link) = index.and_then(|index| self.link(shared, index)) {
+                        if event.kind != AsyncEventKind::QP_FATAL {
+                            self.peer_was_refused(shared, &link);
+                        }
                         let what = format!("link to {}: the {}", link.peer_name(), event.kind);
                         let error = Error::new(ErrorKind::LinkDown, what);
                         link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
                     }
+                }
+                (AsyncEventKind::LAST_RECEIVE, Subject::QueuePair(number)) => {
+                    self.on_last_receive(shared, lane.index, number);
                 }
                 (AsyncEventKind::DEVICE_FATAL | AsyncEventKind::CQ_ERROR | AsyncEventKind::SRQ_ERROR, _) => {
                     self.device_gone(shared, lane.index, &event.kind.to_string());
@@ -304,6 +348,15 @@ impl Poller {
             }
         }
         count
+    }
+
+    /// The kernel has taken a device away: its descriptors report an error, for ever.
+    fn device_left(&mut self, shared: &Shared, lane: usize) {
+        if let Some(gear) = &self.gears[lane] {
+            shared.waits.remove(gear.context.as_fd());
+            shared.waits.remove(gear.channel.as_fd());
+            self.device_gone(shared, lane, "the device was removed or reset");
+        }
     }
 
     /// Nothing works on a device any more: its links end.
@@ -340,6 +393,10 @@ impl Poller {
         if in_use {
             return;
         }
+        self.destroy_leaving_on(shared, lane.index);
+        if self.gears[lane.index].as_ref().is_none_or(|gear| gear.under_way > 0) {
+            return; // it went with the last command, or waits for it
+        }
         shared.regions.on_device_gone(
             lane,
             shared.config.rdma == crate::policy::Rdma::Prefer,
@@ -361,6 +418,7 @@ impl Poller {
     }
 
     pub(crate) fn drop_gears(&mut self) {
+        self.leaving.clear();
         self.gears.clear();
     }
 
@@ -372,8 +430,11 @@ impl Poller {
                     // It may be us who had no time to look: its answer can be here.
                     self.reap_all(shared);
                 }
-                if let Some(next) = link.on_timer(self.now) {
+                if let Some((next, well)) = link.on_timer(self.now) {
                     self.timers.add(next, timer);
+                    if well {
+                        shared.is_well(&link);
+                    }
                 }
             }
             Timer::Close(name) => {
@@ -390,11 +451,19 @@ impl Poller {
                     self.tear_down(shared, &link, true);
                 }
             }
+            Timer::LastReceive(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                link.with_wakes(&mut self.wakes, |state, _, _| state.stop_waiting_for_last_receive());
+            }
+            Timer::Leaving(lane, number) => self.leaving_timed_out(shared, lane, number),
             Timer::Flushed(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 if !link.with(|state, _, _| state.has_flushed()) {
                     return; // it has another path by now
                 }
+                // None of our own requests failed before them: one of the peer's did. Not every
+                // device tells.
+                self.peer_was_refused(shared, &link);
                 let what = format!(
                     "link to {} ({}): the queue pair failed, and nobody says why",
                     link.peer_name(),
@@ -408,11 +477,19 @@ impl Poller {
                 self.starved = false; // the pass goes on to do it
                 self.sockets.unstarve();
             }
+            Timer::Shrink => {
+                self.shrinking = shared.pool.shrink(SHRINK_ARENAS);
+                if self.shrinking {
+                    self.timers.add(self.now + SHRINK_EVERY, Timer::Shrink);
+                }
+            }
             Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
             Timer::Move(name) => self.move_timed_out(shared, name),
             Timer::Climb(name) => self.climb_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),
             Timer::Greeting(id) => self.greeting_timed_out(shared, id),
+            Timer::Door => self.look_at_the_door(shared),
+            Timer::Accept(id) => self.sockets.on_ready(id),
             Timer::Meeting(key) => self.meeting_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),

@@ -8,15 +8,18 @@
 //!
 //! Nobody tells a program of new devices but udev, so the clock does; an engine with all its devices has no such timer. The
 //! lane keeps its index, and with it its place in the pool: buffers that are out are good for the device that came back.
-//! A look takes as long as it takes to register the pool's memory, and the pass waits for it.
+//! A look takes as long as it takes to register the pool's memory, and letting go of a device as long as it takes to end that:
+//! both are commands, one after the other.
 
 use std::os::fd::AsFd;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::EventChannel;
+use ferrite_verbs::{CmId, EventChannel, Verbs};
 
 use super::Shared;
+use super::config::Config;
 use super::gear::Gear;
 use super::lane::{Lane, Life};
 use super::poller::Poller;
@@ -55,7 +58,9 @@ impl Poller {
     /// Lets go of a device that is gone and that nothing uses any more. From now on it is looked for.
     pub(super) fn retire(&mut self, shared: &Shared, lane: &Lane) {
         let Some(gear) = self.gears[lane.index].take() else { return };
-        let_go(gear, &shared.waits, &shared.pool, lane);
+        detach(&gear, &shared.waits);
+        let (pool, index) = (shared.pool.clone(), lane.index);
+        shared.commands.run(None, move || let_go(gear, &pool, index));
         lane.close();
         self.search(lane, Search::BEGINNING);
     }
@@ -67,40 +72,44 @@ impl Poller {
 
     /// Looks for the device of a lane.
     pub(super) fn look_for(&mut self, shared: &Shared, lane: usize) {
-        let lane = &shared.lanes[lane];
-        let Some(search) = self.searches.remove(&lane.index) else { return };
-        let mut seen = false;
-        match self.revive(shared, lane, &mut seen) {
-            Ok(()) => {
-                shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
-            }
-            Err(error) => {
-                lane.set_absence(error);
+        let lane = Arc::clone(&shared.lanes[lane]);
+        let Some(search) = self.searches.get(&lane.index).copied() else { return };
+        let look = Look {
+            verbs: shared.verbs.as_ref().ok_or_else(|| shared.no_rdma()).cloned(),
+            channel: self.cm.clone(),
+            pool: shared.pool.clone(),
+            config: shared.config.clone(),
+            name: lane.name.clone(),
+            lane: lane.index,
+        };
+        let work = move || {
+            let mut seen = false;
+            let found = look.revive(&mut seen);
+            if found.is_err() {
                 // A device that came and went while we looked may have gone unheard: librdmacm looks what is gone, and lets
                 // go of it, when it loses an identifier.
-                drop(self.cm.as_ref().map(EventChannel::create_id));
-                self.search(lane, search.again(seen));
+                drop(look.channel.as_ref().map(EventChannel::create_id));
             }
-        }
+            (found, seen)
+        };
+        self.command(shared, None, work, move |poller, shared, (found, seen)| {
+            poller.searches.remove(&lane.index);
+            if let Err(error) = found.and_then(|found| poller.take(shared, &lane, found)) {
+                lane.set_absence(error);
+                poller.search(&lane, search.again(seen));
+            } else {
+                shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
+            }
+        });
     }
 
-    /// Makes everything anew on the device of the lane's name; all or nothing.
-    fn revive(&mut self, shared: &Shared, lane: &Lane, seen: &mut bool) -> Result<(), Error> {
-        let device = shared.verbs.as_ref().ok_or_else(|| shared.no_rdma())?.device(&lane.name)?;
-        *seen = true;
-        let context = device.open()?;
-        context.active_port()?;
-        // First what fails while the device comes up. Without an identifier on it, its next removal would not be heard.
-        let watching = match &self.cm {
-            Some(channel) => Some(watch(channel, &context, &lane.name).ok_or_else(|| no_address(lane))?),
-            None => None,
-        };
-        let domain = context.allocate_protection_domain()?;
-        let (life, mut gear) = Life::begin(lane.index, &domain, &shared.config)?;
-        shared.pool.restore_domain(lane.index, &domain)?;
-        let ready = gear.refill(&shared.pool).and_then(|()| attach(&gear, &shared.waits, lane.index));
-        if let Err(error) = ready {
-            let_go(gear, &shared.waits, &shared.pool, lane);
+    /// Goes on with a device that came back.
+    fn take(&mut self, shared: &Shared, lane: &Lane, found: Found) -> Result<(), Error> {
+        let Found { life, gear, watching } = found;
+        if let Err(error) = attach(&gear, &shared.waits, lane.index) {
+            detach(&gear, &shared.waits);
+            let (pool, index) = (shared.pool.clone(), lane.index);
+            shared.commands.run(None, move || let_go(gear, &pool, index));
             return Err(error);
         }
         self.gears[lane.index] = Some(gear);
@@ -112,8 +121,51 @@ impl Poller {
     }
 }
 
-fn no_address(lane: &Lane) -> Error {
-    Error::new(ErrorKind::Absent, format!("{} has no address yet", lane.name))
+/// A look for the device of a lane.
+struct Look {
+    verbs: Result<Verbs, Error>,
+    channel: Option<EventChannel>,
+    pool: Pool,
+    config: Config,
+    name: String,
+    lane: usize,
+}
+
+/// A device that is back, with everything made anew.
+struct Found {
+    life: Life,
+    gear: Gear,
+    watching: Option<CmId>,
+}
+
+impl Look {
+    /// Makes everything anew on the device of the lane's name; all or nothing.
+    fn revive(&self, seen: &mut bool) -> Result<Found, Error> {
+        let device = self.verbs.as_ref().map_err(Clone::clone)?.device(&self.name)?;
+        *seen = true;
+        let context = device.open()?;
+        context.active_port()?;
+        // First what fails while the device comes up. Without an identifier on it, its next removal would not be heard.
+        let watching = match &self.channel {
+            Some(channel) => {
+                let id = watch(channel, &context, &self.name);
+                Some(id.ok_or_else(|| no_address(&self.name))?)
+            }
+            None => None,
+        };
+        let domain = context.allocate_protection_domain()?;
+        let (life, mut gear) = Life::begin(self.lane, &domain, &self.config)?;
+        self.pool.restore_domain(self.lane, &domain)?;
+        if let Err(error) = gear.refill(&self.pool) {
+            let_go(gear, &self.pool, self.lane);
+            return Err(error);
+        }
+        Ok(Found { life, gear, watching })
+    }
+}
+
+fn no_address(device: &str) -> Error {
+    Error::new(ErrorKind::Absent, format!("{device} has no address yet"))
 }
 
 /// Makes the engine's descriptor tell of a lane's events.
@@ -122,13 +174,16 @@ pub(super) fn attach(gear: &Gear, waits: &Waits, lane: usize) -> Result<(), Erro
     waits.add(gear.context.as_fd(), Ready::Device(lane))
 }
 
-/// Lets go of everything on a device. The receives go before the registrations that they use.
-fn let_go(gear: Gear, waits: &Waits, pool: &Pool, lane: &Lane) {
-    // They close with the gear, unless something of the device could not be released.
+/// The descriptor tells of them no more. They close with the gear, unless something of the device could not be released.
+fn detach(gear: &Gear, waits: &Waits) {
     waits.remove(gear.channel.as_fd());
     waits.remove(gear.context.as_fd());
+}
+
+/// Lets go of everything on a device. The receives go before the registrations that they use.
+fn let_go(gear: Gear, pool: &Pool, lane: usize) {
     drop(gear);
-    pool.retire_domain(lane.index);
+    pool.retire_domain(lane);
 }
 
 #[cfg(test)]

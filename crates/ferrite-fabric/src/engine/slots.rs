@@ -17,9 +17,11 @@
 mod receives;
 mod table;
 
-use ferrite_verbs::{Error, Operation, QueuePair, SendRequest, Sge, WorkCompletion};
+use std::sync::{Arc, Weak};
 
-use crate::mem::{Buf, BufMut};
+use ferrite_verbs::{Error, Operation, PostError, QueuePair, SendRequest, Sge, WorkCompletion};
+
+use crate::mem::{Binding, Buf, BufMut, Window};
 pub(crate) use receives::{ReceiveStock, Taken, Taker};
 pub(crate) use table::{Key, Table};
 
@@ -39,6 +41,8 @@ pub(crate) enum Held {
     Shared(Buf),
     /// The device writes it.
     Unique(BufMut),
+    /// A window that is being bound.
+    Binding(#[expect(dead_code, reason = "dropped when it is bound")] Binding),
 }
 
 /// A request to be posted; `tag` comes back with it.
@@ -94,14 +98,21 @@ impl WorkId {
 
 /// A queue pair and everything that was posted to its send queue.
 pub(crate) struct SendQueue<T> {
-    /// `None` once it was destroyed.
+    /// `None` once it was destroyed, and while a command has it.
     qp: Option<QueuePair>,
+    number: u32,
+    /// A command has the queue pair.
+    is_away: bool,
     table: Table<InFlight<T>>,
     owner: u32,
     /// The pool's index of the queue pair's protection domain.
     domain: usize,
     /// As long as the queue pair lives.
     taker: Option<Taker>,
+    /// The queue pair takes no more receives: its completions are all in the completion queue.
+    took_last: bool,
+    /// Those that are bound to the queue pair, or are to be: they go before it.
+    windows: Vec<Weak<Window>>,
 }
 
 impl<T> SendQueue<T> {
@@ -109,12 +120,33 @@ impl<T> SendQueue<T> {
     pub(crate) fn new(qp: QueuePair, taker: Taker, owner: u32, domain: usize, first_generation: u32) -> Self {
         let capacity = u16::try_from(qp.capacity().max_send_wr).unwrap_or(u16::MAX);
         let table = Table::new(capacity, first_generation);
-        Self { qp: Some(qp), table, owner, domain, taker: Some(taker) }
+        let number = qp.number();
+        Self {
+            qp: Some(qp),
+            number,
+            is_away: false,
+            table,
+            owner,
+            domain,
+            taker: Some(taker),
+            took_last: false,
+            windows: Vec::new(),
+        }
     }
 
     /// Without a queue pair: of a link that something else carries.
     pub(crate) fn none() -> Self {
-        Self { qp: None, table: Table::new(0, 0), owner: 0, domain: 0, taker: None }
+        Self {
+            qp: None,
+            number: 0,
+            is_away: false,
+            table: Table::new(0, 0),
+            owner: 0,
+            domain: 0,
+            taker: None,
+            took_last: true,
+            windows: Vec::new(),
+        }
     }
 
     pub(crate) fn qp(&self) -> Option<&QueuePair> {
@@ -123,7 +155,29 @@ impl<T> SendQueue<T> {
 
     /// Whether that is its queue pair's number.
     pub(crate) fn is_of(&self, qp: u32) -> bool {
-        self.qp.as_ref().is_some_and(|own| own.number() == qp)
+        (self.qp.is_some() || self.is_away) && self.number == qp
+    }
+
+    /// Gives the queue pair to a command. Nothing can be posted until it is back.
+    pub(crate) fn lend(&mut self) -> Option<QueuePair> {
+        let qp = self.qp.take();
+        self.is_away |= qp.is_some();
+        qp
+    }
+
+    /// The number of its queue pair, wherever that is.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
+    pub(crate) fn is_away(&self) -> bool {
+        self.is_away
+    }
+
+    /// Takes it back from the command.
+    pub(crate) fn take_back(&mut self, qp: QueuePair) {
+        debug_assert_eq!(qp.number(), self.number, "another's queue pair");
+        (self.qp, self.is_away) = (Some(qp), false);
     }
 
     pub(crate) fn room(&self) -> usize {
@@ -166,7 +220,7 @@ impl<T> SendQueue<T> {
         for (piece, (key, ..)) in pieces.iter_mut().zip(&headers[..claimed]) {
             let Some(InFlight { held, .. }) = self.table.get_mut(*key) else { continue };
             let (addr, len, lkey) = match held {
-                Held::Nothing => continue,
+                Held::Nothing | Held::Binding(_) => continue,
                 Held::Copied(bytes) => (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0),
                 Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(self.domain).into(),
                 Held::Unique(buf) => buf.raw_parts(self.domain).into(),
@@ -208,14 +262,14 @@ impl<T> SendQueue<T> {
     /// Posts one request whose payload the device copies before this returns: it needs no registered memory.
     ///
     /// # Errors
-    /// What the device said; nothing is in flight then. A full queue answers with the tag.
+    /// What the device said, and whether the request is in flight all the same.
     pub(crate) fn post_inline(
         &mut self,
         operation: Operation,
         bytes: &[u8],
         signaled: bool,
         tag: T,
-    ) -> Result<(), Error> {
+    ) -> Result<(), PostError> {
         let Some(qp) = self.qp.as_ref() else { return Ok(()) };
         let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, tag }) else { return Ok(()) };
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
@@ -227,10 +281,53 @@ impl<T> SendQueue<T> {
         if signaled {
             request = request.signaled();
         }
-        qp.post_send(&[request]).map_err(|refused| {
-            drop(self.table.undo());
-            refused.error
+        qp.post_send(&[request]).inspect_err(|refused| {
+            if refused.posted == 0 {
+                drop(self.table.undo());
+            }
         })
+    }
+
+    /// Posts the request that binds a window to the queue pair. What is posted later starts after
+    /// it.
+    ///
+    /// # Errors
+    /// What the device said; nothing is in flight then. `Ok(false)`: nothing was posted, because
+    /// the window is closed already.
+    pub(crate) fn post_bind(&mut self, window: &Arc<Window>, signaled: bool, tag: T) -> Result<bool, Error> {
+        let Some(qp) = self.qp.as_ref() else { return Ok(false) };
+        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, tag }) else { return Ok(false) };
+        let number = WorkId::of_send(self.owner, key).0;
+        let posted = window.bind(|window| {
+            let request = SendRequest::bind(number, window);
+            let request = if signaled { request.signaled() } else { request };
+            qp.post_send(&[request]).map_err(|refused| refused.error)
+        });
+        match posted {
+            Some(Ok(binding)) => {
+                if let Some(in_flight) = self.table.get_mut(key) {
+                    in_flight.held = Held::Binding(binding);
+                }
+            }
+            refused => {
+                drop(self.table.undo());
+                return refused.map_or(Ok(false), |error| error.map(|_| false));
+            }
+        }
+        self.windows.retain(|window| window.strong_count() > 0);
+        self.windows.push(Arc::downgrade(window));
+        Ok(true)
+    }
+
+    /// Closes the windows of the queue pair: a device may wait for them to destroy it, or refuse.
+    fn close_windows(&mut self) -> Result<(), Error> {
+        while let Some(window) = self.windows.last() {
+            if let Some(window) = window.upgrade() {
+                window.close()?;
+            }
+            self.windows.pop();
+        }
+        Ok(())
     }
 
     /// The queue pair completed a receive.
@@ -238,6 +335,18 @@ impl<T> SendQueue<T> {
         if let Some(taker) = &self.taker {
             taker.passes(number);
         }
+    }
+
+    /// The device says that the queue pair has taken its last receive, or has had the time to.
+    pub(crate) fn on_last_receive(&mut self) {
+        self.took_last = true;
+    }
+
+    /// Whether the queue pair has taken its last receive. Only then, and after its completions were
+    /// reaped, may it be destroyed: mlx5 and others remove completions that nobody has reaped, and
+    /// their receives would count as posted for ever.
+    pub(crate) fn took_last(&self) -> bool {
+        self.took_last || self.qp.is_none()
     }
 
     /// What a completion names, while it is in flight.
@@ -251,11 +360,13 @@ impl<T> SendQueue<T> {
         self.table.complete(WorkId(wc.wr_id()).key(), each)
     }
 
-    /// Destroys the queue pair; what was in flight goes to `each`. Then no completion of it means anything any more.
+    /// Destroys the queue pair; the caller has reaped its completions (see [`SendQueue::took_last`]).
+    /// What was in flight goes to `each`. Then no completion of it means anything any more.
     ///
     /// # Errors
     /// What the device said if it did not let go: everything stays as it was.
     pub(crate) fn destroy(&mut self, mut each: impl FnMut(InFlight<T>)) -> Result<(), Error> {
+        self.close_windows()?;
         let Some(qp) = self.qp.take() else { return Ok(()) };
         match qp.destroy() {
             Ok(()) => {
@@ -273,7 +384,7 @@ impl<T> SendQueue<T> {
 
 impl<T> Drop for SendQueue<T> {
     fn drop(&mut self) {
-        if self.destroy(drop).is_err() {
+        if self.destroy(drop).is_err() || self.is_away && self.table.in_flight() > 0 {
             // The device may still touch the buffers: they are never used again. The queue pair's own drop tries once
             // more and counts the leak.
             std::mem::forget(std::mem::replace(&mut self.table, Table::new(0, 0)));

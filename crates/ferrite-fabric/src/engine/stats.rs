@@ -22,11 +22,15 @@ pub(crate) struct Counters {
     pub(crate) connected: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) strangers: AtomicU64,
+    pub(crate) crowded_out: AtomicU64,
+    pub(crate) misdirected: AtomicU64,
+    pub(crate) accept_failures: AtomicU64,
     pub(crate) failed_links: AtomicU64,
     pub(crate) unknown_receives: AtomicU64,
     /// By [`FallbackCause::index`].
     pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
     pub(crate) climbs: AtomicU64,
+    pub(crate) offers_refused: AtomicU64,
     /// Takes of completions that found some.
     pub(crate) batches: AtomicU64,
     pub(crate) connect_retries: AtomicU64,
@@ -34,6 +38,10 @@ pub(crate) struct Counters {
     pub(crate) errors: [AtomicU64; STATUSES],
     pub(crate) devices_lost: AtomicU64,
     pub(crate) devices_back: AtomicU64,
+    pub(crate) remote_access_errors: AtomicU64,
+    pub(crate) refused_after_access_errors: AtomicU64,
+    pub(crate) refused_without_windows: AtomicU64,
+    pub(crate) shared_windows: AtomicU64,
 }
 
 /// What an engine has done, and what it holds now.
@@ -65,6 +73,12 @@ pub struct EngineStats {
     pub refused: u64,
     /// Peers that do not speak our protocol.
     pub strangers: u64,
+    /// Peers that were slow to say who they are, and ended to make place for others.
+    pub crowded_out: u64,
+    /// Peers that called over RDMA for an address that the listener does not have; refused.
+    pub misdirected: u64,
+    /// Times that no connection could be accepted, for want of descriptors or memory.
+    pub accept_failures: u64,
     /// Links that did not end in good order.
     pub failed_links: u64,
     /// Receives for queue pairs that nobody knows.
@@ -85,10 +99,25 @@ pub struct EngineStats {
     pub read_latency: LatencyStats,
     /// Times that a link went from TCP to RDMA.
     pub climbs: u64,
+    /// Offers to go on over RDMA that named an address that was not the peer's.
+    pub offers_refused: u64,
     /// Times that a device was removed, or failed.
     pub devices_lost: u64,
     /// Times that one came back.
     pub devices_back: u64,
+    /// Links that ended because the peer asked for memory, or an operation, that it was not given.
+    pub remote_access_errors: u64,
+    /// Handshakes that were refused because their source had done so repeatedly. Of
+    /// [`EngineStats::refused`].
+    pub refused_after_access_errors: u64,
+    /// Peers of other protocols that were refused because the device cannot keep them apart. Of
+    /// [`EngineStats::refused`].
+    pub refused_without_windows: u64,
+    /// Pieces of memory that were opened to every peer of a device, because it has no windows for
+    /// one queue pair.
+    pub shared_windows: u64,
+    /// Devices in use that cannot open memory to one queue pair alone.
+    pub devices_without_windows: u64,
     /// The pool.
     pub memory: PoolStats,
 }
@@ -118,11 +147,15 @@ impl Engine {
             connected: counters.connected.load(Ordering::Relaxed),
             refused: counters.refused.load(Ordering::Relaxed),
             strangers: counters.strangers.load(Ordering::Relaxed),
+            crowded_out: counters.crowded_out.load(Ordering::Relaxed),
+            misdirected: counters.misdirected.load(Ordering::Relaxed),
+            accept_failures: counters.accept_failures.load(Ordering::Relaxed),
             failed_links: counters.failed_links.load(Ordering::Relaxed),
             unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
             fallbacks: FallbackCause::ALL
                 .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
             climbs: counters.climbs.load(Ordering::Relaxed),
+            offers_refused: counters.offers_refused.load(Ordering::Relaxed),
             batches: counters.batches.load(Ordering::Relaxed),
             connect_retries: counters.connect_retries.load(Ordering::Relaxed),
             errors: counters
@@ -137,6 +170,11 @@ impl Engine {
             read_latency: shared.latencies.read.snapshot(),
             devices_lost: counters.devices_lost.load(Ordering::Relaxed),
             devices_back: counters.devices_back.load(Ordering::Relaxed),
+            remote_access_errors: counters.remote_access_errors.load(Ordering::Relaxed),
+            refused_after_access_errors: counters.refused_after_access_errors.load(Ordering::Relaxed),
+            refused_without_windows: counters.refused_without_windows.load(Ordering::Relaxed),
+            shared_windows: counters.shared_windows.load(Ordering::Relaxed),
+            devices_without_windows: shared.lanes.iter().filter(|lane| !lane.has_windows()).count() as u64,
             memory: shared.pool.stats(),
         }
     }

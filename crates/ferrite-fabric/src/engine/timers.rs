@@ -22,6 +22,10 @@ pub(crate) enum Timer {
     Close(LinkName),
     /// Is everything of this link out of flight?
     Drain(LinkName),
+    /// Has the device not said that the queue pair of this link has taken its last receive?
+    LastReceive(LinkName),
+    /// The same of a queue pair that no link has any more.
+    Leaving(usize, u32),
     /// Has nobody said why requests of this link were flushed?
     Flushed(LinkName),
     /// Has this link found another path?
@@ -30,6 +34,8 @@ pub(crate) enum Timer {
     Climb(LinkName),
     /// Call the peer of this link again: it has no path.
     Redial(LinkName),
+    /// Is there memory that nobody uses any more?
+    Shrink,
     /// Somebody wants to be woken.
     Wake(u64),
     /// Is there memory for receives again?
@@ -38,6 +44,10 @@ pub(crate) enum Timer {
     Meeting(CmKey),
     /// Has this greeting over TCP got anywhere?
     Greeting(u64),
+    /// May those that wait at the door begin?
+    Door,
+    /// Are there descriptors again for this listener?
+    Accept(u64),
     /// Try this handshake again.
     Retry(u64),
     /// A grant's time is over.

@@ -90,13 +90,19 @@ impl Waits {
         let _ = epoll::delete(&self.epoll, fd); // it may never have been added
     }
 
-    /// What is ready now, without waiting. Whether there may be more.
-    pub(crate) fn ready(&self, out: &mut Vec<Ready>) -> bool {
+    /// What is ready now, without waiting, and whether its descriptor reports an error: it is ready for
+    /// ever then. Whether there may be more.
+    pub(crate) fn ready(&self, out: &mut Vec<(Ready, bool)>) -> bool {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 32];
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let count = epoll::wait(&self.epoll, &mut events[..], Some(&now)).unwrap_or(0);
-        out.extend(events[..count].iter().map(|event| Ready::from_token(event.data.u64())));
+        let failed = epoll::EventFlags::ERR | epoll::EventFlags::HUP;
+        let is = |event: &epoll::Event| {
+            let flags = event.flags; // the struct is packed
+            (Ready::from_token(event.data.u64()), flags.intersects(failed))
+        };
+        out.extend(events[..count].iter().map(is));
         count == events.len()
     }
 

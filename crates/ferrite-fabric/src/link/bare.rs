@@ -1,19 +1,24 @@
 //! Links to peers that speak another protocol than ours: requests as they are.
 
 use std::fmt;
+use std::future::Future;
 use std::net::SocketAddr;
+use std::pin::Pin;
 use std::sync::Arc;
-use std::task::{Poll, Waker};
+use std::sync::atomic::Ordering;
+use std::task::{Context, Poll, Waker};
 
 use ferrite_verbs::{Access, RemoteSlice};
+use futures_channel::oneshot;
 
 use super::LinkStats;
 use super::ops::Ending;
 use super::shared::LinkShared;
 pub use super::state::{Arrival, Done};
 use crate::engine::Engine;
+use crate::engine::lane::Lane;
 use crate::error::{Error, ErrorKind};
-use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError};
+use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError, Purpose};
 
 /// A reliable connection to a peer that is no Ferrite peer: nothing but messages, writes with immediate data, and what comes.
 /// It shares queues, receives and memory with the engine's links. Dropping it delivers what was asked for, and hangs up.
@@ -48,7 +53,7 @@ impl Bare {
     /// # Errors
     /// The link is down, or there is no memory.
     pub fn send_message(&self, message: &[u8]) -> Result<(), Error> {
-        let mut buf = self.pool().take_uncharged(message.len(), crate::mem::Purpose::Send)?;
+        let mut buf = self.pool().take_uncharged(message.len(), Purpose::Send)?;
         buf.copy_from_slice(message);
         self.shared.with(|state, around, wakes| {
             state.push_bare_message(buf.freeze())?;
@@ -121,13 +126,49 @@ impl Bare {
         })
     }
 
-    /// Lets the peer write to `buf`: send it where that is ([`Exposed::remote`]).
+    /// Lets the peer write to `buf`: send it where that is ([`Exposed::remote`]), by a message that
+    /// is sent after this. Where the device can, the key is good on this connection alone; else it
+    /// is good for every peer on the device.
     ///
     /// # Errors
     /// The buffer comes back, with what the device or the locked-memory limit said.
     pub fn expose(&self, buf: BufMut) -> Result<Exposed, (BufMut, PoolError)> {
-        let lane = self.shared.lane().map_or(usize::MAX, |lane| lane.index);
-        self.pool().expose(buf, lane, Access::REMOTE_WRITE)
+        let Some(lane) = self.shared.lane() else {
+            return Err((buf, PoolError::NoDomain { index: usize::MAX }));
+        };
+        if !lane.has_windows() {
+            self.engine.shared().counters.shared_windows.fetch_add(1, Ordering::Relaxed);
+        }
+        expose(self.pool(), &self.shared, &lane, buf)
+    }
+
+    /// Makes new memory of `len` bytes ready for the peer to write to, all zeros, as [`Bare::expose`] would. Registering may
+    /// take long: where the engine has threads for that ([`Builder::command_threads`](crate::Builder::command_threads)) it
+    /// is done there, in the turn of the peer's address, and else at once. A peer cannot cause more of it than it has
+    /// connections.
+    pub fn prepare(&self, len: usize) -> Preparing {
+        let (reply, receiver) = oneshot::channel();
+        let commands = &self.engine.shared().commands;
+        let source = self.shared.source();
+        let Some(lane) = self.shared.lane() else {
+            let _ = reply.send(Err(PoolError::NoDomain { index: usize::MAX }.into()));
+            return Preparing(receiver);
+        };
+        if !lane.has_windows() {
+            self.engine.shared().counters.shared_windows.fetch_add(1, Ordering::Relaxed);
+        }
+        let (pool, link) = (self.pool().clone(), Arc::clone(&self.shared));
+        commands.run(source, move || {
+            if reply.is_canceled() {
+                return;
+            }
+            let prepared = pool.take_uncharged(len, Purpose::Receive).and_then(|mut buf| {
+                buf.fill(0); // what the last user left is not for the peer
+                expose(&pool, &link, &lane, buf).map_err(|(_, error)| error)
+            });
+            let _ = reply.send(prepared.map_err(Error::from));
+        });
+        Preparing(receiver)
     }
 
     /// Delivers what was asked for, then hangs up. It goes on if this is not awaited.
@@ -191,6 +232,43 @@ impl Bare {
     pub fn stats(&self) -> LinkStats {
         self.shared.with(|state, _, _| state.stats)
     }
+}
+
+/// Memory that is being made ready: see [`Bare::prepare`].
+#[derive(Debug)]
+#[must_use = "futures do nothing unless awaited"]
+pub struct Preparing(oneshot::Receiver<Result<Exposed, Error>>);
+
+impl Preparing {
+    /// The memory, or why there is none, if that is known.
+    pub fn try_take(&mut self) -> Option<Result<Exposed, Error>> {
+        match self.0.try_recv() {
+            Ok(prepared) => prepared,
+            Err(oneshot::Canceled) => Some(Err(gone())),
+        }
+    }
+}
+
+impl Future for Preparing {
+    type Output = Result<Exposed, Error>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        Pin::new(&mut self.0).poll(cx).map(|prepared| prepared.unwrap_or_else(|_| Err(gone())))
+    }
+}
+
+fn gone() -> Error {
+    Error::new(ErrorKind::Closed, "the engine is gone")
+}
+
+/// Registers `buf` with the link's device and opens it to the link's peer, if possible to nobody else.
+fn expose(pool: &Pool, link: &LinkShared, lane: &Lane, buf: BufMut) -> Result<Exposed, (BufMut, PoolError)> {
+    if !lane.has_windows() {
+        return pool.expose(buf, lane.index, Access::REMOTE_WRITE);
+    }
+    let (exposed, window) = pool.expose_by_window(buf, lane.index, Access::REMOTE_WRITE)?;
+    link.with(|state, around, wakes| state.bind(lane, &window, around, wakes));
+    Ok(exposed)
 }
 
 impl Drop for Bare {

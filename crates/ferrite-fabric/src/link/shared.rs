@@ -20,6 +20,7 @@ use super::outbox::OneSided;
 use super::state::{Around, Kind, LinkState, Silence, Wakes};
 use super::tickets::{Outcome, Ticket};
 use crate::diagnose::{self, Baseline, Failure, Subject};
+use crate::engine::commands::Source;
 use crate::engine::lane::Lane;
 use crate::engine::mailbox::Mailbox;
 use crate::engine::slots::Held;
@@ -205,6 +206,11 @@ impl LinkShared {
         *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
     }
 
+    /// Who causes commands for it.
+    pub(crate) fn source(&self) -> Source {
+        lock(&self.route).peer.map(|peer| peer.ip().to_canonical())
+    }
+
     pub(crate) fn peer_name(&self) -> String {
         lock(&self.route).peer.map_or_else(|| "a peer".into(), |peer| peer.to_string())
     }
@@ -372,7 +378,7 @@ impl LinkShared {
         let (len, ours) = match &mut held {
             Held::Shared(buf) => (buf.len(), self.pool.owns(buf)),
             Held::Unique(buf) => (buf.len(), self.pool.owns_mut(buf)),
-            Held::Nothing | Held::Copied(_) | Held::Passing(_) => (0, true),
+            Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Binding(_) => (0, true),
         };
         let wrong = if !ours {
             Some(foreign())
@@ -464,20 +470,15 @@ impl LinkShared {
         self.with(|state, _, wakes| state.fail(error, wakes));
     }
 
-    pub(crate) fn on_timer(&self, now: Instant) -> Option<Instant> {
+    /// Looks at the clock: when to do so again, and whether the link is well.
+    pub(crate) fn on_timer(&self, now: Instant) -> Option<(Instant, bool)> {
         let next = self.with(|state, around, wakes| {
             let next = state.on_timer(now);
             state.pump(around, wakes);
             next
         });
         match next {
-            Ok(Some((next, well))) => {
-                if well {
-                    self.is_well();
-                }
-                Some(next)
-            }
-            Ok(None) => None,
+            Ok(next) => next,
             Err(Silence { after, acknowledged }) => {
                 let failure = if acknowledged { Failure::NoKeepalive } else { Failure::NoAcknowledgement };
                 let (peer, ms) = (self.peer_name(), after.as_millis());

@@ -14,6 +14,7 @@
 mod bare;
 mod climbing;
 mod ending;
+mod exposing;
 mod moving;
 mod over_tcp;
 mod receiving;
@@ -21,7 +22,7 @@ mod sending;
 
 pub use bare::{Arrival, Done};
 pub(crate) use climbing::Step;
-pub(crate) use ending::Silence;
+pub(crate) use ending::{Destroying, Silence};
 pub(crate) use moving::Carrier;
 pub(crate) use over_tcp::{Reading, Request};
 
@@ -30,7 +31,7 @@ use std::sync::Arc;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::WorkCompletion;
+use ferrite_verbs::{Access, WorkCompletion};
 
 use super::inbox::{Arrived, Inbox, Limits};
 use super::message::Message;
@@ -43,7 +44,7 @@ use crate::engine::lane::Lane;
 use crate::engine::slots::{Held, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
-use crate::mem::{Buf, Pool};
+use crate::mem::{Buf, Pool, Window};
 use crate::wire::{Control, Features, Hello};
 use climbing::Climb;
 use moving::{Again, Kept, Lost};
@@ -80,6 +81,8 @@ pub(crate) enum Kind {
     Read,
     /// A frame that the peer's device had once: it was counted then.
     Again,
+    /// A memory window is bound.
+    Bind,
 }
 
 impl Kind {
@@ -129,6 +132,8 @@ impl Around<'_> {
 pub(crate) struct LinkState {
     pub(crate) phase: Phase,
     pub(crate) queue: SendQueue<Tag>,
+    /// A command destroys the queue pair.
+    is_destroying: bool,
     /// Whose queues the queue pair uses; `None` on TCP.
     pub(crate) lane: Option<Arc<Lane>>,
     /// The connection: on TCP, or as the way back.
@@ -141,9 +146,17 @@ pub(crate) struct LinkState {
     /// A path that is lost can be replaced by another.
     pub(crate) moves: bool,
     kept: VecDeque<Kept>,
+    kept_bytes: usize,
     again: VecDeque<Again>,
     pub(crate) lost: Option<Lost>,
     pub(crate) climb: Option<Climb>,
+    /// The peer has made an offer that neither side has withdrawn: the next would break the rules.
+    peer_offers: bool,
+    /// The command for the way up that is under way or was the last, by number; `None` if there is no way up.
+    attempt: Option<u64>,
+    attempts: u64,
+    /// The peer may be on RDMA already, and say that it has lost that, while TCP carries the link for this side.
+    may_resume: bool,
     /// For the engine.
     pub(crate) steps: Vec<Step>,
     /// Where grants of the peer's are on the device that carries the link, if not where their tokens say.
@@ -158,6 +171,10 @@ pub(crate) struct LinkState {
     tickets: Tickets,
     inbox: Inbox<Buf>,
     controls: VecDeque<Control>,
+    /// Windows that are to be bound to the queue pair.
+    binds: VecDeque<Arc<Window>>,
+    /// What the peer may do to our memory, as far as the queue pair decides it.
+    rights: Access,
     /// Reused for each post.
     batch: Vec<Work<Tag>>,
     inline: usize,
@@ -194,6 +211,8 @@ pub(crate) struct LinkState {
     acknowledged_since: bool,
     /// The engine has been told that the link is down.
     pub(crate) announced: bool,
+    /// The device refused a request of the peer's.
+    pub(crate) peer_was_refused: bool,
     /// The last request was posted.
     last_posted: bool,
     /// Completions of requests that were flushed before it was known why, and whether the engine was told of them.
@@ -242,6 +261,7 @@ impl LinkState {
         Self {
             phase: Phase::Opening,
             queue,
+            is_destroying: false,
             carrier: if tcp.is_some() { Carrier::Tcp } else { Carrier::Rdma },
             lane,
             tcp,
@@ -249,9 +269,14 @@ impl LinkState {
             bare: None,
             moves: false,
             kept: VecDeque::new(),
+            kept_bytes: 0,
             again: VecDeque::new(),
             lost: None,
             climb: None,
+            peer_offers: false,
+            attempt: None,
+            attempts: 0,
+            may_resume: false,
             steps: Vec::new(),
             rekeyed: BTreeMap::new(),
             generation: 0,
@@ -262,6 +287,8 @@ impl LinkState {
             tickets: Tickets::default(),
             inbox: Inbox::new(Limits { channels, max_message_bytes, max_frames: limits.hello.max_frames() }),
             controls: VecDeque::new(),
+            binds: VecDeque::new(),
+            rights: Access::LOCAL,
             batch: Vec::new(),
             inline,
             unsignaled: 0,
@@ -289,6 +316,7 @@ impl LinkState {
             asked: None,
             acknowledged_since: false,
             announced: false,
+            peer_was_refused: false,
             last_posted: false,
             flushed: Vec::new(),
             flush_called: false,
@@ -309,6 +337,11 @@ impl LinkState {
     /// What the peer said of itself.
     pub(crate) fn set_peer(&mut self, peer: Hello) {
         self.peer = peer;
+    }
+
+    /// What this side said of itself.
+    pub(crate) fn hello(&self) -> &Hello {
+        &self.limits.hello
     }
 
     pub(crate) fn peer(&self) -> &Hello {
@@ -477,7 +510,7 @@ fn took(limits: &OwnLimits, tag: &Tag) {
 fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
     let buf = match held {
         Held::Unique(buf) => Some(buf),
-        Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Shared(_) => None,
+        Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Shared(_) | Held::Binding(_) => None,
     };
     Outcome { result, buf }
 }

@@ -45,7 +45,7 @@ impl LinkStats {
             return;
         }
         let (ops, total) = match kind {
-            Kind::Last | Kind::Control | Kind::Again => return,
+            Kind::Last | Kind::Control | Kind::Again | Kind::Bind => return,
             Kind::Send => (&mut self.send_ops, &mut self.send_bytes),
             Kind::Write | Kind::Notice => (&mut self.write_ops, &mut self.write_bytes),
             Kind::Read => (&mut self.read_ops, &mut self.read_bytes),

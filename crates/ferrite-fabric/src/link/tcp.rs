@@ -16,7 +16,7 @@ use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 use super::state::Tag;
 use super::tls::Tls;
 use crate::engine::slots::Held;
-use crate::mem::{Buf, BufMut};
+use crate::mem::{Account, Buf, BufMut};
 use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
 
 /// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for them here, so that larger ones
@@ -119,6 +119,8 @@ pub(crate) struct TcpPath {
     asked: VecDeque<Asked>,
     asked_reads: u64,
     next_op: u32,
+    /// Who is charged for what comes in.
+    account: Option<Account>,
 }
 
 impl TcpPath {
@@ -142,7 +144,14 @@ impl TcpPath {
             asked: VecDeque::new(),
             asked_reads: 0,
             next_op: 0,
+            account: None,
         }
+    }
+
+    /// What comes in is charged to this account.
+    pub(crate) fn charged_to(mut self, account: Option<Account>) -> Self {
+        self.account = account;
+        self
     }
 
     /// Whether another parcel may be added.

@@ -1,9 +1,9 @@
 //! Accounts: how much of a pool one peer may hold.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 
 use super::error::{Budget, PoolError};
+use super::lock;
 
 /// A limit on the memory held on behalf of somebody, such as a peer. Clones share it.
 ///
@@ -33,14 +33,44 @@ pub struct Account(Arc<Inner>);
 struct Inner {
     name: Arc<str>,
     limit_bytes: u64,
-    used_bytes: AtomicU64,
+    /// Locked while the account above is charged or credited, so that both change together.
+    used_bytes: Mutex<u64>,
+    above: Option<Above>,
+}
+
+/// Another account that has a part of what this one holds.
+#[derive(Debug)]
+struct Above {
+    account: Account,
+    /// So much it has nothing to do with.
+    free_bytes: u64,
+}
+
+impl Inner {
+    /// What of `used` the account above is charged for.
+    fn above(&self, used: u64) -> Option<(&Account, u64)> {
+        self.above.as_ref().map(|above| (&above.account, used.saturating_sub(above.free_bytes)))
+    }
 }
 
 impl Account {
     /// At most `limit_bytes` at any time, for whoever `name` says in errors.
     #[must_use]
     pub fn new(name: impl Into<Arc<str>>, limit_bytes: u64) -> Self {
-        Self(Arc::new(Inner { name: name.into(), limit_bytes, used_bytes: AtomicU64::new(0) }))
+        Self(Arc::new(Inner { name: name.into(), limit_bytes, used_bytes: Mutex::new(0), above: None }))
+    }
+
+    /// One that shares the limit of this one with others like it, but for the first `free_bytes` that it holds: those it can
+    /// always have, whatever the others hold.
+    #[must_use]
+    pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
+        let above = Some(Above { account: self.clone(), free_bytes });
+        Self(Arc::new(Inner { name: name.into(), limit_bytes, used_bytes: Mutex::new(0), above }))
+    }
+
+    /// Whether nobody else has it.
+    pub(crate) fn is_last(&self) -> bool {
+        Arc::strong_count(&self.0) == 1
     }
 
     /// Its name.
@@ -58,22 +88,36 @@ impl Account {
     /// What it holds.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
-        self.0.used_bytes.load(Ordering::Relaxed)
+        *lock(&self.0.used_bytes)
     }
 
     /// Takes `bytes` out of the budget, all or nothing.
     pub(super) fn charge(&self, bytes: usize) -> Result<(), PoolError> {
         let asked = bytes as u64;
-        let fits = |used: u64| used.checked_add(asked).filter(|sum| *sum <= self.0.limit_bytes);
-        self.0.used_bytes.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).map(drop).map_err(|used| {
+        let mut used = lock(&self.0.used_bytes);
+        let Some(sum) = used.checked_add(asked).filter(|sum| *sum <= self.0.limit_bytes) else {
             let which = Budget::Account(Arc::clone(&self.0.name));
-            PoolError::OverBudget { which, asked, limit: self.0.limit_bytes, used }
-        })
+            return Err(PoolError::OverBudget { which, asked, limit: self.0.limit_bytes, used: *used });
+        };
+        if let (Some((above, was)), Some((_, is))) = (self.0.above(*used), self.0.above(sum))
+            && is > was
+        {
+            above.charge((is - was) as usize)?;
+        }
+        *used = sum;
+        Ok(())
     }
 
     /// Gives back what [`Account::charge`] took.
     pub(super) fn credit(&self, bytes: usize) {
-        self.0.used_bytes.fetch_sub(bytes as u64, Ordering::Relaxed);
+        let mut used = lock(&self.0.used_bytes);
+        let left = used.saturating_sub(bytes as u64);
+        if let (Some((above, was)), Some((_, is))) = (self.0.above(*used), self.0.above(left))
+            && was > is
+        {
+            above.credit((was - is) as usize);
+        }
+        *used = left;
     }
 }
 
@@ -90,6 +134,27 @@ mod tests {
         account.charge(400).expect("fits exactly");
         account.credit(1000);
         assert_eq!((account.used_bytes(), account.limit_bytes(), account.name()), (0, 1000, "peer"));
+    }
+
+    #[test]
+    fn parts_share_a_limit_and_have_something_of_their_own() {
+        let all = Account::new("a host", 100);
+        let [a, b] = ["a link", "another"].map(|name| all.part(name, 200, 50));
+        a.charge(150).expect("50 of its own, and 100 of all");
+        assert_eq!((a.used_bytes(), all.used_bytes()), (150, 100));
+        let error = a.charge(1).expect_err("no more for all");
+        assert!(error.to_string().contains("a host"), "{error}");
+        assert_eq!(a.used_bytes(), 150);
+        b.charge(50).expect("its own");
+        b.charge(1).expect_err("nothing beyond");
+        a.credit(120);
+        assert_eq!((a.used_bytes(), all.used_bytes()), (30, 0));
+        b.charge(100).expect("again");
+        assert_eq!(all.used_bytes(), 100);
+        let error = b.charge(100).expect_err("its own limit");
+        assert!(error.to_string().contains("another"), "{error}");
+        b.credit(150);
+        assert_eq!((b.used_bytes(), all.used_bytes()), (0, 0));
     }
 
     #[test]

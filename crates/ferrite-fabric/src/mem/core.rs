@@ -1,9 +1,9 @@
 //! What all handles of a pool share: its heaps, caches and counters, and the way of a block out and back.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 
-use ferrite_verbs::{MemoryRegion, ProtectionDomain};
+use ferrite_verbs::ProtectionDomain;
 
 use super::arena::Arena;
 use super::buf::BufMut;
@@ -15,6 +15,7 @@ use super::lock;
 use super::pool::PoolConfig;
 use super::slab::Block;
 use super::stats::Counters;
+use super::window::Ways;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,
@@ -27,12 +28,17 @@ pub(super) struct Core {
     pub(super) cache: Cache,
     pub(super) counters: Counters,
     quarantine: Mutex<Quarantine>,
+    /// Where calls are made that may wait for the device; nothing said: where they come up.
+    elsewhere: OnceLock<Elsewhere>,
 }
+
+/// Has something done where waiting harms nobody.
+pub(crate) type Elsewhere = Box<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
 
 /// Buffers that were exposed and that the device has not let go.
 #[derive(Default)]
 struct Quarantine {
-    held: Vec<(Vec<MemoryRegion>, BufMut)>,
+    held: Vec<(Ways, BufMut)>,
     closed: bool,
 }
 
@@ -40,9 +46,9 @@ impl Core {
     pub(super) fn new(config: PoolConfig, domains: Vec<ProtectionDomain>, heaps: [Heap; 2]) -> Self {
         let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
-        let (counters, quarantine) = (Counters::default(), Mutex::default());
+        let (counters, quarantine, elsewhere) = (Counters::default(), Mutex::default(), OnceLock::new());
         let domains = Mutex::new(domains.into_iter().map(Some).collect());
-        Self { config, domains, numa_node, heaps, cache, counters, quarantine }
+        Self { config, domains, numa_node, heaps, cache, counters, quarantine, elsewhere }
     }
 
     fn heap(&self, purpose: Purpose) -> &Heap {
@@ -57,10 +63,14 @@ impl Core {
             return Ok(block);
         }
         self.heap(purpose).take(self, class, self.cache.batch(class), &mut magazine.blocks);
-        if let Some(block) = magazine.pop() {
+        let block = magazine.pop();
+        drop(shard);
+        if self.heap(purpose).take_low() {
+            self.grow_ahead(purpose);
+        }
+        if let Some(block) = block {
             return Ok(block);
         }
-        drop(shard);
         let block = self.take_by_growing(purpose, class)?;
         self.cache.shard().magazine(purpose, class).count_taken();
         Ok(block)
@@ -105,6 +115,27 @@ impl Core {
         }
     }
 
+    /// Grows before that is needed, if it can be done elsewhere: whoever needs it would have to wait for the registration.
+    #[cold]
+    fn grow_ahead(self: &Arc<Self>, purpose: Purpose) {
+        let Some(elsewhere) = self.elsewhere.get() else { return };
+        let core = Arc::clone(self);
+        elsewhere(Box::new(move || {
+            let heap = core.heap(purpose);
+            let _growing = lock(&heap.growth);
+            let len = heap.room(core.config.memory_pool_increase);
+            if len == 0 || !heap.has_no_free_chunk() {
+                return;
+            }
+            match core.grow(purpose, len) {
+                Ok(()) => {
+                    core.counters.growths.fetch_add(1, Ordering::Relaxed);
+                }
+                Err(error) => core.counters.count_failure(&error),
+            }
+        }));
+    }
+
     /// Adds an arena of `len` bytes.
     pub(super) fn grow(&self, purpose: Purpose, len: usize) -> Result<(), PoolError> {
         let domains = lock(&self.domains);
@@ -113,9 +144,29 @@ impl Core {
         Ok(())
     }
 
+    /// Gives arenas back to the system that nobody has used for a while; whether there may be more to give back later.
+    pub(super) fn shrink(&self, most: usize) -> bool {
+        for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
+            self.cache.drain(purpose, heap);
+            // None is made meanwhile, nor registered with a domain; whoever does that is not waited for.
+            let Ok(domains) = self.domains.try_lock() else { continue };
+            let idle = heap.take_idle(most);
+            drop(domains);
+            if !idle.is_empty() {
+                self.elsewhere(move || drop(idle));
+            }
+        }
+        self.heaps.iter().any(Heap::has_grown)
+    }
+
     /// The domain with this index, unless its device is gone.
     pub(super) fn domain(&self, index: usize) -> Option<ProtectionDomain> {
         lock(&self.domains).get(index).cloned().flatten()
+    }
+
+    /// How many domains there are, those whose device is gone included.
+    pub(super) fn domains(&self) -> usize {
+        lock(&self.domains).len()
     }
 
     /// The domains whose device is there.
@@ -176,20 +227,32 @@ impl Core {
         error
     }
 
+    pub(super) fn set_elsewhere(&self, elsewhere: Elsewhere) {
+        let _ = self.elsewhere.set(elsewhere); // an engine has one pool, and says it once
+    }
+
+    /// Does `errand`, which may wait for the device.
+    pub(super) fn elsewhere(&self, errand: impl FnOnce() + Send + 'static) {
+        match self.elsewhere.get() {
+            Some(elsewhere) => elsewhere(Box::new(errand)),
+            None => errand(),
+        }
+    }
+
     /// Keeps a buffer that the device has not let go from ever being used.
-    pub(super) fn quarantine(&self, regions: Vec<MemoryRegion>, buf: BufMut) {
+    pub(super) fn quarantine(&self, ways: Ways, buf: BufMut) {
         self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
-        self.put_away(regions, buf);
+        self.put_away(ways, buf);
     }
 
     /// Until it is tried again; for ever if the pool is gone.
-    fn put_away(&self, regions: Vec<MemoryRegion>, buf: BufMut) {
+    fn put_away(&self, ways: Ways, buf: BufMut) {
         let mut quarantine = lock(&self.quarantine);
         if quarantine.closed {
             drop(quarantine);
-            give_up(regions, buf);
+            give_up(ways, buf);
         } else {
-            quarantine.held.push((regions, buf));
+            quarantine.held.push((ways, buf));
         }
     }
 
@@ -198,17 +261,12 @@ impl Core {
         let held = std::mem::take(&mut lock(&self.quarantine).held);
         let tried = held.len();
         let mut refused = 0;
-        for (regions, buf) in held {
-            let still: Vec<_> = regions
-                .into_iter()
-                .filter_map(|region| region.deregister().err())
-                .map(|(region, _)| region)
-                .collect();
-            if still.is_empty() {
+        for (mut ways, buf) in held {
+            if ways.close().is_none() {
                 self.counters.quarantined_bytes.fetch_sub(buf.block_bytes() as u64, Ordering::Relaxed);
             } else {
                 refused += 1;
-                self.put_away(still, buf);
+                self.put_away(ways, buf);
             }
         }
         tried - refused
@@ -225,9 +283,9 @@ impl Core {
     }
 }
 
-/// Leaks the buffer, and with it the mapping: the device may write there for ever. Dropping the region tries once more
-/// and counts it ([`ferrite_verbs::leaked_objects`]).
-fn give_up(regions: Vec<MemoryRegion>, buf: BufMut) {
+/// Leaks the buffer, and with it the mapping: the device may write there for ever. Dropping the
+/// registrations tries once more and counts it ([`ferrite_verbs::leaked_objects`]).
+fn give_up(ways: Ways, buf: BufMut) {
     std::mem::forget(buf);
-    drop(regions);
+    drop(ways);
 }

@@ -5,12 +5,14 @@
 #![expect(unsafe_code, reason = "registers memory for remote access: the block states its obligations")]
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use ferrite_verbs::{Access, MemoryRegion, ProtectionDomain, RemoteSlice};
+use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 
 use super::buf::BufMut;
 use super::error::PoolError;
+use super::window::{Ways, Window};
 
 /// A buffer that was exposed to a peer by [`Pool::expose`](super::Pool::expose).
 ///
@@ -42,8 +44,8 @@ pub struct Exposed {
 }
 
 struct Held {
-    /// By the number of the domain: how devices reach it. None: only by asking this process.
-    regions: Vec<(usize, MemoryRegion)>,
+    /// How devices reach it. None: only by asking this process.
+    ways: Ways,
     buf: BufMut,
 }
 
@@ -53,7 +55,7 @@ impl Exposed {
         let counters = &buf.core().counters;
         counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
         counters.exposed_bytes.fetch_add(buf.len() as u64, Ordering::Relaxed);
-        Self { held: Some(Held { regions: Vec::new(), buf }) }
+        Self { held: Some(Held { ways: Ways::default(), buf }) }
     }
 
     /// For peers on a device too; where it is for them.
@@ -63,7 +65,7 @@ impl Exposed {
         domain: &ProtectionDomain,
         access: Access,
     ) -> Result<RemoteSlice, PoolError> {
-        let Held { regions, buf } = self.held.as_mut().expect("held until it is revoked");
+        let Held { ways: Ways { regions, .. }, buf } = self.held.as_mut().expect("held until it is revoked");
         if !regions.iter().any(|(on, _)| *on == index) {
             // SAFETY: the buffer's bytes are mapped while its lease lives. We own it until every region is deregistered,
             // give no reference into it, and put it away for ever if that fails. The region is never given to a queue.
@@ -78,9 +80,36 @@ impl Exposed {
         Ok(region.map_or(RemoteSlice { addr: 0, len: 0, rkey: 0 }, |(_, region)| region.remote(0..buf.len())))
     }
 
+    /// For the peer of one queue pair on a device: a window that is still to be bound to it. What
+    /// is under it is registered without remote rights, unless it was with such.
+    pub(super) fn open_window(
+        &mut self,
+        index: usize,
+        domain: &ProtectionDomain,
+        access: Access,
+    ) -> Result<Arc<Window>, PoolError> {
+        self.register(index, domain, Access::WINDOWS)?;
+        let Held { ways: Ways { regions, windows }, buf } =
+            self.held.as_mut().expect("held until it is revoked");
+        let Some((_, region)) = regions.iter().find(|(on, _)| *on == index) else {
+            return Err(PoolError::NoDomain { index });
+        };
+        let window = region.window(0..buf.len(), access).map_err(|error| {
+            let error = PoolError::from(error);
+            buf.core().counters.count_failure(&error);
+            error
+        })?;
+        let window = Window::new(window);
+        windows.retain(|(_, window)| window.is_open()); // those of links that are gone are not
+        windows.push((index, Arc::clone(&window)));
+        Ok(window)
+    }
+
     /// The device of a domain goes: it is not reached there any more. What the device does not let go stays registered.
     pub(crate) fn unregister(&mut self, index: usize) {
-        let Held { regions, .. } = self.held.as_mut().expect("held until it is revoked");
+        let Held { ways: Ways { regions, windows }, .. } =
+            self.held.as_mut().expect("held until it is revoked");
+        windows.retain(|(on, window)| *on != index || window.close().is_err());
         let Some(at) = regions.iter().position(|(on, _)| *on == index) else { return };
         let (_, region) = regions.swap_remove(at);
         if let Err((region, _)) = region.deregister() {
@@ -88,7 +117,9 @@ impl Exposed {
         }
     }
 
-    /// The buffer, as it was given; for a caller whose registration failed.
+    /// The buffer, as it was given; for a caller whose registration failed, or the window on it:
+    /// nobody has heard of it, so that nothing reaches the buffer even where the registration
+    /// stays.
     pub(super) fn into_buf(mut self) -> BufMut {
         let Held { buf, .. } = self.held.take().expect("held until it is revoked");
         not_exposed(&buf);
@@ -102,9 +133,11 @@ impl Exposed {
     /// What the peer needs to address it: send it these numbers. Without a device, all but the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
-        match self.held().regions.first() {
-            Some((_, region)) => region.remote(0..self.len()),
-            None => RemoteSlice { addr: 0, len: self.len() as u64, rkey: 0 },
+        let ways = &self.held().ways;
+        match (ways.windows.first(), ways.regions.first()) {
+            (Some((_, window)), _) => window.remote(),
+            (None, Some((_, region))) => region.remote(0..self.len()),
+            (None, None) => RemoteSlice { addr: 0, len: self.len() as u64, rkey: 0 },
         }
     }
 
@@ -121,10 +154,10 @@ impl Exposed {
     /// If they are not within it.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         match self.held() {
-            Held { regions, buf } if regions.is_empty() => {
+            Held { ways, buf } if ways.regions.is_empty() => {
                 out.copy_from_slice(&buf[offset..offset + out.len()]);
             }
-            Held { regions, .. } => regions[0].1.read(offset, out),
+            Held { ways, .. } => ways.regions[0].1.read(offset, out),
         }
     }
 
@@ -134,10 +167,10 @@ impl Exposed {
     /// If they are not within it.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         match self.held.as_mut().expect("held until it is revoked") {
-            Held { regions, buf } if regions.is_empty() => {
+            Held { ways, buf } if ways.regions.is_empty() => {
                 buf[offset..offset + bytes.len()].copy_from_slice(bytes);
             }
-            Held { regions, .. } => regions[0].1.write(offset, bytes),
+            Held { ways, .. } => ways.regions[0].1.write(offset, bytes),
         }
     }
 
@@ -146,46 +179,27 @@ impl Exposed {
     /// # Errors
     /// What the device said if it did not let go; it is still exposed then.
     pub fn revoke(mut self) -> Result<BufMut, (Self, PoolError)> {
-        let Held { regions, buf } = self.held.take().expect("held until it is revoked");
-        let (left, error) = release(regions);
-        match error {
+        let Held { mut ways, buf } = self.held.take().expect("held until it is revoked");
+        match ways.close() {
             None => {
                 not_exposed(&buf);
                 Ok(buf)
             }
             Some(error) => {
                 buf.core().counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
-                self.held = Some(Held { regions: left, buf });
+                self.held = Some(Held { ways, buf });
                 Err((self, error.into()))
             }
         }
     }
 }
 
-/// Deregisters; what is left if a device does not let go, and what it said.
-fn release(
-    regions: Vec<(usize, MemoryRegion)>,
-) -> (Vec<(usize, MemoryRegion)>, Option<ferrite_verbs::Error>) {
-    let (mut left, mut first) = (Vec::new(), None);
-    for (index, region) in regions {
-        if let Err((region, error)) = region.deregister() {
-            left.push((index, region));
-            first.get_or_insert(error);
-        }
-    }
-    (left, first)
-}
-
 impl Drop for Exposed {
     fn drop(&mut self) {
-        let Some(Held { regions, buf }) = self.held.take() else { return };
+        let Some(Held { ways, buf }) = self.held.take() else { return };
         not_exposed(&buf);
-        let (left, error) = release(regions);
-        if error.is_some() {
-            let core = std::sync::Arc::clone(buf.core());
-            core.counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
-            core.quarantine(left.into_iter().map(|(_, region)| region).collect(), buf);
-        }
+        let core = Arc::clone(buf.core());
+        core.elsewhere(move || ways.let_go(buf));
     }
 }
 

@@ -6,6 +6,7 @@
 //! that lock, under one of its own.
 
 use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::arena::Arena;
@@ -19,6 +20,10 @@ pub(super) struct Heap {
     pub(super) max_bytes: usize,
     /// Held while an arena is made: those who need it wait for it, nobody else does.
     pub(super) growth: Mutex<()>,
+    /// The last free chunk was given to a class since this was asked.
+    is_low: AtomicBool,
+    /// Arenas, for who only wants to know how many.
+    arenas: AtomicUsize,
     state: Mutex<State>,
 }
 
@@ -27,6 +32,10 @@ struct State {
     arenas: Vec<Arc<Arena>>,
     mapped_bytes: usize,
     chunks: Vec<Chunk>,
+    /// Places of chunks whose arena has gone.
+    vacant: Vec<u32>,
+    /// Arenas that nobody used when it was last looked at, but for one.
+    idle_before: usize,
     /// Chunks that no class has.
     free: BTreeSet<u32>,
     /// For each class, its chunks that have free blocks.
@@ -36,7 +45,8 @@ struct State {
 }
 
 struct Chunk {
-    arena: Arc<Arena>,
+    /// `None`: it has gone.
+    arena: Option<Arc<Arena>>,
     offset: usize,
     given: Option<Given>,
 }
@@ -57,7 +67,14 @@ pub(super) struct Holdings {
 
 impl Heap {
     pub(super) fn new(purpose: Purpose, max_bytes: usize) -> Self {
-        Self { purpose, max_bytes, growth: Mutex::default(), state: Mutex::default() }
+        Self {
+            purpose,
+            max_bytes,
+            growth: Mutex::default(),
+            is_low: AtomicBool::new(false),
+            arenas: AtomicUsize::new(0),
+            state: Mutex::default(),
+        }
     }
 
     /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that class, and from a free
@@ -71,7 +88,10 @@ impl Heap {
                 Some(chunk) => *chunk,
                 None if out.len() > start => return,
                 None => match state.give(core, self.purpose, class) {
-                    Some(chunk) => chunk,
+                    Some(chunk) => {
+                        self.is_low.store(state.free.is_empty(), Ordering::Relaxed);
+                        chunk
+                    }
                     None => return,
                 },
             };
@@ -107,6 +127,16 @@ impl Heap {
         }
     }
 
+    /// Whether the last free chunk has gone since this was asked: soon it has to grow.
+    pub(super) fn take_low(&self) -> bool {
+        self.is_low.load(Ordering::Relaxed) && self.is_low.swap(false, Ordering::Relaxed)
+    }
+
+    /// Whether every chunk belongs to a class.
+    pub(super) fn has_no_free_chunk(&self) -> bool {
+        lock(&self.state).free.is_empty()
+    }
+
     /// How much an arena of `step` bytes may have without passing the maximum.
     pub(super) fn room(&self, step: usize) -> usize {
         step.min(self.max_bytes - lock(&self.state).mapped_bytes)
@@ -116,12 +146,55 @@ impl Heap {
     pub(super) fn add(&self, arena: &Arc<Arena>) {
         let state = &mut *lock(&self.state);
         for offset in (0..arena.len()).step_by(CHUNK_BYTES) {
-            let Ok(chunk) = u32::try_from(state.chunks.len()) else { return };
-            state.chunks.push(Chunk { arena: Arc::clone(arena), offset, given: None });
+            let new = Chunk { arena: Some(Arc::clone(arena)), offset, given: None };
+            let chunk = if let Some(chunk) = state.vacant.pop() {
+                state.chunks[chunk as usize] = new;
+                chunk
+            } else {
+                let Ok(chunk) = u32::try_from(state.chunks.len()) else { return };
+                state.chunks.push(new);
+                chunk
+            };
             state.free.insert(chunk);
         }
         state.mapped_bytes += arena.len();
         state.arenas.push(Arc::clone(arena));
+        self.arenas.store(state.arenas.len(), Ordering::Relaxed);
+    }
+
+    /// Takes out up to `most` arenas that nobody has used, now and when this was last asked; never the first, and one
+    /// stays for who comes next, who would have to wait for its registration. The caller
+    /// drops them, which ends their registration, outside of every lock.
+    pub(super) fn take_idle(&self, most: usize) -> Vec<Arc<Arena>> {
+        let state = &mut *lock(&self.state);
+        let is_used = |arena: &Arc<Arena>| {
+            let of = |chunk: &&Chunk| chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena));
+            state.chunks.iter().filter(of).any(|chunk| chunk.given.is_some())
+        };
+        let idle: Vec<_> = state.arenas.iter().skip(1).filter(|arena| !is_used(arena)).cloned().collect();
+        let spare = idle.len().saturating_sub(1);
+        let before = std::mem::replace(&mut state.idle_before, spare);
+        let most = before.min(most).min(spare);
+        let taken: Vec<_> = idle.into_iter().rev().take(most).collect();
+        for arena in &taken {
+            for (index, chunk) in (0..).zip(&mut state.chunks) {
+                if chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena)) {
+                    chunk.arena = None;
+                    state.free.remove(&index);
+                    state.vacant.push(index);
+                }
+            }
+            state.arenas.retain(|of| !Arc::ptr_eq(of, arena));
+            state.mapped_bytes -= arena.len();
+        }
+        state.idle_before -= taken.len();
+        self.arenas.store(state.arenas.len(), Ordering::Relaxed);
+        taken
+    }
+
+    /// Whether it has more than what it began with, and one for who comes next.
+    pub(super) fn has_grown(&self) -> bool {
+        self.arenas.load(Ordering::Relaxed) > 2
     }
 
     /// What it has now.
@@ -148,7 +221,7 @@ impl State {
     fn give(&mut self, core: &Arc<Core>, purpose: Purpose, class: SizeClass) -> Option<u32> {
         let index = self.free.pop_first()?;
         let chunk = &mut self.chunks[index as usize];
-        let slab = Slab::new(core, &chunk.arena, chunk.offset, index, purpose, class);
+        let slab = Slab::new(core, chunk.arena.as_ref()?, chunk.offset, index, purpose, class);
         // Backwards, so that the lowest is taken first.
         let free = (0..class.blocks_per_chunk() as u32).rev().collect();
         chunk.given = Some(Given { slab: Arc::new(slab), free });

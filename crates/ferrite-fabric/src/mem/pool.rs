@@ -7,12 +7,13 @@ use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 use super::budget::Account;
 use super::buf::{Buf, BufMut};
 use super::class::{CHUNK_BYTES, Purpose, SizeClass};
-use super::core::Core;
+use super::core::{Core, Elsewhere};
 use super::error::PoolError;
 use super::exposed::Exposed;
 use super::heap::Heap;
 use super::lease::Lease;
 use super::stats::PoolStats;
+use super::window::Window;
 
 /// How large a pool is. Sizes are in bytes and count in chunks of 2 MiB: limits are rounded down, the rest up.
 ///
@@ -29,8 +30,8 @@ pub struct PoolConfig {
     pub memory_pool_initial: usize,
     /// Registered at a time when a heap has run out. 4 MiB.
     pub memory_pool_increase: usize,
-    /// The most that is ever registered, receives included. 1 GiB. Every device pins it, and counts it against the
-    /// locked-memory limit, by itself.
+    /// The most that is ever registered, receives included. 1 GiB. Every device of a pool pins it, and
+    /// counts it against the locked-memory limit, by itself; an engine divides it among its devices.
     pub memory_pool_max: usize,
     /// The part of it that only receives may use; sends have the rest. 512 MiB. At least 2 MiB on either side.
     pub receive_reserve: usize,
@@ -298,6 +299,11 @@ impl Pool {
         Err((buf, PoolError::Misuse(wrong.into())))
     }
 
+    /// From now on registrations that are let go of end where `elsewhere` has it done.
+    pub(crate) fn set_elsewhere(&self, elsewhere: Elsewhere) {
+        self.0.core.set_elsewhere(elsewhere);
+    }
+
     /// The same for peers that this process serves by itself: nothing is registered.
     ///
     /// # Errors
@@ -310,6 +316,35 @@ impl Pool {
             return Err((buf, PoolError::Misuse("an empty buffer has nothing to reach".into())));
         }
         Ok(Exposed::new(buf))
+    }
+
+    /// The same for the peer of one queue pair on `domain`, which is to bind the window: nobody
+    /// else reaches it.
+    pub(crate) fn expose_by_window(
+        &self,
+        buf: BufMut,
+        domain: usize,
+        access: Access,
+    ) -> Result<(Exposed, Arc<Window>), (BufMut, PoolError)> {
+        let mut exposed = self.expose_without_device(buf)?;
+        match self.open_window(&mut exposed, domain, access) {
+            Ok(window) => Ok((exposed, window)),
+            Err(error) => Err((exposed.into_buf(), error)),
+        }
+    }
+
+    /// Lets the peer of one more queue pair, which is to bind the window, reach what is exposed
+    /// already.
+    pub(crate) fn open_window(
+        &self,
+        exposed: &mut Exposed,
+        domain: usize,
+        access: Access,
+    ) -> Result<Arc<Window>, PoolError> {
+        match self.0.core.domain(domain) {
+            Some(of) => exposed.open_window(domain, &of, access),
+            None => Err(PoolError::NoDomain { index: domain }),
+        }
     }
 
     /// Lets peers on another domain reach what is exposed already; where it is for them.
@@ -330,6 +365,18 @@ impl Pool {
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn retry_quarantined(&self) -> usize {
         self.0.core.retry_quarantined()
+    }
+
+    /// Gives up to `most` arenas of each purpose back to the system, of those that no buffer was in now and when this was last
+    /// called; what the pool began with stays, and one more. `false` when there is no more than that. Engines call it every few seconds.
+    #[expect(clippy::must_use_candidate, reason = "called for its effect")]
+    pub fn shrink(&self, most: usize) -> bool {
+        self.0.core.shrink(most)
+    }
+
+    /// Whether [`Pool::shrink`] may have something to do.
+    pub(crate) fn has_grown(&self) -> bool {
+        self.0.core.heaps.iter().any(Heap::has_grown)
     }
 
     /// Whether a buffer is of this pool.

@@ -34,6 +34,8 @@ pub struct PoolStats {
     pub mapped_bytes: u64,
     /// Registered: the mapped bytes, once for every domain.
     pub registered_bytes: u64,
+    /// The most that is ever registered.
+    pub registered_max_bytes: u64,
     /// Mappings.
     pub arenas: u64,
     /// How often it has grown since it was made.
@@ -145,6 +147,8 @@ impl PoolStats {
                 Purpose::Receive => stats.receive = of,
             }
         }
+        let max_bytes = stats.send.max_bytes + stats.receive.max_bytes;
+        stats.registered_max_bytes = max_bytes * core.domains() as u64;
         stats.registered_bytes = stats.mapped_bytes * core.live_domains().len() as u64;
         stats
     }
@@ -165,6 +169,7 @@ impl PoolStats {
         let Self {
             mapped_bytes,
             registered_bytes,
+            registered_max_bytes,
             arenas,
             growths,
             pages,
@@ -180,6 +185,7 @@ impl PoolStats {
         let mut out = vec![
             ("mapped_bytes".to_owned(), *mapped_bytes),
             ("registered_bytes".to_owned(), *registered_bytes),
+            ("registered_max_bytes".to_owned(), *registered_max_bytes),
             ("arenas".to_owned(), *arenas),
             ("growths_total".to_owned(), *growths),
             ("normal_pages_bytes".to_owned(), *normal_bytes),

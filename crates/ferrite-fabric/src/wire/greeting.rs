@@ -33,6 +33,14 @@ pub struct Resume {
     pub received: u64,
 }
 
+impl Resume {
+    /// Whether this answers `asked`: both name the same link, each from its own side.
+    #[must_use]
+    pub fn answers(&self, asked: &Self) -> bool {
+        (self.yours, self.mine) == (asked.mine, asked.yours)
+    }
+}
+
 impl Greeting {
     /// Its bytes.
     ///

@@ -236,11 +236,11 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
     }
 }
 
-/// A peer that begins the handshake and does not end it costs a place, for a while.
+/// A peer that begins the handshake and does not end it makes place for another that means it.
 pub(crate) fn half_open(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let config =
-        Config { max_half_open: 1, connection_timeout: Duration::from_millis(400), ..Config::default() };
+        Config { max_half_open: 1, connection_timeout: Duration::from_secs(20), ..Config::default() };
     let [a, b] = [peer, host].map(|host| fixture.engine(host, &config));
     let mut listener = b.listen(host.any_port()).expect("listen");
     let id = cm::resolve(fixture.verbs(), Some(peer.any_port()), listener.local_addr(), PATIENCE)
@@ -261,14 +261,14 @@ pub(crate) fn half_open(fixture: &Fixture) {
     };
     id.connect(&params).expect("connect");
     until(&[&b], "it is half open", || b.stats().links == 1);
-    // Another is told to come again, comes again, and gets its turn when the first has used up its time.
+    // Another may be told to come again, comes again, and gets its turn long before the first has used up its time.
     let begun = Instant::now();
     let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_secs(10));
     let connecting = a.connect_with(listener.local_addr(), &options);
     let (there, here) = drive(&[&a, &b], async { join!(connecting, listener.accept()) });
     let links = (there.expect("a link"), here.expect("a link"));
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    assert!(b.stats().refused > 0, "it was told to come again");
+    assert_eq!(b.stats().crowded_out, 1);
     drop((links, listener, id));
     clear([a, b]);
 }

@@ -71,6 +71,10 @@ impl CallContext {
         NonNull::new(raw).map(|raw| Self { raw, is_subscribed: false })
     }
 
+    pub(super) fn raw(&self) -> *mut RawContext {
+        self.raw.as_ptr()
+    }
+
     /// For what the module asks for itself.
     pub(crate) fn context(&self) -> Option<Context<'_>> {
         // SAFETY: it is there as long as this is, and used on the engine's main thread alone, as this is.
@@ -234,8 +238,8 @@ impl Acting<'_> {
     }
 
     /// Whether the user may call this. A call would say so too, and leave a word of it in ACL LOG.
-    pub(crate) fn may(&self, words: Words<'_>) -> bool {
-        let Some(words) = words.iter().map(Text::of).collect::<Option<Vec<_>>>() else {
+    pub(crate) fn may<'w>(&self, words: impl Iterator<Item = &'w [u8]>) -> bool {
+        let Some(words) = words.map(Text::of).collect::<Option<Vec<_>>>() else {
             return false;
         };
         let mut raw: Vec<_> = words.iter().map(Text::as_ptr).collect();
@@ -270,9 +274,17 @@ impl Text {
         Self::of(text.as_bytes())
     }
 
-    pub(super) fn of(bytes: &[u8]) -> Option<Self> {
+    pub(crate) fn of(bytes: &[u8]) -> Option<Self> {
         // SAFETY: the bytes are copied. Without a context the string is nobody's but ours.
         let raw = unsafe { (api().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
+        NonNull::new(raw).map(|raw| Self(raw, PhantomData))
+    }
+
+    /// Takes a string that the engine made; `None` if it is null.
+    ///
+    /// # Safety
+    /// The string is the caller's to free, and is used by nobody else.
+    pub(super) unsafe fn from_raw(raw: *mut RawString) -> Option<Self> {
         NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 

@@ -45,6 +45,23 @@ pub(crate) struct RawEvent {
     pub(crate) version: u64,
 }
 
+/// What the engine tells of a client, in the first version of the structure, which all engines fill.
+#[repr(C)]
+pub(crate) struct RawClientInfo {
+    pub(super) version: u64,
+    pub(super) flags: u64,
+    pub(super) id: u64,
+    address: [c_char; 46],
+    port: u16,
+    pub(super) db: u16,
+}
+
+impl RawClientInfo {
+    pub(super) fn new() -> Self {
+        Self { version: 1, flags: 0, id: 0, address: [0; 46], port: 0, db: 0 }
+    }
+}
+
 pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
@@ -156,6 +173,10 @@ table! { required {
     user_from_name = "GetModuleUserFromUserName": unsafe extern "C" fn(*mut RawString) -> *mut RawUser;
     free_user = "FreeModuleUser": unsafe extern "C" fn(*mut RawUser) -> c_int;
     may_call = "ACLCheckCommandPermissions": unsafe extern "C" fn(*mut RawUser, *mut *mut RawString, c_int) -> c_int;
+    client_id = "GetClientId": unsafe extern "C" fn(*mut RawContext) -> c_ulonglong;
+    client_info = "GetClientInfoById": unsafe extern "C" fn(*mut RawClientInfo, u64) -> c_int;
+    client_user_name = "GetClientUserNameById": unsafe extern "C" fn(*mut RawContext, u64) -> *mut RawString;
+    set_client_name = "SetClientNameById": unsafe extern "C" fn(u64, *mut RawString) -> c_int;
     open_key = "OpenKey": unsafe extern "C" fn(*mut RawContext, *mut RawString, c_int) -> *mut RawKey;
     close_key = "CloseKey": unsafe extern "C" fn(*mut RawKey);
     key_type = "KeyType": unsafe extern "C" fn(*mut RawKey) -> c_int;

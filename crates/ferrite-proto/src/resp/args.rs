@@ -79,6 +79,16 @@ pub struct Args<'a> {
     rest: &'a [u8],
 }
 
+impl Args<'_> {
+    /// Returns how long the next argument says that it is, also if it has not arrived. `None`: there is
+    /// no next one, or its length has not arrived.
+    #[must_use]
+    pub fn announced(&self) -> Option<usize> {
+        self.count.checked_sub(1)?;
+        header(self.rest.strip_prefix(b"$")?).map(|(size, _)| size)
+    }
+}
+
 impl<'a> Iterator for Args<'a> {
     type Item = &'a [u8];
 

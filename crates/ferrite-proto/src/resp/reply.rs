@@ -44,13 +44,16 @@ pub struct ReplyFramer {
     /// Attributes came, their value did not begin yet.
     attributed: bool,
     frame_bytes: u64,
+    /// Values of the reply that has begun.
+    values: u64,
 }
 
 impl ReplyFramer {
     /// Before the first reply.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
-        Self { limits, state: State::Start, levels: Vec::new(), attributed: false, frame_bytes: 0 }
+        let (levels, state) = (Vec::new(), State::Start);
+        Self { limits, state, levels, attributed: false, frame_bytes: 0, values: 0 }
     }
 
     /// Whether a reply has begun and not ended.
@@ -79,12 +82,18 @@ impl ReplyFramer {
                 self.frame_bytes = self.frame_bytes.saturating_add(at as u64);
                 return Ok(Progress { consumed: at, complete: false });
             };
-            match self.step(rest) {
+            let room = self.limits.reply_bytes.saturating_sub(self.frame_bytes).saturating_sub(at as u64);
+            if room == 0 {
+                self.state = State::Failed(ReplyError::TooLarge { limit: self.limits.reply_bytes });
+                continue;
+            }
+            let room = usize::try_from(room).unwrap_or(usize::MAX);
+            match self.step(rest.get(..room).unwrap_or(rest)) {
                 Ok((taken, next)) => {
                     at += taken;
                     self.state = next;
                     if next == State::Start {
-                        self.frame_bytes = 0;
+                        (self.frame_bytes, self.values) = (0, 0);
                         return Ok(Progress { consumed: at, complete: true });
                     }
                 }
@@ -121,6 +130,10 @@ impl ReplyFramer {
     }
 
     fn value_begins(&mut self, kind: u8) -> Result<State, ReplyError> {
+        self.values = self.values.saturating_add(1);
+        if self.values > self.limits.reply_values {
+            return Err(ReplyError::TooMany { limit: self.limits.reply_values });
+        }
         let line = |kind| State::Line { kind, len: 0 };
         let state = match kind {
             b'+' | b'-' | b',' => line(Scalar::Text),

@@ -4,15 +4,18 @@
 //! and thousands of connections cost little; a value of megabytes would wait at every turn. So a client that has filled its
 //! window by a few writes is given a large one, as large as there is memory for, and a small one again when its writes are small:
 //! at the next announcement, the only moment when nobody writes.
+//!
+//! Other memory is registered elsewhere if the engine has threads for that (`Bare::prepare`). Until it is ready the window
+//! stays what it is, and goes on at an announcement after that.
 
-use ferrite_fabric::mem::{Exposed, Purpose, SizeClass};
-use ferrite_fabric::{Bare, Error};
+use ferrite_fabric::mem::{Exposed, SizeClass};
+use ferrite_fabric::{Bare, Preparing};
 use ferrite_proto::{Registration, Role};
 
 use super::ValkeyConfig;
 
-/// Who fills a window by so many writes, or fewer, gets a larger one. For others it would not be worth what each step costs everybody:
-/// memory is registered and cleared on the thread that drives the engine, which holds up all clients for as long as many requests take.
+/// Who fills a window by so many writes, or fewer, gets a larger one. For others it would not be worth what each step costs:
+/// memory is registered and cleared, which takes as long as many requests.
 const FEW: u64 = 2;
 /// Bytes of a write, on average, below which a window need not be larger than at first.
 const SMALL: u64 = 512;
@@ -24,6 +27,8 @@ const SHARE: u64 = 16;
 pub(super) struct Window {
     memory: Exposed,
     bytes: u32,
+    /// What it becomes, and how large that is.
+    next: Option<(Preparing, u32)>,
     /// Writes since it was announced.
     notices: u64,
     /// What it may be.
@@ -32,14 +37,14 @@ pub(super) struct Window {
 }
 
 impl Window {
-    pub(super) fn new(bare: &Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+    /// Of memory that was made ready for it: [`ValkeyConfig::window_bytes`] of it.
+    pub(super) fn new(memory: Exposed, role: Role, config: &ValkeyConfig) -> Self {
         let small_bytes = config.window_bytes;
         let large_bytes = match role {
             Role::Server => config.window_max_bytes.max(small_bytes),
             Role::Client => small_bytes, // a Valkey server dies of another length
         };
-        let memory = expose(bare, small_bytes)?;
-        Ok(Self { memory, bytes: small_bytes, notices: 0, small_bytes, large_bytes })
+        Self { memory, bytes: small_bytes, next: None, notices: 0, small_bytes, large_bytes }
     }
 
     /// What the peer is told.
@@ -60,6 +65,9 @@ impl Window {
     /// It is full and everything was taken: makes it what it should be from now on, and says whether that is other memory.
     pub(super) fn renew(&mut self, bare: &Bare) -> bool {
         let writes = std::mem::take(&mut self.notices).max(1);
+        if self.next.is_some() {
+            return self.take_next();
+        }
         let bytes = if writes <= FEW {
             self.fitting(self.step_up(), bare)
         } else if u64::from(self.bytes) / writes < SMALL {
@@ -70,8 +78,16 @@ impl Window {
         if bytes == self.bytes {
             return false;
         }
-        // Without memory it stays as it is.
-        let Ok(memory) = expose(bare, bytes) else { return false };
+        self.next = Some((bare.prepare(bytes as usize), bytes));
+        self.take_next()
+    }
+
+    /// Goes on with the memory that is made ready for it, if it is; else it stays as it is.
+    fn take_next(&mut self) -> bool {
+        let Some((preparing, bytes)) = &mut self.next else { return false };
+        let (Some(prepared), bytes) = (preparing.try_take(), *bytes) else { return false };
+        self.next = None;
+        let Ok(memory) = prepared else { return false };
         (self.memory, self.bytes) = (memory, bytes);
         true
     }
@@ -108,10 +124,4 @@ fn block_bytes(window: u32) -> u64 {
 
 fn class_bytes() -> impl DoubleEndedIterator<Item = u32> {
     SizeClass::ALL.into_iter().map(|class| class.bytes() as u32)
-}
-
-fn expose(bare: &Bare, bytes: u32) -> Result<Exposed, Error> {
-    let mut buf = bare.pool().take_uncharged(bytes as usize, Purpose::Receive)?;
-    buf.fill(0); // what the last user left is not for the peer
-    bare.expose(buf).map_err(|(_, error)| Error::from(error))
 }

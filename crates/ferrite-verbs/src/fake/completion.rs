@@ -17,7 +17,7 @@ use crate::sys;
 pub(super) struct Channel {
     pub(super) context: Id,
     /// Queues that have something.
-    events: Events<Id>,
+    pub(super) events: Events<Id>,
     raw: Ptr<sys::ibv_comp_channel>,
 }
 
@@ -88,6 +88,17 @@ impl State {
             if let Some(channel) = channel.and_then(|id| self.channels.get_mut(&id)) {
                 channel.events.push(queue_id);
             }
+        }
+    }
+
+    /// Removes the completions of a queue pair that is gone.
+    pub(super) fn clean(&mut self, queue: Id, qp_num: u32) {
+        let Some(queue) = self.queues.get_mut(&queue) else { return };
+        let (gone, kept): (VecDeque<_>, _) =
+            std::mem::take(&mut queue.entries).into_iter().partition(|entry| entry.wc.qp_num == qp_num);
+        queue.entries = kept;
+        for entry in gone {
+            self.give_back(entry.frees);
         }
     }
 
@@ -189,7 +200,7 @@ pub(super) unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
         enter_until("ibv_destroy_cq", cq, Some(ACK_PATIENCE), |state, id| {
             let used = state.queue_pairs.values().any(|qp| qp.send_cq == id || qp.recv_cq == id);
             match state.queues.get(&id) {
-                None => return Poll::Ready(Err(Errno::INVAL)),
+                None => return Poll::Ready(Err(state.no_object())),
                 Some(_) if used => return Poll::Ready(Err(Errno::BUSY)),
                 Some(queue) if queue.unacked > 0 => return Poll::Pending,
                 Some(_) => {}

@@ -7,7 +7,7 @@ use rustix::io::Errno;
 
 use super::object::{self, Events, Id, Object, Ptr, code, enter, enter_until, extended, pointer};
 use super::state::State;
-use super::{DeviceSpec, World, completion, engine, receive};
+use super::{DeviceSpec, World, completion, engine, receive, window};
 use crate::sys;
 
 /// Used entries are first in a table of this length.
@@ -131,6 +131,40 @@ impl State {
         self.leave_device(device);
     }
 
+    /// See [`World::disassociate_device`].
+    pub(super) fn disassociate(&mut self, device: Id) {
+        self.remove(device);
+        self.disassociated = true;
+        let contexts: Vec<Id> =
+            self.contexts.iter().filter(|(_, context)| context.device == device).map(|(id, _)| *id).collect();
+        let of = |context: Id| contexts.contains(&context);
+        let domains: Vec<Id> =
+            self.domains.iter().filter(|(_, domain)| of(domain.context)).map(|(id, _)| *id).collect();
+        let kept = |domain: Id| !domains.contains(&domain);
+        // What callers have of them stays where it is, as a provider's does.
+        self.queue_pairs.retain(|_, qp| kept(qp.domain));
+        self.by_qp_num.retain(|_, id| self.queue_pairs.contains_key(id));
+        self.windows.retain(|_, window| kept(window.domain));
+        self.srqs.retain(|_, srq| kept(srq.domain));
+        self.queues.retain(|_, queue| !of(queue.context));
+        self.regions.retain(|_, region| kept(region.domain));
+        self.keys.retain(|_, id| self.regions.contains_key(id));
+        self.domains.retain(|id, _| kept(*id));
+        for context in self.contexts.values_mut().filter(|context| context.device == device) {
+            // Those about objects go with them, as `ib_uverbs_release_uevent` has it.
+            context.events.remove(|event| !matches!(event.subject, Subject::Device | Subject::Port(_)));
+            context.events.close();
+        }
+        for channel in self.channels.values_mut().filter(|channel| of(channel.context)) {
+            channel.events.close();
+        }
+    }
+
+    /// The answer to whoever names an object that is not there.
+    pub(super) fn no_object(&self) -> Errno {
+        if self.disassociated { Errno::IO } else { Errno::INVAL }
+    }
+
     /// Drops events about an object that goes.
     pub(super) fn forget_async(&mut self, context: Id, subject: Subject) {
         if let Some(context) = self.contexts.get_mut(&context) {
@@ -182,6 +216,8 @@ fn new_context(device: Ptr<sys::ibv_device>, async_fd: c_int) -> sys::verbs_cont
     raw.context.ops.post_send = Some(engine::post_send);
     raw.context.ops.post_recv = Some(receive::post_recv);
     raw.context.ops.post_srq_recv = Some(receive::post_srq_recv);
+    raw.context.ops.alloc_mw = Some(window::alloc_mw);
+    raw.context.ops.dealloc_mw = Some(window::dealloc_mw);
     raw
 }
 
@@ -225,6 +261,27 @@ pub(super) unsafe extern "C" fn free_device_list(list: *mut *mut sys::ibv_device
         }
         drop(Box::from_raw(std::ptr::slice_from_raw_parts_mut(list, len + 1)));
     }
+}
+
+pub(super) unsafe extern "C" fn fork_init() -> c_int {
+    use sys::ibv_fork_status as Status;
+    object::code(World::current().ok_or(Errno::NOSYS).and_then(|world| {
+        let mut state = world.lock();
+        if let Some(errno) = state.take_fault("ibv_fork_init") {
+            return Err(errno);
+        }
+        if state.forks == Status::IBV_FORK_DISABLED {
+            if !state.domains.is_empty() {
+                return Err(Errno::INVAL); // too late, as `ibv_fork_init` has it: something is registered
+            }
+            state.forks = Status::IBV_FORK_ENABLED;
+        }
+        Ok(())
+    }))
+}
+
+pub(super) unsafe extern "C" fn is_fork_initialized() -> sys::ibv_fork_status {
+    World::current().map_or(sys::ibv_fork_status::IBV_FORK_DISABLED, |world| world.lock().forks)
 }
 
 pub(super) unsafe extern "C" fn get_device_name(device: *mut sys::ibv_device) -> *const c_char {
@@ -291,6 +348,8 @@ pub(super) unsafe extern "C" fn query_device(
                 max_cqe: count(spec.max_cqe),
                 max_mr: count(spec.max_mr),
                 max_pd: count(spec.max_pd),
+                max_mw: if spec.queue_pair_windows { count(spec.max_mw) } else { 0 },
+                device_cap_flags: if spec.queue_pair_windows { crate::mw::TYPE_2B } else { 0 },
                 max_qp_rd_atom: count(spec.max_reads),
                 max_qp_init_rd_atom: count(spec.max_reads),
                 max_srq: count(spec.max_srq),

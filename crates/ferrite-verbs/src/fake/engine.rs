@@ -16,6 +16,7 @@ use super::memory::{self, LOCAL_WRITE, Piece, REMOTE_READ, REMOTE_WRITE, Span};
 use super::object::{Id, Ptr, code, enter};
 use super::receive::Receive;
 use super::state::State;
+use super::window::Binding;
 use crate::sys;
 use crate::sys::ibv_event_type as Event;
 use crate::sys::ibv_qp_state as QpState;
@@ -29,6 +30,9 @@ pub(super) const RTS: QpState = QpState::IBV_QPS_RTS;
 pub(super) const ERROR: QpState = QpState::IBV_QPS_ERR;
 
 pub(super) const MAX_MESSAGE_BYTES: u32 = 1 << 30;
+
+/// The fault of a post whose requests are all queued.
+pub(super) const DOORBELL: &str = "doorbell";
 
 /// As `rnr_retry`: wait for a receive for ever.
 const RNR_FOR_EVER: u8 = 7;
@@ -71,6 +75,8 @@ pub(super) struct Send {
     imm: Option<u32>,
     remote_addr: u64,
     rkey: u32,
+    /// Of a request that binds a window.
+    binding: Option<Binding>,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -78,6 +84,8 @@ enum Kind {
     Send,
     Write,
     Read,
+    Bind,
+    Invalidate,
 }
 
 enum Payload {
@@ -156,6 +164,15 @@ impl State {
         if send.len > MAX_MESSAGE_BYTES.into() {
             return Outcome::Fail(Status::IBV_WC_LOC_LEN_ERR);
         }
+        let local_operation = match (send.kind, &send.binding) {
+            (Kind::Bind, Some(binding)) => Some(self.bind_window(id, binding)),
+            (Kind::Invalidate, _) => Some(self.invalidate_window(id, send.rkey)),
+            _ => None,
+        };
+        if let Some(done) = local_operation {
+            return done.map_or_else(Outcome::Fail, |()| Outcome::Done);
+        }
+        let qp = &self.queue_pairs[&id];
         if send.kind == Kind::Read && qp.attr.max_rd_atomic == 0 {
             return Outcome::Wait;
         }
@@ -188,7 +205,7 @@ impl State {
         let qp = &self.queue_pairs[&id];
         let domain = qp.domain;
         let (needed, accepts) = match send.kind {
-            Kind::Send => (0, true),
+            Kind::Send | Kind::Bind | Kind::Invalidate => (0, true),
             Kind::Write => (REMOTE_WRITE, true),
             Kind::Read => (REMOTE_READ, qp.attr.max_dest_rd_atomic > 0),
         };
@@ -203,11 +220,10 @@ impl State {
             return Ok(Answer::ReceiverNotReady);
         }
         if needed != 0 {
-            let remote =
-                self.remote(domain, send.rkey, send.remote_addr, send.len, needed).ok_or(Refusal {
-                    why: Status::IBV_WC_REM_ACCESS_ERR,
-                    event: Some(Event::IBV_EVENT_QP_ACCESS_ERR),
-                })?;
+            let remote = self.remote(id, send.rkey, send.remote_addr, send.len, needed).ok_or(Refusal {
+                why: Status::IBV_WC_REM_ACCESS_ERR,
+                event: Some(Event::IBV_EVENT_QP_ACCESS_ERR),
+            })?;
             match send.kind {
                 Kind::Read => memory::copy(&[remote], local),
                 _ => memory::copy(local, &[remote]),
@@ -253,6 +269,8 @@ impl State {
             Kind::Send => Opcode::IBV_WC_SEND,
             Kind::Write => Opcode::IBV_WC_RDMA_WRITE,
             Kind::Read => Opcode::IBV_WC_RDMA_READ,
+            Kind::Bind => Opcode::IBV_WC_BIND_MW,
+            Kind::Invalidate => Opcode::IBV_WC_LOCAL_INV,
         };
         let wc = sys::ibv_wc {
             wr_id: send.wr_id,
@@ -292,9 +310,9 @@ impl State {
             return;
         }
         qp.state = ERROR;
-        let (context, has_srq) = (qp.context, qp.srq.is_some());
+        let (context, has_srq, device) = (qp.context, qp.srq.is_some(), qp.device);
         self.flush(id);
-        if has_srq {
+        if has_srq && self.devices.get(&device).is_some_and(|device| device.spec.reports_last_receive) {
             self.notify(context, Event::IBV_EVENT_QP_LAST_WQE_REACHED, Subject::QueuePair(id));
         }
     }
@@ -390,6 +408,8 @@ impl Send {
             Op::IBV_WR_RDMA_WRITE => (Kind::Write, false),
             Op::IBV_WR_RDMA_WRITE_WITH_IMM => (Kind::Write, true),
             Op::IBV_WR_RDMA_READ => (Kind::Read, false),
+            Op::IBV_WR_BIND_MW => (Kind::Bind, false),
+            Op::IBV_WR_LOCAL_INV => (Kind::Invalidate, false),
             _ => return Err(Errno::INVAL),
         };
         let has = |flag: sys::ibv_send_flags| wr.send_flags & flag.0 != 0;
@@ -415,7 +435,11 @@ impl Send {
             len,
             imm: with_imm.then_some(imm),
             remote_addr: remote.remote_addr,
-            rkey: remote.rkey,
+            // The member of the union that both have at the same place.
+            rkey: if kind == Kind::Invalidate { imm } else { remote.rkey },
+            // SAFETY: the opcode says that this member was written, and its window and region are
+            // alive.
+            binding: (kind == Kind::Bind).then(|| unsafe { Binding::from_raw(&wr.__bindgen_anon_2.bind_mw) }),
         })
     }
 }
@@ -449,6 +473,9 @@ pub(super) unsafe extern "C" fn post_send(
                 }
             }
             *bad_wr = wr;
+            if let (Ok(()), Some(errno)) = (&result, state.take_fault(DOORBELL)) {
+                return Err(errno); // all are queued, and `bad_wr` is null
+            }
             state.settle();
             result
         })

@@ -19,7 +19,7 @@ pub(super) const REMOTE_READ: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_REA
 const KNOWN_ACCESS: u32 = 0xff | 0x3ff0_0000;
 
 /// Keys are an index and a tag: a local key given to a peer, or the other way round, is refused.
-const KEY_TAG: u32 = 0xff;
+pub(super) const KEY_TAG: u32 = 0xff;
 const LOCAL_TAG: u32 = 0x01;
 const REMOTE_TAG: u32 = 0x02;
 
@@ -29,12 +29,12 @@ pub(super) struct Domain {
 }
 
 pub(super) struct Region {
-    domain: Id,
+    pub(super) domain: Id,
     /// Where it is, and where its keys say it is.
     at: usize,
     iova: u64,
     len: u64,
-    access: u32,
+    pub(super) access: u32,
     index: u32,
     raw: Ptr<sys::ibv_mr>,
 }
@@ -61,6 +61,20 @@ impl Span {
     }
 }
 
+impl Region {
+    /// `len` bytes of it; `None` if they are not within it.
+    pub(super) fn part(&self, addr: u64, len: u64) -> Option<Span> {
+        let offset = addr.checked_sub(self.iova)?;
+        (offset.checked_add(len)? <= self.len).then_some(())?;
+        Some(Span { at: self.at + usize::try_from(offset).ok()?, len: usize::try_from(len).ok()? })
+    }
+
+    /// Whether it is what a local key names.
+    pub(super) fn has_local_key(&self, lkey: u32) -> bool {
+        lkey == self.index << 8 | LOCAL_TAG
+    }
+}
+
 impl State {
     /// The first `len` bytes of `pieces`; `None` if a key does not allow `access`.
     pub(super) fn local(&self, domain: Id, pieces: &[Piece], mut len: u64, access: u32) -> Option<Vec<Span>> {
@@ -75,21 +89,22 @@ impl State {
         Some(spans)
     }
 
-    /// `len` bytes that a peer named; `None` if the key does not allow `access`.
-    pub(super) fn remote(&self, domain: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
+    /// `len` bytes that the peer of `qp` named; `None` if the key does not allow `access`.
+    pub(super) fn remote(&self, qp: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
         if len == 0 {
             return Some(Span { at: 0, len: 0 });
         }
-        self.span(domain, REMOTE_TAG, rkey, addr, len, access)
+        if let Some(window) = self.window_with_key(rkey) {
+            let region = self.regions.get(&window.allows(qp, rkey, addr, len, access)?)?;
+            return region.part(addr, len);
+        }
+        self.span(self.queue_pairs.get(&qp)?.domain, REMOTE_TAG, rkey, addr, len, access)
     }
 
     fn span(&self, domain: Id, tag: u32, key: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
         let region = self.regions.get(self.keys.get(&(key >> 8))?)?;
-        let offset = addr.checked_sub(region.iova)?;
-        let fits = offset.checked_add(len)? <= region.len;
         let allowed = region.domain == domain && key & KEY_TAG == tag && region.access & access == access;
-        (fits && allowed).then_some(())?;
-        Some(Span { at: region.at + usize::try_from(offset).ok()?, len: usize::try_from(len).ok()? })
+        allowed.then(|| region.part(addr, len)).flatten()
     }
 
     fn register(
@@ -135,6 +150,7 @@ impl State {
 
     fn domain_is_used(&self, domain: Id) -> bool {
         self.regions.values().any(|region| region.domain == domain)
+            || self.windows.values().any(|window| window.domain == domain)
             || self.srqs.values().any(|srq| srq.domain == domain)
             || self.queue_pairs.values().any(|qp| qp.domain == domain)
     }
@@ -216,7 +232,7 @@ pub(super) unsafe extern "C" fn dealloc_pd(pd: *mut sys::ibv_pd) -> c_int {
             if state.domain_is_used(id) {
                 return Err(Errno::BUSY);
             }
-            object::free(state.domains.remove(&id).ok_or(Errno::INVAL)?.raw);
+            object::free(state.domains.remove(&id).ok_or(state.no_object())?.raw);
             Ok(())
         })
     })
@@ -253,7 +269,11 @@ pub(super) unsafe extern "C" fn dereg_mr(mr: *mut sys::ibv_mr) -> c_int {
     // SAFETY: the caller's region is alive until here, and not used after.
     code(unsafe {
         enter("ibv_dereg_mr", mr, |state, id| {
-            let region = state.regions.remove(&id).ok_or(Errno::INVAL)?;
+            // As Soft-RoCE: not before its windows.
+            if state.windows.values().any(|window| window.is_on(id)) {
+                return Err(Errno::INVAL);
+            }
+            let region = state.regions.remove(&id).ok_or(state.no_object())?;
             state.keys.remove(&region.index);
             object::free(region.raw);
             Ok(())

@@ -13,13 +13,13 @@
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
+use std::io::{PipeReader, PipeWriter};
 use std::mem::offset_of;
-use std::os::fd::{AsRawFd, OwnedFd, RawFd};
+use std::os::fd::{AsRawFd, RawFd};
 use std::sync::Weak;
 use std::task::Poll;
 use std::time::Duration;
 
-use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{OFlags, fcntl_getfl};
 use rustix::io::Errno;
 
@@ -150,6 +150,10 @@ pub(super) unsafe fn enter_until<C, T>(
     // SAFETY: the caller vouches for `raw`.
     let (world, id) = unsafe { (world_of(raw).ok_or(Errno::INVAL)?, id_of(raw).ok_or(Errno::INVAL)?) };
     let mut state = world.lock();
+    state.calls.entry(std::thread::current().id()).or_default().insert(call);
+    while state.held.contains(call) {
+        state = world.wait(state, None).0;
+    }
     if let Some(errno) = state.take_fault(call) {
         return Err(errno);
     }
@@ -202,12 +206,16 @@ fn set_errno(errno: Errno) -> Errno {
 /// Events with an fd that is readable exactly while there are any.
 pub(super) struct Events<T> {
     queue: VecDeque<T>,
-    fd: OwnedFd,
+    fd: PipeReader,
+    /// Has written a byte while there are events. Without it the descriptor reports an error.
+    signal: Option<PipeWriter>,
 }
 
 impl<T> Events<T> {
     pub(super) fn new() -> Result<Self, Errno> {
-        Ok(Self { queue: VecDeque::new(), fd: eventfd(0, EventfdFlags::CLOEXEC)? })
+        let (fd, signal) =
+            std::io::pipe().map_err(|error| Errno::from_io_error(&error).unwrap_or(Errno::IO))?;
+        Ok(Self { queue: VecDeque::new(), fd, signal: Some(signal) })
     }
 
     pub(super) fn fd(&self) -> RawFd {
@@ -215,11 +223,17 @@ impl<T> Events<T> {
     }
 
     pub(super) fn push(&mut self, event: T) {
+        let Some(signal) = &self.signal else { return };
         if self.queue.is_empty() {
-            // Cannot block: the counter is 0.
-            let _ = rustix::io::write(&self.fd, &1_u64.to_ne_bytes());
+            // Cannot block: the pipe is empty.
+            let _ = rustix::io::write(signal, &[1]);
         }
         self.queue.push_back(event);
+    }
+
+    /// Nothing comes any more.
+    pub(super) fn close(&mut self) {
+        self.signal = None;
     }
 
     /// The first event; `Pending` when there is none and the caller left the fd blocking, else EAGAIN.
@@ -227,6 +241,9 @@ impl<T> Events<T> {
         if let Some(event) = self.queue.pop_front() {
             self.lower();
             return Poll::Ready(Ok(event));
+        }
+        if self.signal.is_none() {
+            return Poll::Ready(Err(Errno::IO));
         }
         if cfg!(miri) {
             return Poll::Ready(Err(Errno::AGAIN)); // has no such call; those that we make never block
@@ -255,8 +272,8 @@ impl<T> Events<T> {
 
     fn lower(&self) {
         if self.queue.is_empty() {
-            // Cannot block: the counter is 1.
-            let _ = rustix::io::read(&self.fd, &mut [0_u8; 8]);
+            // Cannot block: a byte is there.
+            let _ = rustix::io::read(&self.fd, &mut [0_u8; 1]);
         }
     }
 }

@@ -242,14 +242,22 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
     code(unsafe {
         enter_until("ibv_destroy_qp", qp, Some(ACK_PATIENCE), |state, id| {
             match state.queue_pairs.get(&id) {
-                None => return Poll::Ready(Err(Errno::INVAL)),
+                None => return Poll::Ready(Err(state.no_object())),
                 Some(qp) if qp.unacked > 0 => return Poll::Pending,
+                // As the specification has it for windows of type 2B; Soft-RoCE waits for them.
+                Some(_) if state.windows.values().any(|window| window.is_of(id)) => {
+                    return Poll::Ready(Err(Errno::BUSY));
+                }
                 Some(_) => {}
             }
             if let Some(qp) = state.queue_pairs.remove(&id) {
                 state.by_qp_num.remove(&qp.number);
                 state.pending.remove(&id);
                 state.forget_async(qp.context, Subject::QueuePair(id));
+                if state.devices.get(&qp.device).is_some_and(|device| device.spec.cleans_completions) {
+                    state.clean(qp.recv_cq, qp.number);
+                    state.clean(qp.send_cq, qp.number);
+                }
                 object::free(qp.raw);
                 // Peers that wait for it hear nothing any more.
                 state.settle();

@@ -181,7 +181,7 @@ pub(super) unsafe extern "C" fn destroy_srq(srq: *mut sys::ibv_srq) -> c_int {
         enter_until("ibv_destroy_srq", srq, Some(ACK_PATIENCE), |state, id| {
             let used = state.queue_pairs.values().any(|qp| qp.srq == Some(id));
             match state.srqs.get(&id) {
-                None => return Poll::Ready(Err(Errno::INVAL)),
+                None => return Poll::Ready(Err(state.no_object())),
                 Some(_) if used => return Poll::Ready(Err(Errno::BUSY)),
                 Some(srq) if srq.unacked > 0 => return Poll::Pending,
                 Some(_) => {}

@@ -2,6 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Weak;
+use std::thread::ThreadId;
 
 use rustix::io::Errno;
 
@@ -12,6 +13,7 @@ use super::handshake::{CmChannel, Identifier};
 use super::memory::{Domain, Region};
 use super::object::Id;
 use super::receive::SharedQueue;
+use super::window::Window;
 use super::{Inner, Objects, World};
 use crate::sys;
 
@@ -21,7 +23,14 @@ pub(super) struct State {
     pub(super) next_qp_num: u32,
     pub(super) next_port: u16,
     pub(super) device_lists: usize,
+    pub(super) forks: sys::ibv_fork_status,
+    /// The kernel has destroyed objects by itself.
+    pub(super) disassociated: bool,
     faults: HashMap<&'static str, VecDeque<Errno>>,
+    /// Calls that wait until they are let go.
+    pub(super) held: BTreeSet<&'static str>,
+    /// What each thread has called.
+    pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,
     /// Pairs of devices, the smaller first, that lose each other's packets.
     pub(super) holes: BTreeSet<(Id, Id)>,
     pub(super) devices: BTreeMap<Id, Device>,
@@ -30,6 +39,7 @@ pub(super) struct State {
     pub(super) regions: BTreeMap<Id, Region>,
     /// Regions by the upper 24 bits of their keys.
     pub(super) keys: HashMap<u32, Id>,
+    pub(super) windows: BTreeMap<Id, Window>,
     pub(super) channels: BTreeMap<Id, Channel>,
     pub(super) queues: BTreeMap<Id, Queue>,
     pub(super) srqs: BTreeMap<Id, SharedQueue>,
@@ -49,13 +59,18 @@ impl State {
             next_qp_num: 0x11,
             next_port: 49_152,
             device_lists: 0,
+            forks: sys::ibv_fork_status::IBV_FORK_UNNEEDED,
+            disassociated: false,
             faults: HashMap::new(),
+            held: BTreeSet::new(),
+            calls: HashMap::new(),
             holes: BTreeSet::new(),
             devices: BTreeMap::new(),
             contexts: BTreeMap::new(),
             domains: BTreeMap::new(),
             regions: BTreeMap::new(),
             keys: HashMap::new(),
+            windows: BTreeMap::new(),
             channels: BTreeMap::new(),
             queues: BTreeMap::new(),
             srqs: BTreeMap::new(),
@@ -137,6 +152,7 @@ impl State {
             contexts: self.contexts.len(),
             protection_domains: self.domains.len(),
             memory_regions: self.regions.len(),
+            memory_windows: self.windows.len(),
             completion_channels: self.channels.len(),
             completion_queues: self.queues.len(),
             shared_receive_queues: self.srqs.len(),

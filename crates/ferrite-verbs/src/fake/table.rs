@@ -35,6 +35,8 @@ pub(super) static IBV: IbvFunctions = IbvFunctions {
     ibv_destroy_qp: queue_pair::destroy_qp,
     ibv_reg_mr_iova2: Some(memory::reg_mr_iova2),
     _ibv_query_gid_table: Some(device::query_gid_table),
+    ibv_fork_init: Some(device::fork_init),
+    ibv_is_fork_initialized: Some(device::is_fork_initialized),
 };
 
 pub(super) static CM: CmFunctions = CmFunctions {
@@ -62,6 +64,7 @@ pub(super) static CM: CmFunctions = CmFunctions {
 /// The calls that can be made to fail.
 pub(super) const CALLS: &[&str] = &[
     "ibv_get_device_list",
+    "ibv_fork_init",
     "ibv_open_device",
     "ibv_close_device",
     "ibv_query_device",
@@ -73,6 +76,8 @@ pub(super) const CALLS: &[&str] = &[
     "ibv_dealloc_pd",
     "ibv_reg_mr",
     "ibv_dereg_mr",
+    "ibv_alloc_mw",
+    "ibv_dealloc_mw",
     "ibv_create_comp_channel",
     "ibv_destroy_comp_channel",
     "ibv_create_cq",

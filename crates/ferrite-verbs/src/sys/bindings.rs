@@ -3872,6 +3872,14 @@ impl Default for ibv_sa_path_rec {
         }
     }
 }
+impl ibv_fork_status {
+    pub const IBV_FORK_DISABLED: ibv_fork_status = ibv_fork_status(0);
+    pub const IBV_FORK_ENABLED: ibv_fork_status = ibv_fork_status(1);
+    pub const IBV_FORK_UNNEEDED: ibv_fork_status = ibv_fork_status(2);
+}
+#[repr(transparent)]
+#[derive(Debug, Copy, Clone, Hash, PartialEq, Eq)]
+pub struct ibv_fork_status(pub ::std::os::raw::c_uint);
 impl rdma_cm_event_type {
     pub const RDMA_CM_EVENT_ADDR_RESOLVED: rdma_cm_event_type = rdma_cm_event_type(0);
     pub const RDMA_CM_EVENT_ADDR_ERROR: rdma_cm_event_type = rdma_cm_event_type(1);

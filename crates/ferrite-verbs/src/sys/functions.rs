@@ -42,6 +42,8 @@ function_table! {
         optional {
             ibv_reg_mr_iova2: unsafe extern "C" fn( pd: *mut ibv_pd, addr: *mut ::std::os::raw::c_void, length: usize, iova: u64, access: ::std::os::raw::c_uint, ) -> *mut ibv_mr,
             _ibv_query_gid_table: unsafe extern "C" fn( context: *mut ibv_context, entries: *mut ibv_gid_entry, max_entries: usize, flags: u32, entry_size: usize, ) -> isize,
+            ibv_fork_init: unsafe extern "C" fn() -> ::std::os::raw::c_int,
+            ibv_is_fork_initialized: unsafe extern "C" fn() -> ibv_fork_status,
         }
     }
 }

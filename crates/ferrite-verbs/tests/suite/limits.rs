@@ -75,7 +75,10 @@ pub(crate) fn posted_in_the_wrong_state(fixture: &Fixture) {
     let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let error =
         parts.qp.post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])]).expect_err("not connected");
-    assert_eq!((error.error.kind(), error.posted), (ErrorKind::Misuse, 0), "{error}");
+    assert_eq!(error.error.kind(), ErrorKind::Misuse, "{error}");
+    // Soft-RoCE has put the request into its queue before the kernel refuses it, and names none: then it
+    // counts as posted.
+    assert!(error.posted <= 1, "{error}");
 }
 
 /// Completions that nobody reaps: the device says so by an async event, and only by that.

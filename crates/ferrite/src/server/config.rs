@@ -5,7 +5,7 @@
 mod keys;
 mod value;
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::IpAddr;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -61,13 +61,17 @@ pub(super) struct Config {
     pub(super) shutdown_timeout: Duration,
     pub(super) bind: Vec<String>,
     pub(super) port: Option<u16>,
-    pub(super) rdma_listen: SocketAddr,
+    /// Without an address: where the engine listens.
+    pub(super) rdma_listen: Option<IpAddr>,
+    pub(super) rdma_port: u16,
+    pub(super) allow_clear_text: Option<bool>,
     pub(super) rdma_devices: Vec<String>,
     pub(super) max_connections: Option<u32>,
     pub(super) busy_poll_us: Option<u32>,
     pub(super) turn_us: Option<u32>,
     pub(super) call_lane: Option<bool>,
     pub(super) poller_thread: Option<bool>,
+    pub(super) shared_windows: Option<bool>,
     pub(super) rx_size: Option<u32>,
     pub(super) rx_size_max: Option<u32>,
     pub(super) is_cluster: bool,
@@ -98,13 +102,16 @@ impl Default for Config {
             shutdown_timeout: Duration::from_secs(300),
             bind: Vec::new(),
             port: None,
-            rdma_listen: SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), keys::RDMA_PORT),
+            rdma_listen: None,
+            rdma_port: keys::RDMA_PORT,
+            allow_clear_text: None,
             rdma_devices: Vec::new(),
             max_connections: None,
             busy_poll_us: None,
             turn_us: None,
             call_lane: None,
             poller_thread: None,
+            shared_windows: None,
             rx_size: None,
             rx_size_max: None,
             is_cluster: false,

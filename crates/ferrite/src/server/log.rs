@@ -8,6 +8,8 @@ use std::time::Duration;
 use tokio::io::{AsyncBufReadExt as _, AsyncRead, BufReader};
 use tokio::task::JoinHandle;
 
+use super::secret;
+
 /// Lines that are remembered, for the last words of an engine that does not come up: a complaint about its configuration has four.
 const REMEMBERED: usize = 4;
 /// A child of the engine (one that saves) may hold its output open when the engine has ended.
@@ -87,6 +89,9 @@ impl Words {
             while matches!(output.read_until(b'\n', &mut line).await, Ok(read) if read > 0) {
                 if line.last() != Some(&b'\n') {
                     line.push(b'\n');
+                }
+                if let Some(shown) = secret::passed_on(&line) {
+                    line = shown.into_bytes();
                 }
                 let _ = std::io::stderr().lock().write_all(&line);
                 lock(&said).add(String::from_utf8_lossy(&line).trim());

@@ -9,13 +9,10 @@ use std::path::{Path, PathBuf};
 use ferrite_fabric::Rdma;
 
 use super::config::Config;
-use super::{Ending, find};
+use super::{Ending, find, secret};
 
 /// What a Unix socket's name may have at most, with its end.
 const SOCKET_NAME_MAX: usize = 107;
-/// Not for other people's eyes.
-const SECRETS: [&str; 5] =
-    ["requirepass", "masterauth", "tls-key-file-pass", "tls-client-key-file-pass", "user"];
 
 /// What is run.
 #[derive(Debug)]
@@ -69,13 +66,9 @@ impl Plan {
         })
     }
 
-    /// The same for people to see.
+    /// The same for people to see: without passwords.
     pub(super) fn shown(&self) -> Vec<String> {
-        let show = |Line { name, rest }: &Line| match SECRETS.contains(&name.to_ascii_lowercase().as_str()) {
-            true => format!("{name} …"),
-            false => format!("{name} {rest}"),
-        };
-        self.lines.iter().map(show).collect()
+        self.lines.iter().map(|Line { name, rest }| secret::shown(name, rest)).collect()
     }
 }
 
@@ -116,13 +109,15 @@ fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
 }
 
 fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
-    let mut words = vec![
-        ("rdma-bind", config.rdma_listen.ip().to_string()),
-        ("rdma-port", config.rdma_listen.port().to_string()),
+    // Without an address: where the engine listens.
+    let bind = config.rdma_listen.map(|ip| ("rdma-bind", ip.to_string()));
+    let mut words: Vec<_> = bind.into_iter().collect();
+    words.extend([
+        ("rdma-port", config.rdma_port.to_string()),
         ("rdma", config.rdma().to_string()),
         // Found by itself too, but not where CONFIG was renamed.
         ("engine", quoted(&format!("unix:{}", socket.display()))),
-    ];
+    ]);
     if !config.rdma_devices.is_empty() {
         words.push(("rdma-device", config.rdma_devices.join(",")));
     }
@@ -134,7 +129,13 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
         ("rx-size-max", config.rx_size_max),
     ];
     words.extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
-    for (name, is_on) in [("call-lane", config.call_lane), ("poller-thread", config.poller_thread)] {
+    let switches = [
+        ("call-lane", config.call_lane),
+        ("poller-thread", config.poller_thread),
+        ("rdma-shared-windows", config.shared_windows),
+        ("allow-clear-text", config.allow_clear_text),
+    ];
+    for (name, is_on) in switches {
         if let Some(is_on) = is_on {
             words.push((name, if is_on { "yes" } else { "no" }.into()));
         }
@@ -206,7 +207,7 @@ mod tests {
     fn the_engines_configuration() {
         let lines = config_of(
             "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\nrdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\n\
-             rdma_listen = \"::1\"\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
+             rdma_listen = \"::1\"\nallow_clear_text = true\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
              max_connections = 5\nrx_size = \"64K\"\ncall_lane = true\npoller_thread = false\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
         assert_eq!(
@@ -224,7 +225,7 @@ mod tests {
                 "cluster-enabled yes",
                 "save \"\"",
                 "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require engine \"unix:/run/s\\\"x.sock\" \
-                 rdma-device a,b max-clients 5 rx-size 65536 call-lane yes poller-thread no",
+                 rdma-device a,b max-clients 5 rx-size 65536 call-lane yes poller-thread no allow-clear-text yes",
             ]
         );
     }

@@ -1,7 +1,8 @@
 //! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` with a real `redis-server`: over TCP on any host (`host_kv`), over RDMA in the lab
 //! (`lab_kv`).
 
-use std::io::{BufRead as _, BufReader};
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
+use std::net::TcpStream;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Child, ChildStdout, Command, Output, Stdio};
@@ -208,6 +209,53 @@ pub(crate) fn load_through_the_relay(place: &Place) {
     let relay = Relay::start(place, &to);
     let refused = ferrite(&["bench", "kv", &relay.address, "--rdma", "forbid", "--test", "set"]).output();
     let said = String::from_utf8_lossy(&refused.expect("ferrite starts").stderr).into_owned();
-    assert!(said.contains("Ferrite relay: the server at") || said.contains("hung up"), "{said}");
+    assert!(
+        said.contains("Ferrite relay: cannot connect to the server") || said.contains("hung up"),
+        "{said}"
+    );
     assert!(relay.end()["failed"].as_u64().is_some_and(|count| count > 0));
+}
+
+/// A client that waits in the engine holds the gateway's end for the drain time, but not a second signal.
+pub(crate) fn second_signal_ends_at_once(place: &Place) {
+    let mut scene = Scene::start(place, &["--protected-mode", "no", "--drain", "600"]);
+    let relay = Relay::start(place, &scene.address);
+    let mut client = TcpStream::connect(&relay.address).expect("a connection");
+    client.write_all(b"BLPOP nothing 0\r\n").expect("to write");
+    let begun = Instant::now();
+    let until = |what: &str, is_so: &dyn Fn() -> bool| {
+        while !is_so() {
+            assert!(begun.elapsed() < PATIENCE, "{what}");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    };
+    let signal = |scene: &Scene| {
+        let pid = scene.gateway.0.id().to_string();
+        assert!(Command::new("kill").args(["-TERM", &pid]).status().expect("kill").success());
+    };
+    until("the client waits in the engine", &|| {
+        let mut engine = UnixStream::connect(&scene.socket).expect("it listens");
+        engine.write_all(b"INFO clients\r\nQUIT\r\n").expect("to write");
+        let mut said = String::new();
+        engine.read_to_string(&mut said).expect("an answer");
+        said.contains("blocked_clients:1")
+    });
+    signal(&scene);
+    // It has heard the first when it takes nobody any more.
+    until("it takes no more clients", &|| {
+        let probe = Relay::start(place, &scene.address);
+        let mut client = TcpStream::connect(&probe.address).expect("a connection");
+        let _ = client.write_all(b"PING\r\n");
+        let mut said = String::new();
+        let _ = BufReader::new(client).read_line(&mut said);
+        !said.starts_with("+PONG")
+    });
+    assert!(scene.gateway.0.try_wait().expect("a child").is_none(), "it drains");
+    signal(&scene);
+    let mut line = String::new();
+    scene.stdout.read_line(&mut line).expect("a line");
+    assert!(line.contains("\"ended\""), "{line}");
+    assert_eq!(scene.gateway.0.wait().expect("an end").code(), Some(1));
+    assert!(begun.elapsed() < PATIENCE, "{:?}", begun.elapsed());
+    let _ = std::fs::remove_file(&scene.socket);
 }

@@ -6,7 +6,7 @@
 use std::collections::VecDeque;
 use std::task::Waker;
 
-use ferrite_verbs::{Opcode, Operation, RemoteSlice, WorkCompletion};
+use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, WorkCompletion};
 
 use super::receiving::protocol;
 use super::{Around, Kind, LinkState, Tag, Wakes, keep};
@@ -66,6 +66,7 @@ impl LinkState {
     /// The peer speaks another protocol.
     pub(crate) fn make_bare(&mut self) {
         self.bare = Some(Box::default());
+        self.rights = Access::REMOTE_WRITE; // its window, and nothing is read
     }
 
     pub(crate) fn is_bare(&self) -> bool {
@@ -142,7 +143,7 @@ impl LinkState {
 
     /// Whether everything that was asked for is done.
     pub(super) fn bare_is_idle(&self) -> bool {
-        !self.has_bare_work() && self.queue.in_flight() == 0
+        !self.has_bare_work() && self.binds.is_empty() && self.queue.in_flight() == 0
     }
 
     pub(super) fn end_bare(&mut self) {

@@ -21,6 +21,8 @@ pub(crate) struct Climb {
     pub(crate) queue: SendQueue<Tag>,
     pub(crate) lane: Arc<Lane>,
     pub(crate) inline: usize,
+    /// The number of our first packet.
+    psn: u32,
     /// This side has said, or is to say, its last on TCP.
     pub(crate) switching: bool,
     switch_sent: bool,
@@ -34,8 +36,10 @@ pub(crate) enum Step {
     Offered(Address),
     /// It has taken our offer.
     Answered(Address),
-    /// It has not, or the way does not work.
+    /// It has not, or has withdrawn its own.
     Withdrawn,
+    /// The new queue pair does not work.
+    Failed,
     /// The new queue pair works.
     Probed,
     /// RDMA carries the link.
@@ -48,13 +52,20 @@ const GO: u64 = u64::MAX;
 
 impl LinkState {
     /// A queue pair to climb to.
-    pub(crate) fn begin_climb(&mut self, queue: SendQueue<Tag>, lane: Arc<Lane>, inline: usize) {
-        self.climb =
-            Some(Climb { queue, lane, inline, switching: false, switch_sent: false, peer_switched: false });
+    pub(crate) fn begin_climb(&mut self, queue: SendQueue<Tag>, lane: Arc<Lane>, inline: usize, psn: u32) {
+        self.may_resume = false; // the last way up is over for both
+        let (switching, switch_sent, peer_switched) = (false, false, false);
+        self.climb = Some(Climb { queue, lane, inline, psn, switching, switch_sent, peer_switched });
     }
 
     /// Says something about the way up.
     pub(crate) fn say(&mut self, kind: ParcelKind, address: Option<&Address>) {
+        if kind == ParcelKind::Withdraw
+            && !std::mem::replace(&mut self.peer_offers, false) // it may make another
+            && self.climb.is_none()
+        {
+            return; // the peer has heard of nothing that could be withdrawn
+        }
         let Some(tcp) = &mut self.tcp else { return };
         let body = address.map_or(Body::Nothing, |address| Body::Loose(Box::new(address.encode())));
         let len = body.bytes().len() as u32;
@@ -78,17 +89,22 @@ impl LinkState {
         }
         let bytes = Control::Ping(PROBE).encode();
         let posted = climb.queue.post_inline(Operation::SendImm(frame.to_imm()), &bytes, true, tag);
-        posted.inspect_err(|_| climb.lane.release(1)).map_err(Error::from)
+        posted
+            .inspect_err(|refused| climb.lane.release(1 - refused.posted))
+            .map_err(|refused| refused.error.into())
     }
 
     /// A completion of the queue pair that is being climbed to.
     pub(super) fn on_climb_sent(&mut self, wc: &WorkCompletion) -> bool {
         let Some(climb) = &mut self.climb else { return false };
-        let mut entries = 0;
-        let known = climb.queue.complete(wc, |_, _| entries += 1);
+        let (mut entries, mut is_bind) = (0, false);
+        let known = climb.queue.complete(wc, |it, last| {
+            entries += 1;
+            is_bind |= last && it.tag.kind == Kind::Bind;
+        });
         climb.lane.release(entries);
-        if known {
-            self.steps.push(if wc.ok().is_ok() { Step::Probed } else { Step::Withdrawn });
+        if known && !(is_bind && wc.ok().is_ok()) {
+            self.steps.push(if wc.ok().is_ok() { Step::Probed } else { Step::Failed });
         }
         known
     }
@@ -105,6 +121,8 @@ impl LinkState {
         let Some(climb) = self.climb.as_mut().filter(|climb| climb.switching) else { return false };
         if self.again.is_empty() && !std::mem::replace(&mut climb.switch_sent, true) {
             tcp.push(&plain(ParcelKind::Switch, 0), Body::Nothing, None);
+            // The caller goes up when it has this, and may come back before this side has heard of it.
+            self.may_resume = !self.is_caller;
         }
         true
     }
@@ -144,21 +162,39 @@ impl LinkState {
 
     fn arrive(&mut self) {
         let Some(Climb { queue, lane, inline, .. }) = self.climb.take() else { return };
+        self.attempt = None;
         (self.queue, self.lane, self.inline) = (queue, Some(lane), inline);
         self.carrier = Carrier::Rdma;
+        self.peer_offers = false;
+        self.may_resume = false;
         self.steps.push(Step::Arrived);
     }
 
-    /// Gives up the way up. The queue pair goes with what it has.
-    pub(crate) fn end_climb(&mut self) -> Option<(Arc<Lane>, u32)> {
-        let mut climb = self.climb.take()?;
-        let number = climb.queue.qp().map_or(0, ferrite_verbs::QueuePair::number);
-        let mut entries = 0;
-        if climb.queue.destroy(|_| entries += 1).is_ok() {
-            climb.lane.release(entries);
+    /// A command for the way up begins; what the ones before it come to concerns nobody any more.
+    pub(crate) fn begin_attempt(&mut self) -> u64 {
+        self.attempts += 1;
+        self.attempt = Some(self.attempts);
+        self.attempts
+    }
+
+    /// Whether that is what the link does now, and it does it still.
+    pub(crate) fn is_at(&self, attempt: u64) -> bool {
+        self.attempt == Some(attempt) && self.failure().is_none()
+    }
+
+    pub(crate) fn is_climbing(&self) -> bool {
+        self.climb.is_some() || self.attempt.is_some()
+    }
+
+    /// Gives up the way up. The queue pair is the caller's to destroy.
+    pub(crate) fn end_climb(&mut self) -> Option<(Arc<Lane>, SendQueue<Tag>)> {
+        self.attempt = None;
+        let climb = self.climb.take()?;
+        if let Some(qp) = climb.queue.qp() {
+            let _ = qp.stop(); // a device that is gone has stopped it
         }
         self.generation = climb.queue.next_generation();
-        Some((climb.lane, number))
+        Some((climb.lane, climb.queue))
     }
 
     /// When to try to go up next: twice as long each time.
@@ -187,7 +223,8 @@ impl LinkState {
         self.climb.as_ref().map(|climb| &climb.queue).filter(|queue| queue.is_of(qp))
     }
 
-    pub(crate) fn climb_qp(&self) -> Option<&ferrite_verbs::QueuePair> {
-        self.climb.as_ref().and_then(|climb| climb.queue.qp())
+    /// The number of the first packet on that queue pair.
+    pub(crate) fn climb_psn(&self) -> u32 {
+        self.climb.as_ref().map_or(0, |climb| climb.psn)
     }
 }

@@ -2,11 +2,23 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Around, Carrier, LinkState, Phase, Wakes, outcome};
-use crate::engine::slots::InFlight;
+use ferrite_verbs::QueuePair;
+
+use super::{Around, Carrier, LinkState, Phase, Tag, Wakes, outcome};
+use crate::engine::slots::{InFlight, SendQueue};
 use crate::error::{Error, ErrorKind};
 use crate::link::tcp::TcpPath;
 use crate::wire::Control;
+
+/// How far the end of a link's queue pair is.
+pub(crate) enum Destroying {
+    /// Something is in flight, or a command has it.
+    NotYet,
+    /// There is none.
+    Gone,
+    /// To be destroyed.
+    Queue(Box<SendQueue<Tag>>),
+}
 
 /// A peer that was asked for a sign of life and gave none.
 pub(crate) struct Silence {
@@ -66,6 +78,7 @@ impl LinkState {
         self.end_again(&error, wakes);
         self.end_bare();
         self.controls.clear();
+        self.binds.clear();
         self.revoking.clear();
         self.to_be_revoked.clear();
         self.phase = Phase::Down(error);
@@ -110,14 +123,35 @@ impl LinkState {
         Ok(Some((now + self.limits.peer_timeout, false)))
     }
 
+    /// A command gives the queue pair back. It may be that the link went down meanwhile.
+    pub(crate) fn take_back(&mut self, qp: QueuePair) {
+        if self.failure().is_some() {
+            let _ = qp.stop(); // as `end` would have
+        }
+        self.queue.take_back(qp);
+    }
+
+    /// Whether a command has the queue pair, and the engine has to wait for it.
+    pub(crate) fn is_away(&self) -> bool {
+        self.queue.is_away() || self.is_destroying
+    }
+
+    /// Where the generations of the next queue pair with the link's number begin.
+    pub(crate) fn next_generation(&self) -> u32 {
+        if self.lane.is_some() { self.queue.next_generation() } else { self.generation }
+    }
+
     /// Whether the engine is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
     /// back.
     pub(crate) fn wants_attention(&self) -> bool {
+        if self.is_away() {
+            return false; // when it is back
+        }
         let down = self.failure().is_some() && (self.queue.qp().is_some() || self.tcp.is_some());
-        down && (!self.announced || self.queue.in_flight() == 0)
+        down && (!self.announced || self.may_destroy())
             || !self.released.is_empty()
             || !self.steps.is_empty()
-            || self.is_to_be_detached()
+            || self.is_to_be_detached() && (!self.is_draining() || self.took_last())
             || !self.flushed.is_empty() && !self.flush_called
             || self.has_left_over()
     }
@@ -137,16 +171,80 @@ impl LinkState {
         !self.flushed.is_empty()
     }
 
-    /// Destroys the queue pair, if nothing is in flight or `by_force`; `true` when it is gone. Closes the connection.
-    pub(crate) fn destroy(&mut self, around: &Around<'_>, by_force: bool, wakes: &mut Wakes) -> bool {
+    /// The device says that a queue pair of the link has taken its last receive.
+    pub(crate) fn on_last_receive(&mut self, qp: u32) {
+        if self.is_carried_by(qp) {
+            self.queue.on_last_receive();
+        }
+    }
+
+    /// The device has not said so in time: it never will.
+    pub(crate) fn stop_waiting_for_last_receive(&mut self) {
+        if self.failure().is_some() || self.is_to_be_detached() {
+            self.queue.on_last_receive();
+        }
+    }
+
+    /// Whether the queue pair takes no more receives. That of a device that is gone takes none.
+    pub(crate) fn took_last(&self) -> bool {
+        self.queue.took_last() || self.lane.as_ref().is_none_or(|lane| lane.is_gone())
+    }
+
+    /// Whether nothing of the queue pair is under way any more: what the device did with it is in its
+    /// completion queue.
+    pub(crate) fn may_destroy(&self) -> bool {
+        self.queue.in_flight() == 0 && self.took_last()
+    }
+
+    /// First step of the end: closes the connection, and gives away the queue pair to be destroyed, if nothing is under
+    /// way or `by_force`. The caller has reaped the completion queue.
+    pub(crate) fn begin_destroy(&mut self, by_force: bool, wakes: &mut Wakes) -> Destroying {
+        if self.close_tcp(wakes) {
+            self.inbox.drop_partial();
+        }
+        if self.is_away() {
+            return Destroying::NotYet;
+        }
+        if self.queue.qp().is_none() {
+            return Destroying::Gone;
+        }
+        if !self.may_destroy() && !by_force {
+            return Destroying::NotYet;
+        }
+        self.is_destroying = true;
+        Destroying::Queue(Box::new(std::mem::replace(&mut self.queue, SendQueue::none())))
+    }
+
+    /// Second step: the queue pair is gone, with what was in flight, or did not go and is back.
+    pub(crate) fn end_destroy(
+        &mut self,
+        around: &Around<'_>,
+        queue: SendQueue<Tag>,
+        in_flight: Vec<InFlight<Tag>>,
+        wakes: &mut Wakes,
+    ) {
+        self.queue = queue;
+        self.is_destroying = false;
+        let error =
+            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
+        around.release(in_flight.len());
+        for InFlight { held, tag } in in_flight {
+            if let Some(ticket) = tag.ticket {
+                wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
+            }
+        }
+        if self.queue.qp().is_none() {
+            self.inbox.drop_partial();
+        }
+    }
+
+    /// Destroys the queue pair at once, and closes the connection: the engine ends.
+    pub(crate) fn destroy(&mut self, around: &Around<'_>, wakes: &mut Wakes) -> bool {
         if self.close_tcp(wakes) {
             self.inbox.drop_partial();
         }
         if self.queue.qp().is_none() {
             return true;
-        }
-        if self.queue.in_flight() > 0 && !by_force {
-            return false;
         }
         let error =
             self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));

@@ -65,9 +65,13 @@ pub(crate) struct Lost {
     pub(crate) error: Error,
     /// When it has been without a path for too long.
     pub(crate) deadline: Option<Instant>,
+    /// The engine waits for the queue pair's last receive.
+    pub(crate) draining: bool,
     /// The queue pair is gone.
     pub(crate) detached: bool,
     told: bool,
+    /// Calls to the peer so far.
+    dials: u32,
     /// Frames of ours that the peer has, when it has said so.
     peer_received: Option<u64>,
     /// What was under way on the queue pair, oldest first, and what could not be posted after it.
@@ -80,12 +84,21 @@ impl Lost {
         Self {
             error: error.clone(),
             deadline: None,
+            draining: false,
             detached: false,
             told: false,
+            dials: 0,
             peer_received: None,
             under_way: VecDeque::new(),
             not_posted: VecDeque::new(),
         }
+    }
+
+    /// Counts a call to the peer; how many there were before it.
+    pub(crate) fn next_dial(&mut self) -> u32 {
+        let before = self.dials;
+        self.dials = before.wrapping_add(1);
+        before
     }
 }
 
@@ -109,6 +122,7 @@ impl LinkState {
                 let _ = qp.stop(); // a device that is gone has stopped it
             }
             self.carrier = Carrier::Moving;
+            self.binds.clear(); // on the next device there are others
             self.stats.moves += 1;
             self.lost = Some(Lost::new(error));
         }
@@ -138,6 +152,11 @@ impl LinkState {
         self.lost.as_ref().is_some_and(|lost| !lost.detached)
     }
 
+    /// Whether the engine waits for the last receive of the path that was lost.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.lost.as_ref().is_some_and(|lost| lost.draining)
+    }
+
     /// Destroys the queue pair of a path that was lost: nothing of it comes, or lands, any more.
     ///
     /// # Errors
@@ -152,6 +171,7 @@ impl LinkState {
         around.release(under_way.len());
         under_way.append(&mut lost.not_posted);
         lost.detached = true;
+        self.peer_offers = false;
         if self.lane.is_some() {
             self.generation = self.queue.next_generation();
         }
@@ -206,6 +226,7 @@ impl LinkState {
             return;
         }
         let mut kept = std::mem::take(&mut self.kept);
+        self.kept_bytes = 0;
         kept.retain(|kept| kept.number > peer_received);
         for InFlight { held, tag } in under_way {
             let came = tag.frame <= peer_received;
@@ -227,7 +248,7 @@ impl LinkState {
                     self.again_until(&mut kept, tag.frame + 1, wakes);
                     self.again.push_back(Again::OneSided { held, tag });
                 }
-                Kind::Again | Kind::Control | Kind::Last => {}
+                Kind::Again | Kind::Control | Kind::Last | Kind::Bind => {}
             }
         }
         self.again_until(&mut kept, u64::MAX, wakes);
@@ -311,12 +332,14 @@ impl LinkState {
             }
         }
         self.kept.clear();
+        self.kept_bytes = 0;
     }
 
     /// Keeps a frame that goes over RDMA; `sent` counts it already.
     pub(super) fn keep_piece(&mut self, channel: u16, more: bool, piece: Option<&Buf>) {
         if self.moves {
             let body = piece.map_or(KeptBody::Nothing, |piece| KeptBody::Buf(piece.clone()));
+            self.kept_bytes += body.len();
             self.kept.push_back(Kept { number: self.sent, what: KeptFrame::Piece { channel, more, body } });
         }
     }
@@ -325,6 +348,7 @@ impl LinkState {
     pub(super) fn keep_bytes(&mut self, channel: u16, bytes: &[u8]) {
         if self.moves {
             let body = KeptBody::Copied(Box::from(bytes));
+            self.kept_bytes += body.len();
             let what = KeptFrame::Piece { channel, more: false, body };
             self.kept.push_back(Kept { number: self.sent, what });
         }
@@ -338,7 +362,11 @@ impl LinkState {
 
     /// The peer has consumed frames: they are not needed any more.
     pub(super) fn let_go(&mut self) {
-        while self.kept.pop_front_if(|kept| kept.number <= self.acknowledged).is_some() {}
+        while let Some(kept) = self.kept.pop_front_if(|kept| kept.number <= self.acknowledged) {
+            if let KeptFrame::Piece { body, .. } = kept.what {
+                self.kept_bytes -= body.len();
+            }
+        }
     }
 
     /// The peer says on the connection that its path is lost, and what it has.
@@ -346,7 +374,7 @@ impl LinkState {
         let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
         if self.carrier == Carrier::Tcp {
             // It was on its way up, and this side had not heard of it yet, or has withdrawn since.
-            if !self.moves {
+            if !std::mem::take(&mut self.may_resume) {
                 return Err(super::receiving::protocol("a path that was not there is lost"));
             }
             self.carrier = Carrier::Moving;
@@ -354,7 +382,9 @@ impl LinkState {
         }
         self.lose(&error);
         if let Some(lost) = &mut self.lost {
-            lost.peer_received = Some(received);
+            if lost.peer_received.replace(received).is_some() {
+                return Err(super::receiving::protocol("one path is lost twice"));
+            }
             if lost.detached && lost.told {
                 self.go_on(received, wakes);
             }
@@ -385,6 +415,16 @@ impl LinkState {
     /// What this side calls the link, if it can move.
     pub(crate) fn session(&self) -> u64 {
         self.limits.hello.session
+    }
+}
+
+impl KeptBody {
+    fn len(&self) -> usize {
+        match self {
+            Self::Nothing => 0,
+            Self::Buf(buf) => buf.len(),
+            Self::Copied(bytes) => bytes.len(),
+        }
     }
 }
 

@@ -358,12 +358,16 @@ impl LinkState {
                     tcp.push(&super::moving::plain(ParcelKind::Withdraw, 0), Body::Nothing, None);
                     return Ok(());
                 }
+                if offered && std::mem::replace(&mut self.peer_offers, true) {
+                    return Err(protocol("an offer before the one before it was withdrawn"));
+                }
                 self.steps.push(if offered { Step::Offered(address) } else { Step::Answered(address) });
             }
             (ParcelKind::Withdraw, None) => {
                 if self.steps.len() > 8 {
                     return Err(protocol("more withdrawals than offers"));
                 }
+                self.peer_offers = false;
                 self.steps.push(Step::Withdrawn);
             }
             (ParcelKind::Switch, None) => self.on_switch()?,

@@ -8,7 +8,7 @@ use super::{Again, CONTROLS_MAX, Carrier, LinkState, REVOKED_MAX, Tag, Wakes, ou
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
 use crate::link::tcp::TcpPath;
-use crate::mem::BufMut;
+use crate::mem::{BufMut, Pool, Purpose};
 use crate::wire::{Control, Frame};
 
 impl LinkState {
@@ -18,6 +18,7 @@ impl LinkState {
     /// The peer broke the protocol.
     pub(crate) fn on_received(
         &mut self,
+        pool: &Pool,
         wc: &WorkCompletion,
         mut buf: BufMut,
         now: Instant,
@@ -27,7 +28,7 @@ impl LinkState {
             return self.on_bare_received(wc, buf, wakes);
         }
         let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
-        if self.climb_qp().is_some_and(|qp| qp.number() == wc.qp_num()) {
+        if self.climb_queue(wc.qp_num()).is_some() {
             buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
             return self.on_climb_frame(&buf);
         }
@@ -35,6 +36,9 @@ impl LinkState {
             return self.on_frame(imm, None, now, wakes);
         }
         buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+        if Frame::from_imm(imm).more {
+            buf = fitting(pool, buf);
+        }
         self.on_frame(imm, Some(buf), now, wakes)
     }
 
@@ -177,6 +181,21 @@ impl LinkState {
     pub(super) fn count_consumed(&mut self) {
         let kept = self.inbox.ready_frames() as u64;
         self.consumed = self.consumed.max(self.received.saturating_sub(kept));
+    }
+}
+
+/// A part of a message may lie here for long: a small one does not keep a large receive.
+fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
+    const SMALL: usize = 8; // so little of the block that copying it costs nothing
+    if buf.len() > buf.capacity() / SMALL {
+        return buf;
+    }
+    match pool.take_uncharged(buf.len(), Purpose::Receive) {
+        Ok(mut small) => {
+            small.copy_from_slice(&buf);
+            small
+        }
+        Err(_) => buf,
     }
 }
 

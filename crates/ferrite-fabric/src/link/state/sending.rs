@@ -9,6 +9,11 @@ use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Purpose;
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
+/// Frames that may be under way on a link, and bytes that are kept of them, whatever window the peer has: all that it can make
+/// this side hold by never saying that it has consumed them.
+const FRAMES_UNDER_WAY_MAX: usize = 1024;
+const KEPT_BYTES_MAX: usize = 4 << 20;
+
 impl LinkState {
     /// Posts a small message at once, from the caller's bytes; `false` if it has to be queued.
     pub(crate) fn send_now(
@@ -33,20 +38,27 @@ impl LinkState {
         let tag = Tag { kind: Kind::Send, bytes: bytes.len() as u32, frame: self.sent, ..Tag::default() };
         self.keep_bytes(channel, bytes);
         let signaled = self.signal(around, false);
-        if let Err(error) = self.queue.post_inline(operation, bytes, signaled, tag) {
-            around.release(1);
-            let error = Error::from(error);
+        if let Err(refused) = self.queue.post_inline(operation, bytes, signaled, tag) {
+            around.release(1 - refused.posted);
+            let error = Error::from(refused.error);
             if !self.lose(&error) {
                 return Err(error);
             }
-            self.not_posted(Held::Nothing, tag);
+            if refused.posted == 0 {
+                self.not_posted(Held::Nothing, tag);
+            }
         }
         Ok(true)
     }
 
     pub(super) fn credits(&self) -> usize {
         let used = self.sent - self.acknowledged;
-        usize::from(self.peer.window).saturating_sub(used as usize)
+        // Frames are kept until the peer has consumed them: it does not decide alone how many those are.
+        let window = usize::from(self.peer.window).min(FRAMES_UNDER_WAY_MAX);
+        if self.kept_bytes >= KEPT_BYTES_MAX {
+            return 0;
+        }
+        window.saturating_sub(used as usize)
     }
 
     pub(super) fn data_frame(&mut self, channel: u16, more: bool) -> u32 {
@@ -118,7 +130,8 @@ impl LinkState {
             Carrier::Moving => return Ok(()),
         }
         loop {
-            if self.controls.is_empty() && self.outbox.is_empty() && !self.has_bare_work() {
+            let idle = self.controls.is_empty() && self.outbox.is_empty() && self.binds.is_empty();
+            if idle && !self.has_bare_work() {
                 return Ok(());
             }
             let room = self.queue.room().min(BATCH);
@@ -133,6 +146,18 @@ impl LinkState {
                 if reserved == 0 {
                     return Ok(());
                 }
+            }
+            // First, so that it is done before the peer hears of it.
+            if let Some(window) = self.binds.pop_front() {
+                around.release(reserved - 1);
+                let signaled = self.signal(around, true); // memory may wait for it
+                let tag = Tag { kind: Kind::Bind, ..Tag::default() };
+                let posted = self.queue.post_bind(&window, signaled, tag);
+                if !matches!(posted, Ok(true)) {
+                    around.release(1);
+                }
+                posted?;
+                continue;
             }
             let mut made = Ok(());
             while self.batch.len() < reserved {
@@ -286,8 +311,8 @@ impl LinkState {
         }
         let tag = Tag { kind: Kind::Last, ..Tag::default() };
         self.last_posted = true;
-        if self.queue.post_inline(Operation::Send, &[], true, tag).is_err() {
-            around.release(1);
+        if let Err(refused) = self.queue.post_inline(Operation::Send, &[], true, tag) {
+            around.release(1 - refused.posted);
         }
     }
 

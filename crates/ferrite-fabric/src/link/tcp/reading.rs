@@ -11,7 +11,7 @@ use tokio::io::ReadBuf;
 use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid, receive};
 use crate::engine::slots::Held;
 use crate::link::tls::Tls;
-use crate::mem::{BufMut, Pool, PoolError, Purpose};
+use crate::mem::{Account, BufMut, Pool, PoolError, Purpose, SizeClass};
 use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
 
 impl TcpPath {
@@ -36,7 +36,7 @@ impl TcpPath {
         if self.body.is_none() && self.head_len == 0 && self.stash.len() == PARCEL_BYTES {
             let next = self.stash.first_chunk().and_then(Parcel::decode).filter(takes);
             let Some((parcel, buf)) = next.and_then(|parcel| {
-                let buf = pool.take_uncharged(parcel.len as usize, Purpose::Receive).ok()?;
+                let buf = take(pool, parcel.len as usize, self.account.as_ref()).ok()?;
                 Some((parcel, buf))
             }) else {
                 self.left_over = true;
@@ -57,7 +57,7 @@ impl TcpPath {
             let next = Parcel::decode(&head);
             let Some(parcel) = next.filter(takes) else { return Ok(None) };
             let len = parcel.len as usize;
-            let Ok(mut buf) = pool.take_uncharged(len, Purpose::Receive) else { return Ok(None) };
+            let Ok(mut buf) = take(pool, len, self.account.as_ref()) else { return Ok(None) };
             let room = len.min(out.remaining());
             let mut next = [0; PARCEL_BYTES];
             let ahead = if room == len { PARCEL_BYTES } else { 0 };
@@ -198,6 +198,13 @@ impl TcpPath {
             if parcel.len as usize > most {
                 return Err(invalid(format!("a parcel of {} bytes, {most} are allowed", parcel.len)));
             }
+            if let Some(account) = &self.account
+                && parcel.has_payload()
+                && SizeClass::holding(parcel.len as usize)
+                    .is_some_and(|class| class.bytes() as u64 > account.limit_bytes())
+            {
+                return Err(invalid(format!("a parcel of {} bytes, which is never taken here", parcel.len)));
+            }
             match self.place_for(&parcel, pool) {
                 Err(_) => return Ok(Arrival::NoMemory),
                 Ok(None) => {
@@ -229,12 +236,20 @@ impl TcpPath {
             }
             _ => {}
         }
-        pool.take_uncharged(parcel.len as usize, Purpose::Receive).map(Some)
+        take(pool, parcel.len as usize, self.account.as_ref()).map(Some)
     }
 
     /// Whether a part of a parcel has come.
     pub(in crate::link) fn has_begun(&self) -> bool {
         self.body.as_ref().is_some_and(|(_, _, filled)| *filled > 0)
+    }
+}
+
+/// A buffer for what comes in, charged to whoever it comes from.
+fn take(pool: &Pool, len: usize, account: Option<&Account>) -> Result<BufMut, PoolError> {
+    match account {
+        Some(account) => pool.take(len, Purpose::Receive, account),
+        None => pool.take_uncharged(len, Purpose::Receive),
     }
 }
 

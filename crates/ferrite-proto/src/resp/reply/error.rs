@@ -28,6 +28,18 @@ pub enum ReplyError {
         /// The limit.
         limit: u32,
     },
+    /// More bytes than the limit.
+    #[error("Protocol error: a reply of more than {limit} bytes")]
+    TooLarge {
+        /// The limit.
+        limit: u64,
+    },
+    /// More values than the limit.
+    #[error("Protocol error: a reply of more than {limit} values")]
+    TooMany {
+        /// The limit.
+        limit: u64,
+    },
     /// No number, or one of more than 64 bits.
     #[error("Protocol error: invalid number")]
     Number,

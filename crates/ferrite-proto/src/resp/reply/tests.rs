@@ -144,3 +144,28 @@ fn empty_aggregates_are_no_level() {
     let bytes = b"*1\r\n*1\r\n*1\r\n*0\r\n";
     assert_eq!(feed(bytes), Ok(Progress { consumed: bytes.len(), complete: true }));
 }
+
+#[test]
+fn a_reply_has_a_limit_of_bytes_and_of_values() {
+    let limits = Limits { reply_bytes: 40, reply_values: 6, ..Limits::default() };
+    let (large, many) = (ReplyError::TooLarge { limit: 40 }, ReplyError::TooMany { limit: 6 });
+    let largest = [b"$33\r\n", &[b'x'; 33][..], b"\r\n"].concat();
+    for (bytes, expected) in [
+        (&largest[..], Ok(Progress { consumed: 40, complete: true })),
+        (&[b"*1\r\n", &largest[..]].concat(), Err(large)),
+        (b"$?\r\n;20\r\n01234567890123456789\r\n;10\r\n01234", Err(large)),
+        (b"*5\r\n_\r\n_\r\n_\r\n_\r\n_\r\n", Ok(Progress { consumed: 19, complete: true })),
+        (b"*?\r\n_\r\n_\r\n_\r\n_\r\n_\r\n_", Err(many)),
+        (b"*1\r\n*1\r\n*4\r\n_\r\n_\r\n_\r\n_", Err(many)),
+    ] {
+        let mut framer = ReplyFramer::new(limits);
+        assert_eq!(framer.feed(bytes), expected, "{}", bytes.escape_ascii());
+        let mut in_pieces = ReplyFramer::new(limits);
+        let error = bytes.iter().find_map(|byte| in_pieces.feed(&[*byte]).err());
+        assert_eq!(error, expected.err(), "{}", bytes.escape_ascii());
+        if expected.is_ok() {
+            // The next one begins anew.
+            assert_eq!(framer.feed(bytes), expected);
+        }
+    }
+}

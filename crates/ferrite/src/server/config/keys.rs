@@ -151,7 +151,12 @@ pub(super) const KEYS: &[Key] = &[
         Ok(())
     }),
     set("network", "rdma_listen", |config, value| {
-        config.rdma_listen = value.address(RDMA_PORT)?;
+        let at = value.address(RDMA_PORT)?;
+        (config.rdma_listen, config.rdma_port) = (Some(at.ip()), at.port());
+        Ok(())
+    }),
+    set("network", "allow_clear_text", |config, value| {
+        config.allow_clear_text = Some(value.yes_or_no()?);
         Ok(())
     }),
     Key { section: "network", name: "rdma_port", use_: Use::IdleIf(port_of_a_device, BY_ADDRESS) },
@@ -174,6 +179,10 @@ pub(super) const KEYS: &[Key] = &[
     }),
     set("network.rdma", "poller_thread", |config, value| {
         config.poller_thread = Some(value.yes_or_no()?);
+        Ok(())
+    }),
+    set("network.rdma", "shared_windows", |config, value| {
+        config.shared_windows = Some(value.yes_or_no()?);
         Ok(())
     }),
     set("network.rdma", "rx_size", |config, value| {

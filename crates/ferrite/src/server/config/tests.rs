@@ -157,7 +157,8 @@ fn values_have_their_kinds() {
     assert_eq!((config.restart, config.restart_delay), (Restart::OnFailure, Duration::from_millis(250)));
     assert_eq!(config.shutdown_timeout, Duration::from_secs(600));
     assert_eq!(config.bind, ["127.0.0.1", "-::1"]);
-    assert_eq!((config.rdma_listen, config.rdma()), ("[::1]:7000".parse().expect("one"), Rdma::Require));
+    let listen = (config.rdma_listen.map(|ip| ip.to_string()), config.rdma_port);
+    assert_eq!((listen, config.rdma()), ((Some("::1".into()), 7000), Rdma::Require));
     assert_eq!(config.rdma_devices, ["rxe1", "rxe2"]);
     assert_eq!(config.rx_size, Some(1 << 20));
     assert_eq!(config.password(), Some("secret"));

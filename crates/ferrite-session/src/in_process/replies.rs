@@ -12,14 +12,10 @@ use std::task::{Context, Poll, ready};
 use ferrite_fabric::mem::{Buf, Pool, Purpose};
 use ferrite_fabric::{Stream, Transport};
 use ferrite_proto::resp::Head;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
 
-use super::{AHEAD, Lane, REPLIES_MAX};
+use super::{InProcessSession, REPLIES_MAX};
 use crate::stream::ValkeyStream;
-
-/// A client that does not read its replies may send so much: as the engine has it, which hangs up then, too
-/// (`client-query-buffer-limit`).
-const UNREAD_MAX: usize = 1 << 30;
 
 /// From this length on a value has blocks of its own. Shorter ones leave together with others.
 const LONG: usize = 32 << 10;
@@ -128,6 +124,17 @@ impl Replies {
         self.bytes.len() - self.sent + self.block_bytes
     }
 
+    /// Returns whether they are so many that they should leave before more are made.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        self.len() >= REPLIES_MAX
+    }
+
+    /// Returns the memory that they take.
+    pub(super) fn held_bytes(&self) -> usize {
+        self.bytes.capacity() + self.block_bytes
+    }
+
     /// Whether there are none.
     #[must_use]
     pub fn is_empty(&self) -> bool {
@@ -144,6 +151,7 @@ impl Replies {
             let bytes = &self.bytes[self.sent..before_block];
             let count = ready!(Pin::new(client).poll_write(cx, bytes))?;
             self.sent += count;
+            self.compact();
             return Poll::Ready(Ok(count));
         }
         let Some((_, block)) = self.blocks.front_mut() else { return Poll::Ready(Ok(0)) };
@@ -154,6 +162,19 @@ impl Replies {
             self.blocks.pop_front();
         }
         Poll::Ready(Ok(count))
+    }
+
+    /// Frees what a slow reader has taken, before the buffer is empty: it may never be.
+    fn compact(&mut self) {
+        if self.sent < REPLIES_MAX || self.sent < self.bytes.len() / 2 {
+            return;
+        }
+        self.bytes.drain(..self.sent);
+        self.blocks.iter_mut().for_each(|(at, _)| *at -= self.sent);
+        self.sent = 0;
+        if self.bytes.capacity() > 4 * self.bytes.len().max(REPLIES_MAX) {
+            self.bytes.shrink_to(2 * self.bytes.len());
+        }
     }
 
     /// All have left. A large reply's room is not kept.
@@ -172,56 +193,55 @@ fn has_plenty(pool: &Pool) -> bool {
     send.in_use_bytes <= send.max_bytes / 2
 }
 
-/// What a client has taken, or sent.
-enum Either {
-    Written(usize),
-    Read(usize),
-}
-
-impl<C: Client> Lane<'_, C> {
-    /// Replies leave, if what they speak of is safe.
-    pub(super) async fn flush(&mut self) -> io::Result<()> {
+impl<C: Client> InProcessSession<'_, C> {
+    /// Waits until what replies speak of is as safe as the engine makes it.
+    pub(super) async fn settle(&mut self) {
         self.kept = 0;
-        if self.replies.is_empty() {
-            return Ok(());
-        }
         if std::mem::take(&mut self.must_settle) {
-            self.inside.settled().await;
+            self.engine.settled().await;
         }
-        self.moved.to_client.fetch_add(self.replies.len() as u64, Ordering::Relaxed);
-        self.write_replies().await?;
-        self.replies.clear();
-        self.client.flush().await
     }
 
-    /// All of them. Many clients send everything they have to say before they read the first answer: what comes meanwhile is kept.
-    async fn write_replies(&mut self) -> io::Result<()> {
-        let (mut has_ended, mut piece) = (false, [0; AHEAD]);
+    /// Lets replies leave as far as the client takes them now, and holds the rest to the engine's limits.
+    pub(super) async fn send_replies(&mut self) -> io::Result<()> {
+        self.settle().await;
         while !self.replies.is_empty() {
             let (client, replies) = (&mut *self.client, &mut self.replies);
-            let moved = std::future::poll_fn(|cx| {
-                if let Poll::Ready(written) = replies.poll_write(client, cx) {
-                    return Poll::Ready(written.map(Either::Written));
-                }
-                if has_ended {
-                    return Poll::Pending;
-                }
-                let mut room = ReadBuf::new(&mut piece);
-                let read = ready!(Pin::new(&mut *client).poll_read(cx, &mut room));
-                Poll::Ready(read.map(|()| Either::Read(room.filled().len())))
-            });
-            match moved.await? {
-                Either::Written(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Either::Written(_) if self.replies.is_empty() => return Ok(()),
-                Either::Written(_) => self.pause_if_due(false).await,
-                Either::Read(0) => has_ended = true,
-                Either::Read(count) => self.input.append(&piece[..count]),
+            let polled = std::future::poll_fn(|cx| Poll::Ready(replies.poll_write(client, cx))).await;
+            match polled {
+                Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
+                Poll::Ready(written) => self.on_replied(written?).await?,
+                Poll::Pending => break,
             }
-            if self.input.ahead().len() > UNREAD_MAX {
-                return Err(io::Error::other("a client sends and does not read"));
+        }
+        self.note_held();
+        self.check_output()
+    }
+
+    /// Lets all replies leave, however long the client takes.
+    pub(super) async fn write_replies(&mut self) -> io::Result<()> {
+        self.settle().await;
+        while !self.replies.is_empty() {
+            let (client, replies) = (&mut *self.client, &mut self.replies);
+            let written = std::future::poll_fn(|cx| replies.poll_write(client, cx));
+            match self.output.watch(written).await? {
+                0 => return Err(io::ErrorKind::WriteZero.into()),
+                count => self.on_replied(count).await?,
             }
         }
         Ok(())
+    }
+
+    /// So many bytes have left.
+    pub(super) async fn on_replied(&mut self, count: usize) -> io::Result<()> {
+        self.moved().to_client.fetch_add(count as u64, Ordering::Relaxed);
+        if !self.replies.is_empty() {
+            self.pause_if_due(false).await;
+            return Ok(());
+        }
+        self.replies.clear();
+        self.check_output()?;
+        self.client.flush().await
     }
 
     /// Where long replies may lie: the client's link may have moved to another device, or to TCP.

@@ -15,6 +15,8 @@ pub struct Callable {
     pub writes: bool,
     /// It is one of several that have its name, by its first argument.
     pub is_subcommand: bool,
+    /// It may make a key ready for which another client waits (BLPOP and the like).
+    pub unblocks: bool,
     /// It is GET: with one argument, a key whose value it answers.
     pub reads_string: bool,
 }

@@ -6,11 +6,12 @@ use std::task::Context;
 use ferrite_fabric::mem::{Pool, Purpose};
 use ferrite_proto::resp::{encode_bulk, encode_command};
 use ferrite_verbs::fake::{DeviceSpec, World};
-use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::UnixStream;
 
 use super::*;
 use crate::engine::EngineSocket;
+use crate::sessions::{Carrier, Sessions};
 
 /// What came of it lies ready in pieces, then nothing more comes. What is written to it is noted.
 struct Pieces<'a> {
@@ -54,32 +55,38 @@ impl AsyncWrite for Pieces<'_> {
 
 impl Client for Pieces<'_> {}
 
-/// Calls everything, and all is well.
+/// An engine that calls everything, and a client that it knows from the start.
 #[derive(Default)]
 struct Willing {
     /// Others wait for their turn, always.
     is_pressed: bool,
+    /// The hard limit for unread replies.
+    output_max: usize,
 }
 
-impl Inside for Willing {
+impl InProcessEngine for Willing {
     fn spawn(&self, _: SessionFuture) {}
 
     fn is_open_to_all(&self) -> Option<bool> {
         Some(true)
     }
 
-    fn find(&self, _: &[u8], _: Option<&[u8]>) -> Option<Callable> {
-        Some(Callable { arity: -1, writes: true, is_subcommand: false, reads_string: false })
+    fn new_client(&self, _: Option<std::net::SocketAddr>) -> std::sync::Arc<dyn ProxyClient> {
+        std::sync::Arc::new(Self::default())
     }
 
-    fn instead(&self, _: Args<'_>) -> Option<&'static [u8]> {
+    fn look_up(&self, _: &[u8], _: Option<&[u8]>) -> CommandKind {
+        CommandKind::Callable(Callable {
+            arity: -1,
+            writes: true,
+            unblocks: false,
+            is_subcommand: false,
+            reads_string: false,
+        })
+    }
+
+    fn instead(&self, _: ferrite_proto::resp::Args<'_>) -> Option<&'static [u8]> {
         None
-    }
-
-    fn call(&self, _: &Standing, commands: Commands<'_>, replies: &mut Replies) -> Called {
-        let done = commands.iter().count();
-        (0..done).for_each(|_| replies.bytes().extend_from_slice(b"+OK\r\n"));
-        Called { done, wrote: true, ..Called::default() }
     }
 
     fn has_time(&self) -> bool {
@@ -90,8 +97,38 @@ impl Inside for Willing {
         Box::pin(std::future::ready(()))
     }
 
-    fn mark(&self) -> &'static [u8] {
+    fn client_limits(&self) -> ClientLimits {
+        ClientLimits { hard_bytes: self.output_max, ..ClientLimits::default() }
+    }
+}
+
+impl ProxyClient for Willing {
+    fn identify(&self) -> Vec<u8> {
+        b"PING\r\n".to_vec()
+    }
+
+    fn identity_changes(&self, _: SessionCommand) {}
+
+    fn refresh(&self) -> Access {
+        Access::InProcess
+    }
+
+    fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called {
+        let done = commands.iter().count();
+        (0..done).for_each(|_| replies.bytes().extend_from_slice(b"+OK\r\n"));
+        Called { done, wrote: true, ..Called::default() }
+    }
+
+    fn mark_writes(&self) -> &'static [u8] {
         b""
+    }
+
+    fn is_marked(&self) -> bool {
+        false
+    }
+
+    fn id(&self) -> Option<u64> {
+        Some(1)
     }
 }
 
@@ -104,18 +141,25 @@ fn replies_to(input: &[u8]) -> Vec<usize> {
 fn polled(inside: &Willing, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
-        let (ours, _engine) = UnixStream::pair().expect("a pair");
+        let (ours, mut engine) = UnixStream::pair().expect("a pair");
+        engine.write_all(b"+PONG\r\n").await.expect("it is there"); // the client is identified
         let mut client = Pieces { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
-        let (moved, lanes) = (Moved::default(), Lanes::default());
-        let (engine, mut called) = (Bridge::new(EngineSocket::Unix(ours), None), Vec::new());
+        let (sessions, paths) = (std::sync::Arc::<Sessions>::default(), CommandPaths::default());
+        let (open, _) = sessions.begin(None, None, Carrier::Tcp);
+        let (proxy, mut called) = (ProxyConnection::new(EngineSocket::Unix(ours), None), Vec::new());
         {
             let mut session =
-                std::pin::pin!(serve(&mut client, engine, Standing::new(true), inside, (&moved, &lanes)));
+                std::pin::pin!(serve((&mut client, &[]), proxy, (inside, inside), (&open, &paths)));
             // It yields now and then, and then it waits for ever.
             for _ in 0..1000 {
                 let poll = std::future::poll_fn(|cx| Poll::Ready(session.as_mut().poll(cx))).await;
                 assert!(poll.is_pending(), "the client is still there");
-                called.push(lanes.called.load(Ordering::Relaxed));
+                tokio::task::yield_now().await; // the runtime looks at the socket
+                // Nothing is called before the client is identified.
+                let so_far = paths.called.load(Ordering::Relaxed);
+                if so_far > 0 {
+                    called.push(so_far);
+                }
             }
         }
         (client.written.iter().map(|bytes| bytes.len() / b"+OK\r\n".len()).collect(), called)
@@ -154,7 +198,7 @@ fn replies_leave_in_time() {
 /// One step at a time while others wait, and nothing is lost by it.
 #[test]
 fn a_session_stops_when_its_time_is_over() {
-    let (replies, called) = polled(&Willing { is_pressed: true }, &sets(16, 64 << 10));
+    let (replies, called) = polled(&Willing { is_pressed: true, ..Willing::default() }, &sets(16, 64 << 10));
     assert_eq!((replies, &called[..3], called.last()), (vec![16], &[1, 2, 3][..], Some(&16)));
 }
 

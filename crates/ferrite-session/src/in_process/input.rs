@@ -2,12 +2,44 @@
 
 use std::ops::Range;
 
+use super::limits::BEFORE_AUTH;
 use ferrite_proto::resp::{Args, Command, CommandError, CommandFramer, Limits, Words, plain_command};
 
 /// Commands beyond this go on to the engine while they come, instead of waiting here for their end.
 const LARGE: u64 = 256 << 10;
 /// What is read at once, at first and at most.
-const READ: [usize; 2] = [1 << 10, 64 << 10];
+const READ: usize = 1 << 10;
+pub(super) const READ_MAX: usize = 64 << 10;
+
+/// The longest word that can be a command's or a subcommand's name.
+const NAME_MAX: usize = 64;
+
+/// What is known of a command that has begun and not ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Begun<'a> {
+    /// Its name, or the first argument that may be a part of it, has not arrived.
+    Unknown,
+    /// A line typed by hand, or a command whose name is too long to be looked up.
+    Nameless,
+    /// Its name, and its first argument unless that is too long to be a subcommand.
+    Named { name: &'a [u8], first: Option<&'a [u8]> },
+}
+
+/// A word of a command that has begun.
+enum Word<'a> {
+    Missing,
+    Is(&'a [u8]),
+    TooLong,
+}
+
+fn word<'a>(args: &mut Args<'a>) -> Word<'a> {
+    let announced = args.announced();
+    match (args.next(), announced) {
+        (_, Some(length)) if length > NAME_MAX => Word::TooLong,
+        (Some(word), _) => Word::Is(word),
+        (None, _) => Word::Missing,
+    }
+}
 
 /// A whole command.
 #[derive(Debug, Clone)]
@@ -46,12 +78,19 @@ impl Default for Input {
             framed: 0,
             framer: CommandFramer::new(limits),
             words: Vec::new(),
-            read: READ[0],
+            read: READ,
         }
     }
 }
 
 impl Input {
+    /// With what a client has sent before.
+    pub(super) fn with(first: &[u8]) -> Self {
+        let mut input = Self::default();
+        input.append(first);
+        input
+    }
+
     /// The next whole command, if there is one.
     #[inline]
     pub(super) fn peek(&mut self) -> Result<Option<Found>, CommandError> {
@@ -117,14 +156,38 @@ impl Input {
         &self.buffer[self.taken..self.filled]
     }
 
-    /// Whether a large command has begun.
-    pub(super) fn is_large(&self) -> bool {
-        self.framer.is_inside() && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > LARGE
+    /// Returns whether a large command has begun. Before authentication a small one is large.
+    pub(super) fn is_large(&self, is_authenticated: bool) -> bool {
+        let large = if is_authenticated { LARGE } else { BEFORE_AUTH as u64 };
+        self.framer.is_inside() && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > large
     }
 
-    /// The arguments of the command that has begun, as far as they are there.
-    pub(super) fn begun(&self) -> Option<Args<'_>> {
-        Command::framed(self.ahead()).map(|command| command.args())
+    /// Returns whether a command has begun that has more arguments than engines take before a login.
+    pub(super) fn has_many_args(&self) -> bool {
+        const BEFORE_AUTH_ARGS: usize = 10;
+        let many = |command: Command<'_>| command.args().len() > BEFORE_AUTH_ARGS;
+        self.framer.is_inside() && Command::framed(self.ahead()).is_some_and(many)
+    }
+
+    /// What is known of the command that has begun.
+    pub(super) fn begun(&self) -> Begun<'_> {
+        let Some(command) = Command::framed(self.ahead()) else { return Begun::Unknown };
+        if command.inline().is_some() {
+            return Begun::Nameless;
+        }
+        let mut args = command.args();
+        let expected = args.len();
+        match (word(&mut args), if expected > 1 { word(&mut args) } else { Word::TooLong }) {
+            (Word::Missing, _) | (_, Word::Missing) => Begun::Unknown,
+            (Word::TooLong, _) => Begun::Nameless,
+            (Word::Is(name), Word::TooLong) => Begun::Named { name, first: None },
+            (Word::Is(name), Word::Is(first)) => Begun::Named { name, first: Some(first) },
+        }
+    }
+
+    /// Returns the memory that it takes.
+    pub(super) fn held_bytes(&self) -> usize {
+        self.buffer.capacity()
     }
 
     /// What there is of the command that has begun, to go on its way; and whether that is all of it. Nothing else may have a place
@@ -144,14 +207,14 @@ impl Input {
         is_whole
     }
 
-    /// Room for what comes next. Places are no longer valid.
-    pub(super) fn room(&mut self) -> &mut [u8] {
+    /// Room for what comes next, at most so much. Places are no longer valid.
+    pub(super) fn room(&mut self, max: usize) -> &mut [u8] {
         self.move_up();
-        if self.buffer.len() > 2 * LARGE as usize && self.filled < READ[1] {
+        if self.buffer.len() > 2 * LARGE as usize && self.filled < READ_MAX {
             self.buffer.truncate(self.filled); // what a client sent far ahead is over
             self.buffer.shrink_to(self.filled + self.read);
         }
-        let end = self.filled + self.read;
+        let end = self.filled + self.read.min(max);
         if self.buffer.len() < end {
             self.buffer.resize(end, 0);
         }
@@ -162,7 +225,7 @@ impl Input {
     pub(super) fn read(&mut self, count: usize) {
         self.filled += count;
         if count >= self.read {
-            self.read = (self.read * 4).min(READ[1]);
+            self.read = (self.read * 4).min(READ_MAX);
         }
     }
 
@@ -199,7 +262,7 @@ mod tests {
         for piece in 1..all.len() {
             let (mut input, mut found) = (Input::default(), Vec::new());
             for bytes in all.chunks(piece) {
-                input.room()[..bytes.len()].copy_from_slice(bytes);
+                input.room(READ_MAX)[..bytes.len()].copy_from_slice(bytes);
                 input.read(bytes.len());
                 while let Some(command) = peeked(&mut input) {
                     let again = input.peek().expect("no error").expect("still there");
@@ -223,8 +286,8 @@ mod tests {
         input.append(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n");
         input.append(&[b'x'; 1000]);
         assert_eq!(peeked(&mut input), None);
-        assert!(input.is_large());
-        assert_eq!(input.begun().and_then(|mut args| args.next()), Some(&b"SET"[..]));
+        assert!(input.is_large(true));
+        assert_eq!(input.begun(), Begun::Named { name: b"SET", first: Some(b"k") });
         let (mut out, mut total) = (Vec::new(), 0);
         assert!(!input.stream(&mut out));
         total += out.len();
@@ -235,6 +298,29 @@ mod tests {
         assert!(input.stream(&mut out));
         total += out.len();
         assert_eq!(total, b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n\r\n".len() + 1_000_000);
-        assert_eq!((input.ahead(), input.is_large()), (&b"*1\r\n"[..], false));
+        assert_eq!((input.ahead(), input.is_large(true)), (&b"*1\r\n"[..], false));
+    }
+
+    /// S1: a command is not classified before its name has arrived.
+    #[test]
+    fn knows_a_large_command_by_its_name_only() {
+        let mut input = Input::default();
+        for (piece, expected) in [
+            (&b"*60001\r\n"[..], Begun::Unknown),
+            (b"$11\r\nUNSUB", Begun::Unknown),
+            (b"SCRIBE\r\n", Begun::Unknown),
+            (b"$2\r\nc1\r\n", Begun::Named { name: b"UNSUBSCRIBE", first: Some(b"c1") }),
+        ] {
+            input.append(piece);
+            assert_eq!(peeked(&mut input), None);
+            assert!(input.is_large(true));
+            assert_eq!(input.begun(), expected);
+        }
+        let mut input = Input::default();
+        input.append(b"*2\r\n$100000\r\n");
+        assert_eq!(input.begun(), Begun::Nameless);
+        let mut input = Input::default();
+        input.append(b"*3\r\n$4\r\nECHO\r\n$1000000\r\nx");
+        assert_eq!(input.begun(), Begun::Named { name: b"ECHO", first: None });
     }
 }

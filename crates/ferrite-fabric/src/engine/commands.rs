@@ -1,0 +1,391 @@
+//! Calls that may wait for the kernel or for a device's firmware: made where waiting harms nobody.
+//!
+//! Creating, modifying and destroying a queue pair, registering memory, and most calls of the connection manager are
+//! commands to firmware or wait for locks in the kernel: tens of microseconds on a good day, a second when the kernel has to
+//! find the hardware address of a silent peer. Whoever drives the engine may be a database, so it never makes them itself:
+//!
+//! ```text
+//!   driver: command(work, then) ──► a queue per source ──► command thread: work() ──► results ──► driver: then(result)
+//! ```
+//!
+//! - A command owns what it works on, and gives it back with its result. While it is under way nobody else has it, so that
+//!   nothing has to be locked for it.
+//! - Commands of one source (the peer's address, or this process) run in the order in which they were given. Sources take
+//!   turns, one command each, on two threads: a source whose commands take a second holds up one of them, and nobody else's
+//!   more than by that.
+//! - A source may have [`EACH`] commands waiting. Whoever gives a command that a peer can cause asks first
+//!   ([`Commands::has_room`]) and refuses the peer if there is none. Commands that give something back are always taken.
+//! - Posting, polling and arming stay with the driver: they do not enter the kernel.
+//!
+//! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) a command is carried out at once by
+//! whoever gives it, as in tests that must be the same each time, and in programs that have nothing else to do meanwhile.
+
+use std::collections::{HashMap, VecDeque};
+use std::net::IpAddr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
+
+use super::Shared;
+use super::mailbox::Mailbox;
+use super::poller::Poller;
+use crate::error::{Error, ErrorKind};
+use crate::mem::lock;
+
+/// Who causes a command: a peer, or this process.
+pub(crate) type Source = Option<IpAddr>;
+
+/// Commands of one source that may wait before more are refused.
+const EACH: usize = 64;
+/// Commands of all that may wait: beyond this, sources with none waiting only.
+const ALL: usize = 1024;
+/// Two, so that one command that waits long does not hold up those of others.
+const THREADS: usize = 2;
+/// Results that one pass deals with; the rest has its turn in the next.
+const RESULTS: usize = 32;
+
+/// What is left to do with the result, in a pass.
+type Finish = Box<dyn FnOnce(&mut Poller, &Shared) + Send>;
+
+enum Job {
+    /// Its result goes to the driver. Dropped if the engine ends before: what it holds goes with it.
+    Command(Box<dyn FnOnce() -> Finish + Send>),
+    /// It deals with its result itself, and is carried out whatever happens: memory that it has may be in use by a device
+    /// until then.
+    Errand(Box<dyn FnOnce() + Send>),
+}
+
+/// How commands are carried out.
+pub(crate) struct Commands {
+    /// `None`: at once, by whoever gives them.
+    queue: Option<Arc<Queue>>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+struct Queue {
+    state: Mutex<State>,
+    /// There is something to do, or nothing ever again.
+    called: Condvar,
+    results: Mutex<VecDeque<Finish>>,
+    has_results: AtomicBool,
+    mailbox: Arc<Mailbox>,
+}
+
+#[derive(Default)]
+struct State {
+    lines: HashMap<Source, Line>,
+    /// Sources whose turn comes: each once, and none whose command is under way.
+    turns: VecDeque<Source>,
+    waiting: usize,
+    closed: bool,
+}
+
+/// The commands of one source.
+#[derive(Default)]
+struct Line {
+    jobs: VecDeque<Job>,
+    is_under_way: bool,
+}
+
+impl Commands {
+    /// Carried out at once.
+    pub(super) fn inline() -> Self {
+        Self { queue: None, threads: Mutex::default() }
+    }
+
+    /// Carried out on threads of their own; results ring the mailbox.
+    pub(super) fn on_threads(mailbox: &Arc<Mailbox>) -> Result<Self, Error> {
+        let queue = Arc::new(Queue {
+            state: Mutex::default(),
+            called: Condvar::new(),
+            results: Mutex::default(),
+            has_results: AtomicBool::new(false),
+            mailbox: Arc::clone(mailbox),
+        });
+        let commands = Self { queue: Some(Arc::clone(&queue)), threads: Mutex::default() };
+        for number in 0..THREADS {
+            let queue = Arc::clone(&queue);
+            let thread = std::thread::Builder::new().name(format!("ferrite-cmd-{number}"));
+            let thread = thread.spawn(move || queue.run());
+            let thread = thread
+                .map_err(|error| Error::new(ErrorKind::System, format!("no thread for commands: {error}")))?;
+            lock(&commands.threads).push(thread);
+        }
+        Ok(commands)
+    }
+
+    /// Whether a source may cause another command.
+    pub(crate) fn has_room(&self, source: Source) -> bool {
+        let Some(queue) = &self.queue else { return true };
+        let state = lock(&queue.state);
+        let own = state.lines.get(&source).map_or(0, |line| line.jobs.len());
+        own < EACH && (own == 0 || state.waiting < ALL)
+    }
+
+    /// Carries out `work`, whose result concerns nobody who drives the engine.
+    pub(crate) fn run(&self, source: Source, work: impl FnOnce() + Send + 'static) {
+        match &self.queue {
+            None => work(),
+            Some(queue) => queue.push(source, Job::Errand(Box::new(work))),
+        }
+    }
+
+    /// Lets go of something whose end may wait for the kernel.
+    pub(crate) fn discard(&self, source: Source, thing: impl Send + 'static) {
+        self.run(source, move || drop(thing));
+    }
+
+    /// Ends the threads. From then on errands are carried out at once, and commands never.
+    pub(super) fn close(&self) {
+        let Some(queue) = &self.queue else { return };
+        let left = {
+            let mut state = lock(&queue.state);
+            state.closed = true;
+            state.waiting = 0;
+            std::mem::take(&mut state.lines)
+        };
+        queue.called.notify_all();
+        for thread in std::mem::take(&mut *lock(&self.threads)) {
+            // The last handle of the engine may go in a `work` or in a `then`.
+            if thread.thread().id() != std::thread::current().id() {
+                let _ = thread.join();
+            }
+        }
+        let jobs = left.into_values().flat_map(|line| line.jobs);
+        jobs.for_each(|job| match job {
+            Job::Command(command) => drop(command),
+            Job::Errand(errand) => errand(),
+        });
+        lock(&queue.results).clear();
+    }
+}
+
+impl Poller {
+    /// Carries out `work` where it may wait, then `then` with its result: in a pass, or at once where there are no threads.
+    pub(crate) fn command<T: Send + 'static>(
+        &mut self,
+        shared: &Shared,
+        source: Source,
+        work: impl FnOnce() -> T + Send + 'static,
+        then: impl FnOnce(&mut Self, &Shared, T) + Send + 'static,
+    ) {
+        match &shared.commands.queue {
+            None => then(self, shared, work()),
+            Some(queue) => {
+                let command = move || {
+                    let result = work();
+                    Box::new(move |poller: &mut Self, shared: &Shared| then(poller, shared, result)) as Finish
+                };
+                queue.push(source, Job::Command(Box::new(command)));
+            }
+        }
+    }
+
+    /// Deals with results that have come; how many. Called after the mailbox was emptied: whoever puts a result there rings
+    /// afterwards.
+    pub(super) fn finish_commands(&mut self, shared: &Shared) -> usize {
+        let Some(queue) = &shared.commands.queue else { return 0 };
+        if !queue.has_results.load(Ordering::SeqCst) {
+            return 0;
+        }
+        let finished: Vec<Finish> = {
+            let mut results = lock(&queue.results);
+            let count = results.len().min(RESULTS);
+            queue.has_results.store(results.len() > count, Ordering::SeqCst);
+            results.drain(..count).collect()
+        };
+        let count = finished.len();
+        finished.into_iter().for_each(|finish| finish(self, shared));
+        count
+    }
+}
+
+impl Queue {
+    fn push(&self, source: Source, job: Job) {
+        let mut state = lock(&self.state);
+        if state.closed {
+            drop(state);
+            if let Job::Errand(errand) = job {
+                errand();
+            }
+            return;
+        }
+        state.waiting += 1;
+        let line = state.lines.entry(source).or_default();
+        line.jobs.push_back(job);
+        if line.jobs.len() == 1 && !line.is_under_way {
+            state.turns.push_back(source);
+            drop(state);
+            self.called.notify_one();
+        }
+    }
+
+    /// A command thread.
+    fn run(&self) {
+        while let Some((source, job)) = self.next() {
+            let finish = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match job {
+                Job::Command(command) => Some(command()),
+                Job::Errand(errand) => {
+                    errand();
+                    None
+                }
+            }));
+            match finish {
+                Ok(Some(finish)) => {
+                    {
+                        let mut results = lock(&self.results);
+                        results.push_back(finish);
+                        self.has_results.store(true, Ordering::SeqCst);
+                    }
+                    self.mailbox.ring();
+                }
+                Ok(None) => {}
+                Err(_) => tracing::error!("a command to a device has panicked"),
+            }
+            self.done(source);
+        }
+    }
+
+    /// The next command, in turn; `None` at the end.
+    fn next(&self) -> Option<(Source, Job)> {
+        let mut state = lock(&self.state);
+        loop {
+            if state.closed {
+                return None;
+            }
+            if let Some(source) = state.turns.pop_front() {
+                let line = state.lines.get_mut(&source)?;
+                line.is_under_way = true;
+                let job = line.jobs.pop_front()?;
+                state.waiting -= 1;
+                return Some((source, job));
+            }
+            state = self.called.wait(state).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+
+    /// A source's command was carried out: its next one has a turn.
+    fn done(&self, source: Source) {
+        let mut state = lock(&self.state);
+        let Some(line) = state.lines.get_mut(&source) else { return };
+        line.is_under_way = false;
+        if line.jobs.is_empty() {
+            state.lines.remove(&source);
+        } else {
+            state.turns.push_back(source);
+            drop(state);
+            self.called.notify_one();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+    use std::time::Duration;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_secs(20);
+
+    fn commands() -> Commands {
+        Commands::on_threads(&Arc::new(Mailbox::new().expect("a mailbox"))).expect("threads")
+    }
+
+    fn source(number: u8) -> Source {
+        Some(IpAddr::from([10, 0, 0, number]))
+    }
+
+    /// Gives a command that says when it has begun and waits until it may end.
+    fn blocked(commands: &Commands, of: Source) -> (Receiver<()>, Sender<()>) {
+        let ((begun, begins), (go, may)) = (channel(), channel());
+        commands.run(of, move || {
+            let _ = begun.send(());
+            let _ = may.recv_timeout(PATIENCE);
+        });
+        (begins, go)
+    }
+
+    #[test]
+    fn keeps_the_order_of_a_source_and_lets_sources_take_turns() {
+        let commands = commands();
+        let holds = [blocked(&commands, source(1)), blocked(&commands, source(2))];
+        for (begins, _) in &holds {
+            begins.recv_timeout(PATIENCE).expect("it runs");
+        }
+        let (tell, told) = channel();
+        // Many of one source, then one of another: it is the second to be carried out, not the last.
+        for number in 0..50 {
+            let tell = tell.clone();
+            commands.run(source(1), move || {
+                let _ = tell.send((1, number));
+            });
+        }
+        commands.run(source(3), move || {
+            let _ = tell.send((3, 0));
+        });
+        drop(holds);
+        let done: Vec<_> =
+            (0..51).map(|_| told.recv_timeout(PATIENCE).expect("all are carried out")).collect();
+        let place = done.iter().position(|(of, _)| *of == 3).expect("carried out");
+        assert!(place <= 2, "after {place} of another's");
+        let first: Vec<_> = done.iter().filter(|(of, _)| *of == 1).map(|(_, number)| *number).collect();
+        assert_eq!(first, (0..50).collect::<Vec<_>>());
+        commands.close();
+    }
+
+    #[test]
+    fn refuses_a_source_with_too_many_and_no_other() {
+        let commands = commands();
+        let (begins, go) = blocked(&commands, source(1));
+        begins.recv_timeout(PATIENCE).expect("it runs");
+        for _ in 0..EACH {
+            assert!(commands.has_room(source(1)));
+            commands.run(source(1), || {});
+        }
+        assert!(!commands.has_room(source(1)));
+        assert!(commands.has_room(source(2)) && commands.has_room(None));
+        drop(go);
+        let (tell, told) = channel();
+        commands.run(source(1), move || {
+            let _ = tell.send(());
+        });
+        told.recv_timeout(PATIENCE).expect("carried out in its turn");
+        assert!(commands.has_room(source(1)));
+        commands.close();
+    }
+
+    #[test]
+    fn goes_on_while_one_command_waits() {
+        let commands = commands();
+        let (begins, go) = blocked(&commands, source(1));
+        begins.recv_timeout(PATIENCE).expect("it runs");
+        let (tell, told) = channel();
+        commands.run(source(2), move || {
+            let _ = tell.send(());
+        });
+        told.recv_timeout(PATIENCE).expect("not held up");
+        drop(go);
+        commands.close();
+    }
+
+    #[test]
+    fn drops_what_waits_at_the_end() {
+        let commands = commands();
+        let holds = [blocked(&commands, source(1)), blocked(&commands, source(2))];
+        for (begins, _) in &holds {
+            begins.recv_timeout(PATIENCE).expect("it runs");
+        }
+        let thing = Arc::new(());
+        let held = Arc::clone(&thing);
+        commands.run(source(1), move || drop(held));
+        let (waits, go): (Vec<_>, Vec<_>) = holds.into_iter().unzip();
+        std::thread::scope(|scope| {
+            scope.spawn(|| commands.close());
+            drop(go);
+        });
+        assert_eq!(Arc::strong_count(&thing), 1);
+        commands.discard(None, thing); // too late, and dropped as well
+        drop(waits);
+    }
+}

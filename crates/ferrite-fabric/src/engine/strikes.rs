@@ -1,0 +1,102 @@
+//! Sources whose requests devices refused: wrong keys, addresses out of bounds, rights that were
+//! not given.
+//!
+//! Honest software never does that; one mistake is forgiven. Whoever guesses keys loses its
+//! connection by each guess, and from the second on cannot make another for a while, each time
+//! twice as long.
+
+use std::collections::HashMap;
+use std::net::IpAddr;
+use std::time::{Duration, Instant};
+
+/// However often it happens, no longer than this.
+const MOST: Duration = Duration::from_secs(600);
+/// A source that has done nothing wrong for so long begins anew.
+const FORGIVEN: Duration = Duration::from_secs(1800);
+/// Sources that are remembered; beyond that the one that was longest without is forgotten.
+const SOURCES_MAX: usize = 4096;
+
+pub(crate) struct Strikes {
+    /// After the second; doubled by each that follows.
+    first: Duration,
+    by_source: HashMap<IpAddr, Strike>,
+}
+
+struct Strike {
+    count: u32,
+    last: Instant,
+}
+
+impl Strikes {
+    pub(crate) fn new(first: Duration) -> Self {
+        Self { first, by_source: HashMap::new() }
+    }
+
+    /// A request of `source` was refused; how long it is not let in.
+    pub(crate) fn record(&mut self, source: IpAddr, now: Instant) -> Option<Duration> {
+        let source = source.to_canonical();
+        if !self.by_source.contains_key(&source) && self.by_source.len() >= SOURCES_MAX {
+            self.by_source.retain(|_, strike| now.saturating_duration_since(strike.last) < FORGIVEN);
+            let oldest = self.by_source.iter().min_by_key(|(_, strike)| strike.last).map(|(ip, _)| *ip);
+            if let Some(oldest) = oldest.filter(|_| self.by_source.len() >= SOURCES_MAX) {
+                self.by_source.remove(&oldest);
+            }
+        }
+        let strike = self.by_source.entry(source).or_insert(Strike { count: 0, last: now });
+        if now.saturating_duration_since(strike.last) >= FORGIVEN {
+            strike.count = 0;
+        }
+        (strike.count, strike.last) = (strike.count.saturating_add(1), now);
+        self.wait(source, now)
+    }
+
+    /// How long `source` is not let in.
+    pub(crate) fn wait(&self, source: IpAddr, now: Instant) -> Option<Duration> {
+        let strike = self.by_source.get(&source.to_canonical())?;
+        let doubled = strike.count.checked_sub(2)?;
+        let until = strike.last + self.first.saturating_mul(1 << doubled.min(16)).min(MOST);
+        until.checked_duration_since(now).filter(|left| !left.is_zero())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const FIRST: Duration = Duration::from_secs(1);
+
+    fn source(number: u32) -> IpAddr {
+        IpAddr::V4(number.into())
+    }
+
+    #[test]
+    fn one_mistake_is_forgiven_and_each_further_one_costs_twice_as_much() {
+        let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
+        assert_eq!(strikes.record(source(1), now), None);
+        assert_eq!(strikes.record(source(1), now), Some(FIRST));
+        assert_eq!(strikes.record(source(1), now), Some(FIRST * 2));
+        assert_eq!(strikes.wait(source(1), now + FIRST), Some(FIRST));
+        assert_eq!(strikes.wait(source(1), now + FIRST * 2), None);
+        assert_eq!(strikes.wait(source(2), now), None, "another source");
+        let longest = (0..100).filter_map(|_| strikes.record(source(1), now)).max();
+        assert_eq!(longest, Some(MOST));
+        assert_eq!(strikes.record(source(1), now + FORGIVEN), None, "it begins anew");
+    }
+
+    #[test]
+    fn an_address_is_the_same_in_both_families() {
+        let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
+        strikes.record("::ffff:10.0.0.7".parse().expect("an address"), now);
+        assert!(strikes.record("10.0.0.7".parse().expect("an address"), now).is_some());
+    }
+
+    #[test]
+    fn the_table_is_bounded() {
+        let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
+        for number in 0..SOURCES_MAX as u32 + 100 {
+            strikes.record(source(number), now + Duration::from_millis(number.into()));
+        }
+        assert_eq!(strikes.by_source.len(), SOURCES_MAX);
+        assert!(!strikes.by_source.contains_key(&source(0)), "the oldest is forgotten");
+    }
+}

@@ -1,0 +1,49 @@
+//! Numbers that nobody can guess, from the operating system's generator.
+//!
+//! Whoever knows the session ids of a link may take it over, and whoever knows a queue pair's next
+//! packet number may forge packets. The standard library's `RandomState` is seeded once per thread
+//! and counts from there: good for hash tables, no secret.
+
+use rustix::io::Errno;
+use rustix::rand::{GetRandomFlags, getrandom};
+
+use crate::error::{Error, ErrorKind};
+
+/// Returns 64 random bits.
+///
+/// # Errors
+/// [`ErrorKind::System`]: the system gives none, because a sandbox forbids `getrandom`.
+pub(crate) fn random() -> Result<u64, Error> {
+    let mut bytes = [0; 8];
+    loop {
+        // So few bytes come at once, or (early at boot, interrupted by a signal) not at all.
+        match getrandom(&mut bytes, GetRandomFlags::empty()) {
+            Ok(filled) if filled == bytes.len() => return Ok(u64::from_ne_bytes(bytes)),
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(errno) => {
+                let what = format!("getrandom: {errno}; allow this system call");
+                return Err(Error::new(ErrorKind::System, what));
+            }
+        }
+    }
+}
+
+/// Returns a random packet sequence number, of 24 bits.
+///
+/// # Errors
+/// As [`random`].
+pub(crate) fn random_psn() -> Result<u32, Error> {
+    random().map(|bits| (bits >> 40) as u32) // 24 bits are left
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packet_numbers_have_24_bits_and_use_them_all() {
+        let numbers: Vec<_> = (0..256).map(|_| random_psn().expect("a number")).collect();
+        assert!(numbers.iter().all(|number| *number < 1 << 24), "{numbers:x?}");
+        assert_eq!(numbers.iter().fold(0, |all, number| all | number), (1 << 24) - 1);
+    }
+}

@@ -1,0 +1,191 @@
+//! Who may come in over TCP: connections that say nothing, too little or too much keep nobody else out.
+#![cfg(not(miri))] // which has no network
+
+#[expect(dead_code, unused_imports, unused_macros, reason = "what is for tests of links")]
+mod links;
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind, Resume, Version};
+use ferrite_fabric::{Config, Engine, ErrorKind, ListenOptions, Listener, Rdma};
+use futures_util::{FutureExt as _, join};
+use links::pair::{drive, until};
+
+/// Few places, for a long time.
+fn small() -> Config {
+    Config { max_half_open: 4, connection_timeout: Duration::from_secs(20), ..Config::default() }
+}
+
+fn engine(config: Config) -> Engine {
+    Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine")
+}
+
+fn listen(engine: &Engine) -> Listener {
+    engine.listen("127.0.0.1:0".parse().expect("an address")).expect("listen")
+}
+
+/// An honest peer gets a link in less than a second.
+fn is_served(engine: &Engine, listener: &mut Listener) {
+    let caller = self::engine(Config::default());
+    let begun = Instant::now();
+    let connecting = caller.connect(listener.local_addr());
+    let (there, here) = drive(&[&caller, engine], async { join!(connecting, listener.accept()) });
+    drop((there.expect("a link"), here.expect("a link")));
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+}
+
+fn connect(engine: &Engine, to: SocketAddr, say: &[u8]) -> TcpStream {
+    let mut socket = TcpStream::connect(to).expect("a connection");
+    socket.write_all(say).expect("said");
+    engine.progress();
+    socket
+}
+
+#[test]
+fn silent_connections_keep_nobody_out() {
+    let engine = engine(small());
+    let mut listener = listen(&engine);
+    let held: Vec<_> = (0..200).map(|_| connect(&engine, listener.local_addr(), b"")).collect();
+    is_served(&engine, &mut listener);
+    until(&[&engine], "most were ended", || engine.stats().crowded_out >= 200 - 32);
+    drop(held);
+}
+
+#[test]
+fn half_a_hello_keeps_nobody_out() {
+    let engine = engine(small());
+    let mut listener = listen(&engine);
+    let held: Vec<_> = (0..200).map(|_| connect(&engine, listener.local_addr(), b"FRT")).collect();
+    is_served(&engine, &mut listener);
+    drop(held);
+}
+
+/// A client of a pool says nothing for long, and is served when it does. There is no limit for those but that of sessions.
+#[test]
+fn silent_strangers_are_handed_over_when_there_are_many() {
+    let engine = engine(small());
+    let listener = listen(&engine);
+    let strangers = listener.tcp_strangers();
+    let held: Vec<_> = (0..100).map(|_| connect(&engine, listener.local_addr(), b"")).collect();
+    let mut taken = Vec::new();
+    until(&[&engine], "those beyond the limit of a source are handed over", || {
+        while let Some(Ok(stranger)) = strangers.next().now_or_never() {
+            taken.push(stranger);
+        }
+        taken.len() >= held.len() - 32
+    });
+    assert!(taken.iter().all(|stranger| stranger.heard.is_empty()));
+    let firsts: Vec<_> = held.iter().take(taken.len()).map(|socket| socket.local_addr().ok()).collect();
+    let peers: Vec<_> = taken.iter().map(|stranger| Some(stranger.peer)).collect();
+    assert_eq!(peers, firsts, "the oldest first, and none was lost");
+}
+
+/// Both know MOVE, and RDMA has not carried the link: a `Resume` then is against the rules (docs/wire.md).
+#[test]
+fn rejects_a_resume_without_a_move() {
+    let engine = engine(Config::default());
+    let how = ListenOptions::new().rdma(Rdma::Prefer);
+    let mut listener = engine.listen_with("127.0.0.1:0".parse().expect("an address"), &how).expect("listen");
+    let hello = Hello {
+        version: Version::CURRENT,
+        features: Features::MOVE,
+        segment_bytes: 8 << 10,
+        window: 64,
+        channels: 1,
+        max_message_bytes: 1 << 20,
+        instance: 0x5EED,
+        session: 9,
+    };
+    let mut peer = connect(&engine, listener.local_addr(), &Greeting { hello, resume: None }.encode());
+    let link = drive(&[&engine], listener.accept()).expect("a link");
+    let mut theirs = [0; GREETING_BYTES];
+    peer.read_exact(&mut theirs).expect("a greeting");
+    let theirs = Greeting::decode(&theirs).expect("a greeting");
+    assert!(theirs.hello.features.contains(Features::MOVE), "{theirs:?}");
+    let resume = Parcel { kind: ParcelKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+    peer.write_all(&resume.encode().repeat(1000)).expect("said");
+    let error = drive(&[&engine], link.recv()).expect_err("the link is over");
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    let fallbacks: u64 = engine.stats().fallbacks.iter().map(|(_, count)| count).sum();
+    assert_eq!(fallbacks, 0);
+    // Nor does a greeting resume what is not lost.
+    let resume = Some(Resume { yours: theirs.hello.session, mine: 9, received: 0 });
+    let _again = connect(&engine, listener.local_addr(), &Greeting { hello, resume }.encode());
+    until(&[&engine], "it is refused", || engine.stats().refused == 1);
+}
+
+/// Links of one source that never end a message, or begin a write, hold little of the receive memory, and what they do not get
+/// is no loss to others; nor to another link of theirs that is honest.
+#[test]
+fn unfinished_messages_are_charged_to_who_sends_them() {
+    let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
+    let (engine, reserve) = (engine(config.clone()), config.memory.receive_reserve as u64);
+    let mut listener = listen(&engine);
+    let hello = Hello {
+        version: Version::CURRENT,
+        features: Features::NONE,
+        segment_bytes: 8 << 10,
+        window: 64,
+        channels: 1,
+        max_message_bytes: 1 << 20,
+        instance: 0x5EED,
+        session: 0,
+    };
+    let greeting = Greeting { hello, resume: None }.encode();
+    let frame = |len: u32, more: bool| {
+        let imm = ferrite_fabric::wire::Frame { control: false, more, channel: 0, consumed: 0 }.to_imm();
+        let parcel = Parcel { kind: ParcelKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
+        [&parcel.encode()[..], &vec![7; len as usize]].concat()
+    };
+    // Half a message, and messages that nobody takes.
+    let words = [&greeting[..], &frame(32 << 10, true), &frame(32 << 10, false).repeat(15)].concat();
+    let mut held = Vec::new();
+    for _ in 0..300 {
+        let mut peer = connect(&engine, listener.local_addr(), &greeting);
+        peer.set_nonblocking(true).expect("a mode");
+        let mut link = None;
+        until(&[&engine], "a link", || {
+            link = listener.accept().now_or_never();
+            link.is_some()
+        });
+        let _ = peer.write(&words[GREETING_BYTES..]);
+        until(&[&engine], "it is read, as far as it may", || engine.progress() == 0);
+        held.push((peer, link));
+    }
+    let used = engine.stats().memory.receive.in_use_bytes;
+    assert!(used <= reserve / 8 + 300 * (192 << 10), "{} MiB", used >> 20);
+    is_served(&engine, &mut listener);
+    let large = Parcel { kind: ParcelKind::Write, imm: 0, len: 2 << 20, op: 1, grant: 1, offset: 0 };
+    let mut peer = connect(&engine, listener.local_addr(), &greeting);
+    let link = drive(&[&engine], listener.accept()).expect("a link");
+    peer.write_all(&large.encode()).expect("said");
+    let error = drive(&[&engine], link.recv()).expect_err("it is never taken");
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    drop((held, link));
+    until(&[&engine], "all of it comes back", || engine.stats().memory.receive.in_use_bytes == 0);
+}
+
+/// Nobody tells a listener when there are descriptors again: it looks by itself.
+#[test]
+fn accepts_again_when_there_are_descriptors_again() {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    let engine = engine(Config::default());
+    let listener = listen(&engine);
+    let strangers = listener.tcp_strangers();
+    // The client's side is here already, and needs none.
+    let address = listener.local_addr();
+    let client = TcpStream::connect(address).expect("a connection");
+    let was = getrlimit(Resource::Nofile);
+    let spare: Vec<_> = (0..4).map(|_| TcpListener::bind("127.0.0.1:0").expect("a descriptor")).collect();
+    let used = std::fs::read_dir("/proc/self/fd").expect("descriptors").count() as u64;
+    setrlimit(Resource::Nofile, Rlimit { current: Some(used - 1), ..was }).expect("a limit");
+    let full: Vec<_> = std::iter::from_fn(|| TcpListener::bind("127.0.0.1:0").ok()).collect();
+    until(&[&engine], "there is no descriptor for it", || engine.stats().accept_failures > 0);
+    drop((spare, full));
+    (&client).write_all(b"PING\r\n").expect("said");
+    let stranger = drive(&[&engine], strangers.next()).expect("a client");
+    assert_eq!(stranger.heard, b"PING\r\n");
+    setrlimit(Resource::Nofile, was).expect("the limit of before");
+}

@@ -1,0 +1,142 @@
+//! Which calls the thread that drives an engine makes by itself, on the fake provider, if the engine has command threads.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{Bare, Config, ConnectOptions, Engine, Link, Listener, Meet, Rdma};
+use ferrite_verbs::fake::{DeviceSpec, World};
+
+const SERVER: &str = "127.0.0.1";
+const CLIENT: &str = "127.0.0.2";
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Calls that neither enter firmware nor wait for anything: the data path, and taking events.
+const QUICK: [&str; 10] = [
+    "ibv_ack_cq_events",
+    "ibv_get_async_event",
+    "ibv_get_cq_event",
+    "ibv_poll_cq",
+    "ibv_post_recv",
+    "ibv_post_send",
+    "ibv_post_srq_recv",
+    "ibv_req_notify_cq",
+    "rdma_disconnect",
+    "rdma_get_cm_event",
+];
+
+/// To ERROR, which a link that fails does itself, whoever finds that out: the device is to take nothing more from then on.
+const STOP: &str = "ibv_modify_qp";
+
+fn address(host: &str) -> SocketAddr {
+    SocketAddr::new(host.parse().expect("an address"), 0)
+}
+
+fn config() -> Config {
+    Config { busy_poll_us: 0, ..Config::default() }
+}
+
+/// What the client does, on a thread of its own; the server is driven meanwhile, by this one.
+fn beside<T: Send + 'static>(
+    server: &Engine,
+    client: &Engine,
+    act: impl FnOnce(&Engine) -> T + Send + 'static,
+) -> T {
+    let (tell, told) = channel();
+    let client = client.clone();
+    std::thread::spawn(move || {
+        let _ = tell.send(act(&client));
+    });
+    let begun = Instant::now();
+    loop {
+        server.progress();
+        match told.try_recv() {
+            Ok(done) => return done,
+            Err(_) => assert!(begun.elapsed() < PATIENCE, "the client did not come to an end"),
+        }
+    }
+}
+
+fn drive(server: &Engine, what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        server.progress();
+        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+    }
+}
+
+fn connect(client: &Engine, to: SocketAddr, meet: Meet) -> Link {
+    let options = ConnectOptions::new().local(address(CLIENT)).meet(meet);
+    client.block_on(client.connect_with(to, &options)).expect("a link")
+}
+
+fn accepted(server: &Engine, listener: &mut Listener) -> Link {
+    let mut link = None;
+    drive(server, "a link", || {
+        link = listener.try_accept().expect("a listener");
+        link.is_some()
+    });
+    link.expect("a link")
+}
+
+fn exchange(server: &Engine, client: &Engine, there: &Link, here: &Link) {
+    let to_server = there.clone();
+    beside(server, client, move |_| to_server.post_bytes(0, &[7; 100_000]).expect("room"));
+    assert_eq!(server.block_on(here.recv()).expect("a message").len(), 100_000);
+    here.post_bytes(0, b"answer").expect("room");
+    let at_client = there.clone();
+    beside(server, client, move |client| {
+        assert_eq!(client.block_on(at_client.recv()).expect("a message").to_vec(), b"answer");
+    });
+}
+
+#[test]
+fn driving_thread_makes_no_call_that_may_wait() {
+    let world = World::new();
+    for (device, host) in [("fake1", SERVER), ("fake2", CLIENT)] {
+        world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
+    }
+    let builder = Engine::builder(&world.verbs()).device("fake1").config(config());
+    let server = builder.command_threads().build().expect("an engine");
+    let client = Engine::builder(&world.verbs()).device("fake2").config(config()).build();
+    let client = client.expect("an engine");
+    client.spawn_thread().expect("a thread");
+    let mut listener = server.listen(address(SERVER)).expect("listen");
+    let to = listener.local_addr();
+    world.forget_calls();
+
+    // Links by either way to meet, used and closed.
+    for meet in [Meet::Cm, Meet::TcpFirst] {
+        let there = beside(&server, &client, move |client| connect(client, to, meet));
+        let here = accepted(&server, &mut listener);
+        exchange(&server, &client, &there, &here);
+        beside(&server, &client, move |client| drop(client.block_on(there.close())));
+        drive(&server, "the link ends", || here.failure().is_some());
+    }
+    // Peers of another protocol: one that gets memory to write to, and one that is gone before it is taken.
+    let strangers = listener.strangers();
+    for is_patient in [true, false] {
+        let bare = beside(&server, &client, move |client| {
+            let options = ConnectOptions::new().local(address(CLIENT)).rdma(Rdma::Require);
+            let connecting = client.connect_bare(to, &options);
+            std::thread::spawn({
+                let client = client.clone();
+                move || is_patient.then(|| client.block_on(connecting).expect("a connection"))
+            })
+        });
+        if is_patient {
+            let request = server.block_on(strangers.next()).expect("a request");
+            let here: Bare = server.block_on(strangers.accept(request)).expect("a connection");
+            let window = server.block_on(here.prepare(1 << 20)).expect("memory");
+            assert_eq!(window.len(), 1 << 20);
+            drop(window);
+            here.abort("enough");
+        }
+        drop(bare.join());
+    }
+    drive(&server, "all links end", || server.stats().links == 0);
+    let calls = world.calls_of(std::thread::current().id());
+    let slow: Vec<_> =
+        calls.iter().filter(|call| !call.is_empty() && **call != STOP && !QUICK.contains(call)).collect();
+    assert!(slow.is_empty(), "{slow:?}");
+}

@@ -1,0 +1,226 @@
+//! Handshakes that a peer does not finish, or breaks a rule in: nothing of them is left, and nobody else
+//! notices. On the fake provider.
+
+use std::net::SocketAddr;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::mem::{Account, Pool, Purpose};
+use ferrite_fabric::wire::{Features, Hello, Refusal, Version};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Rdma};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use ferrite_verbs::{
+    Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
+    QueuePair, QueuePairConfig, RemoteSlice, SendRequest, State, cm,
+};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const HELLO: Hello = Hello {
+    version: Version::CURRENT,
+    features: Features::from_bits(3),
+    segment_bytes: 8 << 10,
+    window: 64,
+    channels: 64,
+    max_message_bytes: 64 << 20,
+    instance: 1,
+    session: 0,
+};
+
+fn address(text: &str) -> SocketAddr {
+    text.parse().expect("an address")
+}
+
+/// Hosts 10.0.0.1 and on, with a device each.
+fn world(hosts: u8) -> World {
+    let world = World::new();
+    for number in 1..=hosts {
+        let ip = format!("10.0.0.{number}").parse().expect("an address");
+        world.add_device(DeviceSpec::new(&format!("fake{number}"), ip));
+    }
+    world
+}
+
+/// An engine on a host, driven by a thread of its own.
+fn engine(world: &World, host: u8, has_command_threads: bool) -> Engine {
+    let config = Config { busy_poll_us: 0, rdma: Rdma::Require, ..Config::default() };
+    let builder = Engine::builder(&world.verbs()).device(format!("fake{host}")).config(config);
+    let builder = if has_command_threads { builder.command_threads() } else { builder };
+    let engine = builder.build().expect("an engine");
+    engine.spawn_thread().expect("a thread");
+    engine
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn params(private_data: &[u8]) -> ConnectParams<'_> {
+    let (reads_in, reads_out, retries, rnr_retries) = (4, 4, 6, 7);
+    ConnectParams { qp_num: 0, srq: false, private_data, reads_in, reads_out, retries, rnr_retries }
+}
+
+/// A peer of 10.0.0.2 by plain verbs, up to the point where the server has accepted it.
+struct HalfPeer {
+    id: CmId,
+    qp: QueuePair,
+    region: MemoryRegion,
+    _rest: (CompletionQueue, ProtectionDomain),
+}
+
+impl HalfPeer {
+    fn new(world: &World, to: SocketAddr, hello: &[u8]) -> Self {
+        let verbs = world.verbs();
+        let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, PATIENCE).expect("a route");
+        let context = verbs.device("fake2").and_then(|device| device.open()).expect("a device");
+        let domain = context.allocate_protection_domain().expect("a domain");
+        let cq = context.create_completion_queue(64, None, 0).expect("a queue");
+        let region = domain.allocate(16 << 10, Access::REMOTE_WRITE).expect("memory");
+        let config = QueuePairConfig { max_send_wr: 8, max_recv_wr: 8, ..QueuePairConfig::new(&cq) };
+        let qp = domain.create_queue_pair(&config).expect("a queue pair");
+        let attributes = |state| id.queue_pair_attributes(state).expect("attributes");
+        let modified = qp.modify(&attributes(State::INIT).access(Access::REMOTE_WRITE));
+        modified.expect("initialised");
+        id.connect(&ConnectParams { qp_num: qp.number(), ..params(hello) }).expect("a request");
+        let event = id.channel().wait_event(PATIENCE).expect("a channel").expect("an answer");
+        assert_eq!(event.kind, CmEventKind::CONNECT_RESPONSE, "{:?}", Refusal::decode(&event.private_data));
+        let receives = attributes(State::READY_TO_RECEIVE).access(Access::REMOTE_WRITE);
+        qp.modify(&receives.reads_in(4).rnr_timer(12)).expect("ready to receive");
+        qp.modify(&attributes(State::READY_TO_SEND).reads_out(4)).expect("ready to send");
+        Self { id, qp, region, _rest: (cq, domain) }
+    }
+
+    fn post(&self, operation: Operation) {
+        let pieces = [self.region.sge(0..8)];
+        self.qp.post_send(&[SendRequest::new(1, operation, &pieces).signaled()]).expect("posted");
+    }
+}
+
+/// A peer that breaks the protocol before it finishes the handshake, then finishes it, then hangs up: its
+/// number belongs to another link by then, which must not be taken for it.
+#[test]
+fn a_link_that_fails_before_it_is_established_concerns_nobody_else() {
+    let world = world(3);
+    let (server, client) = (engine(&world, 1, false), engine(&world, 3, false));
+    let mut listener = server.listen(address("10.0.0.1:0")).expect("a listener");
+    let to = listener.local_addr();
+    let mut identifiers = None;
+    for _ in 0..5 {
+        let peer = HalfPeer::new(&world, to, &HELLO.encode());
+        until("the link is there", || server.stats().links == 1);
+        peer.post(Operation::Send); // without immediate data, which every frame of ours has
+        until("the link is over", || server.stats().links == 0);
+        let _ = peer.id.establish();
+        let options = ConnectOptions::new().local(address("10.0.0.3:0"));
+        let there = client.block_on(client.connect_with(to, &options)).expect("an honest client");
+        let here = server.block_on(listener.accept()).expect("its link");
+        let _ = peer.id.disconnect();
+        drop(peer);
+        // A message there and back: what was to come has come by then.
+        client.block_on(there.send_bytes(0, b"hello")).expect("sent");
+        server.block_on(here.recv()).expect("received");
+        assert!(here.failure().is_none(), "{:?}", here.failure());
+        drop((there, here));
+        until("both are gone", || server.stats().links == 0 && client.stats().links == 0);
+        // The first round opens what stays open.
+        let before = *identifiers.get_or_insert_with(|| world.objects().cm_ids);
+        until("no identifier is left over", || world.objects().cm_ids <= before);
+    }
+}
+
+/// Handshakes that wait for the kernel are counted for their source.
+#[test]
+fn a_source_whose_handshakes_wait_keeps_no_other_out() {
+    let world = world(3);
+    let server = engine(&world, 1, true);
+    let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
+    let (to, verbs) = (listener.local_addr(), world.verbs());
+    let request = |from: &str| {
+        let id = cm::resolve(&verbs, Some(address(from)), to, PATIENCE).expect("a route");
+        id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
+        id
+    };
+    world.hold("ibv_modify_qp");
+    let many: Vec<_> = (0..100).map(|_| request("10.0.0.2:0")).collect();
+    until("some are refused", || server.stats().refused > 0);
+    let refused = server.stats().refused;
+    let other = request("10.0.0.3:0");
+    let event = other.channel().wait_event(Duration::from_millis(200)).expect("a channel");
+    let is_refused = event.is_some_and(|event| event.kind == CmEventKind::REJECTED);
+    world.let_go("ibv_modify_qp");
+    assert!(!is_refused, "{refused} of the first {} were refused", many.len());
+}
+
+/// Whoever guesses keys before the handshake is finished is turned away, too.
+#[test]
+fn refused_accesses_before_the_end_of_the_handshake_count() {
+    let world = world(2);
+    let server = engine(&world, 1, false);
+    let how = ListenOptions::new().strangers_only();
+    let listener = server.listen_with(address("10.0.0.1:0"), &how).expect("a listener");
+    let (to, strangers, accepting) = (listener.local_addr(), listener.strangers(), server.clone());
+    std::thread::spawn(move || {
+        while let Ok(request) = accepting.block_on(strangers.next()) {
+            std::mem::forget(strangers.accept(request));
+        }
+    });
+    for guess in 1..=2_u64 {
+        let peer = HalfPeer::new(&world, to, b"");
+        let rkey = 0x1234_5600 + u32::try_from(guess).expect("small");
+        peer.post(Operation::Write(RemoteSlice { addr: 0x1000, len: 8, rkey }));
+        until("it is counted", || server.stats().remote_access_errors == guess);
+    }
+    let verbs = world.verbs();
+    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, PATIENCE).expect("a route");
+    id.connect(&ConnectParams { qp_num: 0x1234, ..params(b"") }).expect("a request");
+    until("the source is refused", || server.stats().refused_after_access_errors == 1);
+}
+
+/// Many connections of one host that ask for windows at a time wait for their turn.
+#[test]
+fn windows_of_many_connections_wait_for_their_turn() {
+    let world = world(2);
+    let (server, client) = (engine(&world, 1, true), engine(&world, 2, false));
+    let how = ListenOptions::new().strangers_only();
+    let listener = server.listen_with(address("10.0.0.1:0"), &how).expect("a listener");
+    let (to, strangers) = (listener.local_addr(), listener.strangers());
+    let options = ConnectOptions::new().local(address("10.0.0.2:0"));
+    let mut links = Vec::new();
+    for _ in 0..100 {
+        let calling = client.connect_bare(to, &options);
+        let request = server.block_on(strangers.next()).expect("a request");
+        let ours = server.block_on(strangers.accept(request)).expect("a link");
+        links.push((client.block_on(calling).expect("its other end"), ours));
+    }
+    world.hold("ibv_reg_mr");
+    let preparing: Vec<_> = links.iter().map(|(_, ours)| ours.prepare(64 << 10)).collect();
+    world.let_go("ibv_reg_mr");
+    for prepared in preparing {
+        server.block_on(prepared).expect("a window");
+    }
+}
+
+/// A charge that the account above refuses, while another thread gives back, leaves no trace.
+#[test]
+fn accounts_agree_whoever_charges_them_at_a_time() {
+    let world = world(1);
+    let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
+    let pool = Pool::builder(&[context.allocate_protection_domain().expect("a domain")]).build();
+    let pool = pool.expect("a pool");
+    let all = Account::new("a host", 0);
+    let block = 8 << 10;
+    let link = all.part("a link", 1 << 30, 10 * block as u64);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            for _ in 0..20_000 {
+                let _ = pool.take(64 << 10, Purpose::Receive, &link); // beyond what is its own: refused
+            }
+        });
+        for _ in 0..20_000 {
+            let _ = pool.take(block, Purpose::Receive, &link);
+        }
+    });
+    assert_eq!((link.used_bytes(), all.used_bytes()), (0, 0));
+}

@@ -1,0 +1,186 @@
+//! Offers to go on over RDMA from a TCP client that does not keep to the rules, on the fake provider.
+
+use std::io::{ErrorKind as IoErrorKind, Read, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::time::Duration;
+
+use ferrite_fabric::wire::{
+    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind,
+    Version,
+};
+use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener, Transport};
+use ferrite_verbs::fake::{DeviceSpec, World};
+
+const SERVER: &str = "127.0.0.1";
+const CLIENT: &str = "127.0.0.2";
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// A server with a device, and a TCP client that has said hello and says what it likes from then on.
+struct Scene {
+    world: World,
+    engine: Engine,
+    link: Link,
+    client: TcpStream,
+    listener: Listener,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let world = World::new();
+        for (device, address) in [("fake1", SERVER), ("fake2", CLIENT)] {
+            world.add_device(DeviceSpec::new(device, address.parse().expect("an address")));
+        }
+        let config = Config { busy_poll_us: 0, ..Config::default() };
+        let builder = Engine::builder(&world.verbs()).device("fake1").config(config);
+        let engine = builder.command_threads().build().expect("an engine");
+        engine.spawn_thread().expect("a thread");
+        let mut listener =
+            engine.listen(SocketAddr::new(SERVER.parse().expect("an address"), 0)).expect("listen");
+        let client = call(listener.local_addr());
+        let link = engine.block_on(listener.accept()).expect("a link");
+        Self { world, engine, link, client, listener }
+    }
+
+    fn offer(&mut self, address: &Address) {
+        let parcel =
+            Parcel { kind: ParcelKind::Offer, imm: 0, len: ADDRESS_BYTES as u32, op: 0, grant: 0, offset: 0 };
+        let mut bytes = parcel.encode().to_vec();
+        bytes.extend(address.encode());
+        self.client.write_all(&bytes).expect("to write");
+    }
+
+    fn withdraw(&mut self) {
+        let parcel = Parcel { kind: ParcelKind::Withdraw, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+        self.client.write_all(&parcel.encode()).expect("to write");
+    }
+
+    /// The next thing that the server says.
+    fn heard(&mut self) -> Parcel {
+        let mut bytes = [0; PARCEL_BYTES];
+        self.client.read_exact(&mut bytes).expect("an answer");
+        let parcel = Parcel::decode(&bytes).expect("a parcel");
+        let mut rest = vec![0; parcel.follows()];
+        self.client.read_exact(&mut rest).expect("what follows");
+        parcel
+    }
+
+    fn is_closed(&mut self) {
+        let mut bytes = [0; 512];
+        loop {
+            match self.client.read(&mut bytes) {
+                Ok(0) => return,
+                Ok(_) => {}
+                Err(error) if error.kind() == IoErrorKind::ConnectionReset => return,
+                Err(error) => panic!("{error}"),
+            }
+        }
+    }
+}
+
+fn call(to: SocketAddr) -> TcpStream {
+    use rustix::net::{AddressFamily, SocketType};
+    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    let from = SocketAddr::new(CLIENT.parse().expect("an address"), 0);
+    rustix::net::bind(&socket, &from).expect("to bind");
+    rustix::net::connect(&socket, &to).expect("to connect");
+    let mut client = TcpStream::from(socket);
+    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    let hello = Hello {
+        version: Version::CURRENT,
+        features: Features::WRITE_IMM | Features::ONE_SIDED | Features::MOVE,
+        segment_bytes: 8 << 10,
+        window: 64,
+        channels: 16,
+        max_message_bytes: 1 << 20,
+        instance: 4711,
+        session: 9,
+    };
+    client.write_all(&Greeting { hello, resume: None }.encode()).expect("to write");
+    client
+}
+
+/// A queue pair that there is not, at an address.
+fn at(address: &str) -> Address {
+    let gid = match address.parse().expect("an address") {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    };
+    Address { qp_num: 0x11, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid }
+}
+
+fn greeting(scene: &mut Scene) {
+    let mut bytes = [0; GREETING_BYTES];
+    scene.client.read_exact(&mut bytes).expect("a greeting");
+}
+
+#[test]
+fn rejects_an_address_that_is_not_the_tcp_peers() {
+    let mut scene = Scene::new();
+    greeting(&mut scene);
+    let queue_pairs = scene.world.objects().queue_pairs;
+    for (number, address) in ["10.0.0.250", "127.0.0.3", "fe80::5054:ff:fe12:3456", "::"].iter().enumerate() {
+        scene.offer(&at(address));
+        assert_eq!(scene.heard().kind, ParcelKind::Withdraw, "{address}");
+        assert_eq!(scene.engine.stats().offers_refused, number as u64 + 1, "{address}");
+    }
+    assert_eq!(scene.world.objects().queue_pairs, queue_pairs, "none is made for such an offer");
+    // The link is as well as before.
+    assert!(scene.link.failure().is_none());
+    scene.offer(&at(CLIENT));
+    assert_eq!(scene.heard().kind, ParcelKind::Answer);
+    assert_eq!(scene.engine.stats().offers_refused, 4);
+}
+
+#[test]
+fn ends_a_link_whose_peer_makes_two_offers_at_a_time() {
+    let mut scene = Scene::new();
+    greeting(&mut scene);
+    scene.offer(&at(CLIENT));
+    scene.offer(&at(CLIENT));
+    let error = scene.engine.block_on(scene.link.ended()).expect_err("not in good order");
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    assert!(error.to_string().contains("an offer before"), "{error}");
+    scene.is_closed();
+}
+
+#[test]
+fn takes_another_offer_after_one_was_withdrawn() {
+    let mut scene = Scene::new();
+    greeting(&mut scene);
+    for _ in 0..3 {
+        scene.offer(&at(CLIENT));
+        assert_eq!(scene.heard().kind, ParcelKind::Answer);
+        scene.withdraw();
+    }
+    // Withdrawn before it was answered: whether it still is depends on who was quicker, so this is the last.
+    scene.offer(&at(CLIENT));
+    scene.withdraw();
+    scene.offer(&at(CLIENT));
+    assert_eq!(scene.heard().kind, ParcelKind::Answer);
+    assert!(scene.link.failure().is_none());
+}
+
+/// The kernel takes its time to bring a queue pair up: nobody else waits for that.
+#[test]
+fn serves_others_while_an_offer_waits_for_the_kernel() {
+    let mut scene = Scene::new();
+    greeting(&mut scene);
+    let config = Config { busy_poll_us: 0, ..Config::default() };
+    let other = Engine::builder(&scene.world.verbs()).device("fake2").config(config).build();
+    let other = other.expect("an engine");
+    other.spawn_thread().expect("a thread");
+    let connecting = other.connect(scene.listener.local_addr());
+    let (there, here) = other.block_on(async { futures_util::join!(connecting, scene.listener.accept()) });
+    let (there, here) = (there.expect("connect"), here.expect("accept"));
+    assert_eq!(there.transport(), Transport::Rdma);
+
+    scene.world.hold("ibv_modify_qp");
+    scene.offer(&at(CLIENT));
+    for number in 0..100_u8 {
+        there.post_bytes(0, &[number]).expect("room");
+        let message = scene.engine.block_on(here.recv()).expect("a message");
+        assert_eq!(message.to_vec(), [number]);
+    }
+    scene.world.let_go("ibv_modify_qp");
+    assert_eq!(scene.heard().kind, ParcelKind::Answer);
+}

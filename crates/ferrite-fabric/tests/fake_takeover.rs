@@ -1,0 +1,190 @@
+//! What keeps a third party from taking over a link, on the fake provider and this host's TCP: a
+//! peer by hand, which says what it likes.
+
+use std::io::{Read as _, Write as _};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use ferrite_fabric::wire::{
+    Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind, Resume, Version,
+};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Meet, Rdma, Transport};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use ferrite_verbs::{Access, ConnectParams, QueuePairConfig, RecvRequest, Verbs, cm};
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const OURS: &str = "127.0.0.1:0";
+const THEIRS: &str = "127.0.0.2:0";
+
+/// What the peer calls its end of the link.
+const SESSION: u64 = 77;
+const HELLO: Hello = Hello {
+    version: Version::CURRENT,
+    features: Features::from_bits(7),
+    segment_bytes: 8 << 10,
+    window: 64,
+    channels: 64,
+    max_message_bytes: 64 << 20,
+    instance: 1,
+    session: SESSION,
+};
+
+fn address(text: &str) -> SocketAddr {
+    text.parse().expect("an address")
+}
+
+fn world() -> (World, Verbs) {
+    let world = World::new();
+    for (device, ip) in [("fake1", OURS), ("fake2", THEIRS)] {
+        world.add_device(DeviceSpec::new(device, address(ip).ip()));
+    }
+    let verbs = world.verbs();
+    (world, verbs)
+}
+
+fn engine(verbs: &Verbs) -> Engine {
+    let engine = Engine::builder(verbs).device("fake1").config(Config::default()).build().expect("an engine");
+    engine.spawn_thread().expect("a thread");
+    engine
+}
+
+/// Takes a TCP connection and the greeting on it.
+fn answer(listener: &TcpListener) -> (TcpStream, Greeting) {
+    let (mut socket, _) = listener.accept().expect("a call");
+    socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+    let mut greeting = [0; GREETING_BYTES];
+    socket.read_exact(&mut greeting).expect("a greeting");
+    (socket, Greeting::decode(&greeting).expect("one of ours"))
+}
+
+/// The body of the next parcel of this kind.
+fn until(socket: &mut TcpStream, kind: ParcelKind) -> Vec<u8> {
+    loop {
+        let mut head = [0; PARCEL_BYTES];
+        socket.read_exact(&mut head).expect("a parcel");
+        let parcel = Parcel::decode(&head).expect("a kind that is known");
+        let mut body = vec![0; parcel.follows()];
+        socket.read_exact(&mut body).expect("its body");
+        if parcel.kind == kind {
+            return body;
+        }
+    }
+}
+
+/// Whoever forges packets must know the number of the next one.
+#[test]
+fn packet_numbers_differ_from_connection_to_connection() {
+    let (_world, verbs) = world();
+    let engine = engine(&verbs);
+    let listener = TcpListener::bind(THEIRS).expect("listen");
+    let peer = listener.local_addr().expect("an address");
+    let numbers: Vec<u32> = (0..4)
+        .map(|_| {
+            let options = ConnectOptions::new().local(address(OURS)).meet(Meet::TcpFirst);
+            let connecting = engine.connect_with(peer, &options);
+            let (mut socket, _) = answer(&listener);
+            socket.write_all(&Greeting { hello: HELLO, resume: None }.encode()).expect("say hello");
+            let offered = until(&mut socket, ParcelKind::Offer);
+            drop(connecting);
+            Address::decode(&offered).expect("an address").psn
+        })
+        .collect();
+    // Four random numbers of 24 bits: two may be the same once in three million runs, three never.
+    let mut distinct = numbers.clone();
+    distinct.sort_unstable();
+    distinct.dedup();
+    assert!(distinct.len() >= 3, "{numbers:?}");
+}
+
+/// Opens a link over RDMA to a peer by plain verbs, breaks it, and answers the engine's call over TCP
+/// with `reply`. The connection of that call, and the link.
+fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Engine) {
+    let (world, verbs) = world();
+    let engine = engine(&verbs);
+    // The real port first: the fake connection manager has all ports to itself.
+    let tcp = TcpListener::bind(address(THEIRS)).expect("a port");
+    let peer = tcp.local_addr().expect("an address");
+    let listener = cm::Listener::bind(&verbs, peer, 4).expect("the same port over RDMA");
+    let connecting = engine.connect_with(peer, &ConnectOptions::new().local(address(OURS)));
+
+    let request = listener.next_request(PATIENCE).expect("a request").expect("in time");
+    let context = verbs.device("fake2").and_then(|device| device.open()).expect("device");
+    let domain = context.allocate_protection_domain().expect("domain");
+    let cq = context.create_completion_queue(64, None, 0).expect("queue");
+    let region = domain.allocate(16 << 10, Access::REMOTE_WRITE).expect("region");
+    let qp = domain
+        .create_queue_pair(&QueuePairConfig { max_send_wr: 8, max_recv_wr: 8, ..QueuePairConfig::new(&cq) })
+        .expect("queue pair");
+    let hello = HELLO.encode();
+    let params = ConnectParams {
+        qp_num: 0,
+        srq: false,
+        private_data: &hello,
+        reads_in: 4,
+        reads_out: 4,
+        retries: 6,
+        rnr_retries: 7,
+    };
+    cm::accept(&request, &qp, Access::REMOTE_WRITE, &params, PATIENCE).expect("accept");
+    qp.post_recv(&[RecvRequest::new(0, &[region.sge(0..8 << 10)])]).expect("post");
+    let link = engine.block_on(connecting).expect("a link");
+    assert_eq!(link.transport(), Transport::Rdma);
+
+    assert!(world.break_queue_pair(link.qp_num().expect("on RDMA")));
+    let (mut socket, greeting) = answer(&tcp);
+    let asked = greeting.resume.expect("for a link that is there");
+    assert_eq!(asked.yours, SESSION);
+    let greeting = Greeting { hello: HELLO, resume: reply(asked) };
+    socket.write_all(&greeting.encode()).expect("answer");
+    (socket, link, engine)
+}
+
+#[test]
+fn resumes_a_link_for_the_peer_that_knows_both_ids() {
+    let (mut socket, link, _engine) =
+        resumed(|asked| Some(Resume { yours: asked.mine, mine: asked.yours, received: 0 }));
+    link.post_bytes(0, b"secret").expect("taken");
+    while until(&mut socket, ParcelKind::Frame) != b"secret" {} // a keepalive
+}
+
+#[test]
+fn rejects_a_resume_answer_for_another_link() {
+    type Reply = fn(Resume) -> Option<Resume>;
+    let replies: [Reply; 4] = [
+        |asked| Some(Resume { yours: asked.mine ^ 1, mine: asked.yours, received: 0 }),
+        |asked| Some(Resume { yours: asked.mine, mine: asked.yours ^ 1, received: 0 }),
+        |asked| Some(Resume { yours: asked.yours, mine: asked.mine, received: 0 }),
+        |_| None,
+    ];
+    for reply in replies {
+        let (mut socket, link, engine) = resumed(reply);
+        let _ = link.post_bytes(0, b"secret"); // it may be over
+        let error = engine.block_on(link.ended()).expect_err("not in good order");
+        assert!(error.to_string().contains("names another link"), "{error}");
+        let mut heard = Vec::new();
+        let _ = socket.read_to_end(&mut heard); // or it is reset
+        assert!(heard.is_empty(), "{heard:?}");
+    }
+}
+
+/// RDMA payload is clear text, and these calls know no other way.
+#[test]
+fn rejects_calls_by_rdma_that_the_options_forbid() {
+    let (_world, verbs) = world();
+    let engine = engine(&verbs);
+    let peer = address("127.0.0.2:7000");
+    let local = || ConnectOptions::new().local(address(OURS));
+    for (options, word) in [
+        (local().require_encryption(), "encryption"),
+        (local().rdma(Rdma::Forbid), "forbid"),
+        (local().rdma(Rdma::Prefer).require_encryption(), "encryption"),
+    ] {
+        let bare = engine.block_on(engine.connect_bare(peer, &options)).map(drop);
+        let either = engine.block_on(engine.connect_either(peer, &options)).map(drop);
+        for outcome in [bare, either] {
+            let error = outcome.expect_err("refused");
+            assert_eq!(error.kind(), ErrorKind::Misuse, "{options:?}: {error}");
+            assert!(error.to_string().contains(word), "{options:?}: {error}");
+        }
+    }
+}

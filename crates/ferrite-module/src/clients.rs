@@ -1,0 +1,209 @@
+//! The engine's clients behind sessions: each session's proxy connection, by the engine's own client id.
+//!
+//! ```text
+//!   session opens its proxy connection and sends FERRITE BIND token
+//!     └─► the engine runs it as a command of that client ──► its client id is noted: identified
+//!   commands are proxied ──► the engine is asked by that id: user, database, transaction, tracking
+//!   the engine frees the client (KILL, DELUSER, timeout, …) ──► its event ends the session's calls
+//! ```
+//!
+//! What is kept here is what the engine said when it was last asked. Two things are kept because no
+//! engine, or not every engine, can be asked about them:
+//!
+//! - The protocol version. The engine shows it to a command of the client only, so FERRITE BIND notes it.
+//! - Whether a client of the user `default` has authenticated (before Valkey 9.1). A name other than
+//!   `default` is proof of a login; `default` is also the name of clients that never authenticated, and
+//!   of those whose user was just deleted. It counts as proven if the engine let everybody in when the
+//!   client connected, or has run FERRITE ATTEST for it, which it does not for clients that have not
+//!   authenticated.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+
+use ferrite_proto::SessionCommand;
+use ferrite_proto::resp::encode_command;
+use ferrite_session::{Access, Called, Commands, ProxyClient, Replies};
+
+use crate::api::Context;
+use crate::api::clients::set_client_name;
+use crate::resident;
+
+/// What the engine takes clients without a login for.
+pub(crate) const DEFAULT_USER: &[u8] = b"default";
+
+/// A session's proxy connection.
+pub(crate) struct ClientRecord {
+    token: String,
+    peer: Option<SocketAddr>,
+    /// The engine's id of it; zero before it is known. The engine never uses an id twice.
+    id: AtomicU64,
+    is_gone: AtomicBool,
+    state: Mutex<ClientState>,
+}
+
+/// What the engine said about a client when it was last asked.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct ClientState {
+    pub(crate) user: Box<[u8]>,
+    pub(crate) db: u16,
+    pub(crate) resp3: bool,
+    /// The engine has run FERRITE BIND or ATTEST since a command that may change the identity.
+    pub(crate) is_identified: bool,
+    /// A client of the user `default` has authenticated, or needed not to.
+    pub(crate) is_default_proven: bool,
+    /// Whether to look if the engine lets everybody in: after the connect, and after RESET.
+    pub(crate) is_new: bool,
+    /// The client's name in the engine does not show where it is.
+    is_unnamed: bool,
+    /// Calls have written what the engine has not marked on the connection.
+    is_mark_due: bool,
+}
+
+/// All of them, for the engine's events and commands.
+#[derive(Default)]
+struct Registry {
+    by_token: HashMap<String, Weak<ClientRecord>>,
+    by_id: HashMap<u64, Weak<ClientRecord>>,
+}
+
+fn registry() -> MutexGuard<'static, Registry> {
+    static REGISTRY: OnceLock<Mutex<Registry>> = OnceLock::new();
+    lock(REGISTRY.get_or_init(Mutex::default))
+}
+
+/// Nothing here panics while it has a lock, and what is kept is valid after each step.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ClientRecord {
+    /// Makes the record of a session whose proxy connection is still to identify itself.
+    pub(crate) fn new(peer: Option<SocketAddr>) -> Arc<Self> {
+        let mut random = [0; 16];
+        // Without random bytes there is no record that anybody could claim: the session is refused.
+        let token = match getrandom(&mut random) {
+            true => random.iter().map(|byte| format!("{byte:02x}")).collect(),
+            false => String::new(),
+        };
+        let state = Mutex::new(ClientState { is_new: true, is_unnamed: true, ..ClientState::default() });
+        let (id, is_gone) = (AtomicU64::new(0), AtomicBool::new(false));
+        let record = Arc::new(Self { token, peer, id, is_gone, state });
+        if !record.token.is_empty() {
+            registry().by_token.insert(record.token.clone(), Arc::downgrade(&record));
+        }
+        record
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
+        lock(&self.state)
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
+    }
+}
+
+fn getrandom(bytes: &mut [u8]) -> bool {
+    rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty())
+        .is_ok_and(|count| count == bytes.len())
+}
+
+impl Drop for ClientRecord {
+    fn drop(&mut self) {
+        let mut registry = registry();
+        registry.by_token.remove(&self.token);
+        registry.by_id.remove(&self.id.load(Ordering::Relaxed));
+    }
+}
+
+impl ProxyClient for ClientRecord {
+    fn identify(&self) -> Vec<u8> {
+        let command = if resident::needs_attestation(self) { "ATTEST" } else { "BIND" };
+        let mut bytes = Vec::new();
+        encode_command(["FERRITE", command, &self.token], &mut bytes);
+        bytes
+    }
+
+    fn identity_changes(&self, command: SessionCommand) {
+        let mut state = self.state();
+        state.is_identified = false;
+        if command == SessionCommand::Resets {
+            state.is_default_proven = false;
+            (state.is_new, state.is_unnamed) = (true, true);
+        }
+    }
+
+    fn refresh(&self) -> Access {
+        resident::refresh(self)
+    }
+
+    fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called {
+        let called = resident::call(self, commands, replies);
+        if called.wrote {
+            self.state().is_mark_due = true;
+        }
+        called
+    }
+
+    fn mark_writes(&self) -> &'static [u8] {
+        b"*2\r\n$7\r\nFERRITE\r\n$4\r\nMARK\r\n"
+    }
+
+    fn is_marked(&self) -> bool {
+        !self.state().is_mark_due
+    }
+
+    fn id(&self) -> Option<u64> {
+        Some(self.id.load(Ordering::Relaxed)).filter(|id| *id != 0)
+    }
+}
+
+/// FERRITE BIND and ATTEST: the client that runs the command is the proxy connection of the session that
+/// has this token. Returns false if there is no such session, or it has another connection.
+pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> bool {
+    let id = context.client_id();
+    // Not under the lock for longer: a record that is dropped takes it.
+    let record = registry().by_token.get(token).and_then(Weak::upgrade);
+    let Some(record) = record else { return false };
+    let known = record.id.load(Ordering::Relaxed);
+    if known != 0 && known != id {
+        return false;
+    }
+    registry().by_id.insert(id, Arc::downgrade(&record));
+    record.id.store(id, Ordering::Relaxed);
+    let mut state = record.state();
+    if std::mem::take(&mut state.is_unnamed)
+        && let Some(peer) = record.peer
+    {
+        // CLIENT LIST and ACL LOG show where the client really is, until it gives itself a name.
+        set_client_name(id, &format!("ferrite:{peer}"));
+    }
+    state.is_identified = true;
+    state.resp3 = context.is_resp3();
+    state.is_default_proven |= is_attested;
+    true
+}
+
+/// FERRITE MARK: what calls of this client's session have written is replicated before this, as far as
+/// WAIT on the connection is concerned. Returns false if the client is no session's proxy connection, or
+/// its session has written nothing: clients can send the command, too, without any right to write.
+pub(crate) fn mark(context: Context<'_>) -> bool {
+    let record = registry().by_id.get(&context.client_id()).and_then(Weak::upgrade);
+    record.is_some_and(|record| {
+        let is_due = std::mem::take(&mut record.state().is_mark_due);
+        if is_due {
+            context.replicate_ping();
+        }
+        is_due
+    })
+}
+
+/// The engine has freed this client, or is about to.
+pub(crate) fn on_disconnected(id: u64) {
+    let record = registry().by_id.remove(&id).and_then(|record| record.upgrade());
+    if let Some(record) = record {
+        record.is_gone.store(true, Ordering::Relaxed);
+    }
+}

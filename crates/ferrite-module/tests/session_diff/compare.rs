@@ -1,0 +1,196 @@
+//! Whether two clients have heard the same.
+
+use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
+
+use super::differences::{
+    is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised, put_in_order,
+};
+
+/// Where the whole replies in these bytes end.
+pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
+    let mut found = Vec::new();
+    let mut rest = bytes;
+    loop {
+        // One for each: what is incomplete is looked at anew when more of it is there.
+        match ReplyFramer::new(Limits { inline_bytes: 1 << 20, ..Limits::default() }).feed(rest) {
+            Ok(Progress { consumed, complete: true }) if consumed > 0 => {
+                let (reply, after) = rest.split_at(consumed);
+                found.push(reply);
+                rest = after;
+            }
+            Ok(_) => return found,
+            // No reply at all: shown as it is, and never equal to one.
+            Err(_) => {
+                found.push(rest);
+                return found;
+            }
+        }
+    }
+}
+
+/// What engines of this version do wrong.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Faults {
+    /// A failed AUTH may have no reply.
+    pub(crate) omits_wrongpass: bool,
+}
+
+impl Faults {
+    /// Those of the engine that tells this version.
+    pub(crate) fn of(version: &str) -> Self {
+        Self { omits_wrongpass: !version.contains("v=7.0.") }
+    }
+}
+
+/// Takes what both sides have whole. `false`: they differ, or one has not heard all of it yet.
+pub(crate) fn take_equal(faults: Faults, one: &mut Vec<u8>, other: &mut Vec<u8>) -> bool {
+    let [whole, other_whole] = [&*one, &*other].map(|bytes| replies(bytes));
+    let ends = [&whole, &other_whole].map(|all| all.iter().map(|reply| reply.len()).sum::<usize>());
+    let tails = [one.len() - ends[0], other.len() - ends[1]];
+    if one != other {
+        let sure = |replies: &[&[u8]]| {
+            let sure = replies.iter().filter(|reply| !may_be_missing(reply));
+            parted(&sure.copied().collect::<Vec<_>>())
+        };
+        let differ = !are_same(&parted(&whole), &parted(&other_whole));
+        let is_fault = differ && faults.omits_wrongpass && are_same(&sure(&whole), &sure(&other_whole));
+        if (differ && !is_fault) || (tails[0] == 0) != (tails[1] == 0) {
+            return false;
+        }
+    }
+    one.drain(..ends[0]);
+    other.drain(..ends[1]);
+    true
+}
+
+fn are_same(one: &[Vec<Vec<u8>>; 2], other: &[Vec<Vec<u8>>; 2]) -> bool {
+    let mut pairs = one.iter().zip(other);
+    pairs.all(|(one, other)| one.len() == other.len() && one.iter().zip(other).all(|(l, r)| is_same(l, r)))
+}
+
+/// Replies and pushes, each in their order, without what may differ.
+fn parted(replies: &[&[u8]]) -> [Vec<Vec<u8>>; 2] {
+    let replies = replies.iter().filter(|reply| !is_monitor_line(reply));
+    let (mut pushes, answers): (Vec<&[u8]>, Vec<&[u8]>) = replies.partition(|reply| is_push(reply));
+    pushes.retain(|push| !is_about_a_flood(push));
+    [answers, pushes].map(|all| all_normalised(&all))
+}
+
+fn all_normalised(replies: &[&[u8]]) -> Vec<Vec<u8>> {
+    let mut all: Vec<_> = replies.iter().map(|reply| normalised(reply)).collect();
+    put_in_order(&mut all, replies);
+    all
+}
+
+/// The first replies that differ, with their place.
+pub(crate) fn first_difference(one: &[u8], other: &[u8]) -> String {
+    let show = |reply: Option<&&[u8]>| {
+        reply.map_or("nothing".into(), |reply| format!("\"{}\"", super::session::excerpt(reply, 300)))
+    };
+    let [left, right] = [one, other].map(|bytes| {
+        let ignored = |reply: &&[u8]| is_monitor_line(reply) || (is_push(reply) && is_about_a_flood(reply));
+        replies(bytes).into_iter().filter(|reply| !ignored(reply)).collect::<Vec<_>>()
+    });
+    let [plain_left, plain_right] = [&left, &right].map(|all| all_normalised(all));
+    let equal = plain_left.iter().zip(&plain_right).take_while(|(one, other)| is_same(one, other)).count();
+    format!(
+        "after {equal} equal replies (engine {}, module {} in all)\n    engine: {}\n    module: {}",
+        left.len(),
+        right.len(),
+        show(left.get(equal)),
+        show(right.get(equal)),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn equal(one: &str, other: &str) -> bool {
+        take_equal(Faults::default(), &mut one.as_bytes().to_vec(), &mut other.as_bytes().to_vec())
+    }
+
+    #[test]
+    fn numbers_of_clients_may_differ_and_nothing_else_of_hello() {
+        let hello = |id, proto| {
+            format!("*6\r\n$6\r\nserver\r\n$5\r\nredis\r\n$5\r\nproto\r\n:{proto}\r\n$2\r\nid\r\n:{id}\r\n")
+        };
+        assert!(equal(&hello(7, 2), &hello(12, 2)));
+        assert!(!equal(&hello(7, 2), &hello(7, 3)));
+    }
+
+    #[test]
+    fn pushes_may_come_before_or_after_a_reply_but_not_in_another_order() {
+        let [one, two] = ["1", "2"].map(|text| format!(">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n{text}\r\n"));
+        assert!(equal(&format!("+OK\r\n{one}{two}"), &format!("{one}+OK\r\n{two}")));
+        assert!(!equal(&format!("+OK\r\n{one}{two}"), &format!("+OK\r\n{two}{one}")));
+        assert!(!equal("+OK\r\n:1\r\n", ":1\r\n+OK\r\n"));
+    }
+
+    #[test]
+    fn addresses_in_client_info_may_differ_and_the_user_may_not() {
+        let info = |addr, user| {
+            let line = format!("id=3 addr={addr} flags=N user={user} resp=2");
+            format!("${}\r\n{line}\r\n", line.len())
+        };
+        assert!(equal(&info("1.1.1.1:5", "low"), &info("/unix", "low")));
+        assert!(!equal(&info("1.1.1.1:5", "low"), &info("1.1.1.1:5", "admin")));
+        let verbatim = |addr| {
+            let line = format!("txt:id=3 addr={addr} flags=N user=low resp=3");
+            format!("={}\r\n{line}\r\n", line.len())
+        };
+        assert!(equal(&verbatim("1.1.1.1:5"), &verbatim("/unix")));
+    }
+
+    #[test]
+    fn channels_are_left_in_any_order_but_the_same_ones() {
+        let left = |names: [&str; 2]| {
+            let one = |(name, rest): (&str, usize)| {
+                format!("*3\r\n$11\r\nunsubscribe\r\n${}\r\n{name}\r\n:{rest}\r\n", name.len())
+            };
+            one((names[0], 1)) + &one((names[1], 0)) + "+OK\r\n"
+        };
+        assert!(equal(&left(["a", "longer"]), &left(["longer", "a"])));
+        assert!(!equal(&left(["a", "longer"]), &left(["longer", "b"])));
+    }
+
+    #[test]
+    fn lines_of_monitor_are_not_compared_and_other_statuses_are() {
+        let line = "+1700000000.123456 [0 127.0.0.1:5] \"GET\" \"k\"\r\n";
+        assert!(equal(&format!("{line}+OK\r\n"), "+OK\r\n"));
+        assert!(!equal("+OK\r\n+OK\r\n", "+OK\r\n"));
+    }
+
+    #[test]
+    fn a_failed_login_may_have_no_reply_where_engines_forget_it() {
+        let (one, other) = ("+OK\r\n-WRONGPASS no\r\n:1\r\n", "+OK\r\n:1\r\n");
+        let faults = Faults::of("Valkey server v=8.0.1 sha=0");
+        assert!(take_equal(faults, &mut one.into(), &mut other.into()));
+        assert!(!take_equal(faults, &mut one.into(), &mut "+OK\r\n+OK\r\n:1\r\n".into()));
+        let faults = Faults::of("Redis server v=7.0.15 sha=0");
+        assert!(!take_equal(faults, &mut one.into(), &mut other.into()));
+    }
+
+    #[test]
+    fn pushes_within_an_array_do_not_hide_what_may_differ() {
+        let reply = |id| {
+            let hello = format!("%2\r\n$5\r\nproto\r\n:3\r\n$2\r\nid\r\n:{id}\r\n");
+            format!("*2\r\n{hello}>3\r\n$11\r\nunsubscribe\r\n$1\r\na\r\n:0\r\n")
+        };
+        assert!(equal(&reply(10), &reply(9)));
+    }
+
+    #[test]
+    fn the_module_may_name_a_connection_and_nobody_else() {
+        assert!(equal("$-1\r\n", "$13\r\nferrite:1.1:5\r\n"));
+        assert!(!equal("$-1\r\n", "$1\r\nx\r\n"));
+        assert!(!equal("$13\r\nferrite:1.1:5\r\n", "$-1\r\n"));
+    }
+
+    #[test]
+    fn half_a_reply_stays() {
+        let (mut one, mut other) = (b"+OK\r\n$5\r\nhe".to_vec(), b"+OK\r\n$5\r\nhel".to_vec());
+        assert!(take_equal(Faults::default(), &mut one, &mut other));
+        assert_eq!((&one[..], &other[..]), (&b"$5\r\nhe"[..], &b"$5\r\nhel"[..]));
+    }
+}

@@ -1,0 +1,263 @@
+//! What may differ between a client at the engine's own port and one at the module's port, and why.
+//! Everything that is not listed here must be equal.
+
+use std::collections::BTreeMap;
+
+use ferrite_proto::resp::Value;
+
+/// Values in a HELLO reply, by the word before them.
+const HELLO: &[(&str, &str)] = &[
+    ("id", "two engines number their clients differently"),
+    ("rdma-port", "an argument of the module, in the list of modules"),
+    ("engine", "an argument of the module, in the list of modules"),
+];
+
+/// A reply that may be missing, on engines that have this fault: `addAuthErrReply` of Redis 7.2 and
+/// Valkey 7.2 to 9 says nothing while the client has replies that were not written yet. Whether it has
+/// depends on how the input was cut into reads.
+const MAY_BE_MISSING: &[u8] = b"-WRONGPASS ";
+
+/// Fields of a line of CLIENT INFO and CLIENT LIST.
+const CLIENT_INFO: &[(&str, &str)] = &[
+    ("id", "two engines number their clients differently"),
+    ("addr", "the engine sees the proxy connection, not the client (docs/module.md)"),
+    ("laddr", "the engine sees the proxy connection, not the client (docs/module.md)"),
+    ("fd", "a descriptor of the process"),
+    ("age", "the clock"),
+    ("idle", "the clock; in-process commands do not count as input of the proxy connection"),
+    ("qbuf", "how much of the input was read at once"),
+    ("qbuf-free", "how much of the input was read at once"),
+    ("argv-mem", "how much of the input was read at once"),
+    ("multi-mem", "sizes of allocations"),
+    ("rbs", "grows and shrinks by the clock"),
+    ("rbp", "grows and shrinks by the clock"),
+    ("obl", "how fast the reader is"),
+    ("oll", "how fast the reader is"),
+    ("omem", "how fast the reader is"),
+    ("tot-mem", "the sum of the memory fields"),
+    ("events", "how fast the reader is"),
+    ("cmd", "in-process commands are not commands of the proxy connection"),
+    ("redir", "the number of another client"),
+    ("tot-net-in", "in-process commands do not pass the proxy connection"),
+    ("tot-net-out", "in-process commands do not pass the proxy connection"),
+    ("tot-cmds", "in-process commands do not pass the proxy connection"),
+];
+
+/// What the name of a proxy connection begins with until the client chooses one: the module names it after
+/// the client's address, so that CLIENT LIST and ACL LOG lead back to it (S13).
+const PROXY_NAME: &str = "ferrite:";
+
+/// A flag of a CLIENT INFO line: the proxy connection is a Unix socket.
+const UNIX_SOCKET_FLAG: char = 'U';
+
+/// Fields of an entry of ACL LOG.
+const ACL_LOG: &[(&str, &str)] = &[
+    ("age-seconds", "the clock"),
+    ("client-info", "a CLIENT INFO line with addresses and numbers"),
+    ("entry-id", "a number of the engine's own"),
+    ("timestamp-created", "the clock"),
+    ("timestamp-last-updated", "the clock"),
+];
+
+/// An ACL LOG context that only the module's side may have: the engine logs the first denial of an
+/// in-process command a second time, in the context of the module (docs/module.md, Limits).
+const ACL_LOG_MODULE_CONTEXT: &[u8] = b"module";
+
+/// Replies and pushes whose order among themselves is that of a hash table with a random seed, by their
+/// kind; the field of each that gives the order.
+const ANY_ORDER: &[(&str, usize, &str)] = &[
+    ("unsubscribe", 1, "UNSUBSCRIBE without channels leaves all, in the order of the client's table"),
+    ("punsubscribe", 1, "PUNSUBSCRIBE without patterns leaves all, in the order of the client's table"),
+    ("sunsubscribe", 1, "SUNSUBSCRIBE without channels leaves all, in the order of the client's table"),
+    ("pmessage", 1, "a message goes to all patterns that match, in the order of the server's table"),
+];
+
+fn is_listed(table: &[(&str, &str)], name: &[u8]) -> bool {
+    table.iter().any(|(listed, _)| listed.as_bytes() == name)
+}
+
+/// Writes a reply without what may differ. It goes by words, not by nesting: engines put pushes into
+/// arrays, and leave elements out of the array of EXEC.
+pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
+    let mut out = Vec::new();
+    let mut before: [&[u8]; 3] = [b""; 3];
+    let mut rest = reply;
+    while let Some((head, payload, after)) = word(rest) {
+        rest = after;
+        if is_monitor_line(head) {
+            continue; // engines put them into the array of EXEC
+        }
+        let is_hello = match before[2] {
+            b"id" => before[0] == b"proto",
+            name => is_listed(HELLO, name),
+        };
+        // RESP3 has a word on the format before such a text.
+        let plain = payload.map(|text| text.strip_prefix(b"txt:").unwrap_or(text));
+        match plain {
+            Some(text) if text.starts_with(b"id=") => out.extend_from_slice(client_info(text).as_bytes()),
+            _ if is_hello => out.extend_from_slice(b"(differs)"),
+            Some(text) => out.extend_from_slice(&[head, b"\n", text].concat()),
+            None => out.extend_from_slice(head),
+        }
+        out.push(b'\n');
+        before = [before[1], before[2], payload.unwrap_or(head)];
+    }
+    out.extend_from_slice(rest);
+    out
+}
+
+/// A line, the string that belongs to it if it is the head of one, and what comes after.
+type Split<'a> = (&'a [u8], Option<&'a [u8]>, &'a [u8]);
+
+/// Splits off the first word.
+fn word(bytes: &[u8]) -> Option<Split<'_>> {
+    let end = bytes.windows(2).position(|pair| pair == b"\r\n")?;
+    let (head, after) = (&bytes[..end], &bytes[end + 2..]);
+    if !matches!(head.first(), Some(b'$' | b'=' | b'!')) {
+        return Some((head, None, after));
+    }
+    let len: Option<usize> = std::str::from_utf8(&head[1..]).ok().and_then(|digits| digits.parse().ok());
+    match len {
+        Some(len) if after.len() >= len + 2 => Some((head, Some(&after[..len]), &after[len + 2..])),
+        Some(_) => None,
+        None => Some((head, None, after)), // the null of RESP2
+    }
+}
+
+/// Whether these normalised replies say the same: no name at the engine, and the module's at the module.
+pub(crate) fn is_same(engine: &[u8], module: &[u8]) -> bool {
+    let is_null = matches!(engine, b"$-1\n" | b"_\n");
+    let name = module.split(|byte| *byte == b'\n').nth(1).unwrap_or_default();
+    engine == module || (is_null && module.starts_with(b"$") && name.starts_with(PROXY_NAME.as_bytes()))
+}
+
+/// Whether this reply may be missing on engines with that fault.
+pub(crate) fn may_be_missing(reply: &[u8]) -> bool {
+    reply.starts_with(MAY_BE_MISSING)
+}
+
+fn client_info(text: &[u8]) -> String {
+    let text = String::from_utf8_lossy(text);
+    let mut lines: Vec<String> = text
+        .lines()
+        .map(|line| {
+            let fields = line.split(' ').filter(|field| {
+                !is_listed(CLIENT_INFO, field.split('=').next().unwrap_or_default().as_bytes())
+            });
+            let fields = fields.map(|field| match field.strip_prefix("flags=") {
+                None if field.strip_prefix("name=").is_some_and(|name| name.starts_with(PROXY_NAME)) => {
+                    "name=".into()
+                }
+                Some(flags) => {
+                    let flags = flags.replace(UNIX_SOCKET_FLAG, "");
+                    format!("flags={}", if flags.is_empty() { "N" } else { &flags })
+                }
+                None => field.into(),
+            });
+            fields.collect::<Vec<_>>().join(" ")
+        })
+        .collect();
+    lines.sort_unstable();
+    lines.join("\n")
+}
+
+/// Gives neighbours of the same kind, whose order is not defined, one order.
+pub(crate) fn put_in_order(replies: &mut [Vec<u8>], originals: &[&[u8]]) {
+    let fields: Vec<_> = originals.iter().map(|reply| order_field(reply)).collect();
+    let mut from = 0;
+    while from < replies.len() {
+        let Some((kind, _)) = &fields[from] else {
+            from += 1;
+            continue;
+        };
+        let same = |field: &Option<(usize, Vec<u8>)>| matches!(field, Some((other, _)) if other == kind);
+        let to = from + fields[from..].iter().take_while(|field| same(field)).count();
+        let mut names: Vec<_> = fields[from..to].iter().flatten().map(|(_, name)| name.clone()).collect();
+        let in_place = |reply: &[u8], name: &[u8], other: &[u8]| {
+            let at = reply.windows(name.len()).position(|part| part == name).unwrap_or(0);
+            [&reply[..at], other, &reply[at + name.len()..]].concat()
+        };
+        names.sort_unstable();
+        for (at, sorted) in (from..to).zip(&names) {
+            if let Some((_, name)) = &fields[at] {
+                replies[at] = in_place(&replies[at], name, sorted);
+            }
+        }
+        from = to;
+    }
+}
+
+/// The place of a reply's kind in the list, and the field that is in any order, as it is normalised.
+fn order_field(reply: &[u8]) -> Option<(usize, Vec<u8>)> {
+    let (Value::Push(values) | Value::Array(values)) = Value::parse(reply).ok()? else { return None };
+    let Value::Bulk(kind) = values.first()? else { return None };
+    let place = ANY_ORDER.iter().position(|(name, ..)| name.as_bytes() == *kind)?;
+    let Value::Bulk(name) = values.get(ANY_ORDER[place].1)? else { return None };
+    Some((place, [format!("${}\n", name.len()).as_bytes(), name, b"\n"].concat()))
+}
+
+/// Whether this tells of a key that a flooding client incremented: how often depends on the clock.
+pub(crate) fn is_about_a_flood(push: &[u8]) -> bool {
+    let prefix = super::flood::KEYS.as_bytes();
+    push.windows(prefix.len()).any(|part| part == prefix)
+}
+
+/// Whether this is one of the lines that MONITOR shows. They are not compared: on the module's side there
+/// are commands of the proxy connection itself, and none for what ran in-process (docs/module.md).
+pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
+    let Some(line) = reply.strip_prefix(b"+") else { return false };
+    let digits = line.iter().take_while(|byte| byte.is_ascii_digit()).count();
+    digits >= 10 && line.get(digits) == Some(&b'.') && line.get(digits + 7..digits + 9) == Some(b" [")
+}
+
+/// Whether this is said unasked. Its place among the replies of a client is not defined: another
+/// client's command causes it.
+pub(crate) fn is_push(reply: &[u8]) -> bool {
+    let kinds: [&[u8]; 4] = [b"message", b"pmessage", b"smessage", b"invalidate"];
+    match Value::parse(reply) {
+        Ok(Value::Push(values) | Value::Array(values)) => {
+            matches!(values.first(), Some(Value::Bulk(kind)) if kinds.contains(kind))
+        }
+        _ => false,
+    }
+}
+
+/// The entries of ACL LOG in any order, without what may differ.
+pub(crate) fn acl_log(reply: &[u8], is_module_side: bool) -> Vec<String> {
+    let Ok(Value::Array(entries)) = Value::parse(reply) else { return vec![excerpt_of(reply)] };
+    // The engine merges a denial with an equal one among the last ten entries: where the module's own
+    // entries stand between them they are two. So counts are added up.
+    let mut counts: BTreeMap<String, u64> = BTreeMap::new();
+    for entry in &entries {
+        let pairs: Vec<(&[u8], String)> = match entry {
+            Value::Array(fields) => fields.chunks(2).filter_map(pair).collect(),
+            _ => Vec::new(),
+        };
+        let is_context = |(name, value): &(&[u8], String)| {
+            *name == b"context" && value.as_bytes() == ACL_LOG_MODULE_CONTEXT
+        };
+        if is_module_side && pairs.iter().any(is_context) {
+            continue;
+        }
+        let count = pairs.iter().find(|(name, _)| *name == b"count");
+        let count: u64 = count.and_then(|(_, value)| value.parse().ok()).unwrap_or(1);
+        let shown = pairs.iter().filter(|(name, _)| *name != b"count" && !is_listed(ACL_LOG, name));
+        let shown = shown.map(|(name, value)| format!("{}={value}", name.escape_ascii()));
+        *counts.entry(shown.collect::<Vec<_>>().join(" ")).or_default() += count;
+    }
+    counts.into_iter().map(|(entry, count)| format!("count={count} {entry}")).collect()
+}
+
+fn pair<'a>(fields: &[Value<'a>]) -> Option<(&'a [u8], String)> {
+    let [Value::Bulk(name), value] = fields else { return None };
+    let value = match value {
+        Value::Bulk(text) | Value::Simple(text) => text.escape_ascii().to_string(),
+        Value::Integer(number) => number.to_string(),
+        other => format!("{other:?}"),
+    };
+    Some((name, value))
+}
+
+fn excerpt_of(reply: &[u8]) -> String {
+    super::session::excerpt(reply, 200)
+}

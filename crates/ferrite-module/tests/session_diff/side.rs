@@ -1,0 +1,360 @@
+//! One of the two engines, its clients, and an observer who asks the engine itself.
+
+use std::collections::BTreeMap;
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use ferrite_proto::resp::Value;
+
+use super::quiet::Process;
+use super::session::{Part, Setup, excerpt};
+use crate::scene::{Server, Start, free_port};
+use crate::wire::{Heard, Wire, encode};
+
+pub(crate) const LONG: Duration = Duration::from_secs(20);
+/// Databases of each engine.
+const DATABASES: usize = 4;
+/// The observer's user, whom no generated command touches.
+const OBSERVER: &str = "user observer on >observer ~* &* +@all";
+
+/// Which engine is started, and how the module in it.
+#[derive(Clone)]
+pub(crate) struct Engine {
+    pub(crate) program: PathBuf,
+    pub(crate) call_lane: Option<String>,
+}
+
+/// A client of one engine.
+#[derive(Default)]
+pub(crate) struct Client {
+    socket: Option<TcpStream>,
+    /// What the socket has not taken yet.
+    unsent: Vec<u8>,
+    /// What was heard and not compared yet.
+    pub(crate) heard: Vec<u8>,
+    pub(crate) is_closed: bool,
+    /// The engine's number of it, once it was told.
+    pub(crate) id: Option<i64>,
+}
+
+impl Client {
+    /// Sends and receives what is possible without waiting; whether it was anything.
+    fn exchange(&mut self) -> bool {
+        let Some(socket) = &mut self.socket else { return false };
+        let mut any = false;
+        if !self.unsent.is_empty() {
+            match socket.write(&self.unsent) {
+                Ok(count) => {
+                    self.unsent.drain(..count);
+                    any = count > 0;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => {}
+                Err(_) => self.unsent.clear(), // the end shows when it is read
+            }
+        }
+        let mut piece = [0; 64 << 10];
+        loop {
+            match socket.read(&mut piece) {
+                Ok(0) => break,
+                Ok(count) => {
+                    self.heard.extend_from_slice(&piece[..count]);
+                    any = true;
+                    continue;
+                }
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return any,
+                Err(_) => break,
+            }
+        }
+        self.socket = None;
+        self.is_closed = true;
+        true
+    }
+
+    /// What it has heard is of no interest, and it is gone.
+    pub(crate) fn close(&mut self) {
+        *self = Self { is_closed: true, ..Self::default() };
+    }
+}
+
+pub(crate) struct Side {
+    pub(crate) server: Server,
+    pub(crate) process: Process,
+    pub(crate) clients: Vec<Client>,
+    engine: Engine,
+    setup: Setup,
+    port: String,
+    /// Where its clients connect: the engine's own port, or the module's.
+    pub(crate) client_port: String,
+    observer: Option<Wire>,
+    acl_file: PathBuf,
+}
+
+impl Side {
+    /// Starts an engine with the module. It may not answer yet.
+    pub(crate) fn begin(engine: &Engine, setup: &Setup, through_module: bool) -> Self {
+        let (port, module_port) = (free_port(), free_port());
+        let acl_file = std::env::temp_dir().join(format!("ferrite-session-diff-{port}.acl"));
+        let users = [&[OBSERVER.to_owned()][..], &setup.users].concat().join("\n") + "\n";
+        std::fs::write(&acl_file, users).expect("a file");
+        let mut options: Vec<&str> = vec!["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
+        // Timeouts are looked at every 10 ms.
+        options.extend(["--hz", "100", "--databases", "4", "--proto-max-bulk-len", "4mb"]);
+        options.extend(["--acllog-max-len", "10000", "--slowlog-log-slower-than", "-1"]);
+        options.extend(["--aclfile", acl_file.to_str().expect("UTF-8")]);
+        for (name, typed) in &setup.renames {
+            options.extend(["--rename-command", name, typed]);
+        }
+        let own = format!("127.0.0.1:{port}");
+        let mut arguments = vec!["rdma-port", &module_port, "rdma-bind", "127.0.0.1"];
+        if setup.typed("CONFIG") != "CONFIG" {
+            arguments.extend(["engine", &own]); // the module cannot ask where the engine listens
+        }
+        if let Some(value) = &engine.call_lane {
+            arguments.extend(["call-lane", value]);
+        }
+        let server =
+            Server::begin(&Start { program: &engine.program, arguments: &arguments, options: &options });
+        Self {
+            process: Process::new(server.pid()),
+            server,
+            clients: Vec::new(),
+            engine: engine.clone(),
+            setup: setup.clone(),
+            client_port: if through_module { module_port } else { port.clone() },
+            port,
+            observer: None,
+            acl_file,
+        }
+    }
+
+    /// Waits until both ports are its own. If somebody else took one of them first, it starts again.
+    pub(crate) fn await_listeners(&mut self) {
+        for _ in 0..10 {
+            let mut is_up = false;
+            let mut has_ended = false;
+            let (server, port) = (&mut self.server, &self.port);
+            let begun = Instant::now();
+            while !is_up && !has_ended && begun.elapsed() < LONG {
+                is_up = dial(port).is_some();
+                has_ended = server.has_ended();
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            if !has_ended && self.listens() {
+                self.clients = (0..self.setup.clients).map(|_| Client::default()).collect();
+                return;
+            }
+            let through_module = self.client_port != self.port;
+            *self = Self::begin(&self.engine.clone(), &self.setup.clone(), through_module);
+        }
+        panic!("the engine does not listen: {}", self.server.log());
+    }
+
+    fn listens(&mut self) -> bool {
+        let own = format!("process_id:{}\r", self.server.pid());
+        if !String::from_utf8_lossy(&self.observe("INFO server")).contains(&own) {
+            return false;
+        }
+        let begun = Instant::now();
+        while begun.elapsed() < LONG {
+            let info = self.observe("INFO ferrite");
+            let info = String::from_utf8_lossy(&info);
+            let status = info.lines().find_map(|line| line.strip_prefix("ferrite_status:"));
+            match status.map(str::trim_end) {
+                Some("listening" | "tcp-only") => return true,
+                Some("off" | "ended") => return false,
+                _ => std::thread::sleep(Duration::from_millis(5)),
+            }
+        }
+        false
+    }
+
+    /// What `--version` of the engine says.
+    pub(crate) fn version(&self) -> String {
+        let output =
+            Command::new(&self.engine.program).arg("--version").output().expect("the engine is there");
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    /// The client hangs up, and comes back with the next bytes that it sends. The module connects to
+    /// the engine when it has seen the first bytes, which tell what the peer speaks: whether `default`
+    /// needs a password is decided then, and at the engine's own port when the client connects.
+    pub(crate) fn reconnect(&mut self, client: usize) {
+        self.clients[client] = Client::default();
+    }
+
+    /// A connection at the clients' port, logged in as the observer.
+    pub(crate) fn admin(&self) -> Option<Wire> {
+        let wire = Wire::new(Box::new(dial(&self.client_port)?));
+        Some(self.logged_in(wire, "observer"))
+    }
+
+    fn logged_in(&self, mut wire: Wire, user: &str) -> Wire {
+        let words = [self.setup.typed("AUTH"), user, user].map(|word| word.as_bytes().to_vec());
+        ask(&mut wire, &words);
+        wire
+    }
+
+    /// The words of a command, with the name that the engine has for it.
+    pub(crate) fn words(&self, line: &str) -> Vec<Vec<u8>> {
+        let mut words: Vec<_> = line.split(' ').collect();
+        words[0] = self.setup.typed(words[0]);
+        words.iter().map(|word| word.as_bytes().to_vec()).collect()
+    }
+
+    /// Queues bytes of a client; numbers of clients are those of this engine.
+    pub(crate) fn send(&mut self, client: usize, parts: &[Part]) {
+        let mut bytes = Vec::new();
+        for part in parts {
+            match part {
+                Part::Raw(raw) => bytes.extend_from_slice(raw),
+                Part::Id(of) => {
+                    // Nobody has this number.
+                    let id = self.clients[*of].id.unwrap_or(99_999_999).to_string();
+                    bytes.extend_from_slice(format!("${}\r\n{id}\r\n", id.len()).as_bytes());
+                }
+            }
+        }
+        let client = &mut self.clients[client];
+        if client.socket.is_none() && !client.is_closed {
+            client.socket = dial(&self.client_port).inspect(|socket| {
+                socket.set_nonblocking(true).expect("a socket");
+            });
+            client.is_closed = client.socket.is_none();
+        }
+        if client.socket.is_some() {
+            client.unsent.extend_from_slice(&bytes);
+        }
+    }
+
+    /// Sends and receives what is possible without waiting; whether it was anything.
+    pub(crate) fn exchange(&mut self) -> bool {
+        self.clients.iter_mut().fold(false, |any, client| client.exchange() | any)
+    }
+
+    /// What the engine tells the observer, who comes back if a client has killed it.
+    pub(crate) fn observe(&mut self, line: &str) -> Vec<u8> {
+        let words = self.words(line);
+        self.observe_words(&words)
+    }
+
+    fn observe_words(&mut self, words: &[Vec<u8>]) -> Vec<u8> {
+        for _ in 0..3 {
+            if self.observer.is_none() {
+                let Some(socket) = dial(&self.port) else { continue };
+                self.observer = Some(self.logged_in(Wire::new(Box::new(socket)), "observer"));
+            }
+            if let Some(reply) = self.observer.as_mut().and_then(|wire| ask(wire, words)) {
+                return reply;
+            }
+            self.observer = None;
+        }
+        b"-the engine does not answer the observer\r\n".to_vec()
+    }
+
+    /// Undoes what would keep commands from running.
+    pub(crate) fn relax(&mut self) {
+        self.observe("CLIENT UNPAUSE");
+        self.observe("CONFIG SET maxmemory 0");
+    }
+
+    /// Every key of every database with its value.
+    pub(crate) fn dataset(&mut self) -> BTreeMap<String, String> {
+        let mut all = BTreeMap::new();
+        for database in 0..DATABASES {
+            self.observe(&format!("SELECT {database}"));
+            let reply = self.observe("KEYS *");
+            for key in strings(&reply) {
+                let ask = |side: &mut Self, words: &[&str], rest: &[&str]| {
+                    let mut line: Vec<Vec<u8>> = words.iter().map(|word| word.as_bytes().to_vec()).collect();
+                    line[0] = side.setup.typed(words[0]).as_bytes().to_vec();
+                    line.push(key.clone());
+                    line.extend(rest.iter().map(|word| word.as_bytes().to_vec()));
+                    side.observe_words(&line)
+                };
+                let kind = ask(self, &["TYPE"], &[]);
+                let value = match &kind[..] {
+                    b"+string\r\n" => ask(self, &["GET"], &[]),
+                    b"+list\r\n" => ask(self, &["LRANGE"], &["0", "-1"]),
+                    b"+set\r\n" => sorted(&ask(self, &["SMEMBERS"], &[]), 1),
+                    b"+hash\r\n" => sorted(&ask(self, &["HGETALL"], &[]), 2),
+                    b"+zset\r\n" => ask(self, &["ZRANGE"], &["0", "-1", "WITHSCORES"]),
+                    b"+stream\r\n" => ask(self, &["XRANGE"], &["-", "+"]),
+                    other => other.to_vec(),
+                };
+                let expires = ask(self, &["PEXPIRETIME"], &[]);
+                let shown = format!(
+                    "{} {} {:016x} expires {}",
+                    kind.trim_ascii_end().escape_ascii(),
+                    excerpt(&value, 160),
+                    fnv(&value),
+                    expires.trim_ascii_end().escape_ascii()
+                );
+                all.insert(format!("db {database} {}", key.escape_ascii()), shown);
+            }
+        }
+        self.observe("SELECT 0");
+        all
+    }
+}
+
+impl Drop for Side {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_file(&self.acl_file);
+    }
+}
+
+pub(crate) fn dial(port: &str) -> Option<TcpStream> {
+    let socket = TcpStream::connect(format!("127.0.0.1:{port}")).ok()?;
+    socket.set_nodelay(true).ok()?;
+    Some(socket)
+}
+
+/// The reply to one command; `None` at the end of the connection, or if there is none in time.
+pub(crate) fn ask(wire: &mut Wire, words: &[Vec<u8>]) -> Option<Vec<u8>> {
+    let mut bytes = Vec::new();
+    encode(words, &mut bytes);
+    wire.send(&bytes);
+    match wire.hear(LONG) {
+        Heard::Reply(reply) => Some(reply),
+        Heard::Silence | Heard::End => None,
+    }
+}
+
+/// The strings of a list, in order.
+fn strings(reply: &[u8]) -> Vec<Vec<u8>> {
+    let mut found: Vec<Vec<u8>> = match Value::parse(reply) {
+        Ok(Value::Array(values) | Value::Set(values)) => {
+            let texts = values.iter().map(|value| match value {
+                Value::Bulk(text) => text.to_vec(),
+                other => format!("{other:?}").into_bytes(),
+            });
+            texts.collect()
+        }
+        _ => Vec::new(),
+    };
+    found.sort_unstable();
+    found
+}
+
+/// A list whose elements, or pairs of elements, are in order.
+fn sorted(reply: &[u8], at_once: usize) -> Vec<u8> {
+    let Ok(Value::Array(values)) = Value::parse(reply) else { return reply.to_vec() };
+    let mut parts: Vec<Vec<u8>> = Vec::new();
+    for values in values.chunks(at_once) {
+        let mut bytes = Vec::new();
+        values.iter().for_each(|value| value.encode(&mut bytes));
+        parts.push(bytes);
+    }
+    parts.sort_unstable();
+    parts.concat()
+}
+
+/// Tells long values apart in a short text.
+fn fnv(bytes: &[u8]) -> u64 {
+    bytes
+        .iter()
+        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+}

@@ -1,0 +1,135 @@
+//! Engines that shut down or hand over under load: what was acknowledged before is there afterwards.
+
+use std::path::Path;
+use std::sync::atomic::{AtomicI64, Ordering};
+
+use crate::scene::{Server, Start, free_port};
+
+/// Adds one to the counter of this key; false if that was not acknowledged.
+pub(crate) type Increment = Box<dyn FnMut(&str) -> bool + Send>;
+
+/// How an engine ends.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Way {
+    /// SIGTERM, saved as RDB.
+    Signal,
+    /// SHUTDOWN, saved as RDB.
+    Command,
+    /// SHUTDOWN NOSAVE, with an append-only file.
+    NosaveWithAof,
+}
+
+const WRITERS: usize = 3;
+
+/// As often as FERRITE_SHUTDOWNS says.
+pub(crate) fn rounds() -> usize {
+    std::env::var("FERRITE_SHUTDOWNS").ok().and_then(|rounds| rounds.parse().ok()).unwrap_or(2)
+}
+
+fn key(writer: usize) -> String {
+    format!("counter{writer}")
+}
+
+fn counter(server: &Server, writer: usize) -> i64 {
+    server.ask::<Option<i64>>(&["GET", &key(writer)]).unwrap_or(0)
+}
+
+/// Writes to the engine until none of the writers is acknowledged any more, and lets `act` end it
+/// meanwhile: how many increments of each were acknowledged.
+fn write_until_the_end(
+    server: &mut Server,
+    connect: &dyn Fn(&Server) -> Increment,
+    act: impl FnOnce(&mut Server),
+) -> Vec<i64> {
+    let acknowledged: Vec<_> = (0..WRITERS).map(|_| AtomicI64::new(0)).collect();
+    std::thread::scope(|scope| {
+        for (writer, acknowledged) in acknowledged.iter().enumerate() {
+            let mut increment = connect(server);
+            scope.spawn(move || {
+                while increment(&key(writer)) {
+                    acknowledged.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        let has_begun = || acknowledged.iter().all(|count| count.load(Ordering::SeqCst) > 50);
+        server.until("writes of all", has_begun);
+        act(server);
+    });
+    acknowledged.into_iter().map(AtomicI64::into_inner).collect()
+}
+
+/// Of what was acknowledged nothing is lost; one more of each writer may have been under way.
+fn assert_kept(server: &Server, before: &[i64], acknowledged: &[i64], what: &str) {
+    for (writer, (before, acknowledged)) in before.iter().zip(acknowledged).enumerate() {
+        let kept = counter(server, writer) - before;
+        assert!(
+            (*acknowledged..=acknowledged + 1).contains(&kept),
+            "{what}: {acknowledged} acknowledged, {kept} kept"
+        );
+    }
+}
+
+/// Shuts an engine down under load and starts it again, as often as asked.
+pub(crate) fn keeps_what_was_acknowledged(
+    program: &Path,
+    arguments: &[&str],
+    way: Way,
+    connect: &dyn Fn(&Server) -> Increment,
+) {
+    let durable = match way {
+        Way::Signal | Way::Command => "save 3600 1",
+        Way::NosaveWithAof => "save \"\"\nappendonly yes\nappendfsync everysec",
+    };
+    let options = ["port 0", "protected-mode no", durable];
+    let mut server = Server::start_by_file(&Start { program, arguments, options: &options });
+    for round in 0..rounds() {
+        let before: Vec<_> = (0..WRITERS).map(|writer| counter(&server, writer)).collect();
+        let acknowledged = write_until_the_end(&mut server, connect, |server| {
+            match way {
+                Way::Signal => server.signal("TERM"),
+                Way::Command => drop(server.try_ask::<redis::Value>(&["SHUTDOWN"])),
+                Way::NosaveWithAof => drop(server.try_ask::<redis::Value>(&["SHUTDOWN", "NOSAVE"])),
+            }
+            server.wait();
+        });
+        server.start_again(program);
+        server.until("loaded", || server.try_ask::<String>(&["PING"]).is_ok());
+        let what = format!("{way:?}, round {round} on {}", program.display());
+        assert_kept(&server, &before, &acknowledged, &what);
+    }
+    server.assert_well();
+}
+
+/// Hands over between two engines under load, as often as asked.
+pub(crate) fn failover_keeps_what_was_acknowledged(
+    program: &Path,
+    arguments: [&[&str]; 2],
+    connect: &dyn Fn(&Server) -> Increment,
+) {
+    let ports = [free_port(), free_port()];
+    let start = |index: usize| {
+        let port = format!("port {}", ports[index]);
+        let mut options = vec![port.as_str(), "protected-mode no", "save \"\"", "repl-diskless-sync-delay 0"];
+        let replicaof = format!("replicaof 127.0.0.1 {}", ports[0]);
+        if index == 1 {
+            options.push(&replicaof);
+        }
+        Server::start_by_file(&Start { program, arguments: arguments[index], options: &options })
+    };
+    let (mut primary, mut replica) = (start(0), start(1));
+    for round in 0..rounds() {
+        let info = |server: &Server| server.ask::<String>(&["INFO", "replication"]);
+        primary.until("the replica is there", || info(&primary).contains("state=online"));
+        let before: Vec<_> = (0..WRITERS).map(|writer| counter(&primary, writer)).collect();
+        let acknowledged = write_until_the_end(&mut primary, connect, |primary| {
+            let begun: String = primary.ask(&["FAILOVER"]);
+            assert_eq!(begun, "OK");
+        });
+        replica.until("the other is the primary", || info(&replica).contains("role:master"));
+        let what = format!("failover, round {round} on {}", program.display());
+        assert_kept(&replica, &before, &acknowledged, &what);
+        std::mem::swap(&mut primary, &mut replica);
+    }
+    primary.assert_well();
+    replica.assert_well();
+}

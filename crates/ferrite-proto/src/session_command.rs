@@ -1,0 +1,96 @@
+//! Commands that change a connection's own state, by their identity.
+//!
+//! A server that runs some commands itself and proxies the others to the engine must know after which
+//! proxied commands the engine's view of the client may differ. It then asks the engine; nothing here
+//! keeps or guesses that state. An identity is the engine's original name of a command, whatever name
+//! the client typed: `rename-command` changes names, not identities.
+
+/// What a proxied command means for the session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SessionCommand {
+    /// It may change the database, a transaction or tracking, which the engine shows by the client's id.
+    ChangesState,
+    /// It may change the user, the authentication or the protocol version (AUTH, HELLO), which the
+    /// engine shows in full only to a command that the client runs.
+    ChangesIdentity,
+    /// It takes the connection back to its beginning, without a user (RESET).
+    Resets,
+    /// It asks about earlier writes of this client (WAIT, WAITAOF).
+    AsksForWrites,
+    /// Replies cannot be counted from here on, or the engine does not show the state that it sets: the
+    /// session stays on the proxy path for good.
+    PinsToProxy,
+}
+
+impl SessionCommand {
+    /// Classifies a command by its identity, `NAME` or `NAME|SUBCOMMAND` in capitals. `is_connection`
+    /// says whether it is in the engine's category `@connection`. Returns `None` for a command that has
+    /// exactly one reply and leaves its connection as it was.
+    #[must_use]
+    pub fn of(identity: &[u8], is_connection: bool) -> Option<Self> {
+        Some(match identity {
+            b"SELECT" | b"MULTI" | b"EXEC" | b"DISCARD" | b"WATCH" | b"UNWATCH" | b"CLIENT|TRACKING"
+            | b"CLIENT|CACHING" => Self::ChangesState,
+            b"AUTH" | b"HELLO" => Self::ChangesIdentity,
+            b"RESET" => Self::Resets,
+            b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
+            // Several replies, replies without a request, or an end of the connection.
+            b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
+            | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT" | b"CLIENT|KILL"
+            | b"CLIENT|REPLY" => Self::PinsToProxy,
+            b"PING"
+            | b"ECHO"
+            | b"CLIENT"
+            | b"CLIENT|ID"
+            | b"CLIENT|INFO"
+            | b"CLIENT|LIST"
+            | b"CLIENT|GETNAME"
+            | b"CLIENT|SETNAME"
+            | b"CLIENT|SETINFO"
+            | b"CLIENT|GETREDIR"
+            | b"CLIENT|TRACKINGINFO"
+            | b"CLIENT|HELP"
+            | b"CLIENT|PAUSE"
+            | b"CLIENT|UNPAUSE"
+            | b"CLIENT|UNBLOCK" => return None,
+            // NO-EVICT, NO-TOUCH, CAPA, READONLY, ASKING, and whatever later engines add.
+            _ if is_connection || identity.starts_with(b"CLIENT|") => Self::PinsToProxy,
+            _ => return None,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::SessionCommand::{self, *};
+
+    fn of(identity: &str) -> Option<SessionCommand> {
+        SessionCommand::of(identity.as_bytes(), false)
+    }
+
+    #[test]
+    fn classifies_by_identity() {
+        for (identity, expected) in [
+            ("GET", None),
+            ("CLIENT|ID", None),
+            ("SELECT", Some(ChangesState)),
+            ("EXEC", Some(ChangesState)),
+            ("HELLO", Some(ChangesIdentity)),
+            ("RESET", Some(Resets)),
+            ("WAITAOF", Some(AsksForWrites)),
+            ("UNSUBSCRIBE", Some(PinsToProxy)),
+            ("CLIENT|REPLY", Some(PinsToProxy)),
+            ("QUIT", Some(PinsToProxy)),
+        ] {
+            assert_eq!(of(identity), expected, "{identity}");
+        }
+    }
+
+    #[test]
+    fn pins_connection_commands_that_it_does_not_know() {
+        assert_eq!(of("CLIENT|SOMETHING-NEW"), Some(PinsToProxy));
+        assert_eq!(SessionCommand::of(b"READONLY", true), Some(PinsToProxy));
+        assert_eq!(SessionCommand::of(b"SOMETHING-NEW", true), Some(PinsToProxy));
+        assert_eq!(SessionCommand::of(b"ECHO", true), None);
+    }
+}

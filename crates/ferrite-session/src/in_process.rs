@@ -1,0 +1,534 @@
+//! A session inside the engine: data commands are called in-process, all others are proxied to the
+//! engine's own socket, in order.
+//!
+//! ```text
+//!   client ──► input ──► calls (ProxyClient::call) ─────────────────┐
+//!                 │                                                 ├─► replies ──► client
+//!                 └────► proxy connection ──► replies, as they come ┘
+//!                              │
+//!   engine ◄── asked by the connection's client id: user, database, transaction, life
+//! ```
+//!
+//! Commands are taken in runs: as many as may be called, or as many as must be proxied. After each
+//! proxied run the engine is asked what the client is now ([`ProxyClient::refresh`]); the session infers
+//! nothing from replies. It counts them for one purpose only: to keep replies in the order of commands.
+//!
+//! What a client can make a session keep is bounded. Before authentication no input is read while
+//! replies are unread. Afterwards replies are kept as the engine keeps them for its own clients, up to
+//! `client-output-buffer-limit` and `maxmemory-clients`.
+
+mod commands;
+mod engine;
+mod exchange;
+mod input;
+mod limits;
+mod replies;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::task::Poll;
+use std::time::Duration;
+
+use ferrite_proto::SessionCommand;
+use ferrite_proto::resp::{Limits, ReplyFramer};
+use tokio::io::{AsyncReadExt as _, ReadBuf, ReadHalf, WriteHalf};
+use tokio::time::timeout;
+
+use crate::engine::ProxyConnection;
+use crate::pump::Moved;
+use crate::sessions::Open;
+pub use commands::{Callable, Commands};
+use commands::{Due, place_of};
+pub use engine::{Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture};
+use exchange::{Awaited, Event, Met, next_event};
+use input::{Begun, Found, Input, READ_MAX};
+use limits::{BEFORE_AUTH, OutputGuard};
+pub(crate) use replies::Client;
+pub use replies::Replies;
+
+/// How commands of in-process sessions went.
+#[derive(Debug, Default)]
+pub(crate) struct CommandPaths {
+    pub(crate) called: AtomicU64,
+    pub(crate) proxied: AtomicU64,
+    /// Sessions that are on the proxy path for good.
+    pub(crate) pinned: AtomicU64,
+}
+
+/// What is left when a session has no more to do here.
+pub(crate) enum Left {
+    /// The client has gone, or the engine has hung up.
+    Nothing,
+    /// Everything goes over the proxy connection from here on, these bytes first.
+    Pinned { proxy: ProxyConnection, unsent: Vec<u8> },
+}
+
+/// Commands in one go: then others have their turn.
+const RUN_MAX: usize = 64;
+/// Replies that are kept before they leave.
+const REPLIES_MAX: usize = 64 << 10;
+/// Reads in a row that keep them.
+const KEPT_MAX: u8 = 32;
+/// The longest reply to a command of the session's own that is looked at.
+const OWN_REPLY_MAX: usize = 512;
+/// How long the engine's last words are waited for after it has freed the client.
+const LAST_WORDS: Duration = Duration::from_secs(1);
+
+/// Where the commands of a run go.
+enum Route {
+    Call,
+    /// The last of them means this for the session.
+    Proxy(Option<SessionCommand>),
+    /// It is one, and this is proxied in its place.
+    Instead(&'static [u8]),
+}
+
+/// Serves a client, which has sent these bytes first, until it goes, or until all of its commands must be
+/// proxied for good.
+///
+/// # Errors
+/// The client or the engine breaks off, or the client is over a limit of the engine's.
+pub(crate) async fn serve<C>(
+    (client, first): (&mut C, &[u8]),
+    proxy: ProxyConnection,
+    (engine, record): (&dyn InProcessEngine, &dyn ProxyClient),
+    (open, paths): (&Open, &CommandPaths),
+) -> io::Result<Left>
+where
+    C: Client,
+{
+    let (proxy_reads, proxy_writes) = tokio::io::split(proxy);
+    let unlimited = Limits { bulk_bytes: u64::MAX >> 1, inline_bytes: u32::MAX, ..Limits::default() };
+    let session = InProcessSession {
+        client,
+        proxy_reads,
+        proxy_writes,
+        engine,
+        record,
+        open,
+        paths,
+        access: Access::Proxy { in_transaction: false, is_authenticated: false },
+        identity_due: false,
+        input: Input::with(first),
+        heard: Vec::new(),
+        counter: ReplyFramer::new(unlimited),
+        is_push: None,
+        own_reply: Vec::new(),
+        replies: Replies::default(),
+        output: OutputGuard::default(),
+        kept: 0,
+        must_settle: false,
+        wrote: false,
+    };
+    session.run().await
+}
+
+struct InProcessSession<'a, C> {
+    client: &'a mut C,
+    proxy_reads: ReadHalf<ProxyConnection>,
+    proxy_writes: WriteHalf<ProxyConnection>,
+    engine: &'a dyn InProcessEngine,
+    record: &'a dyn ProxyClient,
+    open: &'a Open,
+    paths: &'a CommandPaths,
+    /// What the engine said last.
+    access: Access,
+    /// A command was proxied after which the client has to be identified again.
+    identity_due: bool,
+    input: Input,
+    /// Of the engine's, not looked at yet.
+    heard: Vec<u8>,
+    counter: ReplyFramer,
+    /// Whether the reply that has begun is a push message.
+    is_push: Option<bool>,
+    /// The last reply to a command of the session's own.
+    own_reply: Vec<u8>,
+    /// For the client.
+    replies: Replies,
+    output: OutputGuard,
+    /// How often the client was read from since they left.
+    kept: u8,
+    must_settle: bool,
+    /// Calls have written since the engine last marked it on the proxy connection.
+    wrote: bool,
+}
+
+impl<C: Client> InProcessSession<'_, C> {
+    async fn run(mut self) -> io::Result<Left> {
+        if !self.identify().await? {
+            // The engine did not take the connection (too many clients, say), and says why.
+            let refusal = std::mem::take(&mut self.own_reply);
+            self.replies.bytes().extend_from_slice(&refusal);
+            self.write_replies().await?;
+            return Ok(Left::Nothing);
+        }
+        let mut run = Vec::new();
+        loop {
+            let met = match self.take_run(&mut run) {
+                Some(Route::Call) => self.call(&run).await?,
+                Some(Route::Proxy(Some(SessionCommand::PinsToProxy))) => return self.pin().await,
+                Some(Route::Proxy(Some(SessionCommand::AsksForWrites))) => self.ask_for_writes(&run).await?,
+                Some(Route::Proxy(command)) => self.proxy(&run, command).await?,
+                Some(Route::Instead(other)) => {
+                    self.count_proxied(&run);
+                    self.exchange(other.to_vec(), Awaited::replies(1), false).await?
+                }
+                None => match self.large_command() {
+                    Some(true) => self.stream().await?,
+                    Some(false) => return self.pin().await,
+                    None if self.wait_for_input().await? => continue,
+                    None => return Ok(Left::Nothing),
+                },
+            };
+            match met {
+                Met::Answered if self.access == Access::Gone => return self.last_words().await,
+                Met::Answered => {}
+                Met::Over => return Ok(Left::Nothing),
+                Met::Unclear { unsent } => return self.leave(unsent).await,
+            }
+            self.pause_if_due(run.len() == RUN_MAX).await;
+        }
+    }
+
+    /// Has the proxy connection identify itself to the engine, and asks what the client is. Returns
+    /// false if the engine did not take the connection.
+    async fn identify(&mut self) -> io::Result<bool> {
+        self.exchange(self.record.identify(), Awaited::own(), false).await?;
+        self.access = self.record.refresh();
+        Ok(self.record.id().is_some())
+    }
+
+    /// Takes commands that go the same way. A proxied run ends with the first command that changes the
+    /// session: where the next one goes depends on it. `None`: there is no whole command.
+    fn take_run(&mut self, run: &mut Vec<Due>) -> Option<Route> {
+        run.clear();
+        self.input.forget();
+        let mut route = None;
+        while run.len() < RUN_MAX {
+            let found = match self.input.peek() {
+                Ok(Some(found)) => found,
+                Ok(None) => break,
+                // What is no command is the engine's to speak of.
+                Err(_) => return route.or(Some(Route::Proxy(Some(SessionCommand::PinsToProxy)))),
+            };
+            let Some(kind) = self.look_up(&found, run.last()) else {
+                self.input.take(&found); // nothing is answered with nothing
+                continue;
+            };
+            let (callable, command) = match kind {
+                CommandKind::Callable(callable) if self.may_call(&found) => (Some(callable), None),
+                CommandKind::Callable(_) | CommandKind::Plain => (None, None),
+                CommandKind::Session(command) => (None, Some(command)),
+            };
+            let starts_apart = match (&route, callable) {
+                (None, _) => false,
+                (Some(Route::Call), None) | (Some(Route::Proxy(_)), Some(_)) => true,
+                // Valkey 8.0 gives no answer to a login that fails behind answers that are not written yet.
+                _ => matches!(
+                    command,
+                    Some(
+                        SessionCommand::PinsToProxy
+                            | SessionCommand::AsksForWrites
+                            | SessionCommand::ChangesIdentity
+                            | SessionCommand::Resets
+                    )
+                ),
+            };
+            if starts_apart {
+                break;
+            }
+            if callable.is_none()
+                && let Some(other) = self.input.command(&found).and_then(|it| self.engine.instead(it.args()))
+            {
+                if route.is_none() {
+                    self.input.take(&found);
+                    run.push(Due { found, callable });
+                    route = Some(Route::Instead(other));
+                }
+                break;
+            }
+            if command == Some(SessionCommand::PinsToProxy) {
+                return Some(Route::Proxy(command)); // it stays in the input, which is proxied as it is
+            }
+            self.input.take(&found);
+            run.push(Due { found, callable });
+            route = Some(if callable.is_some() { Route::Call } else { Route::Proxy(command) });
+            if command.is_some() {
+                break;
+            }
+        }
+        route
+    }
+
+    /// Looks up a command. Many are like the one before. `None`: it is empty.
+    fn look_up(&self, found: &Found, before: Option<&Due>) -> Option<CommandKind> {
+        if let Some(name) = self.input.name(found) {
+            if let Some(Due { found, callable: Some(callable) }) = before
+                && !callable.is_subcommand
+                && self.input.name(found) == Some(name)
+            {
+                return Some(CommandKind::Callable(*callable));
+            }
+            return Some(self.engine.look_up(name, self.input.words(found).get(1)));
+        }
+        let command = self.input.command(found)?;
+        if let Some(line) = command.inline() {
+            // A line typed by hand is read by the engine's rules.
+            let is_empty = line.trim_ascii().is_empty();
+            return (!is_empty).then_some(CommandKind::Session(SessionCommand::PinsToProxy));
+        }
+        let mut args = command.args();
+        Some(self.engine.look_up(args.next()?, args.next()))
+    }
+
+    fn may_call(&self, found: &Found) -> bool {
+        self.access == Access::InProcess && self.input.name(found).is_some()
+    }
+
+    async fn call(&mut self, mut run: &[Due]) -> io::Result<Met> {
+        self.look_for_memory();
+        while !run.is_empty() {
+            let commands = Commands { input: &self.input, run };
+            let called = self.record.call(commands, &mut self.replies);
+            self.paths.called.fetch_add(called.done as u64, Ordering::Relaxed);
+            let (done, rest) = run.split_at(called.done.min(run.len()));
+            self.count_input(done);
+            self.wrote |= called.wrote;
+            self.must_settle |= called.must_settle;
+            if called.is_stale {
+                self.access = self.record.refresh();
+                if self.access == Access::Gone {
+                    return Ok(Met::Answered);
+                }
+            }
+            if called.is_full {
+                self.send_replies().await?;
+                self.pause_if_due(false).await;
+                run = rest;
+                continue;
+            }
+            // The engine answers what was not called, in its own words.
+            let is_closed = called.is_closed || self.access != Access::InProcess;
+            let (refused, later) = rest.split_at(if is_closed { rest.len() } else { rest.len().min(1) });
+            if !refused.is_empty() {
+                match self.proxy(refused, None).await? {
+                    Met::Answered if self.access == Access::Gone => return Ok(Met::Answered),
+                    Met::Answered => {}
+                    Met::Over => return Ok(Met::Over),
+                    Met::Unclear { mut unsent } => {
+                        unsent.extend_from_slice(&self.input.bytes()[place_of(later)]);
+                        return Ok(Met::Unclear { unsent });
+                    }
+                }
+            }
+            if self.replies.len() >= REPLIES_MAX {
+                self.send_replies().await?;
+            }
+            run = later;
+        }
+        Ok(Met::Answered)
+    }
+
+    /// Lets others have their turn, at the end of this one at the latest.
+    async fn pause_if_due(&self, is_due: bool) {
+        if is_due || !self.engine.has_time() {
+            yield_now().await;
+        }
+    }
+
+    fn moved(&self) -> &Moved {
+        &self.open.entry.moved
+    }
+
+    fn count_input(&self, run: &[Due]) {
+        self.moved().to_engine.fetch_add(place_of(run).len() as u64, Ordering::Relaxed);
+    }
+
+    fn count_proxied(&self, run: &[Due]) {
+        self.paths.proxied.fetch_add(run.len() as u64, Ordering::Relaxed);
+        self.count_input(run);
+    }
+
+    /// Proxies commands that lie one behind the other, and asks the engine what the client is then.
+    async fn proxy(&mut self, run: &[Due], command: Option<SessionCommand>) -> io::Result<Met> {
+        if let Some(command @ (SessionCommand::ChangesIdentity | SessionCommand::Resets)) = command {
+            self.record.identity_changes(command);
+            self.identity_due = true;
+        }
+        let bytes = self.input.bytes()[place_of(run)].to_vec();
+        self.count_proxied(run);
+        let met = self.exchange(bytes, Awaited::replies(run.len()), false).await?;
+        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    }
+
+    /// Asks the engine what the client is, after commands were proxied.
+    async fn ask_engine(&mut self) -> io::Result<Met> {
+        self.access = self.record.refresh();
+        // In a transaction the command would be queued as one of the client's own.
+        let can_ask = matches!(self.access, Access::Proxy { in_transaction: false, .. });
+        if can_ask && std::mem::take(&mut self.identity_due) {
+            let met = self.exchange(self.record.identify(), Awaited::own(), false).await?;
+            if met != Met::Answered {
+                return Ok(met);
+            }
+            self.access = self.record.refresh();
+        }
+        Ok(Met::Answered)
+    }
+
+    /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses that,
+    /// the refusal is the answer, since WAIT would speak of older writes.
+    async fn ask_for_writes(&mut self, run: &[Due]) -> io::Result<Met> {
+        let in_transaction = matches!(self.access, Access::Proxy { in_transaction: true, .. });
+        if self.wrote && !in_transaction {
+            match self.mark_writes().await? {
+                Met::Answered if self.record.is_marked() => {}
+                Met::Answered => {
+                    self.count_proxied(run);
+                    let refusal = std::mem::take(&mut self.own_reply);
+                    self.replies.bytes().extend_from_slice(&refusal);
+                    return Ok(Met::Answered);
+                }
+                met => return Ok(met),
+            }
+        }
+        self.proxy(run, Some(SessionCommand::AsksForWrites)).await
+    }
+
+    async fn mark_writes(&mut self) -> io::Result<Met> {
+        let met = self.exchange(self.record.mark_writes().to_vec(), Awaited::own(), false).await?;
+        self.wrote &= !self.record.is_marked();
+        Ok(met)
+    }
+
+    /// Returns whether the large command that has begun can be proxied as it comes; if not, the session
+    /// is pinned. `None`: none has begun, or its name has not arrived.
+    fn large_command(&mut self) -> Option<bool> {
+        if !self.access.is_authenticated() && self.input.has_many_args() {
+            return Some(false); // the engine refuses it by its head, before the rest has come
+        }
+        if !self.input.is_large(self.access.is_authenticated()) {
+            return None;
+        }
+        match self.input.begun() {
+            Begun::Unknown => None,
+            Begun::Nameless => Some(false),
+            Begun::Named { name, first } => {
+                // Commands that change a session are short.
+                Some(!matches!(self.engine.look_up(name, first), CommandKind::Session(_)))
+            }
+        }
+    }
+
+    /// Proxies the command that has begun as it comes.
+    async fn stream(&mut self) -> io::Result<Met> {
+        self.paths.proxied.fetch_add(1, Ordering::Relaxed);
+        let met = self.exchange(Vec::new(), Awaited::replies(1), true).await?;
+        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    }
+
+    /// Returns whether the client has sent something. Replies leave meanwhile, and the engine may speak,
+    /// or hang up.
+    async fn wait_for_input(&mut self) -> io::Result<bool> {
+        if self.read_on().await {
+            return Ok(true);
+        }
+        self.settle().await;
+        loop {
+            self.note_held();
+            let is_authenticated = self.access.is_authenticated();
+            let may_read = is_authenticated || self.replies.len() < BEFORE_AUTH;
+            self.heard.reserve(OWN_REPLY_MAX);
+            let mut room =
+                ReadBuf::new(self.input.room(if is_authenticated { READ_MAX } else { BEFORE_AUTH }));
+            let event = next_event(
+                (&mut *self.client, &mut self.replies),
+                (&mut self.proxy_writes, &[]),
+                Some((&mut self.proxy_reads, &mut self.heard)),
+                may_read.then_some(&mut room),
+                false,
+            );
+            let event = self.output.watch(event).await?;
+            let count = room.filled().len();
+            match event {
+                Event::Read => {
+                    self.input.read(count);
+                    return Ok(count > 0);
+                }
+                Event::Heard(0) => return Ok(false),
+                Event::Heard(_) => self.hear(&mut Awaited::replies(0))?,
+                Event::Replied(count) => self.on_replied(count).await?,
+                Event::Sent(_) => {}
+            }
+        }
+    }
+
+    /// In a pipeline of large values, replies wait for what has come with their commands: each by itself
+    /// would cost a write, and the client a wakeup. Returns whether more was read, without waiting; the
+    /// end is seen when they have left.
+    async fn read_on(&mut self) -> bool {
+        let is_due = self.kept == KEPT_MAX || !self.access.is_authenticated();
+        if self.input.ahead().is_empty() || self.replies.is_empty() || is_due {
+            return false;
+        }
+        self.kept += 1;
+        let (client, mut room) = (&mut *self.client, ReadBuf::new(self.input.room(READ_MAX)));
+        std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *client).poll_read(cx, &mut room).is_ready()))
+            .await;
+        let count = room.filled().len();
+        self.input.read(count);
+        count > 0
+    }
+
+    /// Proxies everything from here on.
+    async fn pin(mut self) -> io::Result<Left> {
+        let in_transaction = matches!(self.access, Access::Proxy { in_transaction: true, .. });
+        // In a transaction it would be one of its commands, with a reply in EXEC's.
+        if self.wrote && !in_transaction {
+            // For a WAIT that the client may send there.
+            match self.mark_writes().await? {
+                Met::Answered => {}
+                _ => return Ok(Left::Nothing),
+            }
+        }
+        self.leave(Vec::new()).await
+    }
+
+    /// Proxies everything from here on, these bytes first.
+    async fn leave(mut self, mut unsent: Vec<u8>) -> io::Result<Left> {
+        self.write_replies().await?;
+        self.paths.pinned.fetch_add(1, Ordering::Relaxed);
+        self.open.entry.held.set(0);
+        unsent.extend_from_slice(self.input.ahead());
+        Ok(Left::Pinned { proxy: self.proxy_reads.unsplit(self.proxy_writes), unsent })
+    }
+
+    /// The engine has freed the client: what it said before still arrives, and nothing is called any more.
+    async fn last_words(mut self) -> io::Result<Left> {
+        self.own_reply.clear();
+        let (reads, heard) = (&mut self.proxy_reads, &mut self.heard);
+        let said = async {
+            while reads.read_buf(heard).await.is_ok_and(|count| count > 0 && heard.len() < REPLIES_MAX) {}
+        };
+        let _ = timeout(LAST_WORDS, said).await;
+        self.replies.bytes().append(&mut self.heard);
+        let _ = timeout(LAST_WORDS, self.write_replies()).await;
+        Ok(Left::Nothing)
+    }
+}
+
+/// Lets others have their turn.
+async fn yield_now() {
+    let mut has_yielded = false;
+    std::future::poll_fn(|cx| {
+        if std::mem::replace(&mut has_yielded, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
+}

@@ -1,0 +1,161 @@
+//! Memory windows of type 2B: bound to a queue pair by a request on it, and refused on every other.
+//!
+//! The rules are those of the specification (10.6.7) as Soft-RoCE's `rxe_mw.c` has them.
+
+use std::ffi::c_int;
+
+use rustix::io::Errno;
+
+use super::memory::{KEY_TAG, LOCAL_WRITE, REMOTE_READ, REMOTE_WRITE};
+use super::object::{self, Id, Object, Ptr, code, enter, id_of, pointer};
+use super::state::State;
+use crate::sys;
+use crate::sys::ibv_wc_status as Status;
+
+const MW_BIND: u32 = sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0;
+
+pub(super) struct Window {
+    pub(super) domain: Id,
+    rkey: u32,
+    bound: Option<Bound>,
+    raw: Ptr<sys::ibv_mw>,
+}
+
+/// To what, and where it is.
+struct Bound {
+    qp: Id,
+    region: Id,
+    addr: u64,
+    len: u64,
+    access: u32,
+}
+
+/// What a request to bind says.
+#[derive(Clone, Copy)]
+pub(super) struct Binding {
+    window: Option<Id>,
+    /// The window's key when it was posted.
+    rkey_before: u32,
+    rkey: u32,
+    region: Option<Id>,
+    lkey: u32,
+    addr: u64,
+    len: u64,
+    access: u32,
+}
+
+impl Binding {
+    /// # Safety
+    /// The window and the region that it names are alive.
+    pub(super) unsafe fn from_raw(raw: &sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1) -> Self {
+        let info = raw.bind_info;
+        // SAFETY: the caller vouches for both.
+        unsafe {
+            Self {
+                window: id_of(raw.mw),
+                rkey_before: (*raw.mw).rkey,
+                rkey: raw.rkey,
+                region: id_of(info.mr),
+                lkey: if info.mr.is_null() { 0 } else { (*info.mr).lkey },
+                addr: info.addr,
+                len: info.length,
+                access: info.mw_access_flags,
+            }
+        }
+    }
+}
+
+impl Window {
+    /// The region that is reached by the key for `access`, if it is allowed to the peer of `qp`.
+    pub(super) fn allows(&self, qp: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Id> {
+        let bound = self.bound.as_ref().filter(|bound| bound.qp == qp && self.rkey == rkey)?;
+        let offset = addr.checked_sub(bound.addr)?;
+        let within = offset.checked_add(len)? <= bound.len;
+        (within && bound.access & access == access).then_some(bound.region)
+    }
+
+    /// Whether it is bound to a region.
+    pub(super) fn is_on(&self, region: Id) -> bool {
+        self.bound.as_ref().is_some_and(|bound| bound.region == region)
+    }
+
+    /// Whether it is bound to a queue pair.
+    pub(super) fn is_of(&self, qp: Id) -> bool {
+        self.bound.as_ref().is_some_and(|bound| bound.qp == qp)
+    }
+}
+
+impl State {
+    /// The window that has the index of a key.
+    pub(super) fn window_with_key(&self, rkey: u32) -> Option<&Window> {
+        self.windows.get(&u64::from(rkey >> 8))
+    }
+
+    pub(super) fn bind_window(&mut self, qp: Id, asked: &Binding) -> Result<(), Status> {
+        let refused = Err(Status::IBV_WC_MW_BIND_ERR);
+        let Some(domain) = self.queue_pairs.get(&qp).map(|qp| qp.domain) else { return refused };
+        let Some(region) = asked.region.and_then(|id| self.regions.get(&id)) else { return refused };
+        let writes = asked.access & REMOTE_WRITE != 0;
+        let is_right = region.has_local_key(asked.lkey)
+            && region.domain == domain
+            && region.access & MW_BIND != 0
+            && (!writes || region.access & LOCAL_WRITE != 0)
+            && asked.access & !(REMOTE_READ | REMOTE_WRITE) == 0
+            && asked.len > 0
+            && region.part(asked.addr, asked.len).is_some();
+        let Some(window) = asked.window.and_then(|id| self.windows.get_mut(&id)) else { return refused };
+        let is_free = window.domain == domain && window.bound.is_none() && window.rkey == asked.rkey_before;
+        let is_next = asked.rkey >> 8 == window.rkey >> 8 && asked.rkey != window.rkey;
+        let Some(region) = asked.region.filter(|_| is_right && is_free && is_next) else { return refused };
+        window.rkey = asked.rkey;
+        let Binding { addr, len, access, .. } = *asked;
+        window.bound = Some(Bound { qp, region, addr, len, access });
+        Ok(())
+    }
+
+    pub(super) fn invalidate_window(&mut self, qp: Id, rkey: u32) -> Result<(), Status> {
+        let found = self.windows.get_mut(&u64::from(rkey >> 8));
+        match found.filter(|window| window.rkey == rkey && window.is_of(qp)) {
+            Some(window) => {
+                window.bound = None;
+                Ok(())
+            }
+            None => Err(Status::IBV_WC_LOC_QP_OP_ERR),
+        }
+    }
+}
+
+pub(super) unsafe extern "C" fn alloc_mw(pd: *mut sys::ibv_pd, kind: sys::ibv_mw_type) -> *mut sys::ibv_mw {
+    // SAFETY: the caller's domain is alive.
+    pointer(unsafe {
+        enter("ibv_alloc_mw", pd, |state, domain| {
+            let found = state.domains.get(&domain).ok_or(Errno::INVAL)?;
+            let (raw_pd, context) = (found.raw, found.context);
+            let raw_context = state.usable(context)?.raw.context();
+            let spec = &state.device_of(context)?.spec;
+            if !spec.queue_pair_windows || kind != sys::ibv_mw_type::IBV_MW_TYPE_2 {
+                return Err(Errno::OPNOTSUPP);
+            }
+            if state.windows.len() >= spec.max_mw as usize {
+                return Err(Errno::NOMEM);
+            }
+            let id = state.name();
+            let index = u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
+            let rkey = index << 8 | (index & KEY_TAG);
+            let raw = sys::ibv_mw { context: raw_context, pd: raw_pd.0, rkey, handle: index, type_: kind };
+            let raw = Object::give(raw, id, state.world()?);
+            state.windows.insert(id, Window { domain, rkey, bound: None, raw });
+            Ok(raw.0)
+        })
+    })
+}
+
+pub(super) unsafe extern "C" fn dealloc_mw(mw: *mut sys::ibv_mw) -> c_int {
+    // SAFETY: the caller's window is alive until here, and not used after.
+    code(unsafe {
+        enter("ibv_dealloc_mw", mw, |state, id| {
+            object::free(state.windows.remove(&id).ok_or(state.no_object())?.raw);
+            Ok(())
+        })
+    })
+}

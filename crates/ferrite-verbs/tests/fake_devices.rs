@@ -1,0 +1,87 @@
+//! What devices and kernels other than the lab's do, on the fake that has learned it from their sources.
+
+use ferrite_verbs::fake::{DeviceSpec, Objects, World};
+use ferrite_verbs::{Access, QueuePairAttributes, QueuePairConfig, SendRequest};
+
+const EIO: i32 = 5;
+const EINVAL: i32 = 22;
+
+fn world() -> World {
+    let world = World::new();
+    world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
+    world
+}
+
+/// M8: Soft-RoCE has queued everything when its doorbell fails, and names no request.
+#[test]
+fn counts_all_requests_as_posted_when_the_provider_names_none() {
+    let world = world();
+    let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+    let domain = context.allocate_protection_domain().expect("domain");
+    let cq = context.create_completion_queue(64, None, 0).expect("queue");
+    let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
+    qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
+    qp.stop().expect("everything that is posted is flushed");
+    let requests = [1, 2, 3].map(|id| SendRequest::send(id, &[]).signaled());
+    world.fail_next_doorbell(EIO);
+    let refused = qp.post_send(&requests).expect_err("as asked");
+    assert_eq!(refused.posted, 3, "{refused}");
+    // Longer than one chain: those before it are counted too.
+    let requests = [SendRequest::send(1, &[]); 11];
+    qp.post_send(&requests[..8]).expect("room");
+    world.fail_next("ibv_post_send", EIO);
+    let refused = qp.post_send(&requests).expect_err("as asked");
+    assert_eq!(refused.posted, 0, "the provider named the first: {refused}");
+}
+
+/// M6: the kernel has destroyed everything, and every destroy says EIO.
+#[test]
+fn releases_objects_of_a_device_that_the_kernel_took_away() {
+    let world = world();
+    let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+    let domain = context.allocate_protection_domain().expect("domain");
+    let channel = context.create_completion_channel().expect("channel");
+    let cq = context.create_completion_queue(64, Some(&channel), 0).expect("queue");
+    let srq = domain.create_shared_receive_queue(16, 1).expect("shared queue");
+    let config = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&cq) };
+    let qp = domain.create_queue_pair(&config).expect("queue pair");
+    let region = domain.allocate(4096, Access::LOCAL).expect("region");
+    assert!(!context.is_disassociated());
+    world.disassociate_device("fake1");
+    assert!(context.is_disassociated());
+    let before = ferrite_verbs::leaked_objects();
+    qp.destroy().map_err(|(_, error)| error).expect("the kernel has destroyed it");
+    drop(config);
+    srq.destroy().map_err(|(_, error)| error).expect("the kernel has destroyed it");
+    region.deregister().map_err(|(_, error)| error).expect("the kernel has unpinned it");
+    drop((cq, channel, domain, context));
+    assert_eq!(ferrite_verbs::leaked_objects(), before);
+    assert_eq!(world.objects(), Objects::default());
+}
+
+/// EIO alone proves nothing: firmware that fails a command says it too, and keeps the object.
+#[test]
+fn keeps_objects_of_a_device_that_only_fails_to_destroy_them() {
+    let world = world();
+    let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+    let domain = context.allocate_protection_domain().expect("domain");
+    let region = domain.allocate(4096, Access::LOCAL).expect("region");
+    world.fail_next("ibv_dereg_mr", EIO);
+    let (region, _) = region.deregister().expect_err("as asked");
+    assert_eq!(world.objects().memory_regions, 1);
+    region.deregister().map_err(|(_, error)| error).expect("the second time");
+}
+
+/// M4: on kernels before 5.12 libibverbs has to be told before the first registration.
+#[test]
+fn prepares_for_forks_where_the_kernel_does_not() {
+    let world = world();
+    world.run_on_old_kernel();
+    let device = world.verbs().device("fake1").expect("device");
+    world.fail_next("ibv_fork_init", EINVAL);
+    let error = device.open().expect_err("memory would be lost to forks");
+    assert!(error.to_string().contains("5.12"), "{error}");
+    assert!(!world.is_fork_safe());
+    device.open().expect("opens");
+    assert!(world.is_fork_safe());
+}

@@ -1,0 +1,95 @@
+//! `cargo xtask fuzz session-diff`: whole sessions at an engine's own port and through the module.
+//!
+//! The generator, the engines and the comparison are those of the test `host_session_diff`, which needs
+//! no instrumented build: coverage does not show which state a client is in.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use anyhow::{Context as _, ensure};
+use clap::Args;
+
+/// The pseudo target's name.
+pub(crate) const NAME: &str = "session-diff";
+
+/// Options of `session-diff` alone.
+#[derive(Args)]
+#[command(next_help_heading = "Options of session-diff")]
+pub(crate) struct SessionOptions {
+    /// Run the session of this seed alone; with --seconds, start there [default: from the clock]
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Engine to run [default: redis-server]
+    #[arg(long, value_name = "PATH")]
+    engine: Option<PathBuf>,
+    /// Module to load [default: the one of this checkout]
+    #[arg(long, value_name = "PATH.so")]
+    module: Option<PathBuf>,
+    /// Value of the module's argument call-lane [default: the module's own]
+    #[arg(long, value_name = "yes|no")]
+    call_lane: Option<String>,
+    /// Go on after a finding
+    #[arg(long)]
+    keep_going: bool,
+    /// Print each session before it runs
+    #[arg(long)]
+    show: bool,
+}
+
+impl SessionOptions {
+    /// Whether one of them was given.
+    pub(crate) fn any(&self) -> bool {
+        let paths = self.engine.is_some() || self.module.is_some();
+        self.seed.is_some() || paths || self.call_lane.is_some() || self.keep_going || self.show
+    }
+}
+
+pub(crate) fn run(root: &Path, options: &SessionOptions, seconds: Option<u32>) -> anyhow::Result<ExitCode> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
+    let seed = options.seed.unwrap_or(now.as_secs() * 1000); // room for the sessions of many runs
+    let seconds = match (options.seed, seconds) {
+        (Some(_), None) => None,
+        (_, given) => Some(given.unwrap_or(super::SECONDS)),
+    };
+    let lasts = seconds.map_or(String::new(), |seconds| format!(" and those after it, for {seconds} s"));
+    println!("{NAME}: seed {seed}{lasts}");
+
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo
+        .current_dir(root)
+        .args(["test", "--quiet", "--package", "ferrite-module", "--test", "host_session_diff"])
+        .args(["--", "--ignored", "--exact", "hunt", "--nocapture"])
+        .env("FERRITE_DIFF_SEED", seed.to_string())
+        .env("FERRITE_DIFF_FOLDER", root.join("target/session-diff"))
+        .env("RUST_BACKTRACE", "0");
+    if let Some(seconds) = seconds {
+        cargo.env("FERRITE_DIFF_SECONDS", seconds.to_string());
+    }
+    if options.keep_going {
+        cargo.env("FERRITE_DIFF_KEEP_GOING", "1");
+    }
+    if options.show {
+        cargo.env("FERRITE_DIFF_SHOW", "1");
+    }
+    if let Some(engine) = &options.engine {
+        cargo.env("FERRITE_DIFF_ENGINE", found(engine)?);
+    }
+    if let Some(module) = &options.module {
+        cargo.env("FERRITE_MODULE", found(module)?);
+    }
+    if let Some(value) = &options.call_lane {
+        ensure!(matches!(&value[..], "yes" | "no"), "--call-lane {value:?}: expected yes or no");
+        cargo.env("FERRITE_DIFF_CALL_LANE", value);
+    }
+    let status = cargo.status().context("cannot start cargo")?;
+    Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// The file from anywhere; a bare name is looked up in PATH by whoever starts it.
+fn found(path: &Path) -> anyhow::Result<PathBuf> {
+    if path.components().count() == 1 && !path.exists() {
+        return Ok(path.into());
+    }
+    path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
+}
