@@ -4,6 +4,7 @@
 //! the end of the gateway. What a slow reader costs is one buffer each way and what its window holds; the engine's output limits do
 //! the rest.
 
+use std::future::{Future as _, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -86,8 +87,13 @@ where
         to_client.shutdown().await
     });
     tokio::select! {
-        // For the engine the client is gone then: nothing that it could still send would be heard.
-        answered = &mut answering => answered,
+        // For the engine the client is gone then: nothing that it could still send would be heard. What has come
+        // is read and dropped all the same: a socket that is closed with unread bytes resets the connection,
+        // and the client may lose the engine's last words.
+        answered = &mut answering => {
+            poll_fn(|cx| Poll::Ready(drop(asking.as_mut().poll(cx)))).await;
+            answered
+        }
         asked = &mut asking => {
             asked?;
             answering.await
@@ -179,9 +185,16 @@ mod tests {
 
     use super::*;
 
-    /// The engine has answered and hung up while the client sends on: the answer arrives, then the end.
+    /// The engine has answered and hung up while the client sends on: the answer arrives, then the end,
+    /// whichever of the two is seen first.
     #[tokio::test]
     async fn last_words_arrive() {
+        for _ in 0..50 {
+            hang_up_on_a_client_that_sends().await;
+        }
+    }
+
+    async fn hang_up_on_a_client_that_sends() {
         let (mut client, mut outside) = UnixStream::pair().expect("sockets");
         let (mut engine, mut inside) = UnixStream::pair().expect("sockets");
         engine.write_all(b"-ERR why\r\n").await.expect("it hears");
