@@ -296,8 +296,9 @@ fn no_command_ends_the_engine() {
         }
         let mut after = Pair::new(&server);
         assert_eq!(after.same(&["PING"]), "+PONG");
+        // How many exactly depends on which answers were not waited for.
         let called = server.count("commands_called");
-        assert!(called > 300, "{called}");
+        assert!(called > 100, "{called}");
         server.assert_well();
     }
 }
