@@ -19,8 +19,9 @@ use crate::link::state::{Destroying, Tag};
 
 /// A link whose requests have not been flushed by then is destroyed with them.
 const DRAIN: Duration = Duration::from_secs(2);
-/// When requests were flushed, whatever caused it is told within this time, or never.
-const FLUSHED: Duration = Duration::from_millis(50);
+/// When requests were flushed, whatever caused it is told within this time, or never: the device's event and
+/// the peer's farewell take some milliseconds, on a busy host a hundred.
+const FLUSHED: Duration = Duration::from_millis(500);
 /// Calls cost system calls. So many at a time: the rest has its turn in the next pass.
 const CALLS: usize = 64;
 
