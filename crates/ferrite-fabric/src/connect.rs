@@ -31,7 +31,6 @@ use ferrite_verbs::{
 };
 
 use crate::engine::Shared;
-use crate::engine::commands::Source;
 use crate::engine::gear::{Made, Maker};
 use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
@@ -43,6 +42,7 @@ use crate::link::patience::Patience;
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
+use crate::source::Source;
 use crate::wire::Hello;
 pub use calling::{ConnectOptions, Connecting, ConnectingBare, ConnectingEither, Met};
 pub(crate) use climbing::Opening;
@@ -305,9 +305,10 @@ impl Poller {
         shared: &Shared,
         lane: &Arc<Lane>,
         made: Made,
-        source: Source,
+        peer: Option<SocketAddr>,
         moves: bool,
     ) -> Result<(Arc<LinkShared>, Hello), Error> {
+        let source = Source::of_any(peer);
         if lane.is_gone() {
             self.unmake(shared, lane, source, made);
             return Err(lane.absence());
@@ -327,6 +328,7 @@ impl Poller {
         let state = LinkState::new(queue, Arc::clone(lane), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
+        link.set_route(|route| route.peer = peer); // who pays for it, also if it comes to nothing
         self.enter(shared, &link);
         self.end_making(shared, lane);
         Ok((link, hello))
@@ -373,7 +375,7 @@ impl Poller {
             }
             Some(Meeting::Incoming { id, link, who, .. }) => {
                 let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
-                shared.commands.discard(id.peer_addr().map(|peer| peer.ip()), id);
+                shared.commands.discard(link.source(), id);
                 self.unmake_link(shared, &link, &error);
                 who.tell(error);
             }

@@ -31,6 +31,7 @@ pub mod mem;
 mod one_sided;
 mod policy;
 mod random;
+mod source;
 #[cfg(feature = "tokio")]
 mod stream;
 mod sync;

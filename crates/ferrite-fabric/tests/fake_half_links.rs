@@ -153,6 +153,64 @@ fn a_source_whose_handshakes_wait_keeps_no_other_out() {
     assert!(!is_refused, "{refused} of the first {} were refused", many.len());
 }
 
+/// Sources whose handshakes wait have a thread each: whoever comes next does not wait for them.
+#[test]
+fn handshakes_begin_while_those_of_other_sources_wait() {
+    let world = world(6);
+    let server = engine(&world, 1, true);
+    let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
+    let (to, verbs) = (listener.local_addr(), world.verbs());
+    world.hold("ibv_modify_qp");
+    let before = world.objects().queue_pairs;
+    let mut requests = Vec::new();
+    for host in 2..=6 {
+        let from = address(&format!("10.0.0.{host}:0"));
+        let id = cm::resolve(&verbs, Some(from), to, PATIENCE).expect("a route");
+        id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
+        requests.push(id);
+        // Its queue pair is made, then waits to be modified.
+        let made = || world.objects().queue_pairs - before;
+        let begun = Instant::now();
+        while made() < requests.len() && begun.elapsed() < PATIENCE {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if made() < requests.len() {
+            world.let_go("ibv_modify_qp");
+            panic!("the handshake of host {host} waits for others");
+        }
+    }
+    world.let_go("ibv_modify_qp");
+}
+
+/// What is left of a handshake is taken away in the peer's turn, and holds up nothing of the server's own.
+#[test]
+fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
+    let world = world(3);
+    let config = Config { busy_poll_us: 0, rdma: Rdma::Require, ..Config::default() };
+    let builder = Engine::builder(&world.verbs()).device("fake1").device("fake3").config(config);
+    let server = builder.command_threads().build().expect("an engine");
+    server.spawn_thread().expect("a thread");
+    let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
+    let verbs = world.verbs();
+    world.hold("ibv_destroy_qp");
+    world.fail_next("rdma_accept", 12);
+    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), listener.local_addr(), PATIENCE);
+    let id = id.expect("a route");
+    id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
+    until("it is refused", || server.stats().refused > 0);
+    // A device of the server's goes and comes: looking for it is the server's own command.
+    world.remove_device("fake3");
+    until("the device is missed", || server.stats().devices_lost == 1);
+    world.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
+    let begun = Instant::now();
+    while server.stats().devices_back == 0 && begun.elapsed() < PATIENCE {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let is_back = server.stats().devices_back == 1;
+    world.let_go("ibv_destroy_qp");
+    assert!(is_back, "the device is looked for when the peer's queue pair is gone");
+}
+
 /// Whoever guesses keys before the handshake is finished is turned away, too.
 #[test]
 fn refused_accesses_before_the_end_of_the_handshake_count() {

@@ -347,7 +347,7 @@ impl Poller {
                     if let Some(mut queue) = poller.orphans.remove(&(lane.index, number)) {
                         let _ = qp.stop(); // as `end_climb` would have
                         queue.take_back(qp);
-                        poller.let_leave(&lane, queue, link.index);
+                        poller.let_leave(&lane, queue, &link);
                     }
                     poller.end_making(shared, &lane);
                     return;
@@ -406,7 +406,7 @@ impl Poller {
             // A command has the queue pair, and finds that nobody wants it. Until then it may have a receive.
             self.orphans.insert((lane.index, queue.number()), queue);
         } else {
-            self.let_leave(&lane, queue, link.index);
+            self.let_leave(&lane, queue, link);
         }
     }
 

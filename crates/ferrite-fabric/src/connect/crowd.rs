@@ -7,30 +7,9 @@
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
 use std::hash::Hash;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::time::{Duration, Instant};
 
-/// Where a connection comes from: an IPv4 address, or the first 64 bits of an IPv6 address, of which one host may use all.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(crate) struct Source(IpAddr);
-
-impl Source {
-    pub(crate) fn of(peer: SocketAddr) -> Self {
-        Self(match peer.ip().to_canonical() {
-            IpAddr::V4(ip) => ip.into(),
-            IpAddr::V6(ip) => {
-                let bits = ip.to_bits() >> 64 << 64;
-                std::net::Ipv6Addr::from_bits(bits).into()
-            }
-        })
-    }
-}
-
-impl Default for Source {
-    fn default() -> Self {
-        Self(Ipv4Addr::UNSPECIFIED.into())
-    }
-}
+use crate::source::Source;
 
 /// How many there may be.
 #[derive(Debug, Clone, Copy)]
@@ -115,21 +94,10 @@ impl<K: Copy + Eq + Hash> Crowd<K> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::tests::source;
 
     const GRACE: Duration = Duration::from_millis(100);
     const LIMITS: Limits = Limits { all: 4, each: 3, grace: GRACE };
-
-    fn source(address: &str) -> Source {
-        Source::of(SocketAddr::new(address.parse().expect("an address"), 1))
-    }
-
-    #[test]
-    fn sources_are_hosts() {
-        assert_eq!(source("::ffff:10.0.0.1"), source("10.0.0.1"));
-        assert_eq!(source("2001:db8::1"), source("2001:db8::ffff:0:1"), "one host has a whole /64");
-        assert_ne!(source("2001:db8::1"), source("2001:db8:0:1::1"));
-        assert_ne!(source("10.0.0.1"), source("10.0.0.2"));
-    }
 
     #[test]
     fn one_source_crowds_out_itself_alone() {

@@ -12,7 +12,7 @@ use rustix::net::{RecvFlags, sockopt};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
-use super::crowd::{Limits, Place, Source};
+use super::crowd::{Limits, Place};
 use super::door_limits;
 use super::sockets::{Use, Wants, failed};
 use crate::engine::Shared;
@@ -24,6 +24,7 @@ use crate::link::tcp::{receive, send};
 use crate::link::tls::Tls;
 use crate::listener::{ListenerShared, TcpStranger};
 use crate::policy::Fallback;
+use crate::source::Source;
 use crate::wire::{
     self, GREETING_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Resume,
     Version,

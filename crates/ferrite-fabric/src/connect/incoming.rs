@@ -6,9 +6,8 @@ use std::sync::{Arc, Weak};
 use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest, Mtu};
 
 use super::calling::Reply;
-use super::{Meeting, Place, UNKNOWN_PEER, bring_up, crowd, door_limits, initialise, lane_of, params, reads};
+use super::{Meeting, Place, UNKNOWN_PEER, bring_up, door_limits, initialise, lane_of, params, reads};
 use crate::engine::Shared;
-use crate::engine::commands::Source;
 use crate::engine::gear::Made;
 use crate::engine::lane::Lane;
 use crate::engine::poller::Poller;
@@ -16,6 +15,7 @@ use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::listener::ListenerShared;
+use crate::source::Source;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode, Version};
 
 const NO_WINDOWS: &str =
@@ -72,7 +72,7 @@ impl Accepting {
 }
 
 fn source(request: &ConnectionRequest) -> Source {
-    request.id.peer_addr().map(|peer| peer.ip())
+    of(&request.id)
 }
 
 /// Handshakes of all peers together of which a command is under way.
@@ -85,8 +85,7 @@ impl Poller {
             Some(Meeting::Listening { listener, .. }) => Arc::clone(listener),
             _ => return, // the listener is gone; dropping the request refuses it
         };
-        let ip = request.id.peer_addr().map(|peer| peer.ip());
-        if let Some(wait) = ip.and_then(|ip| self.strikes.wait(ip, self.now)) {
+        if let Some(wait) = self.strikes.wait(source(&request), self.now) {
             shared.counters.refused_after_access_errors.fetch_add(1, Ordering::Relaxed);
             let ms = u32::try_from(wait.as_millis()).unwrap_or(u32::MAX);
             refuse(
@@ -180,7 +179,7 @@ impl Poller {
         if self.meetings.commanded >= COMMANDED_MAX {
             return false;
         }
-        match self.meetings.incoming.place(door(id), self.now, door_limits(shared)) {
+        match self.meetings.incoming.place(of(id), self.now, door_limits(shared)) {
             Place::Free => true,
             Place::Later(_) => false,
             Place::Of(oldest) => {
@@ -233,7 +232,8 @@ impl Poller {
         let (key, source) = (accepting.request.id.key(), accepting.source());
         let linked = match made {
             Ok((made, mtu)) => {
-                let linked = self.make_link(shared, lane, made, source, accepting.moves);
+                let linked =
+                    self.make_link(shared, lane, made, accepting.request.id.peer_addr(), accepting.moves);
                 linked.map(|(link, ours)| (link, ours, mtu))
             }
             Err(error) => {
@@ -274,7 +274,7 @@ impl Poller {
                     route.cm_key = Some(key);
                     (route.local, route.peer) = (request.id.local_addr(), request.id.peer_addr());
                 });
-                poller.meetings.incoming.enter(key, door(&request.id), poller.now);
+                poller.meetings.incoming.enter(key, source, poller.now);
                 let meeting = Meeting::Incoming { id: request.id, link, hello, mtu, who };
                 poller.resume(shared, key, Some(meeting));
             }
@@ -318,7 +318,7 @@ impl Poller {
         }
         let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
         let error = Error::from(event.into_error(peer));
-        shared.commands.discard(Some(peer.ip()), id);
+        shared.commands.discard(link.source(), id);
         self.unmake_link(shared, &link, &error);
         who.tell(error);
     }
@@ -329,8 +329,8 @@ fn failure(link: &LinkShared) -> Option<Error> {
     link.with(|state, _, _| state.failure().cloned())
 }
 
-fn door(id: &CmId) -> crowd::Source {
-    id.peer_addr().map(crowd::Source::of).unwrap_or_default()
+fn of(id: &CmId) -> Source {
+    Source::of_any(id.peer_addr())
 }
 
 fn refuse(shared: &Shared, request: ConnectionRequest, code: RefusalCode, retry_after_ms: u32, text: &str) {

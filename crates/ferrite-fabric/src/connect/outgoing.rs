@@ -18,6 +18,7 @@ use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::policy::{Fallback, Rdma};
+use crate::source::Source;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
 /// The kernel can miss the moment when a neighbour's address becomes known, and then looks again only when its time is
@@ -147,7 +148,7 @@ impl Poller {
         then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, Result<T, Error>) + Send + 'static,
     ) {
         self.meetings.command(id.key(), false);
-        let source = Some(outgoing.peer.ip());
+        let source = Source::of(outgoing.peer);
         let work = move || {
             let result = work(&id);
             (id, result)
@@ -276,7 +277,7 @@ impl Poller {
     ) {
         let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
         let linked = match made {
-            Ok(made) => self.make_link(shared, lane, made, Some(outgoing.peer.ip()), moves),
+            Ok(made) => self.make_link(shared, lane, made, Some(outgoing.peer), moves),
             Err(error) => {
                 self.end_making(shared, lane);
                 Err(error)
@@ -402,7 +403,7 @@ impl Poller {
         if let Some((link, _)) = outgoing.link.take() {
             self.unmake_link(shared, &link, &error);
         }
-        shared.commands.discard(Some(outgoing.peer.ip()), outgoing.id.take());
+        shared.commands.discard(Source::of(outgoing.peer), outgoing.id.take());
         outgoing.last = Some(error);
         if wait.is_zero() {
             self.resolve(shared, outgoing);
@@ -462,7 +463,7 @@ impl Poller {
             }
             _ => {}
         }
-        shared.commands.discard(Some(peer.ip()), id);
+        shared.commands.discard(Source::of(peer), id);
         match (opened, otherwise) {
             (Err(error), Some(otherwise)) if !reply.is_canceled() => {
                 let fallback = Some(Fallback::new(error));

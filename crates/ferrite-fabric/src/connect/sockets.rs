@@ -21,7 +21,7 @@ use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
 use super::calling::Reply;
-use super::crowd::{Crowd, Limits, Place as AtTheDoor, Source};
+use super::crowd::{Crowd, Limits, Place as AtTheDoor};
 use super::greeting::{Greeting, Side};
 use super::moving::Place;
 use super::{UNKNOWN_PEER, own_limits};
@@ -38,6 +38,7 @@ use crate::listener::ListenerShared;
 use crate::log_limit::LogLimit;
 use crate::mem::Account;
 use crate::policy::{Fallback, Rdma};
+use crate::source::Source;
 use crate::wire::{self, GREETING_BYTES, Hello, Resume};
 
 /// Connections that are looked at in one pass, and that are accepted.

@@ -16,6 +16,7 @@ use super::timers::Timer;
 use crate::error::ErrorKind;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Destroying, Tag};
+use crate::source::Source;
 
 /// A link whose requests have not been flushed by then is destroyed with them.
 const DRAIN: Duration = Duration::from_secs(2);
@@ -99,7 +100,7 @@ impl Poller {
         let errors = shared.counters.remote_access_errors.fetch_add(1, Ordering::Relaxed) + 1;
         // One that had a grant may not have heard yet that it was taken back.
         let Some(peer) = link.route().peer.filter(|_| !had_grants) else { return };
-        if let Some(wait) = self.strikes.record(peer.ip(), self.now) {
+        if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
             tracing::debug!(
                 "{peer} asked for memory that is not its own ({errors} in all): no RDMA for {wait} s"

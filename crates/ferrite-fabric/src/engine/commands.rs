@@ -10,9 +10,9 @@
 //!
 //! - A command owns what it works on, and gives it back with its result. While it is under way nobody else has it, so that
 //!   nothing has to be locked for it.
-//! - Commands of one source (the peer's address, or this process) run in the order in which they were given. Sources take
-//!   turns, one command each, on two threads: a source whose commands take a second holds up one of them, and nobody else's
-//!   more than by that.
+//! - Commands of one source (a peer's, or this process) run in the order in which they were given. Sources take turns, one
+//!   command each: a source whose commands take a second has one thread, and others go on beside it (`turns.rs`).
+//! - There is always a thread that waits, up to [`THREADS_MAX`]: the one that takes a command and finds no other starts it.
 //! - A source may have [`EACH`] commands waiting. Whoever gives a command that a peer can cause asks first
 //!   ([`Commands::has_room`]) and refuses the peer if there is none. Commands that give something back are always taken.
 //! - Posting, polling and arming stay with the driver: they do not enter the kernel.
@@ -20,27 +20,29 @@
 //! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) a command is carried out at once by
 //! whoever gives it, as in tests that must be the same each time, and in programs that have nothing else to do meanwhile.
 
-use std::collections::{HashMap, VecDeque};
-use std::net::IpAddr;
+mod turns;
+
+use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use super::Shared;
 use super::mailbox::Mailbox;
 use super::poller::Poller;
 use crate::error::{Error, ErrorKind};
 use crate::mem::lock;
-
-/// Who causes a command: a peer, or this process.
-pub(crate) type Source = Option<IpAddr>;
+use crate::source::Source;
+use turns::{Turn, Turns};
 
 /// Commands of one source that may wait before more are refused.
 const EACH: usize = 64;
 /// Commands of all that may wait: beyond this, sources with none waiting only.
 const ALL: usize = 1024;
-/// Two, so that one command that waits long does not hold up those of others.
+/// From the beginning, and at most. Those that were needed once stay, and wait.
 const THREADS: usize = 2;
+const THREADS_MAX: usize = 8;
 /// Results that one pass deals with; the rest has its turn in the next.
 const RESULTS: usize = 32;
 
@@ -59,79 +61,70 @@ enum Job {
 pub(crate) struct Commands {
     /// `None`: at once, by whoever gives them.
     queue: Option<Arc<Queue>>,
-    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
 struct Queue {
     state: Mutex<State>,
     /// There is something to do, or nothing ever again.
     called: Condvar,
+    threads: Mutex<Vec<JoinHandle<()>>>,
     results: Mutex<VecDeque<Finish>>,
     has_results: AtomicBool,
     mailbox: Arc<Mailbox>,
 }
 
-#[derive(Default)]
 struct State {
-    lines: HashMap<Source, Line>,
-    /// Sources whose turn comes: each once, and none whose command is under way.
-    turns: VecDeque<Source>,
-    waiting: usize,
+    turns: Turns<Job>,
+    /// All threads, and those that wait.
+    threads: usize,
+    idle: usize,
     closed: bool,
-}
-
-/// The commands of one source.
-#[derive(Default)]
-struct Line {
-    jobs: VecDeque<Job>,
-    is_under_way: bool,
 }
 
 impl Commands {
     /// Carried out at once.
     pub(super) fn inline() -> Self {
-        Self { queue: None, threads: Mutex::default() }
+        Self { queue: None }
     }
 
     /// Carried out on threads of their own; results ring the mailbox.
     pub(super) fn on_threads(mailbox: &Arc<Mailbox>) -> Result<Self, Error> {
+        let turns = Turns::new(THREADS_MAX);
         let queue = Arc::new(Queue {
-            state: Mutex::default(),
+            state: Mutex::new(State { turns, threads: 0, idle: 0, closed: false }),
             called: Condvar::new(),
+            threads: Mutex::default(),
             results: Mutex::default(),
             has_results: AtomicBool::new(false),
             mailbox: Arc::clone(mailbox),
         });
-        let commands = Self { queue: Some(Arc::clone(&queue)), threads: Mutex::default() };
+        let commands = Self { queue: Some(Arc::clone(&queue)) };
         for number in 0..THREADS {
-            let queue = Arc::clone(&queue);
-            let thread = std::thread::Builder::new().name(format!("ferrite-cmd-{number}"));
-            let thread = thread.spawn(move || queue.run());
-            let thread = thread
+            lock(&queue.state).threads += 1;
+            let spawned = queue.spawn(number);
+            spawned
                 .map_err(|error| Error::new(ErrorKind::System, format!("no thread for commands: {error}")))?;
-            lock(&commands.threads).push(thread);
         }
         Ok(commands)
     }
 
     /// Whether a source may cause another command.
-    pub(crate) fn has_room(&self, source: Source) -> bool {
+    pub(crate) fn has_room(&self, source: impl Into<Option<Source>>) -> bool {
         let Some(queue) = &self.queue else { return true };
-        let state = lock(&queue.state);
-        let own = state.lines.get(&source).map_or(0, |line| line.jobs.len());
-        own < EACH && (own == 0 || state.waiting < ALL)
+        let (own, all) = lock(&queue.state).turns.waiting(source.into());
+        own < EACH && (own == 0 || all < ALL)
     }
 
     /// Carries out `work`, whose result concerns nobody who drives the engine.
-    pub(crate) fn run(&self, source: Source, work: impl FnOnce() + Send + 'static) {
+    pub(crate) fn run(&self, source: impl Into<Option<Source>>, work: impl FnOnce() + Send + 'static) {
         match &self.queue {
             None => work(),
-            Some(queue) => queue.push(source, Job::Errand(Box::new(work))),
+            Some(queue) => queue.push(source.into(), Job::Errand(Box::new(work))),
         }
     }
 
     /// Lets go of something whose end may wait for the kernel.
-    pub(crate) fn discard(&self, source: Source, thing: impl Send + 'static) {
+    pub(crate) fn discard(&self, source: impl Into<Option<Source>>, thing: impl Send + 'static) {
         self.run(source, move || drop(thing));
     }
 
@@ -141,18 +134,18 @@ impl Commands {
         let left = {
             let mut state = lock(&queue.state);
             state.closed = true;
-            state.waiting = 0;
-            std::mem::take(&mut state.lines)
+            state.turns.take_all()
         };
         queue.called.notify_all();
-        for thread in std::mem::take(&mut *lock(&self.threads)) {
+        // One by one: the last of them may have started another just now.
+        loop {
+            let Some(thread) = lock(&queue.threads).pop() else { break };
             // The last handle of the engine may go in a `work` or in a `then`.
             if thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
         }
-        let jobs = left.into_values().flat_map(|line| line.jobs);
-        jobs.for_each(|job| match job {
+        left.into_iter().for_each(|job| match job {
             Job::Command(command) => drop(command),
             Job::Errand(errand) => errand(),
         });
@@ -165,7 +158,7 @@ impl Poller {
     pub(crate) fn command<T: Send + 'static>(
         &mut self,
         shared: &Shared,
-        source: Source,
+        source: impl Into<Option<Source>>,
         work: impl FnOnce() -> T + Send + 'static,
         then: impl FnOnce(&mut Self, &Shared, T) + Send + 'static,
     ) {
@@ -176,7 +169,7 @@ impl Poller {
                     let result = work();
                     Box::new(move |poller: &mut Self, shared: &Shared| then(poller, shared, result)) as Finish
                 };
-                queue.push(source, Job::Command(Box::new(command)));
+                queue.push(source.into(), Job::Command(Box::new(command)));
             }
         }
     }
@@ -201,7 +194,7 @@ impl Poller {
 }
 
 impl Queue {
-    fn push(&self, source: Source, job: Job) {
+    fn push(&self, source: Option<Source>, job: Job) {
         let mut state = lock(&self.state);
         if state.closed {
             drop(state);
@@ -210,19 +203,34 @@ impl Queue {
             }
             return;
         }
-        state.waiting += 1;
-        let line = state.lines.entry(source).or_default();
-        line.jobs.push_back(job);
-        if line.jobs.len() == 1 && !line.is_under_way {
-            state.turns.push_back(source);
-            drop(state);
+        state.turns.push(source, job, Instant::now());
+        let wakes = state.idle > 0 && state.turns.has_next();
+        drop(state);
+        if wakes {
             self.called.notify_one();
         }
     }
 
+    /// Starts a thread that was counted already.
+    fn spawn(self: &Arc<Self>, number: usize) -> std::io::Result<()> {
+        let queue = Arc::clone(self);
+        let thread = std::thread::Builder::new().name(format!("ferrite-cmd-{number}"));
+        match thread.spawn(move || queue.run()) {
+            Ok(thread) => {
+                lock(&self.threads).push(thread);
+                Ok(())
+            }
+            Err(error) => {
+                lock(&self.state).threads -= 1;
+                Err(error)
+            }
+        }
+    }
+
     /// A command thread.
-    fn run(&self) {
-        while let Some((source, job)) = self.next() {
+    fn run(self: &Arc<Self>) {
+        while let Some((turn, job)) = self.next() {
+            let begun = Instant::now();
             let finish = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match job {
                 Job::Command(command) => Some(command()),
                 Job::Errand(errand) => {
@@ -242,39 +250,33 @@ impl Queue {
                 Ok(None) => {}
                 Err(_) => tracing::error!("a command to a device has panicked"),
             }
-            self.done(source);
+            let now = Instant::now();
+            lock(&self.state).turns.done(turn, now - begun, now);
         }
     }
 
-    /// The next command, in turn; `None` at the end.
-    fn next(&self) -> Option<(Source, Job)> {
+    /// The next command, in turn; `None` at the end. A thread is left that waits, if there may be another.
+    fn next(self: &Arc<Self>) -> Option<(Turn, Job)> {
         let mut state = lock(&self.state);
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(source) = state.turns.pop_front() {
-                let line = state.lines.get_mut(&source)?;
-                line.is_under_way = true;
-                let job = line.jobs.pop_front()?;
-                state.waiting -= 1;
-                return Some((source, job));
+            if let Some(next) = state.turns.next() {
+                let more = state.turns.has_next();
+                let another = (state.idle == 0 && state.threads < THREADS_MAX).then_some(state.threads);
+                state.threads += usize::from(another.is_some());
+                drop(state);
+                if let Some(number) = another {
+                    let _ = self.spawn(number); // or else those that there are do it
+                } else if more {
+                    self.called.notify_one();
+                }
+                return Some(next);
             }
+            state.idle += 1;
             state = self.called.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-    }
-
-    /// A source's command was carried out: its next one has a turn.
-    fn done(&self, source: Source) {
-        let mut state = lock(&self.state);
-        let Some(line) = state.lines.get_mut(&source) else { return };
-        line.is_under_way = false;
-        if line.jobs.is_empty() {
-            state.lines.remove(&source);
-        } else {
-            state.turns.push_back(source);
-            drop(state);
-            self.called.notify_one();
+            state.idle -= 1;
         }
     }
 }
@@ -292,12 +294,12 @@ mod tests {
         Commands::on_threads(&Arc::new(Mailbox::new().expect("a mailbox"))).expect("threads")
     }
 
-    fn source(number: u8) -> Source {
-        Some(IpAddr::from([10, 0, 0, number]))
+    fn source(number: usize) -> Option<Source> {
+        Some(crate::source::tests::source(&format!("10.0.0.{number}")))
     }
 
     /// Gives a command that says when it has begun and waits until it may end.
-    fn blocked(commands: &Commands, of: Source) -> (Receiver<()>, Sender<()>) {
+    fn blocked(commands: &Commands, of: Option<Source>) -> (Receiver<()>, Sender<()>) {
         let ((begun, begins), (go, may)) = (channel(), channel());
         commands.run(of, move || {
             let _ = begun.send(());
@@ -356,17 +358,31 @@ mod tests {
     }
 
     #[test]
-    fn goes_on_while_one_command_waits() {
+    fn goes_on_while_commands_of_other_sources_wait() {
         let commands = commands();
-        let (begins, go) = blocked(&commands, source(1));
-        begins.recv_timeout(PATIENCE).expect("it runs");
         let (tell, told) = channel();
-        commands.run(source(2), move || {
-            let _ = tell.send(());
-        });
-        told.recv_timeout(PATIENCE).expect("not held up");
-        drop(go);
+        let carried_out = |of: Option<Source>| {
+            let tell = tell.clone();
+            commands.run(of, move || {
+                let _ = tell.send(());
+            });
+            told.recv_timeout(PATIENCE).expect("not held up");
+        };
+        let mut holds = Vec::new();
+        for number in 1..THREADS_MAX - 1 {
+            let (begins, go) = blocked(&commands, source(number));
+            begins.recv_timeout(PATIENCE).expect("it runs");
+            holds.push(go);
+            carried_out(source(100));
+        }
+        // The last thread is this process's.
+        let (begins, go) = blocked(&commands, source(THREADS_MAX - 1));
+        begins.recv_timeout(PATIENCE).expect("it runs");
+        carried_out(None);
+        drop((holds, go));
         commands.close();
+        let queue = commands.queue.as_ref().expect("threads");
+        assert!(lock(&queue.state).threads <= THREADS_MAX);
     }
 
     #[test]

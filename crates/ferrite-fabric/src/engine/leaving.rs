@@ -23,6 +23,7 @@ use super::slots::SendQueue;
 use super::timers::Timer;
 use crate::link::shared::LinkShared;
 use crate::link::state::Tag;
+use crate::source::Source;
 
 /// A device that has not said by then that a queue pair has taken its last receive does not say it.
 /// Hardware takes far less than a millisecond.
@@ -32,8 +33,9 @@ pub(super) const LAST_RECEIVE: Duration = Duration::from_millis(100);
 pub(crate) struct Leaving {
     lane: Arc<Lane>,
     number: u32,
-    /// Whose it was.
+    /// Whose it was, and who pays for its end.
     link: u32,
+    source: Source,
     queue: SendQueue<Tag>,
 }
 
@@ -53,9 +55,10 @@ impl Poller {
     }
 
     /// Takes over a queue pair that was stopped: it is destroyed when it has taken its last receive.
-    pub(crate) fn let_leave(&mut self, lane: &Arc<Lane>, queue: SendQueue<Tag>, link: u32) {
+    pub(crate) fn let_leave(&mut self, lane: &Arc<Lane>, queue: SendQueue<Tag>, link: &LinkShared) {
         let Some(number) = queue.qp().map(QueuePair::number) else { return };
-        self.leaving.push(Leaving { lane: Arc::clone(lane), number, link, queue });
+        let (link, source) = (link.index, link.source());
+        self.leaving.push(Leaving { lane: Arc::clone(lane), number, link, source, queue });
         self.timers.add(self.now + LAST_RECEIVE, Timer::Leaving(lane.index, number));
     }
 
@@ -82,13 +85,13 @@ impl Poller {
                 gear.under_way += 1;
             }
         }
-        for Leaving { lane, number, link, mut queue } in gone {
+        for Leaving { lane, number, link, source, mut queue } in gone {
             let work = move || {
                 let mut entries = 0;
                 let destroyed = queue.destroy(|_| entries += 1).is_ok();
                 (queue, destroyed.then_some(entries))
             };
-            self.command(shared, None, work, move |poller, shared, (queue, entries)| {
+            self.command(shared, source, work, move |poller, shared, (queue, entries)| {
                 lane.release(entries.unwrap_or(0)); // those of one that did not go are never used again
                 drop(queue);
                 poller.forget_qp(&lane, number, link);

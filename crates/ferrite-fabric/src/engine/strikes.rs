@@ -6,8 +6,9 @@
 //! twice as long.
 
 use std::collections::HashMap;
-use std::net::IpAddr;
 use std::time::{Duration, Instant};
+
+use crate::source::Source;
 
 /// However often it happens, no longer than this.
 const MOST: Duration = Duration::from_secs(600);
@@ -19,7 +20,7 @@ const SOURCES_MAX: usize = 4096;
 pub(crate) struct Strikes {
     /// After the second; doubled by each that follows.
     first: Duration,
-    by_source: HashMap<IpAddr, Strike>,
+    by_source: HashMap<Source, Strike>,
 }
 
 struct Strike {
@@ -33,11 +34,11 @@ impl Strikes {
     }
 
     /// A request of `source` was refused; how long it is not let in.
-    pub(crate) fn record(&mut self, source: IpAddr, now: Instant) -> Option<Duration> {
-        let source = source.to_canonical();
+    pub(crate) fn record(&mut self, source: Source, now: Instant) -> Option<Duration> {
         if !self.by_source.contains_key(&source) && self.by_source.len() >= SOURCES_MAX {
             self.by_source.retain(|_, strike| now.saturating_duration_since(strike.last) < FORGIVEN);
-            let oldest = self.by_source.iter().min_by_key(|(_, strike)| strike.last).map(|(ip, _)| *ip);
+            let oldest =
+                self.by_source.iter().min_by_key(|(_, strike)| strike.last).map(|(source, _)| *source);
             if let Some(oldest) = oldest.filter(|_| self.by_source.len() >= SOURCES_MAX) {
                 self.by_source.remove(&oldest);
             }
@@ -51,8 +52,8 @@ impl Strikes {
     }
 
     /// How long `source` is not let in.
-    pub(crate) fn wait(&self, source: IpAddr, now: Instant) -> Option<Duration> {
-        let strike = self.by_source.get(&source.to_canonical())?;
+    pub(crate) fn wait(&self, source: Source, now: Instant) -> Option<Duration> {
+        let strike = self.by_source.get(&source)?;
         let doubled = strike.count.checked_sub(2)?;
         let until = strike.last + self.first.saturating_mul(1 << doubled.min(16)).min(MOST);
         until.checked_duration_since(now).filter(|left| !left.is_zero())
@@ -62,11 +63,12 @@ impl Strikes {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::source::tests::source as named;
 
     const FIRST: Duration = Duration::from_secs(1);
 
-    fn source(number: u32) -> IpAddr {
-        IpAddr::V4(number.into())
+    fn source(number: u32) -> Source {
+        named(&std::net::Ipv4Addr::from(number).to_string())
     }
 
     #[test]
@@ -84,10 +86,11 @@ mod tests {
     }
 
     #[test]
-    fn an_address_is_the_same_in_both_families() {
+    fn a_host_cannot_begin_anew_by_another_of_its_addresses() {
         let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
-        strikes.record("::ffff:10.0.0.7".parse().expect("an address"), now);
-        assert!(strikes.record("10.0.0.7".parse().expect("an address"), now).is_some());
+        strikes.record(named("2001:db8::1"), now);
+        assert!(strikes.record(named("2001:db8::2"), now).is_some());
+        assert!(strikes.wait(named("2001:db8::3"), now).is_some());
     }
 
     #[test]

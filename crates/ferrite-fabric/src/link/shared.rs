@@ -20,7 +20,6 @@ use super::outbox::OneSided;
 use super::state::{Around, Kind, LinkState, Silence, Wakes};
 use super::tickets::{Outcome, Ticket};
 use crate::diagnose::{self, Baseline, Failure, Subject};
-use crate::engine::commands::Source;
 use crate::engine::lane::Lane;
 use crate::engine::mailbox::Mailbox;
 use crate::engine::slots::Held;
@@ -28,6 +27,7 @@ use crate::engine::timers::LinkName;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut, Pool, lock};
 use crate::policy::Fallback;
+use crate::source::Source;
 use crate::wire::{GrantToken, Rights};
 
 pub(crate) struct LinkShared {
@@ -208,7 +208,7 @@ impl LinkShared {
 
     /// Who causes commands for it.
     pub(crate) fn source(&self) -> Source {
-        lock(&self.route).peer.map(|peer| peer.ip().to_canonical())
+        Source::of_any(lock(&self.route).peer)
     }
 
     pub(crate) fn peer_name(&self) -> String {
