@@ -289,14 +289,13 @@ impl Poller {
     /// Lets go of a queue pair that nobody needs any more.
     fn unmake(&mut self, shared: &Shared, lane: &Arc<Lane>, source: Source, made: Made) {
         let lane = Arc::clone(lane);
-        self.command(
-            shared,
-            source,
-            move || drop(made),
-            move |poller, shared, ()| {
-                poller.end_making(shared, &lane);
-            },
-        );
+        let work = |made: &mut Option<Made>| {
+            drop(made.take());
+            Ok(())
+        };
+        self.command(shared, source, Some(made), work, move |poller, shared, _, _| {
+            poller.end_making(shared, &lane);
+        });
     }
 
     /// A link on `lane` over a queue pair that was made for it, entered where completions find it.

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use ferrite_verbs::{Access, Mtu, QueuePairAttributes};
+use ferrite_verbs::{Access, Mtu, QueuePair, QueuePairAttributes};
 
 use super::calling::Reply;
 use super::way::{Search, Up, Way, check_peer};
@@ -127,8 +127,9 @@ impl Poller {
         self.command(
             shared,
             link.source(),
-            move || search.find(local),
-            move |poller, shared, way| {
+            search,
+            move |search| search.find(local),
+            move |poller, shared, _, way| {
                 let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
                 let begun = match way {
                     _ if !is_current => return,
@@ -157,16 +158,15 @@ impl Poller {
         let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
         let up = peer.map(|peer| Up::new(shared, &way, &peer, psn, rights));
         let (port, link, source) = (way.port.number, Arc::clone(link), link.source());
-        let work = move || {
-            maker.make().and_then(|made| {
-                made.qp.modify(&QueuePairAttributes::init(port, Access::LOCAL))?;
-                if let Some(up) = &up {
-                    up.bring(&made.qp)?;
-                }
-                Ok((made, up.map(|up| up.path.mtu)))
-            })
+        let work = move |(): &mut ()| {
+            let made = maker.make()?;
+            made.qp.modify(&QueuePairAttributes::init(port, Access::LOCAL))?;
+            if let Some(up) = &up {
+                up.bring(&made.qp)?;
+            }
+            Ok((made, up.map(|up| up.path.mtu)))
         };
-        self.command(shared, source, work, move |poller, shared, made| {
+        self.command(shared, source, (), work, move |poller, shared, (), made| {
             let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
             match made {
                 Ok((made, mtu)) if is_current && !way.lane.is_gone() => {
@@ -291,8 +291,9 @@ impl Poller {
         self.command(
             shared,
             link.source(),
-            move || search.find(local),
-            move |poller, shared, way| {
+            search,
+            move |search| search.find(local),
+            move |poller, shared, _, way| {
                 let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
                 match way {
                     _ if !is_current => {}
@@ -328,11 +329,8 @@ impl Poller {
         }
         let up = Up::new(shared, way, peer, psn, rights);
         let (lane, port, link) = (Arc::clone(&way.lane), way.port.number, Arc::clone(link));
-        let work = move || {
-            let brought = up.bring(&qp);
-            (qp, brought.map(|()| up.path.mtu))
-        };
-        self.command(shared, link.source(), work, move |poller, shared, (qp, brought)| {
+        let work = move |qp: &mut QueuePair| up.bring(qp).map(|()| up.path.mtu);
+        self.command(shared, link.source(), qp, work, move |poller, shared, qp, brought| {
             let number = qp.number();
             let back = link.with_wakes(&mut poller.wakes, |state, _, _| match &mut state.climb {
                 Some(climb) if climb.queue.is_of(number) => {

@@ -205,17 +205,15 @@ impl Poller {
         // As `make_bare` will have it.
         let rights = if accepting.hello.is_none() { Access::REMOTE_WRITE } else { Access::LOCAL };
         self.meetings.command(accepting.request.id.key(), true);
-        let work = move || {
+        let work = move |accepting: &mut Accepting| {
             let id = &accepting.request.id;
             let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
-            let made = maker.make().and_then(|made| {
-                initialise(id, &made.qp)?;
-                let mtu = bring_up(id, &made.qp, rights, (reads_in, reads_out))?;
-                Ok((made, mtu))
-            });
-            (accepting, made)
+            let made = maker.make()?;
+            initialise(id, &made.qp)?;
+            let mtu = bring_up(id, &made.qp, rights, (reads_in, reads_out))?;
+            Ok((made, mtu))
         };
-        self.command(shared, source, work, move |poller, shared, (accepting, made)| {
+        self.command(shared, source, accepting, work, move |poller, shared, accepting, made| {
             poller.accept_over(shared, accepting, &lane, made, (reads_in, reads_out));
         });
     }
@@ -253,36 +251,36 @@ impl Poller {
             None => state.make_bare(),
         });
         let params = ConnectParams { reads_in, reads_out, ..params(shared, lane, &link, &[]) };
-        let work = move || {
+        let work = move |accepting: &mut Accepting| {
             let private_data = ours.encode();
             let private_data = if accepting.hello.is_some() { &private_data[..] } else { &[] };
-            let accepted = accepting.request.id.accept(&ConnectParams { private_data, ..params });
-            (accepting, accepted)
+            Ok(accepting.request.id.accept(&ConnectParams { private_data, ..params })?)
         };
-        self.command(shared, source, work, move |poller, shared, (accepting, accepted)| match accepted {
-            Ok(()) => {
-                let Accepting { request, hello, who, .. } = accepting;
-                let hello = hello.unwrap_or(ours);
-                poller.timers.add(poller.now + shared.config.connection_timeout, Timer::Meeting(key));
-                // The peer may have broken a rule already: then the link is over, and with it the handshake.
-                if let Some(error) = failure(&link) {
-                    poller.resume(shared, key, None);
-                    shared.commands.discard(source, request.id);
-                    return who.tell(error);
+        self.command(shared, source, accepting, work, move |poller, shared, accepting, accepted| {
+            match accepted {
+                Ok(()) => {
+                    let Accepting { request, hello, who, .. } = accepting;
+                    let hello = hello.unwrap_or(ours);
+                    poller.timers.add(poller.now + shared.config.connection_timeout, Timer::Meeting(key));
+                    // The peer may have broken a rule already: then the link is over, and with it the handshake.
+                    if let Some(error) = failure(&link) {
+                        poller.resume(shared, key, None);
+                        shared.commands.discard(source, request.id);
+                        return who.tell(error);
+                    }
+                    link.set_route(|route| {
+                        route.cm_key = Some(key);
+                        (route.local, route.peer) = (request.id.local_addr(), request.id.peer_addr());
+                    });
+                    poller.meetings.incoming.enter(key, source, poller.now);
+                    let meeting = Meeting::Incoming { id: request.id, link, hello, mtu, who };
+                    poller.resume(shared, key, Some(meeting));
                 }
-                link.set_route(|route| {
-                    route.cm_key = Some(key);
-                    (route.local, route.peer) = (request.id.local_addr(), request.id.peer_addr());
-                });
-                poller.meetings.incoming.enter(key, source, poller.now);
-                let meeting = Meeting::Incoming { id: request.id, link, hello, mtu, who };
-                poller.resume(shared, key, Some(meeting));
-            }
-            Err(error) => {
-                let error = Error::from(error);
-                poller.unmake_link(shared, &link, &error);
-                poller.resume(shared, key, None);
-                accepting.fail(shared, error);
+                Err(error) => {
+                    poller.unmake_link(shared, &link, &error);
+                    poller.resume(shared, key, None);
+                    accepting.fail(shared, error);
+                }
             }
         });
     }

@@ -142,20 +142,32 @@ impl Poller {
     fn ask<T: Send + 'static>(
         &mut self,
         shared: &Shared,
-        mut outgoing: Box<Outgoing>,
+        outgoing: Box<Outgoing>,
         id: CmId,
         work: impl FnOnce(&CmId) -> Result<T, Error> + Send + 'static,
         then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, Result<T, Error>) + Send + 'static,
     ) {
+        let work = move |id: &CmId, (): &mut ()| work(id);
+        self.ask_with(shared, outgoing, (id, ()), work, move |poller, shared, outgoing, (), result| {
+            then(poller, shared, outgoing, result);
+        });
+    }
+
+    /// The same with something else that the command owns meanwhile.
+    fn ask_with<O: Send + 'static, T: Send + 'static>(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        (id, own): (CmId, O),
+        work: impl FnOnce(&CmId, &mut O) -> Result<T, Error> + Send + 'static,
+        then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, O, Result<T, Error>) + Send + 'static,
+    ) {
         self.meetings.command(id.key(), false);
         let source = Source::of(outgoing.peer);
-        let work = move || {
-            let result = work(&id);
-            (id, result)
-        };
-        self.command(shared, source, work, move |poller, shared, (id, result)| {
+        let work = move |(id, own): &mut (CmId, O)| work(id, own);
+        self.command(shared, source, (id, own), work, move |poller, shared, (id, own), result| {
             outgoing.id = Some(id);
-            then(poller, shared, outgoing, result);
+            then(poller, shared, outgoing, own, result);
         });
     }
 
@@ -319,16 +331,13 @@ impl Poller {
         };
         let peer = outgoing.peer;
         let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
-        let work = move |id: &CmId| {
-            let up = bring_up(id, &qp, rights, (by.reads_in, by.reads_out));
+        let work = move |id: &CmId, qp: &mut QueuePair| {
+            let up = bring_up(id, qp, rights, (by.reads_in, by.reads_out));
             let up = up.and_then(|mtu| id.establish().map(|()| mtu).map_err(Error::from));
-            Ok((qp, up.map_err(|error| hung_up(peer, error))))
+            up.map_err(|error| hung_up(peer, error))
         };
-        self.ask(shared, outgoing, id, work, move |poller, shared, outgoing, asked| {
-            let up = asked.and_then(|(qp, up)| {
-                link.with_wakes(&mut poller.wakes, |state, _, _| state.take_back(qp));
-                up
-            });
+        self.ask_with(shared, outgoing, (id, qp), work, move |poller, shared, outgoing, qp, up| {
+            link.with_wakes(&mut poller.wakes, |state, _, _| state.take_back(qp));
             poller.is_up(shared, outgoing, &link, hello, up);
         });
     }

@@ -40,7 +40,7 @@ impl Search {
     ///
     /// # Errors
     /// No device has that address, or the device with it cannot be used now.
-    pub(super) fn find(self, local: Option<SocketAddr>) -> Result<Way, Error> {
+    pub(super) fn find(&self, local: Option<SocketAddr>) -> Result<Way, Error> {
         let local = local.map(|local| local.ip().to_canonical());
         let mut best: Option<Way> = None;
         let mut why = None;
@@ -70,7 +70,7 @@ impl Search {
                 let what = format!("no RDMA device has the address of the TCP connection ({local})");
                 Error::new(ErrorKind::Unreachable, what)
             }
-            _ => self.no_rdma,
+            _ => self.no_rdma.clone(),
         })
     }
 }

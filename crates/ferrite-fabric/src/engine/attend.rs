@@ -129,18 +129,16 @@ impl Poller {
     }
 
     /// Destroys the queue pair of a link that is down, then forgets the link.
-    fn destroy(&mut self, shared: &Shared, link: &Arc<LinkShared>, mut queue: Box<SendQueue<Tag>>) {
-        let work = move || {
-            let mut in_flight = Vec::new();
-            let gone = queue.destroy(|it| in_flight.push(it)).is_ok();
-            (queue, in_flight, gone)
+    fn destroy(&mut self, shared: &Shared, link: &Arc<LinkShared>, queue: Box<SendQueue<Tag>>) {
+        let work = |(queue, in_flight): &mut (Box<SendQueue<Tag>>, Vec<_>)| {
+            Ok(queue.destroy(|it| in_flight.push(it))?)
         };
-        let link = Arc::clone(link);
-        self.command(shared, link.source(), work, move |poller, shared, (queue, in_flight, gone)| {
+        let (link, own) = (Arc::clone(link), (queue, Vec::new()));
+        self.command(shared, link.source(), own, work, move |poller, shared, (queue, in_flight), gone| {
             link.with_wakes(&mut poller.wakes, |state, around, wakes| {
                 state.end_destroy(around, *queue, in_flight, wakes);
             });
-            if gone {
+            if gone.is_ok() {
                 poller.forget(shared, &link);
             } else {
                 poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name)); // and tries again

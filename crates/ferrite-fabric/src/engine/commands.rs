@@ -5,11 +5,11 @@
 //! find the hardware address of a silent peer. Whoever drives the engine may be a database, so it never makes them itself:
 //!
 //! ```text
-//!   driver: command(work, then) ──► a queue per source ──► command thread: work() ──► results ──► driver: then(result)
+//!   driver: command(own, work, then) ──► a queue per source ──► command thread: work(own) ──► driver: then(own, result)
 //! ```
 //!
 //! - A command owns what it works on, and gives it back with its result. While it is under way nobody else has it, so that
-//!   nothing has to be locked for it.
+//!   nothing has to be locked for it. A command that panics has failed: what it owned comes back, and what follows it runs.
 //! - Commands of one source (a peer's, or this process) run in the order in which they were given. Sources take turns, one
 //!   command each: a source whose commands take a second has one thread, and others go on beside it (`turns.rs`).
 //! - There is always a thread that waits, up to [`THREADS_MAX`]: the one that takes a command and finds no other starts it.
@@ -115,7 +115,8 @@ impl Commands {
         own < EACH && (own == 0 || all < ALL)
     }
 
-    /// Carries out `work`, whose result concerns nobody who drives the engine.
+    /// Carries out `work`, whose result concerns nobody who drives the engine. It owns what waits for its end: that goes with
+    /// it if it panics.
     pub(crate) fn run(&self, source: impl Into<Option<Source>>, work: impl FnOnce() + Send + 'static) {
         match &self.queue {
             None => work(),
@@ -153,21 +154,34 @@ impl Commands {
     }
 }
 
+impl Drop for Commands {
+    /// For one that no engine was made with.
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
 impl Poller {
-    /// Carries out `work` where it may wait, then `then` with its result: in a pass, or at once where there are no threads.
-    pub(crate) fn command<T: Send + 'static>(
+    /// Carries out `work` on `own` where it may wait, then `then` with both and its result: in a pass, or at once where there
+    /// are no threads.
+    pub(crate) fn command<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,
         source: impl Into<Option<Source>>,
-        work: impl FnOnce() -> T + Send + 'static,
-        then: impl FnOnce(&mut Self, &Shared, T) + Send + 'static,
+        mut own: O,
+        work: impl FnOnce(&mut O) -> Result<T, Error> + Send + 'static,
+        then: impl FnOnce(&mut Self, &Shared, O, Result<T, Error>) + Send + 'static,
     ) {
         match &shared.commands.queue {
-            None => then(self, shared, work()),
+            None => {
+                let result = work(&mut own);
+                then(self, shared, own, result);
+            }
             Some(queue) => {
                 let command = move || {
-                    let result = work();
-                    Box::new(move |poller: &mut Self, shared: &Shared| then(poller, shared, result)) as Finish
+                    let result = caught(|| work(&mut own)).unwrap_or_else(Err);
+                    Box::new(move |poller: &mut Self, shared: &Shared| then(poller, shared, own, result))
+                        as Finish
                 };
                 queue.push(source.into(), Job::Command(Box::new(command)));
             }
@@ -231,15 +245,9 @@ impl Queue {
     fn run(self: &Arc<Self>) {
         while let Some((turn, job)) = self.next() {
             let begun = Instant::now();
-            let finish = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| match job {
-                Job::Command(command) => Some(command()),
-                Job::Errand(errand) => {
-                    errand();
-                    None
-                }
-            }));
-            match finish {
-                Ok(Some(finish)) => {
+            match job {
+                Job::Command(command) => {
+                    let finish = command();
                     {
                         let mut results = lock(&self.results);
                         results.push_back(finish);
@@ -247,8 +255,7 @@ impl Queue {
                     }
                     self.mailbox.ring();
                 }
-                Ok(None) => {}
-                Err(_) => tracing::error!("a command to a device has panicked"),
+                Job::Errand(errand) => drop(caught(errand)),
             }
             let now = Instant::now();
             lock(&self.state).turns.done(turn, now - begun, now);
@@ -281,10 +288,23 @@ impl Queue {
     }
 }
 
+/// What `work` returns.
+///
+/// # Errors
+/// It has panicked. The thread lives on.
+fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Error> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).map_err(|_| {
+        tracing::error!("a command to a device has panicked");
+        Error::new(ErrorKind::System, "a command to a device has panicked")
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use std::sync::mpsc::{Receiver, Sender, channel};
     use std::time::Duration;
+
+    use ferrite_verbs::fake::{DeviceSpec, World};
 
     use super::*;
 
@@ -309,14 +329,11 @@ mod tests {
     }
 
     #[test]
-    fn keeps_the_order_of_a_source_and_lets_sources_take_turns() {
+    fn keeps_the_order_of_a_source_and_does_not_make_others_wait_for_it() {
         let commands = commands();
-        let holds = [blocked(&commands, source(1)), blocked(&commands, source(2))];
-        for (begins, _) in &holds {
-            begins.recv_timeout(PATIENCE).expect("it runs");
-        }
+        let (begins, go) = blocked(&commands, source(1));
+        begins.recv_timeout(PATIENCE).expect("it runs");
         let (tell, told) = channel();
-        // Many of one source, then one of another: it is the second to be carried out, not the last.
         for number in 0..50 {
             let tell = tell.clone();
             commands.run(source(1), move || {
@@ -326,13 +343,11 @@ mod tests {
         commands.run(source(3), move || {
             let _ = tell.send((3, 0));
         });
-        drop(holds);
+        assert_eq!(told.recv_timeout(PATIENCE), Ok((3, 0)));
+        drop(go);
         let done: Vec<_> =
-            (0..51).map(|_| told.recv_timeout(PATIENCE).expect("all are carried out")).collect();
-        let place = done.iter().position(|(of, _)| *of == 3).expect("carried out");
-        assert!(place <= 2, "after {place} of another's");
-        let first: Vec<_> = done.iter().filter(|(of, _)| *of == 1).map(|(_, number)| *number).collect();
-        assert_eq!(first, (0..50).collect::<Vec<_>>());
+            (0..50).map(|_| told.recv_timeout(PATIENCE).expect("all are carried out")).collect();
+        assert_eq!(done, (0..50).map(|number| (1, number)).collect::<Vec<_>>());
         commands.close();
     }
 
@@ -403,5 +418,57 @@ mod tests {
         assert_eq!(Arc::strong_count(&thing), 1);
         commands.discard(None, thing); // too late, and dropped as well
         drop(waits);
+    }
+
+    /// An engine that a test drives.
+    fn engine(world: &World) -> crate::Engine {
+        let config = crate::Config { busy_poll_us: 0, ..crate::Config::default() };
+        crate::Engine::builder(&world.verbs()).config(config).command_threads().build().expect("an engine")
+    }
+
+    #[test]
+    fn what_follows_a_command_that_panics_runs_and_the_threads_live_on() {
+        let world = World::new();
+        world.add_device(DeviceSpec::new("fake1", std::net::Ipv4Addr::LOCALHOST.into()));
+        let engine = engine(&world);
+        let (tell, told) = channel();
+        for number in 0..2 * THREADS_MAX {
+            let tell = tell.clone();
+            let then = move |_: &mut Poller, _: &Shared, own: usize, result: Result<(), Error>| {
+                let _ = tell.send((own, result.map_err(|error| error.kind())));
+            };
+            let work = move |own: &mut usize| match number % 2 {
+                0 => panic!("as one does on purpose here"),
+                _ => {
+                    *own += 100;
+                    Ok(())
+                }
+            };
+            lock(&engine.shared().poller).command(engine.shared(), source(number), number, work, then);
+        }
+        engine.shared().commands.run(None, || panic!("an errand does, too"));
+        let mut done = Vec::new();
+        let begun = Instant::now();
+        while done.len() < 2 * THREADS_MAX {
+            assert!(begun.elapsed() < PATIENCE, "only {done:?}");
+            engine.progress();
+            done.extend(told.try_iter());
+        }
+        done.sort_unstable_by_key(|(own, _)| own % 100);
+        for (number, done) in done.into_iter().enumerate() {
+            let expected = match number % 2 {
+                0 => (number, Err(ErrorKind::System)),
+                _ => (number + 100, Ok(())),
+            };
+            assert_eq!(done, expected);
+        }
+    }
+
+    #[test]
+    fn threads_end_when_no_engine_comes_to_have_them() {
+        let commands = commands();
+        let queue = Arc::downgrade(commands.queue.as_ref().expect("threads"));
+        drop(commands);
+        assert!(queue.upgrade().is_none(), "its threads have it");
     }
 }

@@ -85,13 +85,13 @@ impl Poller {
                 gear.under_way += 1;
             }
         }
-        for Leaving { lane, number, link, source, mut queue } in gone {
-            let work = move || {
+        for Leaving { lane, number, link, source, queue } in gone {
+            let work = |queue: &mut SendQueue<Tag>| {
                 let mut entries = 0;
-                let destroyed = queue.destroy(|_| entries += 1).is_ok();
-                (queue, destroyed.then_some(entries))
+                queue.destroy(|_| entries += 1)?;
+                Ok(entries)
             };
-            self.command(shared, source, work, move |poller, shared, (queue, entries)| {
+            self.command(shared, source, queue, work, move |poller, shared, queue, entries| {
                 lane.release(entries.unwrap_or(0)); // those of one that did not go are never used again
                 drop(queue);
                 poller.forget_qp(&lane, number, link);

@@ -82,17 +82,16 @@ impl Poller {
             name: lane.name.clone(),
             lane: lane.index,
         };
-        let work = move || {
-            let mut seen = false;
-            let found = look.revive(&mut seen);
+        let work = |(look, seen): &mut (Look, bool)| {
+            let found = look.revive(seen);
             if found.is_err() {
                 // A device that came and went while we looked may have gone unheard: librdmacm looks what is gone, and lets
                 // go of it, when it loses an identifier.
                 drop(look.channel.as_ref().map(EventChannel::create_id));
             }
-            (found, seen)
+            found
         };
-        self.command(shared, None, work, move |poller, shared, (found, seen)| {
+        self.command(shared, None, (look, false), work, move |poller, shared, (_, seen), found| {
             poller.searches.remove(&lane.index);
             if let Err(error) = found.and_then(|found| poller.take(shared, &lane, found)) {
                 lane.set_absence(error);
