@@ -150,6 +150,7 @@ impl Drop for Shared {
             link.with(|state, around, wakes| {
                 state.fail(Error::new(ErrorKind::Closed, "the engine is gone"), wakes);
                 state.destroy(around, wakes);
+                drop(state.end_climb()); // its queue pair takes receives, too
             });
         }
         // Only now: receives outlive the queue pairs that take them.

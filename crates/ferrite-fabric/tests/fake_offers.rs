@@ -2,14 +2,14 @@
 
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{
     ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind,
     Version,
 };
 use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener, Transport};
-use ferrite_verbs::fake::{DeviceSpec, World};
+use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
@@ -24,29 +24,45 @@ struct Scene {
     listener: Listener,
 }
 
+fn world() -> World {
+    let world = World::new();
+    for (device, address) in [("fake1", SERVER), ("fake2", CLIENT)] {
+        world.add_device(DeviceSpec::new(device, address.parse().expect("an address")));
+    }
+    world
+}
+
+fn engine(world: &World) -> Engine {
+    let config = Config { busy_poll_us: 0, ..Config::default() };
+    let builder = Engine::builder(&world.verbs()).device("fake1").config(config);
+    builder.command_threads().build().expect("an engine")
+}
+
+fn server() -> SocketAddr {
+    SocketAddr::new(SERVER.parse().expect("an address"), 0)
+}
+
+fn offer(address: &Address) -> Vec<u8> {
+    let parcel =
+        Parcel { kind: ParcelKind::Offer, imm: 0, len: ADDRESS_BYTES as u32, op: 0, grant: 0, offset: 0 };
+    let mut bytes = parcel.encode().to_vec();
+    bytes.extend(address.encode());
+    bytes
+}
+
 impl Scene {
     fn new() -> Self {
-        let world = World::new();
-        for (device, address) in [("fake1", SERVER), ("fake2", CLIENT)] {
-            world.add_device(DeviceSpec::new(device, address.parse().expect("an address")));
-        }
-        let config = Config { busy_poll_us: 0, ..Config::default() };
-        let builder = Engine::builder(&world.verbs()).device("fake1").config(config);
-        let engine = builder.command_threads().build().expect("an engine");
+        let world = world();
+        let engine = engine(&world);
         engine.spawn_thread().expect("a thread");
-        let mut listener =
-            engine.listen(SocketAddr::new(SERVER.parse().expect("an address"), 0)).expect("listen");
+        let mut listener = engine.listen(server()).expect("listen");
         let client = call(listener.local_addr());
         let link = engine.block_on(listener.accept()).expect("a link");
         Self { world, engine, link, client, listener }
     }
 
     fn offer(&mut self, address: &Address) {
-        let parcel =
-            Parcel { kind: ParcelKind::Offer, imm: 0, len: ADDRESS_BYTES as u32, op: 0, grant: 0, offset: 0 };
-        let mut bytes = parcel.encode().to_vec();
-        bytes.extend(address.encode());
-        self.client.write_all(&bytes).expect("to write");
+        self.client.write_all(&offer(address)).expect("to write");
     }
 
     fn withdraw(&mut self) {
@@ -183,4 +199,28 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     }
     scene.world.let_go("ibv_modify_qp");
     assert_eq!(scene.heard().kind, ParcelKind::Answer);
+}
+
+/// An engine that ends while a link goes up to RDMA lets go of the queue pair there, and so of its receives.
+#[test]
+fn leaves_nothing_when_the_engine_ends_during_an_offer() {
+    let world = world();
+    let engine = engine(&world);
+    let mut listener = engine.listen(server()).expect("listen");
+    let mut client = call(listener.local_addr());
+    client.write_all(&offer(&at(CLIENT))).expect("to write");
+    let (mut link, begun) = (None, Instant::now());
+    // Nobody drives it after this.
+    while link.is_none() || world.objects().queue_pairs == 0 {
+        assert!(begun.elapsed() < PATIENCE, "no queue pair for the offer");
+        engine.progress();
+        link = link.or(listener.try_accept().expect("a listener"));
+    }
+    let pool = engine.pool().clone();
+    drop((engine, link, listener));
+    assert_eq!(world.objects().queue_pairs, 0);
+    assert_eq!(pool.stats().receive.in_use_bytes, 0, "receives are in use for ever");
+    drop(pool);
+    assert_eq!(world.objects(), Objects::default());
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

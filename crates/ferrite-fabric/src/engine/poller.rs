@@ -419,6 +419,7 @@ impl Poller {
 
     pub(crate) fn drop_gears(&mut self) {
         self.leaving.clear();
+        self.orphans.clear();
         self.gears.clear();
     }
 
