@@ -292,31 +292,34 @@ impl<T> SendQueue<T> {
     /// it.
     ///
     /// # Errors
-    /// What the device said; nothing is in flight then. `Ok(false)`: nothing was posted, because
-    /// the window is closed already.
-    pub(crate) fn post_bind(&mut self, window: &Arc<Window>, signaled: bool, tag: T) -> Result<bool, Error> {
+    /// What the device said, and whether the request is in flight all the same. `Ok(false)`: nothing
+    /// was posted, because the window is closed already.
+    pub(crate) fn post_bind(
+        &mut self,
+        window: &Arc<Window>,
+        signaled: bool,
+        tag: T,
+    ) -> Result<bool, PostError> {
         let Some(qp) = self.qp.as_ref() else { return Ok(false) };
         let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, tag }) else { return Ok(false) };
         let number = WorkId::of_send(self.owner, key).0;
-        let posted = window.bind(|window| {
+        let mut refused = None;
+        let binding = window.bind(|window| {
             let request = SendRequest::bind(number, window);
             let request = if signaled { request.signaled() } else { request };
-            qp.post_send(&[request]).map_err(|refused| refused.error)
+            refused = qp.post_send(&[request]).err();
+            refused.as_ref().is_none_or(|refused| refused.posted > 0)
         });
-        match posted {
-            Some(Ok(binding)) => {
-                if let Some(in_flight) = self.table.get_mut(key) {
-                    in_flight.held = Held::Binding(binding);
-                }
-            }
-            refused => {
-                drop(self.table.undo());
-                return refused.map_or(Ok(false), |error| error.map(|_| false));
-            }
+        let Some(binding) = binding else {
+            drop(self.table.undo());
+            return refused.map_or(Ok(false), Err);
+        };
+        if let Some(in_flight) = self.table.get_mut(key) {
+            in_flight.held = Held::Binding(binding);
         }
         self.windows.retain(|window| window.strong_count() > 0);
         self.windows.push(Arc::downgrade(window));
-        Ok(true)
+        refused.map_or(Ok(true), Err)
     }
 
     /// Closes the windows of the queue pair: a device may wait for them to destroy it, or refuse.

@@ -49,15 +49,13 @@ impl Window {
         lock(&self.state).open.is_some()
     }
 
-    /// Has `post` give the request that binds it to the device; `None` if it is closed.
-    pub(crate) fn bind(
-        self: &Arc<Self>,
-        post: impl FnOnce(&MemoryWindow) -> Result<(), Error>,
-    ) -> Option<Result<Binding, Error>> {
+    /// Has `post` give the request that binds it to the device, and say whether the device has it; `None` if it has not, or if
+    /// the window is closed.
+    pub(crate) fn bind(self: &Arc<Self>, post: impl FnOnce(&MemoryWindow) -> bool) -> Option<Binding> {
         let mut state = lock(&self.state);
-        let posted = post(state.open.as_ref()?).map(|()| Binding(Arc::clone(self)));
-        state.binding |= posted.is_ok();
-        Some(posted)
+        let posted = post(state.open.as_ref()?);
+        state.binding |= posted;
+        posted.then(|| Binding(Arc::clone(self)))
     }
 
     /// Ends it, bound or not: no access by its key begins any more.

@@ -53,9 +53,7 @@ impl Scene {
         };
         let (theirs, ours) = drive(&self.engines(), async { join!(calling, answering) });
         let (theirs, ours) = (theirs.expect("connected"), ours.expect("accepted"));
-        let mut buf = ours.pool().take_uncharged(WINDOW, Purpose::Receive).expect("memory");
-        buf.fill(0);
-        let window = ours.expose(buf).map_err(|(_, error)| error).expect("exposed");
+        let window = expose(&ours);
         Guest { theirs, ours, window }
     }
 
@@ -85,7 +83,18 @@ impl Scene {
     }
 }
 
+fn expose(to: &Bare) -> Exposed {
+    let mut buf = to.pool().take_uncharged(WINDOW, Purpose::Receive).expect("memory");
+    buf.fill(0);
+    to.expose(buf).map_err(|(_, error)| error).expect("exposed")
+}
+
 impl Guest {
+    /// Another piece of memory that the peer may write.
+    pub(crate) fn expose(&self) -> Exposed {
+        expose(&self.ours)
+    }
+
     fn first_byte(&self) -> u8 {
         let mut byte = [0];
         self.window.read(0, &mut byte);
@@ -162,9 +171,7 @@ pub(crate) fn given_up_before_it_is_bound(fixture: &Fixture) {
     // The peer takes nothing meanwhile: nobody drives it.
     for _ in 0..20 {
         guest.ours.send_message(&[1; 32]).expect("queued");
-        let mut buf = guest.ours.pool().take_uncharged(WINDOW, Purpose::Receive).expect("memory");
-        buf.fill(0);
-        drop(guest.ours.expose(buf).map_err(|(_, error)| error).expect("exposed"));
+        drop(guest.expose());
     }
     until(&scene.engines(), "it is all done", || guest.ours.done(None).messages == 20);
     until(&scene.engines(), "the memory is back", || {

@@ -8,6 +8,7 @@ use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::future::join_all;
 use futures_util::join;
 
+use crate::links::isolation::Scene;
 use crate::links::pair::{call, clear, drive, meet, until};
 use crate::links::{Fixture, Host};
 
@@ -238,4 +239,21 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
         clear([server, client]);
         assert_eq!(world.objects(), Objects::default());
     }
+}
+
+/// M8, of the request that binds a window: it may be in the queue, and then its memory stays until it is done.
+#[test]
+fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
+    let (world, fixture) = world(|_| {});
+    let scene = Scene::new(&fixture, &Config::default());
+    let guest = scene.guest();
+    scene.is_well(&guest);
+    world.fail_next_doorbell(5);
+    let other = guest.expose();
+    until(&scene.engines(), "the connection has ended", || scene.engines[1].stats().links == 0);
+    assert_eq!(scene.engines[1].stats().totals.stale_completions, 0, "the request was in flight");
+    drop(other);
+    scene.end(vec![guest]);
+    drop(fixture);
+    assert_eq!(world.objects(), Objects::default());
 }

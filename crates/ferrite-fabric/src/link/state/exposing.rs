@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ferrite_verbs::{Access, QueuePairAttributes, RemoteSlice};
 
-use super::{Around, Kind, LinkState, Tag, Wakes};
+use super::{Around, Kind, LinkState, Step, Tag, Wakes};
 use crate::engine::lane::Lane;
 use crate::mem::Window;
 
@@ -65,10 +65,14 @@ impl LinkState {
             return None;
         }
         let tag = Tag { kind: Kind::Bind, ..Tag::default() };
-        if matches!(climb.queue.post_bind(window, true, tag), Ok(true)) {
-            return Some(window.remote());
-        }
-        climb.lane.release(1);
-        None
+        let posted = match climb.queue.post_bind(window, true, tag) {
+            Ok(posted) => usize::from(posted),
+            Err(refused) => {
+                self.steps.push(Step::Failed);
+                refused.posted
+            }
+        };
+        climb.lane.release(1 - posted);
+        (posted == 1).then(|| window.remote())
     }
 }

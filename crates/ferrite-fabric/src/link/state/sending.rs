@@ -152,11 +152,13 @@ impl LinkState {
                 around.release(reserved - 1);
                 let signaled = self.signal(around, true); // memory may wait for it
                 let tag = Tag { kind: Kind::Bind, ..Tag::default() };
-                let posted = self.queue.post_bind(&window, signaled, tag);
-                if !matches!(posted, Ok(true)) {
-                    around.release(1);
+                match self.queue.post_bind(&window, signaled, tag) {
+                    Ok(posted) => around.release(usize::from(!posted)),
+                    Err(refused) => {
+                        around.release(1 - refused.posted);
+                        return Err(refused.error.into());
+                    }
                 }
-                posted?;
                 continue;
             }
             let mut made = Ok(());
