@@ -45,8 +45,12 @@ impl Scene {
     }
 
     fn by(meet: Meet) -> Self {
+        Self::on([spec(0), spec(1)], meet)
+    }
+
+    fn on(devices: [DeviceSpec; 2], meet: Meet) -> Self {
         let world = World::new();
-        (0..2).for_each(|at| world.add_device(spec(at)));
+        devices.into_iter().for_each(|device| world.add_device(device));
         let verbs = world.verbs();
         let engines = [0, 1].map(|at| {
             let builder = Engine::builder(&verbs).device(HOSTS[at].0).config(config());
@@ -137,6 +141,22 @@ fn queue_pair_breaks() {
         .block_on(async { futures_util::join!(scene.links[0].close(), scene.links[1].ended()) });
     assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
     drop(scene.listener);
+}
+
+/// M2: a peer that calls for its link is told what has come when the queue pair has taken its last receive, and not before.
+/// The device does not say when that is, so that it takes 100 ms.
+#[test]
+fn a_peer_that_wants_its_link_back_waits_for_the_last_receive() {
+    let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
+    let scene = Scene::on([spec(0), silent], Meet::Cm);
+    scene.is_on(Transport::Rdma);
+    let begun = Instant::now();
+    assert!(scene.links[0].leave_rdma());
+    scene.links[0].post_bytes(0, b"on another way").expect("room");
+    let message = scene.engines[1].block_on(scene.links[1].recv()).expect("a message");
+    assert_eq!(message.to_vec(), b"on another way");
+    assert!(begun.elapsed() >= Duration::from_millis(90), "{:?}", begun.elapsed());
+    scene.is_on(Transport::Rdma);
 }
 
 /// On RDMA before anyone has the link, without the connection manager; and the connection that stays is how a peer is heard to go.

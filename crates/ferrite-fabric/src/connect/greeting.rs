@@ -14,6 +14,7 @@ use rustls::pki_types::ServerName;
 
 use super::crowd::{Limits, Place};
 use super::door_limits;
+use super::moving::Sought;
 use super::sockets::{Use, Wants, failed};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
@@ -72,7 +73,7 @@ impl Poller {
             return;
         }
         let Some(mut greeting) = self.sockets.take_greeting(id) else { return };
-        match self.step_greeting(shared, &mut greeting) {
+        match self.step_greeting(shared, id, &mut greeting) {
             Ok(None) => {
                 let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
                 self.sockets.put(id, Use::Greeting(greeting));
@@ -208,7 +209,12 @@ impl Poller {
     }
 
     /// One step; the peer's hello when both have said theirs, or that it has none.
-    fn step_greeting(&mut self, shared: &Shared, greeting: &mut Greeting) -> Result<Option<Heard>, Error> {
+    fn step_greeting(
+        &mut self,
+        shared: &Shared,
+        id: u64,
+        greeting: &mut Greeting,
+    ) -> Result<Option<Heard>, Error> {
         let peer = greeting.peer;
         if let Side::Dialing { connected, .. } = &mut greeting.side
             && !*connected
@@ -279,11 +285,13 @@ impl Poller {
                 }
                 Side::Dialing { .. } => false,
             };
-            let found = theirs.resume.map(|resume| self.find_lost(shared, &resume));
-            let no = if let Some(None) = found {
-                Some((RefusalCode::PROTOCOL, 0, "no such link is without a path"))
-            } else if found.is_some() {
-                None
+            let sought = theirs.resume.map(|resume| self.find_lost(shared, id, &resume));
+            let no = if let Some(sought) = &sought {
+                match sought {
+                    Sought::NotYet => return Ok(None),
+                    Sought::Unknown => Some((RefusalCode::PROTOCOL, 0, "no such link is without a path")),
+                    Sought::Found(..) => None,
+                }
             } else if links >= shared.config.max_connections {
                 Some((RefusalCode::LIMIT, 1000, "max_connections is reached"))
             } else if full {
@@ -301,7 +309,7 @@ impl Poller {
             };
             let ours = shared.hello(links, moves);
             let mut resume = None;
-            if let (Some(Some((link, received))), Some(theirs)) = (found, theirs.resume) {
+            if let (Some(Sought::Found(link, received)), Some(theirs)) = (sought, theirs.resume) {
                 resume = Some(Resume { yours: theirs.mine, mine: theirs.yours, received });
                 if let Side::Answering { resumes, .. } = &mut greeting.side {
                     *resumes = Some((link, theirs.received));

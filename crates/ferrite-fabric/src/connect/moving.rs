@@ -26,6 +26,15 @@ pub(crate) struct Place {
     pub(crate) peer: SocketAddr,
 }
 
+/// What a peer asks for that has lost its path.
+pub(super) enum Sought {
+    Unknown,
+    /// The device has yet to say that nothing more comes over the path that was lost: the greeting is looked at again then.
+    NotYet,
+    /// The link, and how many frames of the peer's have come.
+    Found(Arc<LinkShared>, u64),
+}
+
 impl Poller {
     /// A link has lost its RDMA path: takes the queue pair away, and looks for another path.
     pub(crate) fn fall(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
@@ -72,6 +81,7 @@ impl Poller {
         if is_caller {
             self.climb_in(link, shared.config.climb_after);
         }
+        self.sockets.stop_waiting_for(link.name);
         if let Some(lane) = route.lane {
             self.retire_if_unused(shared, lane.index);
         }
@@ -133,10 +143,10 @@ impl Poller {
         }
     }
 
-    /// A peer calls for a link that it has lost: which, and what came of it.
-    pub(crate) fn find_lost(&mut self, shared: &Shared, resume: &Resume) -> Option<(Arc<LinkShared>, u64)> {
-        let name = *self.sessions.get(&resume.yours)?;
-        let link = self.link_named(shared, name)?;
+    /// A peer calls by `socket` for a link that it has lost: which, and what came of it.
+    pub(super) fn find_lost(&mut self, shared: &Shared, socket: u64, resume: &Resume) -> Sought {
+        let name = self.sessions.get(&resume.yours).copied();
+        let Some(link) = name.and_then(|name| self.link_named(shared, name)) else { return Sought::Unknown };
         let known = link.with_wakes(&mut self.wakes, |state, _, _| {
             let other = state.peer().session != resume.mine;
             if other || state.carrier == Carrier::Tcp || state.tcp.is_some() {
@@ -146,21 +156,22 @@ impl Poller {
             state.lose_for_peer()
         });
         if !known {
-            return None;
+            return Sought::Unknown;
         }
         if link.with_wakes(&mut self.wakes, |state, _, _| state.is_to_be_detached()) {
-            // The peer has destroyed its queue pair: nothing comes any more, and it wants to know now.
-            self.fall(shared, &link);
+            self.fall_when_drained(shared, &link);
         }
-        let received = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state
-                .lost
-                .as_ref()
-                .map(|lost| lost.detached)
-                .filter(|detached| *detached)
-                .map(|_| state.received())
-        })?;
-        Some((link, received))
+        let (detached, received) = link.with_wakes(&mut self.wakes, |state, _, _| {
+            (state.lost.as_ref().map(|lost| lost.detached), state.received())
+        });
+        match detached {
+            None => Sought::Unknown, // it could not go on
+            Some(true) => Sought::Found(link, received),
+            Some(false) => {
+                self.sockets.wait_for(link.name, socket);
+                Sought::NotYet
+            }
+        }
     }
 
     /// Both have said what they have: the link goes on over this connection.

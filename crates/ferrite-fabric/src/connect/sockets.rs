@@ -64,6 +64,8 @@ pub(crate) struct Sockets {
     /// Greetings with TLS that wait until fewer are half open, and whether the clock was told of them.
     pub(super) waiting: VecDeque<u64>,
     pub(super) door_timer: bool,
+    /// Greetings of peers that want a link back, until that is possible or it is gone.
+    seeking: HashMap<LinkName, Vec<u64>>,
     /// Those that wait for memory.
     starved: HashSet<u64>,
     scratch: Vec<u8>,
@@ -123,6 +125,18 @@ impl Sockets {
     /// There may be memory again.
     pub(crate) fn unstarve(&mut self) {
         self.ready.extend(self.starved.drain());
+    }
+
+    /// A greeting goes on when the link can be had, or is gone.
+    pub(super) fn wait_for(&mut self, link: LinkName, id: u64) {
+        let seeking = self.seeking.entry(link).or_default();
+        if !seeking.contains(&id) {
+            seeking.push(id);
+        }
+    }
+
+    pub(crate) fn stop_waiting_for(&mut self, link: LinkName) {
+        self.ready.extend(self.seeking.remove(&link).into_iter().flatten());
     }
 
     pub(super) fn put(&mut self, id: u64, entry: Use) {

@@ -164,6 +164,7 @@ impl Poller {
         if let Some(socket) = route.socket {
             self.sockets.forget(socket);
         }
+        self.sockets.stop_waiting_for(link.name);
         shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).remove(link.index);
         if let Some(lane) = route.lane {
             self.retire_if_unused(shared, lane.index);

@@ -41,7 +41,7 @@ pub(crate) struct Leaving {
 
 impl Poller {
     /// A link has lost its RDMA path: goes on when the device has said that nothing more comes there.
-    pub(super) fn fall_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+    pub(crate) fn fall_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
             let waits = state.lost.as_mut().map(|lost| std::mem::replace(&mut lost.draining, true));
