@@ -288,6 +288,48 @@ fn grants_survive() {
     assert_eq!(buf[100], 8);
 }
 
+/// A grant that is given when the path is lost and nobody has looked yet: nothing of it is left for the next path, where it
+/// gets a window of its own.
+#[test]
+fn a_grant_on_a_path_that_was_lost() {
+    let world = World::new();
+    (0..2).for_each(|at| world.add_device(spec(at)));
+    let [client, server] = [0, 1].map(|at| {
+        let builder = Engine::builder(&world.verbs()).device(HOSTS[at].0).config(config());
+        builder.build().expect("an engine")
+    });
+    client.spawn_thread().expect("a thread");
+    let mut listener =
+        server.listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
+    let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
+    let options = ConnectOptions::new().local(local).meet(Meet::Cm);
+    let connecting = client.connect_with(listener.local_addr(), &options);
+    let (there, here) = server.block_on(async { futures_util::join!(connecting, listener.accept()) });
+    let (there, here) = (there.expect("connect"), here.expect("accept"));
+    let buf = server.buffer(1000).expect("memory");
+    let region = here.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
+    let first = region.grant(&here);
+    assert_eq!(here.stats().binds_dropped, 0);
+    // From here on nobody drives the server.
+    assert!(here.leave_rdma());
+    let token = region.grant(&here);
+    assert_eq!(here.stats().binds_dropped, 1);
+    let reads = || {
+        for token in [&first, &token] {
+            let read = there.rdma_read(token, 0, client.buffer(1000).expect("memory")).expect("room");
+            server.block_on(read).map_err(|error| error.error).expect("read");
+        }
+    };
+    reads();
+    let begun = Instant::now();
+    while server.stats().climbs == 0 || there.transport() != Transport::Rdma {
+        server.progress();
+        assert!(begun.elapsed() < PATIENCE, "{:?} {:?}", there.failure(), here.failure());
+    }
+    reads();
+    assert_eq!(here.stats().binds_dropped, 1);
+}
+
 /// What is under way when the path breaks is finished on the other: each operation once, or told.
 #[test]
 fn operations_under_way() {

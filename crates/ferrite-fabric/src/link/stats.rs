@@ -33,6 +33,8 @@ pub struct LinkStats {
     pub moves: u64,
     /// Of the bytes sent, written and read, those that TCP carried: the others went over RDMA.
     pub tcp_bytes: u64,
+    /// Windows for the peer that were not bound, because the path they were for was lost.
+    pub binds_dropped: u64,
 }
 
 impl LinkStats {
@@ -69,6 +71,7 @@ impl LinkStats {
             stale_completions,
             moves,
             tcp_bytes,
+            binds_dropped,
         } = other;
         self.send_ops += send_ops;
         self.send_bytes += send_bytes;
@@ -83,5 +86,6 @@ impl LinkStats {
         self.stale_completions += stale_completions;
         self.moves += moves;
         self.tcp_bytes += tcp_bytes;
+        self.binds_dropped += binds_dropped;
     }
 }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use ferrite_verbs::{Access, QueuePairAttributes, RemoteSlice};
 
-use super::{Around, Kind, LinkState, Step, Tag, Wakes};
+use super::{Around, Carrier, Kind, LinkState, Step, Tag, Wakes};
 use crate::engine::lane::Lane;
 use crate::mem::Window;
 
@@ -48,13 +48,19 @@ impl LinkState {
         self.climb.as_ref().map(|climb| &climb.lane).or(self.lane.as_ref()).map(Arc::clone)
     }
 
-    /// Binds a window of `lane` to the queue pair there. What is sent later comes after it.
+    /// Binds a window of `lane` to the queue pair there. What is sent later comes after it. Where the path is lost, or the
+    /// link, there is none: it is told of a window on the next path when it goes there.
     pub(crate) fn bind(&mut self, lane: &Lane, window: &Arc<Window>, around: &Around<'_>, wakes: &mut Wakes) {
         if self.climb.is_some() {
             self.bind_ahead(lane, window);
-        } else if self.failure().is_none() && self.lane.as_ref().is_some_and(|on| on.index == lane.index) {
+        } else if self.failure().is_none()
+            && self.carrier == Carrier::Rdma
+            && self.lane.as_ref().is_some_and(|on| on.index == lane.index)
+        {
             self.binds.push_back(Arc::clone(window));
             self.pump(around, wakes);
+        } else {
+            self.stats.binds_dropped += 1;
         }
     }
 

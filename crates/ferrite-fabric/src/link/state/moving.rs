@@ -122,6 +122,7 @@ impl LinkState {
                 let _ = qp.stop(); // a device that is gone has stopped it
             }
             self.carrier = Carrier::Moving;
+            self.stats.binds_dropped += self.binds.len() as u64;
             self.binds.clear(); // on the next device there are others
             self.stats.moves += 1;
             self.lost = Some(Lost::new(error));
