@@ -417,8 +417,9 @@ impl Poller {
             side => side,
         };
         let theirs = theirs.hello;
-        let vacancy = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner).vacancy();
-        let (Some((name, _)), Some(ours)) = (vacancy, ours) else {
+        // A number that is taken is a link's: nobody would give it back for one that does not come to be.
+        let vacant = |ours| Some((vacancy(shared)?, ours));
+        let Some((name, ours)) = ours.and_then(vacant) else {
             if let Side::Dialing { wants: Wants::Link(reply, _) | Wants::Rdma(reply, _), .. } = side {
                 let what = "no number is left for another link";
                 let _ = reply.send(Err(Error::new(ErrorKind::Resources, what)));
@@ -494,6 +495,11 @@ impl Poller {
         self.sockets.carries(id, true);
         self.sockets.on_ready(id); // something may have come along with the greeting
     }
+}
+
+fn vacancy(shared: &Shared) -> Option<LinkName> {
+    let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
+    links.vacancy().map(|(name, _)| name)
 }
 
 fn open(of: SocketAddr) -> Result<OwnedFd, Errno> {
