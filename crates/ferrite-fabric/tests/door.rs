@@ -8,6 +8,7 @@ use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
+use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind, Resume, Version};
 use ferrite_fabric::{Config, Engine, ErrorKind, ListenOptions, Listener, Rdma};
 use futures_util::{FutureExt as _, join};
@@ -165,6 +166,71 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
     drop((held, link));
     until(&[&engine], "all of it comes back", || engine.stats().memory.receive.in_use_bytes == 0);
+}
+
+/// Links that hold all that they may are looked at again when some of it comes back, and not before: the engine sleeps.
+#[test]
+fn links_over_their_budget_wait_until_some_of_it_is_back() {
+    let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
+    let memory = PoolConfig { receive_reserve: 8 << 20, ..config.memory.clone() };
+    let engine = engine(Config { memory, busy_poll_us: 0, ..config });
+    let mut listener = listen(&engine);
+    let hello = Hello {
+        version: Version::CURRENT,
+        features: Features::NONE,
+        segment_bytes: 8 << 10,
+        window: 64,
+        channels: 1,
+        max_message_bytes: 1 << 20,
+        instance: 0x5EED,
+        session: 0,
+    };
+    let imm = ferrite_fabric::wire::Frame { control: false, more: false, channel: 0, consumed: 0 }.to_imm();
+    let frame = Parcel { kind: ParcelKind::Frame, imm, len: 32 << 10, op: 0, grant: 0, offset: 0 };
+    let frame = [&frame.encode()[..], &[7; 32 << 10]].concat();
+    let links: Vec<_> = (0..10)
+        .map(|_| {
+            let peer = connect(&engine, listener.local_addr(), &Greeting { hello, resume: None }.encode());
+            let link = drive(&[&engine], listener.accept()).expect("a link");
+            peer.set_nonblocking(true).expect("a mode");
+            (peer, link)
+        })
+        .collect();
+    // As many messages as the window allows, which nobody takes.
+    let mut left = vec![16 * frame.len(); links.len()];
+    let write = |left: &mut Vec<usize>| {
+        for ((peer, _), left) in links.iter().zip(left) {
+            let rest = frame.repeat(16).split_off(16 * frame.len() - *left);
+            *left -= (&*peer).write(&rest).unwrap_or(0);
+        }
+    };
+    let mut idle = 0;
+    let begun = Instant::now();
+    while idle < 10 {
+        write(&mut left);
+        let readable = rustix::event::poll(
+            &mut [rustix::event::PollFd::new(&engine, rustix::event::PollFlags::IN)],
+            Some(&rustix::event::Timespec { tv_sec: 0, tv_nsec: 10_000_000 }),
+        );
+        idle = if readable == Ok(0) { idle + 1 } else { 0 };
+        engine.progress();
+        assert!(begun.elapsed() < Duration::from_secs(30), "it never sleeps");
+    }
+    let taken_in = engine.stats().memory.receive.in_use_bytes;
+    assert!(taken_in < 10 * 16 * (32 << 10), "all of it: nobody waits");
+    for round in 0..16 {
+        for (_, link) in &links {
+            let message = loop {
+                write(&mut left);
+                engine.progress();
+                if let Some(message) = link.recv().now_or_never() {
+                    break message.expect("a message");
+                }
+                assert!(begun.elapsed() < Duration::from_secs(60), "nothing comes, in round {round}");
+            };
+            assert_eq!(message.len(), 32 << 10);
+        }
+    }
 }
 
 /// Nobody tells a listener when there are descriptors again: it looks by itself.

@@ -66,8 +66,9 @@ pub(crate) struct Sockets {
     pub(super) door_timer: bool,
     /// Greetings of peers that want a link back, until that is possible or it is gone.
     seeking: HashMap<LinkName, Vec<u64>>,
-    /// Those that wait for memory.
+    /// Those that wait for memory, of which nobody tells, and those that wait for some of their own, of which they are told.
     starved: HashSet<u64>,
+    over_budget: HashSet<u64>,
     scratch: Vec<u8>,
     /// Those that carry a link, and are not only its way back: then each pass has to look.
     carrying: HashSet<u64>,
@@ -111,6 +112,7 @@ impl Sockets {
     pub(crate) fn forget(&mut self, id: u64) {
         self.uses.remove(&id);
         self.carrying.remove(&id);
+        self.over_budget.remove(&id);
     }
 
     /// Whether it carries its link, or is its way back.
@@ -119,6 +121,13 @@ impl Sockets {
             self.carrying.insert(id);
         } else {
             self.carrying.remove(&id);
+        }
+    }
+
+    /// Some of the memory of one that was over its budget may have come back.
+    pub(crate) fn on_credit(&mut self, id: u64) {
+        if self.over_budget.remove(&id) {
+            self.on_ready(id);
         }
     }
 
@@ -305,6 +314,12 @@ impl Poller {
             Reading::NoMemory => {
                 self.sockets.starved.insert(id);
                 self.look_for_memory();
+            }
+            Reading::OverBudget => {
+                if self.sockets.over_budget.insert(id) {
+                    link.call_on_credit();
+                    self.sockets.on_ready(id); // once more: some may have come back before that
+                }
             }
         }
     }

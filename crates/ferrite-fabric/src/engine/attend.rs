@@ -43,8 +43,11 @@ impl Poller {
         let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
             (std::mem::take(&mut state.steps), state.is_to_be_detached(), state.has_left_over())
         });
-        if unread && let Some(socket) = link.route().socket {
-            self.sockets.on_ready(socket);
+        if let Some(socket) = link.route().socket {
+            self.sockets.on_credit(socket);
+            if unread {
+                self.sockets.on_ready(socket);
+            }
         }
         if lost {
             self.fall_when_drained(shared, &link);

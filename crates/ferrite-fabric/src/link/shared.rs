@@ -6,7 +6,7 @@ use std::fmt;
 use std::io::IoSlice;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
-use std::task::{Poll, Waker};
+use std::task::{Poll, Wake, Waker};
 use std::time::Instant;
 
 use ferrite_verbs::{CmKey, Mtu, Status};
@@ -37,6 +37,8 @@ pub(crate) struct LinkShared {
     pub(crate) name: LinkName,
     pub(crate) pool: Pool,
     mailbox: Arc<Mailbox>,
+    /// Has the engine look at the link.
+    waker: Waker,
     route: Mutex<Route>,
     /// Why it is on TCP, if it should not be.
     fallback: Mutex<Option<Fallback>>,
@@ -45,6 +47,18 @@ pub(crate) struct LinkShared {
     addresses: Mutex<VecDeque<SocketAddr>>,
     /// The port when the link was last known to be well.
     baseline: Mutex<Option<Baseline>>,
+}
+
+/// Has the engine look at a link, or at another that has its number by then, which is of no consequence.
+struct Caller {
+    mailbox: Arc<Mailbox>,
+    index: u32,
+}
+
+impl Wake for Caller {
+    fn wake(self: Arc<Self>) {
+        self.mailbox.attend(self.index);
+    }
 }
 
 /// What carries a link, and where it goes.
@@ -77,6 +91,7 @@ impl LinkShared {
             index: name.index,
             name,
             pool,
+            waker: Waker::from(Arc::new(Caller { mailbox: Arc::clone(&mailbox), index: name.index })),
             mailbox,
             route: Mutex::new(route),
             fallback: Mutex::new(None),
@@ -204,6 +219,13 @@ impl LinkShared {
         let Route { lane, port, .. } = self.route();
         let context = lane.and_then(|lane| lane.context());
         *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
+    }
+
+    /// Has the engine look at the link when some of the memory came back that its peer holds.
+    pub(crate) fn call_on_credit(&self) {
+        if let Some(tcp) = &lock(&self.state).tcp {
+            tcp.wake_on_credit(&self.waker);
+        }
     }
 
     /// Who causes commands for it.

@@ -9,6 +9,7 @@ use std::collections::VecDeque;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
+use std::task::Waker;
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
@@ -89,6 +90,8 @@ pub(super) enum Arrival {
     Nothing,
     /// Nobody has memory for it at the moment.
     NoMemory,
+    /// There is some, but not for this peer before it has given back some of its own.
+    OverBudget,
     /// The peer has closed the connection.
     End,
 }
@@ -145,6 +148,13 @@ impl TcpPath {
             asked_reads: 0,
             next_op: 0,
             account: None,
+        }
+    }
+
+    /// Wakes `waker` when some of what has come in over it was given back.
+    pub(crate) fn wake_on_credit(&self, waker: &Waker) {
+        if let Some(account) = &self.account {
+            account.wake_on_credit(waker);
         }
     }
 

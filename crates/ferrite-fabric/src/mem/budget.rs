@@ -1,6 +1,7 @@
 //! Accounts: how much of a pool one peer may hold.
 
 use std::sync::{Arc, Mutex};
+use std::task::Waker;
 
 use super::error::{Budget, PoolError};
 use super::lock;
@@ -34,8 +35,15 @@ struct Inner {
     name: Arc<str>,
     limit_bytes: u64,
     /// Locked while the account above is charged or credited, so that both change together.
-    used_bytes: Mutex<u64>,
+    held: Mutex<Held>,
     above: Option<Above>,
+}
+
+#[derive(Debug, Default)]
+struct Held {
+    bytes: u64,
+    /// To be woken when some of it comes back.
+    waiters: Vec<Waker>,
 }
 
 /// Another account that has a part of what this one holds.
@@ -57,7 +65,7 @@ impl Account {
     /// At most `limit_bytes` at any time, for whoever `name` says in errors.
     #[must_use]
     pub fn new(name: impl Into<Arc<str>>, limit_bytes: u64) -> Self {
-        Self(Arc::new(Inner { name: name.into(), limit_bytes, used_bytes: Mutex::new(0), above: None }))
+        Self(Arc::new(Inner { name: name.into(), limit_bytes, held: Mutex::default(), above: None }))
     }
 
     /// One that shares the limit of this one with others like it, but for the first `free_bytes` that it holds: those it can
@@ -65,7 +73,7 @@ impl Account {
     #[must_use]
     pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
         let above = Some(Above { account: self.clone(), free_bytes });
-        Self(Arc::new(Inner { name: name.into(), limit_bytes, used_bytes: Mutex::new(0), above }))
+        Self(Arc::new(Inner { name: name.into(), limit_bytes, held: Mutex::default(), above }))
     }
 
     /// Whether nobody else has it.
@@ -88,13 +96,14 @@ impl Account {
     /// What it holds.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
-        *lock(&self.0.used_bytes)
+        lock(&self.0.held).bytes
     }
 
     /// Takes `bytes` out of the budget, all or nothing.
     pub(super) fn charge(&self, bytes: usize) -> Result<(), PoolError> {
         let asked = bytes as u64;
-        let mut used = lock(&self.0.used_bytes);
+        let mut held = lock(&self.0.held);
+        let used = &mut held.bytes;
         let Some(sum) = used.checked_add(asked).filter(|sum| *sum <= self.0.limit_bytes) else {
             let which = Budget::Account(Arc::clone(&self.0.name));
             return Err(PoolError::OverBudget { which, asked, limit: self.0.limit_bytes, used: *used });
@@ -110,19 +119,40 @@ impl Account {
 
     /// Gives back what [`Account::charge`] took.
     pub(super) fn credit(&self, bytes: usize) {
-        let mut used = lock(&self.0.used_bytes);
-        let left = used.saturating_sub(bytes as u64);
-        if let (Some((above, was)), Some((_, is))) = (self.0.above(*used), self.0.above(left))
+        let mut wakes = Vec::new();
+        self.credit_and(bytes as u64, &mut wakes);
+        wakes.into_iter().for_each(Waker::wake); // when nothing is locked
+    }
+
+    fn credit_and(&self, bytes: u64, wakes: &mut Vec<Waker>) {
+        let mut held = lock(&self.0.held);
+        let left = held.bytes.saturating_sub(bytes);
+        if let (Some((above, was)), Some((_, is))) = (self.0.above(held.bytes), self.0.above(left))
             && was > is
         {
-            above.credit((was - is) as usize);
+            above.credit_and(was - is, wakes);
         }
-        *used = left;
+        held.bytes = left;
+        wakes.append(&mut held.waiters);
+    }
+
+    /// Wakes `waker` once, or twice, when this account or the one above holds less than now.
+    pub(crate) fn wake_on_credit(&self, waker: &Waker) {
+        let waiters = &mut lock(&self.0.held).waiters;
+        if !waiters.iter().any(|waiting| waiting.will_wake(waker)) {
+            waiters.push(waker.clone());
+        }
+        if let Some(above) = &self.0.above {
+            above.account.wake_on_credit(waker);
+        }
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::task::Wake;
+
     use super::*;
 
     #[test]
@@ -155,6 +185,33 @@ mod tests {
         assert!(error.to_string().contains("another"), "{error}");
         b.credit(150);
         assert_eq!((b.used_bytes(), all.used_bytes()), (0, 0));
+    }
+
+    #[test]
+    fn who_waits_is_woken_when_some_comes_back_to_either_account() {
+        struct Count(AtomicUsize);
+        impl Wake for Count {
+            fn wake(self: Arc<Self>) {
+                self.0.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let all = Account::new("a host", 100);
+        let [a, b] = ["a link", "another"].map(|name| all.part(name, 200, 50));
+        let count = Arc::new(Count(AtomicUsize::new(0)));
+        let (waker, woken) = (Waker::from(Arc::clone(&count)), || count.0.load(Ordering::Relaxed));
+        a.charge(150).expect("all there is");
+        b.charge(50).expect("its own");
+        b.charge(1).expect_err("no more for all");
+        for _ in 0..3 {
+            b.wake_on_credit(&waker);
+        }
+        assert_eq!(woken(), 0);
+        a.credit(1);
+        assert_eq!(woken(), 1, "the account above holds less");
+        a.credit(1);
+        assert_eq!(woken(), 1, "once");
+        b.credit(50);
+        assert_eq!(woken(), 2, "its own does");
     }
 
     #[test]

@@ -35,6 +35,8 @@ pub(crate) enum Reading {
     More,
     /// There is no memory for more.
     NoMemory,
+    /// There is none for this peer, until some that it has comes back.
+    OverBudget,
 }
 
 impl LinkState {
@@ -263,6 +265,7 @@ impl LinkState {
                     break Ok(Reading::Done);
                 }
                 Ok(Arrival::NoMemory) => break Ok(Reading::NoMemory),
+                Ok(Arrival::OverBudget) => break Ok(Reading::OverBudget),
                 Ok(Arrival::End) => {
                     tcp.end_reading(scratch);
                     self.tcp = Some(tcp);

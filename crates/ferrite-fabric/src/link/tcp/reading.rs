@@ -11,7 +11,7 @@ use tokio::io::ReadBuf;
 use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid, receive};
 use crate::engine::slots::Held;
 use crate::link::tls::Tls;
-use crate::mem::{Account, BufMut, Pool, PoolError, Purpose, SizeClass};
+use crate::mem::{Account, Budget, BufMut, Pool, PoolError, Purpose, SizeClass};
 use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
 
 impl TcpPath {
@@ -206,6 +206,9 @@ impl TcpPath {
                 return Err(invalid(format!("a parcel of {} bytes, which is never taken here", parcel.len)));
             }
             match self.place_for(&parcel, pool) {
+                Err(PoolError::OverBudget { which: Budget::Account(_), .. }) => {
+                    return Ok(Arrival::OverBudget);
+                }
                 Err(_) => return Ok(Arrival::NoMemory),
                 Ok(None) => {
                     self.head_len = 0;
