@@ -122,7 +122,7 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
         max_connections: options.max_clients.saturating_add(64), // those beyond it are told why they must go
         ..server_config()
     };
-    let engine = Engine::system().rdma(options.rdma).config(config).build()?;
+    let engine = Engine::system().rdma(options.rdma).config(config).command_threads().build()?;
     tokio::spawn(engine.drive());
     let listener = engine
         .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma).welcome_strangers())

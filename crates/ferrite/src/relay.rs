@@ -77,7 +77,7 @@ struct Done {
 
 async fn serve(options: &Options) -> anyhow::Result<()> {
     let config = Config { busy_poll_us: options.busy_poll_us, ..client_config() };
-    let engine = Engine::system().rdma(options.rdma).config(config).build()?;
+    let engine = Engine::system().rdma(options.rdma).config(config).command_threads().build()?;
     tokio::spawn(engine.drive());
     let mut connector = Connector::new(&engine).rdma(options.rdma);
     if let Some(local) = options.local {

@@ -22,6 +22,16 @@ pub(crate) struct Place {
 
 struct Process(Child);
 
+impl Process {
+    /// Whether it leaves calls that may wait for a device to other threads than the one that serves. Without a device it has none.
+    fn has_command_threads(&self) -> bool {
+        let threads = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
+        let names =
+            threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
+        names.into_iter().any(|name| name.starts_with("ferrite-cmd"))
+    }
+}
+
 impl Drop for Process {
     fn drop(&mut self) {
         let _ = self.0.kill();
@@ -199,6 +209,9 @@ pub(crate) fn load_through_the_relay(place: &Place) {
     for row in report["results"].as_array().expect("rows") {
         assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{row}");
         assert_eq!(row["errors"], 0, "{row}");
+    }
+    for process in [&scene.gateway, &relay.process] {
+        assert_eq!(process.has_command_threads(), place.rdma == "require");
     }
     let carried = if place.rdma == "require" { "rdma" } else { "tcp" };
     let sessions = relay.end()["sessions"].clone();
