@@ -333,8 +333,9 @@ impl Gateway {
                 let record = open.entry.record.get_or_init(|| inside.new_client(peer));
                 let engine = (&**inside, &**record);
                 let left = tokio::select! {
-                    left = in_process::serve((&mut client, &first), proxy, engine, (&open, &self.counters.paths)) => left,
+                    biased; // a session that is to end does nothing more
                     () = over(&open, ending.clone()) => Ok(Left::Nothing),
+                    left = in_process::serve((&mut client, &first), proxy, engine, (&open, &self.counters.paths)) => left,
                 };
                 open.entry.is_called.store(false, Ordering::Relaxed);
                 match left {

@@ -438,7 +438,7 @@ impl<C: Client> InProcessSession<'_, C> {
         }
         self.settle().await;
         loop {
-            self.note_held();
+            self.note_held()?;
             let is_authenticated = self.access.is_authenticated();
             let may_read = is_authenticated || self.replies.len() < BEFORE_AUTH;
             self.heard.reserve(OWN_REPLY_MAX);

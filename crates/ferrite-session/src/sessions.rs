@@ -97,10 +97,19 @@ pub(crate) struct Entry {
 pub(crate) struct Held {
     bytes: AtomicUsize,
     all: Arc<AtomicUsize>,
+    /// The session was told to end because of it, and is counted no longer.
+    is_evicted: AtomicBool,
 }
 
 impl Held {
+    /// Counts so many bytes from now on, unless the session was evicted.
     pub(crate) fn set(&self, bytes: usize) {
+        if !self.is_evicted() {
+            self.count(bytes);
+        }
+    }
+
+    fn count(&self, bytes: usize) {
         let before = self.bytes.swap(bytes, Ordering::Relaxed);
         if bytes != before {
             // Wraps around for a session that holds less than before.
@@ -116,11 +125,22 @@ impl Held {
     fn bytes(&self) -> usize {
         self.bytes.load(Ordering::Relaxed)
     }
+
+    /// Counts the session no longer; false if it was evicted before.
+    fn evict(&self) -> bool {
+        let is_first = !self.is_evicted.swap(true, Ordering::Relaxed);
+        self.count(0);
+        is_first
+    }
+
+    pub(crate) fn is_evicted(&self) -> bool {
+        self.is_evicted.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.set(0);
+        self.count(0);
     }
 }
 
@@ -155,7 +175,8 @@ impl Sessions {
         let (id, before) = (list.last_id, list.open.len());
         let (begun, moved, killed) = (Instant::now(), Moved::default(), Notify::new());
         let (is_called, record) = (AtomicBool::new(false), OnceLock::new());
-        let held = Held { bytes: AtomicUsize::new(0), all: Arc::clone(&self.held) };
+        let (bytes, is_evicted) = (AtomicUsize::new(0), AtomicBool::new(false));
+        let held = Held { bytes, all: Arc::clone(&self.held), is_evicted };
         let entry =
             Arc::new(Entry { id, peer, local, carrier, begun, moved, is_called, record, held, killed });
         list.open.insert(id, Arc::clone(&entry));
@@ -225,14 +246,15 @@ impl Open {
     /// Asks the session that holds most to end, as the engine does beyond `maxmemory-clients`.
     pub(crate) fn evict_largest(&self) {
         let largest = self.sessions.list().open.values().max_by_key(|entry| entry.held.bytes()).cloned();
-        if let Some(entry) = largest {
+        let Some(entry) = largest else { return };
+        let held_bytes = entry.held.bytes();
+        if entry.held.evict() {
             self.sessions.evicted.fetch_add(1, Ordering::Relaxed);
             tracing::warn!(
                 session = entry.id,
-                held_bytes = entry.held.bytes(),
+                held_bytes,
                 "client disconnected: sessions hold more than maxmemory-clients"
             );
-            entry.held.set(0);
             entry.killed.notify_one();
         }
     }
@@ -245,5 +267,29 @@ impl Drop for Open {
         let (to_engine, to_client) = self.entry.moved.both();
         list.ended.0 += to_engine;
         list.ended.1 += to_client;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// An evicted session may run on for a moment: nobody goes in its place meanwhile.
+    #[test]
+    fn evicts_the_largest_once_and_counts_it_no_longer() {
+        let sessions = Arc::<Sessions>::default();
+        let [(small, _), (large, _)] = [(); 2].map(|()| sessions.begin(None, None, Carrier::Tcp));
+        small.entry.held.set(10);
+        for bytes in [100, 200] {
+            large.entry.held.set(bytes);
+            if large.entry.held.total() > 50 {
+                large.evict_largest();
+            }
+        }
+        assert_eq!(sessions.evicted.load(Ordering::Relaxed), 1);
+        assert!(large.entry.held.is_evicted() && !small.entry.held.is_evicted());
+        assert_eq!(small.entry.held.total(), 10);
+        drop((small, large));
+        assert_eq!(sessions.held.load(Ordering::Relaxed), 0);
     }
 }

@@ -150,7 +150,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 && if is_streaming { sent == unsent.len() } else { self.input.ahead().len() < ahead_max };
             // The engine keeps the replies of a client that does not read, within its own limits.
             let hears = self.replies.len() < replies_max;
-            self.note_held();
+            self.note_held()?;
             self.heard.reserve(HEARD);
             let mut room = ReadBuf::new(&mut ahead);
             let event = next_event(

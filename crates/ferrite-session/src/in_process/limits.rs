@@ -68,7 +68,10 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// Records what this session holds, and lets the largest go if all together hold too much.
-    pub(super) fn note_held(&self) {
+    ///
+    /// # Errors
+    /// The session itself was chosen: it is over.
+    pub(super) fn note_held(&self) -> io::Result<()> {
         let held = &self.open.entry.held;
         held.set(self.input.held_bytes() + self.replies.held_bytes() + self.heard.capacity());
         if held.total() > REPLIES_MAX {
@@ -77,6 +80,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 self.open.evict_largest();
             }
         }
+        if held.is_evicted() { Err(io::ErrorKind::OutOfMemory.into()) } else { Ok(()) }
     }
 }
 

@@ -214,7 +214,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 Poll::Pending => break,
             }
         }
-        self.note_held();
+        self.note_held()?;
         self.check_output()
     }
 
