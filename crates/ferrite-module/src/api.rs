@@ -32,6 +32,7 @@ pub(crate) mod flag {
     /// Slots may move as a whole (Valkey 9). Without it our presence would forbid it.
     pub(crate) const HANDLE_ATOMIC_SLOT_MIGRATION: i32 = 1 << 5;
     pub(crate) const EVENT_CLIENT: u64 = 4;
+    pub(crate) const EVENT_CLIENT_CONNECTED: u64 = 0;
     pub(crate) const EVENT_CLIENT_DISCONNECTED: u64 = 1;
     pub(crate) const EVENT_SHUTDOWN: u64 = 5;
     pub(crate) const EVENT_CRON_LOOP: u64 = 8;

@@ -230,6 +230,14 @@ impl Calls {
         self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
     }
 
+    /// Returns how many clients the engine has, if it tells.
+    pub(crate) fn connected_clients(&self) -> Option<u64> {
+        let info = self.context.ask(c"INFO", &[b"clients"])?;
+        let field =
+            info.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"connected_clients:"))?;
+        std::str::from_utf8(field).ok()?.trim_end().parse().ok()
+    }
+
     /// The engine's settings have changed.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         self.ends_the_silent = ends_the_silent(context);

@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
 use crate::api::{self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, RawString, Reply, flag};
+use crate::capacity;
 use crate::clients;
 use crate::command::{self, SUBCOMMANDS, Subcommand};
 use crate::info;
@@ -253,11 +254,16 @@ unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
 unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u64, data: *mut c_void) {
     guard("an event", (), || {
         if event.id == flag::EVENT_CLIENT {
-            if subevent == flag::EVENT_CLIENT_DISCONNECTED
-                // SAFETY: the engine passes this data with its event about a client.
-                && let Some(id) = unsafe { api::clients::client_of_event(data) }
-            {
-                clients::on_disconnected(id);
+            match subevent {
+                flag::EVENT_CLIENT_CONNECTED => capacity::on_connected(),
+                flag::EVENT_CLIENT_DISCONNECTED => {
+                    capacity::on_disconnected();
+                    // SAFETY: the engine passes this data with its event about a client.
+                    if let Some(id) = unsafe { api::clients::client_of_event(data) } {
+                        clients::on_disconnected(id);
+                    }
+                }
+                _ => {}
             }
             return;
         }

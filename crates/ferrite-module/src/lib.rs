@@ -19,6 +19,7 @@
 //! | `transport.rs` | the thread |
 //! | `resident.rs` `tasks.rs` | sessions on the engine's main thread: a turn of its loop, and the futures that it runs |
 //! | `calls.rs` `router.rs` `keys.rs` | commands that run by a call instead of over the bridge, which those are, and reads by key |
+//! | `capacity.rs` | whether the engine had a place for a client when it came |
 //! | `clients.rs` | sessions' proxy connections as clients of the engine: what it says about them |
 //! | `module.rs` | what there is between load and the engine's end |
 //! | `info.rs` `command.rs` | INFO and FERRITE as values |
@@ -30,6 +31,7 @@
 
 mod api;
 mod calls;
+mod capacity;
 mod clients;
 mod command;
 mod entry;

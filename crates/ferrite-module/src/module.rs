@@ -7,6 +7,7 @@ use ferrite_session::EngineAddress;
 
 use crate::api::Context;
 use crate::calls::Calls;
+use crate::capacity;
 use crate::entry;
 use crate::listen::{self, Address};
 use crate::options::{Options, Setpoint};
@@ -64,6 +65,7 @@ impl Module {
         let begun = self.places(context).and_then(|(target, addresses)| {
             let protected = is_protected(context);
             let porch = if self.options.call_lane() { call_lane(context) } else { None };
+            capacity::follow(context);
             let (transport, (fabric, runtime)) =
                 Transport::begin(&self.options, (target, addresses), protected, porch.clone())?;
             resident::set_turn(self.options.turn());
@@ -104,6 +106,7 @@ impl Module {
     /// The engine's settings have changed: those of its sockets and of protected mode are ours too. What has begun goes on.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         resident::follow_engine(context);
+        capacity::follow(context);
         let sockets = sockets(context);
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };

@@ -25,6 +25,7 @@ use tokio::runtime::Handle;
 
 use crate::api::{self, Context};
 use crate::calls::{Calls, NoBatch};
+use crate::capacity;
 use crate::clients::ClientRecord;
 use crate::tasks::{Porch, Tasks};
 
@@ -220,6 +221,11 @@ pub(crate) fn user_of(id: u64) -> Option<String> {
     with_calls(|calls| calls.user_of(id))?
 }
 
+/// Returns how many clients the engine has, if it tells.
+pub(crate) fn connected_clients() -> Option<u64> {
+    with_calls(|calls| calls.connected_clients())?
+}
+
 fn with_calls<R>(act: impl FnOnce(&mut Calls) -> R) -> Option<R> {
     CALLS.with(|calls| calls.try_borrow_mut().ok()?.as_mut().map(act))
 }
@@ -234,6 +240,10 @@ impl InProcessEngine for Around {
 
     fn is_open_to_all(&self) -> Option<bool> {
         with_calls(|calls| calls.default_user_is_open())?
+    }
+
+    fn was_full(&self, accepted: std::time::Instant, heard: std::time::Instant) -> bool {
+        capacity::was_full(accepted, heard)
     }
 
     fn new_client(&self, peer: Option<SocketAddr>) -> Arc<dyn ProxyClient> {

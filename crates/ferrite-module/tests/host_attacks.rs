@@ -219,6 +219,30 @@ fn rejects_clients_beyond_maxclients_before_their_first_command() {
     }
 }
 
+/// A client that comes while there is no place is refused, as at the engine's own port, also if there is
+/// one by the time that its session begins.
+#[test]
+fn rejects_clients_that_came_while_the_engine_was_full() {
+    for program in engines() {
+        let mut server = start(&program, &["--maxclients", "10"]);
+        let address = server.info("address");
+        let mut held: Vec<_> = (0..10).map(|_| Peer::native(&server)).collect();
+        held.iter_mut().for_each(|peer| assert_eq!(peer.ask(&["PING"]), "+PONG"));
+        server.signal("STOP");
+        let mut late = Peer::called_at(&address);
+        late.send(&[vec!["SET", "over", "1"]]);
+        drop(held.pop());
+        server.signal("CONT");
+        assert_eq!(late.next().as_deref(), Some(&b"-ERR max number of clients reached\r\n"[..]));
+        assert_eq!(late.next(), None);
+        let mut next = Peer::called_at(&address);
+        next.ok(&["SET", "next", "1"]);
+        assert_eq!(held[0].ask(&["DBSIZE"]), ":1");
+        drop(held);
+        server.assert_well();
+    }
+}
+
 /// The memory that the engine's process has, in MiB.
 fn rss_mib(server: &Server) -> usize {
     let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("it runs");

@@ -29,6 +29,8 @@ use crate::pump::{BUFFER, Moved, pump_after};
 use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
+/// As the engine says it.
+const FULL: &str = "-ERR max number of clients reached\r\n";
 /// How long a client that is refused may take to hear why.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are told half as often, and beyond
@@ -288,12 +290,16 @@ impl Gateway {
     }
 
     async fn tcp_session(self, stranger: TcpStranger, ended: watch::Receiver<bool>) {
-        let TcpStranger { socket, heard, peer } = stranger;
+        let TcpStranger { socket, heard, peer, accepted, handed_over, .. } = stranger;
         let local = socket.local_addr().ok();
         let Ok(socket) = TcpStream::from_std(socket) else { return };
         let socket = EngineSocket::Tcp(socket); // a client's, but it ends alike
         let (reader, writer) = tokio::io::split(socket);
-        let client = tokio::io::join(io::Cursor::new(heard).chain(reader), writer);
+        let mut client = tokio::io::join(io::Cursor::new(heard).chain(reader), writer);
+        if self.inside.as_ref().is_some_and(|inside| inside.was_full(accepted, handed_over)) {
+            self.counters.refused.fetch_add(1, Ordering::Relaxed);
+            return refuse(&mut client, FULL).await;
+        }
         self.session(client, (Some(peer), local), Carrier::Tcp, ended).await;
     }
 
@@ -313,7 +319,7 @@ impl Gateway {
         let mut first = Vec::new();
         let begun = if before >= config.max_clients {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
-            Err("-ERR max number of clients reached\r\n".to_owned())
+            Err(FULL.to_owned())
         } else if let Some(is_open) = self.inside.as_ref().and_then(|inside| inside.is_open_to_all()) {
             // A silent client is no client of the engine's yet: it takes no place there.
             match is_open && is_guarded {
@@ -349,13 +355,7 @@ impl Gateway {
                     }
                 }
             }
-            (Err(refusal), _) => {
-                let said = async {
-                    client.write_all(refusal.as_bytes()).await?;
-                    client.shutdown().await
-                };
-                let _ = timeout(LAST_WORDS, said).await;
-            }
+            (Err(refusal), _) => refuse(&mut client, &refusal).await,
         }
     }
 
@@ -398,6 +398,15 @@ impl Gateway {
             }
         }
     }
+}
+
+/// Tells a client why it has no session.
+async fn refuse<C: AsyncWrite + Unpin>(client: &mut C, why: &str) {
+    let said = async {
+        client.write_all(why.as_bytes()).await?;
+        client.shutdown().await
+    };
+    let _ = timeout(LAST_WORDS, said).await;
 }
 
 /// Waits for the first bytes of a client; false if it ends before, or the session is over.

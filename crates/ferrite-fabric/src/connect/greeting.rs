@@ -5,7 +5,7 @@ use std::net::SocketAddr;
 use std::os::fd::{AsFd as _, OwnedFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, sockopt};
@@ -45,6 +45,8 @@ pub(super) struct Greeting {
     pub(super) ours: Option<Hello>,
     pub(super) side: Side,
     pub(super) peer: SocketAddr,
+    /// Since when there is a connection, or an attempt at one.
+    pub(super) since: Instant,
     /// Said no: it ends when that is written.
     pub(super) refusing: bool,
 }
@@ -160,13 +162,16 @@ impl Poller {
 
     /// Gives a connection to whoever takes strangers.
     fn hand_over(&mut self, shared: &Shared, greeting: Greeting) {
-        let Greeting { socket, heard, side: Side::Answering { listener, .. }, peer, .. } = greeting else {
+        let Greeting { socket, heard, side: Side::Answering { listener, .. }, peer, since, .. } = greeting
+        else {
             return;
         };
         shared.counters.strangers.fetch_add(1, Ordering::Relaxed);
         shared.waits.remove(socket.as_fd());
         if let Some(listener) = listener.upgrade() {
-            listener.tcp_stranger(TcpStranger { socket: socket.into(), heard, peer }, &mut self.wakes);
+            let socket = socket.into();
+            let stranger = TcpStranger { socket, heard, peer, accepted: since, handed_over: Instant::now() };
+            listener.tcp_stranger(stranger, &mut self.wakes);
         }
     }
 

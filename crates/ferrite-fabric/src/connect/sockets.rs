@@ -270,6 +270,7 @@ impl Poller {
             ours: Some(ours),
             side,
             peer,
+            since: Instant::now(),
             refusing: false,
         };
         self.sockets.put(id, Use::Greeting(Box::new(greeting)));
@@ -385,6 +386,7 @@ impl Poller {
             ours: None,
             side: Side::Answering { listener: listener.clone(), resumes: None },
             peer,
+            since: Instant::now(),
             refusing: false,
         };
         let all = shared.config.max_half_open.saturating_mul(SILENT);

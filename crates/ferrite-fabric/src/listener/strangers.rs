@@ -3,6 +3,7 @@
 use std::fmt;
 use std::net::{SocketAddr, TcpStream};
 use std::sync::Arc;
+use std::time::Instant;
 
 use ferrite_verbs::ConnectionRequest;
 use futures_channel::oneshot;
@@ -88,6 +89,10 @@ pub struct TcpStranger {
     pub heard: Vec<u8>,
     /// Where it is.
     pub peer: SocketAddr,
+    /// When it came.
+    pub accepted: Instant,
+    /// When it had said something, or was given up as a peer of ours.
+    pub handed_over: Instant,
 }
 
 /// Peers without a hello that came over TCP.

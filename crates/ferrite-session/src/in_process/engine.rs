@@ -8,7 +8,7 @@ use std::future::Future;
 use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Args;
@@ -27,6 +27,12 @@ pub trait InProcessEngine: Send + Sync {
     /// Returns whether a client that connects now needs no password. `None`: nothing can be called, and
     /// the engine's socket is to be asked.
     fn is_open_to_all(&self) -> Option<bool>;
+
+    /// Returns whether the engine had no place (`maxclients`) for a client that was accepted and heard at
+    /// these times: its own port would have refused it.
+    fn was_full(&self, _accepted: Instant, _heard: Instant) -> bool {
+        false
+    }
 
     /// Makes the engine's record of a new session's proxy connection.
     fn new_client(&self, peer: Option<SocketAddr>) -> Arc<dyn ProxyClient>;
