@@ -348,6 +348,31 @@ fn wait_tells_the_truth_whatever_the_users_rights() {
     }
 }
 
+/// S11: a session that goes over to the proxy path inside a transaction.
+#[test]
+fn wait_tells_the_truth_to_sessions_pinned_inside_a_transaction() {
+    for program in engines() {
+        let mut primary = start(&program, &["--port", &scene::free_port()]);
+        let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
+        let replica = start_replica(&program, &port[1]);
+        let mut admin = Peer::native(&primary);
+        primary.until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
+        let mut peer = Peer::called(&primary);
+        peer.ok(&["SET", "k", "v"]);
+        assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
+        replica.signal("STOP");
+        peer.ok(&["SET", "k", "v"]);
+        peer.ok(&["MULTI"]);
+        assert_eq!(peer.ask(&["WAIT", "1", "300"]), "+QUEUED");
+        assert_eq!(peer.ask(&["CLIENT", "NO-EVICT", "on"]), "+QUEUED", "which pins the session");
+        assert_eq!(peer.ask(&["EXEC"]), "*2\r\n:0\r\n+OK", "{}", program.display());
+        assert_eq!(peer.ask(&["WAIT", "1", "300"]), ":0", "{}", program.display());
+        replica.signal("CONT");
+        assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
+        primary.assert_well();
+    }
+}
+
 /// S11: where the write that WAIT needs is refused, so is WAIT.
 #[test]
 fn wait_fails_where_its_mark_is_refused() {

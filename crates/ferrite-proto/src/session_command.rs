@@ -10,6 +10,8 @@
 pub enum SessionCommand {
     /// It may change the database, a transaction or tracking, which the engine shows by the client's id.
     ChangesState,
+    /// It begins a transaction (MULTI), in which the session cannot run commands of its own.
+    BeginsTransaction,
     /// It may change the user, the authentication or the protocol version (AUTH, HELLO), which the
     /// engine shows in full only to a command that the client runs.
     ChangesIdentity,
@@ -29,8 +31,9 @@ impl SessionCommand {
     #[must_use]
     pub fn of(identity: &[u8], is_connection: bool) -> Option<Self> {
         Some(match identity {
-            b"SELECT" | b"MULTI" | b"EXEC" | b"DISCARD" | b"WATCH" | b"UNWATCH" | b"CLIENT|TRACKING"
+            b"SELECT" | b"EXEC" | b"DISCARD" | b"WATCH" | b"UNWATCH" | b"CLIENT|TRACKING"
             | b"CLIENT|CACHING" => Self::ChangesState,
+            b"MULTI" => Self::BeginsTransaction,
             b"AUTH" | b"HELLO" => Self::ChangesIdentity,
             b"RESET" => Self::Resets,
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
@@ -75,6 +78,7 @@ mod tests {
             ("CLIENT|ID", None),
             ("SELECT", Some(ChangesState)),
             ("EXEC", Some(ChangesState)),
+            ("MULTI", Some(BeginsTransaction)),
             ("HELLO", Some(ChangesIdentity)),
             ("RESET", Some(Resets)),
             ("WAITAOF", Some(AsksForWrites)),

@@ -358,9 +358,13 @@ impl<C: Client> InProcessSession<'_, C> {
             self.record.identity_changes(command);
             self.identity_due = true;
         }
-        let bytes = self.input.bytes()[place_of(run)].to_vec();
+        // In the transaction no mark can be made, and WAIT may follow in it, or on the proxy path.
+        let marks = command == Some(SessionCommand::BeginsTransaction) && self.is_mark_due();
+        let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
+        bytes.extend_from_slice(&self.input.bytes()[place_of(run)]);
         self.count_proxied(run);
-        let met = self.exchange(bytes, Awaited::replies(run.len()), false).await?;
+        let met = self.exchange(bytes, Awaited::replies(run.len()).after_own(marks), false).await?;
+        self.wrote &= !(marks && self.record.is_marked());
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
 
@@ -382,8 +386,7 @@ impl<C: Client> InProcessSession<'_, C> {
     /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses that,
     /// the refusal is the answer, since WAIT would speak of older writes.
     async fn ask_for_writes(&mut self, run: &[Due]) -> io::Result<Met> {
-        let in_transaction = matches!(self.access, Access::Proxy { in_transaction: true, .. });
-        if self.wrote && !in_transaction {
+        if self.is_mark_due() {
             match self.mark_writes().await? {
                 Met::Answered if self.record.is_marked() => {}
                 Met::Answered => {
@@ -396,6 +399,16 @@ impl<C: Client> InProcessSession<'_, C> {
             }
         }
         self.proxy(run, Some(SessionCommand::AsksForWrites)).await
+    }
+
+    /// Returns whether calls have written what is to be marked, and it can be: in a transaction the mark
+    /// would be one of its commands, with a reply in EXEC's.
+    fn is_mark_due(&self) -> bool {
+        self.wrote && !self.in_transaction()
+    }
+
+    fn in_transaction(&self) -> bool {
+        matches!(self.access, Access::Proxy { in_transaction: true, .. })
     }
 
     async fn mark_writes(&mut self) -> io::Result<Met> {
@@ -485,14 +498,14 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Proxies everything from here on.
     async fn pin(mut self) -> io::Result<Left> {
-        let in_transaction = matches!(self.access, Access::Proxy { in_transaction: true, .. });
-        // In a transaction it would be one of its commands, with a reply in EXEC's.
-        if self.wrote && !in_transaction {
-            // For a WAIT that the client may send there.
-            match self.mark_writes().await? {
-                Met::Answered => {}
-                _ => return Ok(Left::Nothing),
-            }
+        // For a WAIT that the client may send there.
+        if self.is_mark_due() && self.mark_writes().await? != Met::Answered {
+            return Ok(Left::Nothing);
+        }
+        if self.wrote && self.in_transaction() {
+            // The engine refused the mark before the transaction: a WAIT would speak of older writes.
+            tracing::warn!(client = self.record.id(), "client disconnected: its writes cannot be marked for WAIT");
+            return Ok(Left::Nothing);
         }
         self.leave(Vec::new()).await
     }

@@ -39,6 +39,11 @@ impl Awaited {
         Self { own: true, replies: 0 }
     }
 
+    /// Also a reply to a command of the session's own, before the others.
+    pub(super) fn after_own(self, own: bool) -> Self {
+        Self { own, ..self }
+    }
+
     fn is_nothing(&self) -> bool {
         !self.own && self.replies == 0
     }
