@@ -407,6 +407,22 @@ fn a_hello_that_fails_after_its_login_has_the_engines_user() {
     });
 }
 
+/// A login that fails inside a transaction. Valkey 8.0 gives no answer to it: the next answer stands there.
+#[test]
+fn a_login_that_fails_in_a_transaction_leaves_no_session_waiting() {
+    on_each(&[], |server| {
+        for login in [&["AUTH", "nobody", "wrong"][..], &["HELLO", "2", "AUTH", "nobody", "wrong"]] {
+            let said = [Peer::called(server), Peer::native(server)].map(|mut peer| {
+                peer.send(&[vec!["MULTI"], login.to_vec(), vec!["GET", "k"], vec!["EXEC"]]);
+                peer.until(b"$-1\r\n");
+                peer.send(&[vec!["ECHO", "the-end"]]);
+                String::from_utf8_lossy(&peer.until(b"the-end\r\n")).into_owned()
+            });
+            assert_eq!(said[0], said[1], "{login:?}");
+        }
+    });
+}
+
 /// Commands run in-process for who has logged in, and for nobody before.
 #[test]
 fn calls_begin_with_the_login() {

@@ -221,6 +221,10 @@ impl<C: Client> InProcessSession<'_, C> {
             let (callable, command) = match kind {
                 CommandKind::Callable(callable) if self.may_call(&found) => (Some(callable), None),
                 CommandKind::Callable(_) | CommandKind::Plain => (None, None),
+                // Valkey 8.0 leaves a login that fails out of EXEC's reply, whose end cannot be told then.
+                CommandKind::Session(SessionCommand::ChangesIdentity) if self.in_transaction() => {
+                    (None, Some(SessionCommand::PinsToProxy))
+                }
                 CommandKind::Session(command) => (None, Some(command)),
             };
             let starts_apart = match (&route, callable) {
