@@ -25,6 +25,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::encode_command;
 use ferrite_session::{Access, Called, Commands, ProxyClient, Replies};
+use tokio::sync::Notify;
 
 use crate::api::Context;
 use crate::api::clients::set_client_name;
@@ -40,6 +41,7 @@ pub(crate) struct ClientRecord {
     /// The engine's id of it; zero before it is known. The engine never uses an id twice.
     id: AtomicU64,
     is_gone: AtomicBool,
+    gone: Arc<Notify>,
     state: Mutex<ClientState>,
 }
 
@@ -80,7 +82,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 impl ClientRecord {
     /// Makes the record of a session whose proxy connection is still to identify itself.
-    pub(crate) fn new(peer: Option<SocketAddr>) -> Arc<Self> {
+    pub(crate) fn new(peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<Self> {
         let mut random = [0; 16];
         // Without random bytes there is no record that anybody could claim: the session is refused.
         let token = match getrandom(&mut random) {
@@ -89,7 +91,7 @@ impl ClientRecord {
         };
         let state = Mutex::new(ClientState { is_new: true, is_unnamed: true, ..ClientState::default() });
         let (id, is_gone) = (AtomicU64::new(0), AtomicBool::new(false));
-        let record = Arc::new(Self { token, peer, id, is_gone, state });
+        let record = Arc::new(Self { token, peer, id, is_gone, gone, state });
         if !record.token.is_empty() {
             registry().by_token.insert(record.token.clone(), Arc::downgrade(&record));
         }
@@ -98,10 +100,6 @@ impl ClientRecord {
 
     pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
         lock(&self.state)
-    }
-
-    pub(crate) fn is_gone(&self) -> bool {
-        self.is_gone.load(Ordering::Relaxed)
     }
 }
 
@@ -155,6 +153,10 @@ impl ProxyClient for ClientRecord {
         !self.state().is_mark_due
     }
 
+    fn is_gone(&self) -> bool {
+        self.is_gone.load(Ordering::Relaxed)
+    }
+
     fn id(&self) -> Option<u64> {
         Some(self.id.load(Ordering::Relaxed)).filter(|id| *id != 0)
     }
@@ -205,5 +207,6 @@ pub(crate) fn on_disconnected(id: u64) {
     let record = registry().by_id.remove(&id).and_then(|record| record.upgrade());
     if let Some(record) = record {
         record.is_gone.store(true, Ordering::Relaxed);
+        record.gone.notify_one();
     }
 }

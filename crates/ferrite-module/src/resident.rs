@@ -22,6 +22,7 @@ use ferrite_session::{
 };
 use quanta::Instant;
 use tokio::runtime::Handle;
+use tokio::sync::Notify;
 
 use crate::api::{self, Context};
 use crate::calls::{Calls, NoBatch};
@@ -246,8 +247,8 @@ impl InProcessEngine for Around {
         capacity::was_full(accepted, heard)
     }
 
-    fn new_client(&self, peer: Option<SocketAddr>) -> Arc<dyn ProxyClient> {
-        ClientRecord::new(peer)
+    fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient> {
+        ClientRecord::new(peer, gone)
     }
 
     fn look_up(&self, name: &[u8], first: Option<&[u8]>) -> CommandKind {

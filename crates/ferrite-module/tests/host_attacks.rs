@@ -544,6 +544,31 @@ fn sessions_end_with_the_engines_client() {
     });
 }
 
+/// CLIENT KILL ends a session also while its client leaves replies unread: one that goes over to the proxy
+/// path, and one that is there.
+#[test]
+fn client_kill_ends_sessions_with_unread_replies() {
+    on_each(&[], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["SET", "k", &"x".repeat(1 << 20)]);
+        let many = vec![vec!["GETRANGE", "k", "0", "-1"]; 60];
+        let pin = vec![vec!["CLIENT", "NO-EVICT", "on"]];
+        let called = server.count("commands_called");
+        let mut pinning = Peer::called(server);
+        let id = pinning.ask(&["CLIENT", "ID"])[1..].to_owned();
+        pinning.send(&[many.clone(), pin.clone()].concat());
+        server.until("its calls are made", || server.count("commands_called") == called + 60);
+        let mut pinned = Peer::called(server);
+        pinned.send(&[vec![vec!["CLIENT", "ID"]], pin, many].concat());
+        let other = String::from_utf8_lossy(&pinned.next().expect("an id"))[1..].trim_end().to_owned();
+        pinned.next().expect("pinned");
+        for id in [id, other] {
+            assert_eq!(admin.ask(&["CLIENT", "KILL", "ID", &id]), ":1");
+        }
+        server.until("both sessions have ended", || server.count("sessions") == 0);
+    });
+}
+
 /// A slow reader costs what it has not read, not what it ever was sent.
 #[test]
 fn replies_that_were_read_take_no_memory() {

@@ -26,7 +26,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
 use crate::in_process::{self, Client, CommandPaths, InProcessEngine, Left};
 use crate::pump::{BUFFER, Moved, pump_after};
-use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
+use crate::sessions::{Carrier, Entry, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
 /// As the engine says it.
@@ -38,6 +38,8 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 const OFTEN_TOLD: usize = 1000;
 /// The buffers of a pinned session, each way: its client may not have authenticated.
 const PINNED_BUFFER: usize = 28 << 10;
+/// How long a client whose connection the engine has closed may take nothing of what was said before.
+const STALLED: Duration = Duration::from_secs(2);
 /// A session that has moved nothing for this long has nothing under way.
 const QUIET: Duration = Duration::from_millis(100);
 /// The same for a session whose client has sent a part of a command: the rest may be on its way, but it is no work of the engine's.
@@ -336,7 +338,8 @@ impl Gateway {
             (Ok(proxy), None) => pass_through(client, proxy, Vec::new(), BUFFER, open, ending).await,
             (Ok(proxy), Some(inside)) => {
                 open.entry.is_called.store(true, Ordering::Relaxed);
-                let record = open.entry.record.get_or_init(|| inside.new_client(peer));
+                let record =
+                    open.entry.record.get_or_init(|| inside.new_client(peer, Arc::clone(&open.entry.ended)));
                 let engine = (&**inside, &**record);
                 let left = tokio::select! {
                     biased; // a session that is to end does nothing more
@@ -459,7 +462,27 @@ struct Ending {
 async fn over(open: &Open, ending: Ending) {
     tokio::select! {
         () = quiet(&open.entry.moved, ending) => {}
-        () = open.entry.killed.notified() => {}
+        () = ended(&open.entry) => {}
+    }
+}
+
+/// Ready when somebody wants a session to end, or when the engine has freed its client and the client takes
+/// no more of what was said before.
+async fn ended(entry: &Entry) {
+    while !entry.is_killed.load(Ordering::Relaxed) {
+        if entry.is_gone() {
+            return stalled(&entry.moved, STALLED).await;
+        }
+        entry.ended.notified().await;
+    }
+}
+
+/// Ready when nothing has moved for this long.
+async fn stalled(moved: &Moved, time: Duration) {
+    let mut last = None;
+    while last != Some(moved.total()) {
+        last = Some(moved.total());
+        sleep(time).await;
     }
 }
 

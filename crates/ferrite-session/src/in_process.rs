@@ -508,7 +508,10 @@ impl<C: Client> InProcessSession<'_, C> {
         }
         if self.wrote && self.in_transaction() {
             // The engine refused the mark before the transaction: a WAIT would speak of older writes.
-            tracing::warn!(client = self.record.id(), "client disconnected: its writes cannot be marked for WAIT");
+            tracing::warn!(
+                client = self.record.id(),
+                "client disconnected: its writes cannot be marked for WAIT"
+            );
             return Ok(Left::Nothing);
         }
         self.leave(Vec::new()).await

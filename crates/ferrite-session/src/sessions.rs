@@ -90,7 +90,21 @@ pub(crate) struct Entry {
     pub(crate) record: OnceLock<Arc<dyn ProxyClient>>,
     pub(crate) held: Held,
     /// Somebody wants it to end.
-    pub(crate) killed: Notify,
+    pub(crate) is_killed: AtomicBool,
+    /// That has changed, or the engine has freed its client.
+    pub(crate) ended: Arc<Notify>,
+}
+
+impl Entry {
+    fn kill(&self) {
+        self.is_killed.store(true, Ordering::Relaxed);
+        self.ended.notify_one();
+    }
+
+    /// Whether the engine has freed its client.
+    pub(crate) fn is_gone(&self) -> bool {
+        self.record.get().is_some_and(|record| record.is_gone())
+    }
 }
 
 /// What a session holds, as a part of what all hold.
@@ -173,12 +187,14 @@ impl Sessions {
         let mut list = self.list();
         list.last_id += 1;
         let (id, before) = (list.last_id, list.open.len());
-        let (begun, moved, killed) = (Instant::now(), Moved::default(), Notify::new());
-        let (is_called, record) = (AtomicBool::new(false), OnceLock::new());
+        let (begun, moved, ended) = (Instant::now(), Moved::default(), Arc::default());
+        let (is_called, is_killed, record) =
+            (AtomicBool::new(false), AtomicBool::new(false), OnceLock::new());
         let (bytes, is_evicted) = (AtomicUsize::new(0), AtomicBool::new(false));
         let held = Held { bytes, all: Arc::clone(&self.held), is_evicted };
         let entry =
-            Arc::new(Entry { id, peer, local, carrier, begun, moved, is_called, record, held, killed });
+            Entry { id, peer, local, carrier, begun, moved, is_called, record, held, is_killed, ended };
+        let entry = Arc::new(entry);
         list.open.insert(id, Arc::clone(&entry));
         drop(list);
         (Open { sessions: Arc::clone(self), entry }, before)
@@ -226,7 +242,7 @@ impl Sessions {
         let entry = self.list().open.get(&id).cloned();
         entry.is_some_and(|entry| {
             self.killed.fetch_add(1, Ordering::Relaxed);
-            entry.killed.notify_one();
+            entry.kill();
             true
         })
     }
@@ -255,7 +271,7 @@ impl Open {
                 held_bytes,
                 "client disconnected: sessions hold more than maxmemory-clients"
             );
-            entry.killed.notify_one();
+            entry.kill();
         }
     }
 }

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Args;
+use tokio::sync::Notify;
 
 use super::commands::{Callable, Commands};
 use super::replies::Replies;
@@ -34,8 +35,9 @@ pub trait InProcessEngine: Send + Sync {
         false
     }
 
-    /// Makes the engine's record of a new session's proxy connection.
-    fn new_client(&self, peer: Option<SocketAddr>) -> Arc<dyn ProxyClient>;
+    /// Makes the engine's record of a new session's proxy connection. `gone` is notified when the engine
+    /// has freed that client.
+    fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient>;
 
     /// Looks up the command that a client has typed, by its name and first argument.
     fn look_up(&self, name: &[u8], first: Option<&[u8]>) -> CommandKind;
@@ -82,6 +84,9 @@ pub trait ProxyClient: Send + Sync {
 
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that wrote.
     fn is_marked(&self) -> bool;
+
+    /// Returns whether the engine has freed the client.
+    fn is_gone(&self) -> bool;
 
     /// Returns the engine's id of the client, once it is identified.
     fn id(&self) -> Option<u64>;

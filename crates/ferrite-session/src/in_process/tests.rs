@@ -1,6 +1,7 @@
 //! When replies leave, and from where.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::task::Context;
 
 use ferrite_fabric::mem::{Pool, Purpose};
@@ -8,6 +9,7 @@ use ferrite_proto::resp::{encode_bulk, encode_command};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::UnixStream;
+use tokio::sync::Notify;
 
 use super::*;
 use crate::engine::EngineSocket;
@@ -71,8 +73,8 @@ impl InProcessEngine for Willing {
         Some(true)
     }
 
-    fn new_client(&self, _: Option<std::net::SocketAddr>) -> std::sync::Arc<dyn ProxyClient> {
-        std::sync::Arc::new(Self::default())
+    fn new_client(&self, _: Option<std::net::SocketAddr>, _: Arc<Notify>) -> Arc<dyn ProxyClient> {
+        Arc::new(Self::default())
     }
 
     fn look_up(&self, _: &[u8], _: Option<&[u8]>) -> CommandKind {
@@ -127,6 +129,10 @@ impl ProxyClient for Willing {
         false
     }
 
+    fn is_gone(&self) -> bool {
+        false
+    }
+
     fn id(&self) -> Option<u64> {
         Some(1)
     }
@@ -144,7 +150,7 @@ fn polled(inside: &Willing, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
         let (ours, mut engine) = UnixStream::pair().expect("a pair");
         engine.write_all(b"+PONG\r\n").await.expect("it is there"); // the client is identified
         let mut client = Pieces { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
-        let (sessions, paths) = (std::sync::Arc::<Sessions>::default(), CommandPaths::default());
+        let (sessions, paths) = (Arc::<Sessions>::default(), CommandPaths::default());
         let (open, _) = sessions.begin(None, None, Carrier::Tcp);
         let (proxy, mut called) = (ProxyConnection::new(EngineSocket::Unix(ours), None), Vec::new());
         {
