@@ -276,12 +276,15 @@ fn client_limits(context: Context<'_>) -> ClientLimits {
         hard_bytes: 32 << 20,
         soft_bytes: 8 << 20,
         soft_time: Duration::from_secs(60),
+        query_bytes: 1 << 20,
         all_clients_bytes: 0,
     };
     let output = context.config(c"client-output-buffer-limit").and_then(|text| output_limits(&text));
     let maxmemory = context.config(c"maxmemory").and_then(|text| text.parse().ok()).unwrap_or(0);
     let all = context.config(c"maxmemory-clients").map_or(0, |text| memory_or_percent(&text, maxmemory));
-    ClientLimits { all_clients_bytes: all, ..output.unwrap_or(UNKNOWN) }
+    let query = context.config(c"client-query-buffer-limit").and_then(|text| text.parse().ok());
+    let query_bytes = query.unwrap_or(UNKNOWN.query_bytes);
+    ClientLimits { all_clients_bytes: all, query_bytes, ..output.unwrap_or(UNKNOWN) }
 }
 
 /// From `normal HARD SOFT SECONDS slave … pubsub …`, as the engine tells it.
@@ -293,7 +296,7 @@ fn output_limits(text: &str) -> Option<ClientLimits> {
         hard_bytes: usize::try_from(hard).ok()?,
         soft_bytes: usize::try_from(soft).ok()?,
         soft_time: Duration::from_secs(seconds),
-        all_clients_bytes: 0,
+        ..ClientLimits::default()
     })
 }
 
@@ -406,7 +409,7 @@ mod tests {
             hard_bytes: 1 << 20,
             soft_bytes: 512 << 10,
             soft_time: Duration::from_secs(10),
-            all_clients_bytes: 0,
+            ..ClientLimits::default()
         };
         assert_eq!(read, Some(expected));
         assert_eq!(output_limits("slave 1 2 3"), None);

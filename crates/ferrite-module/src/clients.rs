@@ -28,7 +28,7 @@ use ferrite_session::{Access, Called, Commands, ProxyClient, Replies};
 use tokio::sync::Notify;
 
 use crate::api::Context;
-use crate::api::clients::set_client_name;
+use crate::api::clients::{client_flag, client_info, set_client_name};
 use crate::resident;
 
 /// What the engine takes clients without a login for.
@@ -151,6 +151,11 @@ impl ProxyClient for ClientRecord {
 
     fn is_marked(&self) -> bool {
         !self.state().is_mark_due
+    }
+
+    fn is_blocked(&self) -> bool {
+        let info = self.id().filter(|_| !self.is_gone()).and_then(client_info);
+        info.is_some_and(|info| info.flags & client_flag::BLOCKED != 0)
     }
 
     fn is_gone(&self) -> bool {

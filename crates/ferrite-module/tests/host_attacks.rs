@@ -569,6 +569,33 @@ fn client_kill_ends_sessions_with_unread_replies() {
     });
 }
 
+/// A client that closes while it waits takes nothing, however much it has sent behind the command; and one
+/// that sends more than the engine takes is disconnected.
+#[test]
+fn a_client_that_closes_behind_a_long_pipeline_takes_nothing() {
+    let blocked = |server: &Server, count: u32| {
+        let wanted = format!("blocked_clients:{count}");
+        server.until(&wanted, || server.ask::<String>(&["INFO", "clients"]).contains(&wanted));
+    };
+    on_each(&["--client-query-buffer-limit", "4mb"], |server| {
+        let set = vec!["SET".to_owned(), "k".to_owned(), "x".repeat(1 << 16)];
+        let pop = vec![["BLPOP", "l", "0"].map(String::from).to_vec()];
+        let mut peer = Peer::called(server);
+        peer.send(&[pop.clone(), vec![set.clone(); 16]].concat());
+        blocked(server, 1);
+        drop(peer);
+        blocked(server, 0);
+        let mut admin = Peer::native(server);
+        assert_eq!(admin.ask(&["RPUSH", "l", "job"]), ":1");
+        assert_eq!(admin.ask(&["LPOP", "l"]), "$3\r\njob");
+        let mut peer = Peer::called(server);
+        peer.send(&pop);
+        blocked(server, 1);
+        while peer.try_send(&[set.clone()]) {}
+        blocked(server, 0);
+    });
+}
+
 /// A slow reader costs what it has not read, not what it ever was sent.
 #[test]
 fn replies_that_were_read_take_no_memory() {

@@ -78,6 +78,7 @@ impl Peer {
 
     fn new(socket: Box<dyn Socket>) -> Self {
         socket.limit(PATIENCE);
+        socket.limit_writes(PATIENCE);
         Self { socket, heard: Vec::new() }
     }
 

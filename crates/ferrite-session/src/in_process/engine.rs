@@ -85,6 +85,9 @@ pub trait ProxyClient: Send + Sync {
     /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that wrote.
     fn is_marked(&self) -> bool;
 
+    /// Returns whether the client waits in the engine (BLPOP and the like).
+    fn is_blocked(&self) -> bool;
+
     /// Returns whether the engine has freed the client.
     fn is_gone(&self) -> bool;
 
@@ -158,6 +161,8 @@ pub struct ClientLimits {
     pub soft_bytes: usize,
     /// How long a client may be over the soft limit.
     pub soft_time: Duration,
+    /// `client-query-buffer-limit`: a client with more commands that wait is disconnected.
+    pub query_bytes: usize,
     /// `maxmemory-clients`: beyond this, the session that holds most is disconnected.
     pub all_clients_bytes: usize,
 }

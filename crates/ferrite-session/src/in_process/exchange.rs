@@ -5,8 +5,10 @@ use std::io;
 use std::pin::Pin;
 use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf};
+use tokio::time::timeout;
 
 use super::limits::BEFORE_AUTH;
 use super::replies::Replies;
@@ -14,9 +16,11 @@ use super::{Client, InProcessSession, OWN_REPLY_MAX, REPLIES_MAX};
 use crate::engine::ProxyConnection;
 use crate::pump::has_hung_up;
 
-/// What a client sends while one of its commands waits in the engine is read up to this: its end must
-/// be seen.
+/// What a client sends while one of its commands is in the engine is read up to this. If the command
+/// waits there (BLPOP and the like) more is read: the client's end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
+/// How often to look whether it waits.
+const AHEAD_LOOKS: Duration = Duration::from_millis(100);
 /// What is read of the client at once meanwhile.
 const AHEAD: usize = 1 << 10;
 /// What is read at once of a large command, and of the engine.
@@ -135,7 +139,7 @@ impl<C: Client> InProcessSession<'_, C> {
         self.settle().await;
         self.own_reply.clear();
         let is_authenticated = self.access.is_authenticated();
-        let (ahead_max, replies_max) =
+        let (mut ahead_max, replies_max) =
             if is_authenticated { (AHEAD_MAX, REPLIES_MAX) } else { (BEFORE_AUTH, BEFORE_AUTH) };
         let mut ahead = vec![0; if is_streaming { STREAMED } else { AHEAD }];
         let (mut sent, mut client_ended) = (0, false);
@@ -151,8 +155,9 @@ impl<C: Client> InProcessSession<'_, C> {
             if awaited.is_nothing() && sent == unsent.len() && !is_streaming {
                 return Ok(Met::Answered);
             }
-            let reads_client = !client_ended
-                && if is_streaming { sent == unsent.len() } else { self.input.ahead().len() < ahead_max };
+            let is_far_ahead = !is_streaming && self.input.ahead().len() >= ahead_max;
+            let reads_client =
+                !client_ended && if is_streaming { sent == unsent.len() } else { !is_far_ahead };
             // The engine keeps the replies of a client that does not read, within its own limits.
             let hears = self.replies.len() < replies_max;
             self.note_held()?;
@@ -165,7 +170,20 @@ impl<C: Client> InProcessSession<'_, C> {
                 reads_client.then_some(&mut room),
                 true,
             );
-            match self.output.watch(event).await? {
+            let event = self.output.watch(event);
+            let event = if is_far_ahead && is_authenticated && !client_ended {
+                timeout(AHEAD_LOOKS, event).await.ok().transpose()?
+            } else {
+                Some(event.await?)
+            };
+            let Some(event) = event else {
+                if self.record.is_blocked() {
+                    ahead_max = self.read_further_ahead(ahead_max)?;
+                    ahead.resize(STREAMED, 0);
+                }
+                continue;
+            };
+            match event {
                 Event::Sent(count) => sent += count,
                 Event::Replied(count) => self.on_replied(count).await?,
                 Event::Heard(0) => {

@@ -67,6 +67,19 @@ impl<C: Client> InProcessSession<'_, C> {
         })
     }
 
+    /// Returns how much may be read ahead of a client that waits in the engine, when so much was not enough
+    /// to see its end: the engine reads on meanwhile, too.
+    pub(super) fn read_further_ahead(&self, ahead_max: usize) -> io::Result<usize> {
+        let limit = self.engine.client_limits().query_bytes;
+        if limit > 0 && ahead_max >= limit {
+            let error = io::Error::other("client is over client-query-buffer-limit");
+            tracing::warn!(client = self.record.id(), %error, "client disconnected");
+            return Err(error);
+        }
+        let more = ahead_max.saturating_mul(2);
+        Ok(if limit > 0 { more.min(limit) } else { more })
+    }
+
     /// Records what this session holds, and lets the largest go if all together hold too much.
     ///
     /// # Errors
@@ -90,7 +103,7 @@ mod tests {
 
     fn limits(hard_bytes: usize, soft_bytes: usize) -> ClientLimits {
         let soft_time = Duration::from_millis(20);
-        ClientLimits { hard_bytes, soft_bytes, soft_time, all_clients_bytes: 0 }
+        ClientLimits { hard_bytes, soft_bytes, soft_time, ..ClientLimits::default() }
     }
 
     #[test]

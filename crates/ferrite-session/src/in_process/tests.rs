@@ -129,6 +129,10 @@ impl ProxyClient for Willing {
         false
     }
 
+    fn is_blocked(&self) -> bool {
+        false
+    }
+
     fn is_gone(&self) -> bool {
         false
     }
