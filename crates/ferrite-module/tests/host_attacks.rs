@@ -596,6 +596,43 @@ fn a_client_that_closes_behind_a_long_pipeline_takes_nothing() {
     });
 }
 
+/// Valkey 9.1 refuses a bulk string that does not end as it should, other engines take it: so do sessions.
+#[test]
+fn sloppy_commands_are_taken_as_the_engine_takes_them() {
+    on_each(&[], |server| {
+        let long = format!("*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n{}zz", "x".repeat(1_000_000));
+        for bytes in [
+            "*2\r\n$4\r\nECHOxx$1\r\nk\r\n",
+            "*2\r\n$4\r\nECHO\rx$1\r\nk\r\n",
+            "*2\rx$4\r\nECHO\r\n$1\r\nk\r\n",
+            "*2\r\n$4\rxECHO\r\n$1\r\nk\r\n",
+            &long,
+        ] {
+            let (mut peer, mut native) = (Peer::called(server), Peer::native(server));
+            for client in [&mut peer, &mut native] {
+                client.write(bytes.as_bytes());
+            }
+            let said = native.next();
+            assert_eq!(peer.next(), said, "{}", &bytes[..24]);
+            if said.is_some_and(|said| said.starts_with(b"-ERR Protocol error")) {
+                assert_eq!(peer.next(), None);
+                continue;
+            }
+            for client in [&mut peer, &mut native] {
+                assert_eq!(client.ask(&["ECHO", "next"]), "$4\r\nnext");
+            }
+        }
+        let mut native = Peer::native(server);
+        native.write(b"*2\r\n$4\r\nECHOxx$1\r\nk\r\n");
+        if native.next().is_some_and(|said| said.starts_with(b"-ERR Protocol error")) {
+            let mut peer = Peer::called(server);
+            peer.write(b"*2\r\n$4\r\nECHOxx");
+            let said = peer.next().expect("a refusal before the rest has come");
+            assert!(said.starts_with(b"-ERR Protocol error"));
+        }
+    });
+}
+
 /// A slow reader costs what it has not read, not what it ever was sent.
 #[test]
 fn replies_that_were_read_take_no_memory() {

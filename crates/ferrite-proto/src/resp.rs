@@ -39,6 +39,9 @@ pub struct Limits {
     pub bulk_bytes: u64,
     /// The most arguments of a command. Default 1,048,576: what Redis took before it took any number.
     pub multibulk_args: u64,
+    /// Whether a command's lines and bulk strings must end in `\r\n`, which engines check to different
+    /// degrees. Default: no.
+    pub exact_ends: bool,
     /// The longest inline command and the longest line of a reply. Default 64 KiB.
     pub inline_bytes: u32,
     /// The most elements of one aggregate of a reply, pairs of a map counting once. Default 4,294,967,295.
@@ -56,6 +59,7 @@ impl Default for Limits {
         Self {
             bulk_bytes: 512 << 20,
             multibulk_args: 1 << 20,
+            exact_ends: false,
             inline_bytes: 64 << 10,
             elements: u32::MAX.into(),
             depth: 32,

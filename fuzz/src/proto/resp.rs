@@ -15,6 +15,7 @@ use ferrite_proto::resp::{
 const LIMITS: Limits = Limits {
     bulk_bytes: 300,
     multibulk_args: 20,
+    exact_ends: false,
     inline_bytes: 100,
     elements: 30,
     depth: 5,

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! As Redis does, what stands where `\n` belongs after `\r`, and the two bytes after a bulk string, are skipped and not
-//! looked at. Where Redis waits for the rest of a line that can be no number any more, this does not.
+//! looked at, unless [`Limits::exact_ends`] says otherwise: Valkey 9.1 looks at some of them. Where Redis waits for the rest of a line that can be no number any more, this does not.
 
 use super::number::Length;
 use super::{Limits, Progress};
@@ -148,6 +148,9 @@ impl CommandFramer {
                 count.push(first).ok_or(CommandError::MultibulkLength)?;
                 (1, Some(State::Count(count)))
             }
+            State::CountEnd { .. } | State::SizeEnd { .. } if self.limits.exact_ends && first != b'\n' => {
+                return Err(CommandError::LineEnd);
+            }
             State::CountEnd { args: 0 } => (1, None),
             State::CountEnd { args } => (1, Some(State::Argument { args })),
             State::Argument { args } if first == b'$' => {
@@ -166,6 +169,9 @@ impl CommandFramer {
             State::SizeEnd { args, size } => (1, Some(State::Bulk { args, left: size.saturating_add(2) })),
             State::Bulk { args, left } => {
                 let taken = usize::try_from(left).unwrap_or(usize::MAX).min(rest.len());
+                if self.limits.exact_ends && !ends_exactly(rest.get(..taken).unwrap_or(rest), left) {
+                    return Err(CommandError::LineEnd);
+                }
                 match left.saturating_sub(taken as u64) {
                     0 if args <= 1 => (taken, None),
                     0 => (taken, Some(State::Argument { args: args - 1 })),
@@ -193,6 +199,12 @@ impl CommandFramer {
     }
 }
 
+/// Whether these bytes, the next ones of so many that are left of a bulk string, can be of one that ends in `\r\n`.
+fn ends_exactly(bytes: &[u8], left: u64) -> bool {
+    let from_end = |count| usize::try_from(left.checked_sub(count)?).ok().and_then(|at| bytes.get(at));
+    from_end(2).is_none_or(|byte| *byte == b'\r') && from_end(1).is_none_or(|byte| *byte == b'\n')
+}
+
 /// Why bytes are no command, in the words of Redis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
@@ -209,6 +221,9 @@ pub enum CommandError {
         /// What stands there.
         got: u8,
     },
+    /// A line or a bulk string that does not end in `\r\n`: with [`Limits::exact_ends`] only.
+    #[error("Protocol error: expected CRLF")]
+    LineEnd,
     /// An inline command longer than the limit.
     #[error("Protocol error: too big inline request")]
     InlineTooBig,
@@ -277,6 +292,25 @@ mod tests {
             for len in 0..command.len() {
                 assert_eq!(feed(&command[..len]), Ok(Progress { consumed: len, complete: false }));
             }
+        }
+    }
+
+    #[test]
+    fn exact_ends_are_told_as_soon_as_they_come() {
+        let limits = Limits { exact_ends: true, ..Limits::default() };
+        let whole = b"*2\r\n$3\r\nGET\r\n$0\r\n\r\n";
+        for piece in 1..=whole.len() {
+            let mut framer = CommandFramer::new(limits);
+            let fed = whole.chunks(piece).map(|bytes| framer.feed(bytes).map(|progress| progress.complete));
+            assert_eq!(fed.last(), Some(Ok(true)));
+        }
+        for at in [3, 7, 11, 12, 16, 17, 18] {
+            let mut wrong = whole.to_vec();
+            wrong[at] = b'x';
+            let feed = |len: usize| CommandFramer::new(limits).feed(&wrong[..len]);
+            assert_eq!(feed(at + 1), Err(CommandError::LineEnd), "{at}");
+            assert!(feed(at).is_ok());
+            assert!(CommandFramer::new(Limits::default()).feed(&wrong).is_ok(), "as sloppy as Redis");
         }
     }
 

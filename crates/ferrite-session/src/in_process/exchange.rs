@@ -59,8 +59,8 @@ pub(super) enum Met {
     Answered,
     /// The engine has hung up.
     Over,
-    /// The engine has said what is no reply, as scripts can make it: where replies end cannot be told any
-    /// more. This is still to be sent.
+    /// The engine has said what is no reply, as scripts can make it, or the client what is no command:
+    /// where replies end cannot be told any more. This is still to be sent.
     Unclear {
         unsent: Vec<u8>,
     },
@@ -145,7 +145,10 @@ impl<C: Client> InProcessSession<'_, C> {
         let (mut sent, mut client_ended) = (0, false);
         loop {
             if is_streaming && sent == unsent.len() {
-                is_streaming = !self.input.stream(&mut unsent);
+                match self.input.stream(&mut unsent) {
+                    Ok(is_whole) => is_streaming = !is_whole,
+                    Err(_) => return Ok(Met::Unclear { unsent: Vec::new() }),
+                }
                 self.moved().to_engine.fetch_add(unsent.len() as u64, Ordering::Relaxed);
                 sent = 0;
             }

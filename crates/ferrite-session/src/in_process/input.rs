@@ -69,8 +69,13 @@ pub(super) struct Input {
 impl Default for Input {
     fn default() -> Self {
         // The engine's limits are its own: what is too large goes there, and is refused there in its words.
-        let limits =
-            Limits { bulk_bytes: u64::MAX >> 1, multibulk_args: i32::MAX as u64, ..Limits::default() };
+        // So does what ends in another way than it should, for the engine to take or to refuse.
+        let limits = Limits {
+            bulk_bytes: u64::MAX >> 1,
+            multibulk_args: i32::MAX as u64,
+            exact_ends: true,
+            ..Limits::default()
+        };
         Self {
             buffer: Vec::new(),
             filled: 0,
@@ -191,20 +196,18 @@ impl Input {
     }
 
     /// What there is of the command that has begun, to go on its way; and whether that is all of it. Nothing else may have a place
-    /// in the input.
-    pub(super) fn stream(&mut self, out: &mut Vec<u8>) -> bool {
-        let (end, is_whole) = match self.peek() {
-            Ok(Some(found)) => (found.place.end, true),
-            Ok(None) => (self.framed, false),
-            // The engine will find the same, and say so: it gets what there is.
-            Err(_) => (self.filled, true),
+    /// in the input. An error if it is no command: where it ends is for the engine to say.
+    pub(super) fn stream(&mut self, out: &mut Vec<u8>) -> Result<bool, CommandError> {
+        let (end, is_whole) = match self.peek()? {
+            Some(found) => (found.place.end, true),
+            None => (self.framed, false),
         };
         out.clear();
         out.extend_from_slice(&self.buffer[self.taken..end]);
         self.forget();
         (self.taken, self.framed) = (end, end);
         self.move_up();
-        is_whole
+        Ok(is_whole)
     }
 
     /// Room for what comes next, at most so much. Places are no longer valid.
@@ -289,13 +292,13 @@ mod tests {
         assert!(input.is_large(true));
         assert_eq!(input.begun(), Begun::Named { name: b"SET", first: Some(b"k") });
         let (mut out, mut total) = (Vec::new(), 0);
-        assert!(!input.stream(&mut out));
+        assert_eq!(input.stream(&mut out), Ok(false));
         total += out.len();
         input.append(&[b'x'; 999_000]);
-        assert!(!input.stream(&mut out));
+        assert_eq!(input.stream(&mut out), Ok(false));
         total += out.len();
         input.append(b"\r\n*1\r\n");
-        assert!(input.stream(&mut out));
+        assert_eq!(input.stream(&mut out), Ok(true));
         total += out.len();
         assert_eq!(total, b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n\r\n".len() + 1_000_000);
         assert_eq!((input.ahead(), input.is_large(true)), (&b"*1\r\n"[..], false));
