@@ -6,6 +6,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::future::Future;
 use std::net::{IpAddr, SocketAddr};
+use std::os::fd::{AsFd as _, AsRawFd as _, RawFd};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
@@ -383,6 +384,18 @@ impl Poller {
 }
 
 impl Listener {
+    /// The descriptors that hold its port: of the TCP socket, and of the connection manager for RDMA. For a process that forks
+    /// without exec: a child that keeps them keeps the port when its parent has ended.
+    #[must_use]
+    pub fn descriptors(&self) -> Vec<RawFd> {
+        self.engine.shared().with_poller(|poller, _| {
+            let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
+            let cm =
+                poller.cm.as_ref().filter(|_| self.cm.is_some()).map(|channel| channel.as_fd().as_raw_fd());
+            tcp.into_iter().chain(cm).collect()
+        })
+    }
+
     /// Where it listens.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {

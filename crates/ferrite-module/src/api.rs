@@ -6,6 +6,7 @@
 
 pub(crate) mod calls;
 pub(crate) mod clients;
+pub(crate) mod fork;
 pub(crate) mod keys;
 mod rights;
 mod table;

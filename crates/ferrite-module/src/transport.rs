@@ -17,6 +17,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
+use crate::api::fork;
 use crate::listen::Address;
 use crate::options::Options;
 use crate::resident::{self, Around};
@@ -362,6 +363,7 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
             }
         }
     }
+    fork::close_in_children(listeners.iter().flat_map(|(listener, _)| listener.descriptors()));
     if listeners.is_empty() {
         return Err(why_not.unwrap_or_else(|| "none of the engine's addresses is here".into()));
     }

@@ -57,6 +57,33 @@ fn listens_where_the_engine_listens() {
     }
 }
 
+/// An engine that is killed while it saves leaves a child behind, which does not keep the port.
+#[test]
+fn listens_again_beside_a_child_that_still_saves() {
+    for program in engines() {
+        let own = free_port();
+        let arguments = ["rdma-port", &own, "rdma-bind", "127.0.0.1"];
+        let begin = Start { program: &program, arguments: &arguments, options: &["port 0", "save \"\""] };
+        let mut server = Server::start_by_file(&begin);
+        server.ask::<String>(&["SET", "k", "v"]);
+        server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]); // a minute for a key
+        server.ask::<String>(&["BGSAVE"]);
+        let started = "Background saving started by pid ";
+        server.until_logged(started);
+        let log = server.log();
+        let child =
+            log.split(started).nth(1).and_then(|rest| rest.split_whitespace().next()).expect("a number");
+        server.signal("KILL");
+        server.wait();
+        server.start_again(&program);
+        let is_saving = Path::new("/proc").join(child).exists();
+        let answers = ping("127.0.0.1", &own);
+        let _ = std::process::Command::new("kill").args(["-s", "KILL", child]).status();
+        assert!(is_saving, "{}", server.log());
+        assert_eq!(answers, Some(true), "{}", server.log());
+    }
+}
+
 /// Who has no address but a Unix socket has not said where others may come in.
 #[test]
 fn an_engine_without_addresses_gets_none() {

@@ -10,7 +10,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd as _, OwnedFd, RawFd};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -209,6 +209,13 @@ impl Poller {
         shared.waits.add_socket(socket.as_fd(), Ready::Socket(id))?;
         self.sockets.put(id, Use::Listening { socket, listener: Arc::downgrade(listener), tls });
         Ok((id, bound))
+    }
+
+    pub(crate) fn listening_descriptor(&self, id: u64) -> Option<RawFd> {
+        match self.sockets.uses.get(&id)? {
+            Use::Listening { socket, .. } => Some(socket.as_raw_fd()),
+            _ => None,
+        }
     }
 
     pub(crate) fn stop_listening_tcp(&mut self, id: u64) {
