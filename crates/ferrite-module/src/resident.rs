@@ -37,6 +37,8 @@ thread_local! {
     /// After this the engine's other clients have their turn (`turn-us`). What sessions do takes very different time: a command, a MiB
     /// of values, and on Soft-RoCE all that a card would do.
     static TURN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
+    /// When this turn began, from the module's begin.
+    static SECONDS: Cell<u64> = const { Cell::new(0) };
     /// When this turn is over.
     static END: Cell<Option<Instant>> = const { Cell::new(None) };
     /// Something went over a client's own connection in this turn, or was written that others may wait for.
@@ -53,6 +55,7 @@ struct Resident {
     porch: Arc<Porch>,
     /// Whose sockets and timers sessions use.
     runtime: Handle,
+    begun: Instant,
 }
 
 impl Resident {
@@ -70,7 +73,7 @@ impl Resident {
 /// From now on, on this thread; these descriptors are to be listened to.
 pub(crate) fn begin(porch: Arc<Porch>, fabric: Option<Engine>, runtime: Handle) -> Vec<RawFd> {
     let tasks = Tasks::new(Arc::clone(&porch));
-    let resident = Resident { tasks, fabric, porch, runtime };
+    let resident = Resident { tasks, fabric, porch, runtime, begun: Instant::now() };
     let descriptors = resident.descriptors();
     HELD.set(None);
     // The loop runs the first turn: this may be inside an event of the engine's, where no call is made.
@@ -100,13 +103,15 @@ pub(crate) fn turn(descriptor: RawFd) {
             Some(passes @ 1..) => return HELD.set(Some(passes - 1)),
             _ => HELD.set(None),
         }
-        let Resident { tasks, fabric, porch, runtime } = resident;
+        let Resident { tasks, fabric, porch, runtime, .. } = resident;
         let _entered = runtime.enter();
         tasks.begin();
         if descriptor == porch.as_fd().as_raw_fd() {
             porch.silence();
         }
-        END.set(Some(Instant::now() + TURN.get()));
+        let now = Instant::now();
+        END.set(Some(now + TURN.get()));
+        SECONDS.set(now.saturating_duration_since(resident.begun).as_secs());
         HAS_BRIDGED.set(false);
         let mut run = || match has_time() {
             true => ControlFlow::Continue(tasks.run(has_time)),
@@ -266,6 +271,10 @@ impl InProcessEngine for Around {
 
     fn has_time(&self) -> bool {
         has_time()
+    }
+
+    fn seconds(&self) -> u64 {
+        SECONDS.get()
     }
 
     fn on_proxied(&self) {

@@ -6,7 +6,7 @@ mod talk;
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use scene::Server;
 use talk::{Peer, engines, start};
@@ -630,6 +630,27 @@ fn sloppy_commands_are_taken_as_the_engine_takes_them() {
             let said = peer.next().expect("a refusal before the rest has come");
             assert!(said.starts_with(b"-ERR Protocol error"));
         }
+    });
+}
+
+/// A client whose commands are called is not idle.
+#[test]
+fn calls_are_activity_of_the_client() {
+    on_each(&[], |server| {
+        let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
+        let id = peer.ask(&["CLIENT", "ID"])[1..].to_owned();
+        let begun = Instant::now();
+        while begun.elapsed() < Duration::from_secs(4) {
+            peer.ask(&["GET", "k"]);
+            std::thread::sleep(Duration::from_millis(50));
+        }
+        let last = Instant::now();
+        peer.ask(&["GET", "k"]);
+        let line = admin.ask(&["CLIENT", "LIST", "ID", &id]);
+        let since = last.elapsed().as_secs();
+        let idle = line.split(" idle=").nth(1).and_then(|rest| rest.split(' ').next()).expect("a time");
+        let idle: u64 = idle.parse().expect("a number");
+        assert!(idle <= since + 2, "{line}, {since} s after the last command");
     });
 }
 

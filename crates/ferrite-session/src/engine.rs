@@ -139,6 +139,9 @@ impl AsyncWrite for EngineSocket {
     }
 }
 
+/// An empty command, which engines do not answer.
+pub(crate) const EMPTY_LINE: &[u8] = b"\n";
+
 /// A session's own connection to the engine's socket. An engine that the session runs inside of hears of
 /// what is sent there.
 pub(crate) struct ProxyConnection {
@@ -162,7 +165,10 @@ impl AsyncWrite for ProxyConnection {
     fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
         let Self { socket, engine } = self.get_mut();
         let written = Pin::new(socket).poll_write(cx, bytes);
-        if let (Poll::Ready(Ok(1..)), Some(engine)) = (&written, engine) {
+        // An empty line runs nothing.
+        if let (Poll::Ready(Ok(1..)), Some(engine)) = (&written, engine)
+            && bytes != EMPTY_LINE
+        {
             engine.on_proxied();
         }
         written

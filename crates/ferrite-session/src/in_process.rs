@@ -34,10 +34,10 @@ use std::time::Duration;
 
 use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::{Limits, ReplyFramer};
-use tokio::io::{AsyncReadExt as _, ReadBuf, ReadHalf, WriteHalf};
+use tokio::io::{AsyncReadExt as _, AsyncWrite as _, ReadBuf, ReadHalf, WriteHalf};
 use tokio::time::timeout;
 
-use crate::engine::ProxyConnection;
+use crate::engine::{EMPTY_LINE, ProxyConnection};
 use crate::pump::Moved;
 use crate::sessions::Open;
 pub use commands::{Callable, Commands};
@@ -122,6 +122,7 @@ where
         kept: 0,
         must_settle: false,
         wrote: false,
+        shown_at: engine.seconds(),
     };
     session.run().await
 }
@@ -154,6 +155,8 @@ struct InProcessSession<'a, C> {
     must_settle: bool,
     /// Calls have written since the engine last marked it on the proxy connection.
     wrote: bool,
+    /// When the engine last noted that the client is active ([`InProcessEngine::seconds`]).
+    shown_at: u64,
 }
 
 impl<C: Client> InProcessSession<'_, C> {
@@ -294,6 +297,9 @@ impl<C: Client> InProcessSession<'_, C> {
 
     async fn call(&mut self, mut run: &[Due]) -> io::Result<Met> {
         self.look_for_memory();
+        if self.shown_at != self.engine.seconds() {
+            self.show_activity().await;
+        }
         while !run.is_empty() {
             let commands = Commands { input: &self.input, run };
             let called = self.record.call(commands, &mut self.replies);
@@ -334,6 +340,17 @@ impl<C: Client> InProcessSession<'_, C> {
             run = later;
         }
         Ok(Met::Answered)
+    }
+
+    /// Has the engine note that the client is active: by calls alone it would be idle for CLIENT LIST, CLIENT
+    /// KILL and a `timeout` that is set later.
+    #[cold]
+    async fn show_activity(&mut self) {
+        self.shown_at = self.engine.seconds();
+        let writes = &mut self.proxy_writes;
+        // A connection that takes nothing has other things to be noted, or has ended, which is seen elsewhere.
+        std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *writes).poll_write(cx, EMPTY_LINE).is_ready()))
+            .await;
     }
 
     /// Lets others have their turn, at the end of this one at the latest.

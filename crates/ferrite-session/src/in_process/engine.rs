@@ -50,6 +50,11 @@ pub trait InProcessEngine: Send + Sync {
         true
     }
 
+    /// Returns a number that changes once a second while sessions run.
+    fn seconds(&self) -> u64 {
+        0
+    }
+
     /// Notes that something was sent over a proxy connection. What others ask for after that is not to
     /// be called before the engine has read it.
     fn on_proxied(&self) {}
