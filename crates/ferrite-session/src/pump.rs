@@ -91,7 +91,7 @@ where
         // is read and dropped all the same: a socket that is closed with unread bytes resets the connection,
         // and the client may lose the engine's last words.
         answered = &mut answering => {
-            poll_fn(|cx| Poll::Ready(drop(asking.as_mut().poll(cx)))).await;
+            poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_ready())).await;
             answered
         }
         asked = &mut asking => {
