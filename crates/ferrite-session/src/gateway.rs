@@ -21,12 +21,13 @@ use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::timeout;
 
+use crate::ending::{Ending, over};
 use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
 use crate::in_process::{self, Client, CommandPaths, InProcessEngine, Left};
-use crate::pump::{BUFFER, Moved, pump_after};
-use crate::sessions::{Carrier, Entry, Open, SessionInfo, Sessions};
+use crate::pump::{BUFFER, pump_after};
+use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
 /// As the engine says it.
@@ -38,12 +39,6 @@ const LAST_WORDS: Duration = Duration::from_secs(1);
 const OFTEN_TOLD: usize = 1000;
 /// The buffers of a pinned session, each way: its client may not have authenticated.
 const PINNED_BUFFER: usize = 28 << 10;
-/// How long a client whose connection the engine has closed may take nothing of what was said before.
-const STALLED: Duration = Duration::from_secs(2);
-/// A session that has moved nothing for this long has nothing under way.
-const QUIET: Duration = Duration::from_millis(100);
-/// The same for a session whose client has sent a part of a command: the rest may be on its way, but it is no work of the engine's.
-const QUIET_PARTIAL: Duration = Duration::from_secs(1);
 
 /// How a [`Gateway`] behaves.
 #[derive(Debug, Clone)]
@@ -447,59 +442,6 @@ async fn pass_through<C>(
         _ = pump_after(&unsent, &mut client, &mut engine, moved, buffer_bytes) => {} // a client that breaks off is no event
         () = over(&open, ending) => {
             let _ = timeout(LAST_WORDS, client.shutdown()).await;
-        }
-    }
-}
-
-/// How sessions hear of the gateway's end.
-#[derive(Clone)]
-struct Ending {
-    ended: watch::Receiver<bool>,
-    engine_stays: bool,
-}
-
-/// Ready when a session is to end: somebody wants it to, or the gateway ends and nothing is under way.
-async fn over(open: &Open, ending: Ending) {
-    tokio::select! {
-        () = quiet(&open.entry.moved, ending) => {}
-        () = ended(&open.entry) => {}
-    }
-}
-
-/// Ready when somebody wants a session to end, or when the engine has freed its client and the client takes
-/// no more of what was said before.
-async fn ended(entry: &Entry) {
-    while !entry.is_killed.load(Ordering::Relaxed) {
-        if entry.is_gone() {
-            return stalled(&entry.moved, STALLED).await;
-        }
-        entry.ended.notified().await;
-    }
-}
-
-/// Ready when nothing has moved for this long.
-async fn stalled(moved: &Moved, time: Duration) {
-    let mut last = None;
-    while last != Some(moved.total()) {
-        last = Some(moved.total());
-        sleep(time).await;
-    }
-}
-
-/// Ready when the gateway ends and nothing has moved for a moment; if the engine goes on, it must have had the last word.
-async fn quiet(moved: &Moved, mut ending: Ending) {
-    let _ = ending.ended.wait_for(|ended| *ended).await; // a gateway that is gone has ended
-    let (mut last, mut since) = (moved.total(), Instant::now());
-    loop {
-        let is_partial = ending.engine_stays && moved.is_partial.load(Ordering::Relaxed);
-        let is_quiet = since.elapsed() >= if is_partial { QUIET_PARTIAL } else { QUIET };
-        if is_quiet && !(ending.engine_stays && moved.is_asking.load(Ordering::Relaxed)) {
-            return;
-        }
-        sleep(QUIET / 5).await;
-        let now = moved.total();
-        if now != last {
-            (last, since) = (now, Instant::now());
         }
     }
 }

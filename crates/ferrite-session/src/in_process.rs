@@ -22,6 +22,7 @@ mod engine;
 mod exchange;
 mod input;
 mod limits;
+mod proxying;
 mod replies;
 #[cfg(test)]
 mod tests;
@@ -44,7 +45,7 @@ pub use commands::{Callable, Commands};
 use commands::{Due, place_of};
 pub use engine::{Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture};
 use exchange::{Awaited, Event, Met, next_event};
-use input::{Begun, Found, Input, READ_MAX};
+use input::{Found, Input, READ_MAX};
 use limits::{BEFORE_AUTH, OutputGuard};
 pub(crate) use replies::Client;
 pub use replies::Replies;
@@ -366,102 +367,6 @@ impl<C: Client> InProcessSession<'_, C> {
 
     fn count_input(&self, run: &[Due]) {
         self.moved().to_engine.fetch_add(place_of(run).len() as u64, Ordering::Relaxed);
-    }
-
-    fn count_proxied(&self, run: &[Due]) {
-        self.paths.proxied.fetch_add(run.len() as u64, Ordering::Relaxed);
-        self.count_input(run);
-    }
-
-    /// Proxies commands that lie one behind the other, and asks the engine what the client is then.
-    async fn proxy(&mut self, run: &[Due], command: Option<SessionCommand>) -> io::Result<Met> {
-        if let Some(command @ (SessionCommand::ChangesIdentity | SessionCommand::Resets)) = command {
-            self.record.identity_changes(command);
-            self.identity_due = true;
-        }
-        // In the transaction no mark can be made, and WAIT may follow in it, or on the proxy path.
-        let marks = command == Some(SessionCommand::BeginsTransaction) && self.is_mark_due();
-        let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
-        bytes.extend_from_slice(&self.input.bytes()[place_of(run)]);
-        self.count_proxied(run);
-        let met = self.exchange(bytes, Awaited::replies(run.len()).after_own(marks), false).await?;
-        self.wrote &= !(marks && self.record.is_marked());
-        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
-    }
-
-    /// Asks the engine what the client is, after commands were proxied.
-    async fn ask_engine(&mut self) -> io::Result<Met> {
-        self.access = self.record.refresh();
-        // In a transaction the command would be queued as one of the client's own.
-        let can_ask = matches!(self.access, Access::Proxy { in_transaction: false, .. });
-        if can_ask && std::mem::take(&mut self.identity_due) {
-            let met = self.exchange(self.record.identify(), Awaited::own(), false).await?;
-            if met != Met::Answered {
-                return Ok(met);
-            }
-            self.access = self.record.refresh();
-        }
-        Ok(Met::Answered)
-    }
-
-    /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses that,
-    /// the refusal is the answer, since WAIT would speak of older writes.
-    async fn ask_for_writes(&mut self, run: &[Due]) -> io::Result<Met> {
-        if self.is_mark_due() {
-            match self.mark_writes().await? {
-                Met::Answered if self.record.is_marked() => {}
-                Met::Answered => {
-                    self.count_proxied(run);
-                    let refusal = std::mem::take(&mut self.own_reply);
-                    self.replies.bytes().extend_from_slice(&refusal);
-                    return Ok(Met::Answered);
-                }
-                met => return Ok(met),
-            }
-        }
-        self.proxy(run, Some(SessionCommand::AsksForWrites)).await
-    }
-
-    /// Returns whether calls have written what is to be marked, and it can be: in a transaction the mark
-    /// would be one of its commands, with a reply in EXEC's.
-    fn is_mark_due(&self) -> bool {
-        self.wrote && !self.in_transaction()
-    }
-
-    fn in_transaction(&self) -> bool {
-        matches!(self.access, Access::Proxy { in_transaction: true, .. })
-    }
-
-    async fn mark_writes(&mut self) -> io::Result<Met> {
-        let met = self.exchange(self.record.mark_writes().to_vec(), Awaited::own(), false).await?;
-        self.wrote &= !self.record.is_marked();
-        Ok(met)
-    }
-
-    /// Returns whether the large command that has begun can be proxied as it comes; if not, the session
-    /// is pinned. `None`: none has begun, or its name has not arrived.
-    fn large_command(&mut self) -> Option<bool> {
-        if !self.access.is_authenticated() && self.input.has_many_args() {
-            return Some(false); // the engine refuses it by its head, before the rest has come
-        }
-        if !self.input.is_large(self.access.is_authenticated()) {
-            return None;
-        }
-        match self.input.begun() {
-            Begun::Unknown => None,
-            Begun::Nameless => Some(false),
-            Begun::Named { name, first } => {
-                // Commands that change a session are short.
-                Some(!matches!(self.engine.look_up(name, first), CommandKind::Session(_)))
-            }
-        }
-    }
-
-    /// Proxies the command that has begun as it comes.
-    async fn stream(&mut self) -> io::Result<Met> {
-        self.paths.proxied.fetch_add(1, Ordering::Relaxed);
-        let met = self.exchange(Vec::new(), Awaited::replies(1), true).await?;
-        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
 
     /// Returns whether the client has sent something. Replies leave meanwhile, and the engine may speak,

@@ -11,6 +11,7 @@
 #![forbid(unsafe_code)]
 
 mod connector;
+mod ending;
 mod engine;
 mod frames;
 mod gateway;
