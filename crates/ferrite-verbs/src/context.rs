@@ -207,8 +207,10 @@ pub struct Limits {
     pub max_qp_rd_atom: u32,
     /// Reads one of our queue pairs may have outstanding.
     pub max_qp_init_rd_atom: u32,
+    /// 0 where it is not known: mlx4 has windows and never says how many.
     pub max_mw: u32,
-    /// Memory windows can be bound to one queue pair ([`crate::MemoryWindow`]).
+    /// The kernel says that memory windows can be bound to one queue pair ([`crate::MemoryWindow`]). Not every
+    /// provider in user space makes them: see [`crate::ProtectionDomain::try_window`].
     pub queue_pair_windows: bool,
 }
 
@@ -236,7 +238,7 @@ impl Limits {
             max_qp_rd_atom: count(attr.max_qp_rd_atom),
             max_qp_init_rd_atom: count(attr.max_qp_init_rd_atom),
             max_mw: count(attr.max_mw),
-            queue_pair_windows: attr.device_cap_flags & (TYPE_2A | TYPE_2B) != 0 && attr.max_mw > 0,
+            queue_pair_windows: attr.device_cap_flags & (TYPE_2A | TYPE_2B) != 0,
         }
     }
 }

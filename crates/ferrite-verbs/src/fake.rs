@@ -378,6 +378,14 @@ pub struct DeviceSpec {
     pub reports_last_receive: bool,
     /// Memory windows can be bound to a queue pair; without, there are none at all.
     pub queue_pair_windows: bool,
+    /// The kernel says that there are windows of type 2, and the provider in user space makes none: `ibv_alloc_mw`
+    /// says EOPNOTSUPP. bnxt_re (`bnxt_re_query_device` in the kernel's `drivers/infiniband/hw/bnxt_re/ib_verbs.c`
+    /// sets IB_DEVICE_MEM_WINDOW_TYPE_2B and `max_mw`; rdma-core's `providers/bnxt_re` has no `alloc_mw` in any
+    /// version, so that `libibverbs/dummy_ops.c` answers).
+    pub windows_only_in_kernel: bool,
+    /// There are windows, and `max_mw` is 0: `mlx4_ib_query_device` (the kernel's `drivers/infiniband/hw/mlx4/main.c`)
+    /// never sets it.
+    pub hides_max_mw: bool,
 }
 
 impl DeviceSpec {
@@ -404,6 +412,8 @@ impl DeviceSpec {
             cleans_completions: false,
             reports_last_receive: true,
             queue_pair_windows: true,
+            windows_only_in_kernel: false,
+            hides_max_mw: false,
         }
     }
 }

@@ -17,6 +17,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, ErrorKind, check};
 use crate::mr::{Access, MemoryRegion, Registration};
+use crate::pd::ProtectionDomain;
 use crate::sys;
 use crate::wr::RemoteSlice;
 
@@ -60,22 +61,49 @@ impl MemoryRegion {
     pub fn window(&self, range: Range<usize>, access: Access) -> Result<MemoryWindow, Error> {
         let remote = self.remote(range);
         let region = self.registration();
-        let context = region.domain().context();
-        let what = || format!("{} bytes on {}", remote.len, context.device().name());
+        let raw = region.domain().allocate_window(|| format!("{} bytes", remote.len))?;
+        // SAFETY: just made.
+        let first = unsafe { (*raw.as_ptr()).rkey };
+        let RemoteSlice { addr, len, .. } = remote;
+        let region = Some(Arc::clone(region));
+        Ok(MemoryWindow { raw, rkey: own_key(first), addr, len, access, region })
+    }
+}
+
+impl ProtectionDomain {
+    /// Makes a window and lets go of it: whether there are any is not known before. bnxt_re's kernel driver has
+    /// them, and its part of rdma-core has no call for it.
+    ///
+    /// # Errors
+    /// As [`MemoryRegion::window`].
+    pub fn try_window(&self) -> Result<(), Error> {
+        let raw = self.allocate_window(|| "on trial".into())?;
+        check("ibv_dealloc_mw", self.release_window(raw), || "on trial".into())
+    }
+
+    fn allocate_window(&self, what: impl Fn() -> String) -> Result<NonNull<sys::ibv_mw>, Error> {
+        let context = self.context();
+        let what = || format!("{} on {}", what(), context.device().name());
         // SAFETY: the context is open; the provider filled the operations when it was opened.
         let ops = unsafe { &(*context.raw()).ops };
         let (Some(allocate), Some(_)) = (ops.alloc_mw, ops.dealloc_mw) else {
             let error = Error::new(ErrorKind::DeviceLimit, "ibv_alloc_mw", what());
             return Err(error.because("the device has no memory windows"));
         };
-        // SAFETY: the domain is alive, and the window keeps it so.
-        let raw = unsafe { allocate(region.domain().raw(), sys::ibv_mw_type::IBV_MW_TYPE_2) };
-        let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_alloc_mw", what()))?;
-        // SAFETY: just made.
-        let first = unsafe { (*raw.as_ptr()).rkey };
-        let RemoteSlice { addr, len, .. } = remote;
-        let region = Some(Arc::clone(region));
-        Ok(MemoryWindow { raw, rkey: own_key(first), addr, len, access, region })
+        // SAFETY: the domain is alive; who gets the window keeps it so.
+        let raw = unsafe { allocate(self.raw(), sys::ibv_mw_type::IBV_MW_TYPE_2) };
+        NonNull::new(raw).ok_or_else(|| Error::last("ibv_alloc_mw", what()))
+    }
+
+    /// Called once for each window, or again after it failed.
+    fn release_window(&self, raw: NonNull<sys::ibv_mw>) -> i32 {
+        // SAFETY: the context is open while the domain is; the operation was there when the window was made.
+        let rc = match unsafe { (*self.context().raw()).ops.dealloc_mw } {
+            // SAFETY: made by us and not released yet.
+            Some(release) => unsafe { release(raw.as_ptr()) },
+            None => rustix::io::Errno::NOSYS.raw_os_error(),
+        };
+        crate::leak::outcome(rc, self.context())
     }
 }
 
@@ -110,15 +138,7 @@ impl MemoryWindow {
 
     fn release(&mut self) -> i32 {
         let Some(region) = &self.region else { return 0 };
-        // SAFETY: the context is open while the region's domain is; the operation was there when it
-        // was made.
-        let release = unsafe { (*region.domain().context().raw()).ops.dealloc_mw };
-        let rc = match release {
-            // SAFETY: made by us and released once: a success takes the region.
-            Some(release) => unsafe { release(self.raw.as_ptr()) },
-            None => rustix::io::Errno::NOSYS.raw_os_error(),
-        };
-        let rc = crate::leak::outcome(rc, region.domain().context());
+        let rc = region.domain().release_window(self.raw);
         if rc == 0 {
             self.region = None;
         }

@@ -56,8 +56,10 @@ impl Life {
         config: &Config,
     ) -> Result<(Self, Gear), Error> {
         let context = domain.context().clone();
-        let limits = context.limits()?;
+        let mut limits = context.limits()?;
         check(&context, &limits)?;
+        // What cannot be made is as if it were not there: who needs it is told so from the start.
+        limits.queue_pair_windows = limits.queue_pair_windows && domain.try_window().is_ok();
         let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
         let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
         let receives = receives.min(entries / 2);

@@ -348,7 +348,7 @@ pub(super) unsafe extern "C" fn query_device(
                 max_cqe: count(spec.max_cqe),
                 max_mr: count(spec.max_mr),
                 max_pd: count(spec.max_pd),
-                max_mw: if spec.queue_pair_windows { count(spec.max_mw) } else { 0 },
+                max_mw: if spec.queue_pair_windows && !spec.hides_max_mw { count(spec.max_mw) } else { 0 },
                 device_cap_flags: if spec.queue_pair_windows { crate::mw::TYPE_2B } else { 0 },
                 max_qp_rd_atom: count(spec.max_reads),
                 max_qp_init_rd_atom: count(spec.max_reads),

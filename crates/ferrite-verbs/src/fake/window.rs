@@ -133,7 +133,10 @@ pub(super) unsafe extern "C" fn alloc_mw(pd: *mut sys::ibv_pd, kind: sys::ibv_mw
             let (raw_pd, context) = (found.raw, found.context);
             let raw_context = state.usable(context)?.raw.context();
             let spec = &state.device_of(context)?.spec;
-            if !spec.queue_pair_windows || kind != sys::ibv_mw_type::IBV_MW_TYPE_2 {
+            if !spec.queue_pair_windows
+                || spec.windows_only_in_kernel
+                || kind != sys::ibv_mw_type::IBV_MW_TYPE_2
+            {
                 return Err(Errno::OPNOTSUPP);
             }
             if state.windows.len() >= spec.max_mw as usize {

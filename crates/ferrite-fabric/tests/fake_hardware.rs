@@ -1,0 +1,89 @@
+//! What other network cards and their drivers do, on the fake, which has it from their sources.
+
+mod links;
+
+use ferrite_fabric::Config;
+use ferrite_verbs::fake::{DeviceSpec, World};
+use links::isolation::Scene;
+use links::pair::meet;
+use links::{Fixture, Host};
+
+/// Two hosts, the first of which has a device as `change` makes it.
+fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
+    let world = World::new();
+    let hosts = [Host::new("fake1", "127.0.0.1"), Host::new("fake2", "127.0.0.2")];
+    let mut first = DeviceSpec::new("fake1", hosts[0].ip);
+    change(&mut first);
+    world.add_device(first);
+    world.add_device(DeviceSpec::new("fake2", hosts[1].ip));
+    let verbs = world.verbs();
+    (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
+}
+
+/// bnxt_re: the kernel says that there are windows, and the provider makes none. As where there are none.
+#[test]
+fn windows_that_cannot_be_made_are_none() {
+    let (_world, fixture) = world(|device| device.windows_only_in_kernel = true);
+    let scene = Scene::new(&fixture, &Config { shared_windows: true, ..Config::default() });
+    let guest = scene.guest(); // allowed by name
+    scene.is_well(&guest);
+    assert_eq!(scene.engines[1].stats().devices_without_windows, 1, "told at the start");
+    scene.end(vec![guest]);
+    let scene = Scene::new(&fixture, &Config::default());
+    let error = scene.refused();
+    assert!(error.to_string().contains("rdma-shared-windows"), "{error}");
+    scene.end(Vec::new());
+}
+
+/// The same: reads and writes between Ferrite peers.
+#[test]
+fn grants_where_windows_cannot_be_made() {
+    let (_world, fixture) = world(|device| device.windows_only_in_kernel = true);
+    links::one_sided::reads(&fixture);
+}
+
+/// mlx4 (ConnectX-3): windows of type 2, and `max_mw` is 0.
+#[test]
+fn windows_of_which_the_device_does_not_say_how_many() {
+    let (_world, fixture) = world(|device| device.hides_max_mw = true);
+    let scene = Scene::new(&fixture, &Config::default());
+    assert_eq!(scene.engines[1].stats().devices_without_windows, 0);
+    let guest = scene.guest();
+    scene.is_well(&guest);
+    scene.end(vec![guest]);
+}
+
+/// And where there is only a handful of regions and windows: the next guest is told, those that are there go on.
+#[test]
+fn few_windows() {
+    let (_world, fixture) = world(|device| device.max_mw = 1);
+    let scene = Scene::new(&fixture, &Config::default());
+    let guest = scene.guest();
+    scene.is_well(&guest);
+    scene.end(vec![guest]);
+    links::one_sided::reads(&fixture);
+}
+
+/// The cable is plugged in after the start.
+#[test]
+fn a_port_that_comes_up_after_the_start_is_used() {
+    let (world, fixture) = world(|_| ());
+    world.device_down("fake1");
+    let [server, client] = [0, 1].map(|host| fixture.engine(&fixture.hosts[host], &Config::default()));
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    world.device_up("fake1");
+    let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
+}
+
+/// The least that a device may have.
+#[test]
+fn messages_on_the_smallest_device() {
+    let (_world, fixture) = world(|device| {
+        (device.max_qp_wr, device.max_sge, device.max_inline) = (16, 1, 0);
+        (device.max_cqe, device.max_srq_wr, device.max_srq_sge, device.max_reads) = (32, 16, 1, 1);
+    });
+    links::messages::of_every_size(&fixture);
+    links::messages::small_beside_large(&fixture);
+    links::one_sided::reads(&fixture);
+    links::bare::messages_and_writes(&fixture);
+}
