@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::context::{Context, borrow_fd, exceeded, set_nonblocking, wait_readable};
-use crate::error::{Error, ErrorKind, last_errno};
+use crate::error::{Error, ErrorKind, last_errno, set_errno};
 use crate::sys;
 use crate::wc::WorkCompletion;
 
@@ -65,6 +65,7 @@ impl Context {
         let key = NEXT_KEY.fetch_add(1, Ordering::Relaxed);
         let raw_channel = channel.map_or(std::ptr::null_mut(), |channel| channel.0.raw.as_ptr());
         let vector = (vector % self.completion_vectors()).cast_signed();
+        set_errno(0);
         // SAFETY: the context is open, the channel is alive and stays so (the queue holds it), and the
         // queue's context pointer is a number that nobody follows.
         let raw = unsafe {

@@ -256,8 +256,11 @@ impl Error {
         Self(Box::new(Inner { kind, call, context: context.into(), errno: Some(errno), cause: None }))
     }
 
-    /// The failure of `call`, which set the C library's error number.
+    /// The failure of `call`, which set the C library's error number, or left the 0 that was there.
     pub(crate) fn last(call: &'static str, context: impl Into<String>) -> Self {
+        if io::Error::last_os_error().raw_os_error() == Some(0) {
+            return Self::new(ErrorKind::System, call, context).because("refused without a reason");
+        }
         Self::os(call, last_errno(), context)
     }
 
@@ -334,6 +337,16 @@ impl std::error::Error for Error {}
 /// The C library's error number of this thread.
 pub(crate) fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
+}
+
+/// Sets the C library's error number of this thread. To 0 before calls that some providers refuse without setting it
+/// (bnxt_re: a queue pair with too many inline bytes): what is there from earlier calls is not their reason.
+pub(crate) fn set_errno(raw: i32) {
+    unsafe extern "C" {
+        fn __errno_location() -> *mut std::ffi::c_int;
+    }
+    // SAFETY: the C library returns this thread's own place for it.
+    unsafe { *__errno_location() = raw };
 }
 
 /// The convention of most verbs: 0, or an error number (some providers: −1 and errno).

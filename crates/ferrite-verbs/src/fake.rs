@@ -386,6 +386,9 @@ pub struct DeviceSpec {
     /// There are windows, and `max_mw` is 0: `mlx4_ib_query_device` (the kernel's `drivers/infiniband/hw/mlx4/main.c`)
     /// never sets it.
     pub hides_max_mw: bool,
+    /// A queue pair that asks for too much is refused without an error number: errno is what it was before.
+    /// bnxt_re (`bnxt_re_check_qp_limits` and `bnxt_re_create_qp` in rdma-core's `providers/bnxt_re/verbs.c`).
+    pub refuses_silently: bool,
 }
 
 impl DeviceSpec {
@@ -414,6 +417,7 @@ impl DeviceSpec {
             queue_pair_windows: true,
             windows_only_in_kernel: false,
             hides_max_mw: false,
+            refuses_silently: false,
         }
     }
 }

@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use crate::code::codes;
 use crate::context::exceeded;
 use crate::cq::CompletionQueue;
-use crate::error::{Error, ErrorKind, check};
+use crate::error::{Error, ErrorKind, check, set_errno};
 use crate::gid::Gid;
 use crate::mr::Access;
 use crate::pd::ProtectionDomain;
@@ -116,6 +116,7 @@ impl ProtectionDomain {
             qp_type: sys::ibv_qp_type::IBV_QPT_RC,
             ..Default::default()
         };
+        set_errno(0);
         // SAFETY: domain, queues and `attr` are alive for the call; the queue pair keeps them after it.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_qp)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| self.create_error(config))?;

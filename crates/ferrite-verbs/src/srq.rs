@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::context::exceeded;
-use crate::error::{Error, ErrorKind, check};
+use crate::error::{Error, ErrorKind, check, set_errno};
 use crate::mr::Registration;
 use crate::pd::ProtectionDomain;
 use crate::sys;
@@ -60,6 +60,7 @@ impl ProtectionDomain {
             srq_context: std::ptr::null_mut(),
             attr: sys::ibv_srq_attr { max_wr, max_sge, srq_limit: 0 },
         };
+        set_errno(0);
         // SAFETY: the domain is alive and `attr` is valid for the call.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_srq)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| {

@@ -91,8 +91,8 @@ pub(crate) struct Made {
 impl Maker {
     pub(crate) fn make(self) -> Result<Made, Error> {
         let Self { domain, srq, cq, depth, lane, taker } = self;
+        let mut inline = lane.inline();
         loop {
-            let inline = lane.inline();
             let made = domain.create_queue_pair(&QueuePairConfig {
                 srq: Some(srq.clone()),
                 max_send_wr: depth,
@@ -102,9 +102,21 @@ impl Maker {
             });
             match made {
                 // A device does not say how much it takes inline: it refuses too much.
-                Err(error) if inline > 0 && error.kind() == ErrorKind::DeviceLimit => lane.less_inline(),
-                made => return Ok(Made { qp: made?, taker }),
+                Err(error) if inline > 0 && is_vague(error.kind()) => {
+                    inline = if inline > 64 { 64 } else { 0 };
+                }
+                Err(error) => return Err(error.into()),
+                Ok(qp) => {
+                    lane.takes_inline(inline);
+                    return Ok(Made { qp, taker });
+                }
             }
         }
     }
+}
+
+/// Whether a device that refuses inline bytes may say this. Each has an error number of its own for it, and bnxt_re none; but
+/// not those of other causes, as a lack of memory.
+fn is_vague(kind: ErrorKind) -> bool {
+    matches!(kind, ErrorKind::DeviceLimit | ErrorKind::Misuse | ErrorKind::System)
 }

@@ -170,10 +170,9 @@ impl Lane {
         self.inline.load(Ordering::Relaxed)
     }
 
-    /// The device did not take so much.
-    pub(super) fn less_inline(&self) {
-        let less = if self.inline() > 64 { 64 } else { 0 };
-        self.inline.store(less, Ordering::Relaxed);
+    /// The device takes so much, and perhaps not more.
+    pub(super) fn takes_inline(&self, bytes: u32) {
+        self.inline.fetch_min(bytes, Ordering::Relaxed);
     }
 
     /// Takes up to `wanted` entries of the completion queue.

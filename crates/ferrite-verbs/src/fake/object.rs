@@ -195,11 +195,7 @@ pub(super) fn pointer<C>(result: Result<*mut C, Errno>) -> *mut C {
 }
 
 fn set_errno(errno: Errno) -> Errno {
-    unsafe extern "C" {
-        fn __errno_location() -> *mut c_int;
-    }
-    // SAFETY: the C library returns this thread's own place for it.
-    unsafe { *__errno_location() = errno.raw_os_error() };
+    crate::error::set_errno(errno.raw_os_error());
     errno
 }
 

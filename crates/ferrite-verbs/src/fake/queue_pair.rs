@@ -145,6 +145,9 @@ pub(super) unsafe extern "C" fn create_qp(
                 || cap.max_send_sge > spec.max_sge
                 || cap.max_recv_sge > spec.max_sge
                 || cap.max_inline_data > spec.max_inline;
+            if too_much && spec.refuses_silently {
+                return Ok(std::ptr::null_mut());
+            }
             if !ours(&send_cq) || !ours(&recv_cq) || too_much {
                 return Err(Errno::INVAL);
             }
