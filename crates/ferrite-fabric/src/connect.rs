@@ -56,6 +56,8 @@ pub(crate) use sockets::Sockets;
 pub(crate) enum Meeting {
     Listening {
         id: CmId,
+        /// Its address, and whether `[::]` is IPv6 alone.
+        at: (SocketAddr, bool),
         listener: Arc<ListenerShared>,
     },
     Outgoing(Box<Outgoing>),
@@ -200,11 +202,11 @@ impl Poller {
                 events.push(event);
                 self.meetings.put(key, Meeting::Commanded { is_incoming, events });
             }
-            Meeting::Listening { id, listener } => {
+            Meeting::Listening { id, at, listener } => {
                 if event.kind == CmEventKind::DEVICE_REMOVAL {
-                    listener.fail(Error::new(ErrorKind::DeviceGone, "the listener's device was removed"));
+                    self.lose_listener(shared, id, at, listener);
                 } else {
-                    self.meetings.put(key, Meeting::Listening { id, listener });
+                    self.meetings.put(key, Meeting::Listening { id, at, listener });
                 }
             }
         }
@@ -415,7 +417,7 @@ pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> 
 }
 
 /// The lane of the device that an identifier is bound to.
-fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
+pub(crate) fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
     let Some((device, _)) = id.device() else {
         return Err(Error::new(ErrorKind::System, "the connection manager names no device"));
     };

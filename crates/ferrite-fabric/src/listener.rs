@@ -1,5 +1,6 @@
 //! Where peers come in.
 
+pub(crate) mod rdma;
 mod strangers;
 
 use std::collections::VecDeque;
@@ -11,12 +12,10 @@ use std::pin::Pin;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 
-use ferrite_verbs::{CmKey, ConnectionRequest};
+use ferrite_verbs::ConnectionRequest;
 use rustls::ServerConfig;
 
-use crate::connect::Meeting;
-use crate::engine::poller::Poller;
-use crate::engine::{Engine, Shared};
+use crate::engine::Engine;
 use crate::error::{Error, ErrorKind};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
@@ -24,6 +23,7 @@ use crate::link::state::{Wakes, keep};
 use crate::mem::lock;
 use crate::policy::Rdma;
 
+use rdma::Half;
 pub use strangers::{Strangers, TcpStranger, TcpStrangers};
 
 /// Links that are open and that nobody has accepted yet.
@@ -35,9 +35,11 @@ const TCP_STRANGERS: usize = 1024;
 
 pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
+    /// Where RDMA comes in, if it does.
+    rdma: Mutex<Option<Half>>,
     /// Where it listens.
     ip: IpAddr,
-    /// TCP is taken too: links can go on there.
+    /// TCP is taken too: links can go on there, and so can the listener.
     pub(crate) moves: bool,
     /// Nobody is taken for a Ferrite peer over RDMA, hello or not.
     pub(crate) strangers_only: bool,
@@ -166,8 +168,7 @@ impl ListenerShared {
 pub struct Listener {
     engine: Engine,
     shared: Arc<ListenerShared>,
-    /// Where RDMA comes in, and where TCP does.
-    cm: Option<CmKey>,
+    /// Where TCP comes in.
     tcp: Option<u64>,
     local: SocketAddr,
     absence: Option<Error>,
@@ -238,9 +239,9 @@ impl ListenOptions {
 
 impl Engine {
     /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both. A loopback
-    /// address takes TCP alone: RDMA has none, and the kernel would open the port to other hosts. For RDMA, a
-    /// listener on a device's address is lost with the device; one on all addresses (`0.0.0.0` or `[::]`) goes on when the
-    /// device is back.
+    /// address takes TCP alone: RDMA has none, and the kernel would open the port to other hosts. A
+    /// listener on the address of a device that is removed or reset goes on with TCP, and takes RDMA again some seconds after
+    /// the device is back; one for RDMA alone ends. One on all addresses (`0.0.0.0` or `[::]`) is never lost.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or not of this host. Where RDMA is required:
@@ -270,11 +271,11 @@ impl Engine {
             let what = "encryption is required, and there is no TLS configuration (ListenOptions::tls)";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
-        let moves = policy == Rdma::Prefer;
         let listener = Arc::new(ListenerShared {
             queue: Mutex::default(),
+            rdma: Mutex::default(),
             ip: local.ip(),
-            moves,
+            moves: policy == Rdma::Prefer,
             strangers_only: options.strangers_only,
         });
         {
@@ -300,29 +301,29 @@ impl Engine {
                         poller.listen_cm(shared, (bound, one_family), &listener).map(Some)
                     }
                 };
-                let (cm, bound, absence) = match cm {
-                    Ok(Some((key, bound))) => (Some(key), bound, None),
-                    Ok(None) => (None, bound, None),
+                let (has_rdma, bound, absence) = match cm {
+                    Ok(Some(bound)) => (true, bound, None),
+                    Ok(None) => (false, bound, None),
                     Err(error) if policy == Rdma::Require => return Err(error),
                     // Somebody else has the port.
                     Err(error) if error.kind() == ErrorKind::Misuse => {
                         tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));
                         return Err(error);
                     }
-                    Err(error) => (None, bound, Some(error)),
+                    Err(error) => (false, bound, Some(error)),
                 };
-                Ok((cm, tcp, bound, absence))
+                Ok((has_rdma, tcp, bound, absence))
             });
             match opened {
-                Ok((cm, tcp, local, absence)) => {
+                Ok((has_rdma, tcp, local, absence)) => {
                     if let Some(error) = &absence {
                         let to_do = error.remedy().unwrap_or_default();
                         tracing::warn!("{local} takes TCP only, not RDMA: {error}; to do: {to_do}");
                     }
-                    if cm.is_some() && (options.welcome_strangers || options.strangers_only) {
+                    if has_rdma && (options.welcome_strangers || options.strangers_only) {
                         self.warn_of_shared_memory(local);
                     }
-                    return Ok(Listener { engine: self.clone(), shared: listener, cm, tcp, local, absence });
+                    return Ok(Listener { engine: self.clone(), shared: listener, tcp, local, absence });
                 }
                 Err(error)
                     if policy == Rdma::Prefer && local.port() == 0 && error.kind() == ErrorKind::Misuse =>
@@ -360,29 +361,6 @@ impl Engine {
     }
 }
 
-impl Poller {
-    fn listen_cm(
-        &mut self,
-        shared: &Shared,
-        (local, one_family): (SocketAddr, bool),
-        listener: &Arc<ListenerShared>,
-    ) -> Result<(CmKey, SocketAddr), Error> {
-        let channel = self.cm(shared)?;
-        if local.ip().is_loopback() && !shared.lanes.iter().any(|lane| lane.has_address(local.ip())) {
-            return Err(Error::loopback(local));
-        }
-        let id = channel.create_id()?;
-        if one_family {
-            id.set_one_family()?;
-        }
-        id.bind(local)?;
-        id.listen(BACKLOG as u32)?;
-        let (key, local) = (id.key(), id.local_addr().unwrap_or(local));
-        self.meetings.listen(key, Meeting::Listening { id, listener: Arc::clone(listener) });
-        Ok((key, local))
-    }
-}
-
 impl Listener {
     /// The descriptors that hold its port: of the TCP socket, and of the connection manager for RDMA. For a process that forks
     /// without exec: a child that keeps them keeps the port when its parent has ended.
@@ -390,8 +368,8 @@ impl Listener {
     pub fn descriptors(&self) -> Vec<RawFd> {
         self.engine.shared().with_poller(|poller, _| {
             let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
-            let cm =
-                poller.cm.as_ref().filter(|_| self.cm.is_some()).map(|channel| channel.as_fd().as_raw_fd());
+            let has_rdma = lock(&self.shared.rdma).is_some(); // or had, and will have it again
+            let cm = poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
             tcp.into_iter().chain(cm).collect()
         })
     }
@@ -443,7 +421,7 @@ impl Drop for Listener {
             if let Some(tcp) = self.tcp {
                 poller.stop_listening_tcp(tcp);
             }
-            self.cm.and_then(|key| poller.meeting(key))
+            poller.stop_listening_cm(&self.shared)
         });
         drop(listening); // its identifier, without the poller's lock
         for link in std::mem::take(&mut lock(&self.shared.queue).links) {
@@ -489,6 +467,7 @@ mod tests {
     fn is_for_its_own_address_alone() {
         let at = |ip: &str| ListenerShared {
             queue: Mutex::default(),
+            rdma: Mutex::default(),
             ip: ip.parse().expect("an address"),
             moves: false,
             strangers_only: false,

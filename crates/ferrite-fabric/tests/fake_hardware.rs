@@ -1,12 +1,17 @@
 //! What other network cards and their drivers do, on the fake, which has it from their sources.
+#![cfg(not(miri))] // which has no network
 
+#[expect(dead_code, unused_imports, unused_macros, reason = "what is for tests of links")]
 mod links;
 
-use ferrite_fabric::Config;
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use links::isolation::Scene;
-use links::pair::meet;
-use links::{Fixture, Host};
+use links::pair::{drive, meet, until};
+use links::{Fixture, Host, PATIENCE};
 
 /// Two hosts, the first of which has a device as `change` makes it.
 fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
@@ -96,4 +101,69 @@ fn messages_on_the_smallest_device() {
     links::messages::small_beside_large(&fixture);
     links::one_sided::reads(&fixture);
     links::bare::messages_and_writes(&fixture);
+}
+
+/// A link to a listener by an engine that has no RDMA.
+fn over_tcp(client: &Engine, server: &Engine, listener: &mut Listener) -> [Link; 2] {
+    let calling = client.connect(listener.local_addr());
+    let (there, here) = drive(&[client, server], async { futures_util::join!(calling, listener.accept()) });
+    let links = [there.expect("connected over TCP"), here.expect("accepted over TCP")];
+    assert_eq!(links.each_ref().map(Link::transport), [Transport::Tcp; 2]);
+    links
+}
+
+/// A card is reset (firmware update, `devlink dev reload`): at its own address TCP goes on, and RDMA is back with it.
+#[test]
+fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
+    let (world, fixture) = world(|_| ());
+    let verbs = fixture.verbs.as_ref().expect("a world");
+    let at = fixture.hosts[0].ip;
+    let server = Engine::builder(verbs).serving(at).build().expect("an engine");
+    let plain = Engine::builder(verbs).rdma(Rdma::Forbid).build().expect("an engine");
+    let client = fixture.engine(&fixture.hosts[1], &Config::default());
+    let mut listener = server.listen(SocketAddr::new(at, 0)).expect("listen");
+    let before = over_tcp(&plain, &server, &mut listener);
+    for round in 1..=2 {
+        world.disassociate_device("fake1");
+        until(&[&server, &plain], "the device is gone", || server.stats().devices_lost == round);
+        over_tcp(&plain, &server, &mut listener);
+        let talking = async { futures_util::join!(before[0].send_bytes(0, b"still here"), before[1].recv()) };
+        let (sent, got) = drive(&[&plain, &server], talking);
+        sent.expect("sent");
+        assert_eq!(got.expect("a message").to_vec(), b"still here");
+        world.add_device(DeviceSpec::new("fake1", at));
+        until(&[&server], "the device is back", || server.stats().devices_back == round);
+        // It listens a moment after that.
+        let options = ConnectOptions::new().local(fixture.hosts[1].any_port()).rdma(Rdma::Require);
+        let begun = Instant::now();
+        let there = loop {
+            let calling = client.connect_with(listener.local_addr(), &options);
+            match drive(&[&client, &server], calling) {
+                Ok(there) => break there,
+                Err(error) => assert!(begun.elapsed() < PATIENCE, "no RDMA: {error}"),
+            }
+        };
+        let here = drive(&[&client, &server], listener.accept()).expect("accepted");
+        assert_eq!([there.transport(), here.transport()], [Transport::Rdma; 2]);
+    }
+    // A listener that is dropped while its device is gone does not come back with it.
+    world.disassociate_device("fake1");
+    until(&[&server, &client], "the device is gone", || server.stats().devices_lost == 3);
+    let address = listener.local_addr();
+    drop(listener);
+    world.add_device(DeviceSpec::new("fake1", at));
+    until(&[&server], "the device is back", || server.stats().devices_back == 3);
+    server.listen(address).expect("nobody has the address");
+}
+
+/// Without TCP nothing is left of a listener whose device is reset.
+#[test]
+fn a_listener_for_rdma_alone_ends_with_its_device() {
+    let (world, fixture) = world(|_| ());
+    let verbs = fixture.verbs.as_ref().expect("a world");
+    let server = Engine::builder(verbs).rdma(Rdma::Require).device("fake1").build().expect("an engine");
+    let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
+    world.disassociate_device("fake1");
+    let error = drive(&[&server], listener.accept()).expect_err("its device is gone");
+    assert_eq!(error.kind(), ErrorKind::DeviceGone);
 }

@@ -29,6 +29,7 @@ use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, Tag, Wakes};
+use crate::listener::rdma::LostListeners;
 
 /// Between looks at the descriptors while completions keep coming.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
@@ -53,6 +54,7 @@ pub(crate) struct Poller {
     pub(super) leaving: Vec<Leaving>,
     /// By lane: devices that are gone and looked for.
     pub(super) searches: HashMap<usize, Search>,
+    pub(crate) lost_listeners: LostListeners,
     completions: Vec<WorkCompletion>,
     pub(super) by_qp: QueuePairs,
     pub(crate) cm: Option<EventChannel>,
@@ -93,6 +95,7 @@ impl Poller {
             orphans: HashMap::new(),
             leaving: Vec::new(),
             searches: HashMap::new(),
+            lost_listeners: LostListeners::default(),
             completions: vec![WorkCompletion::default(); batch],
             by_qp: QueuePairs::default(),
             cm: None,
@@ -491,6 +494,7 @@ impl Poller {
             Timer::Greeting(id) => self.greeting_timed_out(shared, id),
             Timer::Door => self.look_at_the_door(shared),
             Timer::Accept(id) => self.sockets.on_ready(id),
+            Timer::Listen(number) => self.listen_again(shared, number),
             Timer::Meeting(key) => self.meeting_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_meeting(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),

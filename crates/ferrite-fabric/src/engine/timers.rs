@@ -48,6 +48,8 @@ pub(crate) enum Timer {
     Door,
     /// Are there descriptors again for this listener?
     Accept(u64),
+    /// Is the device of this listener back?
+    Listen(u64),
     /// Try this handshake again.
     Retry(u64),
     /// A grant's time is over.

@@ -1,0 +1,143 @@
+//! The RDMA half of a listener. At the address of a device it goes with the device, and where TCP is taken too it comes back
+//! with it, while TCP goes on.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{CmId, CmKey, EventChannel};
+
+use super::{BACKLOG, ListenerShared};
+use crate::connect::{Meeting, lane_of};
+use crate::engine::Shared;
+use crate::engine::poller::Poller;
+use crate::engine::timers::Timer;
+use crate::error::{Error, ErrorKind};
+use crate::mem::lock;
+
+/// Between tries to listen again: at first, and at most.
+const FIRST_TRY: Duration = Duration::from_secs(1);
+const LAST_TRY: Duration = Duration::from_secs(8);
+
+/// Where RDMA comes in.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Half {
+    Listening(CmKey),
+    /// By its number among those that are lost.
+    Lost(u64),
+}
+
+/// Where to listen: an address, and whether `[::]` is IPv6 alone.
+type At = (SocketAddr, bool);
+
+/// A listener whose device is gone.
+struct Lost {
+    listener: Arc<ListenerShared>,
+    at: At,
+    /// Until the next try.
+    wait: Duration,
+}
+
+#[derive(Default)]
+pub(crate) struct LostListeners {
+    by_number: HashMap<u64, Lost>,
+    next: u64,
+}
+
+impl Poller {
+    /// Begins to listen.
+    pub(super) fn listen_cm(
+        &mut self,
+        shared: &Shared,
+        at: At,
+        listener: &Arc<ListenerShared>,
+    ) -> Result<SocketAddr, Error> {
+        let channel = self.cm(shared)?;
+        let (local, one_family) = at;
+        if local.ip().is_loopback() && !shared.lanes.iter().any(|lane| lane.has_address(local.ip())) {
+            return Err(Error::loopback(local));
+        }
+        let id = bound(&channel, at)?;
+        let local = id.local_addr().unwrap_or(local);
+        self.listen_by(id, (local, one_family), listener)?;
+        Ok(local)
+    }
+
+    fn listen_by(&mut self, id: CmId, at: At, listener: &Arc<ListenerShared>) -> Result<(), Error> {
+        id.listen(BACKLOG as u32)?;
+        let key = id.key();
+        *lock(&listener.rdma) = Some(Half::Listening(key));
+        self.meetings.listen(key, Meeting::Listening { id, at, listener: Arc::clone(listener) });
+        Ok(())
+    }
+
+    /// Ends it.
+    pub(super) fn stop_listening_cm(&mut self, listener: &ListenerShared) -> Option<Meeting> {
+        match lock(&listener.rdma).take()? {
+            Half::Listening(key) => self.meeting(key),
+            Half::Lost(number) => {
+                self.lost_listeners.by_number.remove(&number);
+                None
+            }
+        }
+    }
+
+    /// The device at whose address it listens is gone.
+    pub(crate) fn lose_listener(&mut self, shared: &Shared, id: CmId, at: At, listener: Arc<ListenerShared>) {
+        shared.commands.discard(None, id);
+        if !listener.moves {
+            listener.fail(Error::new(ErrorKind::DeviceGone, "the listener's device was removed"));
+            return;
+        }
+        tracing::warn!("{}: its RDMA device was removed or reset, TCP alone is taken until it is back", at.0);
+        let number = self.lost_listeners.next;
+        self.lost_listeners.next += 1;
+        *lock(&listener.rdma) = Some(Half::Lost(number));
+        self.wait_to_listen(number, Lost { listener, at, wait: FIRST_TRY });
+    }
+
+    fn wait_to_listen(&mut self, number: u64, lost: Lost) {
+        self.timers.add(Instant::now() + lost.wait, Timer::Listen(number));
+        self.lost_listeners.by_number.insert(number, lost);
+    }
+
+    /// Tries to listen again where the device was.
+    pub(crate) fn listen_again(&mut self, shared: &Shared, number: u64) {
+        let Some(at) = self.lost_listeners.by_number.get(&number).map(|lost| lost.at) else { return };
+        let channel = self.cm(shared);
+        let work = move |(): &mut ()| channel.and_then(|channel| bound(&channel, at));
+        self.command(shared, None, (), work, move |poller, shared, (), bound| {
+            let Some(mut lost) = poller.lost_listeners.by_number.remove(&number) else {
+                shared.commands.discard(None, bound); // nobody wants it any more
+                return;
+            };
+            // Not on the command's thread: by then a request or the next removal might have come for it, and nobody would
+            // know whose that is. It fails if the device has gone again.
+            let listens = bound.and_then(|id| {
+                let lane = lane_of(shared, &id)?;
+                if lane.is_gone() {
+                    shared.commands.discard(None, id);
+                    return Err(lane.absence());
+                }
+                poller.listen_by(id, at, &lost.listener)
+            });
+            if listens.is_ok() {
+                tracing::info!("{}: its RDMA device is back, and RDMA is taken again", at.0);
+            } else {
+                lost.wait = (lost.wait * 2).min(LAST_TRY);
+                poller.wait_to_listen(number, lost);
+            }
+        });
+    }
+}
+
+/// An identifier that is bound to an address.
+fn bound(channel: &EventChannel, (local, one_family): At) -> Result<CmId, Error> {
+    let id = channel.create_id()?;
+    if one_family {
+        id.set_one_family()?;
+    }
+    id.bind(local)?;
+    Ok(id)
+}
