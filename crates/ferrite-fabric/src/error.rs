@@ -84,6 +84,8 @@ enum Source {
     ClearText(&'static str),
     /// RDMA has no loopback address.
     Loopback,
+    /// A device uses the host's TCP ports for RDMA.
+    PortIsTcps,
 }
 
 impl Error {
@@ -141,6 +143,20 @@ impl Error {
             refusal: None,
             causes: Vec::new(),
             source: Some(Source::Loopback),
+        }))
+    }
+
+    /// A device wanted a TCP port of the host's to listen for RDMA, as iWARP does, and our own TCP listener has it.
+    pub(crate) fn port_is_tcps(local: std::net::SocketAddr) -> Self {
+        Self(Arc::new(Inner {
+            kind: ErrorKind::Absent,
+            what: format!(
+                "an RDMA device cannot listen on {local}: it uses the host's TCP ports, and TCP has this one"
+            ),
+            status: None,
+            refusal: None,
+            causes: Vec::new(),
+            source: Some(Source::PortIsTcps),
         }))
     }
 
@@ -206,6 +222,10 @@ impl Error {
             Some(Source::Pool(error)) => error.remedy(),
             Some(Source::ClearText(remedy)) => Some((*remedy).into()),
             Some(Source::Loopback) => Some("bind to an address of an RDMA device".into()),
+            Some(Source::PortIsTcps) => Some(
+                "bind to an address of another RDMA device, or remove the iWARP device (`rdma link` names it; siw is one)"
+                    .into(),
+            ),
             None => self.0.causes.first().and_then(|cause| cause.remedy.clone()),
         }
     }
@@ -271,7 +291,7 @@ impl std::error::Error for Error {
         match &self.0.source {
             Some(Source::Verbs(error)) => Some(error),
             Some(Source::Pool(error)) => Some(error),
-            Some(Source::ClearText(_) | Source::Loopback) | None => None,
+            Some(Source::ClearText(_) | Source::Loopback | Source::PortIsTcps) | None => None,
         }
     }
 }

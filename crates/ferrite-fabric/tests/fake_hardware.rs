@@ -167,3 +167,29 @@ fn a_listener_for_rdma_alone_ends_with_its_device() {
     let error = drive(&[&server], listener.accept()).expect_err("its device is gone");
     assert_eq!(error.kind(), ErrorKind::DeviceGone);
 }
+
+/// Software iWARP takes a port of the host's TCP to listen (`siw_create_listen` in the kernel's
+/// `drivers/infiniband/sw/siw/siw_cm.c`), which is that of our own TCP listener. One such device is enough for EADDRINUSE at
+/// `0.0.0.0`, where the kernel listens on all devices or on none (`cma_listen_on_all`).
+#[test]
+fn tcp_is_taken_where_a_device_wants_the_port_for_itself() {
+    const EADDRINUSE: i32 = 98;
+    let (world, fixture) = world(|_| ());
+    let verbs = fixture.verbs.as_ref().expect("a world");
+    let server = Engine::builder(verbs).device("fake1").build().expect("an engine");
+    for ip in ["0.0.0.0", "127.0.0.1"] {
+        world.fail_next("rdma_listen", EADDRINUSE);
+        let listener = server.listen(format!("{ip}:0").parse().expect("an address")).expect("TCP is free");
+        let absence = listener.absence().expect("no RDMA");
+        assert!(absence.remedy().is_some_and(|remedy| remedy.contains("iWARP")), "{absence}");
+    }
+    // A port that another has for RDMA is still an error of who asks for it.
+    world.fail_next("rdma_bind_addr", EADDRINUSE);
+    let at = SocketAddr::new(fixture.hosts[0].ip, free_port());
+    assert_eq!(server.listen(at).expect_err("in use").kind(), ErrorKind::Misuse);
+}
+
+fn free_port() -> u16 {
+    let socket = std::net::TcpListener::bind("127.0.0.1:0").expect("a socket");
+    socket.local_addr().expect("an address").port()
+}

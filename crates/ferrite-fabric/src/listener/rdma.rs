@@ -65,7 +65,11 @@ impl Poller {
     }
 
     fn listen_by(&mut self, id: CmId, at: At, listener: &Arc<ListenerShared>) -> Result<(), Error> {
-        id.listen(BACKLOG as u32)?;
+        id.listen(BACKLOG as u32).map_err(|error| match error.kind() {
+            // Binding found the port free for RDMA, and our TCP has it.
+            ferrite_verbs::ErrorKind::AddressInUse if listener.moves => Error::port_is_tcps(at.0),
+            _ => error.into(),
+        })?;
         let key = id.key();
         *lock(&listener.rdma) = Some(Half::Listening(key));
         self.meetings.listen(key, Meeting::Listening { id, at, listener: Arc::clone(listener) });
