@@ -169,7 +169,7 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                 Some(why) => say(false, &format!("{}: TCP alone, no RDMA: {why}", begun.places(true))),
                 None => say(true, &format!("{}: RDMA on {}", begun.places(false), begun.devices.join(", "))),
             }
-            for unused in &begun.unused {
+            for unused in begun.unserved.iter().chain(&begun.unused) {
                 say(false, unused);
             }
             say(true, &lanes(&config.engine));

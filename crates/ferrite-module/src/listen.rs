@@ -1,7 +1,7 @@
 //! Where clients come in: at the addresses that were named, else at those that the engine itself listens on, and nowhere if
 //! the engine serves nobody without TLS.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
+use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 
 use ferrite_fabric::Rdma;
 
@@ -57,27 +57,25 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     let mut found: Vec<Address> = Vec::new();
     for word in bind.split_whitespace() {
         let (word, may_be_absent) = word.strip_prefix('-').map_or((word, false), |word| (word, true));
-        for ip in ips(word, may_be_absent)? {
-            if !found.iter().any(|address| address.at.ip() == ip) {
-                found.push(Address { at: SocketAddr::new(ip, port), may_be_absent, is_named: false });
+        for mut at in places(word, may_be_absent)? {
+            at.set_port(port);
+            if !found.iter().any(|address| address.at == at) {
+                found.push(Address { at, may_be_absent, is_named: false });
             }
         }
     }
     Ok(found)
 }
 
-/// What a word of the engine's `bind` means.
-fn ips(word: &str, may_be_absent: bool) -> Result<Vec<IpAddr>, String> {
+/// What a word of the engine's `bind` means, without a port. A link-local address names its interface (`fe80::1%eth0`).
+fn places(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
     match word {
-        "*" => return Ok(vec![Ipv4Addr::UNSPECIFIED.into()]),
-        "::*" => return Ok(vec![Ipv6Addr::UNSPECIFIED.into()]),
+        "*" => return Ok(vec![(Ipv4Addr::UNSPECIFIED, 0).into()]),
+        "::*" => return Ok(vec![(Ipv6Addr::UNSPECIFIED, 0).into()]),
         _ => {}
     }
-    if let Ok(ip) = word.parse() {
-        return Ok(vec![ip]);
-    }
     match (word, 0).to_socket_addrs() {
-        Ok(found) => Ok(found.map(|address| address.ip()).collect()),
+        Ok(found) => Ok(found.collect()),
         Err(_) if may_be_absent => Ok(Vec::new()),
         Err(error) => Err(format!(
             "the engine's bind address {word:?}: {error}; name an address by the argument rdma-bind ADDRESS"
@@ -110,6 +108,7 @@ mod tests {
             ("127.0.0.1 -::1", &["127.0.0.1:6380", "-[::1]:6380"]),
             ("10.0.0.5 10.0.0.6 10.0.0.5", &["10.0.0.5:6380", "10.0.0.6:6380"]),
             ("-no-such-host.invalid 10.0.0.5", &["10.0.0.5:6380"]),
+            ("fe80::1%lo ::1 fe80::1%lo", &["[fe80::1%1]:6380", "[::1]:6380"]),
         ] {
             assert_eq!(at("", "6379", "0", bind).expect("addresses"), expected, "{bind}");
         }

@@ -76,6 +76,8 @@ pub(crate) struct Begun {
     pub(crate) devices: Vec<String>,
     /// Devices that cannot be used, and why.
     pub(crate) unused: Vec<String>,
+    /// Addresses of the engine's that are not served, and why.
+    pub(crate) unserved: Vec<String>,
     /// Why there is no RDMA, if there is none, and what to do.
     pub(crate) absence: Option<String>,
 }
@@ -231,7 +233,7 @@ fn run(
         }
     };
     runtime.block_on(async {
-        let (engine, listeners) = match listen(options, addresses) {
+        let (engine, listeners, unserved) = match listen(options, addresses) {
             Ok(listening) => listening,
             Err(why) => {
                 let _ = beginning.send(Err(why));
@@ -260,6 +262,7 @@ fn run(
                 .map(|(name, error)| format!("RDMA device {name} is not used: {}", told(error)))
                 .collect(),
             absence: absence(&engine, &listeners),
+            unserved,
         };
         if beginning.send(Ok((gateway.clone(), begun, (engine.clone(), Handle::current())))).is_err() {
             return; // it took too long
@@ -317,7 +320,8 @@ async fn answer(engine: &Engine, mut asked: UnboundedReceiver<Ask>) {
 /// Listeners, each with whether it takes RDMA.
 type Listeners = Vec<(Listener, bool)>;
 
-fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners), String> {
+/// What listens, and why addresses of the engine's do not.
+fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners, Vec<String>), String> {
     let requires = options.rdma() == Rdma::Require;
     let is_loopback = addresses.iter().all(|address| address.at.ip().is_loopback());
     if requires && is_loopback {
@@ -338,7 +342,7 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
     let builder = options.devices().fold(served.fold(Engine::system(), Builder::serving), Builder::device);
     // The engine's main thread drives it, and is not to wait for the kernel.
     let engine = builder.config(config).command_threads().build().map_err(|error| told(&error))?;
-    let (mut listeners, mut why_not) = (Vec::new(), None);
+    let (mut listeners, mut unserved, mut why_not) = (Vec::new(), Vec::new(), None);
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));
         if requires && rdma == Rdma::Forbid {
@@ -355,19 +359,21 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
             Err(error) => {
                 let over = if requires { " over RDMA" } else { "" };
                 let why = format!("cannot listen on {at}{over}: {}", told(&error));
-                // Of the engine's own addresses, not all have to be those of an RDMA device.
-                if address.is_named || !requires {
+                // Of the engine's own addresses, one that fails is no reason to serve none.
+                if address.is_named {
                     return Err(why);
                 }
-                why_not.get_or_insert(why);
+                unserved.push(why);
             }
         }
     }
     fork::close_in_children(listeners.iter().flat_map(|(listener, _)| listener.descriptors()));
     if listeners.is_empty() {
-        return Err(why_not.unwrap_or_else(|| "none of the engine's addresses is here".into()));
+        let first = unserved.into_iter().next().or(why_not);
+        return Err(first.unwrap_or_else(|| "none of the engine's addresses is here".into()));
     }
-    Ok((engine, listeners))
+    unserved.iter().for_each(|why| tracing::warn!("{why}; the engine's other addresses are served"));
+    Ok((engine, listeners, unserved))
 }
 
 /// Why there is no RDMA anywhere, if there is none.

@@ -4,7 +4,7 @@
 mod scene;
 
 use std::io::{Read as _, Write as _};
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{TcpStream, ToSocketAddrs as _};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -12,7 +12,7 @@ use scene::{Server, Start, engines, free_port};
 
 /// Whether somebody answers PING there. `None` if nobody listens.
 fn ping(ip: &str, port: &str) -> Option<bool> {
-    let at = SocketAddr::new(ip.parse::<IpAddr>().ok()?, port.parse().ok()?);
+    let at = (ip, port.parse().ok()?).to_socket_addrs().ok()?.next()?;
     let mut socket = TcpStream::connect_timeout(&at, Duration::from_secs(5)).ok()?;
     socket.set_read_timeout(Some(Duration::from_secs(10))).ok()?;
     socket.write_all(b"PING\r\n").ok()?;
@@ -82,6 +82,43 @@ fn listens_again_beside_a_child_that_still_saves() {
         assert!(is_saving, "{}", server.log());
         assert_eq!(answers, Some(true), "{}", server.log());
     }
+}
+
+/// One address of the engine's that cannot be had does not keep clients from the others. Those that are of one link alone
+/// are named with its interface.
+#[test]
+fn serves_the_addresses_that_can_be_had() {
+    for program in engines() {
+        let [tcp, own] = [free_port(), free_port()];
+        let _taken = std::net::TcpListener::bind(format!("127.0.0.2:{own}")).expect("a free port");
+        let bind = format!("127.0.0.1 127.0.0.2 127.0.0.3 {}", link_local().unwrap_or_default());
+        let mut server = start(&program, &["rdma-port", &own], &["--port", &tcp, "--bind", bind.trim_end()]);
+        assert_eq!([1, 3].map(|last| ping(&format!("127.0.0.{last}"), &own)), [Some(true); 2]);
+        let why = format!("cannot listen on 127.0.0.2:{own}: ");
+        server.until_logged(&why);
+        assert_eq!(server.log().matches(&why).count(), 1);
+        let report = server.ask::<String>(&["FERRITE", "DOCTOR"]);
+        assert!(report.contains(&format!("[look] {why}")), "{report}");
+        if let Some(address) = link_local() {
+            let (ip, _) = address.split_once('%').expect("an interface");
+            assert!(server.info("address").contains(&format!("[{ip}%")), "{}", server.info("address"));
+            // To protected mode such a client is one of another host.
+            assert!(ping(&address, &own).is_some(), "nobody listens at {address}");
+        }
+        server.assert_well();
+    }
+}
+
+/// An address of one link, if the host has one, with the link: `fe80::1%eth0`.
+fn link_local() -> Option<String> {
+    const SCOPE: &str = "20";
+    let all = std::fs::read_to_string("/proc/net/if_inet6").ok()?;
+    all.lines().find_map(|line| {
+        let words: Vec<_> = line.split_whitespace().collect();
+        let [address, _, _, SCOPE, _, interface] = words[..] else { return None };
+        let ip = std::net::Ipv6Addr::from(u128::from_str_radix(address, 16).ok()?);
+        Some(format!("{ip}%{interface}"))
+    })
 }
 
 /// Who has no address but a Unix socket has not said where others may come in.
