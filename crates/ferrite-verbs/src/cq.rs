@@ -9,7 +9,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 
 use crate::context::{Context, borrow_fd, exceeded, set_nonblocking, wait_readable};
-use crate::error::{Error, ErrorKind, last_errno, set_errno};
+use crate::error::{ENTRY_BYTES, Error, ErrorKind, last_errno, set_errno};
 use crate::sys;
 use crate::wc::WorkCompletion;
 
@@ -77,7 +77,7 @@ impl Context {
             let limit = self.limits().ok().and_then(|l| exceeded(&[("depth", depth, l.max_cqe)]));
             match limit {
                 Some(limit) => error.with_kind(ErrorKind::DeviceLimit).because(limit),
-                None => error,
+                None => error.or_memlock(u64::from(depth) * ENTRY_BYTES),
             }
         })?;
         let inner = QueueInner { raw, key: CqKey(key), channel: channel.cloned(), context: self.clone() };

@@ -14,6 +14,7 @@ mod memlock;
 mod rejection;
 
 pub use memlock::Memlock;
+pub(crate) use memlock::{ENTRY_BYTES, SEND_ENTRY_BYTES};
 pub use rejection::{RejectReason, Rejection};
 
 /// Why this host has no usable RDMA.
@@ -102,7 +103,7 @@ impl Absence {
 pub enum ErrorKind {
     /// RDMA is not available here: fall back to another transport. See [`Error::absence`].
     Absent,
-    /// The locked-memory limit refused a registration: fall back, or raise it. See [`Error::memlock`].
+    /// The locked-memory limit refused a registration or a queue: fall back, or raise it. See [`Error::memlock`].
     Memlock,
     /// The kernel or the device has no memory or objects left: free some, then retry.
     OutOfMemory,
@@ -280,9 +281,14 @@ impl Error {
         self
     }
 
-    pub(crate) fn because_of_memlock(mut self, memlock: Memlock) -> Self {
-        self.0.kind = ErrorKind::Memlock;
-        self.0.cause = Some(Cause::Memlock(memlock));
+    /// Names the locked-memory limit, if that is what refused to pin `needed_bytes` more.
+    pub(crate) fn or_memlock(mut self, needed_bytes: u64) -> Self {
+        if self.0.kind == ErrorKind::OutOfMemory
+            && let Some(memlock) = Memlock::refuses(needed_bytes)
+        {
+            self.0.kind = ErrorKind::Memlock;
+            self.0.cause = Some(Cause::Memlock(memlock));
+        }
         self
     }
 }

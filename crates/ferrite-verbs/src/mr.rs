@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU8, Ordering, fence};
 
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
-use crate::error::{Error, ErrorKind, Memlock, check};
+use crate::error::{Error, ErrorKind, check};
 use crate::pd::ProtectionDomain;
 use crate::sys;
 use crate::wr::{RemoteSlice, Sge};
@@ -190,12 +190,8 @@ impl ProtectionDomain {
             }
         };
         let raw = NonNull::new(raw).ok_or_else(|| {
-            let error =
-                Error::last("ibv_reg_mr", format!("{len} bytes on {}", self.context().device().name()));
-            match Memlock::refuses(len as u64) {
-                Some(memlock) if error.kind() == ErrorKind::OutOfMemory => error.because_of_memlock(memlock),
-                _ => error,
-            }
+            let what = format!("{len} bytes on {}", self.context().device().name());
+            Error::last("ibv_reg_mr", what).or_memlock(len as u64)
         })?;
         Ok(MemoryRegion(Arc::new(Registration { raw, memory, len, domain: self.clone(), released: false })))
     }

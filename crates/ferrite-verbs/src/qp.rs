@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use crate::code::codes;
 use crate::context::exceeded;
 use crate::cq::CompletionQueue;
-use crate::error::{Error, ErrorKind, check, set_errno};
+use crate::error::{ENTRY_BYTES, Error, ErrorKind, SEND_ENTRY_BYTES, check, set_errno};
 use crate::gid::Gid;
 use crate::mr::Access;
 use crate::pd::ProtectionDomain;
@@ -162,7 +162,10 @@ impl ProtectionDomain {
             None if error.kind() == ErrorKind::Misuse && config.max_inline > 0 => error
                 .with_kind(ErrorKind::DeviceLimit)
                 .because("perhaps more inline bytes than the device has"),
-            None => error,
+            None => {
+                let (sends, receives) = (config.max_send_wr.into(), u64::from(config.max_recv_wr));
+                error.or_memlock(u64::saturating_mul(sends, SEND_ENTRY_BYTES) + receives * ENTRY_BYTES)
+            }
         }
     }
 }

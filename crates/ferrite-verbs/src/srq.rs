@@ -4,7 +4,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::context::exceeded;
-use crate::error::{Error, ErrorKind, check, set_errno};
+use crate::error::{ENTRY_BYTES, Error, ErrorKind, check, set_errno};
 use crate::mr::Registration;
 use crate::pd::ProtectionDomain;
 use crate::sys;
@@ -70,7 +70,7 @@ impl ProtectionDomain {
             });
             match limit {
                 Some(limit) => error.with_kind(ErrorKind::DeviceLimit).because(limit),
-                None => error,
+                None => error.or_memlock(u64::from(max_wr) * ENTRY_BYTES),
             }
         })?;
         Ok(SharedReceiveQueue(Arc::new(Inner {

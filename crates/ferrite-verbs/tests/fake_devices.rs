@@ -85,3 +85,44 @@ fn prepares_for_forks_where_the_kernel_does_not() {
     device.open().expect("opens");
     assert!(world.is_fork_safe());
 }
+
+/// Real drivers pin queues too, and the completion queue is the first thing that an engine makes.
+#[test]
+#[cfg(not(miri))] // which has no processes
+fn names_the_locked_memory_limit_when_a_queue_is_refused() {
+    const ENOMEM: i32 = 12;
+    const ME: &str = "names_the_locked_memory_limit_when_a_queue_is_refused";
+    if std::env::var_os("FERRITE_TEST_LIMITED").is_none() {
+        // CAP_IPC_LOCK, which root has, lifts the limit.
+        let is_root = rustix::process::geteuid().is_root();
+        let without = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"];
+        let words = without.into_iter().filter(|_| is_root).chain(["prlimit", "--memlock=65536"]);
+        let me = std::env::current_exe().expect("a test");
+        let mut words = words.map(std::ffi::OsString::from).chain([me.into_os_string()]);
+        let mut child = std::process::Command::new(words.next().expect("a program"));
+        let child = child.args(words).args(["--exact", ME, "--nocapture"]).env("FERRITE_TEST_LIMITED", "1");
+        let out = child.output().expect("setpriv and prlimit of util-linux");
+        let said = [out.stdout, out.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
+        assert!(out.status.success() && said[0].contains("1 passed"), "{said:?}");
+        return;
+    }
+    let world = world();
+    let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+    let domain = context.allocate_protection_domain().expect("domain");
+    let blames = |call: &str, asked: &dyn Fn() -> Result<(), ferrite_verbs::Error>| {
+        world.fail_next(call, ENOMEM);
+        let error = asked().expect_err("as told");
+        assert_eq!(error.memlock().map(|memlock| memlock.limit_bytes), Some(65536), "{call}: {error}");
+        assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK")), "{call}");
+    };
+    blames("ibv_reg_mr", &|| domain.allocate(1 << 20, Access::LOCAL).map(drop));
+    blames("ibv_create_cq", &|| context.create_completion_queue(16_384, None, 0).map(drop));
+    blames("ibv_create_srq", &|| domain.create_shared_receive_queue(4096, 1).map(drop));
+    let cq = context.create_completion_queue(16, None, 0).expect("a queue");
+    let config = QueuePairConfig { max_send_wr: 1024, ..QueuePairConfig::new(&cq) };
+    blames("ibv_create_qp", &|| domain.create_queue_pair(&config).map(drop));
+    // Where there is room below the limit, it is the host that has no memory.
+    world.fail_next("ibv_create_cq", ENOMEM);
+    let error = context.create_completion_queue(16, None, 0).expect_err("as told");
+    assert_eq!(error.kind(), ferrite_verbs::ErrorKind::OutOfMemory, "{error}");
+}

@@ -1,11 +1,19 @@
 //! The locked-memory limit, explained with its numbers.
 //!
 //! `ibv_reg_mr` says ENOMEM whether the host is out of memory or the process may not pin more. The
-//! second is by far the most common failure of a first RDMA set-up, so it is told apart here.
+//! second is by far the most common failure of a first RDMA set-up, so it is told apart here. The same
+//! holds for queues, which providers keep in the process's memory and drivers pin (`mlx5_ib_create_cq`,
+//! `create_srq_user` and `_create_user_qp` in the kernel's `drivers/infiniband/hw/mlx5`), and the first
+//! of which is made before any memory is registered.
 
 use std::fmt;
 
 use rustix::process::{Resource, getrlimit};
+
+/// About what an entry of a queue takes: of completions, and of receives in one piece.
+pub(crate) const ENTRY_BYTES: u64 = 64;
+/// The same of sends, with what is inline.
+pub(crate) const SEND_ENTRY_BYTES: u64 = 256;
 
 /// What the process may lock, what it has locked, and what was asked on top.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -14,7 +22,7 @@ pub struct Memlock {
     pub limit_bytes: u64,
     /// Locked and pinned by this process already.
     pub in_use_bytes: u64,
-    /// What the failed call needed.
+    /// What the failed call needed; for a queue, whose entries are the provider's, about.
     pub needed_bytes: u64,
 }
 
