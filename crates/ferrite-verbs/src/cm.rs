@@ -8,12 +8,12 @@
 use std::net::SocketAddr;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::error::{Error, ErrorKind};
 use crate::qp::QueuePairAttributes;
 use crate::sys;
-use crate::table::text;
 
 pub(crate) mod address;
 mod blocking;
@@ -25,6 +25,7 @@ pub use channel::EventChannel;
 pub use event::{CmEvent, CmEventKind, ConnectionRequest};
 
 use address::RawAddress;
+use channel::Known;
 
 /// Private data that fits into a connection request (port space TCP).
 pub const REQUEST_PRIVATE_DATA_MAX: usize = 56;
@@ -72,15 +73,19 @@ pub struct CmId {
     raw: NonNull<sys::rdma_cm_id>,
     key: CmKey,
     channel: EventChannel,
+    /// Held during each call: librdmacm changes the struct without a lock of its own.
+    calling: Mutex<()>,
 }
 
-// SAFETY: librdmacm's calls on an identifier may come from any thread.
+// SAFETY: librdmacm's calls on an identifier may come from any thread, beside calls on other identifiers and beside the
+// fetching of events.
 unsafe impl Send for CmId {}
-// SAFETY: every access to the struct, ours and librdmacm's, is under the channel's lock.
+// SAFETY: two calls on one identifier, which would change its struct at a time, are kept apart by its lock.
 unsafe impl Sync for CmId {}
 
 impl Drop for CmId {
     fn drop(&mut self) {
+        self.channel.known().remove(&self.key);
         // SAFETY: created for us and destroyed once; no queue pair was attached to it; every event of
         // it is acknowledged where it is fetched, so that this does not wait for long.
         let rc = unsafe { (self.cm().rdma_destroy_id)(self.raw.as_ptr()) };
@@ -110,8 +115,17 @@ fn close_removed_devices(cm: &sys::CmFunctions) {
 }
 
 impl CmId {
+    fn new(raw: NonNull<sys::rdma_cm_id>, key: CmKey, channel: EventChannel, known: Known) -> Self {
+        channel.known().insert(key, known);
+        Self { raw, key, channel, calling: Mutex::new(()) }
+    }
+
     fn cm(&self) -> &'static sys::CmFunctions {
         self.channel.functions()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.calling.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn raw(&self) -> *mut sys::rdma_cm_id {
@@ -134,28 +148,34 @@ impl CmId {
     /// listener on all addresses.
     #[must_use]
     pub fn device(&self) -> Option<(String, u8)> {
-        let _locked = self.channel.lock();
-        // SAFETY: the identifier is alive, and with it librdmacm's own context of the device it is bound to.
-        unsafe {
-            let verbs = (*self.raw()).verbs;
-            (!verbs.is_null()).then(|| (text((*(*verbs).device).name.as_ptr()), (*self.raw()).port_num))
-        }
+        self.known().device
     }
 
     /// Our address, once there is one.
     #[must_use]
     pub fn local_addr(&self) -> Option<SocketAddr> {
-        let _locked = self.channel.lock();
-        // SAFETY: the identifier is alive; the storage member covers the union.
-        address::from_raw(unsafe { &(*self.raw()).route.addr.__bindgen_anon_1.src_storage })
+        self.known().local
     }
 
     /// The peer's address, once there is one.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
-        let _locked = self.channel.lock();
-        // SAFETY: as above.
-        address::from_raw(unsafe { &(*self.raw()).route.addr.__bindgen_anon_2.dst_storage })
+        self.known().peer
+    }
+
+    fn known(&self) -> Known {
+        self.channel.known().get(&self.key).cloned().unwrap_or_default()
+    }
+
+    /// Copies what a call that has bound the identifier wrote to its struct.
+    fn is_bound(&self) {
+        let mut known = Known::default();
+        // SAFETY: the identifier is alive. Events change these fields only after an address was to be resolved, and then
+        // the kernel refuses to bind or to listen.
+        unsafe { known.copy_local(self.raw()) };
+        if let Some(entry) = self.channel.known().get_mut(&self.key) {
+            (entry.local, entry.device) = (known.local, known.device);
+        }
     }
 
     /// Binds to a local address. Port 0 picks one: see [`CmId::local_addr`].
@@ -163,11 +183,13 @@ impl CmId {
     /// # Errors
     /// [`ErrorKind::AddressInUse`]; [`ErrorKind::NoRoute`] if no RDMA device has the address.
     pub fn bind(&self, local: SocketAddr) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         let mut addr = RawAddress::from(local);
         // SAFETY: the identifier is alive and the address is valid for the call.
         let rc = unsafe { (self.cm().rdma_bind_addr)(self.raw(), addr.as_mut_ptr()) };
-        done("rdma_bind_addr", rc, || local.to_string()).map_err(|error| no_rdma_at(error, local))
+        done("rdma_bind_addr", rc, || local.to_string()).map_err(|error| no_rdma_at(error, local))?;
+        self.is_bound();
+        Ok(())
     }
 
     /// Waits for connections, at most `backlog` of them unanswered.
@@ -175,10 +197,12 @@ impl CmId {
     /// # Errors
     /// [`ErrorKind::AddressInUse`] if another listens there.
     pub fn listen(&self, backlog: u32) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         // SAFETY: the identifier is alive.
         let rc = unsafe { (self.cm().rdma_listen)(self.raw(), i32::try_from(backlog).unwrap_or(i32::MAX)) };
-        done("rdma_listen", rc, || format!("backlog {backlog}"))
+        done("rdma_listen", rc, || format!("backlog {backlog}"))?;
+        self.is_bound();
+        Ok(())
     }
 
     /// Starts to find the device and hardware addresses for `peer`; [`CmEventKind::ADDRESS_RESOLVED`] or
@@ -192,9 +216,12 @@ impl CmId {
         peer: SocketAddr,
         timeout: Duration,
     ) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         let mut source = local.map(RawAddress::from);
         let mut target = RawAddress::from(peer);
+        if let Some(known) = self.channel.known().get_mut(&self.key) {
+            known.peer = Some(peer); // before the event, which may be fetched before the call returns
+        }
         // SAFETY: the identifier is alive; both addresses are valid for the call.
         let rc = unsafe {
             let source = source.as_mut().map_or(std::ptr::null_mut(), RawAddress::as_mut_ptr);
@@ -210,8 +237,8 @@ impl CmId {
     /// When the state does not allow it; [`ErrorKind::NoRoute`] if the address is not an RDMA device's (as 127.0.0.1,
     /// which the kernel resolves and then finds no way to).
     pub fn resolve_route(&self, timeout: Duration) -> Result<(), Error> {
+        let _calling = self.lock();
         let peer = self.peer_addr();
-        let _locked = self.channel.lock();
         // SAFETY: the identifier is alive.
         let rc = unsafe { (self.cm().rdma_resolve_route)(self.raw(), millis(timeout)) };
         let context = || peer.map(|peer| peer.to_string()).unwrap_or_default();
@@ -228,7 +255,7 @@ impl CmId {
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
     pub fn connect(&self, params: &ConnectParams<'_>) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         let mut raw = params.to_raw("rdma_connect", REQUEST_PRIVATE_DATA_MAX)?;
         // SAFETY: the identifier is alive; `raw` and the private data it points to are valid for the call.
         let rc = unsafe { (self.cm().rdma_connect)(self.raw(), &raw mut raw) };
@@ -240,7 +267,7 @@ impl CmId {
     /// # Errors
     /// When the state does not allow it.
     pub fn establish(&self) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         // SAFETY: the identifier is alive.
         done("rdma_establish", unsafe { (self.cm().rdma_establish)(self.raw()) }, String::new)
     }
@@ -250,7 +277,7 @@ impl CmId {
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
     pub fn accept(&self, params: &ConnectParams<'_>) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         let mut raw = params.to_raw("rdma_accept", ACCEPT_PRIVATE_DATA_MAX)?;
         // SAFETY: as in `connect`.
         let rc = unsafe { (self.cm().rdma_accept)(self.raw(), &raw mut raw) };
@@ -262,7 +289,7 @@ impl CmId {
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
     pub fn reject(&self, private_data: &[u8]) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         let len = private_data_len("rdma_reject", private_data, REJECT_PRIVATE_DATA_MAX)?;
         // SAFETY: the identifier is alive and the data is valid for the call.
         let rc = unsafe { (self.cm().rdma_reject)(self.raw(), private_data.as_ptr().cast(), len) };
@@ -276,7 +303,7 @@ impl CmId {
     /// # Errors
     /// When there is no connection.
     pub fn disconnect(&self) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         // SAFETY: the identifier is alive.
         done("rdma_disconnect", unsafe { (self.cm().rdma_disconnect)(self.raw()) }, String::new)
     }
@@ -315,7 +342,7 @@ impl CmId {
     }
 
     fn set_option<T>(&self, option: u32, mut value: T) -> Result<(), Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         // SAFETY: the identifier is alive; the value is valid for its size.
         let rc = unsafe {
             (self.cm().rdma_set_option)(
@@ -334,7 +361,7 @@ impl CmId {
     /// # Errors
     /// When the connection is not that far.
     pub fn queue_pair_attributes(&self, state: crate::qp::State) -> Result<QueuePairAttributes, Error> {
-        let _locked = self.channel.lock();
+        let _calling = self.lock();
         let mut new = QueuePairAttributes::new(sys::ibv_qp_state(state.code()));
         // SAFETY: the identifier is alive; both places are valid for the write.
         let rc = unsafe { (self.cm().rdma_init_qp_attr)(self.raw(), &raw mut new.attr, &raw mut new.mask) };

@@ -161,6 +161,15 @@ impl World {
         self.with(|state| state.held.remove(known(call)));
     }
 
+    /// How many calls of a function that is held wait now.
+    ///
+    /// # Panics
+    /// As [`World::fail_next`].
+    #[must_use]
+    pub fn waiting_in(&self, call: &str) -> usize {
+        self.lock().waiting.get(known(call)).copied().unwrap_or(0)
+    }
+
     /// The C functions that a thread has called so far, on objects of this world, by name.
     #[must_use]
     pub fn calls_of(&self, thread: ThreadId) -> Vec<&'static str> {

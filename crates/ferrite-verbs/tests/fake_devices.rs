@@ -1,10 +1,13 @@
 //! What devices and kernels other than the lab's do, on the fake that has learned it from their sources.
 
+use std::time::{Duration, Instant};
+
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
-use ferrite_verbs::{Access, QueuePairAttributes, QueuePairConfig, SendRequest};
+use ferrite_verbs::{Access, CmEventKind, QueuePairAttributes, QueuePairConfig, SendRequest};
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;
+const PATIENCE: Duration = Duration::from_secs(30);
 
 fn world() -> World {
     let world = World::new();
@@ -125,4 +128,32 @@ fn names_the_locked_memory_limit_when_a_queue_is_refused() {
     world.fail_next("ibv_create_cq", ENOMEM);
     let error = context.create_completion_queue(16, None, 0).expect_err("as told");
     assert_eq!(error.kind(), ferrite_verbs::ErrorKind::OutOfMemory, "{error}");
+}
+
+/// A call on an identifier can wait in the kernel: whoever takes events does not wait with it.
+#[test]
+fn takes_events_while_a_call_on_another_identifier_waits() {
+    let world = world();
+    let channel = world.verbs().open_event_channel().expect("a channel");
+    let (slow, quick) = (channel.create_id().expect("one"), channel.create_id().expect("two"));
+    let to = "10.0.0.1:7".parse().expect("an address");
+    quick.resolve_address(None, to, PATIENCE).expect("asked");
+    world.hold("rdma_resolve_addr");
+    let caller = std::thread::spawn(move || slow.resolve_address(None, to, PATIENCE).map(|()| slow));
+    let begun = Instant::now();
+    while world.waiting_in("rdma_resolve_addr") == 0 {
+        assert!(begun.elapsed() < PATIENCE, "the call does not begin");
+        std::thread::yield_now();
+    }
+    let (tell, told) = std::sync::mpsc::channel();
+    let events = channel.clone();
+    std::thread::spawn(move || tell.send(events.next_event()));
+    let event = told.recv_timeout(PATIENCE);
+    world.let_go("rdma_resolve_addr");
+    let event = event.expect("it waits for the call").expect("a channel").expect("an event");
+    assert_eq!((event.id, event.kind), (quick.key(), CmEventKind::ADDRESS_RESOLVED));
+    assert_eq!((quick.peer_addr(), quick.device()), (Some(to), Some(("fake1".to_owned(), 1))));
+    let slow = caller.join().expect("the caller").expect("asked");
+    let event = channel.wait_event(PATIENCE).expect("a channel").expect("an event");
+    assert_eq!((event.id, event.kind), (slow.key(), CmEventKind::ADDRESS_RESOLVED));
 }

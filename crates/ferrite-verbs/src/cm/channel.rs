@@ -1,5 +1,7 @@
 //! The channel that events of identifiers arrive on.
 
+use std::collections::HashMap;
+use std::net::SocketAddr;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -8,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
 
-use super::{CmEvent, CmEventKind, CmId, CmKey};
+use super::{CmEvent, CmEventKind, CmId, CmKey, address};
 use crate::context::{borrow_fd, set_nonblocking, wait_readable};
 use crate::error::{Absence, Error, last_errno};
 use crate::sys;
-use crate::table::Verbs;
+use crate::table::{Verbs, text};
 
 /// Where events of identifiers arrive. Clones share it.
 #[derive(Clone)]
@@ -21,11 +23,48 @@ pub struct EventChannel(Arc<ChannelInner>);
 struct ChannelInner {
     raw: NonNull<sys::rdma_event_channel>,
     cm: &'static sys::CmFunctions,
-    /// Held by whoever lets librdmacm read or change the structs of this channel's identifiers, which it does
-    /// without a lock of its own (fetching an event fills in addresses), and until a new identifier has its key.
-    lock: Mutex<()>,
+    /// Held while an event is fetched, until the identifier of a request has its key: nobody else may fetch an event of
+    /// that identifier before. No call on an identifier takes it, so that fetching never waits for one.
+    fetching: Mutex<()>,
+    /// What is known of each identifier. librdmacm writes it to the identifier's struct while it fetches an event, without a
+    /// lock; this is a copy that any thread may read. Never held across a call.
+    known: Mutex<HashMap<CmKey, Known>>,
     /// Set when an identifier heard that its device is being removed.
     device_removed: AtomicBool,
+}
+
+/// What an identifier is bound to, as far as it is known.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Known {
+    pub(super) local: Option<SocketAddr>,
+    pub(super) peer: Option<SocketAddr>,
+    pub(super) device: Option<(String, u8)>,
+}
+
+impl Known {
+    /// Copies this side's address and device out of an identifier's struct.
+    ///
+    /// # Safety
+    /// The identifier is alive, and no other thread changes these fields meanwhile.
+    pub(super) unsafe fn copy_local(&mut self, raw: *const sys::rdma_cm_id) {
+        // SAFETY: the caller vouches for it. The storage member covers the union, and librdmacm's own context of the device
+        // lives as long as the identifier.
+        unsafe {
+            self.local = address::from_raw(&(*raw).route.addr.__bindgen_anon_1.src_storage);
+            let verbs = (*raw).verbs;
+            self.device =
+                (!verbs.is_null()).then(|| (text((*(*verbs).device).name.as_ptr()), (*raw).port_num));
+        }
+    }
+
+    /// Copies the peer's address out of an identifier's struct.
+    ///
+    /// # Safety
+    /// As [`Known::copy_local`].
+    pub(super) unsafe fn copy_peer(&mut self, raw: *const sys::rdma_cm_id) {
+        // SAFETY: as above.
+        self.peer = address::from_raw(unsafe { &(*raw).route.addr.__bindgen_anon_2.dst_storage });
+    }
 }
 
 // SAFETY: librdmacm's calls on a channel may come from any thread.
@@ -60,7 +99,8 @@ impl Verbs {
         let channel = EventChannel(Arc::new(ChannelInner {
             raw,
             cm,
-            lock: Mutex::new(()),
+            fetching: Mutex::new(()),
+            known: Mutex::default(),
             device_removed: AtomicBool::new(false),
         }));
         set_nonblocking(channel.as_fd(), "CM event channel")?;
@@ -87,7 +127,7 @@ impl EventChannel {
             )
         };
         match NonNull::new(raw) {
-            Some(raw) if rc == 0 => Ok(CmId { raw, key, channel: self.clone() }),
+            Some(raw) if rc == 0 => Ok(CmId::new(raw, key, self.clone(), Known::default())),
             _ => Err(Error::last("rdma_create_id", "")),
         }
     }
@@ -96,9 +136,9 @@ impl EventChannel {
         self.0.cm
     }
 
-    /// None of the calls made under it waits for anything.
-    pub(super) fn lock(&self) -> MutexGuard<'_, ()> {
-        self.0.lock.lock().unwrap_or_else(PoisonError::into_inner)
+    /// What is known of the identifiers.
+    pub(super) fn known(&self) -> MutexGuard<'_, HashMap<CmKey, Known>> {
+        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether an identifier of this channel heard that its device is being removed.
@@ -106,12 +146,12 @@ impl EventChannel {
         self.0.device_removed.load(Ordering::Relaxed)
     }
 
-    /// The next event, without waiting.
+    /// The next event, without waiting: not for a call on an identifier of this channel, either, which another thread makes.
     ///
     /// # Errors
     /// When the connection manager has gone.
     pub fn next_event(&self) -> Result<Option<CmEvent>, Error> {
-        let _locked = self.lock();
+        let _fetching = self.0.fetching.lock().unwrap_or_else(PoisonError::into_inner);
         let mut raw = std::ptr::null_mut();
         // SAFETY: the channel is alive and `raw` is valid for the write.
         let rc = unsafe { (self.0.cm.rdma_get_cm_event)(self.0.raw.as_ptr(), &raw mut raw) };
@@ -121,7 +161,7 @@ impl EventChannel {
                 errno => Err(Error::os("rdma_get_cm_event", errno, "")),
             };
         }
-        // SAFETY: fetched above and not acknowledged yet, under the lock.
+        // SAFETY: fetched above and not acknowledged yet, and nobody else fetches.
         let event = unsafe { CmEvent::take(raw, self) };
         // Everything was copied, so it is acknowledged at once: destroying an identifier waits for that.
         // SAFETY: acknowledged once, and not used after.

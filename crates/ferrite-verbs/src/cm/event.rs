@@ -3,6 +3,7 @@
 use std::net::SocketAddr;
 use std::ptr::NonNull;
 
+use super::channel::Known;
 use super::{CmId, CmKey, EventChannel};
 use crate::code::codes;
 use crate::error::{Error, ErrorKind, RejectReason, Rejection};
@@ -71,10 +72,15 @@ impl CmEvent {
         let request =
             (kind == CmEventKind::CONNECT_REQUEST).then(|| NonNull::new(event.id)).flatten().map(|raw| {
                 let key = CmKey::next();
+                let mut known = Known::default();
                 // SAFETY: the identifier is new and nobody else knows it; from here on we own it.
-                unsafe { (*raw.as_ptr()).context = key.as_context() };
+                unsafe {
+                    (*raw.as_ptr()).context = key.as_context();
+                    known.copy_local(raw.as_ptr());
+                    known.copy_peer(raw.as_ptr());
+                }
                 ConnectionRequest {
-                    id: CmId { raw, key, channel: channel.clone() },
+                    id: CmId::new(raw, key, channel.clone(), known),
                     // The kernel has turned the numbers round: they are from our side now.
                     reads_out_max: param.initiator_depth,
                     reads_in_wanted: param.responder_resources,
@@ -85,6 +91,13 @@ impl CmEvent {
         let subject = if request.is_some() { event.listen_id } else { event.id };
         // SAFETY: as above.
         let id = CmKey(if subject.is_null() { 0 } else { unsafe { (*subject).context.addr() } });
+        if kind == CmEventKind::ADDRESS_RESOLVED
+            && let Some(known) = channel.known().get_mut(&id)
+        {
+            // SAFETY: the identifier lives until the acknowledgement. librdmacm filled these fields in while it fetched, and
+            // the call that asked for it (which may not have returned) writes the peer's address alone.
+            unsafe { known.copy_local(event.id) };
+        }
         Self { id, kind, status: event.status, private_data, request }
     }
 }

@@ -151,8 +151,12 @@ pub(super) unsafe fn enter_until<C, T>(
     let (world, id) = unsafe { (world_of(raw).ok_or(Errno::INVAL)?, id_of(raw).ok_or(Errno::INVAL)?) };
     let mut state = world.lock();
     state.calls.entry(std::thread::current().id()).or_default().insert(call);
-    while state.held.contains(call) {
-        state = world.wait(state, None).0;
+    if state.held.contains(call) {
+        *state.waiting.entry(call).or_default() += 1;
+        while state.held.contains(call) {
+            state = world.wait(state, None).0;
+        }
+        *state.waiting.entry(call).or_default() -= 1;
     }
     if let Some(errno) = state.take_fault(call) {
         return Err(errno);

@@ -29,6 +29,8 @@ pub(super) struct State {
     faults: HashMap<&'static str, VecDeque<Errno>>,
     /// Calls that wait until they are let go.
     pub(super) held: BTreeSet<&'static str>,
+    /// How many wait in each of them.
+    pub(super) waiting: BTreeMap<&'static str, usize>,
     /// What each thread has called.
     pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,
     /// Pairs of devices, the smaller first, that lose each other's packets.
@@ -63,6 +65,7 @@ impl State {
             disassociated: false,
             faults: HashMap::new(),
             held: BTreeSet::new(),
+            waiting: BTreeMap::new(),
             calls: HashMap::new(),
             holes: BTreeSet::new(),
             devices: BTreeMap::new(),

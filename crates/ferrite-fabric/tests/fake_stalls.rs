@@ -1,0 +1,126 @@
+//! Calls to the kernel or the firmware that do not return, on the fake provider: an engine with command threads serves
+//! everybody else meanwhile.
+
+use std::net::SocketAddr;
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Meet};
+use ferrite_verbs::fake::{DeviceSpec, World};
+
+const SERVER: &str = "127.0.0.1";
+/// Whose links have trouble.
+const TROUBLED: &str = "127.0.0.2";
+const ANOTHER: &str = "127.0.0.4";
+/// Who must not notice.
+const HONEST: &str = "127.0.0.3";
+const PATIENCE: Duration = Duration::from_secs(30);
+
+fn address(host: &str) -> SocketAddr {
+    SocketAddr::new(host.parse().expect("an address"), 0)
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// A call that waits until this is dropped.
+struct Held<'a>(&'a World, &'static str);
+
+impl<'a> Held<'a> {
+    fn new(world: &'a World, call: &'static str) -> Self {
+        world.hold(call);
+        Self(world, call)
+    }
+}
+
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.0.let_go(self.1);
+    }
+}
+
+/// A server, an honest client with a link to it, and a host whose links are to have trouble.
+struct Rig {
+    world: World,
+    server: Engine,
+    honest: Engine,
+    troubled: Engine,
+    listener: Listener,
+    /// Both ends of the honest client's link.
+    pair: (Link, Link),
+}
+
+impl Rig {
+    fn new() -> Self {
+        let world = World::new();
+        for (device, host) in [("fake1", SERVER), ("fake2", TROUBLED), ("fake3", HONEST)] {
+            world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
+        }
+        let [server, troubled, honest] = ["fake1", "fake2", "fake3"].map(|device| engine(&world, device));
+        let mut listener = server.listen(address(SERVER)).expect("listen");
+        let pair = meet(&honest, HONEST, &mut listener, &server);
+        Self { world, server, honest, troubled, listener, pair }
+    }
+
+    /// Messages go to and fro between the honest client and the server, which a driver that waits would not let happen.
+    fn serves_the_honest(&self) {
+        let (server, honest) = (self.server.clone(), self.honest.clone());
+        let (there, here) = self.pair.clone();
+        let (tell, told) = channel();
+        std::thread::spawn(move || {
+            for number in 0..50_u8 {
+                there.post_bytes(0, &[number]).expect("room");
+                assert_eq!(server.block_on(here.recv()).expect("a message").to_vec(), [number]);
+                here.post_bytes(0, &[number]).expect("room");
+                assert_eq!(honest.block_on(there.recv()).expect("an answer").to_vec(), [number]);
+            }
+            let _ = tell.send(());
+        });
+        told.recv_timeout(PATIENCE).expect("the driver of an engine waits");
+    }
+}
+
+/// An engine on a device, driven by a thread of its own.
+fn engine(world: &World, device: &str) -> Engine {
+    let config = Config { busy_poll_us: 0, ..Config::default() };
+    let builder = Engine::builder(&world.verbs()).device(device).config(config);
+    let engine = builder.command_threads().build().expect("an engine");
+    engine.spawn_thread().expect("a thread");
+    engine
+}
+
+fn options(host: &str) -> ConnectOptions {
+    ConnectOptions::new().local(address(host)).meet(Meet::Cm)
+}
+
+fn meet(client: &Engine, host: &str, listener: &mut Listener, server: &Engine) -> (Link, Link) {
+    let connecting = client.connect_with(listener.local_addr(), &options(host));
+    let here = server.block_on(listener.accept()).expect("a link");
+    (client.block_on(connecting).expect("a link"), here)
+}
+
+/// A peer's request is being answered while another asks.
+#[test]
+fn takes_cm_events_while_a_cm_call_waits() {
+    let mut rig = Rig::new();
+    rig.world.add_device(DeviceSpec::new("fake4", ANOTHER.parse().expect("an address")));
+    let another = engine(&rig.world, "fake4");
+    let held = Held::new(&rig.world, "rdma_accept");
+    let to = rig.listener.local_addr();
+    let mut connecting = Vec::new();
+    for (number, (client, host)) in (1..).zip([(&rig.troubled, TROUBLED), (&another, ANOTHER)]) {
+        connecting.push((client, client.connect_with(to, &options(host))));
+        until("the request is taken and answered", || rig.world.waiting_in("rdma_accept") == number);
+        rig.serves_the_honest();
+    }
+    drop(held);
+    for (client, connecting) in connecting {
+        client.block_on(connecting).expect("a link");
+        rig.server.block_on(rig.listener.accept()).expect("a link");
+    }
+}
