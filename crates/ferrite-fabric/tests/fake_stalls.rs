@@ -5,6 +5,7 @@ use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use ferrite_fabric::mem::{Pool, Purpose};
 use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Meet};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
@@ -123,4 +124,34 @@ fn takes_cm_events_while_a_cm_call_waits() {
         client.block_on(connecting).expect("a link");
         rig.server.block_on(rig.listener.accept()).expect("a link");
     }
+}
+
+/// Sessions ask what is in use whenever a window is renewed, on the driver's thread.
+#[test]
+fn tells_what_is_in_use_while_memory_is_registered() {
+    let world = World::new();
+    world.add_device(DeviceSpec::new("fake1", SERVER.parse().expect("an address")));
+    let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
+    let domain = context.allocate_protection_domain().expect("a domain");
+    let pool = Pool::builder(&[domain]).build().expect("a pool");
+    let taken = pool.take_uncharged(2 << 20, Purpose::Receive).expect("what it begins with");
+    let in_use = pool.in_use_bytes(Purpose::Receive);
+    assert_eq!((pool.stats().growths, in_use), (0, 2 << 20));
+    let held = Held::new(&world, "ibv_reg_mr");
+    std::thread::scope(|scope| {
+        let growing = scope.spawn(|| pool.take_uncharged(2 << 20, Purpose::Receive).expect("more").len());
+        until("it grows", || world.waiting_in("ibv_reg_mr") == 1);
+        let (tell, told) = channel();
+        let asking = pool.clone();
+        std::thread::spawn(move || {
+            let numbers = (asking.in_use_bytes(Purpose::Receive), asking.stats().receive.in_use_bytes);
+            let _ = tell.send((numbers, asking.domains().len()));
+        });
+        let told = told.recv_timeout(PATIENCE);
+        drop(held);
+        assert_eq!(told, Ok(((in_use, in_use), 1)), "whoever asks waits");
+        assert_eq!(growing.join().expect("it has grown"), 2 << 20);
+    });
+    drop(taken);
+    assert_eq!(pool.in_use_bytes(Purpose::Receive), 0);
 }

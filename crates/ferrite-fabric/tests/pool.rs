@@ -80,6 +80,9 @@ fn in_use(pool: &Pool) -> u64 {
         let heap = stats.heap(purpose);
         assert_eq!(heap.mapped_bytes, heap.in_use_bytes + heap.cached_bytes + heap.free_bytes, "{stats:#?}");
     }
+    let without_locks = Purpose::ALL.map(|purpose| (pool.in_use_bytes(purpose), pool.max_bytes(purpose)));
+    let [send, receive] = [&stats.send, &stats.receive].map(|heap| (heap.in_use_bytes, heap.max_bytes));
+    assert_eq!(without_locks, [send, receive]);
     stats.send.in_use_bytes + stats.receive.in_use_bytes
 }
 

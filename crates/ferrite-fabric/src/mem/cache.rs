@@ -1,14 +1,14 @@
 //! Caches of free blocks, between the threads and the heaps.
 //!
 //! A thread has a shard, by the order in which threads first came; with as many shards as CPUs, it seldom shares one.
-//! Under the shard's lock it also counts what goes out and comes back, so that counting costs no atomics. Why shards
-//! and not thread-local storage: see the module above.
+//! Under the shard's lock it also counts what goes out and comes back, so that counting costs no atomic addition; the sums
+//! of bytes can be read without a lock. Why shards and not thread-local storage: see the module above.
 //!
 //! Locks are taken in the order shard, heap. Whoever calls keeps the pool alive: what is dropped under a lock is never
 //! the last that holds it.
 
 use std::cell::Cell;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use super::class::{Purpose, SizeClass};
@@ -27,7 +27,25 @@ pub(super) struct Cache {
 
 /// On cache lines of its own.
 #[repr(align(128))]
-struct Shard(Mutex<Magazines>);
+struct Shard {
+    magazines: Mutex<Magazines>,
+    /// By purpose. Written under the lock alone.
+    flows: [Flow; Purpose::ALL.len()],
+}
+
+/// Bytes that went out and came back, over all time. Where a block comes back need not be where it went out: only the sums
+/// mean something.
+#[derive(Default)]
+struct Flow {
+    taken: AtomicU64,
+    returned: AtomicU64,
+}
+
+/// A shard whose lock the caller has.
+pub(super) struct Held<'a> {
+    magazines: MutexGuard<'a, Magazines>,
+    flows: &'a [Flow; Purpose::ALL.len()],
+}
 
 /// The blocks of one shard, by purpose and class.
 pub(super) struct Magazines {
@@ -55,7 +73,7 @@ impl Cache {
     pub(super) fn new(blocks: usize, bytes: usize) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let capacities = SizeClass::ALL.map(|class| blocks.min(bytes / class.bytes()));
-        let shards = (0..cpus.min(MAX_SHARDS)).map(|_| Shard(Mutex::new(Magazines::new()))).collect();
+        let shards = (0..cpus.min(MAX_SHARDS)).map(|_| Shard::new()).collect();
         Self { shards, capacities }
     }
 
@@ -65,15 +83,27 @@ impl Cache {
     }
 
     /// The calling thread's shard.
-    pub(super) fn shard(&self) -> MutexGuard<'_, Magazines> {
-        lock(&self.shards[thread_number() % self.shards.len()].0)
+    pub(super) fn shard(&self) -> Held<'_> {
+        let shard = &self.shards[thread_number() % self.shards.len()];
+        Held { magazines: lock(&shard.magazines), flows: &shard.flows }
+    }
+
+    /// Bytes of blocks that are out, without waiting for anybody. Exact while nobody takes or returns.
+    pub(super) fn in_use_bytes(&self, purpose: Purpose) -> u64 {
+        let net = self.shards.iter().map(|shard| &shard.flows[purpose.index()]).fold(0_u64, |sum, flow| {
+            sum.wrapping_add(flow.taken.load(Ordering::Relaxed))
+                .wrapping_sub(flow.returned.load(Ordering::Relaxed))
+        });
+        // A block that was returned to a shard after its turn and taken from one before it.
+        u64::try_from(net.cast_signed()).unwrap_or(0)
     }
 
     /// Keeps a block, or passes half of a full magazine on to `heap`.
     pub(super) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);
         let mut shard = self.shard();
-        let closed = shard.closed;
+        let closed = shard.magazines.closed;
+        add(&shard.flows[purpose.index()].returned, class);
         let magazine = shard.magazine(purpose, class);
         magazine.returned += 1;
         if closed {
@@ -90,7 +120,7 @@ impl Cache {
     /// Passes every block of `purpose` on to `heap`.
     pub(super) fn drain(&self, purpose: Purpose, heap: &Heap) {
         for shard in &self.shards {
-            for magazine in &mut lock(&shard.0).lanes[purpose.index()] {
+            for magazine in &mut lock(&shard.magazines).lanes[purpose.index()] {
                 if !magazine.blocks.is_empty() {
                     heap.take_back(&mut magazine.blocks, 0);
                 }
@@ -101,7 +131,7 @@ impl Cache {
     /// Lets go of every block, and keeps none from here on.
     pub(super) fn close(&self) {
         for shard in &self.shards {
-            let mut magazines = lock(&shard.0);
+            let mut magazines = lock(&shard.magazines);
             magazines.closed = true;
             let blocks: Vec<_> = magazines
                 .lanes
@@ -118,7 +148,7 @@ impl Cache {
     pub(super) fn tally(&self) -> [[Tally; SizeClass::ALL.len()]; Purpose::ALL.len()] {
         let mut tallies = [[Tally::default(); SizeClass::ALL.len()]; Purpose::ALL.len()];
         for shard in &self.shards {
-            let shard = lock(&shard.0);
+            let shard = lock(&shard.magazines);
             let lanes = shard.lanes.as_flattened().iter();
             for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(lanes) {
                 tally.in_use = tally.in_use.wrapping_add(magazine.taken).wrapping_sub(magazine.returned);
@@ -137,24 +167,36 @@ impl Magazines {
     fn new() -> Self {
         Self { lanes: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())), closed: false }
     }
+}
 
-    pub(super) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
-        &mut self.lanes[purpose.index()][class.index()]
+impl Shard {
+    fn new() -> Self {
+        Self { magazines: Mutex::new(Magazines::new()), flows: Default::default() }
     }
 }
 
-impl Magazine {
+impl Held<'_> {
+    pub(super) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
+        &mut self.magazines.lanes[purpose.index()][class.index()]
+    }
+
     /// A block to hand out, counted.
-    pub(super) fn pop(&mut self) -> Option<Block> {
-        let block = self.blocks.pop()?;
-        self.taken += 1;
+    pub(super) fn pop(&mut self, purpose: Purpose, class: SizeClass) -> Option<Block> {
+        let block = self.magazine(purpose, class).blocks.pop()?;
+        self.count_taken(purpose, class);
         Some(block)
     }
 
     /// Counts a block that is handed out past the magazine.
-    pub(super) fn count_taken(&mut self) {
-        self.taken += 1;
+    pub(super) fn count_taken(&mut self, purpose: Purpose, class: SizeClass) {
+        self.magazine(purpose, class).taken += 1;
+        add(&self.flows[purpose.index()].taken, class);
     }
+}
+
+/// Counts a block. The caller has the shard's lock, so that nobody else writes.
+fn add(flow: &AtomicU64, class: SizeClass) {
+    flow.store(flow.load(Ordering::Relaxed).wrapping_add(class.bytes() as u64), Ordering::Relaxed);
 }
 
 /// Threads are numbered as they first come here.

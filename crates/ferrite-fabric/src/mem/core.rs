@@ -19,8 +19,10 @@ use super::window::Ways;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,
-    /// `None` where the device is gone. Held while an arena is made, so that none is registered with one that goes.
+    /// `None` where the device is gone. Never held while something is registered: who only wants to know does not wait.
     domains: Mutex<Vec<Option<ProtectionDomain>>>,
+    /// Held while an arena is made, or a domain goes or comes: so that no arena is registered with a domain that goes.
+    registering: Mutex<()>,
     /// The memory node that the first device with one is on.
     pub(super) numa_node: Option<u32>,
     /// By [`Purpose`].
@@ -48,7 +50,8 @@ impl Core {
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
         let (counters, quarantine, elsewhere) = (Counters::default(), Mutex::default(), OnceLock::new());
         let domains = Mutex::new(domains.into_iter().map(Some).collect());
-        Self { config, domains, numa_node, heaps, cache, counters, quarantine, elsewhere }
+        let registering = Mutex::default();
+        Self { config, domains, registering, numa_node, heaps, cache, counters, quarantine, elsewhere }
     }
 
     fn heap(&self, purpose: Purpose) -> &Heap {
@@ -58,12 +61,12 @@ impl Core {
     /// A free block.
     pub(super) fn take(self: &Arc<Self>, purpose: Purpose, class: SizeClass) -> Result<Block, PoolError> {
         let mut shard = self.cache.shard();
-        let magazine = shard.magazine(purpose, class);
-        if let Some(block) = magazine.pop() {
+        if let Some(block) = shard.pop(purpose, class) {
             return Ok(block);
         }
-        self.heap(purpose).take(self, class, self.cache.batch(class), &mut magazine.blocks);
-        let block = magazine.pop();
+        let blocks = &mut shard.magazine(purpose, class).blocks;
+        self.heap(purpose).take(self, class, self.cache.batch(class), blocks);
+        let block = shard.pop(purpose, class);
         drop(shard);
         if self.heap(purpose).take_low() {
             self.grow_ahead(purpose);
@@ -72,7 +75,7 @@ impl Core {
             return Ok(block);
         }
         let block = self.take_by_growing(purpose, class)?;
-        self.cache.shard().magazine(purpose, class).count_taken();
+        self.cache.shard().count_taken(purpose, class);
         Ok(block)
     }
 
@@ -138,7 +141,8 @@ impl Core {
 
     /// Adds an arena of `len` bytes.
     pub(super) fn grow(&self, purpose: Purpose, len: usize) -> Result<(), PoolError> {
-        let domains = lock(&self.domains);
+        let _registering = lock(&self.registering);
+        let domains = lock(&self.domains).clone();
         let arena = Arena::new(len, &domains, self.config.huge_pages, self.numa_node)?;
         self.heap(purpose).add(&Arc::new(arena));
         Ok(())
@@ -149,9 +153,9 @@ impl Core {
         for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
             self.cache.drain(purpose, heap);
             // None is made meanwhile, nor registered with a domain; whoever does that is not waited for.
-            let Ok(domains) = self.domains.try_lock() else { continue };
+            let Ok(registering) = self.registering.try_lock() else { continue };
             let idle = heap.take_idle(most);
-            drop(domains);
+            drop(registering);
             if !idle.is_empty() {
                 self.elsewhere(move || drop(idle));
             }
@@ -176,8 +180,8 @@ impl Core {
 
     /// Ends every registration with one domain.
     pub(super) fn retire(&self, index: usize) {
-        let mut domains = lock(&self.domains);
-        if let Some(domain) = domains.get_mut(index) {
+        let _registering = lock(&self.registering);
+        if let Some(domain) = lock(&self.domains).get_mut(index) {
             *domain = None;
         }
         for heap in &self.heaps {
@@ -187,19 +191,21 @@ impl Core {
 
     /// Registers everything with a domain in the place of one that is gone; all or nothing.
     pub(super) fn restore(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
-        let mut domains = lock(&self.domains); // an arena that is made meanwhile waits, and is registered with it
-        let count = domains.len();
-        let place = match domains.get_mut(index) {
-            Some(place @ None) => place,
-            Some(Some(_)) => {
-                return Err(PoolError::Misuse(format!("domain {index} of the pool was not retired")));
-            }
-            None => {
-                return Err(PoolError::Misuse(format!(
-                    "the pool has {count} domains: there is none to restore at {index}"
-                )));
+        let _registering = lock(&self.registering); // an arena that is made meanwhile waits, and is registered with it
+        let wrong = {
+            let domains = lock(&self.domains);
+            match domains.get(index) {
+                Some(None) => None,
+                Some(Some(_)) => Some(format!("domain {index} of the pool was not retired")),
+                None => {
+                    let count = domains.len();
+                    Some(format!("the pool has {count} domains: there is none to restore at {index}"))
+                }
             }
         };
+        if let Some(wrong) = wrong {
+            return Err(PoolError::Misuse(wrong));
+        }
         let arenas: Vec<_> = self.heaps.iter().flat_map(|heap| heap.holdings().arenas).collect();
         let mut regions = Vec::with_capacity(arenas.len());
         for arena in &arenas {
@@ -213,7 +219,9 @@ impl Core {
             }
         }
         arenas.iter().zip(regions).for_each(|(arena, region)| arena.restore(index, region));
-        *place = Some(domain.clone());
+        if let Some(place) = lock(&self.domains).get_mut(index) {
+            *place = Some(domain.clone());
+        }
         Ok(())
     }
 

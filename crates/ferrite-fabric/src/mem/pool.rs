@@ -379,6 +379,19 @@ impl Pool {
         self.0.core.heaps.iter().any(Heap::has_grown)
     }
 
+    /// Bytes in blocks that are out, without waiting for anybody: [`HeapStats::in_use_bytes`](super::HeapStats). For who asks
+    /// often, and where [`Pool::stats`] costs too much.
+    #[must_use]
+    pub fn in_use_bytes(&self, purpose: Purpose) -> u64 {
+        self.0.core.cache.in_use_bytes(purpose)
+    }
+
+    /// The most bytes that there may be for a purpose: [`HeapStats::max_bytes`](super::HeapStats).
+    #[must_use]
+    pub fn max_bytes(&self, purpose: Purpose) -> u64 {
+        self.0.core.heaps[purpose.index()].max_bytes as u64
+    }
+
     /// Whether a buffer is of this pool.
     #[must_use]
     pub fn owns(&self, buf: &Buf) -> bool {
@@ -435,7 +448,8 @@ impl Pool {
         self.0.core.restore(index, domain)
     }
 
-    /// What it is made of now. The parts are read one after the other: they add up while nobody takes or returns.
+    /// What it is made of now. The parts are read one after the other: they add up while nobody takes or returns. Does not
+    /// wait for memory that is being registered.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         PoolStats::of(&self.0.core)

@@ -189,8 +189,7 @@ impl Replies {
 
 /// Half of the memory for sends is for what is copied when it leaves, whoever reads long values and takes his time.
 fn has_plenty(pool: &Pool) -> bool {
-    let send = pool.stats().send;
-    send.in_use_bytes <= send.max_bytes / 2
+    pool.in_use_bytes(Purpose::Send) <= pool.max_bytes(Purpose::Send) / 2
 }
 
 impl<C: Client> InProcessSession<'_, C> {

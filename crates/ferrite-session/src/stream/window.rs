@@ -8,7 +8,7 @@
 //! Other memory is registered elsewhere if the engine has threads for that (`Bare::prepare`). Until it is ready the window
 //! stays what it is, and goes on at an announcement after that.
 
-use ferrite_fabric::mem::{Exposed, SizeClass};
+use ferrite_fabric::mem::{Exposed, Purpose, SizeClass};
 use ferrite_fabric::{Bare, Preparing};
 use ferrite_proto::{Registration, Role};
 
@@ -101,10 +101,11 @@ impl Window {
 
     /// What there is memory for, of what is wanted: that, or the block of a smaller class.
     fn fitting(&self, wanted: u32, bare: &Bare) -> u32 {
-        let receive = bare.pool().stats().receive;
-        let others = receive.in_use_bytes.saturating_sub(block_bytes(self.bytes));
+        let (used, max) =
+            (bare.pool().in_use_bytes(Purpose::Receive), bare.pool().max_bytes(Purpose::Receive));
+        let others = used.saturating_sub(block_bytes(self.bytes));
         // Half is for messages and small windows, whoever sends large values.
-        let left = (receive.max_bytes / 2).saturating_sub(others);
+        let left = (max / 2).saturating_sub(others);
         let smaller = class_bytes().rev().filter(|&bytes| self.small_bytes < bytes && bytes < wanted);
         [wanted]
             .into_iter()
