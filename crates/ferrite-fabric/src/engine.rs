@@ -30,6 +30,7 @@ pub(crate) mod poller;
 mod protocol;
 mod queue_pairs;
 mod revive;
+mod shrinking;
 pub(crate) mod slots;
 mod stats;
 mod strikes;

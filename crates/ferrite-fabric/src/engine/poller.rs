@@ -20,6 +20,7 @@ use super::leaving::Leaving;
 use super::links::Links;
 use super::queue_pairs::QueuePairs;
 use super::revive::Search;
+use super::shrinking::Shrinking;
 use super::slots::{SendQueue, Taken, WorkId};
 use super::strikes::Strikes;
 use super::timers::{LinkName, Timer, Timers};
@@ -35,10 +36,6 @@ use crate::listener::rdma::LostListeners;
 const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Between looks for memory while there is too little for receives.
 const STARVED: Duration = Duration::from_millis(5);
-/// Between looks for memory that can go back, while there is more than at the beginning, and how much goes at a time: ending a
-/// registration takes a while.
-const SHRINK_EVERY: Duration = Duration::from_secs(5);
-const SHRINK_ARENAS: usize = 8;
 
 /// Handshakes and deadlines cost system calls. So many of each at a time, so that thousands at once do not
 /// keep the completions of others waiting; the rest has its turn in the next pass.
@@ -79,8 +76,7 @@ pub(crate) struct Poller {
     unfinished: bool,
     /// The clock was told to look for memory for receives.
     starved: bool,
-    /// The clock was told to look for memory that can go back.
-    shrinking: bool,
+    pub(super) shrinking: Shrinking,
     /// To be woken when the poller is free again.
     pub(crate) wakes: Wakes,
     /// The time of the last look.
@@ -112,7 +108,7 @@ impl Poller {
             armed: true, // nobody has looked yet
             unfinished: false,
             starved: false,
-            shrinking: false,
+            shrinking: Shrinking::default(),
             wakes: Wakes::new(),
             now: Instant::now(),
             looked: quanta::Instant::recent(),
@@ -305,10 +301,7 @@ impl Poller {
             }
         }
         self.ready = ready;
-        if !self.shrinking && shared.pool.has_grown() {
-            self.shrinking = true;
-            self.timers.add(self.now + SHRINK_EVERY, Timer::Shrink);
-        }
+        self.watch_memory(shared);
         for _ in 0..TIMERS {
             let Some(timer) = self.timers.due(self.now) else { break };
             done += 1;
@@ -481,12 +474,7 @@ impl Poller {
                 self.starved = false; // the pass goes on to do it
                 self.sockets.unstarve();
             }
-            Timer::Shrink => {
-                self.shrinking = shared.pool.shrink(SHRINK_ARENAS);
-                if self.shrinking {
-                    self.timers.add(self.now + SHRINK_EVERY, Timer::Shrink);
-                }
-            }
+            Timer::Shrink => self.shrink(shared),
             Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
             Timer::Move(name) => self.move_timed_out(shared, name),
             Timer::Climb(name) => self.climb_due(shared, name),

@@ -98,6 +98,12 @@ impl Cache {
         u64::try_from(net.cast_signed()).unwrap_or(0)
     }
 
+    /// Bytes that have ever come back: while this is the same, nothing has become free.
+    pub(super) fn returned_bytes(&self) -> u64 {
+        let flows = self.shards.iter().flat_map(|shard| &shard.flows);
+        flows.fold(0, |sum: u64, flow| sum.wrapping_add(flow.returned.load(Ordering::Relaxed)))
+    }
+
     /// Keeps a block, or passes half of a full magazine on to `heap`.
     pub(super) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);

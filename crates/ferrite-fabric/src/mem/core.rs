@@ -148,19 +148,25 @@ impl Core {
         Ok(())
     }
 
-    /// Gives arenas back to the system that nobody has used for a while; whether there may be more to give back later.
+    /// Gives arenas back to the system that nobody has used for a while; whether there is more to give back later, if nobody
+    /// uses it.
     pub(super) fn shrink(&self, most: usize) -> bool {
+        let mut has_more = false;
         for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
             self.cache.drain(purpose, heap);
             // None is made meanwhile, nor registered with a domain; whoever does that is not waited for.
-            let Ok(registering) = self.registering.try_lock() else { continue };
-            let idle = heap.take_idle(most);
+            let Ok(registering) = self.registering.try_lock() else {
+                has_more = true;
+                continue;
+            };
+            let (idle, has_idle) = heap.take_idle(most);
+            has_more |= has_idle;
             drop(registering);
             if !idle.is_empty() {
                 self.elsewhere(move || drop(idle));
             }
         }
-        self.heaps.iter().any(Heap::has_grown)
+        has_more
     }
 
     /// The domain with this index, unless its device is gone.

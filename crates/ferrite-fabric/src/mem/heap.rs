@@ -164,8 +164,9 @@ impl Heap {
 
     /// Takes out up to `most` arenas that nobody has used, now and when this was last asked; never the first, and one
     /// stays for who comes next, who would have to wait for its registration. The caller
-    /// drops them, which ends their registration, outside of every lock.
-    pub(super) fn take_idle(&self, most: usize) -> Vec<Arc<Arena>> {
+    /// drops them, which ends their registration, outside of every lock. And whether there are more, that nobody may have used
+    /// when this is asked again.
+    pub(super) fn take_idle(&self, most: usize) -> (Vec<Arc<Arena>>, bool) {
         let state = &mut *lock(&self.state);
         let is_used = |arena: &Arc<Arena>| {
             let of = |chunk: &&Chunk| chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena));
@@ -189,7 +190,7 @@ impl Heap {
         }
         state.idle_before -= taken.len();
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
-        taken
+        (taken, state.idle_before > 0)
     }
 
     /// Whether it has more than what it began with, and one for who comes next.

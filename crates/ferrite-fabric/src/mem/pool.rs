@@ -368,7 +368,8 @@ impl Pool {
     }
 
     /// Gives up to `most` arenas of each purpose back to the system, of those that no buffer was in now and when this was last
-    /// called; what the pool began with stays, and one more. `false` when there is no more than that. Engines call it every few seconds.
+    /// called; what the pool began with stays, and one more. `false` when there is nothing more to give back until buffers
+    /// come back. Engines call it every few seconds while there is.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn shrink(&self, most: usize) -> bool {
         self.0.core.shrink(most)
@@ -377,6 +378,11 @@ impl Pool {
     /// Whether [`Pool::shrink`] may have something to do.
     pub(crate) fn has_grown(&self) -> bool {
         self.0.core.heaps.iter().any(Heap::has_grown)
+    }
+
+    /// Bytes that have ever come back: while this is the same, [`Pool::shrink`] has nothing new to do.
+    pub(crate) fn returned_bytes(&self) -> u64 {
+        self.0.core.cache.returned_bytes()
     }
 
     /// Bytes in blocks that are out, without waiting for anybody: [`HeapStats::in_use_bytes`](super::HeapStats). For who asks
