@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Pool, Purpose};
-use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Meet};
+use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Meet, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
@@ -124,6 +124,40 @@ fn takes_cm_events_while_a_cm_call_waits() {
         client.block_on(connecting).expect("a link");
         rig.server.block_on(rig.listener.accept()).expect("a link");
     }
+}
+
+/// The path of a link breaks, which its peer can cause: the queue pair is destroyed before the link goes on over TCP.
+#[test]
+fn serves_others_while_a_lost_path_is_destroyed() {
+    let mut rig = Rig::new();
+    let (there, here) = meet(&rig.troubled, TROUBLED, &mut rig.listener, &rig.server);
+    let held = Held::new(&rig.world, "ibv_destroy_qp");
+    assert!(rig.world.break_queue_pair(here.qp_num().expect("on RDMA")));
+    until("it is destroyed", || rig.world.waiting_in("ibv_destroy_qp") > 0);
+    rig.serves_the_honest();
+    there.post_bytes(0, b"later").expect("room");
+    drop(held);
+    assert_eq!(rig.server.block_on(here.recv()).expect("a message").to_vec(), b"later");
+    assert_eq!((here.transport(), here.stats().moves), (Transport::Tcp, 1));
+}
+
+/// The same, and the link is given up meanwhile.
+#[test]
+fn forgets_a_link_that_ends_while_its_lost_path_is_destroyed() {
+    let mut rig = Rig::new();
+    let (there, here) = meet(&rig.troubled, TROUBLED, &mut rig.listener, &rig.server);
+    let links = rig.server.stats().links;
+    let held = Held::new(&rig.world, "ibv_destroy_qp");
+    assert!(rig.world.break_queue_pair(here.qp_num().expect("on RDMA")));
+    until("it is destroyed", || rig.world.waiting_in("ibv_destroy_qp") > 0);
+    here.abort();
+    drop((there, here));
+    rig.serves_the_honest();
+    drop(held);
+    until("nothing is left of it", || {
+        rig.server.stats().links == links - 1 && rig.troubled.stats().links == 0
+    });
+    rig.serves_the_honest();
 }
 
 /// Sessions ask what is in use whenever a window is renewed, on the driver's thread.

@@ -8,10 +8,11 @@ use std::time::Duration;
 use super::sockets::{Dial, Wants};
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
+use crate::engine::slots::{InFlight, SendQueue};
 use crate::engine::timers::{LinkName, Timer};
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
-use crate::link::state::Carrier;
+use crate::link::state::{Carrier, Tag};
 use crate::link::tcp::TcpPath;
 use crate::policy::Fallback;
 use crate::wire::Resume;
@@ -36,23 +37,47 @@ pub(super) enum Sought {
 }
 
 impl Poller {
-    /// A link has lost its RDMA path: takes the queue pair away, and looks for another path.
+    /// A link has lost its RDMA path: has the queue pair destroyed, then looks for another path.
     pub(crate) fn fall(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         self.reap_all(shared); // what came is counted, and not sent again
-        let route = link.route();
         self.end_climb(link);
+        let queue = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_detach());
+        let Some(queue) = queue else { return };
+        let (link, own) = (Arc::clone(link), (queue, Vec::new()));
+        let work =
+            |(queue, in_flight): &mut (SendQueue<Tag>, Vec<_>)| Ok(queue.destroy(|it| in_flight.push(it))?);
+        self.command(shared, link.source(), own, work, move |poller, shared, (queue, in_flight), gone| {
+            poller.fell(shared, &link, queue, in_flight, gone);
+        });
+    }
+
+    /// The queue pair of a path that was lost is gone, or did not go.
+    fn fell(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        queue: SendQueue<Tag>,
+        in_flight: Vec<InFlight<Tag>>,
+        gone: Result<(), Error>,
+    ) {
+        let route = link.route();
         let deadline = self.now + shared.config.move_timeout;
-        let detached = link.with_wakes(&mut self.wakes, |state, around, wakes| match state.detach(around) {
-            Ok(()) => state.lost.as_mut().map(|lost| {
-                lost.deadline = Some(deadline);
-                (lost.error.clone(), state.is_caller)
-            }),
-            Err(error) => {
-                state.end(error, wakes);
-                None
+        let detached = link.with_wakes(&mut self.wakes, |state, around, wakes| {
+            match state.end_detach(around, queue, in_flight, gone, wakes) {
+                Ok(()) => state.lost.as_mut().map(|lost| {
+                    lost.deadline = Some(deadline);
+                    (lost.error.clone(), state.is_caller)
+                }),
+                Err(error) => {
+                    state.end(error, wakes); // unless it has ended meanwhile
+                    None
+                }
             }
         });
-        let Some((error, is_caller)) = detached else { return };
+        let Some((error, is_caller)) = detached else {
+            shared.mailbox.attend(link.index); // and not at once: whoever has called may be about to
+            return;
+        };
         if let Some(lane) = &route.lane {
             self.forget_qp(lane, route.qp_num, link.index);
         }

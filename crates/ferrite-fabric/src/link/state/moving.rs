@@ -158,25 +158,45 @@ impl LinkState {
         self.lost.as_ref().is_some_and(|lost| lost.draining)
     }
 
-    /// Destroys the queue pair of a path that was lost: nothing of it comes, or lands, any more.
+    /// First step of the way down: gives away the queue pair of a path that was lost, to be destroyed. The caller has reaped
+    /// the completion queue. `None` if there is none to give, or a command has it.
+    pub(crate) fn begin_detach(&mut self) -> Option<SendQueue<Tag>> {
+        if self.is_away() || !self.is_to_be_detached() {
+            return None;
+        }
+        self.is_destroying = true;
+        Some(std::mem::replace(&mut self.queue, SendQueue::none()))
+    }
+
+    /// Second step: the queue pair is gone, with what was in flight. Nothing of it comes, or lands, any more.
     ///
     /// # Errors
-    /// The device did not let go: the link cannot go on with that memory.
-    pub(crate) fn detach(&mut self, around: &Around<'_>) -> Result<(), Error> {
-        let Some(lost) = &mut self.lost else { return Ok(()) };
-        if lost.detached {
-            return Ok(());
+    /// The device did not let go, and the link cannot go on with that memory; or the link has ended meanwhile.
+    pub(crate) fn end_detach(
+        &mut self,
+        around: &Around<'_>,
+        queue: SendQueue<Tag>,
+        in_flight: Vec<InFlight<Tag>>,
+        gone: Result<(), Error>,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        self.is_destroying = false;
+        if let Err(error) = gone {
+            self.queue = queue;
+            return Err(error);
         }
-        let under_way = &mut lost.under_way;
-        self.queue.destroy(|in_flight| under_way.push_back(in_flight))?;
-        around.release(under_way.len());
-        under_way.append(&mut lost.not_posted);
+        let Some(lost) = self.lost.as_mut().filter(|lost| !lost.detached) else {
+            self.end_destroy(around, queue, in_flight, wakes);
+            return Err(Error::new(ErrorKind::Closed, "the link is gone"));
+        };
+        around.release(in_flight.len());
+        lost.under_way = in_flight.into();
+        lost.under_way.append(&mut lost.not_posted);
         lost.detached = true;
         self.peer_offers = false;
         if self.lane.is_some() {
-            self.generation = self.queue.next_generation();
+            self.generation = queue.next_generation();
         }
-        self.queue = SendQueue::none();
         self.lane = None;
         self.flushed.clear();
         (self.flush_called, self.asked, self.unsignaled) = (false, None, 0);
