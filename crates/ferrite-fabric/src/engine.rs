@@ -9,6 +9,7 @@
 //! | `commands.rs` | calls that may wait for the kernel, on threads of their own |
 //! | `revive.rs` | devices that go and come back |
 //! | `leaving.rs` | queue pairs that are to be destroyed |
+//! | `shrinking.rs` | memory that goes back to the system |
 //! | `waits.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
 //! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
 //! | `config.rs` | settings |
@@ -46,8 +47,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, RwLock};
 
-use ferrite_verbs::{Absence, Verbs};
+use ferrite_verbs::{Absence, Status, Verbs};
 
+use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::latency::Latencies;
 use crate::link::shared::LinkShared;
@@ -300,6 +302,23 @@ impl Shared {
         if self.commands.has_room(None) {
             self.commands.run(None, move || link.is_well());
         }
+    }
+
+    /// Has the likely causes of an error of `link` looked for, where that may wait: in files of the kernel, and at the device.
+    /// Who has the error sees them when they are found.
+    #[cold]
+    pub(crate) fn diagnose(&self, link: &LinkShared, error: Error, failure: Failure) -> Error {
+        let (source, told) = (link.source(), error.clone());
+        if let Some(find) = link.diagnosis(failure).filter(|_| self.commands.has_room(source)) {
+            self.commands.run(source, move || told.set_causes(find()));
+        }
+        error
+    }
+
+    /// The error for the request of a link that failed first.
+    #[cold]
+    pub(crate) fn completion_error(&self, link: &LinkShared, status: Status) -> Error {
+        self.diagnose(link, link.completion_error(status), Failure::Completion(status))
     }
 
     /// A link is on TCP although RDMA was preferred: said once for each.

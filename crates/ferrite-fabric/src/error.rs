@@ -6,7 +6,7 @@
 mod io;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use ferrite_verbs::{Absence, Rejection, Status};
 
@@ -73,7 +73,8 @@ struct Inner {
     what: String,
     status: Option<Status>,
     refusal: Option<Refusal>,
-    causes: Vec<Cause>,
+    /// Set once, perhaps after the error was told.
+    causes: OnceLock<Vec<Cause>>,
     source: Option<Source>,
 }
 
@@ -95,13 +96,14 @@ impl Error {
             what: what.into(),
             status: None,
             refusal: None,
-            causes: Vec::new(),
+            causes: OnceLock::new(),
             source: None,
         }))
     }
 
-    /// A work request of a link ended with `status`, for one of `causes`.
-    pub(crate) fn completion(kind: ErrorKind, what: String, status: Status, causes: Vec<Cause>) -> Self {
+    /// A work request of a link ended with `status`.
+    pub(crate) fn completion(kind: ErrorKind, what: String, status: Status) -> Self {
+        let causes = OnceLock::new();
         Self(Arc::new(Inner { kind, what, status: Some(status), refusal: None, causes, source: None }))
     }
 
@@ -115,7 +117,7 @@ impl Error {
             what,
             status: None,
             refusal: Some(refusal),
-            causes: Vec::new(),
+            causes: OnceLock::new(),
             source: None,
         }))
     }
@@ -129,7 +131,7 @@ impl Error {
             what: "TLS is set, and RDMA payload is clear text".into(),
             status: None,
             refusal: None,
-            causes: Vec::new(),
+            causes: OnceLock::new(),
             source: Some(Source::ClearText(remedy)),
         }))
     }
@@ -141,7 +143,7 @@ impl Error {
             what: format!("{} is for this host alone, and RDMA comes from others", local.ip()),
             status: None,
             refusal: None,
-            causes: Vec::new(),
+            causes: OnceLock::new(),
             source: Some(Source::Loopback),
         }))
     }
@@ -155,7 +157,7 @@ impl Error {
             ),
             status: None,
             refusal: None,
-            causes: Vec::new(),
+            causes: OnceLock::new(),
             source: Some(Source::PortIsTcps),
         }))
     }
@@ -166,10 +168,13 @@ impl Error {
 
     /// The same with the causes that were found.
     pub(crate) fn with_causes(self, causes: Vec<Cause>) -> Self {
-        match Arc::try_unwrap(self.0) {
-            Ok(inner) => Self(Arc::new(Inner { causes, ..inner })),
-            Err(shared) => Self(shared),
-        }
+        self.set_causes(causes);
+        self
+    }
+
+    /// The causes were found: all clones have them. The first to say so counts.
+    pub(crate) fn set_causes(&self, causes: Vec<Cause>) {
+        let _ = self.0.causes.set(causes);
     }
 
     /// What to do next.
@@ -208,10 +213,11 @@ impl Error {
         }
     }
 
-    /// Likely causes by what was measured when it happened, the likeliest first.
+    /// Likely causes by what was measured when it happened, the likeliest first. An engine with
+    /// [command threads](crate::Builder::command_threads) measures there: then they are known a moment after the error.
     #[must_use]
     pub fn causes(&self) -> &[Cause] {
-        &self.0.causes
+        self.0.causes.get().map_or(&[], Vec::as_slice)
     }
 
     /// What to do about it, where that is known.
@@ -226,7 +232,7 @@ impl Error {
                 "bind to an address of another RDMA device, or remove the iWARP device (`rdma link` names it; siw is one)"
                     .into(),
             ),
-            None => self.0.causes.first().and_then(|cause| cause.remedy.clone()),
+            None => self.causes().first().and_then(|cause| cause.remedy.clone()),
         }
     }
 }
@@ -252,7 +258,7 @@ impl From<ferrite_verbs::Error> for Error {
             _ => ErrorKind::System,
         };
         let (what, source) = (error.to_string(), Some(Source::Verbs(error)));
-        Self(Arc::new(Inner { kind, what, status: None, refusal: None, causes: Vec::new(), source }))
+        Self(Arc::new(Inner { kind, what, status: None, refusal: None, causes: OnceLock::new(), source }))
     }
 }
 
@@ -266,14 +272,14 @@ impl From<PoolError> for Error {
             Pool::Misuse => ErrorKind::Misuse,
         };
         let (what, source) = (error.to_string(), Some(Source::Pool(error)));
-        Self(Arc::new(Inner { kind, what, status: None, refusal: None, causes: Vec::new(), source }))
+        Self(Arc::new(Inner { kind, what, status: None, refusal: None, causes: OnceLock::new(), source }))
     }
 }
 
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0.what)?;
-        match self.0.causes.first() {
+        match self.causes().first() {
             Some(cause) => write!(f, "; {}: {} ({})", cause.likelihood, cause.what, cause.evidence),
             None => Ok(()),
         }

@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Pool, Purpose};
-use ferrite_fabric::{Config, ConnectOptions, Engine, Link, Listener, Meet, Transport};
+use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
@@ -158,6 +158,27 @@ fn forgets_a_link_that_ends_while_its_lost_path_is_destroyed() {
         rig.server.stats().links == links - 1 && rig.troubled.stats().links == 0
     });
     rig.serves_the_honest();
+}
+
+/// A peer vanishes, and the device is asked why a request failed: the link fails at once, and its causes are known later.
+#[test]
+fn serves_others_while_a_failure_is_diagnosed() {
+    let mut rig = Rig::new();
+    let options = options(TROUBLED).rdma(Rdma::Require);
+    let connecting = rig.troubled.connect_with(rig.listener.local_addr(), &options);
+    let here = rig.server.block_on(rig.listener.accept()).expect("a link");
+    let there = rig.troubled.block_on(connecting).expect("a link");
+    let held = Held::new(&rig.world, "ibv_query_port");
+    rig.world.black_hole("fake1", "fake2");
+    here.post_bytes(0, b"into the dark").expect("room");
+    until("the link fails", || here.failure().is_some());
+    until("the device is asked", || rig.world.waiting_in("ibv_query_port") > 0);
+    rig.serves_the_honest();
+    let error = here.failure().expect("it failed");
+    assert_eq!((error.kind(), error.causes()), (ErrorKind::LinkDown, &[][..]));
+    drop(held);
+    until("the causes are known", || !error.causes().is_empty());
+    drop(there);
 }
 
 /// Sessions ask what is in use whenever a window is renewed, on the driver's thread.

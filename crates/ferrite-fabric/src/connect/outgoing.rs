@@ -498,14 +498,15 @@ fn explain(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
     let local = lane.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
     let context = lane.or(shared.lanes.first()).and_then(|lane| lane.context());
     let Some(context) = context else { return error };
-    error.with_causes(diagnose::causes(&Subject {
-        context: &context,
-        port: outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port),
-        local,
-        peer: Some(outgoing.peer),
-        baseline: None,
-        failure: Failure::ConnectTimeout,
-    }))
+    let (peer, told) = (Some(outgoing.peer), error.clone());
+    let port = outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port);
+    // Where it may wait: who has the error sees them when they are found.
+    shared.commands.run(Source::of_any(peer), move || {
+        let failure = Failure::ConnectTimeout;
+        let subject = Subject { context: &context, port, local, peer, baseline: None, failure };
+        told.set_causes(diagnose::causes(&subject));
+    });
+    error
 }
 
 /// A peer that went after it had answered makes the next steps wrong: that is nobody's mistake here.

@@ -222,7 +222,7 @@ impl Poller {
         if !id.is_receive() {
             if let Some(link) = links.get(id.owner()) {
                 link.with_wakes(&mut self.wakes, |state, around, wakes| {
-                    state.on_sent(around, wc, wakes, |status| link.completion_error(status));
+                    state.on_sent(around, wc, wakes, |status| shared.completion_error(link, status));
                 });
             }
             return;
@@ -249,7 +249,7 @@ impl Poller {
             },
             Status::FLUSHED => {}
             status if state.failure().is_none() && state.is_carried_by(wc.qp_num()) => {
-                state.fail(link.completion_error(status), wakes);
+                state.fail(shared.completion_error(link, status), wakes);
             }
             _ => {}
         });
@@ -427,11 +427,15 @@ impl Poller {
                     // It may be us who had no time to look: its answer can be here.
                     self.reap_all(shared);
                 }
-                if let Some((next, well)) = link.on_timer(self.now) {
-                    self.timers.add(next, timer);
-                    if well {
-                        shared.is_well(&link);
+                match link.on_timer(self.now) {
+                    Ok(Some((next, well))) => {
+                        self.timers.add(next, timer);
+                        if well {
+                            shared.is_well(&link);
+                        }
                     }
+                    Ok(None) => {}
+                    Err((error, failure)) => link.fail(shared.diagnose(&link, error, failure)),
                 }
             }
             Timer::Close(name) => {
@@ -466,8 +470,8 @@ impl Poller {
                     link.peer_name(),
                     link.carrier()
                 );
-                let causes = link.causes(Failure::Completion(Status::FLUSHED));
-                link.fail(Error::new(ErrorKind::LinkDown, what).with_causes(causes));
+                let error = Error::new(ErrorKind::LinkDown, what);
+                link.fail(shared.diagnose(&link, error, Failure::Completion(Status::FLUSHED)));
                 self.attend(shared, name.index);
             }
             Timer::Refill => {

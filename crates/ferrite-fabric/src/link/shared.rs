@@ -186,7 +186,7 @@ impl LinkShared {
         result
     }
 
-    /// The error for a request that failed first, with its likely causes.
+    /// The error for a request that failed first.
     #[cold]
     pub(crate) fn completion_error(&self, status: Status) -> Error {
         let peer = self.peer_name();
@@ -194,23 +194,21 @@ impl LinkShared {
             Status::REMOTE_ACCESS | Status::REMOTE_INVALID_REQUEST => ErrorKind::Denied,
             _ => ErrorKind::LinkDown,
         };
-        let causes = self.causes(Failure::Completion(status));
         let what = format!("link to {peer} ({}): {status}", self.carrier());
-        Error::completion(kind, what, status, causes)
+        Error::completion(kind, what, status)
     }
 
-    #[cold]
-    pub(crate) fn causes(&self, failure: Failure) -> Vec<diagnose::Cause> {
+    /// Finds the likely causes of a failure, of the link as it is now; `None` on TCP.
+    pub(crate) fn diagnosis(
+        &self,
+        failure: Failure,
+    ) -> Option<impl FnOnce() -> Vec<diagnose::Cause> + use<>> {
         let Route { lane, port, local, peer, .. } = self.route();
         let baseline = lock(&self.baseline).clone();
-        let Some(context) = lane.and_then(|lane| lane.context()) else { return Vec::new() };
-        diagnose::causes(&Subject {
-            context: &context,
-            port,
-            local,
-            peer,
-            baseline: baseline.as_ref(),
-            failure,
+        let context = lane?.context()?;
+        Some(move || {
+            let baseline = baseline.as_ref();
+            diagnose::causes(&Subject { context: &context, port, local, peer, baseline, failure })
         })
     }
 
@@ -493,22 +491,21 @@ impl LinkShared {
     }
 
     /// Looks at the clock: when to do so again, and whether the link is well.
-    pub(crate) fn on_timer(&self, now: Instant) -> Option<(Instant, bool)> {
+    ///
+    /// # Errors
+    /// The peer has not answered: the link is to fail.
+    pub(crate) fn on_timer(&self, now: Instant) -> Result<Option<(Instant, bool)>, (Error, Failure)> {
         let next = self.with(|state, around, wakes| {
             let next = state.on_timer(now);
             state.pump(around, wakes);
             next
         });
-        match next {
-            Ok(next) => next,
-            Err(Silence { after, acknowledged }) => {
-                let failure = if acknowledged { Failure::NoKeepalive } else { Failure::NoAcknowledgement };
-                let (peer, ms) = (self.peer_name(), after.as_millis());
-                let what = format!("link to {peer}: the peer has not answered for {ms} ms");
-                self.fail(Error::new(ErrorKind::PeerStalled, what).with_causes(self.causes(failure)));
-                None
-            }
-        }
+        next.map_err(|Silence { after, acknowledged }| {
+            let failure = if acknowledged { Failure::NoKeepalive } else { Failure::NoAcknowledgement };
+            let (peer, ms) = (self.peer_name(), after.as_millis());
+            let what = format!("link to {peer}: the peer has not answered for {ms} ms");
+            (Error::new(ErrorKind::PeerStalled, what), failure)
+        })
     }
 }
 
