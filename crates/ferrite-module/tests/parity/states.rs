@@ -254,6 +254,8 @@ pub(crate) fn paused(way: &Way<'_>, program: &Path) {
         for batch in specs.chunks(AT_ONCE) {
             bench.make_keys();
             let mut wires: Vec<[Wire; 2]> = batch.iter().map(|_| bench.open()).collect();
+            // So that the module's sessions are clients of the engine's before the pause, as the others are.
+            wires.iter_mut().flatten().for_each(|wire| assert_eq!(super::ask(wire, "PING"), b"+PONG\r\n"));
             let amount = Amount { good: 1, spoiled: 0 };
             let cases: Vec<_> =
                 batch.iter().map(|spec| generate::cases(spec, bench.tags, amount)[1].clone()).collect();
