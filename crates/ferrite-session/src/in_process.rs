@@ -46,7 +46,7 @@ use commands::{Due, place_of};
 pub use engine::{Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture};
 use exchange::{Awaited, Event, Met, next_event};
 use input::{Found, Input, READ_MAX};
-use limits::{BEFORE_AUTH, OutputGuard};
+use limits::{BEFORE_AUTH, BeforeAuthQueue, OutputGuard};
 pub(crate) use replies::Client;
 pub use replies::Replies;
 
@@ -57,6 +57,7 @@ pub(crate) struct CommandPaths {
     pub(crate) proxied: AtomicU64,
     /// Sessions that are on the proxy path for good.
     pub(crate) pinned: AtomicU64,
+    pub(crate) before_auth: BeforeAuthQueue,
 }
 
 /// What is left when a session has no more to do here.
@@ -69,6 +70,9 @@ pub(crate) enum Left {
 
 /// Commands in one go: then others have their turn.
 const RUN_MAX: usize = 64;
+/// The same before authentication: engines hang up on a client without a password, and log it, when more
+/// than 1 KiB of its replies waits. An unknown command's can be 300 bytes long.
+const RUN_BEFORE_AUTH: usize = 3;
 /// Replies that are kept before they leave.
 const REPLIES_MAX: usize = 64 << 10;
 /// Reads in a row that keep them.
@@ -211,7 +215,8 @@ impl<C: Client> InProcessSession<'_, C> {
         run.clear();
         self.input.forget();
         let mut route = None;
-        while run.len() < RUN_MAX {
+        let most = if self.access.is_authenticated() { RUN_MAX } else { RUN_BEFORE_AUTH };
+        while run.len() < most {
             let found = match self.input.peek() {
                 Ok(Some(found)) => found,
                 Ok(None) => break,

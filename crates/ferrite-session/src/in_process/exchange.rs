@@ -139,8 +139,9 @@ impl<C: Client> InProcessSession<'_, C> {
         self.settle().await;
         self.own_reply.clear();
         let is_authenticated = self.access.is_authenticated();
-        let (mut ahead_max, replies_max) =
-            if is_authenticated { (AHEAD_MAX, REPLIES_MAX) } else { (BEFORE_AUTH, BEFORE_AUTH) };
+        let mut ahead_max = if is_authenticated { AHEAD_MAX } else { BEFORE_AUTH };
+        // Before authentication a run has few replies, and nobody waits for a client behind it.
+        let replies_max = if is_authenticated || !is_streaming { REPLIES_MAX } else { BEFORE_AUTH };
         let mut ahead = vec![0; if is_streaming { STREAMED } else { AHEAD }];
         let (mut sent, mut client_ended) = (0, false);
         loop {

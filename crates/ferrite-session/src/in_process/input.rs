@@ -149,6 +149,11 @@ impl Input {
     /// What was found before is no longer asked for.
     pub(super) fn forget(&mut self) {
         self.words.clear();
+        // A client that sends on while its commands are proxied never leaves the buffer empty. No more is
+        // moved than is given up.
+        if self.taken >= BEFORE_AUTH && self.taken >= self.filled - self.taken {
+            self.move_up();
+        }
     }
 
     /// All of it, for places in it.
@@ -204,8 +209,8 @@ impl Input {
         };
         out.clear();
         out.extend_from_slice(&self.buffer[self.taken..end]);
-        self.forget();
         (self.taken, self.framed) = (end, end);
+        self.forget();
         self.move_up();
         Ok(is_whole)
     }
@@ -302,6 +307,23 @@ mod tests {
         total += out.len();
         assert_eq!(total, b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$1000000\r\n\r\n".len() + 1_000_000);
         assert_eq!((input.ahead(), input.is_large(true)), (&b"*1\r\n"[..], false));
+    }
+
+    /// What was taken is given up, though there is always something ahead.
+    #[test]
+    fn stays_small_while_a_client_sends_on() {
+        let command = [&b"*2\r\n$4\r\nECHO\r\n$1000\r\n"[..], &[b'x'; 1000], b"\r\n"].concat();
+        let mut input = Input::default();
+        input.append(&command[..500]);
+        for _ in 0..1000 {
+            input.forget();
+            input.append(&command[500..]);
+            input.append(&command[..500]);
+            let found = input.peek().expect("no error").expect("a command");
+            assert_eq!(input.bytes()[found.place.clone()], command);
+            input.take(&found);
+        }
+        assert!(input.held_bytes() <= 4 * BEFORE_AUTH, "{} bytes", input.held_bytes());
     }
 
     /// S1: a command is not classified before its name has arrived.

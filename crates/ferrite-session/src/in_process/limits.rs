@@ -7,13 +7,44 @@ use std::future::Future;
 use std::io;
 use std::time::Duration;
 
-use tokio::time::{Instant, timeout_at};
+use tokio::sync::{Semaphore, SemaphorePermit};
+use tokio::time::{Instant, timeout, timeout_at};
 
 use super::{Client, ClientLimits, InProcessSession, REPLIES_MAX};
 
 /// Before authentication: unread replies, commands that have not ended, and input that is read ahead,
 /// each. Together with what the session itself needs it stays below 64 KiB.
 pub(super) const BEFORE_AUTH: usize = 8 << 10;
+
+/// Sessions before authentication that use the engine at a time. Each has a few commands there, then the
+/// next has its turn.
+const BEFORE_AUTH_AT_A_TIME: usize = 2;
+/// How long a session keeps the others waiting. Engines refuse a client without a password at once; but where
+/// it cannot be told whether a client has one, it may run a command that blocks.
+const BEFORE_AUTH_TIME: Duration = Duration::from_millis(20);
+
+/// Who may use the engine before authentication, in the order in which they ask. However many clients
+/// without a password send commands, the others wait for few of them.
+#[derive(Debug)]
+pub(crate) struct BeforeAuthQueue(Semaphore);
+
+impl Default for BeforeAuthQueue {
+    fn default() -> Self {
+        Self(Semaphore::new(BEFORE_AUTH_AT_A_TIME))
+    }
+}
+
+/// Awaits an event that was waited for in that queue, if it was.
+pub(super) async fn within_turn<T>(permit: Option<SemaphorePermit<'_>>, event: impl Future<Output = T>) -> T {
+    let mut event = std::pin::pin!(event);
+    if permit.is_some()
+        && let Ok(done) = timeout(BEFORE_AUTH_TIME, &mut event).await
+    {
+        return done;
+    }
+    drop(permit);
+    event.await
+}
 
 /// Watches how much a client leaves unread, and for how long.
 #[derive(Default)]
@@ -54,7 +85,17 @@ fn over(which: &str, unread: usize) -> io::Error {
     ))
 }
 
-impl<C: Client> InProcessSession<'_, C> {
+impl<'a, C: Client> InProcessSession<'a, C> {
+    /// Waits until this session may use the engine: before authentication, the client must have read most
+    /// replies, and then others go first. Nobody who has the permit waits for a client.
+    pub(super) async fn wait_for_turn(&mut self) -> io::Result<Option<SemaphorePermit<'a>>> {
+        if self.access.is_authenticated() {
+            return Ok(None);
+        }
+        self.write_replies_below(BEFORE_AUTH).await?;
+        Ok(self.paths.before_auth.0.acquire().await.ok()) // it is never closed
+    }
+
     /// Holds replies that were just made to the engine's limits.
     pub(super) fn check_output(&mut self) -> io::Result<()> {
         if self.replies.len() < REPLIES_MAX {

@@ -9,6 +9,7 @@ use super::commands::{Due, place_of};
 use super::engine::{Access, CommandKind};
 use super::exchange::{Awaited, Met};
 use super::input::Begun;
+use super::limits::within_turn;
 use super::{Client, InProcessSession};
 
 impl<C: Client> InProcessSession<'_, C> {
@@ -19,6 +20,7 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Proxies commands that lie one behind the other, and asks the engine what the client is then.
     pub(super) async fn proxy(&mut self, run: &[Due], command: Option<SessionCommand>) -> io::Result<Met> {
+        let permit = self.wait_for_turn().await?;
         if let Some(command @ (SessionCommand::ChangesIdentity | SessionCommand::Resets)) = command {
             self.record.identity_changes(command);
             self.identity_due = true;
@@ -28,7 +30,8 @@ impl<C: Client> InProcessSession<'_, C> {
         let mut bytes = if marks { self.record.mark_writes().to_vec() } else { Vec::new() };
         bytes.extend_from_slice(&self.input.bytes()[place_of(run)]);
         self.count_proxied(run);
-        let met = self.exchange(bytes, Awaited::replies(run.len()).after_own(marks), false).await?;
+        let awaited = Awaited::replies(run.len()).after_own(marks);
+        let met = within_turn(permit, self.exchange(bytes, awaited, false)).await?;
         self.wrote &= !(marks && self.record.is_marked());
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
@@ -103,6 +106,7 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Proxies the command that has begun as it comes.
     pub(super) async fn stream(&mut self) -> io::Result<Met> {
+        drop(self.wait_for_turn().await?); // from here on it waits for the client
         self.paths.proxied.fetch_add(1, Ordering::Relaxed);
         let met = self.exchange(Vec::new(), Awaited::replies(1), true).await?;
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }

@@ -219,8 +219,13 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Lets all replies leave, however long the client takes.
     pub(super) async fn write_replies(&mut self) -> io::Result<()> {
+        self.write_replies_below(1).await
+    }
+
+    /// The same until fewer than so many bytes are left.
+    pub(super) async fn write_replies_below(&mut self, bytes: usize) -> io::Result<()> {
         self.settle().await;
-        while !self.replies.is_empty() {
+        while self.replies.len() >= bytes {
             let (client, replies) = (&mut *self.client, &mut self.replies);
             let written = std::future::poll_fn(|cx| replies.poll_write(client, cx));
             match self.output.watch(written).await? {
