@@ -86,10 +86,12 @@ pub(crate) fn run(root: &Path, options: &SessionOptions, seconds: Option<u32>) -
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The file from anywhere; a bare name is looked up in PATH by whoever starts it.
+/// The file from anywhere; a bare name is looked up in PATH by whoever starts it. Links stay: some packages
+/// have one program for several tasks, which goes by the name it was started with.
 fn found(path: &Path) -> anyhow::Result<PathBuf> {
     if path.components().count() == 1 && !path.exists() {
         return Ok(path.into());
     }
-    path.canonicalize().with_context(|| format!("cannot find {}", path.display()))
+    ensure!(path.exists(), "cannot find {}", path.display());
+    std::path::absolute(path).with_context(|| format!("cannot find {}", path.display()))
 }

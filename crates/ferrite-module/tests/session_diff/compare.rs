@@ -120,6 +120,22 @@ mod tests {
     }
 
     #[test]
+    fn modules_may_be_listed_in_any_order() {
+        let module = |name: &str, port: u32| {
+            let args = format!("$4\r\nargs\r\n*2\r\n$9\r\nrdma-port\r\n$4\r\n{port}\r\n");
+            format!("*4\r\n$4\r\nname\r\n${}\r\n{name}\r\n{args}", name.len())
+        };
+        let hello = |modules: [String; 2], role: &str| {
+            let modules = modules.concat();
+            format!("*4\r\n$7\r\nmodules\r\n*2\r\n{modules}$4\r\nrole\r\n$6\r\n{role}\r\n")
+        };
+        let one = hello([module("lua", 1000), module("ferrite", 1001)], "master");
+        assert!(equal(&one, &hello([module("ferrite", 2001), module("lua", 2000)], "master")));
+        assert!(!equal(&one, &hello([module("ferrite", 1001), module("other", 1000)], "master")));
+        assert!(!equal(&one, &hello([module("ferrite", 1001), module("lua", 1000)], "writer")));
+    }
+
+    #[test]
     fn pushes_may_come_before_or_after_a_reply_but_not_in_another_order() {
         let [one, two] = ["1", "2"].map(|text| format!(">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n{text}\r\n"));
         assert!(equal(&format!("+OK\r\n{one}{two}"), &format!("{one}+OK\r\n{two}")));

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use ferrite_proto::resp::Value;
+use ferrite_proto::resp::{Limits, ReplyFramer, Value};
 
 /// Values in a HELLO reply, by the word before them.
 const HELLO: &[(&str, &str)] = &[
@@ -11,6 +11,10 @@ const HELLO: &[(&str, &str)] = &[
     ("rdma-port", "an argument of the module, in the list of modules"),
     ("engine", "an argument of the module, in the list of modules"),
 ];
+
+/// The word before HELLO's list of modules, which has the order of a hash table with a random seed. Valkey
+/// 9.1 has a module of its own beside ours.
+const MODULES: &[u8] = b"modules";
 
 /// A reply that may be missing, on engines that have this fault: `addAuthErrReply` of Redis 7.2 and
 /// Valkey 7.2 to 9 says nothing while the client has replies that were not written yet. Whether it has
@@ -87,6 +91,14 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
         if is_monitor_line(head) {
             continue; // engines put them into the array of EXEC
         }
+        if before[2] == MODULES
+            && let Some((list, after)) = in_order(head, rest)
+        {
+            out.extend_from_slice(&list);
+            rest = after;
+            before = [b""; 3];
+            continue;
+        }
         let is_hello = match before[2] {
             b"id" => before[0] == b"proto",
             name => is_listed(HELLO, name),
@@ -104,6 +116,20 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
     }
     out.extend_from_slice(rest);
     out
+}
+
+/// The elements behind the head of a list, normalised and in order, and what comes after.
+fn in_order<'a>(head: &[u8], mut rest: &'a [u8]) -> Option<(Vec<u8>, &'a [u8])> {
+    let count = head.strip_prefix(b"*").and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
+    let mut elements = Vec::new();
+    for _ in 0..count.unwrap_or(0_usize) {
+        let progress = ReplyFramer::new(Limits::default()).feed(rest).ok().filter(|it| it.complete)?;
+        let (element, after) = rest.split_at(progress.consumed);
+        elements.push(normalised(element));
+        rest = after;
+    }
+    elements.sort_unstable();
+    count.map(|_| ([head, b"\n"].concat().into_iter().chain(elements.concat()).collect(), rest))
 }
 
 /// A line, the string that belongs to it if it is the head of one, and what comes after.
