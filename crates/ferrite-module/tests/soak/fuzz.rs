@@ -1,10 +1,15 @@
 //! Peers that do not keep to the rules: whatever they do, they lose their own connection and nobody else notices.
+//!
+//! Engines turn a source away that reaches for memory repeatedly, so those that do have addresses of their own, each of which is
+//! used for a round of them.
 
 use std::net::SocketAddr;
+use std::process::Command;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ferrite_fabric::mem::{Buf, Purpose};
-use ferrite_fabric::{Arrival, Bare, ConnectOptions, Engine};
+use ferrite_fabric::{Arrival, Bare, ConnectOptions, Engine, ErrorKind};
 use ferrite_proto::resp::encode_command;
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration, Role};
 use ferrite_session::{Connector, ValkeyConfig, ValkeyStream};
@@ -20,20 +25,62 @@ use crate::world::World;
 const LIMIT: Duration = Duration::from_secs(5);
 const AT_A_TIME: usize = 6;
 
+/// Where they come from: 10.0.0.64 and on.
+const FIRST_ADDRESS: u64 = 64;
+const ADDRESSES: u64 = 64;
+
+/// These addresses of the clients' device, which has them until this is dropped.
+pub(crate) struct Addresses(());
+
+impl Addresses {
+    pub(crate) fn new() -> Self {
+        let added = Self(()); // so that those that were added are removed if one is not
+        assert!((0..ADDRESSES).all(|number| change("replace", number)), "ip addr replace");
+        added
+    }
+}
+
+impl Drop for Addresses {
+    fn drop(&mut self) {
+        for number in 0..ADDRESSES {
+            let _ = change("del", number);
+        }
+    }
+}
+
+fn change(verb: &str, number: u64) -> bool {
+    let address = format!("10.0.0.{}/24", FIRST_ADDRESS + number);
+    Command::new("ip")
+        .args(["addr", verb, &address, "dev", "h2"])
+        .status()
+        .is_ok_and(|status| status.success())
+}
+
+/// The next of them.
+fn next_address(world: &World) -> SocketAddr {
+    let number = world.hostile_rounds.fetch_add(1, Ordering::Relaxed) % ADDRESSES;
+    format!("10.0.0.{}:0", FIRST_ADDRESS + number).parse().expect("an address")
+}
+
 fn noise(random: &mut Random, most: u64) -> Vec<u8> {
     (0..random.below(most)).map(|_| random.below(256) as u8).collect()
 }
 
-async fn bare(world: &World, engine: usize) -> Option<Bare> {
-    let options = ConnectOptions::new().local(world.local);
-    timeout(LIMIT, world.fabric.connect_bare(world.rdma[engine], &options)).await.ok()?.ok()
+async fn bare(world: &World, engine: usize, local: SocketAddr) -> Option<Bare> {
+    let options = ConnectOptions::new().local(local);
+    let connected = timeout(LIMIT, world.fabric.connect_bare(world.rdma[engine], &options)).await.ok()?;
+    let is_refused = connected.as_ref().is_err_and(|error| error.kind() == ErrorKind::Refused);
+    if is_refused && local != world.local {
+        world.turned_away.fetch_add(1, Ordering::Relaxed);
+    }
+    connected.ok()
 }
 
 /// Random messages, and writes of all kinds to where they may and may not go.
 pub(crate) async fn break_rules(world: &World, random: &mut Random) {
+    let (engine, local) = (random.below(2) as usize, next_address(world));
     for _ in 0..AT_A_TIME {
-        let engine = random.below(2) as usize;
-        let Some(bare) = bare(world, engine).await else { continue };
+        let Some(bare) = bare(world, engine, local).await else { continue };
         let offered = async {
             loop {
                 match bare.arrival().await.ok()? {
@@ -117,7 +164,7 @@ async fn open(world: &World, engine: usize, way: u64) -> Option<Box<dyn Both>> {
     Some(match way {
         0 => Box::new(timeout(LIMIT, world.connector.connect(address)).await.ok()?.ok()?),
         1 => {
-            let bare = bare(world, engine).await?;
+            let bare = bare(world, engine, world.local).await?;
             Box::new(ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default()).ok()?)
         }
         // The module's port over TCP, where a peer's greeting is expected as well.

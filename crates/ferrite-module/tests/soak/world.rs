@@ -39,6 +39,9 @@ pub(crate) struct World {
     pub(crate) refusals: AtomicU64,
     pub(crate) connected: AtomicU64,
     pub(crate) unconnected: AtomicU64,
+    /// How often peers came that break rules, and how many of them were refused because of those before.
+    pub(crate) hostile_rounds: AtomicU64,
+    pub(crate) turned_away: AtomicU64,
     /// The longest that an engine took to give up a connection.
     pub(crate) longest_ms: AtomicU64,
 }
