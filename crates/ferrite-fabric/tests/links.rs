@@ -111,7 +111,7 @@ macro_rules! run_suite {
             run_suite!(@ $run, drivers: memory_given_back_is_used);
             run_suite!(@ $run, engines: impossible_settings, send_memory_runs_out, statistics);
             run_suite!(@ $run, life: futures_outlive_their_engine);
-            run_suite!(@ $run, pressure: receives_run_dry);
+            run_suite!(@ $run, pressure: receives_run_dry, pinned_memory_stays_within_its_limit);
             run_suite!(@ $run, manners:
                 without_immediate_data, more_than_the_window, exactly_the_window, credits_for_nothing,
                 credits_taken_back, unknown_control, no_such_channel, endless_message, endless_message_of_crumbs,

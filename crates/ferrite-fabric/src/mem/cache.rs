@@ -118,7 +118,9 @@ impl Cache {
         }
         magazine.blocks.push(block);
         let capacity = self.capacities[class.index()];
-        if magazine.blocks.len() > capacity {
+        if heap.is_sparse() {
+            heap.take_back(&mut magazine.blocks, 0);
+        } else if magazine.blocks.len() > capacity {
             heap.take_back(&mut magazine.blocks, capacity / 2);
         }
     }

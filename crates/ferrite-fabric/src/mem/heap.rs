@@ -24,6 +24,9 @@ pub(super) struct Heap {
     is_low: AtomicBool,
     /// Arenas, for who only wants to know how many.
     arenas: AtomicUsize,
+    /// Most of it is free, but not an arena that could be: blocks come back here at once, so that the next ones are taken from the
+    /// lowest chunks.
+    is_sparse: AtomicBool,
     state: Mutex<State>,
 }
 
@@ -73,6 +76,7 @@ impl Heap {
             growth: Mutex::default(),
             is_low: AtomicBool::new(false),
             arenas: AtomicUsize::new(0),
+            is_sparse: AtomicBool::new(false),
             state: Mutex::default(),
         }
     }
@@ -172,7 +176,13 @@ impl Heap {
             let of = |chunk: &&Chunk| chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena));
             state.chunks.iter().filter(of).any(|chunk| chunk.given.is_some())
         };
-        let idle: Vec<_> = state.arenas.iter().skip(1).filter(|arena| !is_used(arena)).cloned().collect();
+        let (used, idle): (Vec<_>, Vec<_>) = state.arenas.iter().skip(1).cloned().partition(is_used);
+        let idle_bytes: usize = idle.iter().map(|arena| arena.len()).sum();
+        let smallest = used.iter().map(|arena| arena.len()).min();
+        let free_bytes = state.free_bytes();
+        let is_sparse = free_bytes > state.mapped_bytes / 2
+            && smallest.is_some_and(|bytes| free_bytes.saturating_sub(idle_bytes) >= bytes);
+        self.is_sparse.store(is_sparse, Ordering::Relaxed);
         let spare = idle.len().saturating_sub(1);
         let before = std::mem::replace(&mut state.idle_before, spare);
         let most = before.min(most).min(spare);
@@ -193,6 +203,11 @@ impl Heap {
         (taken, state.idle_before > 0)
     }
 
+    /// Whether few blocks keep it from shrinking, by where they are.
+    pub(super) fn is_sparse(&self) -> bool {
+        self.is_sparse.load(Ordering::Relaxed)
+    }
+
     /// Whether it has more than what it began with, and one for who comes next.
     pub(super) fn has_grown(&self) -> bool {
         self.arenas.load(Ordering::Relaxed) > 2
@@ -201,11 +216,9 @@ impl Heap {
     /// What it has now.
     pub(super) fn holdings(&self) -> Holdings {
         let state = lock(&self.state);
-        let given = state.chunks.iter().filter_map(|chunk| chunk.given.as_ref());
-        let in_chunks: usize = given.map(|given| given.free.len() * given.slab.class.bytes()).sum();
         Holdings {
             mapped_bytes: state.mapped_bytes,
-            free_bytes: in_chunks + state.free.len() * CHUNK_BYTES,
+            free_bytes: state.free_bytes(),
             arenas: state.arenas.clone(),
         }
     }
@@ -218,6 +231,12 @@ impl Heap {
 }
 
 impl State {
+    fn free_bytes(&self) -> usize {
+        let given = self.chunks.iter().filter_map(|chunk| chunk.given.as_ref());
+        let in_chunks: usize = given.map(|given| given.free.len() * given.slab.class.bytes()).sum();
+        in_chunks + self.free.len() * CHUNK_BYTES
+    }
+
     /// Gives a free chunk to `class`.
     fn give(&mut self, core: &Arc<Core>, purpose: Purpose, class: SizeClass) -> Option<u32> {
         let index = self.free.pop_first()?;

@@ -1,5 +1,6 @@
 //! Back-pressure: who does not take stops the sender, and nothing grows without bound.
 
+use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{Config, ErrorKind};
 use futures_util::future::join_all;
 use futures_util::join;
@@ -191,5 +192,63 @@ pub(crate) fn many_small_parts(fixture: &Fixture) {
     let (sent, ()) = pair.drive(async { join!(join_all(sending), receiving) });
     sent.into_iter().for_each(|sent| sent.expect("acknowledged"));
     drop(crumb);
+    pair.end();
+}
+
+/// Both ends of many links send all they can, and take nothing: neither pins more than its limit, nothing is lost, and what was
+/// pinned goes back.
+pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
+    const LIMIT: usize = 32 << 20;
+    const LINKS: usize = 8; // whose windows are 4 MiB each
+    let memory = PoolConfig { memory_pool_max: LIMIT, receive_reserve: LIMIT / 2, ..PoolConfig::default() };
+    let config = Config { memory, recv_buffer_size: 64 << 10, recv_queue_depth: 48, ..Config::default() };
+    let mut pair = Pair::with(fixture, &config);
+    let pinned = |pair: &Pair| {
+        [&pair.a, &pair.b].map(|end| {
+            let memory = end.engine.stats().memory;
+            assert!(memory.registered_bytes <= LIMIT as u64, "{memory:?}");
+            memory.registered_bytes
+        })
+    };
+    let links: Vec<_> = (0..LINKS).map(|_| pair.another(fixture)).collect();
+    let bytes = pattern(5, 60 * KIB);
+    let mut posted = [[0_usize; 2]; LINKS];
+    let mut is_moving = true;
+    while is_moving {
+        is_moving = false;
+        for (links, posted) in links.iter().zip(&mut posted) {
+            for (number, end) in [&pair.a, &pair.b].into_iter().enumerate() {
+                let Ok(mut buf) = end.engine.buffer(bytes.len()) else { continue };
+                buf.copy_from_slice(&bytes);
+                let is_sent = links[number].post(0, buf.freeze()).is_ok();
+                posted[number] += usize::from(is_sent);
+                is_moving |= is_sent;
+            }
+        }
+        // It is over when nothing has moved for a while.
+        pair.run_for(std::time::Duration::from_millis(if is_moving { 1 } else { 50 }));
+        pinned(&pair);
+    }
+    let most = pinned(&pair);
+    assert!(most.iter().all(|bytes| *bytes >= LIMIT as u64 * 3 / 4), "{most:?} of {LIMIT}, {posted:?}");
+    for (links, posted) in links.iter().zip(posted) {
+        for (link, posted) in [(&links[1], posted[0]), (&links[0], posted[1])] {
+            for _ in 0..posted {
+                assert!(pair.drive(link.recv()).expect("a message").to_vec() == bytes, "another content");
+                pinned(&pair);
+            }
+        }
+    }
+    drop(links);
+    // What it began with, a step for the receives that are posted, and one to spare for each purpose. Receives stay where they are
+    // until they are used.
+    let rest = (config.memory.memory_pool_initial + 3 * config.memory.memory_pool_increase) as u64;
+    pair.until("what was pinned goes back", || {
+        for (from, to) in pair.directions() {
+            from.link.post_bytes(0, b"a word").expect("room");
+            assert_eq!(pair.receive(to).to_vec(), b"a word");
+        }
+        pinned(&pair).iter().all(|now| *now <= rest)
+    });
     pair.end();
 }
