@@ -58,11 +58,6 @@ impl Honest {
         Self { threads: threads.collect(), phase }
     }
 
-    /// Clients that are connected.
-    pub(crate) fn sessions(&self) -> u64 {
-        self.threads.len() as u64
-    }
-
     pub(crate) fn is_attacked(&self, is_attacked: bool) {
         self.phase.store(usize::from(is_attacked), Ordering::Relaxed);
     }

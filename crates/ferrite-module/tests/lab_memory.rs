@@ -1,0 +1,81 @@
+//! The attack of `host_memory` in the lab's guest, where memory for what arrives is pinned, beside clients of Valkey Over RDMA
+//! that send commands without a password and read nothing (`cargo xtask lab-test lab_memory`).
+#![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
+
+#[path = "memory/attack.rs"]
+mod attack;
+#[path = "memory/honest.rs"]
+mod honest;
+#[path = "memory/run.rs"]
+mod run;
+mod scene;
+mod talk;
+
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use ferrite_fabric::{Config, ConnectOptions, Engine, Rdma};
+use ferrite_proto::Role;
+use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
+use run::PASSWORD;
+use scene::{REDIS, Server, Start};
+use tokio::io::AsyncWriteExt as _;
+use tokio::sync::watch;
+use tokio::task::JoinSet;
+
+const HOST: &str = "10.0.0.1";
+const PORT: &str = "6390";
+const CLIENTS: usize = 50;
+
+/// Sends commands as long as they are taken, and never reads.
+async fn flood(engine: Engine, begun: Arc<AtomicUsize>) {
+    let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
+    let target = format!("{HOST}:{PORT}").parse().expect("an address");
+    let bare = engine.connect_bare(target, &options).await.expect("a connection");
+    let mut stream =
+        ValkeyStream::open(bare, Role::Client, &ValkeyConfig::default()).await.expect("a window");
+    let commands = b"*1\r\n$4\r\nPING\r\n".repeat(1000);
+    begun.fetch_add(1, Ordering::Relaxed);
+    while stream.write_all(&commands).await.is_ok() {}
+    std::future::pending::<()>().await; // it keeps the connection
+}
+
+#[test]
+fn clients_without_a_password_pin_little_memory() {
+    let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "prefer", "rdma-device", "rxe1"];
+    let options = ["--port", "0", "--requirepass", PASSWORD];
+    let mut server =
+        Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options });
+    let (stop, mut stopped) = watch::channel(false);
+    let begun = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&begun);
+    let flooding = std::thread::spawn(move || {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.expect("a runtime").block_on(async {
+            let config = Config { busy_poll_us: 0, ..client_config() };
+            let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+            let engine = engine.expect("an engine");
+            let driver = tokio::spawn(engine.drive());
+            let mut clients: JoinSet<()> =
+                (0..CLIENTS).map(|_| flood(engine.clone(), Arc::clone(&counted))).collect();
+            tokio::select! {
+                _ = stopped.wait_for(|stopped| *stopped) => {}
+                Some(ended) = clients.join_next() => panic!("{ended:?}"),
+            }
+            clients.shutdown().await;
+            drop(engine);
+            let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
+            ended.expect("an engine that ends").expect("no panic").expect("it drove");
+        });
+    });
+    server.until("clients over RDMA", || {
+        assert!(!flooding.is_finished(), "they are refused: {}", server.log());
+        begun.load(Ordering::Relaxed) == CLIENTS
+    });
+    run::attack(&mut server, run::plan());
+    let _ = stop.send(true);
+    flooding.join().expect("no panic");
+    server.assert_well();
+    assert_eq!(ferrite_verbs::leaked_objects(), 0);
+}
