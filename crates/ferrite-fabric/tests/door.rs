@@ -27,14 +27,14 @@ fn listen(engine: &Engine) -> Listener {
     engine.listen("127.0.0.1:0".parse().expect("an address")).expect("listen")
 }
 
-/// An honest peer gets a link in less than a second.
+/// An honest peer gets a link in less than a fifth of the time that a place is kept.
 fn is_served(engine: &Engine, listener: &mut Listener) {
     let caller = self::engine(Config::default());
     let begun = Instant::now();
     let connecting = caller.connect(listener.local_addr());
     let (there, here) = drive(&[&caller, engine], async { join!(connecting, listener.accept()) });
     drop((there.expect("a link"), here.expect("a link")));
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
 }
 
 fn connect(engine: &Engine, to: SocketAddr, say: &[u8]) -> TcpStream {

@@ -134,7 +134,7 @@ pub(crate) fn closed_links_are_gone(fixture: &Fixture) {
         pair.until("the link is gone", || {
             pair.a.engine.stats().links == 1 && pair.b.engine.stats().links == 1
         });
-        assert!(begun.elapsed() < Duration::from_secs(1), "round {round}: {:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(4), "round {round}: {:?}", begun.elapsed());
     }
     pair.end();
 }

@@ -350,7 +350,7 @@ pub(crate) fn revoke_has_a_deadline(fixture: &Fixture) {
     // Only the owner is driven.
     let buf = super::pair::drive(&[&pair.b.engine], region.revoke()).expect("revoked");
     assert!(begun.elapsed() >= Duration::from_millis(290), "{:?}", begun.elapsed());
-    assert!(begun.elapsed() < Duration::from_secs(3), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     // The peer hears of it at last, and the link lives.
     pair.run_for(Duration::from_millis(50));
     assert!(pair.a.link.rdma_read(&token, 0, pair.a.engine.buffer(1).expect("memory")).is_err());
@@ -418,7 +418,7 @@ pub(crate) fn revoke_without_a_link(fixture: &Fixture) {
         }
         let begun = Instant::now();
         pair.drive(region.revoke()).expect("revoked");
-        assert!(begun.elapsed() < Duration::from_secs(2), "round {round}: {:?}", begun.elapsed());
+        assert!(begun.elapsed() < Duration::from_secs(4), "round {round}: {:?}", begun.elapsed());
     }
     assert_up(&pair);
     pair.end();
