@@ -220,6 +220,14 @@ impl Error {
         self.0.causes.get().map_or(&[], Vec::as_slice)
     }
 
+    /// The error with its remedy, for a line of a log.
+    pub(crate) fn with_remedy(&self) -> String {
+        match self.remedy() {
+            Some(remedy) => format!("{self}; to do: {remedy}"),
+            None => self.to_string(),
+        }
+    }
+
     /// What to do about it, where that is known.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {

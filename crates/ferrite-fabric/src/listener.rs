@@ -317,8 +317,7 @@ impl Engine {
             match opened {
                 Ok((has_rdma, tcp, local, absence)) => {
                     if let Some(error) = &absence {
-                        let to_do = error.remedy().unwrap_or_default();
-                        tracing::warn!("{local} takes TCP only, not RDMA: {error}; to do: {to_do}");
+                        tracing::warn!("{local} takes TCP only, not RDMA: {}", error.with_remedy());
                     }
                     if has_rdma && (options.welcome_strangers || options.strangers_only) {
                         self.warn_of_shared_memory(local);

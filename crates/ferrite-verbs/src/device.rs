@@ -6,7 +6,7 @@ use std::sync::Arc;
 use rustix::io::Errno;
 
 use crate::context::Context;
-use crate::error::{Absence, Error, last_errno};
+use crate::error::{Absence, Error, ErrorKind, last_errno};
 use crate::sys;
 use crate::table::{Verbs, text};
 
@@ -70,8 +70,8 @@ impl Verbs {
         let devices = self.devices()?;
         let names: Vec<String> = devices.iter().map(Device::name).collect();
         devices.into_iter().find(|device| device.name() == name).ok_or_else(|| {
-            let context = format!("{name}: no such device; this host has {}", names.join(", "));
-            Error::os("ibv_get_device_list", Errno::NODEV, context)
+            let why = format!("no such device; this host has {}", names.join(", "));
+            Error::new(ErrorKind::DeviceGone, "RDMA device", name).because(why)
         })
     }
 }

@@ -77,17 +77,18 @@ impl Absence {
             Self::OldLibrary { .. } => "update rdma-core to version 44 or later".into(),
             Self::NoKernel { .. } => {
                 "load the kernel's verbs: modprobe ib_uverbs (in a container: run it on the host, and \
-                 pass /dev/infiniband into the container)"
+                 pass /dev/infiniband into the container; in a systemd unit: PrivateDevices=no)"
                     .into()
             }
             Self::NoDevice => {
                 "load the driver of the network card (for example modprobe mlx5_ib), or make a \
                  software device over Ethernet: modprobe rdma_rxe && rdma link add rxe0 type rxe \
-                 netdev eth0"
+                 netdev eth0; if `rdma link` shows a device, the process cannot see /dev/infiniband: \
+                 pass it into the container, or set PrivateDevices=no in the systemd unit"
                     .into()
             }
             Self::NoCm { .. } => "load the connection manager: modprobe rdma_ucm (in a container: pass \
-                 /dev/infiniband/rdma_cm into it)"
+                 /dev/infiniband/rdma_cm into it; in a systemd unit: PrivateDevices=no)"
                 .into(),
             Self::PortDown { device, .. } => format!(
                 "bring the network interface of {device} up (`rdma link` names it; ip link set \
@@ -226,6 +227,11 @@ impl Error {
             (_, ErrorKind::FileDescriptors) => {
                 Some("raise the limit: ulimit -n, or LimitNOFILE= in the unit".into())
             }
+            (_, ErrorKind::AddressInUse) => Some(
+                "choose another port, or stop the program that has it (`ss -ltnp` names it; for RDMA, `rdma resource \
+                 show cm_id`)"
+                    .into(),
+            ),
             (_, ErrorKind::Permission) => {
                 Some("give the user access to /dev/infiniband/* (udev rule or group rdma)".into())
             }

@@ -552,6 +552,15 @@ pub(super) fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> 
             Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => ErrorKind::Resources,
             _ => ErrorKind::System,
         };
-        Error::new(kind, format!("{call} {addr} over TCP: {errno}"))
+        let hint = match errno {
+            Errno::ADDRINUSE => {
+                "; choose another port, or stop the program that has it (`ss -ltnp` names it)"
+            }
+            Errno::ADDRNOTAVAIL if call == "bind" => {
+                "; this host has no such address (`ip addr` lists those it has)"
+            }
+            _ => "",
+        };
+        Error::new(kind, format!("{call} {addr} over TCP: {errno}{hint}"))
     }
 }

@@ -110,8 +110,7 @@ impl Builder {
             Err(error) => (Devices::none(&config)?, Some(error)),
         };
         if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer) {
-            let to_do = error.remedy().unwrap_or_default();
-            tracing::warn!("no RDMA on this host, links go over TCP: {error}; to do: {to_do}");
+            tracing::warn!("RDMA is unavailable, links go over TCP: {}", error.with_remedy());
         }
         let Devices { pool, lanes, gears, waits, unused } = rdma;
         let mailbox = Arc::new(Mailbox::new()?);

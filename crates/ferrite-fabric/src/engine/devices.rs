@@ -132,7 +132,10 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
     let devices: Vec<_> = devices.into_iter().filter(|device| serve.contains(&device.name())).collect();
     if devices.is_empty() {
         let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
-        let what = format!("no RDMA device has the address {}", addresses.join(" or "));
+        let what = format!(
+            "no RDMA device has the address {} (`ferrite devices` lists those that they have)",
+            addresses.join(" or ")
+        );
         return Err(Error::new(ErrorKind::Absent, what));
     }
     Ok(devices)
