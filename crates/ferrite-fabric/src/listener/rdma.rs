@@ -59,6 +59,18 @@ impl Poller {
             return Err(Error::loopback(local));
         }
         let id = bound(&channel, at)?;
+        // Whoever came by another device would be refused, one by one.
+        if let Some((device, _)) = id.device().filter(|_| !shared.lanes.is_empty())
+            && lane_of(shared, &id).is_err()
+        {
+            let used: Vec<_> = shared.lanes.iter().map(|lane| lane.name.as_str()).collect();
+            let what = format!(
+                "{} is an address of the device {device}, and only {} may be used; use that device too, or listen on another address",
+                local.ip(),
+                used.join(", ")
+            );
+            return Err(Error::new(ErrorKind::Unreachable, what));
+        }
         let local = id.local_addr().unwrap_or(local);
         self.listen_by(id, (local, one_family), listener)?;
         Ok(local)

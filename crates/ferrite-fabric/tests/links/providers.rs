@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::Purpose;
-use ferrite_fabric::{Config, Engine, ErrorKind, Listener, Rdma};
+use ferrite_fabric::{Config, Engine, ErrorKind, ListenOptions, Listener, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::future::join_all;
 use futures_util::join;
@@ -155,6 +155,20 @@ fn opens_only_the_device_that_has_the_address() {
     let builder = Engine::builder(&world.verbs()).rdma(Rdma::Require);
     let error = builder.serving("10.0.0.9".parse().expect("an address")).build().expect_err("nobody's");
     assert!(error.to_string().contains("no RDMA device has the address 10.0.0.9"), "{error}");
+}
+
+/// A listener there would refuse every peer over RDMA.
+#[test]
+fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
+    let world = many(2);
+    let engine = Engine::builder(&world.verbs()).device("fake2").build().expect("an engine");
+    let required = ListenOptions::new().rdma(Rdma::Require);
+    let listen = |at: &str| engine.listen_with(at.parse().expect("an address"), &required);
+    let error = listen("10.0.0.1:0").expect_err("the address of fake1");
+    assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
+    assert!(error.to_string().contains("the device fake1, and only fake2 may be used"), "{error}");
+    drop(listen("10.0.0.2:0").expect("the address of fake2"));
+    clear([engine]);
 }
 
 /// M5: a module pinned 36, 136, 528 and 2,080 MiB on 1, 2, 4 and 8 devices, and went above its limit.
