@@ -66,13 +66,13 @@ const fn admin(
 const HELP: [&str; 13] = [
     "FERRITE <subcommand> [<arg> ...]. Subcommands are:",
     "CLIENTS",
-    "    The sessions of the RDMA listener, one per line: who, over what, how long, how much.",
+    "    List the sessions of the module, one per line: client, transport, age, memory and bytes.",
     "KILL <id>",
-    "    End the session of this number.",
+    "    End the session with this id (the field id of FERRITE CLIENTS).",
     "STATS",
-    "    All counters of INFO ferrite as names and values.",
+    "    Return all fields of INFO ferrite as names and values.",
     "DOCTOR",
-    "    What works, what does not, and what to do about it.",
+    "    Report what works, what does not, and what to do about it.",
     "BIND <token>, ATTEST <token>, MARK",
     "    Internal. Sessions run them on their connections to the engine.",
     "HELP",
@@ -132,11 +132,13 @@ fn line(session: &SessionInfo) -> String {
 fn kill(module: &mut Module, words: &[String]) -> Reply {
     let [id] = words else { return Reply::WrongArity };
     let Ok(id) = id.parse() else {
-        return Reply::Error("ERR a session's id is a number: FERRITE CLIENTS lists them".into());
+        return Reply::Error(
+            "ERR invalid session id: expected a number; FERRITE CLIENTS lists the ids".into(),
+        );
     };
     match &module.service {
         Service::On(transport) if transport.gateway.kill(id) => Reply::Simple("OK".into()),
-        _ => Reply::Error(format!("ERR no session has the id {id}")),
+        _ => Reply::Error(format!("ERR no session has the id {id}; FERRITE CLIENTS lists the ids")),
     }
 }
 
@@ -155,7 +157,7 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
     }
     let mut report = String::new();
     let mut say = |good: bool, what: &str| {
-        let _ = writeln!(report, "[{}] {what}", if good { " ok " } else { "look" });
+        let _ = writeln!(report, "[{}] {what}", if good { " ok " } else { "warn" });
     };
     match &mut module.service {
         Service::Off(why) => say(false, &format!("no listener: {why}")),
@@ -166,7 +168,7 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                 _ if !transport.is_alive() => {
                     say(false, "the transport has ended: the engine's log says why");
                 }
-                Some(why) => say(false, &format!("{}: TCP alone, no RDMA: {why}", begun.places(true))),
+                Some(why) => say(false, &format!("{}: TCP only, no RDMA: {why}", begun.places(true))),
                 None => say(true, &format!("{}: RDMA on {}", begun.places(false), begun.devices.join(", "))),
             }
             for unused in begun.unserved.iter().chain(&begun.unused) {
@@ -176,7 +178,7 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
             if !config.protected_mode {
                 say(
                     false,
-                    "protected mode is off: whoever reaches the port may come in without a password, if the engine asks for none",
+                    "protected mode is off: if the engine has no password, every client that reaches the port has full access",
                 );
             }
             let gateway = transport.gateway.stats();
@@ -185,34 +187,42 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                 &format!("sessions: {} of {}", gateway.sessions, config.max_clients),
             );
             let failures = gateway.engine_failures;
-            say(failures == 0, &format!("clients for whom the engine's socket did not answer: {failures}"));
+            say(failures == 0, &format!("engine connection failures: {failures}"));
             let stats = transport.stats();
             let (pinned, most) = (stats.memory.registered_bytes, stats.memory.registered_max_bytes);
             say(
                 pinned <= most,
                 &format!(
-                    "pinned memory: {pinned} bytes of {most} at most{}; {} of them registered again for peers",
+                    "pinned memory: {pinned} bytes of {most} at most{}; {} of them are windows that clients write to",
                     if pinned > most { ", above the limit" } else { "" },
                     stats.memory.exposed_bytes
                 ),
             );
             let exhausted = stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
-            say(exhausted == 0, &format!("times that memory for RDMA ran out: {exhausted}"));
+            say(exhausted == 0, &format!("allocations that failed for lack of RDMA memory: {exhausted}"));
             let apart = stats.devices_without_windows;
             say(
                 apart == 0,
                 &format!(
-                    "devices that cannot keep the memory of Valkey's RDMA clients apart: {apart} ({} refused, {} windows \
-                     shared: rdma-shared-windows)",
+                    "devices without memory windows of type 2 (rdma-shared-windows): {apart}; clients refused there: {}, \
+                     served with a shared window: {}",
                     stats.refused_without_windows, stats.shared_windows
                 ),
             );
             let reached = stats.remote_access_errors;
-            say(reached == 0, &format!("connections that asked for memory that is not theirs: {reached}"));
+            say(
+                reached == 0,
+                &format!(
+                    "connections closed because the peer accessed memory that is not its own: {reached}"
+                ),
+            );
             let lost = stats.devices_lost.saturating_sub(stats.devices_back);
-            say(lost == 0, &format!("devices that are missing: {lost}"));
+            say(lost == 0, &format!("devices lost and not back: {lost}"));
             let falls: u64 = stats.fallbacks.iter().map(|(_, count)| count).sum();
-            say(falls == 0, &format!("links over TCP that should be on RDMA, so far: {falls}"));
+            say(
+                falls == 0,
+                &format!("links that use TCP although RDMA was wanted, since the start: {falls}"),
+            );
         }
     }
     Reply::Text(report)

@@ -73,7 +73,7 @@ unsafe extern "C" fn RedisModule_OnLoad(
 #[unsafe(no_mangle)]
 extern "C" fn RedisModule_OnUnload(_: *mut RawContext) -> c_int {
     guard("OnUnload", ERR, || {
-        api::log(c"warning", "it cannot be unloaded: restart the engine without it");
+        api::log(c"warning", "the module cannot be unloaded: restart the engine without it");
         ERR
     })
 }
@@ -103,7 +103,9 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
     register_settings(context, options)?;
     // Sets every one of them, by the callbacks below.
     if !context.load_configs() {
-        return Err("a ferrite.* setting in the configuration was refused".into());
+        return Err(
+            "a ferrite.* setting in the configuration was refused; the engine's line above names it".into()
+        );
     }
     register_commands(context)?;
     let server = context.server();

@@ -31,8 +31,8 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     let has_tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
     if is_off(&sockets.port) && has_tls && !options.allow_clear_text() {
         return Err(
-            "the engine serves TLS alone, and neither RDMA nor this module's TCP is encrypted or asks for a certificate: load \
-             it with allow-clear-text yes if clients may come in without"
+            "the engine serves TLS alone, and neither RDMA nor this module's TCP is encrypted or asks for a certificate; to allow \
+             clients without TLS, load the module with allow-clear-text yes and set unixsocket /PATH in the engine's configuration"
                 .into(),
         );
     }
@@ -44,13 +44,13 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     }
     let (Some(engine_port), Some(bind)) = (&sockets.port, &sockets.bind) else {
         return Err(
-            "the engine does not say where it listens (is CONFIG renamed?): name the address by the argument rdma-bind ADDRESS"
+            "the engine does not say where it listens (is CONFIG renamed?): load the module with rdma-bind ADDRESS and engine unix:/PATH or engine HOST:PORT"
                 .into(),
         );
     };
     if engine_port == "0" && !has_tls || bind.trim().is_empty() {
         return Err(
-            "the engine listens at no address, so the module does not either: name one by the argument rdma-bind ADDRESS"
+            "the engine listens at no address, so the module does not either: load the module with rdma-bind ADDRESS"
                 .into(),
         );
     }
@@ -78,7 +78,7 @@ fn places(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
         Ok(found) => Ok(found.collect()),
         Err(_) if may_be_absent => Ok(Vec::new()),
         Err(error) => Err(format!(
-            "the engine's bind address {word:?}: {error}; name an address by the argument rdma-bind ADDRESS"
+            "the engine's bind address {word:?}: {error}; load the module with rdma-bind ADDRESS"
         )),
     }
 }

@@ -93,7 +93,9 @@ impl Module {
     /// The engine's socket that sessions use, and where clients come in.
     fn places(&self, context: Context<'_>) -> Result<(EngineAddress, Vec<Address>), String> {
         let sockets = sockets(context);
-        Ok((self.target(&sockets)?, listen::addresses(&self.options, &sockets)?))
+        // First whether to listen at all: what else the engine lacks matters only then.
+        let addresses = listen::addresses(&self.options, &sockets)?;
+        Ok((self.target(&sockets)?, addresses))
     }
 
     fn target(&self, sockets: &Sockets) -> Result<EngineAddress, String> {
@@ -114,11 +116,11 @@ impl Module {
         if transport.wants_other(&wanted) {
             match wanted {
                 Ok(_) => tracing::warn!(
-                    "the engine listens elsewhere now; the module goes on at {} until the engine is started again",
+                    "the engine's addresses have changed; the module keeps listening on {} until the engine restarts",
                     transport.begun.places(true)
                 ),
                 Err(why) => tracing::warn!(
-                    "the module goes on at {} until the engine is started again, although {why}",
+                    "the module keeps listening on {} until the engine restarts, although {why}",
                     transport.begun.places(true)
                 ),
             }
@@ -128,7 +130,9 @@ impl Module {
             config.protected_mode = protected_mode;
             match target {
                 Ok(target) => config.engine = target,
-                Err(why) => tracing::warn!("RDMA sessions go on at {}: {why}", config.engine),
+                Err(why) => {
+                    tracing::warn!("sessions keep using the engine's socket {}: {why}", config.engine);
+                }
             }
         });
     }
@@ -151,7 +155,7 @@ impl Module {
         if let Service::On(transport) = was {
             self.is_ending = true;
             if !transport.end() {
-                tracing::warn!("sessions were not at their end in time");
+                tracing::warn!("sessions did not stop in time");
             }
         }
     }
@@ -161,7 +165,9 @@ impl Module {
         if std::mem::take(&mut self.is_ending)
             && let Err(why) = self.begin(context)
         {
-            tracing::error!("the engine did not end, and there is no RDMA listener any more: {why}");
+            tracing::error!(
+                "the engine did not shut down, and the RDMA listener could not be started again: {why}"
+            );
             self.service = Service::Off(why);
         }
     }
@@ -174,7 +180,7 @@ fn call_lane(context: Context<'_>) -> Option<Arc<Porch>> {
         resident::allow_calls(Some(calls));
         Ok(porch)
     });
-    begun.inspect_err(|why| tracing::warn!("no command is called, all are bridged: {why}")).ok()
+    begun.inspect_err(|why| tracing::warn!("call lane disabled, all commands are bridged: {why}")).ok()
 }
 
 fn sockets(context: Context<'_>) -> Sockets {
@@ -196,9 +202,15 @@ fn say_listening(transport: &Transport) {
     let lanes = lanes(&transport.gateway.config().engine);
     let places = begun.places(true);
     match &begun.absence {
-        Some(why) => tracing::warn!("at {places} over TCP alone: {why}; {lanes}"),
+        Some(why) => tracing::warn!("listening on {places}, TCP only: {why}; {lanes}"),
         None => {
-            tracing::info!("at {} over RDMA ({}); {lanes}", begun.places(false), begun.devices.join(", "));
+            let (rdma, devices) = (begun.places(false), begun.devices.join(", "));
+            match begun.tcp_places().as_str() {
+                "" => tracing::info!("listening on {rdma} over RDMA ({devices}); {lanes}"),
+                tcp => tracing::info!(
+                    "listening on {rdma} over RDMA ({devices}), on {tcp} over TCP only; {lanes}"
+                ),
+            }
         }
     }
 }
@@ -206,7 +218,7 @@ fn say_listening(transport: &Transport) {
 /// Who answers, in words.
 pub(crate) fn lanes(engine: &EngineAddress) -> String {
     match resident::callable_commands() {
-        Some(count) => format!("{count} commands are called in the engine, others are bridged to {engine}"),
+        Some(count) => format!("{count} commands run in-process, the others are bridged to {engine}"),
         None => format!("sessions are bridged to {engine}"),
     }
 }

@@ -108,7 +108,7 @@ const fn text(name: &'static CStr, default: &'static str, check: fn(&str) -> Res
 fn addresses(text: &str) -> Result<(), String> {
     let is_right =
         text == "auto" || words(text).count() > 0 && words(text).all(|word| word.parse::<IpAddr>().is_ok());
-    let right = "auto (where the engine listens), or IP addresses of this host, or 0.0.0.0 or :: for all";
+    let right = "auto (where the engine listens), or IP addresses of this host separated by commas, or 0.0.0.0 or :: for all";
     if is_right { Ok(()) } else { Err(right.into()) }
 }
 
@@ -145,10 +145,10 @@ impl Options {
             let name = name.strip_prefix("ferrite.").unwrap_or(&name);
             let Some(index) = SETTINGS.iter().position(|setting| setting.name.to_bytes() == name.as_bytes())
             else {
-                return Err(format!("unknown argument {:?}; there are {}", pair[0], names()));
+                return Err(format!("unknown argument {:?}; the arguments are {}", pair[0], names()));
             };
             let [_, value] = pair else {
-                return Err(format!("argument {name} has no value: it is {}", allowed(index)));
+                return Err(format!("argument {name} has no value: expected {}", allowed(index)));
             };
             let set = parse(index, value).and_then(|value| options.set(index, value).ok());
             set.ok_or_else(|| wrong(index, value))?;
@@ -269,9 +269,9 @@ fn names() -> String {
 fn allowed(index: usize) -> String {
     match &SETTINGS[index].kind {
         Kind::Number { range: [min, max], is_size: true } => {
-            format!("from {min} to {max} bytes (units as in the engine's configuration: kb, mb)")
+            format!("a size from {min} to {max} bytes (units as in the engine's configuration: kb, mb)")
         }
-        Kind::Number { range: [min, max], .. } => format!("from {min} to {max}"),
+        Kind::Number { range: [min, max], .. } => format!("a number from {min} to {max}"),
         Kind::Choice(choices) => {
             let choices: Vec<_> = choices.iter().map(|choice| choice.to_string_lossy()).collect();
             choices.join(" or ")
@@ -281,7 +281,7 @@ fn allowed(index: usize) -> String {
 }
 
 fn wrong(index: usize, value: &str) -> String {
-    format!("{} {value:?}: it is {}", SETTINGS[index].name.to_string_lossy(), allowed(index))
+    format!("{} {value:?}: expected {}", SETTINGS[index].name.to_string_lossy(), allowed(index))
 }
 
 /// A value as it is typed as an argument.

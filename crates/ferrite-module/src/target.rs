@@ -15,11 +15,9 @@ pub(crate) struct Sockets {
 /// The socket to take, or why there is none and what to do.
 pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     let Some(port) = &sockets.port else {
-        return Err(
-            "the engine does not say where it listens (is CONFIG renamed?): name its socket by the argument \
+        return Err("the engine does not say where it listens (is CONFIG renamed?): load the module with \
                     engine unix:/PATH or engine HOST:PORT"
-                .into(),
-        );
+            .into());
     };
     if let Some(path) = sockets.unixsocket.as_deref().filter(|path| !path.is_empty()) {
         // A relative one is relative to the engine's `dir`, which is where this process is.
@@ -31,7 +29,7 @@ pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
         let tls = sockets.tls_port.as_deref().is_some_and(|port| port != "0");
         let has = if tls { "only a TLS port" } else { "no port at all" };
         return Err(format!(
-            "the engine has {has}, and RDMA sessions need a plain socket of its: set unixsocket /PATH in its configuration \
+            "the engine has {has}, and sessions need a plain socket of the engine: set unixsocket /PATH in its configuration \
              (a Unix socket is open to this host alone)"
         ));
     }

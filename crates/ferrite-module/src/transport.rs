@@ -88,6 +88,12 @@ impl Begun {
         let wanted = self.addresses.iter().filter(|(_, has_rdma)| all || *has_rdma);
         wanted.map(|(address, _)| address.to_string()).collect::<Vec<_>>().join(", ")
     }
+
+    /// Where clients come in over TCP only, in words.
+    pub(crate) fn tcp_places(&self) -> String {
+        let wanted = self.addresses.iter().filter(|(_, has_rdma)| !has_rdma);
+        wanted.map(|(address, _)| address.to_string()).collect::<Vec<_>>().join(", ")
+    }
 }
 
 impl Transport {
@@ -205,7 +211,7 @@ fn gateway_config(options: &Options, engine: EngineAddress, protected_mode: bool
         engine_stays: false,
         valkey: valkey_config(options),
         name: "Ferrite module",
-        open_up: "say CONFIG SET protected-mode no to the engine",
+        open_up: "run CONFIG SET protected-mode no in the engine",
         ..GatewayConfig::new(engine)
     }
 }
@@ -325,7 +331,7 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
     let requires = options.rdma() == Rdma::Require;
     let is_loopback = addresses.iter().all(|address| address.at.ip().is_loopback());
     if requires && is_loopback {
-        return Err("rdma is required, and loopback addresses take none; to do: bind the engine, or the module by rdma-bind, to \
+        return Err("rdma require, and loopback addresses take no RDMA; to do: bind the engine, or the module by rdma-bind, to \
                     an address of an RDMA device"
             .into());
     }
@@ -346,7 +352,9 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));
         if requires && rdma == Rdma::Forbid {
-            why_not.get_or_insert_with(|| format!("{at} is for this host alone, and takes no RDMA"));
+            let why = format!("{at} is not served: rdma require, and a loopback address takes no RDMA");
+            tracing::info!("{why}");
+            why_not.get_or_insert(why);
             continue;
         }
         let how = ListenOptions::new().rdma(rdma).welcome_strangers().one_family();

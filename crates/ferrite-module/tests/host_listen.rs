@@ -35,9 +35,9 @@ fn listens_where_the_engine_listens() {
         let address = server.info("address");
         assert!(address.starts_with(&format!("127.0.0.1:{own}")), "{address}");
         assert_eq!(server.info("status"), "tcp-only");
-        server.until_logged("over TCP alone: ");
+        server.until_logged(", TCP only: ");
         let log = server.log();
-        let said = log.matches("TCP alone").count() + log.matches("takes TCP only").count();
+        let said = log.matches(", TCP only: ").count() + log.matches("takes TCP only").count();
         assert_eq!(said, 1, "once, and not for each address: {log}");
         // Several, and all.
         drop(server);
@@ -98,7 +98,7 @@ fn serves_the_addresses_that_can_be_had() {
         server.until_logged(&why);
         assert_eq!(server.log().matches(&why).count(), 1);
         let report = server.ask::<String>(&["FERRITE", "DOCTOR"]);
-        assert!(report.contains(&format!("[look] {why}")), "{report}");
+        assert!(report.contains(&format!("[warn] {why}")), "{report}");
         if let Some(address) = link_local() {
             let (ip, _) = address.split_once('%').expect("an interface");
             assert!(server.info("address").contains(&format!("[{ip}%")), "{}", server.info("address"));
@@ -172,9 +172,13 @@ fn refuses_clear_text_beside_tls_alone() {
         assert_eq!((server.info("status"), ping("127.0.0.1", &own)), ("off".into(), None));
         server.assert_well();
     }
-    let required = Start { program, arguments: &["rdma", "require"], options: &options };
-    let (status, log) = Server::refused(&required);
-    assert!(!status.success() && log.contains("allow-clear-text yes"), "{log}");
+    // Also for one without a Unix socket: nobody opens one and hears of the policy only then.
+    for more in [&[][..], &["--unixsocket", ""]] {
+        let options = [&options[..], more].concat();
+        let required = Start { program, arguments: &["rdma", "require"], options: &options };
+        let (status, log) = Server::refused(&required);
+        assert!(!status.success() && log.contains("allow-clear-text yes"), "{log}");
+    }
     let server = start(program, &["rdma-port", &own, "allow-clear-text", "yes"], &options);
     assert_eq!(ping("127.0.0.1", &own), Some(true));
     drop(server);

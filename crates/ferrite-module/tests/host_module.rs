@@ -60,7 +60,7 @@ fn loads_and_says_why_there_is_no_rdma() {
         assert_eq!(server.info("devices"), "");
         assert!(server.info("engine").starts_with("unix:/"));
         let doctor: String = server.ask(&["FERRITE", "DOCTOR"]);
-        assert!(doctor.contains("[look]") && doctor.contains("to do: "), "{doctor}");
+        assert!(doctor.contains("[warn]") && doctor.contains("to do: "), "{doctor}");
         let modules: String = format!("{:?}", server.ask::<redis::Value>(&["MODULE", "LIST"]));
         assert!(modules.contains("ferrite"), "{modules}");
         server.assert_well();
@@ -115,16 +115,16 @@ fn loads_once() {
 fn wrong_arguments_are_named() {
     for program in engines() {
         for (arguments, said) in [
-            (&["rdma-prot", "1"][..], "unknown argument \"rdma-prot\"; there are rdma-port"),
+            (&["rdma-prot", "1"][..], "unknown argument \"rdma-prot\"; the arguments are rdma-port"),
             (&["rdma-port"], "argument rdma-port has no value"),
-            (&["rdma-port", "70000"], "rdma-port \"70000\": it is from 1 to 65535"),
-            (&["rdma", "forbid"], "rdma \"forbid\": it is prefer or require"),
+            (&["rdma-port", "70000"], "rdma-port \"70000\": expected a number from 1 to 65535"),
+            (&["rdma", "forbid"], "rdma \"forbid\": expected prefer or require"),
             (
                 &["rdma-bind", "localhost"],
-                "rdma-bind \"localhost\": it is auto (where the engine listens), or IP addresses",
+                "rdma-bind \"localhost\": expected auto (where the engine listens), or IP addresses",
             ),
-            (&["rx-size", "8mb"], "rx-size \"8mb\": it is from 4096 to 2097152 bytes"),
-            (&["engine", "nowhere"], "engine \"nowhere\": it is auto, unix:/PATH or HOST:PORT"),
+            (&["rx-size", "8mb"], "rx-size \"8mb\": expected a size from 4096 to 2097152 bytes"),
+            (&["engine", "nowhere"], "engine \"nowhere\": expected auto, unix:/PATH or HOST:PORT"),
         ] {
             let log = refused(&program, arguments, &[]);
             assert!(log.contains(&format!("ferrite: not loaded: {said}")), "{arguments:?}: {log}");
@@ -193,7 +193,7 @@ fn commands_answer() {
         );
         for (words, said) in [
             (&["FERRITE", "KILL", "1"][..], "no session has the id 1"),
-            (&["FERRITE", "KILL", "one"], "a session's id is a number"),
+            (&["FERRITE", "KILL", "one"], "invalid session id"),
             (&["FERRITE", "KILL"], "wrong number of arguments"),
             (&["FERRITE", "HELP", "me"], "wrong number of arguments"),
             (&["FERRITE", "NOPE"], "unknown subcommand"),

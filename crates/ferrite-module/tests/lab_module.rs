@@ -95,7 +95,7 @@ fn listens_and_says_so() {
     let mut server = start(&[], &[]);
     assert_eq!(server.info("status"), "listening");
     assert_eq!((server.info("devices").as_str(), server.info("address")), ("rxe1", format!("{HOST}:{PORT}")));
-    assert!(server.log().contains("ferrite: at 10.0.0.1:6390 over RDMA (rxe1); "));
+    assert!(server.log().contains("ferrite: listening on 10.0.0.1:6390 over RDMA (rxe1); "));
     let doctor: String = server.ask(&["FERRITE", "DOCTOR"]);
     assert!(doctor.contains("[ ok ] 10.0.0.1:6390: RDMA on rxe1"), "{doctor}");
     run(async |connector| {
