@@ -130,14 +130,14 @@ impl Dialer {
             (Ok(session), None) => Ok((session, Carrier::as_wished("over TCP".into()))),
             (Ok(session), Some(why)) => {
                 let why = with_remedy(&why);
-                let words = format!("over TCP: RDMA was not to be had: {why}");
+                let words = format!("over TCP: RDMA is unavailable: {why}");
                 let warning = (!address.ip().is_loopback())
                     .then(|| format!("warning: RDMA is unavailable ({why}); using TCP without encryption"));
                 Ok((session, Carrier { words, is_fallback: true, warning }))
             }
             // A host without RDMA has only one way, and its failure is all there is to say.
             (Err(tcp), why) => match why.filter(|_| engine.absence().is_none()) {
-                Some(why) => Err(anyhow!("{tcp}; and over RDMA before: {}", with_remedy(&why))),
+                Some(why) => Err(anyhow!("TCP: {tcp}; RDMA (tried first): {}", with_remedy(&why))),
                 None => Err(tcp.into()),
             },
         }
@@ -162,7 +162,7 @@ impl Dialer {
 fn rdma_words(session: &Session) -> String {
     let device = session.device().map_or(String::new(), |device| format!(", device {device}"));
     let peer = match session.transport() {
-        SessionTransport::FerriteRdma => "to a Ferrite gateway",
+        SessionTransport::FerriteRdma => "to a Ferrite module or gateway",
         SessionTransport::ValkeyRdma => "to a server of Valkey Over RDMA",
         _ => "to a server",
     };

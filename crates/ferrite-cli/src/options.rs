@@ -139,7 +139,7 @@ pub(crate) struct Options {
     /// With --pipe: give up after so long without a reply, 0 for never
     #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "pipe", help_heading = "Modes")]
     pipe_timeout: u64,
-    /// What the server does, a line a second (-i)
+    /// Print server statistics every second (-i)
     #[arg(long, group = "mode", help_heading = "Modes")]
     stat: bool,
     /// Round trips of PING in milliseconds, until interrupted; for a second (-i) where stdout is no terminal
@@ -185,21 +185,23 @@ Examples:
   ferrite-cli --pipe < commands                            many commands at once
   ferrite-cli SET key \"$(date)\"; ferrite-cli -x SET file < file
 
-Where RDMA is preferred and unavailable, TCP carries it, without encryption. The prompt says so on stderr, with the reason. Without a
-prompt, a line on stderr says so if stderr is a terminal or a password is sent, but not for a server on this host; and always with
---rdma prefer or --verbose. Scripts that must not send a password in clear text over TCP use --rdma require.
+Where RDMA is preferred and unavailable, TCP carries the connection, without encryption. The
+prompt says so on stderr, with the reason. Without a prompt, a line on stderr says so if stderr is
+a terminal or a password is sent, but not for a server on this host; with --rdma prefer or
+--verbose it always does. Scripts that must not send a password over TCP use --rdma require.
 
-On a terminal, control characters of a server's are shown as \\x1b. Files and pipes get the bytes as they are.
+On a terminal, control characters that a server sends are shown as \\x1b. Files and pipes get the
+bytes as they are.
 
-JSON is valid whatever the reply: an error is {\"error\": text}, inf and nan are strings, and bytes that are no UTF-8 become U+0080 to
-U+00FF (--quoted-json loses nothing).
+JSON is valid whatever the reply: an error is {\"error\": text}, inf and nan are strings, and
+bytes that are no UTF-8 become U+0080 to U+00FF (--quoted-json loses nothing).
 
-At the prompt: TAB completes; help COMMAND; :transport says what carries the connection; :set nohints; connect HOST PORT; 5 INCR key
-runs it five times; Ctrl-C ends what waits; exit. History is in ~/.ferritecli_history, or where FERRITECLI_HISTFILE says; commands
-with passwords are not kept.
+At the prompt: TAB completes; help COMMAND; :transport says what carries the connection; :set
+nohints; connect HOST PORT; 5 INCR key runs it five times; Ctrl-C ends what waits; exit. History is
+in ~/.ferritecli_history, or where FERRITECLI_HISTFILE says; commands with passwords are not kept.
 
-Exit codes: 0 success, also if a reply is an error (but for -e); 1 failure; 2 wrong usage; 69 RDMA is required, and this host has none
-that is usable.";
+Exit codes: 0 success, also if a reply is an error (but for -e); 1 failure; 2 wrong usage; 69 RDMA
+is required, and this host has none that is usable.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum YesNo {

@@ -58,7 +58,7 @@ fn over_tcp_and_told_why() {
     assert_eq!((stdout(&forbidden).as_str(), stderr(&forbidden).as_str()), ("PONG\n", "over TCP\n"));
     let preferred = cli(&["-p", &port, "--rdma", "prefer", "PING"]).output().expect("it starts");
     assert_eq!(stdout(&preferred), "PONG\n");
-    assert!(stderr(&preferred).starts_with("over TCP: RDMA was not to be had: "), "{}", stderr(&preferred));
+    assert!(stderr(&preferred).starts_with("over TCP: RDMA is unavailable: "), "{}", stderr(&preferred));
     let uri = format!("redis://127.0.0.1:{port}/5");
     let by_uri = cli(&["-u", &uri, "--rdma", "forbid", "CLIENT", "INFO"]).output().expect("it starts");
     assert!(stdout(&by_uri).contains(" db=5 "), "{}", stdout(&by_uri));

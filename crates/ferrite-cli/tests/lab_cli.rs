@@ -99,7 +99,7 @@ fn modes() {
     };
     let (pong, said) = run(&["--verbose", "PING"], b"");
     assert_eq!(pong, b"PONG\n");
-    assert_eq!(said, "over RDMA, device rxe2, to a Ferrite gateway\n");
+    assert_eq!(said, "over RDMA, device rxe2, to a Ferrite module or gateway\n");
     let large: Vec<u8> = (0..3_000_000_u32).map(|at| (at % 251) as u8).collect();
     assert_eq!(run(&["-x", "SET", "large"], &large).0, b"OK\n");
     let (came, said) = run(&["GET", "large"], b"");
@@ -140,6 +140,6 @@ fn falls_back() {
     );
     let (code, pong, said) = run(&["--rdma", "prefer"]);
     assert_eq!((code, pong.as_str()), (Some(0), "PONG\n"), "{said}");
-    assert!(said.starts_with("over TCP: RDMA was not to be had: ") && said.lines().count() == 1, "{said}");
+    assert!(said.starts_with("over TCP: RDMA is unavailable: ") && said.lines().count() == 1, "{said}");
     assert_eq!(run(&[]), (Some(0), "PONG\n".into(), String::new()));
 }

@@ -174,7 +174,7 @@ impl Connector {
                 Ok(Session { stream, fallback })
             }
             Err(tcp) => {
-                Err(io::Error::new(tcp.kind(), format!("{server}: {tcp}; and over RDMA before: {error}")))
+                Err(io::Error::new(tcp.kind(), format!("{server}: TCP: {tcp}; RDMA (tried first): {error}")))
             }
         }
     }

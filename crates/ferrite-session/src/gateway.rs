@@ -363,7 +363,7 @@ impl Gateway {
         self.counters.refused.fetch_add(1, Ordering::Relaxed);
         format!(
             "-DENIED The {name} is in protected mode, because the engine behind it asks for no password. Set one \
-             in the engine (requirepass, or an ACL), or {open_up} if everybody who can reach it may do everything.\r\n"
+             in the engine (requirepass, or an ACL), or {open_up} to allow access without one.\r\n"
         )
     }
 
@@ -385,7 +385,7 @@ impl Gateway {
                 self.counters.engine_failures.fetch_add(1, Ordering::Relaxed);
                 static LINES: LogLimit = LogLimit::new();
                 if let Some(others) = LINES.pass() {
-                    tracing::warn!(engine = %address, %error, "the engine is not to be had{others}");
+                    tracing::warn!(engine = %address, %error, "cannot connect to the engine{others}");
                 }
                 // Whoever has not logged in is not told where the engine is, nor what the system says.
                 let why = match error.kind() {

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
-use ferrite_fabric::{Config, Engine, ListenOptions, Rdma};
+use ferrite_fabric::{Config, Engine, ListenOptions, Listener, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config};
 use serde::Serialize;
 
@@ -46,7 +46,7 @@ pub(crate) struct Options {
     /// The same for clients that send large values; less for each when there are many
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "2M")]
     rx_size_max: u32,
-    /// Sessions at a time; more are told so, and end
+    /// Maximum number of sessions; further clients are rejected
     #[arg(long, value_name = "COUNT", default_value_t = 10_000)]
     max_clients: usize,
     /// Refuse clients of other hosts while the engine asks for no password
@@ -60,10 +60,10 @@ pub(crate) struct Options {
     /// commands in its name.
     #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::No)]
     rdma_shared_windows: YesNo,
-    /// How long to look for completions before sleeping; more is less latency for more CPU
+    /// Busy-poll for completions for this long before sleeping: less latency for more CPU
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
     busy_poll_us: u32,
-    /// How long sessions may take to hear the answers to what they have asked, after SIGTERM or SIGINT
+    /// Time for sessions to receive outstanding replies after SIGTERM or SIGINT
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.1), default_value = "5")]
     drain: Duration,
     /// Print one line of JSON when it listens and one when it ends
@@ -73,16 +73,20 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Examples:
-  ferrite gateway --listen 10.0.0.1 --engine unix:/run/redis/redis.sock   clients connect to 10.0.0.1:6380
+  ferrite gateway --listen 10.0.0.1 --engine unix:/run/redis/redis.sock   clients use port 6380
   valkey-cli --rdma -h 10.0.0.1 -p 6380 PING                              from another host
-  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values at once; no TCP at all
+  ferrite gateway --engine 127.0.0.1:6379 --rx-size 2M --rdma require     large values; no TCP
 
-It pins 32 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA: LimitMEMLOCK=infinity in a systemd unit.
-It ends in good order on SIGTERM and SIGINT: no new clients, answers to what was asked, then the end. Exit code 0 then.
-A second signal ends it at once, with exit code 1. Part of a command is waited for as long as it grows, and 1 s.
+The gateway pins 36 MiB for each RDMA device, and --rx-size for each client of Valkey Over RDMA.
+Set LimitMEMLOCK=infinity in its systemd unit.
 
-JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey, ferrite, tcp}, refused,
-  engine_failures, to_engine_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
+On SIGTERM and SIGINT it takes no new clients, delivers outstanding replies and exits with code 0.
+A client in the middle of a command delays that while it keeps sending, and for 1 s afterwards.
+A second signal ends it at once, with exit code 1.
+
+JSON lines: {event: listening, address, engine, devices[], rdma}, {event: ended, sessions {valkey,
+  ferrite, tcp}, refused, engine_failures, to_engine_bytes, to_client_bytes}.
+  Failures print {error: {kind, missing?, message, remedy?}}.";
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 enum YesNo {
@@ -140,7 +144,7 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
     });
     let mut signals = Signals::new()?;
     let (asked, first) = tokio::sync::oneshot::channel::<()>();
-    tell_listening(options, &engine, listener.local_addr());
+    tell_listening(options, &engine, &listener);
     let insisted = async {
         signals.next().await;
         drop(asked);
@@ -166,8 +170,10 @@ struct Listening<'a> {
     rdma: String,
 }
 
-fn tell_listening(options: &Options, engine: &Engine, address: SocketAddr) {
-    let devices = engine.devices();
+fn tell_listening(options: &Options, engine: &Engine, listener: &Listener) {
+    let address = listener.local_addr();
+    // A listener without RDMA (on a loopback address, say) has no use for the devices that were opened.
+    let devices = if listener.absence().is_none() { engine.devices() } else { Vec::new() };
     if options.json {
         let line = Listening {
             event: "listening",
@@ -180,11 +186,11 @@ fn tell_listening(options: &Options, engine: &Engine, address: SocketAddr) {
         return;
     }
     let over = match (devices.is_empty(), options.rdma) {
-        (true, _) => "TCP alone".to_owned(),
+        (true, _) => "TCP only".to_owned(),
         (false, Rdma::Require) => format!("RDMA on {}", devices.join(", ")),
         (false, _) => format!("RDMA on {}, and TCP", devices.join(", ")),
     };
-    eprintln!("ferrite: gateway at {address} ({over}) to the engine at {}", options.engine);
+    eprintln!("ferrite: gateway listening on {address} ({over}), engine {}", options.engine);
 }
 
 #[derive(Serialize)]
@@ -216,8 +222,8 @@ fn tell_ended(options: &Options, stats: GatewayStats) {
         return;
     }
     eprintln!(
-        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), refused {refused}, engine not to be had \
-         {engine_failures}, bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
+        "ferrite: gateway ended: sessions {} (Valkey {valkey}, Ferrite {ferrite}, TCP {tcp}), refused {refused}, engine connection \
+         failures {engine_failures}, bytes to the engine {to_engine_bytes}, to clients {to_client_bytes}",
         valkey + ferrite + tcp
     );
 }

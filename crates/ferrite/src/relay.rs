@@ -40,7 +40,7 @@ pub(crate) struct Options {
     /// Connect from this local address, and so over its device
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>)]
     local: Option<SocketAddr>,
-    /// How long to look for completions before sleeping; more is less latency for more CPU
+    /// Busy-poll for completions for this long before sleeping: less latency for more CPU
     #[arg(long, value_name = "MICROSECONDS", default_value_t = 0)]
     busy_poll_us: u32,
     /// Print one line of JSON when it listens and one when it ends
@@ -50,14 +50,14 @@ pub(crate) struct Options {
 
 const HELP: &str = "\
 Examples:
-  ferrite relay --to 10.0.0.1                                          redis-cli and every other client at 127.0.0.1:6379
+  ferrite relay --to 10.0.0.1        redis-cli and every other client at 127.0.0.1:6379
   ferrite relay --to 10.0.0.1:6380 --listen 127.0.0.1:7000 --rdma require
 
-A client whose connection cannot be carried on gets an error (-ERR …), and the end; the cause is on stderr.
-It ends on SIGTERM and SIGINT, exit code 0.
+A client whose connection cannot be carried on gets an error (-ERR …) and is disconnected; the cause
+is on stderr. The relay ends on SIGTERM and SIGINT, with exit code 0.
 
-JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed, to_server_bytes,
-  to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
+JSON lines: {event: listening, address, to, rdma}, {event: ended, sessions {rdma, tcp}, failed,
+  to_server_bytes, to_client_bytes}. Failures print {error: {kind, missing?, message, remedy?}}.";
 
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     gateway::log_to_stderr();
@@ -118,7 +118,7 @@ async fn carry(mut client: TcpStream, connector: Connector, to: SocketAddr, done
             done.failed.fetch_add(1, Ordering::Relaxed);
             static LINES: LogLimit = LogLimit::new();
             if let Some(others) = LINES.pass() {
-                tracing::warn!(server = %to, %error, "the server is not to be had{others}");
+                tracing::warn!(server = %to, %error, "cannot connect to the server{others}");
             }
             // Without the server's address and the system's error: those are for the log.
             let _ = client.write_all(b"-ERR Ferrite relay: cannot connect to the server\r\n").await;

@@ -68,7 +68,7 @@ fn serves_ends_well_and_keeps_the_data() {
         if !has_device() {
             assert_eq!(event["status"], "tcp-only", "{event}");
             assert!(event["reason"].as_str().is_some_and(|why| why.contains("to do: ")), "{event}");
-            first.until_logged("over TCP alone, no RDMA: ");
+            first.until_logged("over TCP only, no RDMA: ");
         }
         let socket = PathBuf::from(event["unix_socket"].as_str().expect("a path"));
         let private = std::fs::metadata(socket.parent().expect("a directory")).expect("it is there");
@@ -84,7 +84,9 @@ fn serves_ends_well_and_keeps_the_data() {
         assert_eq!(first.end(), (Some(0), String::new()));
         assert!(!socket.exists() && !socket.parent().is_some_and(Path::exists), "its directory is gone");
         let log = first.log();
-        for words in ["* SIGTERM: the end", "DB saved on disk", "* the engine has ended with code 0"] {
+        for words in
+            ["* SIGTERM received, shutting down", "DB saved on disk", "* the engine has ended with code 0"]
+        {
             assert!(log.contains(words), "{words}: {log}");
         }
         // SHUTDOWN by a client is an end as good.
@@ -291,7 +293,10 @@ fn an_engine_with_a_password_is_ready_and_sighup_changes_nothing() {
         Server::start(&directory, &Setup { server: &server, network: &network, ..Setup::default() });
     let event = server.event("ready");
     assert_eq!(event["status"], "unknown", "{event}");
-    assert!(event["reason"].as_str().is_some_and(|words| words.starts_with("at 127.0.0.1:")), "{event}");
+    assert!(
+        event["reason"].as_str().is_some_and(|words| words.starts_with("listening on 127.0.0.1:")),
+        "{event}"
+    );
     assert!(ask(ready(&event), &["PING"]).starts_with("-NOAUTH"));
     server.signal("HUP");
     server.until_logged("SIGHUP: nothing is read again");

@@ -239,7 +239,7 @@ pub(crate) async fn sessions_find_their_way(scene: Scene) {
     requiring.expect_err("RDMA was required");
     drop((tcp, session));
     let nowhere = preferring.connect(at).await.expect_err("nobody listens any more");
-    assert!(nowhere.to_string().contains("and over RDMA before"), "{nowhere}");
+    assert!(nowhere.to_string().contains("RDMA (tried first)"), "{nowhere}");
     drop(ferrite);
     served.end().await;
 }

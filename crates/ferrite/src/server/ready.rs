@@ -142,7 +142,7 @@ impl Report {
         let reason = self.reason.as_deref().unwrap_or("its log says why");
         let rdma = match self.status.as_str() {
             "listening" => format!("clients at {address} over RDMA ({})", self.devices.join(", ")),
-            "tcp-only" => format!("clients at {address} over TCP alone, no RDMA: {reason}"),
+            "tcp-only" => format!("clients at {address} over TCP only, no RDMA: {reason}"),
             "none" => "without RDMA".into(),
             "unknown" => format!("it wants a password; the module says: {reason}"),
             _ => format!("no RDMA listener: {reason}"),

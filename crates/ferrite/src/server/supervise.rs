@@ -252,7 +252,7 @@ impl Signals {
                 return Told::Nothing;
             }
         };
-        log::notice(&format!("{name}: the end"));
+        log::notice(&format!("{name} received, shutting down"));
         Told::End
     }
 

@@ -10,7 +10,7 @@ pub(crate) fn cli_commands(scene: &mut Scene) {
     assert_eq!(scene.ferrite_cli(&["PING"], b"", SOON), b"PONG\n");
     let carrier = match scene.transport() {
         "RDMA (Valkey)" => "over RDMA, device rxe2, to a server of Valkey Over RDMA\n",
-        _ => "over RDMA, device rxe2, to a Ferrite gateway\n",
+        _ => "over RDMA, device rxe2, to a Ferrite module or gateway\n",
     };
     assert_eq!(scene.ferrite_cli_said(&["--verbose", "PING"], SOON), carrier);
     assert_eq!(scene.ferrite_cli(&["ECHO", "a b\r\n"], b"", SOON), b"a b\r\n\n");

@@ -18,9 +18,9 @@ pub(super) struct Value<'a>(pub(super) &'a DeValue<'a>);
 
 impl Value<'_> {
     pub(super) fn text(&self) -> Result<&str, String> {
-        let text = self.0.as_str().ok_or("it is a text in quotes")?;
+        let text = self.0.as_str().ok_or("expected a quoted string")?;
         if text.contains(char::is_control) {
-            return Err("there is a control character in it".into());
+            return Err("it contains a control character".into());
         }
         Ok(text)
     }
@@ -33,14 +33,14 @@ impl Value<'_> {
     }
 
     pub(super) fn yes_or_no(&self) -> Result<bool, String> {
-        self.0.as_bool().ok_or_else(|| "it is true or false".into())
+        self.0.as_bool().ok_or_else(|| "expected true or false".into())
     }
 
     pub(super) fn number<T: TryFrom<i64>>(&self, min: i64, max: i64) -> Result<T, String> {
         let number = self.integer().filter(|number| (min..=max).contains(number));
         number
             .and_then(|number| T::try_from(number).ok())
-            .ok_or_else(|| format!("it is a number from {min} to {max}"))
+            .ok_or_else(|| format!("expected a number from {min} to {max}"))
     }
 
     fn integer(&self) -> Option<i64> {
@@ -53,13 +53,13 @@ impl Value<'_> {
         let found = self.0.as_str().and_then(|text| choices.iter().find(|(name, _)| *name == text));
         found.map(|(_, choice)| *choice).ok_or_else(|| {
             let names: Vec<_> = choices.iter().map(|(name, _)| format!("\"{name}\"")).collect();
-            format!("it is {}", names.join(" or "))
+            format!("expected {}", names.join(" or "))
         })
     }
 
     /// `"500ms"`, `"10s"`, `"5m"`, `"1h"`
     pub(super) fn time(&self) -> Result<Duration, String> {
-        let right = || "it is a time with its unit, from \"1ms\" to \"168h\"".to_owned();
+        let right = || "expected a time with its unit, from \"1ms\" to \"168h\"".to_owned();
         let text = self.text().map_err(|_| right())?;
         let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
         let unit_ms = match &text[digits.len()..] {
@@ -79,12 +79,13 @@ impl Value<'_> {
         let bytes = self.text().ok().and_then(|text| size::parse(text).ok());
         bytes
             .filter(|bytes| *bytes >= WINDOW_MIN)
-            .ok_or_else(|| "it is a size with its unit, from \"4K\" to \"2M\"".into())
+            .ok_or_else(|| "expected a size with its unit, from \"4K\" to \"2M\"".into())
     }
 
     /// An address of this host, with a port or without.
     pub(super) fn address(&self, default_port: u16) -> Result<SocketAddr, String> {
-        let right = "it is an IP address of this host, with a port or without: \"192.0.2.1\", \"[::]:6380\"";
+        let right =
+            "expected one IP address of this host, with a port or without: \"192.0.2.1\", \"[::]:6380\"";
         let text = self.text()?;
         let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
         let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
@@ -104,7 +105,7 @@ impl Value<'_> {
             .map(Into::into)
             .collect();
         if words.iter().any(|word| word.contains(['"', '\'', '\\'])) {
-            return Err("there is a quote or a backslash in it".into());
+            return Err("it contains a quote or a backslash".into());
         }
         Ok(words)
     }
@@ -121,7 +122,7 @@ impl Value<'_> {
             DeValue::Boolean(yes) => Ok(if *yes { "yes" } else { "no" }.into()),
             DeValue::Integer(_) => self.integer().map(|number| number.to_string()).ok_or("too large".into()),
             DeValue::Float(number) => Ok(number.as_str().into()),
-            _ => Err("it is a text, a number, true, false, or a list of these".into()),
+            _ => Err("expected a string, a number, true, false, or a list of these".into()),
         }
     }
 
