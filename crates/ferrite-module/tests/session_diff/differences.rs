@@ -236,6 +236,24 @@ pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
     digits >= 10 && line.get(digits) == Some(&b'.') && line.get(digits + 7..digits + 9) == Some(b" [")
 }
 
+/// Whether the engine's log tells of a client that was disconnected for hardly any replies that wait. Engines with the fix of
+/// CVE-2025-21605 do so to clients without a login from 1 KiB on, and a reply whose length is not known before takes 16 KiB at once;
+/// a RESET in the same read takes the login away while it waits.
+pub(crate) fn is_cut_off_early(log: &str) -> bool {
+    const EARLY: u64 = 64 << 10;
+    let cut_off = log.lines().filter(|line| line.contains("overcoming of output buffer limits"));
+    let mut waiting =
+        cut_off.filter_map(|line| line.split(" omem=").nth(1)?.split(' ').next()?.parse::<u64>().ok());
+    waiting.any(|bytes| bytes < EARLY)
+}
+
+/// Whether a line of this CLIENT LIST is of a client that is hung up on after its next reply. There is none if it has sent QUIT
+/// while replies are off, or the next was to be skipped: engines hang up then only if an earlier reply was not written yet.
+pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
+    let list = String::from_utf8_lossy(client_list);
+    list.split_whitespace().filter_map(|field| field.strip_prefix("flags=")).any(|flags| flags.contains('c'))
+}
+
 /// Whether this is said unasked. Its place among the replies of a client is not defined: another
 /// client's command causes it.
 pub(crate) fn is_push(reply: &[u8]) -> bool {
@@ -286,4 +304,27 @@ fn pair<'a>(fields: &[Value<'a>]) -> Option<(&'a [u8], String)> {
 
 fn excerpt_of(reply: &[u8]) -> String {
     super::session::excerpt(reply, 200)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_is_cut_off_early_had_few_replies_waiting() {
+        let line = |omem| {
+            format!(
+                "# Client id=6 omem={omem} tot-mem=1 scheduled to be closed ASAP for overcoming of output buffer limits.\n"
+            )
+        };
+        assert!(is_cut_off_early(&line(20_560)));
+        assert!(!is_cut_off_early(&line(2_000_000)), "that is the limit of the configuration");
+        assert!(!is_cut_off_early("# Client id=6 omem=20560 closed\n"));
+    }
+
+    #[test]
+    fn a_silent_quit_is_known_by_its_flag() {
+        assert!(has_silent_quit(b"$40\r\nid=3 flags=Uc db=0\nid=4 flags=N db=0\n\r\n"));
+        assert!(!has_silent_quit(b"$40\r\nid=3 name=c flags=N cmd=client\n\r\n"));
+    }
 }

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ferrite_proto::resp::Value;
 
 use super::compare::{Faults, first_difference, replies, take_equal};
-use super::differences::acl_log;
+use super::differences::{acl_log, has_silent_quit, is_cut_off_early};
 use super::flood;
 use super::session::{Action, Session, Step, excerpt};
 use super::side::{Engine, LONG, Side};
@@ -178,21 +178,44 @@ impl Pair {
     }
 
     fn take_all_equal(&mut self) -> Result<(), (Kind, String)> {
+        while let Err((client, difference)) = self.first_unequal() {
+            if !self.is_engines_mood(client) {
+                return Err(difference);
+            }
+            self.sides.iter_mut().for_each(|side| side.clients[client].close());
+        }
+        Ok(())
+    }
+
+    fn first_unequal(&mut self) -> Result<(), (usize, (Kind, String))> {
         let faults = self.faults;
         let [engine, module] = &mut self.sides;
         for (number, (one, other)) in engine.clients.iter_mut().zip(&mut module.clients).enumerate() {
             if !take_equal(faults, &mut one.heard, &mut other.heard) {
                 let difference = first_difference(&one.heard, &other.heard);
-                return Err((Kind::Replies, format!("client {number} {difference}")));
+                return Err((number, (Kind::Replies, format!("client {number} {difference}"))));
             }
             if one.is_closed != other.is_closed {
                 let says = |closed| if closed { "has hung up" } else { "has not hung up" };
                 let (engine, module) = (says(one.is_closed), says(other.is_closed));
                 let what = format!("client {number}: the engine {engine}, the module {module}");
-                return Err((Kind::ConnectionEnd, what));
+                return Err((number, (Kind::ConnectionEnd, what)));
             }
         }
         Ok(())
+    }
+
+    /// Whether one engine has hung up on this client and the other has not, for a reason that depends on how its input was cut
+    /// into reads.
+    fn is_engines_mood(&mut self, client: usize) -> bool {
+        let [engine, module] = &mut self.sides;
+        match (engine.clients[client].is_closed, module.clients[client].is_closed) {
+            (true, false) => {
+                is_cut_off_early(&engine.server.log()) || has_silent_quit(&module.observe("CLIENT LIST"))
+            }
+            (false, true) => has_silent_quit(&engine.observe("CLIENT LIST")),
+            _ => false,
+        }
     }
 
     fn show(&self, transcript: &mut Vec<String>) {
