@@ -4,6 +4,7 @@
 mod scene;
 mod talk;
 
+use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -347,6 +348,70 @@ fn wait_tells_the_truth_whatever_the_users_rights() {
         replica.signal("CONT");
         assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
         primary.assert_well();
+    }
+}
+
+/// What becomes of a WAIT for one replica when a client has written, has done something, and no replica can
+/// have heard of the write.
+fn wait_after(program: &Path, act: impl Fn(&mut Peer, &mut Peer)) -> Option<String> {
+    let mut primary = start(program, &["--port", &scene::free_port(), "--repl-diskless-sync-delay", "0"]);
+    let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
+    let replica = start(program, &["--replicaof", "127.0.0.1", &port[1]]);
+    let (mut admin, mut peer) = (Peer::native(&primary), Peer::called(&primary));
+    primary.until("a replica", || admin.ask(&["INFO", "replication"]).contains("state=online"));
+    peer.ok(&["SET", "k", "older"]);
+    assert_eq!(peer.ask(&["WAIT", "1", "20000"]), ":1");
+    replica.signal("STOP");
+    peer.ok(&["SET", "k", "newer"]);
+    act(&mut peer, &mut admin);
+    // A client that was hung up on was not lied to.
+    let sent = peer.try_send(&[vec!["WAIT", "1", "300"]]);
+    let answer = if sent { peer.next() } else { None };
+    replica.signal("CONT");
+    primary.assert_well();
+    answer.map(|answer| String::from_utf8_lossy(&answer).trim_end().to_owned())
+}
+
+/// Writes that were called are marked before the session is pinned, or there is no session.
+#[test]
+fn wait_tells_the_truth_after_replies_and_commands_without_a_clear_end() {
+    for program in engines() {
+        let after_script = wait_after(&program, |peer, _| {
+            let deep = "local t = {} for i = 1, 40 do t = {t} end return t";
+            peer.send(&[vec!["EVAL", deep, "0"]]);
+            peer.until(b"*1\r\n*0\r\n");
+        });
+        assert_eq!(after_script.as_deref(), Some(":0"), "{program:?}");
+        let after_wrong_end = wait_after(&program, |peer, _| {
+            let value = "x".repeat(400_000);
+            // Engines before Valkey 9 take any two bytes for the end of a word.
+            peer.write(format!("*2\r\n$4\r\nECHO\r\n$400000\r\n{value}zz").as_bytes());
+            let _ = peer.next();
+        });
+        assert!(after_wrong_end.is_none_or(|answer| answer == ":0"), "{program:?}");
+    }
+}
+
+/// The same where the engine refuses the mark.
+#[test]
+fn wait_tells_the_truth_where_its_mark_is_refused() {
+    let refuse_writes = |admin: &mut Peer| admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
+    for program in engines() {
+        let after_pin = wait_after(&program, |peer, admin| {
+            refuse_writes(admin);
+            peer.write(b"PING\r\n");
+            let _ = peer.next();
+        });
+        assert!(after_pin.is_none_or(|answer| answer == ":0"), "{program:?}");
+        let in_transaction = wait_after(&program, |peer, admin| {
+            refuse_writes(admin);
+            peer.ok(&["MULTI"]);
+            // The WAIT that is queued here would be answered in EXEC.
+            let sent = peer.try_send(&[vec!["WAIT", "1", "0"], vec!["EXEC"]]);
+            let said = [peer.next(), peer.next()].into_iter().flatten().flatten().collect::<Vec<_>>();
+            assert!(!sent || !String::from_utf8_lossy(&said).contains(":1"), "{program:?}");
+        });
+        assert!(in_transaction.is_none_or(|answer| answer == ":0" || answer.starts_with('-')), "{program:?}");
     }
 }
 

@@ -79,6 +79,8 @@ const REPLIES_MAX: usize = 64 << 10;
 const KEPT_MAX: u8 = 32;
 /// The longest reply to a command of the session's own that is looked at.
 const OWN_REPLY_MAX: usize = 512;
+/// How deep replies may be nested: deeper than scripts can make them.
+const DEPTH_MAX: u32 = 1 << 16;
 /// How long the engine's last words are waited for after it has freed the client.
 const LAST_WORDS: Duration = Duration::from_secs(1);
 
@@ -106,7 +108,8 @@ where
     C: Client,
 {
     let (proxy_reads, proxy_writes) = tokio::io::split(proxy);
-    let unlimited = Limits { bulk_bytes: u64::MAX >> 1, inline_bytes: u32::MAX, ..Limits::default() };
+    let unlimited =
+        Limits { bulk_bytes: u64::MAX >> 1, inline_bytes: u32::MAX, depth: DEPTH_MAX, ..Limits::default() };
     let session = InProcessSession {
         client,
         proxy_reads,
@@ -433,20 +436,17 @@ impl<C: Client> InProcessSession<'_, C> {
         if self.is_mark_due() && self.mark_writes().await? != Met::Answered {
             return Ok(Left::Nothing);
         }
-        if self.wrote && self.in_transaction() {
-            // The engine refused the mark before the transaction: a WAIT would speak of older writes.
-            tracing::warn!(
-                client = self.record.id(),
-                "client disconnected: its writes cannot be marked for WAIT"
-            );
-            return Ok(Left::Nothing);
-        }
         self.leave(Vec::new()).await
     }
 
-    /// Proxies everything from here on, these bytes first.
+    /// Proxies everything from here on, these bytes first. A session whose writes are not marked ends instead:
+    /// nobody looks for WAIT from here on, and it would speak of older writes.
     async fn leave(mut self, mut unsent: Vec<u8>) -> io::Result<Left> {
         self.write_replies().await?;
+        if self.wrote {
+            self.warn_of_unmarked_writes();
+            return Ok(Left::Nothing);
+        }
         self.paths.pinned.fetch_add(1, Ordering::Relaxed);
         self.open.entry.held.set(0);
         unsent.extend_from_slice(self.input.ahead());

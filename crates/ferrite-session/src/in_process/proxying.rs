@@ -54,6 +54,12 @@ impl<C: Client> InProcessSession<'_, C> {
     /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses that,
     /// the refusal is the answer, since WAIT would speak of older writes.
     pub(super) async fn ask_for_writes(&mut self, run: &[Due]) -> io::Result<Met> {
+        if self.wrote && self.in_transaction() {
+            // The engine refused the mark before the transaction, and an error now would not abort it.
+            self.write_replies().await?;
+            self.warn_of_unmarked_writes();
+            return Ok(Met::Over);
+        }
         if self.is_mark_due() {
             match self.mark_writes().await? {
                 Met::Answered if self.record.is_marked() => {}
@@ -83,6 +89,13 @@ impl<C: Client> InProcessSession<'_, C> {
         let met = self.exchange(self.record.mark_writes().to_vec(), Awaited::own(), false).await?;
         self.wrote &= !self.record.is_marked();
         Ok(met)
+    }
+
+    pub(super) fn warn_of_unmarked_writes(&self) {
+        tracing::warn!(
+            client = self.record.id(),
+            "client disconnected: its writes cannot be marked for WAIT"
+        );
     }
 
     /// Returns whether the large command that has begun can be proxied as it comes; if not, the session
