@@ -17,6 +17,7 @@
 //! own their buffers.
 
 mod connect;
+pub mod descriptors;
 pub mod diagnose;
 mod engine;
 mod error;

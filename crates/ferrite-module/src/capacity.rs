@@ -66,6 +66,11 @@ pub(crate) fn follow(context: Context<'_>) {
     change(|capacity| (resident::connected_clients().unwrap_or(capacity.clients), max));
 }
 
+/// The engine's `maxclients`; zero if it is not known.
+pub(crate) fn max_clients() -> u64 {
+    CAPACITY.get().max
+}
+
 pub(crate) fn on_connected() {
     change(|Capacity { clients, max, .. }| (clients + 1, max));
 }

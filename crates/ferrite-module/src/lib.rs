@@ -34,6 +34,7 @@ mod calls;
 mod capacity;
 mod clients;
 mod command;
+mod descriptors;
 mod entry;
 mod info;
 mod keys;

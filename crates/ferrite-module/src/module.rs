@@ -8,6 +8,7 @@ use ferrite_session::EngineAddress;
 use crate::api::Context;
 use crate::calls::Calls;
 use crate::capacity;
+use crate::descriptors;
 use crate::entry;
 use crate::listen::{self, Address};
 use crate::options::{Options, Setpoint};
@@ -66,6 +67,7 @@ impl Module {
             let protected = is_protected(context);
             let porch = if self.options.call_lane() { call_lane(context) } else { None };
             capacity::follow(context);
+            descriptors::follow(capacity::max_clients(), self.options.max_clients());
             let (transport, (fabric, runtime)) =
                 Transport::begin(&self.options, (target, addresses), protected, porch.clone())?;
             resident::set_turn(self.options.turn());
@@ -109,6 +111,7 @@ impl Module {
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         resident::follow_engine(context);
         capacity::follow(context);
+        descriptors::follow(capacity::max_clients(), self.options.max_clients());
         let sockets = sockets(context);
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };
@@ -143,6 +146,7 @@ impl Module {
         if let Service::On(transport) = &self.service {
             transport.reconfigure(&self.options);
             resident::set_turn(self.options.turn());
+            descriptors::follow(capacity::max_clients(), self.options.max_clients());
         }
         Ok(())
     }

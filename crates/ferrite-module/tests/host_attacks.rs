@@ -4,6 +4,8 @@
 mod scene;
 mod talk;
 
+use std::io::{ErrorKind, Read as _, Write as _};
+use std::net::TcpStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -583,5 +585,34 @@ fn a_long_new_name_is_no_plain_command() {
         peer.ok(&["SET", "k", "v"]);
         assert_eq!(peer.ask(&[name]), "+RESET");
         assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+    });
+}
+
+fn open_files(server: &Server) -> usize {
+    std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count()
+}
+
+/// Connections that say nothing took the numbers of descriptors that the engine's loop has a place for: it
+/// accepted clients at its own port, never heard them, and kept them when they had gone.
+#[test]
+fn silent_connections_take_no_descriptors_of_the_engines() {
+    on_each(&["--maxclients", "40"], |server| {
+        let address = server.info("address");
+        let silent: Vec<_> = (0..400).map(|_| TcpStream::connect(&address).expect("it listens")).collect();
+        server.until("they are accepted", || open_files(server) > silent.len());
+        assert_eq!(Peer::native(server).ask(&["PING"]), "+PONG");
+        assert_eq!(Peer::called(server).ask(&["PING"]), "+PONG");
+        // Nor do those that speak, all at a time.
+        for mut client in &silent {
+            client.write_all(b"*1\r\n$4\r\nPING\r\n").expect("it is there");
+        }
+        for mut client in &silent {
+            client.set_read_timeout(Some(scene::PATIENCE)).expect("a time limit");
+            // It is answered or refused, and hears of it unless it was reset.
+            let heard = client.read(&mut [0; 64]);
+            assert!(!heard.is_err_and(|error| error.kind() == ErrorKind::WouldBlock));
+        }
+        drop(silent);
+        server.until("all are closed", || open_files(server) < 100);
     });
 }

@@ -2,15 +2,19 @@
 
 use std::fmt;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::pin::Pin;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use rustix::net::{Shutdown, shutdown};
+use ferrite_fabric::descriptors::lift;
+use rustix::net::{
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with,
+};
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
-use tokio::net::{TcpStream, UnixStream};
+use tokio::net::{TcpSocket, TcpStream, UnixStream, lookup_host};
 
 use crate::in_process::InProcessEngine;
 
@@ -80,11 +84,25 @@ impl EngineSocket {
     /// What the system says.
     pub async fn connect(address: &EngineAddress) -> io::Result<Self> {
         match address {
-            EngineAddress::Unix(path) => UnixStream::connect(path).await.map(Self::Unix),
+            EngineAddress::Unix(path) => {
+                let socket = open(AddressFamily::UNIX)?;
+                connect(&socket, &SocketAddrUnix::new(path)?)?; // done, or refused
+                UnixStream::from_std(socket.into()).map(Self::Unix)
+            }
             EngineAddress::Tcp(address) => {
-                let stream = TcpStream::connect(address).await?;
-                stream.set_nodelay(true)?;
-                Ok(Self::Tcp(stream))
+                let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
+                for address in lookup_host(address).await? {
+                    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+                    let socket = TcpSocket::from_std_stream(open(family)?.into());
+                    match socket.connect(address).await {
+                        Ok(stream) => {
+                            stream.set_nodelay(true)?;
+                            return Ok(Self::Tcp(stream));
+                        }
+                        Err(error) => last = error,
+                    }
+                }
+                Err(last)
             }
         }
     }
@@ -108,6 +126,12 @@ impl EngineSocket {
             _ => Err(io::Error::new(io::ErrorKind::InvalidData, "the answer to PING is not RESP")),
         }
     }
+}
+
+/// A socket whose descriptor is none of those that the engine around us needs, also while it connects.
+fn open(family: AddressFamily) -> io::Result<OwnedFd> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    lift(socket_with(family, SocketType::STREAM, flags, None)?)
 }
 
 macro_rules! both {

@@ -25,6 +25,7 @@ use super::crowd::{Crowd, Limits, Place as AtTheDoor};
 use super::greeting::{Greeting, Side};
 use super::moving::Place;
 use super::{UNKNOWN_PEER, own_limits};
+use crate::descriptors;
 use crate::engine::Shared;
 use crate::engine::poller::Poller;
 use crate::engine::timers::{LinkName, Timer};
@@ -335,27 +336,29 @@ impl Poller {
     fn accept_some(&mut self, shared: &Shared, id: u64) {
         let Some(Use::Listening { socket, listener, tls }) = self.sockets.uses.get(&id) else { return };
         let (listener, tls) = (listener.clone(), tls.clone());
-        let mut taken = Vec::new();
-        while taken.len() < TURNS {
+        let (mut taken, mut turns) = (Vec::new(), 0);
+        while turns < TURNS {
             match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok((socket, peer)) => taken.push((socket, address(peer.ok_or(Errno::INVAL)))),
+                Ok((socket, peer)) => {
+                    turns += 1;
+                    match descriptors::lift(socket) {
+                        Ok(socket) => taken.push((socket, address(peer.ok_or(Errno::INVAL)))),
+                        Err(error) => {
+                            not_accepted(shared, &format!("{error}; raise LimitNOFILE= or ulimit -n"));
+                        }
+                    }
+                }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => break,
                 // Those who wait are not told of again.
                 Err(errno) => {
-                    static LINES: LogLimit = LogLimit::new();
-                    if let Some(others) = LINES.pass() {
-                        tracing::warn!(
-                            "a connection could not be accepted: {errno}; it is tried again{others}"
-                        );
-                    }
-                    shared.counters.accept_failures.fetch_add(1, Ordering::Relaxed);
+                    not_accepted(shared, &format!("{errno}; it is tried again"));
                     self.timers.add(self.now + ACCEPT_AGAIN, Timer::Accept(id));
                     break;
                 }
             }
         }
-        if taken.len() == TURNS {
+        if turns == TURNS {
             self.sockets.on_ready(id); // there may be more
         }
         for (socket, peer) in taken {
@@ -524,6 +527,14 @@ impl Poller {
 fn vacancy(shared: &Shared) -> Option<LinkName> {
     let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
     links.vacancy().map(|(name, _)| name)
+}
+
+fn not_accepted(shared: &Shared, why: &str) {
+    static LINES: LogLimit = LogLimit::new();
+    shared.counters.accept_failures.fetch_add(1, Ordering::Relaxed);
+    if let Some(others) = LINES.pass() {
+        tracing::warn!("a connection could not be accepted: {why}{others}");
+    }
 }
 
 fn open(of: SocketAddr) -> Result<OwnedFd, Errno> {
