@@ -277,6 +277,7 @@ fn client_limits(context: Context<'_>) -> ClientLimits {
         soft_bytes: 8 << 20,
         soft_time: Duration::from_secs(60),
         query_bytes: 1 << 20,
+        silent_time: Duration::ZERO,
         all_clients_bytes: 0,
     };
     let output = context.config(c"client-output-buffer-limit").and_then(|text| output_limits(&text));
@@ -284,7 +285,9 @@ fn client_limits(context: Context<'_>) -> ClientLimits {
     let all = context.config(c"maxmemory-clients").map_or(0, |text| memory_or_percent(&text, maxmemory));
     let query = context.config(c"client-query-buffer-limit").and_then(|text| text.parse().ok());
     let query_bytes = query.unwrap_or(UNKNOWN.query_bytes);
-    ClientLimits { all_clients_bytes: all, query_bytes, ..output.unwrap_or(UNKNOWN) }
+    let silent = context.config(c"timeout").and_then(|text| text.parse().ok()).unwrap_or(0);
+    let silent_time = Duration::from_secs(silent);
+    ClientLimits { all_clients_bytes: all, query_bytes, silent_time, ..output.unwrap_or(UNKNOWN) }
 }
 
 /// From `normal HARD SOFT SECONDS slave … pubsub …`, as the engine tells it.

@@ -616,3 +616,33 @@ fn silent_connections_take_no_descriptors_of_the_engines() {
         server.until("all are closed", || open_files(server) < 100);
     });
 }
+
+/// A client that has lost its power had its session for ever.
+#[test]
+fn clients_that_vanish_are_looked_for() {
+    on_each(&[], |server| {
+        let address = server.info("address");
+        let mut peer = Peer::called_at(&address);
+        assert_eq!(peer.ask(&["PING"]), "+PONG");
+        let port = address.rsplit(':').next().and_then(|port| port.parse::<u16>().ok()).expect("a port");
+        let local = format!(":{port:04X}");
+        let sockets = std::fs::read_to_string("/proc/net/tcp").expect("Linux has it");
+        // Where it is, where its peer is, its state (1: established), its queues, and its timer (2: keepalive).
+        let timers: Vec<_> = sockets
+            .lines()
+            .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>())
+            .filter(|words| words[1].ends_with(&local) && words[3] == "01")
+            .map(|words| words[5].to_owned())
+            .collect();
+        assert!(!timers.is_empty() && timers.iter().all(|timer| timer.starts_with("02:")), "{timers:?}");
+    });
+}
+
+/// The engine's `timeout` is for who has never said anything, too.
+#[test]
+fn silent_clients_are_hung_up_on_after_the_engines_timeout() {
+    on_each(&["--timeout", "1"], |server| {
+        let mut silent = Peer::called(server);
+        assert_eq!(silent.next(), None);
+    });
+}

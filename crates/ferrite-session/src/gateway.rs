@@ -17,11 +17,12 @@ use std::time::Duration;
 
 use ferrite_fabric::{ConnectingBare, Error, Listener, LogLimit, Stream, TcpStranger};
 use ferrite_proto::Role;
+use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 
 use crate::ending::{Ending, over};
 use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
@@ -34,6 +35,8 @@ use crate::stream::{ValkeyConfig, ValkeyStream};
 const FULL: &str = "-ERR max number of clients reached\r\n";
 /// How long a client that is refused may take to hear why.
 const LAST_WORDS: Duration = Duration::from_secs(1);
+/// A client over TCP that was silent for so long is looked for.
+const KEEPALIVE: Duration = Duration::from_secs(300);
 /// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are told half as often, and beyond
 /// twice as many a third: a server of thousands would do little else. It is less than a client of ours waits before it asks.
 const OFTEN_TOLD: usize = 1000;
@@ -289,6 +292,7 @@ impl Gateway {
     async fn tcp_session(self, stranger: TcpStranger, ended: watch::Receiver<bool>) {
         let TcpStranger { socket, heard, peer, accepted, handed_over, .. } = stranger;
         let local = socket.local_addr().ok();
+        let _ = keep_alive(&socket); // else it is as if there was none
         let Ok(socket) = TcpStream::from_std(socket) else { return };
         let socket = EngineSocket::Tcp(socket); // a client's, but it ends alike
         let (reader, writer) = tokio::io::split(socket);
@@ -318,10 +322,12 @@ impl Gateway {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
             Err(FULL.to_owned())
         } else if let Some(is_open) = self.inside.as_ref().and_then(|inside| inside.is_open_to_all()) {
-            // A silent client is no client of the engine's yet: it takes no place there.
+            // A silent client is no client of the engine's yet: it takes no place there, and its time is
+            // limited here.
+            let limits = self.inside.as_ref().map(|inside| inside.client_limits()).unwrap_or_default();
             match is_open && is_guarded {
                 true => Err(self.denied(&config)),
-                false if first_bytes(&mut client, &mut first, &open, &ending).await => {
+                false if first_bytes(&mut client, &mut first, &open, &ending, limits.silent_time).await => {
                     self.engine_for(&config, false).await
                 }
                 false => return,
@@ -398,6 +404,15 @@ impl Gateway {
     }
 }
 
+/// Has the kernel look whether a client is still there: one that left without a word would have its session
+/// for ever. As engines do it by default (`tcp-keepalive 300`).
+fn keep_alive(socket: &std::net::TcpStream) -> rustix::io::Result<()> {
+    sockopt::set_tcp_keepidle(socket, KEEPALIVE)?;
+    sockopt::set_tcp_keepintvl(socket, KEEPALIVE / 3)?;
+    sockopt::set_tcp_keepcnt(socket, 3)?;
+    sockopt::set_socket_keepalive(socket, true)
+}
+
 /// Tells a client why it has no session.
 async fn refuse<C: AsyncWrite + Unpin>(client: &mut C, why: &str) {
     let said = async {
@@ -407,15 +422,22 @@ async fn refuse<C: AsyncWrite + Unpin>(client: &mut C, why: &str) {
     let _ = timeout(LAST_WORDS, said).await;
 }
 
-/// Waits for the first bytes of a client; false if it ends before, or the session is over.
-async fn first_bytes<C: Client>(client: &mut C, first: &mut Vec<u8>, open: &Open, ending: &Ending) -> bool {
+/// Waits for the first bytes of a client; false if it ends before, says nothing for this time (unless that is
+/// zero), or the session is over.
+async fn first_bytes<C: Client>(
+    client: &mut C,
+    first: &mut Vec<u8>,
+    open: &Open,
+    ending: &Ending,
+    silent_time: Duration,
+) -> bool {
     tokio::select! {
-        read = client.read_buf(first) => read.is_ok_and(|count| count > 0),
-        () = over(open, ending.clone()) => {
-            let _ = timeout(LAST_WORDS, client.shutdown()).await;
-            false
-        }
+        read = client.read_buf(first) => return read.is_ok_and(|count| count > 0),
+        () = over(open, ending.clone()) => {}
+        () = sleep(silent_time), if !silent_time.is_zero() => {}
     }
+    let _ = timeout(LAST_WORDS, client.shutdown()).await;
+    false
 }
 
 /// Whether a client is on this host, for protected mode. Over RDMA its address is what the connection manager was told by the

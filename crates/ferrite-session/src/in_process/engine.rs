@@ -168,6 +168,8 @@ pub struct ClientLimits {
     pub soft_time: Duration,
     /// `client-query-buffer-limit`: a client with more commands that wait is disconnected.
     pub query_bytes: usize,
+    /// `timeout`: a client that says nothing for so long is disconnected.
+    pub silent_time: Duration,
     /// `maxmemory-clients`: beyond this, the session that holds most is disconnected.
     pub all_clients_bytes: usize,
 }
