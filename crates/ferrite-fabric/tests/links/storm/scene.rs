@@ -450,5 +450,7 @@ impl<'f> Scene<'f> {
 
 fn assert_expected(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{error:?}");
-    assert!(!error.to_string().contains("flush"), "{error}");
+    // A flushed request is told why, unless the peer, whose request failed, has not said so in time.
+    let said = error.to_string();
+    assert!(!said.contains("flush") || said.contains("nobody says why"), "{said}");
 }
