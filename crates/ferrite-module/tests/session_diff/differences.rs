@@ -247,6 +247,13 @@ pub(crate) fn is_cut_off_early(log: &str) -> bool {
     waiting.any(|bytes| bytes < EARLY)
 }
 
+/// Whether the last thing that was said is the refusal of a large command before a login. Valkey 9.1 looks at the heads of all
+/// commands that it has read before it runs the first of them: one that comes with the RESET before it is still taken.
+pub(crate) fn is_refused_by_its_head(heard: &[u8]) -> bool {
+    let refusal = b"-ERR Protocol error: unauthenticated ";
+    super::compare::replies(heard).last().is_some_and(|reply| reply.starts_with(refusal))
+}
+
 /// Whether a line of this CLIENT LIST is of a client that is hung up on after its next reply. There is none if it has sent QUIT
 /// while replies are off, or the next was to be skipped: engines hang up then only if an earlier reply was not written yet.
 pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
@@ -320,6 +327,14 @@ mod tests {
         assert!(is_cut_off_early(&line(20_560)));
         assert!(!is_cut_off_early(&line(2_000_000)), "that is the limit of the configuration");
         assert!(!is_cut_off_early("# Client id=6 omem=20560 closed\n"));
+    }
+
+    #[test]
+    fn a_head_is_refused_last() {
+        let refusal = b"-ERR Protocol error: unauthenticated bulk length\r\n";
+        assert!(is_refused_by_its_head(&[b"+RESET\r\n", &refusal[..]].concat()));
+        assert!(!is_refused_by_its_head(&[&refusal[..], b"+OK\r\n"].concat()));
+        assert!(!is_refused_by_its_head(b"-NOAUTH Authentication required.\r\n"));
     }
 
     #[test]

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ferrite_proto::resp::Value;
 
 use super::compare::{Faults, first_difference, replies, take_equal};
-use super::differences::{acl_log, has_silent_quit, is_cut_off_early};
+use super::differences::{acl_log, has_silent_quit, is_cut_off_early, is_refused_by_its_head};
 use super::flood;
 use super::session::{Action, Session, Step, excerpt};
 use super::side::{Engine, LONG, Side};
@@ -205,9 +205,12 @@ impl Pair {
         Ok(())
     }
 
-    /// Whether one engine has hung up on this client and the other has not, for a reason that depends on how its input was cut
-    /// into reads.
+    /// Whether one engine has hung up on this client, or will, and the other has not, for a reason that depends on how its input
+    /// was cut into reads.
     fn is_engines_mood(&mut self, client: usize) -> bool {
+        if self.sides.iter().any(|side| is_refused_by_its_head(&side.clients[client].heard)) {
+            return true;
+        }
         let [engine, module] = &mut self.sides;
         match (engine.clients[client].is_closed, module.clients[client].is_closed) {
             (true, false) => {
