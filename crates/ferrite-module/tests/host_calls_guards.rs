@@ -266,7 +266,7 @@ fn a_cluster_redirects() {
 fn an_engine_that_does_not_tell_its_commands_is_bridged() {
     for program in engines() {
         let mut server = start(&program, &["--rename-command", "COMMAND", ""]);
-        assert!(server.log().contains("no command is called, all are bridged"), "{}", server.log());
+        assert!(server.log().contains("call lane disabled, all commands are bridged"), "{}", server.log());
         let mut pair = Pair::new(&server);
         for line in ["SET key value", "GET key", "COMMAND", "PING"] {
             pair.same(&words(line));
@@ -335,6 +335,7 @@ fn what_is_no_reply_is_passed_on() {
     let wrong = "redis.setresp(3) return {big_number = 'no number'}";
     for program in engines() {
         let mut server = start(&program, &[]);
+        Peer::native(&server).ok(&["SET", "k", "v"]); // a session that has written itself ends, so that WAIT cannot lie
         for script in [deep, wrong] {
             let mut pair = Pair::new(&server);
             for peer in [&mut pair.called, &mut pair.native] {
@@ -342,7 +343,7 @@ fn what_is_no_reply_is_passed_on() {
             }
             let both = [&mut pair.called, &mut pair.native].map(|peer| {
                 let eval = vec!["EVAL", script, "0"];
-                peer.send(&[vec!["SET", "k", "v"], eval, vec!["GET", "k"], vec!["ECHO", "that is all"]]);
+                peer.send(&[vec!["GET", "k"], eval, vec!["GET", "k"], vec!["ECHO", "that is all"]]);
                 peer.until(b"that is all\r\n")
             });
             assert_eq!(both[0].escape_ascii().to_string(), both[1].escape_ascii().to_string(), "{script}");
