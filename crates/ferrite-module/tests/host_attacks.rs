@@ -95,9 +95,7 @@ fn surplus_replies_are_no_login() {
 
 /// As the engine tells its own client: the module's port, when `default` may not ask.
 fn address(admin: &mut Peer) -> String {
-    let info = admin.ask(&["INFO", "ferrite"]);
-    let line = info.lines().find_map(|line| line.strip_prefix("ferrite_address:"));
-    line.expect("an address").trim_end().into()
+    admin.info("address")
 }
 
 /// S2: with SUBSCRIBE renamed, three small commands made a surplus reply.

@@ -199,3 +199,62 @@ fn clients_that_wait_are_served_before_the_next_command() {
         }
     });
 }
+
+/// Whatever pins a session does not before a login: the engine refuses it, and a client that was pinned would
+/// no longer wait for its turn.
+#[test]
+fn nothing_pins_a_session_before_a_login() {
+    on_each(&["--requirepass", "x"], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["AUTH", "x"]);
+        let (mut peer, mut native) = (Peer::called_at(&admin.info("address")), Peer::native(server));
+        let long = format!("*1\r\n$9000\r\n{}\r\n", "x".repeat(9000));
+        for bytes in [
+            "GET k\r\n",
+            "\"SUB\\x53CRIBE\" a b c\r\n",
+            "*2\r\n$9\r\nSUBSCRIBE\r\n$1\r\na\r\n",
+            "*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$3\r\nOFF\r\n",
+            "*1\r\n$7\r\nMONITOR\r\n",
+            "CLIENT REPLY SKIP\r\nGET k\r\n",
+            "HELLO 2\r\n",
+            &long,
+        ] {
+            let [said, expected] = [&mut peer, &mut native].map(|client| {
+                client.write(bytes.as_bytes());
+                client.replies(1 + usize::from(bytes.starts_with("CLIENT"))) // which is two lines
+            });
+            assert_eq!(said, expected, "{}", &bytes[..7]);
+        }
+        assert_eq!(admin.info("sessions_stayed"), "0");
+        peer.write(b"AUTH x\r\n");
+        assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
+        let before = admin.info("commands_called");
+        peer.ok(&["SET", "k", "v"]);
+        assert_ne!(admin.info("commands_called"), before, "it is called after a login by hand");
+        peer.write(b"GET k\r\n");
+        assert_eq!(peer.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
+        assert_eq!(admin.info("sessions_stayed"), "1");
+        let mut peer = Peer::called_at(&admin.info("address"));
+        peer.ok(&["QUIT"]);
+        assert_eq!(peer.next(), None);
+    });
+}
+
+/// A client that may do everything without a login is pinned by what pins.
+#[test]
+fn clients_that_need_no_login_subscribe() {
+    on_each(&["--requirepass", "x"], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["AUTH", "x"]);
+        let mut peer = Peer::called_at(&admin.info("address"));
+        assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
+        admin.ok(&["CONFIG", "SET", "requirepass", ""]);
+        peer.send(&[vec!["SUBSCRIBE", "a", "b"], vec!["PING"]]);
+        for _ in ["a", "b"] {
+            assert!(peer.next().is_some_and(|said| said.starts_with(b"*3\r\n$9\r\nsubscribe")));
+        }
+        assert_eq!(peer.next().as_deref(), Some(&b"*2\r\n$4\r\npong\r\n$0\r\n\r\n"[..]));
+        assert_eq!(admin.ask(&["PUBLISH", "a", "hello"]), ":1");
+        assert!(peer.next().is_some_and(|said| said.ends_with(b"hello\r\n")));
+    });
+}

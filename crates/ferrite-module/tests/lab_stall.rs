@@ -4,8 +4,9 @@
 //! The measure is a PING every 10 ms on the engine's own TCP port, which has nothing to do with the module: whatever keeps
 //! the main thread from its loop delays the answer. Rounds with and without the attack alternate, under the same honest load
 //! over RDMA. The main thread and whoever asks go before all others (`chrt`): in the lab attackers and the kernel that plays
-//! their cards use the same CPUs, and a thread that waits for a CPU is not away because of us. `FERRITE_STALL_STRICT=1` holds the difference to 10 ms, which needs a quiet machine; without it only stalls
-//! that no scheduler causes fail the test.
+//! their cards use the same CPUs, and a thread that waits for a CPU is not away because of us. `FERRITE_STALL_STRICT=1` holds the difference
+//! to 10 ms, which needs a quiet machine and a release build of the module (`FERRITE_MODULE`); without it only stalls that no
+//! scheduler causes fail the test.
 #![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
 
 mod scene;
@@ -36,6 +37,8 @@ const SILENT: &str = "10.0.0.250";
 const PORT: &str = "6390";
 const TICK: Duration = Duration::from_millis(10);
 /// What the attack may add to the longest stall: on a quiet machine, and on any.
+/// An answer that takes so long is worth a look at what the main thread does.
+const LATE: Duration = Duration::from_millis(100);
 const STRICT: Duration = Duration::from_millis(10);
 const LENIENT: Duration = Duration::from_millis(500);
 
@@ -67,6 +70,25 @@ fn own_thread() -> String {
     path.file_name().expect("a number").to_string_lossy().into_owned()
 }
 
+/// Whether there is something to read within this time.
+fn is_readable(socket: &std::net::TcpStream, within: Duration) -> bool {
+    socket.set_read_timeout(Some(within)).expect("a timeout");
+    let peeked = socket.peek(&mut [0]).is_ok_and(|bytes| bytes > 0);
+    socket.set_read_timeout(Some(scene::PATIENCE)).expect("a timeout");
+    peeked
+}
+
+/// What the kernel says of a thread: its state, and where in the kernel it waits.
+fn where_is(process: u32) -> String {
+    let read = |name: &str| {
+        let text = std::fs::read_to_string(format!("/proc/{process}/task/{process}/{name}"));
+        text.unwrap_or_else(|error| error.to_string())
+    };
+    let state = read("stat");
+    let state = state.rsplit(')').next().and_then(|rest| rest.split_whitespace().next()).unwrap_or("?");
+    format!("state {state}, wchan {}, syscall {}, stack {}", read("wchan"), read("syscall"), read("stack"))
+}
+
 /// Asks the engine every 10 ms, and keeps how long the longest answer took.
 struct Ticker {
     stop: Arc<AtomicBool>,
@@ -74,7 +96,7 @@ struct Ticker {
 }
 
 impl Ticker {
-    fn start(engine: SocketAddr) -> Self {
+    fn start(engine: SocketAddr, main_thread: u32) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = Arc::clone(&stop);
         let thread = std::thread::spawn(move || {
@@ -86,6 +108,10 @@ impl Ticker {
             while !stopped.load(Ordering::Relaxed) {
                 let asked = Instant::now();
                 socket.write_all(b"PING\r\n").expect("a command");
+                // An answer that is late says where the main thread is, for whoever reads a failure.
+                if !is_readable(&socket, LATE) {
+                    eprintln!("no answer in {LATE:?}; the main thread: {}", where_is(main_thread));
+                }
                 socket.read_exact(&mut [0; 7]).expect("an answer");
                 longest = longest.max(asked.elapsed());
                 ticks += 1;
@@ -172,7 +198,7 @@ async fn valkey(engine: &Engine) -> ValkeyStream {
 fn offers_of_a_silent_address_stop_nobody() {
     const OFFERS: u64 = 8;
     let (mut server, engine) = start();
-    let ticker = Ticker::start(engine);
+    let ticker = Ticker::start(engine, server.pid());
     run(async |_| {
         for number in 0..OFFERS {
             let mut client = greeted(9 + number).await;
@@ -267,17 +293,18 @@ async fn honest(engine: Engine, stop: Arc<AtomicBool>) -> u64 {
 #[test]
 fn connects_offers_and_growing_windows_do_not_stall_the_engine() {
     let (mut server, address) = start();
+    let pid = server.pid();
     let (calm, attacked) = run(async |engine| {
         let stop = Arc::new(AtomicBool::new(false));
         let load: Vec<_> = (0..4).map(|_| tokio::spawn(honest(engine.clone(), Arc::clone(&stop)))).collect();
         let (mut calm, mut attacked) = (Vec::new(), Vec::new());
         for round in 1..=rounds() {
-            let ticker = Ticker::start(address);
+            let ticker = Ticker::start(address, pid);
             let begun = Instant::now();
             tokio::join!(connects(engine.clone()), offers(), growths(engine.clone()));
             let lasted = begun.elapsed();
             attacked.push(tokio::task::spawn_blocking(|| ticker.stop()).await.expect("no panic"));
-            let ticker = Ticker::start(address);
+            let ticker = Ticker::start(address, pid);
             tokio::time::sleep(lasted).await;
             calm.push(tokio::task::spawn_blocking(|| ticker.stop()).await.expect("no panic"));
             let longest = (attacked[round - 1], calm[round - 1]);

@@ -161,6 +161,15 @@ impl Peer {
     }
 
     /// One that must be answered with OK.
+    /// What INFO tells of the module.
+    pub(crate) fn info(&mut self, field: &str) -> String {
+        let info = self.ask(&["INFO", "ferrite"]);
+        let line = info
+            .lines()
+            .find_map(|line| line.strip_prefix("ferrite_")?.strip_prefix(field)?.strip_prefix(':'));
+        line.unwrap_or_else(|| panic!("no {field} in {info}")).trim_end().into()
+    }
+
     pub(crate) fn ok<W: AsRef<[u8]> + std::fmt::Debug>(&mut self, words: &[W]) {
         assert_eq!(self.ask(words), "+OK", "{words:?}");
     }

@@ -47,6 +47,7 @@ pub use engine::{Access, Called, ClientLimits, CommandKind, InProcessEngine, Pro
 use exchange::{Awaited, Event, Met, next_event};
 use input::{Found, Input, READ_MAX};
 use limits::{BEFORE_AUTH, BeforeAuthQueue, OutputGuard};
+use proxying::LargeCommand;
 pub(crate) use replies::Client;
 pub use replies::Replies;
 
@@ -180,7 +181,12 @@ impl<C: Client> InProcessSession<'_, C> {
         loop {
             let met = match self.take_run(&mut run) {
                 Some(Route::Call) => self.call(&run).await?,
-                Some(Route::Proxy(Some(SessionCommand::PinsToProxy))) => return self.pin().await,
+                Some(Route::Proxy(Some(SessionCommand::PinsToProxy))) => {
+                    if !self.take_refusable(&mut run) {
+                        return self.pin().await;
+                    }
+                    self.proxy_if_refused(&run).await?
+                }
                 Some(Route::Proxy(Some(SessionCommand::AsksForWrites))) => self.ask_for_writes(&run).await?,
                 Some(Route::Proxy(command)) => self.proxy(&run, command).await?,
                 Some(Route::Instead(other)) => {
@@ -188,8 +194,9 @@ impl<C: Client> InProcessSession<'_, C> {
                     self.exchange(other.to_vec(), Awaited::replies(1), false).await?
                 }
                 None => match self.large_command() {
-                    Some(true) => self.stream().await?,
-                    Some(false) => return self.pin().await,
+                    Some(LargeCommand::HasOneReply) => self.stream(false).await?,
+                    Some(LargeCommand::MayBeRefused) => self.stream(true).await?,
+                    Some(LargeCommand::Pins) => return self.pin().await,
                     None if self.wait_for_input().await? => continue,
                     None => return Ok(Left::Nothing),
                 },
@@ -277,6 +284,17 @@ impl<C: Client> InProcessSession<'_, C> {
             }
         }
         route
+    }
+
+    /// Takes the command that pins the session, if the engine may refuse it.
+    fn take_refusable(&mut self, run: &mut Vec<Due>) -> bool {
+        if !self.may_be_refused() {
+            return false;
+        }
+        let Ok(Some(found)) = self.input.peek() else { return false };
+        self.input.take(&found);
+        run.push(Due { found, callable: None });
+        true
     }
 
     /// Looks up a command. Many are like the one before. `None`: it is empty.
@@ -432,6 +450,7 @@ impl<C: Client> InProcessSession<'_, C> {
 
     /// Proxies everything from here on.
     async fn pin(mut self) -> io::Result<Left> {
+        drop(self.wait_for_turn().await?); // from here on it waits for the client
         // For a WAIT that the client may send there.
         if self.is_mark_due() && self.mark_writes().await? != Met::Answered {
             return Ok(Left::Nothing);

@@ -73,6 +73,10 @@ pub trait ProxyClient: Send + Sync {
     /// commands (the protocol version). To be sent first, and after [`ProxyClient::identity_changes`].
     fn identify(&self) -> Vec<u8>;
 
+    /// Returns a command that does nothing and has one reply, which begins with `-NOAUTH` if, and only if,
+    /// the engine refuses all commands of the client but a login.
+    fn probe_login(&self) -> &'static [u8];
+
     /// Notes that this command, which may change the user, the authentication or the protocol, is
     /// proxied.
     fn identity_changes(&self, command: SessionCommand);

@@ -10,6 +10,8 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf};
 use tokio::time::timeout;
 
+#[cfg(doc)]
+use super::engine::ProxyClient;
 use super::limits::BEFORE_AUTH;
 use super::replies::Replies;
 use super::{Client, InProcessSession, OWN_REPLY_MAX, REPLIES_MAX};
@@ -26,26 +28,35 @@ const AHEAD: usize = 1 << 10;
 /// What is read at once of a large command, and of the engine.
 const STREAMED: usize = 64 << 10;
 const HEARD: usize = 16 << 10;
+/// How an engine answers a client that has to log in first.
+const NO_LOGIN: &[u8] = b"-NOAUTH";
 
 /// What is to come over the connection.
 pub(super) struct Awaited {
     /// A reply to a command of the session's own, before the others.
     own: bool,
     replies: usize,
+    /// The others are replies only if that one is a refusal for want of a login.
+    is_probed: bool,
 }
 
 impl Awaited {
     pub(super) fn replies(replies: usize) -> Self {
-        Self { own: false, replies }
+        Self { own: false, replies, is_probed: false }
     }
 
     pub(super) fn own() -> Self {
-        Self { own: true, replies: 0 }
+        Self { own: true, replies: 0, is_probed: false }
     }
 
     /// Also a reply to a command of the session's own, before the others.
     pub(super) fn after_own(self, own: bool) -> Self {
         Self { own, ..self }
+    }
+
+    /// One reply to a command of the client's, behind [`ProxyClient::probe_login`].
+    pub(super) fn refusal() -> Self {
+        Self { own: true, replies: 1, is_probed: true }
     }
 
     fn is_nothing(&self) -> bool {
@@ -60,7 +71,8 @@ pub(super) enum Met {
     /// The engine has hung up.
     Over,
     /// The engine has said what is no reply, as scripts can make it, or the client what is no command:
-    /// where replies end cannot be told any more. This is still to be sent.
+    /// where replies end cannot be told any more. Or a client that was to be refused was not. This is still
+    /// to be sent.
     Unclear {
         unsent: Vec<u8>,
     },
@@ -154,6 +166,9 @@ impl<C: Client> InProcessSession<'_, C> {
                 sent = 0;
             }
             if self.hear(&mut awaited).is_err() {
+                return Ok(Met::Unclear { unsent: unsent.split_off(sent) });
+            }
+            if awaited.is_probed && !awaited.own && !self.own_reply.starts_with(NO_LOGIN) {
                 return Ok(Met::Unclear { unsent: unsent.split_off(sent) });
             }
             if awaited.is_nothing() && sent == unsent.len() && !is_streaming {

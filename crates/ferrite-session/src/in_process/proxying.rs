@@ -12,6 +12,16 @@ use super::input::Begun;
 use super::limits::within_turn;
 use super::{Client, InProcessSession};
 
+/// What is done with a command that is proxied as it comes.
+pub(super) enum LargeCommand {
+    /// It has one reply.
+    HasOneReply,
+    /// It has one if the engine refuses it; else the session is pinned.
+    MayBeRefused,
+    /// The session is pinned.
+    Pins,
+}
+
 impl<C: Client> InProcessSession<'_, C> {
     pub(super) fn count_proxied(&self, run: &[Due]) {
         self.paths.proxied.fetch_add(run.len() as u64, Ordering::Relaxed);
@@ -34,6 +44,31 @@ impl<C: Client> InProcessSession<'_, C> {
         let met = within_turn(permit, self.exchange(bytes, awaited, false)).await?;
         self.wrote &= !(marks && self.record.is_marked());
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    }
+
+    /// Returns whether the client has not shown a login, so that the engine may refuse what would pin the
+    /// session. Were such a session pinned, one line would spare a client without a password the queue in
+    /// which it waits for its turn.
+    pub(super) fn may_be_refused(&self) -> bool {
+        !self.access.is_authenticated() && !self.in_transaction()
+    }
+
+    /// Proxies a command that pins the session unless the engine refuses it. A command of the session's own
+    /// goes ahead of it, and the engine takes both in one go: it refuses none of them or both. One that logs
+    /// in is not refused, and has one reply as well.
+    pub(super) async fn proxy_if_refused(&mut self, run: &[Due]) -> io::Result<Met> {
+        let permit = self.wait_for_turn().await?;
+        self.expect_login();
+        let bytes = [self.record.probe_login(), &self.input.bytes()[place_of(run)]].concat();
+        self.count_proxied(run);
+        let met = within_turn(permit, self.exchange(bytes, Awaited::refusal(), false)).await?;
+        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    }
+
+    /// A command that may be a login is proxied: a line that is typed by hand is not read here.
+    fn expect_login(&mut self) {
+        self.record.identity_changes(SessionCommand::ChangesIdentity);
+        self.identity_due = true;
     }
 
     /// Asks the engine what the client is, after commands were proxied.
@@ -98,30 +133,41 @@ impl<C: Client> InProcessSession<'_, C> {
         );
     }
 
-    /// Returns whether the large command that has begun can be proxied as it comes; if not, the session
-    /// is pinned. `None`: none has begun, or its name has not arrived.
-    pub(super) fn large_command(&mut self) -> Option<bool> {
+    /// Returns how the large command that has begun is proxied. `None`: none has begun, or its name has not
+    /// arrived.
+    pub(super) fn large_command(&mut self) -> Option<LargeCommand> {
         if !self.access.is_authenticated() && self.input.has_many_args() {
-            return Some(false); // the engine refuses it by its head, before the rest has come
+            return Some(LargeCommand::Pins); // the engine hangs up by its head, before the rest has come
         }
         if !self.input.is_large(self.access.is_authenticated()) {
             return None;
         }
-        match self.input.begun() {
-            Begun::Unknown => None,
-            Begun::Nameless => Some(false),
+        let pins = match self.input.begun() {
+            Begun::Unknown => return None,
+            Begun::Nameless => true,
+            // Commands that change a session are short.
             Begun::Named { name, first } => {
-                // Commands that change a session are short.
-                Some(!matches!(self.engine.look_up(name, first), CommandKind::Session(_)))
+                matches!(self.engine.look_up(name, first), CommandKind::Session(_))
             }
-        }
+        };
+        Some(match (pins, self.may_be_refused()) {
+            (false, _) => LargeCommand::HasOneReply,
+            (true, true) => LargeCommand::MayBeRefused,
+            (true, false) => LargeCommand::Pins,
+        })
     }
 
     /// Proxies the command that has begun as it comes.
-    pub(super) async fn stream(&mut self) -> io::Result<Met> {
+    pub(super) async fn stream(&mut self, may_be_refused: bool) -> io::Result<Met> {
         drop(self.wait_for_turn().await?); // from here on it waits for the client
         self.paths.proxied.fetch_add(1, Ordering::Relaxed);
-        let met = self.exchange(Vec::new(), Awaited::replies(1), true).await?;
+        let (probe, awaited) = if may_be_refused {
+            self.expect_login();
+            (self.record.probe_login().to_vec(), Awaited::refusal())
+        } else {
+            (Vec::new(), Awaited::replies(1))
+        };
+        let met = self.exchange(probe, awaited, true).await?;
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
 }

@@ -109,6 +109,10 @@ impl ProxyClient for Willing {
         b"PING\r\n".to_vec()
     }
 
+    fn probe_login(&self) -> &'static [u8] {
+        b"PING\r\n"
+    }
+
     fn identity_changes(&self, _: SessionCommand) {}
 
     fn refresh(&self) -> Access {
