@@ -6,9 +6,9 @@ nextest() {        # nextest ARGUMENTS…: on this machine
     --tool-config-file "quarantine:$PWD/.config/quarantine.toml" "$@"
 }
 
-lab-test() {       # lab-test KERNEL EXPRESSION: in the lab's guest
+lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
   lab/lab setup "$1"
-  cargo xtask lab-test -k "$1" --timeout 4700 -E "$2" -- --no-fail-fast
+  cargo xtask lab-test -k "$1" --timeout 4700 -E "$2" "${@:3}" -- --no-fail-fast
 }
 
 # What everything else stands on, without what is measured (how long another client waits) or
