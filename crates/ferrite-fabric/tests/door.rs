@@ -63,6 +63,24 @@ fn half_a_hello_keeps_nobody_out() {
     drop(held);
 }
 
+/// A client is one by its first byte that no hello has there: its session begins then, as at the engine's own port.
+#[test]
+fn hands_clients_over_at_the_first_byte_that_no_hello_has() {
+    let engine = engine(small());
+    let listener = listen(&engine);
+    let strangers = listener.tcp_strangers();
+    // More than there are places for handshakes.
+    let held: Vec<_> = (0..20).map(|_| connect(&engine, listener.local_addr(), b"*")).collect();
+    for _ in &held {
+        assert_eq!(drive(&[&engine], strangers.next()).expect("a client").heard, b"*");
+    }
+    let mut unclear = connect(&engine, listener.local_addr(), b"FR");
+    until(&[&engine], "it is read", || engine.progress() == 0);
+    assert!(strangers.next().now_or_never().is_none(), "a hello begins like that");
+    unclear.write_all(b"E").expect("said");
+    assert_eq!(drive(&[&engine], strangers.next()).expect("a client").heard, b"FRE");
+}
+
 /// A client of a pool says nothing for long, and is served when it does. There is no limit for those but that of sessions.
 #[test]
 fn silent_strangers_are_handed_over_when_there_are_many() {

@@ -27,8 +27,8 @@ use crate::listener::{ListenerShared, TcpStranger};
 use crate::policy::Fallback;
 use crate::source::Source;
 use crate::wire::{
-    self, GREETING_BYTES, Hello, HelloError, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode, Resume,
-    Version,
+    self, GREETING_BYTES, Hello, HelloError, MAGIC, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode,
+    Resume, Version,
 };
 
 /// A connection whose peers are not acquainted yet.
@@ -261,7 +261,7 @@ impl Poller {
         let theirs = match wire::Greeting::decode(heard) {
             Ok(theirs) => theirs,
             Err(HelloError::Short { .. }) if !ended => return Ok(None),
-            Err(HelloError::Stranger) if heard.len() < 4 && !ended => return Ok(None),
+            Err(HelloError::Stranger) if may_become_greeting(heard) && !ended => return Ok(None),
             Err(error) => {
                 let Side::Answering { .. } = greeting.side else {
                     let what = format!("{peer} is not a Ferrite peer of our version: {error}");
@@ -379,6 +379,11 @@ impl Greeting {
         (self.said, self.refusing) = (0, true);
         self.speak()
     }
+}
+
+/// Whether these are the first bytes of a hello, or of a refusal, before its magic is whole.
+fn may_become_greeting(heard: &[u8]) -> bool {
+    [MAGIC, REFUSAL_MAGIC].iter().any(|magic| magic.starts_with(heard))
 }
 
 fn refusal(code: RefusalCode, retry_after_ms: u32, text: &str) -> Vec<u8> {
