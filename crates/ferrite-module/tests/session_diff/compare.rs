@@ -3,7 +3,7 @@
 use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
 
 use super::differences::{
-    is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised, put_in_order,
+    Broadcasts, is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised, put_in_order,
 };
 
 /// Where the whole replies in these bytes end.
@@ -28,17 +28,19 @@ pub(crate) fn replies(bytes: &[u8]) -> Vec<&[u8]> {
     }
 }
 
-/// What engines of this version do wrong.
+/// What engines of this version do wrong, and what they leave open for a client.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Faults {
     /// A failed AUTH may have no reply.
     pub(crate) omits_wrongpass: bool,
+    /// How the client may hear of changed keys.
+    pub(crate) broadcasts: Broadcasts,
 }
 
 impl Faults {
     /// Those of the engine that tells this version.
     pub(crate) fn of(version: &str) -> Self {
-        Self { omits_wrongpass: !version.contains("v=7.0.") }
+        Self { omits_wrongpass: !version.contains("v=7.0."), ..Self::default() }
     }
 }
 
@@ -48,13 +50,14 @@ pub(crate) fn take_equal(faults: Faults, one: &mut Vec<u8>, other: &mut Vec<u8>)
     let ends = [&whole, &other_whole].map(|all| all.iter().map(|reply| reply.len()).sum::<usize>());
     let tails = [one.len() - ends[0], other.len() - ends[1]];
     if one != other {
+        let Faults { omits_wrongpass, broadcasts } = faults;
+        let is_open = |reply: &[u8]| (omits_wrongpass && may_be_missing(reply)) || broadcasts.covers(reply);
         let sure = |replies: &[&[u8]]| {
-            let sure = replies.iter().filter(|reply| !may_be_missing(reply));
-            parted(&sure.copied().collect::<Vec<_>>())
+            parted(&replies.iter().filter(|reply| !is_open(reply)).copied().collect::<Vec<_>>())
         };
-        let differ = !are_same(&parted(&whole), &parted(&other_whole));
-        let is_fault = differ && faults.omits_wrongpass && are_same(&sure(&whole), &sure(&other_whole));
-        if (differ && !is_fault) || (tails[0] == 0) != (tails[1] == 0) {
+        let are_equal = are_same(&parted(&whole), &parted(&other_whole))
+            || (are_same(&sure(&whole), &sure(&other_whole)) && broadcasts.are_same(&whole, &other_whole));
+        if !are_equal || (tails[0] == 0) != (tails[1] == 0) {
             return false;
         }
     }
@@ -185,6 +188,27 @@ mod tests {
         assert!(!take_equal(faults, &mut one.into(), &mut "+OK\r\n+OK\r\n:1\r\n".into()));
         let faults = Faults::of("Redis server v=7.0.15 sha=0");
         assert!(!take_equal(faults, &mut one.into(), &mut other.into()));
+    }
+
+    #[test]
+    fn broadcasts_tell_the_same_keys_in_any_number_of_messages() {
+        let told = |keys: &[&str]| {
+            let keys: Vec<_> = keys.iter().map(|key| format!("${}\r\n{key}\r\n", key.len())).collect();
+            format!(">2\r\n$10\r\ninvalidate\r\n*{}\r\n{}", keys.len(), keys.concat())
+        };
+        let equal = |broadcasts, one: &str, other: &str| {
+            let faults = Faults { broadcasts, ..Faults::default() };
+            take_equal(faults, &mut one.into(), &mut other.into())
+        };
+        let (once, twice) = (told(&["a", "b"]) + ":1\r\n", told(&["a"]) + ":1\r\n" + &told(&["b"]));
+        assert!(equal(Broadcasts::Gathered, &once, &twice));
+        assert!(!equal(Broadcasts::None, &once, &twice));
+        assert!(!equal(Broadcasts::Gathered, &once, &(told(&["a"]) + ":1\r\n")));
+        assert!(!equal(Broadcasts::Gathered, &once, &(told(&["a", "b"]) + ":2\r\n")), "other replies");
+        assert!(equal(Broadcasts::MayBeMissing, &once, ":1\r\n"));
+        assert!(!equal(Broadcasts::MayBeMissing, &once, &(told(&["c"]) + ":1\r\n")));
+        let flush = ">2\r\n$10\r\ninvalidate\r\n_\r\n";
+        assert!(!equal(Broadcasts::MayBeMissing, &format!("{flush}:1\r\n"), ":1\r\n"));
     }
 
     #[test]

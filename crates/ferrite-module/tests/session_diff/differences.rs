@@ -1,9 +1,11 @@
 //! What may differ between a client at the engine's own port and one at the module's port, and why.
 //! Everything that is not listed here must be equal.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ferrite_proto::resp::{Limits, ReplyFramer, Value};
+
+use super::session::Setup;
 
 /// Values in a HELLO reply, by the word before them.
 const HELLO: &[(&str, &str)] = &[
@@ -273,6 +275,69 @@ pub(crate) fn is_push(reply: &[u8]) -> bool {
     }
 }
 
+/// How invalidations of CLIENT TRACKING BCAST may reach a client. Engines gather the keys until an event-loop iteration ends
+/// (`trackingBroadcastInvalidationMessages` in `beforeSleep`), and send them by the protocol and the tracking that the client has
+/// then. What that is depends on how the input was cut into reads, at the engine's own port too.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub(crate) enum Broadcasts {
+    /// The client has not asked for them.
+    #[default]
+    None,
+    /// The same keys may be told in one message or in several.
+    Gathered,
+    /// The client has just changed its protocol or its tracking: one side may not be told of keys before that. RESP2 has no
+    /// pushes.
+    MayBeMissing,
+}
+
+impl Broadcasts {
+    /// Those of a client that has said this, of which everything up to `compared` is done.
+    pub(crate) fn of(setup: &Setup, said: &[u8], compared: usize) -> Self {
+        let is_said = |word: &str, from: usize| {
+            said[from..].windows(word.len()).any(|part| part.eq_ignore_ascii_case(word.as_bytes()))
+        };
+        let changes = ["HELLO", "RESET", "TRACKING"].map(|name| setup.typed(name));
+        // One that ends in what is not done yet.
+        let is_new = |word: &str| is_said(word, compared.saturating_sub(word.len().saturating_sub(1)));
+        match is_said("BCAST", 0) {
+            false => Self::None,
+            true if changes.iter().any(|word| is_new(word)) => Self::MayBeMissing,
+            true => Self::Gathered,
+        }
+    }
+
+    /// Whether this is compared by [`Self::are_same`], and not in its place among the pushes.
+    pub(crate) fn covers(self, reply: &[u8]) -> bool {
+        self != Self::None && !invalidated(reply).is_empty()
+    }
+
+    /// Whether these replies tell of the same keys.
+    pub(crate) fn are_same(self, one: &[&[u8]], other: &[&[u8]]) -> bool {
+        let [one, other] = [one, other].map(|replies| {
+            let keys = replies.iter().flat_map(|reply| invalidated(reply));
+            keys.filter(|key| !is_about_a_flood(key)).collect::<BTreeSet<_>>()
+        });
+        match self {
+            Self::None => true,
+            Self::Gathered => one == other,
+            Self::MayBeMissing => one.is_subset(&other) || other.is_subset(&one),
+        }
+    }
+}
+
+/// The keys of a push that names keys; FLUSHALL's names none, and is not gathered.
+fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
+    let Ok(Value::Push(values)) = Value::parse(reply) else { return Vec::new() };
+    match &values[..] {
+        [Value::Bulk(b"invalidate"), Value::Array(keys)] => {
+            let keys =
+                keys.iter().filter_map(|key| if let Value::Bulk(key) = key { Some(key) } else { None });
+            keys.map(|key| key.to_vec()).collect()
+        }
+        _ => Vec::new(),
+    }
+}
+
 /// The entries of ACL LOG in any order, without what may differ.
 pub(crate) fn acl_log(reply: &[u8], is_module_side: bool) -> Vec<String> {
     let Ok(Value::Array(entries)) = Value::parse(reply) else { return vec![excerpt_of(reply)] };
@@ -335,6 +400,20 @@ mod tests {
         assert!(is_refused_by_its_head(&[b"+RESET\r\n", &refusal[..]].concat()));
         assert!(!is_refused_by_its_head(&[&refusal[..], b"+OK\r\n"].concat()));
         assert!(!is_refused_by_its_head(b"-NOAUTH Authentication required.\r\n"));
+    }
+
+    #[test]
+    fn broadcasts_may_be_missing_only_while_the_client_changes_how_it_is_told() {
+        let setup = Setup { renames: vec![("HELLO", "hi")], ..Setup::default() };
+        let asks = b"CLIENT TRACKING ON BCAST\r\n";
+        let of = |more: &[u8]| Broadcasts::of(&setup, &[asks, more].concat(), asks.len());
+        assert_eq!(of(b"SET k v\r\n"), Broadcasts::Gathered);
+        assert_eq!(of(b"SET k v\r\nHi 3\r\n"), Broadcasts::MayBeMissing);
+        assert_eq!(of(b"SET k v\r\nCLIENT TRACKING OFF\r\n"), Broadcasts::MayBeMissing);
+        let cut = [asks, &b"SET k v\r\nRES"[..], b"ET\r\n"].concat();
+        assert_eq!(Broadcasts::of(&setup, &cut, cut.len() - 4), Broadcasts::MayBeMissing);
+        assert_eq!(Broadcasts::of(&setup, &cut, cut.len()), Broadcasts::Gathered, "that is done");
+        assert_eq!(Broadcasts::of(&setup, b"HI 3\r\nCLIENT TRACKING ON\r\n", 0), Broadcasts::None);
     }
 
     #[test]

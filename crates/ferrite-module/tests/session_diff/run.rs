@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use ferrite_proto::resp::Value;
 
 use super::compare::{Faults, first_difference, replies, take_equal};
-use super::differences::{acl_log, has_silent_quit, is_cut_off_early, is_refused_by_its_head};
+use super::differences::{Broadcasts, acl_log, has_silent_quit, is_cut_off_early, is_refused_by_its_head};
 use super::flood;
-use super::session::{Action, Session, Step, excerpt};
+use super::session::{Action, Part, Session, Setup, Step, excerpt};
 use super::side::{Engine, LONG, Side};
 
 /// Before what differs counts as a difference: an engine's timer may be late on a busy machine.
@@ -42,13 +42,24 @@ pub(crate) struct Finding {
 pub(crate) struct Pair {
     sides: [Side; 2],
     faults: Faults,
+    setup: Setup,
+    said: Vec<Said>,
+}
+
+/// What a client has sent since it connected, but for numbers of clients.
+#[derive(Clone, Default)]
+struct Said {
+    bytes: Vec<u8>,
+    /// Up to here the replies were compared.
+    compared: usize,
 }
 
 impl Pair {
     /// Starts both, and does not wait for them.
     pub(crate) fn begin(engine: &Engine, session: &Session) -> Self {
         let sides = [false, true].map(|is_module| Side::begin(engine, &session.setup, is_module));
-        Self { sides, faults: Faults::default() }
+        let said = vec![Said::default(); session.setup.clients];
+        Self { sides, faults: Faults::default(), setup: session.setup.clone(), said }
     }
 
     pub(crate) fn run(&mut self, session: &Session) -> Result<(), Finding> {
@@ -66,6 +77,9 @@ impl Pair {
     fn step(&mut self, at: usize, step: &Step, transcript: &mut Vec<String>) -> Result<(), (Kind, String)> {
         match &step.action {
             Action::Write { parts, settle, wait_ms, tells_id } => {
+                let raw =
+                    parts.iter().filter_map(|part| if let Part::Raw(raw) = part { Some(raw) } else { None });
+                raw.for_each(|raw| self.said[step.client].bytes.extend_from_slice(raw));
                 for side in &mut self.sides {
                     side.send(step.client, parts);
                     side.exchange();
@@ -83,6 +97,7 @@ impl Pair {
                 }
             }
             Action::Reconnect => {
+                self.said[step.client] = Said::default();
                 self.sides.iter_mut().for_each(|side| side.reconnect(step.client));
                 self.settle()?;
             }
@@ -167,7 +182,10 @@ impl Pair {
             if !std::mem::replace(&mut is_shown, true) {
                 self.show(transcript);
             }
-            let Err(difference) = self.take_all_equal() else { return Ok(()) };
+            let Err(difference) = self.take_all_equal() else {
+                self.said.iter_mut().for_each(|said| said.compared = said.bytes.len());
+                return Ok(());
+            };
             if begun.elapsed() > PATIENCE {
                 return Err(difference);
             }
@@ -188,10 +206,12 @@ impl Pair {
     }
 
     fn first_unequal(&mut self) -> Result<(), (usize, (Kind, String))> {
-        let faults = self.faults;
         let [engine, module] = &mut self.sides;
         for (number, (one, other)) in engine.clients.iter_mut().zip(&mut module.clients).enumerate() {
-            if !take_equal(faults, &mut one.heard, &mut other.heard) {
+            let mut are_equal = |faults| take_equal(faults, &mut one.heard, &mut other.heard);
+            let Said { bytes, compared } = &self.said[number];
+            let broadcasts = || Broadcasts::of(&self.setup, bytes, *compared);
+            if !are_equal(self.faults) && !are_equal(Faults { broadcasts: broadcasts(), ..self.faults }) {
                 let difference = first_difference(&one.heard, &other.heard);
                 return Err((number, (Kind::Replies, format!("client {number} {difference}"))));
             }
