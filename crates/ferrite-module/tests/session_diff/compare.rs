@@ -225,6 +225,9 @@ mod tests {
         assert!(equal("$-1\r\n", "$13\r\nferrite:1.1:5\r\n"));
         assert!(!equal("$-1\r\n", "$1\r\nx\r\n"));
         assert!(!equal("$13\r\nferrite:1.1:5\r\n", "$-1\r\n"));
+        assert!(equal("*2\r\n$-1\r\n:1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:1\r\n"), "EXEC");
+        assert!(!equal("*2\r\n$-1\r\n:1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:2\r\n"));
+        assert!(!equal("*1\r\n$-1\r\n", "*2\r\n$13\r\nferrite:1.1:5\r\n:2\r\n"));
     }
 
     #[test]

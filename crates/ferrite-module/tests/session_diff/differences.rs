@@ -152,11 +152,17 @@ fn word(bytes: &[u8]) -> Option<Split<'_>> {
     }
 }
 
-/// Whether these normalised replies say the same: no name at the engine, and the module's at the module.
+/// Whether these normalised replies say the same: no name at the engine, and the module's at the module. EXEC's array may have
+/// one among other elements.
 pub(crate) fn is_same(engine: &[u8], module: &[u8]) -> bool {
-    let is_null = matches!(engine, b"$-1\n" | b"_\n");
-    let name = module.split(|byte| *byte == b'\n').nth(1).unwrap_or_default();
-    engine == module || (is_null && module.starts_with(b"$") && name.starts_with(PROXY_NAME.as_bytes()))
+    let [lines, mut others] = [engine, module].map(|reply| reply.split(|byte| *byte == b'\n'));
+    let mut is_next = |line: &[u8]| {
+        let Some(other) = others.next() else { return false };
+        let is_named = matches!(line, b"$-1" | b"_") && other.starts_with(b"$");
+        line == other
+            || (is_named && others.next().is_some_and(|name| name.starts_with(PROXY_NAME.as_bytes())))
+    };
+    engine == module || (lines.into_iter().all(&mut is_next) && others.next().is_none())
 }
 
 /// Whether this reply may be missing on engines with that fault.
