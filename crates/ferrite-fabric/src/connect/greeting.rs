@@ -135,7 +135,7 @@ impl Poller {
                 return false;
             }
         }
-        self.sockets.silent.leave(id);
+        self.sockets.leave_the_silent(id);
         self.sockets.half_open.enter(id, source, self.now);
         true
     }

@@ -155,9 +155,16 @@ impl Sockets {
 
     /// A greeting that is over leaves its place to the next.
     pub(super) fn leave_door(&mut self, id: u64) {
-        self.silent.leave(id);
+        self.leave_the_silent(id);
         if self.half_open.leave(id) {
             self.ready.extend(self.waiting.pop_back()); // the latest: it is the least likely to be held up on purpose
+        }
+    }
+
+    /// A greeting is silent no longer, and waits for no place: it has one, or is over.
+    pub(super) fn leave_the_silent(&mut self, id: u64) {
+        if self.silent.leave(id) {
+            self.waiting.retain(|waiting| *waiting != id);
         }
     }
 
@@ -573,5 +580,30 @@ pub(super) fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> 
             _ => "",
         };
         Error::new(kind, format!("{call} {addr} over TCP: {errno}{hint}"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::source::tests::source;
+
+    /// Else those that wait would be looked for among all that ever did, and called in vain.
+    #[test]
+    fn a_greeting_that_is_over_waits_for_no_place() {
+        let (mut sockets, peer, now) = (Sockets::default(), source("10.0.0.1"), Instant::now());
+        sockets.half_open.enter(0, peer, now);
+        for id in 1..=3 {
+            sockets.silent.enter(id, peer, now);
+            sockets.waiting.push_back(id);
+        }
+        sockets.leave_door(3);
+        assert_eq!(sockets.waiting, [1, 2]);
+        sockets.leave_door(0);
+        assert_eq!(
+            (&sockets.waiting, &sockets.ready),
+            (&[1].into(), &[2].into()),
+            "the next one has the place"
+        );
     }
 }
