@@ -11,8 +11,10 @@ CANNOT_RUN=77                                    # a stage's exit code when some
 HARD_LIMIT=${HARD_LIMIT:-5400}                   # seconds for all stages
 KILL_AFTER=${KILL_AFTER:-30}                     # seconds that a stage has to end after its limit
 
-# What a caller has set must not change which tests run, or how often.
-unset FERRITE_MODULE_ARGS FERRITE_ENGINES NEXTEST_PROFILE NEXTEST_RETRIES
+# What a caller has set must not change which tests run, how often, or what they test.  Where the lab
+# keeps its kernels, and how it runs them, is the machine's.
+for name in "${!FERRITE_@}" "${!NEXTEST_@}"; do [[ $name == FERRITE_LAB_* ]] || unset "$name"; done
+unset name
 export CARGO_INCREMENTAL=0 CARGO_NET_RETRY=5 CARGO_TERM_COLOR=never
 
 # ---- for stages ----------------------------------------------------------------------------
