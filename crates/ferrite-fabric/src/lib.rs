@@ -31,7 +31,7 @@ mod log_limit;
 pub mod mem;
 mod one_sided;
 mod policy;
-mod random;
+pub mod random;
 mod source;
 #[cfg(feature = "tokio")]
 mod stream;

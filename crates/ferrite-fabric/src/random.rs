@@ -1,7 +1,8 @@
 //! Numbers that nobody can guess, from the operating system's generator.
 //!
-//! Whoever knows the session ids of a link may take it over, and whoever knows a queue pair's next
-//! packet number may forge packets. The standard library's `RandomState` is seeded once per thread
+//! Whoever knows the session ids of a link may take it over, whoever knows a queue pair's next packet
+//! number may forge packets, and whoever knows the token of a module's session may pass for its
+//! connection to the engine. The standard library's `RandomState` is seeded once per thread
 //! and counts from there: good for hash tables, no secret.
 
 use rustix::io::Errno;
@@ -13,7 +14,7 @@ use crate::error::{Error, ErrorKind};
 ///
 /// # Errors
 /// [`ErrorKind::System`]: the system gives none, because a sandbox forbids `getrandom`.
-pub(crate) fn random() -> Result<u64, Error> {
+pub fn random() -> Result<u64, Error> {
     let mut bytes = [0; 8];
     loop {
         // So few bytes come at once, or (early at boot, interrupted by a signal) not at all.

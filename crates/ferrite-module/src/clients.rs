@@ -22,6 +22,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
+use ferrite_fabric::random::random;
 use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::encode_command;
 use ferrite_session::{Access, Called, Commands, ProxyClient, Replies};
@@ -83,12 +84,8 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 impl ClientRecord {
     /// Makes the record of a session whose proxy connection is still to identify itself.
     pub(crate) fn new(peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<Self> {
-        let mut random = [0; 16];
-        // Without random bytes there is no record that anybody could claim: the session is refused.
-        let token = match getrandom(&mut random) {
-            true => random.iter().map(|byte| format!("{byte:02x}")).collect(),
-            false => String::new(),
-        };
+        // Without random bits there is no record that anybody could claim: the session is refused.
+        let token = token().unwrap_or_default();
         let state = Mutex::new(ClientState { is_new: true, is_unnamed: true, ..ClientState::default() });
         let (id, is_gone) = (AtomicU64::new(0), AtomicBool::new(false));
         let record = Arc::new(Self { token, peer, id, is_gone, gone, state });
@@ -103,9 +100,9 @@ impl ClientRecord {
     }
 }
 
-fn getrandom(bytes: &mut [u8]) -> bool {
-    rustix::rand::getrandom(&mut *bytes, rustix::rand::GetRandomFlags::empty())
-        .is_ok_and(|count| count == bytes.len())
+/// 128 random bits.
+fn token() -> Result<String, ferrite_fabric::Error> {
+    Ok(format!("{:016x}{:016x}", random()?, random()?))
 }
 
 impl Drop for ClientRecord {
@@ -218,5 +215,18 @@ pub(crate) fn on_disconnected(id: u64) {
     if let Some(record) = record {
         record.is_gone.store(true, Ordering::Relaxed);
         record.gone.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_session_has_a_token_of_its_own() {
+        let [one, other] = [(); 2].map(|()| ClientRecord::new(None, Arc::default()));
+        let is_token = |token: &str| token.len() == 32 && token.bytes().all(|byte| byte.is_ascii_hexdigit());
+        assert!(is_token(&one.token) && is_token(&other.token), "{} {}", one.token, other.token);
+        assert_ne!(one.token, other.token);
     }
 }
