@@ -9,9 +9,10 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
-use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind, Resume, Version};
+use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind, Resume};
 use ferrite_fabric::{Config, Engine, ErrorKind, ListenOptions, Listener, Rdma};
 use futures_util::{FutureExt as _, join};
+use links::hello::HELLO;
 use links::pair::{drive, until};
 
 /// Few places, for a long time.
@@ -107,16 +108,7 @@ fn rejects_a_resume_without_a_move() {
     let engine = engine(Config::default());
     let how = ListenOptions::new().rdma(Rdma::Prefer);
     let mut listener = engine.listen_with("127.0.0.1:0".parse().expect("an address"), &how).expect("listen");
-    let hello = Hello {
-        version: Version::CURRENT,
-        features: Features::MOVE,
-        segment_bytes: 8 << 10,
-        window: 64,
-        channels: 1,
-        max_message_bytes: 1 << 20,
-        instance: 0x5EED,
-        session: 9,
-    };
+    let hello = Hello { features: Features::MOVE, session: 9, ..HELLO };
     let mut peer = connect(&engine, listener.local_addr(), &Greeting { hello, resume: None }.encode());
     let link = drive(&[&engine], listener.accept()).expect("a link");
     let mut theirs = [0; GREETING_BYTES];
@@ -142,17 +134,7 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
     let (engine, reserve) = (engine(config.clone()), config.memory.receive_reserve as u64);
     let mut listener = listen(&engine);
-    let hello = Hello {
-        version: Version::CURRENT,
-        features: Features::NONE,
-        segment_bytes: 8 << 10,
-        window: 64,
-        channels: 1,
-        max_message_bytes: 1 << 20,
-        instance: 0x5EED,
-        session: 0,
-    };
-    let greeting = Greeting { hello, resume: None }.encode();
+    let greeting = Greeting { hello: HELLO, resume: None }.encode();
     let frame = |len: u32, more: bool| {
         let imm = ferrite_fabric::wire::Frame { control: false, more, channel: 0, consumed: 0 }.to_imm();
         let parcel = Parcel { kind: ParcelKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
@@ -193,22 +175,13 @@ fn links_over_their_budget_wait_until_some_of_it_is_back() {
     let memory = PoolConfig { receive_reserve: 8 << 20, ..config.memory.clone() };
     let engine = engine(Config { memory, busy_poll_us: 0, ..config });
     let mut listener = listen(&engine);
-    let hello = Hello {
-        version: Version::CURRENT,
-        features: Features::NONE,
-        segment_bytes: 8 << 10,
-        window: 64,
-        channels: 1,
-        max_message_bytes: 1 << 20,
-        instance: 0x5EED,
-        session: 0,
-    };
     let imm = ferrite_fabric::wire::Frame { control: false, more: false, channel: 0, consumed: 0 }.to_imm();
     let frame = Parcel { kind: ParcelKind::Frame, imm, len: 32 << 10, op: 0, grant: 0, offset: 0 };
     let frame = [&frame.encode()[..], &[7; 32 << 10]].concat();
     let links: Vec<_> = (0..10)
         .map(|_| {
-            let peer = connect(&engine, listener.local_addr(), &Greeting { hello, resume: None }.encode());
+            let peer =
+                connect(&engine, listener.local_addr(), &Greeting { hello: HELLO, resume: None }.encode());
             let link = drive(&[&engine], listener.accept()).expect("a link");
             peer.set_nonblocking(true).expect("a mode");
             (peer, link)

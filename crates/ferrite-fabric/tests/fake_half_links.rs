@@ -1,29 +1,23 @@
 //! Handshakes that a peer does not finish, or breaks a rule in: nothing of them is left, and nobody else
 //! notices. On the fake provider.
 
+#[path = "links/hello.rs"]
+mod hello;
+
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Account, Pool, Purpose};
-use ferrite_fabric::wire::{Features, Hello, Refusal, Version};
+use ferrite_fabric::wire::Refusal;
 use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
     QueuePair, QueuePairConfig, RemoteSlice, SendRequest, State, cm,
 };
+use hello::HELLO;
 
 const PATIENCE: Duration = Duration::from_secs(20);
-const HELLO: Hello = Hello {
-    version: Version::CURRENT,
-    features: Features::from_bits(3),
-    segment_bytes: 8 << 10,
-    window: 64,
-    channels: 64,
-    max_message_bytes: 64 << 20,
-    instance: 1,
-    session: 0,
-};
 
 fn address(text: &str) -> SocketAddr {
     text.parse().expect("an address")

@@ -1,15 +1,19 @@
 //! Offers to go on over RDMA from a TCP client that does not keep to the rules, on the fake provider.
 
+#[path = "links/hello.rs"]
+mod hello;
+#[path = "links/offer.rs"]
+mod offer;
+
 use std::io::{ErrorKind as IoErrorKind, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::wire::{
-    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind,
-    Version,
-};
+use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind};
 use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener, Transport};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
+use hello::HELLO;
+use offer::offer;
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
@@ -42,12 +46,8 @@ fn server() -> SocketAddr {
     SocketAddr::new(SERVER.parse().expect("an address"), 0)
 }
 
-fn offer(address: &Address) -> Vec<u8> {
-    let parcel =
-        Parcel { kind: ParcelKind::Offer, imm: 0, len: ADDRESS_BYTES as u32, op: 0, grant: 0, offset: 0 };
-    let mut bytes = parcel.encode().to_vec();
-    bytes.extend(address.encode());
-    bytes
+fn offer_of(address: &str) -> Vec<u8> {
+    offer(address.parse().expect("an address"))
 }
 
 impl Scene {
@@ -61,8 +61,8 @@ impl Scene {
         Self { world, engine, link, client, listener }
     }
 
-    fn offer(&mut self, address: &Address) {
-        self.client.write_all(&offer(address)).expect("to write");
+    fn offer(&mut self, address: &str) {
+        self.client.write_all(&offer_of(address)).expect("to write");
     }
 
     fn withdraw(&mut self) {
@@ -101,27 +101,9 @@ fn call(to: SocketAddr) -> TcpStream {
     rustix::net::connect(&socket, &to).expect("to connect");
     let mut client = TcpStream::from(socket);
     client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
-    let hello = Hello {
-        version: Version::CURRENT,
-        features: Features::WRITE_IMM | Features::ONE_SIDED | Features::MOVE,
-        segment_bytes: 8 << 10,
-        window: 64,
-        channels: 16,
-        max_message_bytes: 1 << 20,
-        instance: 4711,
-        session: 9,
-    };
+    let hello = Hello { features: HELLO.features | Features::MOVE, session: 9, ..HELLO };
     client.write_all(&Greeting { hello, resume: None }.encode()).expect("to write");
     client
-}
-
-/// A queue pair that there is not, at an address.
-fn at(address: &str) -> Address {
-    let gid = match address.parse().expect("an address") {
-        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
-        IpAddr::V6(v6) => v6.octets(),
-    };
-    Address { qp_num: 0x11, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid }
 }
 
 fn greeting(scene: &mut Scene) {
@@ -135,14 +117,14 @@ fn rejects_an_address_that_is_not_the_tcp_peers() {
     greeting(&mut scene);
     let queue_pairs = scene.world.objects().queue_pairs;
     for (number, address) in ["10.0.0.250", "127.0.0.3", "fe80::5054:ff:fe12:3456", "::"].iter().enumerate() {
-        scene.offer(&at(address));
+        scene.offer(address);
         assert_eq!(scene.heard().kind, ParcelKind::Withdraw, "{address}");
         assert_eq!(scene.engine.stats().offers_refused, number as u64 + 1, "{address}");
     }
     assert_eq!(scene.world.objects().queue_pairs, queue_pairs, "none is made for such an offer");
     // The link is as well as before.
     assert!(scene.link.failure().is_none());
-    scene.offer(&at(CLIENT));
+    scene.offer(CLIENT);
     assert_eq!(scene.heard().kind, ParcelKind::Answer);
     assert_eq!(scene.engine.stats().offers_refused, 4);
 }
@@ -151,8 +133,8 @@ fn rejects_an_address_that_is_not_the_tcp_peers() {
 fn ends_a_link_whose_peer_makes_two_offers_at_a_time() {
     let mut scene = Scene::new();
     greeting(&mut scene);
-    scene.offer(&at(CLIENT));
-    scene.offer(&at(CLIENT));
+    scene.offer(CLIENT);
+    scene.offer(CLIENT);
     let error = scene.engine.block_on(scene.link.ended()).expect_err("not in good order");
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
     assert!(error.to_string().contains("an offer before"), "{error}");
@@ -164,14 +146,14 @@ fn takes_another_offer_after_one_was_withdrawn() {
     let mut scene = Scene::new();
     greeting(&mut scene);
     for _ in 0..3 {
-        scene.offer(&at(CLIENT));
+        scene.offer(CLIENT);
         assert_eq!(scene.heard().kind, ParcelKind::Answer);
         scene.withdraw();
     }
     // Withdrawn before it was answered: whether it still is depends on who was quicker, so this is the last.
-    scene.offer(&at(CLIENT));
+    scene.offer(CLIENT);
     scene.withdraw();
-    scene.offer(&at(CLIENT));
+    scene.offer(CLIENT);
     assert_eq!(scene.heard().kind, ParcelKind::Answer);
     assert!(scene.link.failure().is_none());
 }
@@ -191,7 +173,7 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     assert_eq!(there.transport(), Transport::Rdma);
 
     scene.world.hold("ibv_modify_qp");
-    scene.offer(&at(CLIENT));
+    scene.offer(CLIENT);
     for number in 0..100_u8 {
         there.post_bytes(0, &[number]).expect("room");
         let message = scene.engine.block_on(here.recv()).expect("a message");
@@ -208,7 +190,7 @@ fn leaves_nothing_when_the_engine_ends_during_an_offer() {
     let engine = engine(&world);
     let mut listener = engine.listen(server()).expect("listen");
     let mut client = call(listener.local_addr());
-    client.write_all(&offer(&at(CLIENT))).expect("to write");
+    client.write_all(&offer_of(CLIENT)).expect("to write");
     let (mut link, begun) = (None, Instant::now());
     // Nobody drives it after this.
     while link.is_none() || world.objects().queue_pairs == 0 {

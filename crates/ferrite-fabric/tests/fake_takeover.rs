@@ -1,12 +1,15 @@
 //! What keeps a third party from taking over a link, on the fake provider and this host's TCP: a
 //! peer by hand, which says what it likes.
 
+#[path = "links/hello.rs"]
+mod hello;
+
 use std::io::{Read as _, Write as _};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use ferrite_fabric::wire::{
-    Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind, Resume, Version,
+    Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind, Resume,
 };
 use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -18,16 +21,7 @@ const THEIRS: &str = "127.0.0.2:0";
 
 /// What the peer calls its end of the link.
 const SESSION: u64 = 77;
-const HELLO: Hello = Hello {
-    version: Version::CURRENT,
-    features: Features::from_bits(7),
-    segment_bytes: 8 << 10,
-    window: 64,
-    channels: 64,
-    max_message_bytes: 64 << 20,
-    instance: 1,
-    session: SESSION,
-};
+const HELLO: Hello = Hello { features: Features::from_bits(7), session: SESSION, ..hello::HELLO };
 
 fn address(text: &str) -> SocketAddr {
     text.parse().expect("an address")

@@ -6,6 +6,7 @@
 pub(crate) mod bare;
 pub(crate) mod drivers;
 pub(crate) mod engines;
+pub(crate) mod hello;
 pub(crate) mod isolation;
 pub(crate) mod life;
 pub(crate) mod manners;

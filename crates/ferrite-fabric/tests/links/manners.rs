@@ -6,9 +6,10 @@ use ferrite_fabric::wire::{Control, Rights};
 use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener};
 use ferrite_verbs::Status;
 
+use super::hello::HELLO;
 use super::pair::{buffer, clear, drive, failed, meet, once, pass, pattern};
 use super::random::Random;
-use super::raw::{HELLO, Raw, frame};
+use super::raw::{Raw, frame};
 use super::{Fixture, KIB};
 
 /// An engine with a link to a good peer and one to a peer that knows no manners.

@@ -9,8 +9,9 @@ use ferrite_verbs::cm;
 use futures_util::future::join_all;
 use futures_util::join;
 
+use super::hello::HELLO;
 use super::pair::{Pair, call, clear, drive, failed, meet, once, pass, run_for, until};
-use super::raw::{HELLO, Raw};
+use super::raw::Raw;
 use super::{Fixture, PATIENCE};
 
 /// Nobody listens at that port: said at once.

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use ferrite_fabric::Engine;
-use ferrite_fabric::wire::{Control, Features, Frame, GrantToken, Hello, Version};
+use ferrite_fabric::wire::{Control, Frame, GrantToken};
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
     Access, CmId, CompletionQueue, ConnectParams, Error, MemoryRegion, Operation, ProtectionDomain,
@@ -13,18 +13,6 @@ use ferrite_verbs::{
 
 use super::pair::pass;
 use super::{Fixture, Host, PATIENCE};
-
-/// A hello that nobody could object to.
-pub(crate) const HELLO: Hello = Hello {
-    version: Version::CURRENT,
-    features: Features::from_bits(3),
-    segment_bytes: 8 << 10,
-    window: 64,
-    channels: 64,
-    max_message_bytes: 64 << 20,
-    instance: 1,
-    session: 0,
-};
 
 const BLOCK: usize = 8 << 10;
 const RECEIVES: usize = 128;

@@ -1,5 +1,8 @@
 //! Clients without a password that cost as much memory as they can, over TCP.
 
+#[path = "../../../ferrite-fabric/tests/links/hello.rs"]
+mod hello;
+
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
@@ -7,11 +10,13 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrite_fabric::wire::{Features, Frame, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind, Version};
+use ferrite_fabric::wire::{Features, Frame, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+
+use hello::HELLO;
 
 /// How much of each there is.
 #[derive(Clone, Copy, Debug)]
@@ -163,23 +168,11 @@ async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: A
     }
 }
 
-fn hello(session: u64) -> Hello {
-    Hello {
-        version: Version::CURRENT,
-        features: Features::MOVE,
-        segment_bytes: 8 << 10,
-        window: 64,
-        channels: 1,
-        max_message_bytes: 1 << 20,
-        instance: 0x5EED,
-        session,
-    }
-}
-
 /// A link over TCP, and what the other side said of itself.
 async fn greet(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hello)> {
     let mut socket = connect(target, number).await?;
-    let greeting = Greeting { hello: hello(1 + number as u64), resume: None };
+    let hello = Hello { features: Features::MOVE, session: 1 + number as u64, ..HELLO };
+    let greeting = Greeting { hello, resume: None };
     socket.write_all(&greeting.encode()).await?;
     let mut theirs = [0; GREETING_BYTES];
     socket.read_exact(&mut theirs).await?;

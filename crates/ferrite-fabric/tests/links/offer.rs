@@ -1,0 +1,17 @@
+//! An offer to go on over RDMA, by hand. For tests of other crates, too.
+
+use std::net::IpAddr;
+
+use ferrite_fabric::wire::{ADDRESS_BYTES, Address, Parcel, ParcelKind};
+
+/// Offers a queue pair that there is not, at this address.
+pub(crate) fn offer(ip: IpAddr) -> Vec<u8> {
+    let gid = match ip {
+        IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),
+        IpAddr::V6(v6) => v6.octets(),
+    };
+    let address = Address { qp_num: 0x11, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid };
+    let len = ADDRESS_BYTES as u32;
+    let parcel = Parcel { kind: ParcelKind::Offer, imm: 0, len, op: 0, grant: 0, offset: 0 };
+    [&parcel.encode()[..], &address.encode()].concat()
+}
