@@ -23,26 +23,12 @@ fn keeps(way: Way) {
     }
 }
 
-#[test]
-fn sigterm_loses_no_acknowledged_write() {
-    keeps(Way::Signal);
-}
-
-#[test]
-fn shutdown_loses_no_acknowledged_write() {
-    keeps(Way::Command);
-}
-
-#[test]
-fn shutdown_nosave_with_aof_loses_no_acknowledged_write() {
-    keeps(Way::NosaveWithAof);
-}
-
-#[test]
-fn failover_loses_no_acknowledged_write() {
+fn fails_over() {
     for program in engines() {
         let ports = [free_port(), free_port()];
         let arguments = ports.each_ref().map(|port| ["rdma-port", port, "rdma-bind", "127.0.0.1"]);
         failover_keeps_what_was_acknowledged(&program, [&arguments[0], &arguments[1]], &connect);
     }
 }
+
+shutdown::shutdown_tests!();

@@ -61,22 +61,8 @@ fn keeps(way: Way) {
     keeps_what_was_acknowledged(Path::new(REDIS), &FIRST, way, &connect);
 }
 
-#[test]
-fn sigterm_loses_no_acknowledged_write() {
-    keeps(Way::Signal);
-}
-
-#[test]
-fn shutdown_loses_no_acknowledged_write() {
-    keeps(Way::Command);
-}
-
-#[test]
-fn shutdown_nosave_with_aof_loses_no_acknowledged_write() {
-    keeps(Way::NosaveWithAof);
-}
-
-#[test]
-fn failover_loses_no_acknowledged_write() {
+fn fails_over() {
     failover_keeps_what_was_acknowledged(Path::new(REDIS), [&FIRST, &SECOND], &connect);
 }
+
+shutdown::shutdown_tests!();

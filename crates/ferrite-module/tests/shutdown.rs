@@ -133,3 +133,30 @@ pub(crate) fn failover_keeps_what_was_acknowledged(
     primary.assert_well();
     replica.assert_well();
 }
+
+/// The tests of both. Whoever asks for them has `keeps`, which shuts an engine down in a [`Way`], and
+/// `fails_over`.
+macro_rules! shutdown_tests {
+    () => {
+        #[test]
+        fn sigterm_loses_no_acknowledged_write() {
+            keeps(Way::Signal);
+        }
+
+        #[test]
+        fn shutdown_loses_no_acknowledged_write() {
+            keeps(Way::Command);
+        }
+
+        #[test]
+        fn shutdown_nosave_with_aof_loses_no_acknowledged_write() {
+            keeps(Way::NosaveWithAof);
+        }
+
+        #[test]
+        fn failover_loses_no_acknowledged_write() {
+            fails_over();
+        }
+    };
+}
+pub(crate) use shutdown_tests;
