@@ -13,7 +13,8 @@ use crate::sessions::{Entry, Open};
 const STALLED: Duration = Duration::from_secs(2);
 /// A session that has moved nothing for this long has nothing under way.
 const QUIET: Duration = Duration::from_millis(100);
-/// The same for a session whose client has sent a part of a command: the rest may be on its way, but it is no work of the engine's.
+/// The same for a session whose client has sent a part of a command: the rest may be on its way, but it is no work of
+/// the engine's.
 const QUIET_PARTIAL: Duration = Duration::from_secs(1);
 
 /// How sessions hear of the gateway's end.

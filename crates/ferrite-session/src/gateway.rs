@@ -6,7 +6,8 @@
 //!   any client (TCP) ─────────────────────────────┘
 //! ```
 //!
-//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says, and asks it first (`in_process.rs`).
+//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says, and asks it first
+//! (`in_process.rs`).
 
 use std::future::Future;
 use std::io;

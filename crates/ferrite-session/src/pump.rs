@@ -1,8 +1,8 @@
 //! Bytes between a client and its connection to the engine, both ways, in order, until one of them ends.
 //!
-//! Nothing is changed: every command works because the engine sees a client of its own. Only where commands end is looked at, for
-//! the end of the gateway. What a slow reader costs is one buffer each way and what its window holds; the engine's output limits do
-//! the rest.
+//! Nothing is changed: every command works because the engine sees a client of its own. Only where commands end is looked
+//! at, for the end of the gateway. What a slow reader costs is one buffer each way and what its window holds; the engine's
+//! output limits do the rest.
 
 use std::future::{Future as _, poll_fn};
 use std::io;

@@ -78,8 +78,9 @@ impl Builder {
     }
 
     /// Makes calls that may wait for the kernel or the device (queue pairs, registrations, the connection manager) on
-    /// threads of the engine's own, two at first and at most eight. Without this whoever drives the engine makes them. For event loops that have others to
-    /// serve: a peer that is silent at the wrong moment makes such a call take a second.
+    /// threads of the engine's own, two at first and at most eight. Without this whoever drives the engine makes them.
+    /// For event loops that have others to serve: a peer that is silent at the wrong moment makes such a call take a
+    /// second.
     pub fn command_threads(mut self) -> Self {
         self.command_threads = true;
         self

@@ -24,8 +24,8 @@ pub(super) struct Heap {
     is_low: AtomicBool,
     /// Arenas, for who only wants to know how many.
     arenas: AtomicUsize,
-    /// Most of it is free, but not an arena that could be: blocks come back here at once, so that the next ones are taken from the
-    /// lowest chunks.
+    /// Most of it is free, but not an arena that could be: blocks come back here at once, so that the next ones are taken
+    /// from the lowest chunks.
     is_sparse: AtomicBool,
     state: Mutex<State>,
 }

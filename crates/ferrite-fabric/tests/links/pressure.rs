@@ -240,8 +240,8 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
         }
     }
     drop(links);
-    // What it began with, a step for the receives that are posted, and one to spare for each purpose. Receives stay where they are
-    // until they are used.
+    // What it began with, a step for the receives that are posted, and one to spare for each purpose. Receives stay
+    // where they are until they are used.
     let rest = (config.memory.memory_pool_initial + 3 * config.memory.memory_pool_increase) as u64;
     pair.until("what was pinned goes back", || {
         for (from, to) in pair.directions() {

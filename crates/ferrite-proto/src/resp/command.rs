@@ -7,7 +7,8 @@
 //! ```
 //!
 //! As Redis does, what stands where `\n` belongs after `\r`, and the two bytes after a bulk string, are skipped and not
-//! looked at, unless [`Limits::exact_ends`] says otherwise: Valkey 9.1 looks at some of them. Where Redis waits for the rest of a line that can be no number any more, this does not.
+//! looked at, unless [`Limits::exact_ends`] says otherwise: Valkey 9.1 looks at some of them. Where Redis waits for the
+//! rest of a line that can be no number any more, this does not.
 
 use super::number::Length;
 use super::{Limits, Progress};

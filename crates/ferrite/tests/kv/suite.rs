@@ -23,7 +23,8 @@ pub(crate) struct Place {
 struct Process(Child);
 
 impl Process {
-    /// Whether it leaves calls that may wait for a device to other threads than the one that serves. Without a device it has none.
+    /// Whether it leaves calls that may wait for a device to other threads than the one that serves. Without a device
+    /// it has none.
     fn has_command_threads(&self) -> bool {
         let threads = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
         let names =
