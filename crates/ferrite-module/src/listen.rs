@@ -25,6 +25,34 @@ impl Address {
     }
 }
 
+/// Where to listen by what the engine said when it was last asked.
+#[derive(Debug)]
+pub(crate) struct Wanted {
+    said: Sockets,
+    addresses: Result<Vec<Address>, String>,
+}
+
+impl Wanted {
+    pub(crate) fn new(said: Sockets, addresses: Vec<Address>) -> Self {
+        Self { said, addresses: Ok(addresses) }
+    }
+
+    /// The engine says this now: the addresses, if they are others than before. They are looked for only if it says
+    /// something else: names in them are looked up, for as long as the system takes.
+    pub(crate) fn follow(
+        &mut self,
+        says: &Sockets,
+        find: impl FnOnce(&Sockets) -> Result<Vec<Address>, String>,
+    ) -> Option<&Result<Vec<Address>, String>> {
+        if *says == self.said {
+            return None;
+        }
+        self.said.clone_from(says);
+        let before = std::mem::replace(&mut self.addresses, find(says));
+        (before != self.addresses).then_some(&self.addresses)
+    }
+}
+
 /// The addresses, or why there are none and what to do.
 pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Address>, String> {
     let is_off = |port: &Option<String>| port.as_deref() == Some("0");
@@ -113,6 +141,21 @@ mod tests {
             assert_eq!(at("", "6379", "0", bind).expect("addresses"), expected, "{bind}");
         }
         assert_eq!(at("rdma-port 7", "6379", "6390", "*").expect("addresses"), ["0.0.0.0:7"]);
+    }
+
+    #[test]
+    fn names_are_looked_up_when_the_engine_says_something_else() {
+        let says = |bind: &str| Sockets { bind: Some(bind.to_owned()), ..Sockets::default() };
+        let at = |ip: &str| Address {
+            at: SocketAddr::new(ip.parse().expect("an address"), 1),
+            may_be_absent: false,
+            is_named: false,
+        };
+        let mut wanted = Wanted::new(says("one"), vec![at("10.0.0.1")]);
+        assert!(wanted.follow(&says("one"), |_| panic!("looked up again")).is_none());
+        assert!(wanted.follow(&says("uno"), |_| Ok(vec![at("10.0.0.1")])).is_none(), "another name of it");
+        assert_eq!(wanted.follow(&says("two"), |_| Err("none".into())), Some(&Err("none".into())));
+        assert!(wanted.follow(&says("two"), |_| panic!("looked up again")).is_none());
     }
 
     #[test]

@@ -63,13 +63,13 @@ impl Module {
 
     /// Begins to listen. An error only where RDMA is required: otherwise the engine goes on without, and says why.
     pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
-        let begun = self.places(context).and_then(|(target, addresses)| {
+        let begun = self.places(context).and_then(|places| {
             let protected = is_protected(context);
             let porch = if self.options.call_lane() { call_lane(context) } else { None };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
             let (transport, (fabric, runtime)) =
-                Transport::begin(&self.options, (target, addresses), protected, porch.clone())?;
+                Transport::begin(&self.options, places, protected, porch.clone())?;
             resident::set_turn(self.options.turn());
             if let Some(porch) = porch {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
@@ -92,12 +92,12 @@ impl Module {
         }
     }
 
-    /// The engine's socket that sessions use, and where clients come in.
-    fn places(&self, context: Context<'_>) -> Result<(EngineAddress, Vec<Address>), String> {
+    /// The engine's socket that sessions use, what the engine says of its sockets, and where clients come in.
+    fn places(&self, context: Context<'_>) -> Result<(EngineAddress, Sockets, Vec<Address>), String> {
         let sockets = sockets(context);
         // First whether to listen at all: what else the engine lacks matters only then.
         let addresses = listen::addresses(&self.options, &sockets)?;
-        Ok((self.target(&sockets)?, addresses))
+        Ok((self.target(&sockets)?, sockets, addresses))
     }
 
     fn target(&self, sockets: &Sockets) -> Result<EngineAddress, String> {
@@ -115,18 +115,15 @@ impl Module {
         let sockets = sockets(context);
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };
-        let wanted = listen::addresses(&self.options, &sockets);
-        if transport.wants_other(&wanted) {
-            match wanted {
-                Ok(_) => tracing::warn!(
-                    "the engine's addresses have changed; the module keeps listening on {} until the engine restarts",
-                    transport.begun.places(true)
-                ),
-                Err(why) => tracing::warn!(
-                    "the module keeps listening on {} until the engine restarts, although {why}",
-                    transport.begun.places(true)
-                ),
-            }
+        let places = transport.begun.places(true);
+        match transport.wanted.follow(&sockets, |sockets| listen::addresses(&self.options, sockets)) {
+            None => {}
+            Some(Ok(_)) => tracing::warn!(
+                "the engine's addresses have changed; the module keeps listening on {places} until the engine restarts"
+            ),
+            Some(Err(why)) => tracing::warn!(
+                "the module keeps listening on {places} until the engine restarts, although {why}"
+            ),
         }
         let protected_mode = is_protected(context);
         transport.gateway.reconfigure(|config| {

@@ -18,9 +18,10 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::api::fork;
-use crate::listen::Address;
+use crate::listen::{Address, Wanted};
 use crate::options::Options;
 use crate::resident::{self, Around};
+use crate::target::Sockets;
 use crate::tasks::Porch;
 
 /// Opening devices and registering memory: some hundred milliseconds on a slow host.
@@ -54,7 +55,7 @@ pub(crate) struct Transport {
     /// The answer that is still to come.
     asked: Option<Receiver<EngineStats>>,
     /// Where it was told to listen, or to be when it was last asked.
-    wanted: Result<Vec<Address>, String>,
+    pub(crate) wanted: Wanted,
 }
 
 /// How far the thread's end has come.
@@ -101,7 +102,7 @@ impl Transport {
     /// do.
     pub(crate) fn begin(
         options: &Options,
-        (target, addresses): (EngineAddress, Vec<Address>),
+        (target, sockets, addresses): (EngineAddress, Sockets, Vec<Address>),
         protected_mode: bool,
         porch: Option<Arc<Porch>>,
     ) -> Result<(Self, ForMain), String> {
@@ -109,7 +110,7 @@ impl Transport {
         let (ending, ended) = sync_channel(2);
         let (asks, asked) = unbounded_channel();
         let settings = (options.clone(), gateway_config(options, target, protected_mode));
-        let wanted = Ok(addresses.clone());
+        let wanted = Wanted::new(sockets, addresses.clone());
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
             let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -135,13 +136,6 @@ impl Transport {
             // It ends when it finds that nobody listens to it.
             Err(_) => Err(format!("the devices were not ready after {} s", BEGIN.as_secs())),
         }
-    }
-
-    /// Whether the engine has changed its mind about where to listen since it was last asked.
-    pub(crate) fn wants_other(&mut self, wanted: &Result<Vec<Address>, String>) -> bool {
-        let has_changed = *wanted != self.wanted;
-        self.wanted.clone_from(wanted);
-        has_changed
     }
 
     /// Whether the thread still runs.
