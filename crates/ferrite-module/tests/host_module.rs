@@ -68,6 +68,30 @@ fn loads_and_says_why_there_is_no_rdma() {
     }
 }
 
+/// A client may say all that it has to say and end its side: everything is run and answered, whatever the path.
+#[test]
+fn clients_that_end_their_side_are_answered_to_the_end() {
+    for program in engines() {
+        let mut server = start(&program, &[], &[]);
+        for command in [
+            "*2\r\n$4\r\nINCR\r\n$1\r\nn\r\n",
+            "*3\r\n$4\r\nEVAL\r\n$29\r\nreturn redis.call('INCR','n')\r\n$1\r\n0\r\n",
+        ] {
+            for count in [1, 10, 3000] {
+                let () = server.ask(&["SET", "n", "0"]);
+                let mut client = call(&server);
+                client.write_all(command.repeat(count).as_bytes()).expect("it hears");
+                client.shutdown(std::net::Shutdown::Write).expect("an end");
+                let mut replies = String::new();
+                client.read_to_string(&mut replies).expect("replies and the end");
+                assert!(replies.ends_with(&format!(":{count}\r\n")), "{command:?}: {replies:?}");
+                assert_eq!(server.ask::<usize>(&["GET", "n"]), count, "{command:?}");
+            }
+        }
+        server.assert_well();
+    }
+}
+
 #[test]
 fn serves_tcp_as_before_and_at_its_own_port() {
     for program in engines() {

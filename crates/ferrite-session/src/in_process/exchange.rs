@@ -21,7 +21,7 @@ use crate::pump::has_hung_up;
 /// What a client sends while one of its commands is in the engine is read up to this. If the command
 /// waits there (BLPOP and the like) more is read: the client's end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
-/// How often to look whether it waits.
+/// How often to look whether it waits, there or for a client that has ended.
 const AHEAD_LOOKS: Duration = Duration::from_millis(100);
 /// What is read of the client at once meanwhile.
 const AHEAD: usize = 1 << 10;
@@ -155,7 +155,7 @@ impl<C: Client> InProcessSession<'_, C> {
         // Before authentication a run has few replies, and nobody waits for a client behind it.
         let replies_max = if is_authenticated || !is_streaming { REPLIES_MAX } else { BEFORE_AUTH };
         let mut ahead = vec![0; if is_streaming { STREAMED } else { AHEAD }];
-        let (mut sent, mut client_ended) = (0, false);
+        let (mut sent, mut client_ended, mut is_given_up) = (0, false, false);
         loop {
             if is_streaming && sent == unsent.len() {
                 match self.input.stream(&mut unsent) {
@@ -190,13 +190,13 @@ impl<C: Client> InProcessSession<'_, C> {
                 true,
             );
             let event = self.output.watch(event);
-            let event = if is_far_ahead && is_authenticated && !client_ended {
-                timeout(AHEAD_LOOKS, event).await.ok().transpose()?
-            } else {
-                Some(event.await?)
-            };
+            let looks = if client_ended { !is_given_up } else { is_far_ahead && is_authenticated };
+            let event =
+                if looks { timeout(AHEAD_LOOKS, event).await.ok().transpose()? } else { Some(event.await?) };
             let Some(event) = event else {
-                if self.record.is_blocked() {
+                if client_ended {
+                    is_given_up = self.give_up_waiting(false).await?;
+                } else if self.record.is_blocked() {
                     ahead_max = self.read_further_ahead(ahead_max)?;
                     ahead.resize(STREAMED, 0);
                 }
@@ -211,13 +211,22 @@ impl<C: Client> InProcessSession<'_, C> {
                 }
                 Event::Heard(_) => {}
                 Event::Read if room.filled().is_empty() => {
-                    // As over a socket: what was asked before is answered, what waits is given up.
                     client_ended = true;
-                    self.proxy_writes.shutdown().await?;
+                    is_given_up = self.give_up_waiting(is_streaming).await?;
                 }
                 Event::Read => self.input.append(room.filled()),
             }
         }
+    }
+
+    /// The client has ended. As over a socket, what it asked before is answered, all of it; but a command that
+    /// waits in the engine, or that never came to its end, is given up. Returns whether that is so.
+    async fn give_up_waiting(&mut self, is_partial: bool) -> io::Result<bool> {
+        let gives_up = is_partial || self.record.is_blocked();
+        if gives_up {
+            self.proxy_writes.shutdown().await?;
+        }
+        Ok(gives_up)
     }
 
     /// Looks at what the engine has said: replies are counted, and all but the session's own go to the
