@@ -74,6 +74,24 @@ fn memory_goes_back_when_the_load_is_gone() {
     }
 }
 
+/// While few blocks keep memory from going back, those of the memory that stays are cached as ever.
+#[test]
+fn memory_that_stays_is_cached() {
+    let (_world, pool) = small_pool();
+    let (mut taken, _) = exhaust(&pool, 8 * KIB, Purpose::Receive);
+    let last = taken.pop().expect("one, of the last arena");
+    let other = taken.pop().expect("another one");
+    drop(taken);
+    while pool.shrink(8) {}
+    assert_eq!(pool.stats().receive.cached_bytes, 0);
+    drop(pool.take_uncharged(8 * KIB, Purpose::Receive).expect("one of the first arena"));
+    assert_ne!(pool.stats().receive.cached_bytes, 0, "it stays in the cache");
+    drop(other);
+    assert_eq!(pool.stats().receive.cached_bytes, 0, "one of the last arena does not");
+    drop(last);
+    assert_eq!(in_use(&pool), 0);
+}
+
 fn in_use(pool: &Pool) -> u64 {
     let stats = pool.stats();
     for purpose in Purpose::ALL {

@@ -116,9 +116,10 @@ impl Cache {
             drop(shard); // before the block
             return;
         }
+        let is_wanted_back = heap.wants_back(&block);
         magazine.blocks.push(block);
         let capacity = self.capacities[class.index()];
-        if heap.is_sparse() {
+        if is_wanted_back {
             heap.take_back(&mut magazine.blocks, 0);
         } else if magazine.blocks.len() > capacity {
             heap.take_back(&mut magazine.blocks, capacity / 2);

@@ -6,7 +6,7 @@
 //! that lock, under one of its own.
 
 use std::collections::BTreeSet;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use super::arena::Arena;
@@ -14,6 +14,9 @@ use super::class::{CHUNK_BYTES, Purpose, SizeClass};
 use super::core::Core;
 use super::lock;
 use super::slab::{Block, Slab};
+
+/// No chunk has this number.
+const NONE: u32 = u32::MAX;
 
 pub(super) struct Heap {
     purpose: Purpose,
@@ -24,9 +27,9 @@ pub(super) struct Heap {
     is_low: AtomicBool,
     /// Arenas, for who only wants to know how many.
     arenas: AtomicUsize,
-    /// Most of it is free, but not an arena that could be: blocks come back here at once, so that the next ones are taken
-    /// from the lowest chunks.
-    is_sparse: AtomicBool,
+    /// Blocks of chunks from this one on come back here at once, so that the next ones are taken from lower
+    /// chunks. [`NONE`] unless most of the heap is free, and no arena is that could be.
+    returns_from: AtomicU32,
     state: Mutex<State>,
 }
 
@@ -76,22 +79,23 @@ impl Heap {
             growth: Mutex::default(),
             is_low: AtomicBool::new(false),
             arenas: AtomicUsize::new(0),
-            is_sparse: AtomicBool::new(false),
+            returns_from: AtomicU32::new(NONE),
             state: Mutex::default(),
         }
     }
 
     /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that class, and from a free
-    /// chunk only if there is none.
+    /// chunk only if there is none, or if their blocks are to come back and it is lower.
     pub(super) fn take(&self, core: &Arc<Core>, class: SizeClass, want: usize, out: &mut Vec<Block>) {
         let state = &mut *lock(&self.state);
+        let returns_from = self.returns_from.load(Ordering::Relaxed);
         let end = out.len() + want;
         let start = out.len();
         while out.len() < end {
             let chunk = match state.partial[class.index()].first() {
-                Some(chunk) => *chunk,
-                None if out.len() > start => return,
-                None => match state.give(core, self.purpose, class) {
+                Some(chunk) if *chunk < returns_from || !state.has_free_below(returns_from) => *chunk,
+                _ if out.len() > start => return,
+                _ => match state.give(core, self.purpose, class) {
                     Some(chunk) => {
                         self.is_low.store(state.free.is_empty(), Ordering::Relaxed);
                         chunk
@@ -182,7 +186,8 @@ impl Heap {
         let free_bytes = state.free_bytes();
         let is_sparse = free_bytes > state.mapped_bytes / 2
             && smallest.is_some_and(|bytes| free_bytes.saturating_sub(idle_bytes) >= bytes);
-        self.is_sparse.store(is_sparse, Ordering::Relaxed);
+        let returns_from = if is_sparse { state.chunks_in_need() } else { NONE };
+        self.returns_from.store(returns_from, Ordering::Relaxed);
         let spare = idle.len().saturating_sub(1);
         let before = std::mem::replace(&mut state.idle_before, spare);
         let most = before.min(most).min(spare);
@@ -203,9 +208,9 @@ impl Heap {
         (taken, state.idle_before > 0)
     }
 
-    /// Whether few blocks keep it from shrinking, by where they are.
-    pub(super) fn is_sparse(&self) -> bool {
-        self.is_sparse.load(Ordering::Relaxed)
+    /// Whether a block is to come back at once, because few like it keep the heap from shrinking.
+    pub(super) fn wants_back(&self, block: &Block) -> bool {
+        block.slab.chunk >= self.returns_from.load(Ordering::Relaxed)
     }
 
     /// Whether it has more than what it began with, and one for who comes next.
@@ -235,6 +240,19 @@ impl State {
         let given = self.chunks.iter().filter_map(|chunk| chunk.given.as_ref());
         let in_chunks: usize = given.map(|given| given.free.len() * given.slab.class.bytes()).sum();
         in_chunks + self.free.len() * CHUNK_BYTES
+    }
+
+    fn has_free_below(&self, chunk: u32) -> bool {
+        self.free.first().is_some_and(|first| *first < chunk)
+    }
+
+    /// How many of the lowest chunks would do for what is in use, with as much again, and those of the first arena at
+    /// least, which stays. Blocks of these may stay in caches: a chunk whose blocks all come back is given anew for the
+    /// next, which costs more than a block.
+    fn chunks_in_need(&self) -> u32 {
+        let in_use = self.mapped_bytes - self.free_bytes();
+        let first = self.arenas.first().map_or(0, |arena| arena.len());
+        u32::try_from((2 * in_use).max(first).div_ceil(CHUNK_BYTES)).unwrap_or(NONE)
     }
 
     /// Gives a free chunk to `class`.
