@@ -123,6 +123,7 @@ fn world(servers: &[Server; 2], fabric: &Engine) -> World {
         refusals: AtomicU64::new(0),
         connected: AtomicU64::new(0),
         unconnected: AtomicU64::new(0),
+        failures: std::sync::Mutex::default(),
         hostile_rounds: AtomicU64::new(0),
         turned_away: AtomicU64::new(0),
         longest_ms: AtomicU64::new(0),

@@ -1,5 +1,6 @@
 //! What clients, troubles and whoever watches have in common.
 
+use std::collections::BTreeMap;
 use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -8,6 +9,8 @@ use std::time::Instant;
 
 use ferrite_fabric::Engine;
 use ferrite_session::Connector;
+
+use crate::client::Way;
 
 pub(crate) struct World {
     /// Read by whoever works on keys; written to empty them.
@@ -39,6 +42,8 @@ pub(crate) struct World {
     pub(crate) refusals: AtomicU64,
     pub(crate) connected: AtomicU64,
     pub(crate) unconnected: AtomicU64,
+    /// Why the last of them failed, by way.
+    pub(crate) failures: Mutex<BTreeMap<Way, String>>,
     /// How often peers came that break rules, and how many of them were refused because of those before.
     pub(crate) hostile_rounds: AtomicU64,
     pub(crate) turned_away: AtomicU64,
@@ -57,6 +62,7 @@ impl World {
 
     /// For who looks at a failure.
     pub(crate) fn state(&self) -> String {
-        format!("during: {}", self.trouble.lock().expect("no panic"))
+        let failures = self.failures.lock().expect("no panic");
+        format!("during: {}; last failures: {failures:?}", self.trouble.lock().expect("no panic"))
     }
 }
