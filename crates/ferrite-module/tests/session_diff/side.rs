@@ -20,6 +20,9 @@ const DATABASES: usize = 4;
 /// The observer's user, whom no generated command touches.
 const OBSERVER: &str = "user observer on >observer ~* &* +@all";
 
+/// The same for both engines, each in a folder of its own: errors of ACL LOAD name it.
+const ACL_FILE: &str = "users.acl";
+
 /// Which engine is started, and how the module in it.
 #[derive(Clone)]
 pub(crate) struct Engine {
@@ -89,21 +92,23 @@ pub(crate) struct Side {
     /// Where its clients connect: the engine's own port, or the module's.
     pub(crate) client_port: String,
     observer: Option<Wire>,
-    acl_file: PathBuf,
+    /// Where the engine works, and has its ACL file.
+    folder: PathBuf,
 }
 
 impl Side {
     /// Starts an engine with the module. It may not answer yet.
     pub(crate) fn begin(engine: &Engine, setup: &Setup, through_module: bool) -> Self {
         let (port, module_port) = (free_port(), free_port());
-        let acl_file = std::env::temp_dir().join(format!("ferrite-session-diff-{port}.acl"));
+        let folder = std::env::temp_dir().join(format!("ferrite-session-diff-{port}"));
         let users = [&[OBSERVER.to_owned()][..], &setup.users].concat().join("\n") + "\n";
-        std::fs::write(&acl_file, users).expect("a file");
+        std::fs::create_dir_all(&folder).expect("a folder");
+        std::fs::write(folder.join(ACL_FILE), users).expect("a file");
         let mut options: Vec<&str> = vec!["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
         // Timeouts are looked at every 10 ms.
         options.extend(["--hz", "100", "--databases", "4", "--proto-max-bulk-len", "4mb"]);
         options.extend(["--acllog-max-len", "10000", "--slowlog-log-slower-than", "-1"]);
-        options.extend(["--aclfile", acl_file.to_str().expect("UTF-8")]);
+        options.extend(["--dir", folder.to_str().expect("UTF-8"), "--aclfile", ACL_FILE]);
         for (name, typed) in &setup.renames {
             options.extend(["--rename-command", name, typed]);
         }
@@ -126,7 +131,7 @@ impl Side {
             client_port: if through_module { module_port } else { port.clone() },
             port,
             observer: None,
-            acl_file,
+            folder,
         }
     }
 
@@ -302,7 +307,7 @@ impl Side {
 
 impl Drop for Side {
     fn drop(&mut self) {
-        let _ = std::fs::remove_file(&self.acl_file);
+        let _ = std::fs::remove_dir_all(&self.folder);
     }
 }
 
