@@ -12,7 +12,7 @@
 //! |---|---|
 //! | `generate.rs` `commands.rs` `vocabulary.rs` | a session of a seed |
 //! | `session.rs` | sessions as data |
-//! | `run.rs` `side.rs` `quiet.rs` `flood.rs` | both engines, step by step |
+//! | `run.rs` `side.rs` `quiet.rs` `flood.rs` `waiting.rs` | both engines, step by step |
 //! | `compare.rs` `differences.rs` | what must be equal, and what may differ |
 //! | `hunt.rs` | many seeds; a finding is made shorter |
 //!

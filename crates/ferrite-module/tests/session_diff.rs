@@ -11,3 +11,4 @@ mod run;
 mod session;
 mod side;
 mod vocabulary;
+mod waiting;

@@ -9,6 +9,7 @@ use super::differences::{Broadcasts, acl_log, has_silent_quit, is_cut_off_early,
 use super::flood;
 use super::session::{Action, Part, Session, Setup, Step, excerpt};
 use super::side::{Engine, LONG, Side};
+use super::waiting::{Said, Wait, is_waiting, one_by_one};
 
 /// Before what differs counts as a difference: an engine's timer may be late on a busy machine.
 const PATIENCE: Duration = Duration::from_millis(1500);
@@ -46,14 +47,6 @@ pub(crate) struct Pair {
     said: Vec<Said>,
 }
 
-/// What a client has sent since it connected, but for numbers of clients.
-#[derive(Clone, Default)]
-struct Said {
-    bytes: Vec<u8>,
-    /// Up to here the replies were compared.
-    compared: usize,
-}
-
 impl Pair {
     /// Starts both, and does not wait for them.
     pub(crate) fn begin(engine: &Engine, session: &Session) -> Self {
@@ -77,20 +70,26 @@ impl Pair {
     fn step(&mut self, at: usize, step: &Step, transcript: &mut Vec<String>) -> Result<(), (Kind, String)> {
         match &step.action {
             Action::Write { parts, settle, wait_ms, tells_id } => {
-                let raw =
-                    parts.iter().filter_map(|part| if let Part::Raw(raw) = part { Some(raw) } else { None });
-                raw.for_each(|raw| self.said[step.client].bytes.extend_from_slice(raw));
-                for side in &mut self.sides {
-                    side.send(step.client, parts);
-                    side.exchange();
+                let others_wait = self.others_wait_with_more(step.client);
+                let pieces = if others_wait { one_by_one(parts) } else { vec![parts.clone()] };
+                for piece in &pieces {
+                    if others_wait && self.said[step.client].wait != Wait::No {
+                        transcript.push("      the rest is not sent: two would wait with more".into());
+                        break;
+                    }
+                    self.send(step.client, piece);
+                    if others_wait || *settle {
+                        self.settle()?;
+                        self.look_who_waits();
+                    }
                 }
                 if !settle {
                     return Ok(());
                 }
-                self.settle()?;
                 if *wait_ms > 0 {
                     std::thread::sleep(Duration::from_millis(*wait_ms));
                     self.settle()?;
+                    self.look_who_waits();
                 }
                 if *tells_id {
                     self.learn_id(step.client);
@@ -117,6 +116,32 @@ impl Pair {
             }
         }
         self.compare(transcript)
+    }
+
+    fn send(&mut self, client: usize, parts: &[Part]) {
+        self.said[client].push(&self.setup, parts);
+        for side in &mut self.sides {
+            side.send(client, parts);
+            side.exchange();
+        }
+    }
+
+    /// Whether the order in which another client's commands run is open while this one sends many.
+    fn others_wait_with_more(&self, client: usize) -> bool {
+        let mut all = self.said.iter().enumerate();
+        all.any(|(other, said)| other != client && said.wait == Wait::WithMore)
+    }
+
+    /// Asks the engine at its own port, which knows the clients by their addresses.
+    fn look_who_waits(&mut self) {
+        if self.said.iter().all(|said| !said.may_wait) {
+            return;
+        }
+        let list = self.sides[0].observe("CLIENT LIST");
+        for (said, client) in self.said.iter_mut().zip(&self.sides[0].clients) {
+            let is_waiting = client.address().is_some_and(|address| is_waiting(&list, &address));
+            said.rest(&self.setup, is_waiting);
+        }
     }
 
     /// Until both engines have done all there is to do, and the clients have it.
@@ -209,7 +234,7 @@ impl Pair {
         let [engine, module] = &mut self.sides;
         for (number, (one, other)) in engine.clients.iter_mut().zip(&mut module.clients).enumerate() {
             let mut are_equal = |faults| take_equal(faults, &mut one.heard, &mut other.heard);
-            let Said { bytes, compared } = &self.said[number];
+            let Said { bytes, compared, .. } = &self.said[number];
             let broadcasts = || Broadcasts::of(&self.setup, bytes, *compared);
             if !are_equal(self.faults) && !are_equal(Faults { broadcasts: broadcasts(), ..self.faults }) {
                 let difference = first_difference(&one.heard, &other.heard);

@@ -76,6 +76,11 @@ impl Client {
         true
     }
 
+    /// Its address, as the engine at its own port shows it.
+    pub(crate) fn address(&self) -> Option<String> {
+        Some(self.socket.as_ref()?.local_addr().ok()?.to_string())
+    }
+
     /// What it has heard is of no interest, and it is gone.
     pub(crate) fn close(&mut self) {
         *self = Self { is_closed: true, ..Self::default() };
