@@ -88,6 +88,14 @@ fn clients_that_end_their_side_are_answered_to_the_end() {
                 assert_eq!(server.ask::<usize>(&["GET", "n"]), count, "{command:?}");
             }
         }
+        // More than the sockets hold: the end is seen while replies still wait for the client.
+        let () = server.ask(&["SET", "large", &"x".repeat(1 << 20)]);
+        let mut client = call(&server);
+        client.write_all("*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n".repeat(32).as_bytes()).expect("it hears");
+        client.shutdown(std::net::Shutdown::Write).expect("an end");
+        let mut replies = Vec::new();
+        while client.read_to_end(&mut replies).expect("replies and the end") > 0 {}
+        assert_eq!(replies.len(), 32 * ((1 << 20) + "$1048576\r\n\r\n".len()));
         server.assert_well();
     }
 }

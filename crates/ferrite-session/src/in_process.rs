@@ -402,10 +402,14 @@ impl<C: Client> InProcessSession<'_, C> {
             return Ok(true);
         }
         self.settle().await;
+        let mut client_ended = false;
         loop {
+            if client_ended && self.replies.is_empty() {
+                return Ok(false);
+            }
             self.note_held()?;
             let is_authenticated = self.access.is_authenticated();
-            let may_read = is_authenticated || self.replies.len() < BEFORE_AUTH;
+            let may_read = !client_ended && (is_authenticated || self.replies.len() < BEFORE_AUTH);
             self.heard.reserve(OWN_REPLY_MAX);
             let mut room =
                 ReadBuf::new(self.input.room(if is_authenticated { READ_MAX } else { BEFORE_AUTH }));
@@ -419,9 +423,10 @@ impl<C: Client> InProcessSession<'_, C> {
             let event = self.output.watch(event).await?;
             let count = room.filled().len();
             match event {
+                Event::Read if count == 0 => client_ended = true, // it may still read replies
                 Event::Read => {
                     self.input.read(count);
-                    return Ok(count > 0);
+                    return Ok(true);
                 }
                 Event::Heard(0) => return Ok(false),
                 Event::Heard(_) => self.hear(&mut Awaited::replies(0))?,
