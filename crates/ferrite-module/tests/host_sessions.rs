@@ -258,3 +258,23 @@ fn clients_that_need_no_login_subscribe() {
         assert!(peer.next().is_some_and(|said| said.ends_with(b"hello\r\n")));
     });
 }
+
+/// A client that has written logs in as `default`, which shows no login on Redis 7.0, and is then pinned.
+#[test]
+fn sessions_that_have_written_outlive_another_login() {
+    on_each(&[], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["ACL", "SETUSER", "writer", "on", ">w", "~*", "&*", "+@all"]);
+        let address = admin.info("address");
+        for pins in ["*2\r\n$9\r\nSUBSCRIBE\r\n$1\r\na\r\n", "PING\r\n"] {
+            let mut peer = Peer::called_at(&address);
+            peer.ok(&["AUTH", "writer", "w"]);
+            peer.ok(&["SET", "k", "v"]);
+            peer.ok(&["AUTH", "default", "any"]);
+            for _ in ["pinned", "and served"] {
+                peer.write(pins.as_bytes());
+                assert!(peer.next().is_some(), "{pins:?}");
+            }
+        }
+    });
+}

@@ -456,8 +456,7 @@ impl<C: Client> InProcessSession<'_, C> {
     /// Proxies everything from here on.
     async fn pin(mut self) -> io::Result<Left> {
         drop(self.wait_for_turn().await?); // from here on it waits for the client
-        // For a WAIT that the client may send there.
-        if self.is_mark_due() && self.mark_writes().await? != Met::Answered {
+        if !self.marks_before_pin().await? {
             return Ok(Left::Nothing);
         }
         self.leave(Vec::new()).await

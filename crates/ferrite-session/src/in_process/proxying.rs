@@ -58,11 +58,20 @@ impl<C: Client> InProcessSession<'_, C> {
     /// in is not refused, and has one reply as well.
     pub(super) async fn proxy_if_refused(&mut self, run: &[Due]) -> io::Result<Met> {
         let permit = self.wait_for_turn().await?;
+        if !self.marks_before_pin().await? {
+            return Ok(Met::Over);
+        }
         self.expect_login();
         let bytes = [self.record.probe_login(), &self.input.bytes()[place_of(run)]].concat();
         self.count_proxied(run);
         let met = within_turn(permit, self.exchange(bytes, Awaited::refusal(), false)).await?;
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    }
+
+    /// Marks writes before a command that may pin the session, for a WAIT that the client may send there.
+    /// Returns false if the engine has hung up.
+    pub(super) async fn marks_before_pin(&mut self) -> io::Result<bool> {
+        Ok(!self.is_mark_due() || self.mark_writes().await? == Met::Answered)
     }
 
     /// A command that may be a login is proxied: a line that is typed by hand is not read here.
@@ -161,6 +170,9 @@ impl<C: Client> InProcessSession<'_, C> {
     pub(super) async fn stream(&mut self, may_be_refused: bool) -> io::Result<Met> {
         drop(self.wait_for_turn().await?); // from here on it waits for the client
         self.paths.proxied.fetch_add(1, Ordering::Relaxed);
+        if may_be_refused && !self.marks_before_pin().await? {
+            return Ok(Met::Over);
+        }
         let (probe, awaited) = if may_be_refused {
             self.expect_login();
             (self.record.probe_login().to_vec(), Awaited::refusal())
