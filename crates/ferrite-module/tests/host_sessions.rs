@@ -259,6 +259,36 @@ fn clients_that_need_no_login_subscribe() {
     });
 }
 
+/// Before a login: Valkey 8.0 gives no answer to a login that fails behind answers that are not written yet, so
+/// none of the session's own may be there.
+#[test]
+fn failed_logins_before_a_login_are_answered() {
+    on_each(&["--requirepass", "x"], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["AUTH", "x"]);
+        let (mut peer, mut native) = (Peer::called_at(&admin.info("address")), Peer::native(server));
+        let long = format!("*2\r\n$4\r\nAUTH\r\n$9000\r\n{}\r\n", "y".repeat(9000));
+        for bytes in [
+            "AUTH wrong\r\n",
+            "auth default \"wr ong\"\n",
+            "HELLO 2 AUTH default wrong\r\n",
+            &long,
+            "PING\r\n",
+        ] {
+            let [said, expected] = [&mut peer, &mut native].map(|client| {
+                client.write(bytes.as_bytes());
+                client.replies(1)
+            });
+            assert_eq!(said, expected, "{}", &bytes[..4]);
+        }
+        assert_eq!(admin.info("sessions_stayed"), "0");
+        // Nobody but the engine reads this name, so the answer may be missing; but not the end.
+        peer.write(b"\"\\x41UTH\" wrong\r\n");
+        drop(peer);
+        server.until("no session", || admin.info("sessions") == "0");
+    });
+}
+
 /// A client that has written logs in as `default`, which shows no login on Redis 7.0, and is then pinned.
 #[test]
 fn sessions_that_have_written_outlive_another_login() {

@@ -194,9 +194,8 @@ impl<C: Client> InProcessSession<'_, C> {
                     self.exchange(other.to_vec(), Awaited::replies(1), false).await?
                 }
                 None => match self.large_command() {
-                    Some(LargeCommand::HasOneReply) => self.stream(false).await?,
-                    Some(LargeCommand::MayBeRefused) => self.stream(true).await?,
                     Some(LargeCommand::Pins) => return self.pin().await,
+                    Some(command) => self.stream(command).await?,
                     None if self.wait_for_input().await? => continue,
                     None => return Ok(Left::Nothing),
                 },
@@ -310,9 +309,7 @@ impl<C: Client> InProcessSession<'_, C> {
         }
         let command = self.input.command(found)?;
         if let Some(line) = command.inline() {
-            // A line typed by hand is read by the engine's rules.
-            let is_empty = line.trim_ascii().is_empty();
-            return (!is_empty).then_some(CommandKind::Session(SessionCommand::PinsToProxy));
+            return self.look_up_line(line);
         }
         let mut args = command.args();
         Some(self.engine.look_up(args.next()?, args.next()))

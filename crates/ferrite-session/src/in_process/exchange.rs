@@ -195,7 +195,9 @@ impl<C: Client> InProcessSession<'_, C> {
                 if looks { timeout(AHEAD_LOOKS, event).await.ok().transpose()? } else { Some(event.await?) };
             let Some(event) = event else {
                 if client_ended {
-                    is_given_up = self.give_up_waiting(false).await?;
+                    // Both were taken in one go: an answer that did not come with the probe's does not come.
+                    let is_unanswered = awaited.is_probed && !awaited.own;
+                    is_given_up = self.give_up_waiting(is_unanswered).await?;
                 } else if self.record.is_blocked() {
                     ahead_max = self.read_further_ahead(ahead_max)?;
                     ahead.resize(STREAMED, 0);
@@ -220,9 +222,10 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// The client has ended. As over a socket, what it asked before is answered, all of it; but a command that
-    /// waits in the engine, or that never came to its end, is given up. Returns whether that is so.
-    async fn give_up_waiting(&mut self, is_partial: bool) -> io::Result<bool> {
-        let gives_up = is_partial || self.record.is_blocked();
+    /// waits in the engine, or that is never answered (it never came to its end, say), is given up. Returns
+    /// whether that is so.
+    async fn give_up_waiting(&mut self, is_unanswered: bool) -> io::Result<bool> {
+        let gives_up = is_unanswered || self.record.is_blocked();
         if gives_up {
             self.proxy_writes.shutdown().await?;
         }

@@ -5,6 +5,8 @@ use std::sync::atomic::Ordering;
 
 use ferrite_proto::SessionCommand;
 
+#[cfg(doc)]
+use super::ProxyClient;
 use super::commands::{Due, place_of};
 use super::engine::{Access, CommandKind};
 use super::exchange::{Awaited, Met};
@@ -16,6 +18,8 @@ use super::{Client, InProcessSession};
 pub(super) enum LargeCommand {
     /// It has one reply.
     HasOneReply,
+    /// It has one reply, and the client may be another user then.
+    LogsIn,
     /// It has one if the engine refuses it; else the session is pinned.
     MayBeRefused,
     /// The session is pinned.
@@ -66,6 +70,15 @@ impl<C: Client> InProcessSession<'_, C> {
         self.count_proxied(run);
         let met = within_turn(permit, self.exchange(bytes, Awaited::refusal(), false)).await?;
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+    }
+
+    /// What a line typed by hand is, `None` if it is empty. It is read by the engine's rules. But a login is known
+    /// by its name: behind the answer to [`ProxyClient::probe_login`] Valkey 8.0 gives none to one that fails.
+    pub(super) fn look_up_line(&self, line: &[u8]) -> Option<CommandKind> {
+        let name = line.split(u8::is_ascii_whitespace).find(|word| !word.is_empty())?;
+        let login = CommandKind::Session(SessionCommand::ChangesIdentity);
+        let is_login = self.may_be_refused() && self.engine.look_up(name, None) == login;
+        Some(if is_login { login } else { CommandKind::Session(SessionCommand::PinsToProxy) })
     }
 
     /// Marks writes before a command that may pin the session, for a WAIT that the client may send there.
@@ -155,9 +168,12 @@ impl<C: Client> InProcessSession<'_, C> {
             Begun::Unknown => return None,
             Begun::Nameless => true,
             // Commands that change a session are short.
-            Begun::Named { name, first } => {
-                matches!(self.engine.look_up(name, first), CommandKind::Session(_))
-            }
+            Begun::Named { name, first } => match self.engine.look_up(name, first) {
+                CommandKind::Session(SessionCommand::ChangesIdentity) if self.may_be_refused() => {
+                    return Some(LargeCommand::LogsIn);
+                }
+                kind => matches!(kind, CommandKind::Session(_)),
+            },
         };
         Some(match (pins, self.may_be_refused()) {
             (false, _) => LargeCommand::HasOneReply,
@@ -167,18 +183,21 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// Proxies the command that has begun as it comes.
-    pub(super) async fn stream(&mut self, may_be_refused: bool) -> io::Result<Met> {
+    pub(super) async fn stream(&mut self, command: LargeCommand) -> io::Result<Met> {
         drop(self.wait_for_turn().await?); // from here on it waits for the client
         self.paths.proxied.fetch_add(1, Ordering::Relaxed);
-        if may_be_refused && !self.marks_before_pin().await? {
-            return Ok(Met::Over);
-        }
-        let (probe, awaited) = if may_be_refused {
-            self.expect_login();
-            (self.record.probe_login().to_vec(), Awaited::refusal())
-        } else {
-            (Vec::new(), Awaited::replies(1))
+        let (probe, awaited) = match command {
+            LargeCommand::MayBeRefused => {
+                if !self.marks_before_pin().await? {
+                    return Ok(Met::Over);
+                }
+                (self.record.probe_login().to_vec(), Awaited::refusal())
+            }
+            _ => (Vec::new(), Awaited::replies(1)),
         };
+        if matches!(command, LargeCommand::MayBeRefused | LargeCommand::LogsIn) {
+            self.expect_login();
+        }
         let met = self.exchange(probe, awaited, true).await?;
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
