@@ -269,6 +269,15 @@ pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
     list.split_whitespace().filter_map(|field| field.strip_prefix("flags=")).any(|flags| flags.contains('c'))
 }
 
+/// Whether a client that has ended its side heard less on one side for that reason alone. An engine that has written 64 KiB at
+/// once goes on in its next event-loop iteration, where it reads the end first, and hangs up. So does the one behind the module at
+/// the connection of a pinned session.
+pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
+    const AT_ONCE: usize = 64 << 10; // NET_MAX_WRITES_PER_EVENT
+    let (short, long) = if one.len() < other.len() { (one, other) } else { (other, one) };
+    short.len() >= AT_ONCE && short.len() < long.len() && long.starts_with(short)
+}
+
 /// Whether this is said unasked. Its place among the replies of a client is not defined: another
 /// client's command causes it.
 pub(crate) fn is_push(reply: &[u8]) -> bool {
@@ -398,6 +407,16 @@ mod tests {
         assert!(is_cut_off_early(&line(20_560)));
         assert!(!is_cut_off_early(&line(2_000_000)), "that is the limit of the configuration");
         assert!(!is_cut_off_early("# Client id=6 omem=20560 closed\n"));
+    }
+
+    #[test]
+    fn long_answers_may_be_cut_off_at_the_end() {
+        let all = vec![b'a'; 100 << 10];
+        assert!(is_cut_off_at_the_end(&all[..64 << 10], &all));
+        assert!(is_cut_off_at_the_end(&all, &all[..64 << 10]));
+        assert!(!is_cut_off_at_the_end(&all[..1000], &all), "that is written at once");
+        assert!(!is_cut_off_at_the_end(&all, &all[..1000]), "that is written at once");
+        assert!(!is_cut_off_at_the_end(&vec![b'b'; 64 << 10], &all));
     }
 
     #[test]

@@ -210,6 +210,7 @@ impl Generator {
             8..10 => self.garbage(client),
             10..13 => self.inline(client),
             13..20 => self.transaction(client),
+            20..24 => self.last_words(client),
             _ => self.commands(client),
         }
     }
@@ -291,6 +292,30 @@ impl Generator {
         let mut parts = Vec::new();
         commands.iter().for_each(|words| encode(words, &mut parts));
         self.deliver(client, parts, wait_ms, 0);
+    }
+
+    /// The client ends its side of the connection behind what it sends, mostly at once: all of it is
+    /// answered, but for a command that is cut off.
+    fn last_words(&mut self, client: usize) {
+        match self.random.below(5) {
+            0 => self.inline(client),
+            1 => self.transaction(client),
+            _ => self.commands(client),
+        }
+        let rests = chance(&mut self.random, 20);
+        let cut_off = if chance(&mut self.random, 20) { 1 + self.random.below(20) as usize } else { 0 };
+        let last = self.queues[client].back_mut().map(|step| &mut step.action);
+        let Some(Action::Write { parts, settle, wait_ms: 0, .. }) = last else {
+            return; // engines give up what waits for the clock when they see the end, which is a race
+        };
+        *settle = rests;
+        if let Some(Part::Raw(raw)) = parts.last_mut() {
+            raw.truncate(raw.len().saturating_sub(cut_off));
+        }
+        self.queue(client, Action::EndWriting);
+        self.queue(client, Action::Reconnect);
+        self.may_be_blocked[client] = false;
+        self.greet(client);
     }
 
     /// Commands typed as lines.
@@ -466,6 +491,20 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn clients_end_their_side_before_they_come_back() {
+        let all: Vec<_> = (0..20).map(|seed| session(seed).steps).collect();
+        let mut ends = 0;
+        for steps in &all {
+            for (at, step) in steps.iter().enumerate().filter(|(_, step)| step.action == Action::EndWriting) {
+                let mut next = steps[at + 1..].iter().filter(|next| next.client == step.client);
+                assert_eq!(next.next().map(|next| &next.action), Some(&Action::Reconnect));
+                ends += 1;
+            }
+        }
+        assert!(ends > 10, "{ends}");
     }
 
     #[test]

@@ -5,7 +5,9 @@ use std::time::{Duration, Instant};
 use ferrite_proto::resp::Value;
 
 use super::compare::{Faults, first_difference, replies, take_equal};
-use super::differences::{Broadcasts, acl_log, has_silent_quit, is_cut_off_early, is_refused_by_its_head};
+use super::differences::{
+    Broadcasts, acl_log, has_silent_quit, is_cut_off_at_the_end, is_cut_off_early, is_refused_by_its_head,
+};
 use super::flood;
 use super::session::{Action, Part, Session, Setup, Step, excerpt};
 use super::side::{Engine, LONG, Side};
@@ -94,6 +96,13 @@ impl Pair {
                 if *tells_id {
                     self.learn_id(step.client);
                 }
+            }
+            Action::EndWriting => {
+                for side in &mut self.sides {
+                    side.end_writing(step.client);
+                    side.exchange();
+                }
+                self.settle()?;
             }
             Action::Reconnect => {
                 self.said[step.client] = Said::default();
@@ -238,7 +247,13 @@ impl Pair {
             let broadcasts = || Broadcasts::of(&self.setup, bytes, *compared);
             if !are_equal(self.faults) && !are_equal(Faults { broadcasts: broadcasts(), ..self.faults }) {
                 let difference = first_difference(&one.heard, &other.heard);
-                return Err((number, (Kind::Replies, format!("client {number} {difference}"))));
+                let ends = [(one, "engine"), (other, "module")].map(|(client, name)| {
+                    if client.is_closed { format!("\n    {name} has hung up") } else { String::new() }
+                });
+                return Err((
+                    number,
+                    (Kind::Replies, format!("client {number} {difference}{}", ends.concat())),
+                ));
             }
             if one.is_closed != other.is_closed {
                 let says = |closed| if closed { "has hung up" } else { "has not hung up" };
@@ -257,6 +272,10 @@ impl Pair {
             return true;
         }
         let [engine, module] = &mut self.sides;
+        let [one, other] = [&engine.clients[client], &module.clients[client]];
+        if one.has_ended_writing && one.is_closed && other.is_closed {
+            return is_cut_off_at_the_end(&one.heard, &other.heard);
+        }
         match (engine.clients[client].is_closed, module.clients[client].is_closed) {
             (true, false) => {
                 is_cut_off_early(&engine.server.log()) || has_silent_quit(&module.observe("CLIENT LIST"))

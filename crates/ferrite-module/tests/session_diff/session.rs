@@ -43,6 +43,8 @@ pub(crate) enum Action {
         /// The reply is the client's own number.
         tells_id: bool,
     },
+    /// The client ends its side of the connection, and goes on to read.
+    EndWriting,
     /// The client hangs up, wherever it is in a command, and comes back.
     Reconnect,
     /// The client, as user `flood`, sends increments without a pause while it is stopped.
@@ -93,7 +95,9 @@ impl Session {
         for at in 0..steps.len() {
             let client = steps[at].client;
             let goes_on = steps.get(at + 1).is_some_and(|next| {
-                next.client == client && matches!(next.action, Action::Write { tells_id: false, .. })
+                let goes_on =
+                    matches!(next.action, Action::Write { tells_id: false, .. } | Action::EndWriting);
+                next.client == client && goes_on
             });
             if let Action::Write { settle, tells_id, .. } = &mut steps[at].action {
                 *settle |= !goes_on || *tells_id;
@@ -140,6 +144,7 @@ impl fmt::Display for Step {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "client {} ", self.client)?;
         match &self.action {
+            Action::EndWriting => f.write_str("ends its side"),
             Action::Reconnect => f.write_str("reconnects"),
             Action::Flood { stop, by_observer } => {
                 let by = if *by_observer { "an observer" } else { "client 0" };

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Read as _, Write as _};
-use std::net::TcpStream;
+use std::net::{Shutdown, TcpStream};
 use std::path::PathBuf;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -36,6 +36,9 @@ pub(crate) struct Client {
     socket: Option<TcpStream>,
     /// What the socket has not taken yet.
     unsent: Vec<u8>,
+    /// Whether its side ends behind that.
+    ends: bool,
+    pub(crate) has_ended_writing: bool,
     /// What was heard and not compared yet.
     pub(crate) heard: Vec<u8>,
     pub(crate) is_closed: bool,
@@ -57,6 +60,11 @@ impl Client {
                 Err(error) if error.kind() == ErrorKind::WouldBlock => {}
                 Err(_) => self.unsent.clear(), // the end shows when it is read
             }
+        }
+        if self.unsent.is_empty() && std::mem::take(&mut self.ends) {
+            let _ = socket.shutdown(Shutdown::Write); // the end of the whole shows when it is read
+            self.has_ended_writing = true;
+            any = true;
         }
         let mut piece = [0; 64 << 10];
         loop {
@@ -193,6 +201,13 @@ impl Side {
     /// needs a password is decided then, and at the engine's own port when the client connects.
     pub(crate) fn reconnect(&mut self, client: usize) {
         self.clients[client] = Client::default();
+    }
+
+    /// The client sends nothing more. It comes back when it reconnects.
+    pub(crate) fn end_writing(&mut self, client: usize) {
+        let client = &mut self.clients[client];
+        client.ends = client.socket.is_some();
+        client.is_closed |= client.socket.is_none(); // it has not come yet
     }
 
     /// A connection at the clients' port, logged in as the observer.
