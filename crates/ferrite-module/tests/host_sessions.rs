@@ -211,6 +211,7 @@ fn nothing_pins_a_session_before_a_login() {
         let long = format!("*1\r\n$9000\r\n{}\r\n", "x".repeat(9000));
         for bytes in [
             "GET k\r\n",
+            "\x0b \t\x0c\r\nGET k\r\n", // the first line is empty for an engine
             "\"SUB\\x53CRIBE\" a b c\r\n",
             "*2\r\n$9\r\nSUBSCRIBE\r\n$1\r\na\r\n",
             "*3\r\n$6\r\nCLIENT\r\n$5\r\nREPLY\r\n$3\r\nOFF\r\n",
@@ -282,10 +283,51 @@ fn failed_logins_before_a_login_are_answered() {
             assert_eq!(said, expected, "{}", &bytes[..4]);
         }
         assert_eq!(admin.info("sessions_stayed"), "0");
-        // Nobody but the engine reads this name, so the answer may be missing; but not the end.
         peer.write(b"\"\\x41UTH\" wrong\r\n");
-        drop(peer);
-        server.until("no session", || admin.info("sessions") == "0");
+        assert!(peer.next().is_some_and(|said| said.starts_with(b"-WRONGPASS")));
+    });
+}
+
+/// Nothing that a client leaves behind keeps its session: lines that have no answer, lines that have no end, half
+/// commands, and commands that the engine has not run yet.
+#[test]
+fn sessions_before_a_login_end_with_their_clients() {
+    on_each(&["--requirepass", "x"], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["AUTH", "x"]);
+        let address = admin.info("address");
+        for bytes in [
+            "\x0b\n",
+            "\0\n",
+            "GET \0 k\r\n",
+            "*1\r\n$9000\r\nhalf",
+            "AUTH wrong\r\n",
+            "CLIENT REPLY OFF\r\n",
+        ] {
+            for _ in 0..5 {
+                Peer::called_at(&address).write(bytes.as_bytes());
+            }
+            server.until(bytes, || admin.info("sessions") == "0");
+        }
+    });
+}
+
+/// What a client asked for that had gone before the engine took it is not run, as at the engine's own port.
+#[test]
+fn clients_that_go_during_a_pause_leave_nothing() {
+    on_each(&[], |server| {
+        let mut admin = Peer::native(server);
+        let address = admin.info("address");
+        // INFO would wait as well: sessions are watched by the descriptors of their connections.
+        let open = || std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count();
+        let before = open();
+        admin.ok(&["CLIENT", "PAUSE", "10000", "ALL"]);
+        let mut clients: Vec<_> = (0..5).map(|_| Peer::called_at(&address)).collect();
+        clients.iter_mut().for_each(|client| client.send(&[vec!["INCR", "n"]]));
+        server.until("sessions with proxy connections", || open() >= before + 10);
+        drop(clients);
+        server.until("no session", || open() <= before);
+        assert_eq!(admin.ask(&["GET", "n"]), "$-1");
     });
 }
 

@@ -182,20 +182,19 @@ impl<C: Client> InProcessSession<'_, C> {
             let met = match self.take_run(&mut run) {
                 Some(Route::Call) => self.call(&run).await?,
                 Some(Route::Proxy(Some(SessionCommand::PinsToProxy))) => {
-                    if !self.take_refusable(&mut run) {
-                        return self.pin().await;
-                    }
-                    self.proxy_if_refused(&run).await?
+                    let Some(met) = self.proxy_if_refused().await? else { return self.pin().await };
+                    met
                 }
                 Some(Route::Proxy(Some(SessionCommand::AsksForWrites))) => self.ask_for_writes(&run).await?,
                 Some(Route::Proxy(command)) => self.proxy(&run, command).await?,
-                Some(Route::Instead(other)) => {
-                    self.count_proxied(&run);
-                    self.exchange(other.to_vec(), Awaited::replies(1), false).await?
-                }
+                Some(Route::Instead(other)) => self.proxy_instead(&run, other).await?,
                 None => match self.large_command() {
                     Some(LargeCommand::Pins) => return self.pin().await,
-                    Some(command) => self.stream(command).await?,
+                    Some(command) => {
+                        let may_be_refused = matches!(command, LargeCommand::MayBeRefused);
+                        let Some(met) = self.stream(may_be_refused).await? else { return self.pin().await };
+                        met
+                    }
                     None if self.wait_for_input().await? => continue,
                     None => return Ok(Left::Nothing),
                 },
@@ -285,17 +284,6 @@ impl<C: Client> InProcessSession<'_, C> {
         route
     }
 
-    /// Takes the command that pins the session, if the engine may refuse it.
-    fn take_refusable(&mut self, run: &mut Vec<Due>) -> bool {
-        if !self.may_be_refused() {
-            return false;
-        }
-        let Ok(Some(found)) = self.input.peek() else { return false };
-        self.input.take(&found);
-        run.push(Due { found, callable: None });
-        true
-    }
-
     /// Looks up a command. Many are like the one before. `None`: it is empty.
     fn look_up(&self, found: &Found, before: Option<&Due>) -> Option<CommandKind> {
         if let Some(name) = self.input.name(found) {
@@ -309,7 +297,7 @@ impl<C: Client> InProcessSession<'_, C> {
         }
         let command = self.input.command(found)?;
         if let Some(line) = command.inline() {
-            return self.look_up_line(line);
+            return Self::look_up_line(line);
         }
         let mut args = command.args();
         Some(self.engine.look_up(args.next()?, args.next()))

@@ -10,8 +10,6 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf};
 use tokio::time::timeout;
 
-#[cfg(doc)]
-use super::engine::ProxyClient;
 use super::limits::BEFORE_AUTH;
 use super::replies::Replies;
 use super::{Client, InProcessSession, OWN_REPLY_MAX, REPLIES_MAX};
@@ -21,42 +19,34 @@ use crate::pump::has_hung_up;
 /// What a client sends while one of its commands is in the engine is read up to this. If the command
 /// waits there (BLPOP and the like) more is read: the client's end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
-/// How often to look whether it waits, there or for a client that has ended.
-const AHEAD_LOOKS: Duration = Duration::from_millis(100);
+/// How soon to look whether it waits, and how often at least.
+const FIRST_LOOK: Duration = Duration::from_millis(1);
+const LAST_LOOK: Duration = Duration::from_millis(100);
 /// What is read of the client at once meanwhile.
 const AHEAD: usize = 1 << 10;
 /// What is read at once of a large command, and of the engine.
 const STREAMED: usize = 64 << 10;
 const HEARD: usize = 16 << 10;
-/// How an engine answers a client that has to log in first.
-const NO_LOGIN: &[u8] = b"-NOAUTH";
 
 /// What is to come over the connection.
 pub(super) struct Awaited {
     /// A reply to a command of the session's own, before the others.
     own: bool,
     replies: usize,
-    /// The others are replies only if that one is a refusal for want of a login.
-    is_probed: bool,
 }
 
 impl Awaited {
     pub(super) fn replies(replies: usize) -> Self {
-        Self { own: false, replies, is_probed: false }
+        Self { own: false, replies }
     }
 
     pub(super) fn own() -> Self {
-        Self { own: true, replies: 0, is_probed: false }
+        Self { own: true, replies: 0 }
     }
 
     /// Also a reply to a command of the session's own, before the others.
     pub(super) fn after_own(self, own: bool) -> Self {
         Self { own, ..self }
-    }
-
-    /// One reply to a command of the client's, behind [`ProxyClient::probe_login`].
-    pub(super) fn refusal() -> Self {
-        Self { own: true, replies: 1, is_probed: true }
     }
 
     fn is_nothing(&self) -> bool {
@@ -71,8 +61,7 @@ pub(super) enum Met {
     /// The engine has hung up.
     Over,
     /// The engine has said what is no reply, as scripts can make it, or the client what is no command:
-    /// where replies end cannot be told any more. Or a client that was to be refused was not. This is still
-    /// to be sent.
+    /// where replies end cannot be told any more. This is still to be sent.
     Unclear {
         unsent: Vec<u8>,
     },
@@ -156,6 +145,7 @@ impl<C: Client> InProcessSession<'_, C> {
         let replies_max = if is_authenticated || !is_streaming { REPLIES_MAX } else { BEFORE_AUTH };
         let mut ahead = vec![0; if is_streaming { STREAMED } else { AHEAD }];
         let (mut sent, mut client_ended, mut is_given_up) = (0, false, false);
+        let mut look = FIRST_LOOK;
         loop {
             if is_streaming && sent == unsent.len() {
                 match self.input.stream(&mut unsent) {
@@ -168,13 +158,15 @@ impl<C: Client> InProcessSession<'_, C> {
             if self.hear(&mut awaited).is_err() {
                 return Ok(Met::Unclear { unsent: unsent.split_off(sent) });
             }
-            if awaited.is_probed && !awaited.own && !self.own_reply.starts_with(NO_LOGIN) {
-                return Ok(Met::Unclear { unsent: unsent.split_off(sent) });
-            }
             if awaited.is_nothing() && sent == unsent.len() && !is_streaming {
                 return Ok(Met::Answered);
             }
             let is_far_ahead = !is_streaming && self.input.ahead().len() >= ahead_max;
+            if is_far_ahead && is_authenticated && !client_ended && self.record.is_blocked() {
+                ahead_max = self.read_further_ahead(ahead_max)?;
+                ahead.resize(STREAMED, 0);
+                continue;
+            }
             let reads_client =
                 !client_ended && if is_streaming { sent == unsent.len() } else { !is_far_ahead };
             // The engine keeps the replies of a client that does not read, within its own limits.
@@ -191,17 +183,14 @@ impl<C: Client> InProcessSession<'_, C> {
             );
             let event = self.output.watch(event);
             let looks = if client_ended { !is_given_up } else { is_far_ahead && is_authenticated };
-            let event =
-                if looks { timeout(AHEAD_LOOKS, event).await.ok().transpose()? } else { Some(event.await?) };
+            let event = if looks { timeout(look, event).await.ok().transpose()? } else { Some(event.await?) };
             let Some(event) = event else {
                 if client_ended {
-                    // Both were taken in one go: an answer that did not come with the probe's does not come.
-                    let is_unanswered = awaited.is_probed && !awaited.own;
-                    is_given_up = self.give_up_waiting(is_unanswered).await?;
-                } else if self.record.is_blocked() {
-                    ahead_max = self.read_further_ahead(ahead_max)?;
-                    ahead.resize(STREAMED, 0);
+                    // A client without a login has its answer by now, and so has the session's own command.
+                    let is_late = look == LAST_LOOK && (!is_authenticated || self.record.id().is_none());
+                    is_given_up = self.give_up_waiting(is_late).await?;
                 }
+                look = (look * 2).min(LAST_LOOK);
                 continue;
             };
             match event {
@@ -213,7 +202,7 @@ impl<C: Client> InProcessSession<'_, C> {
                 }
                 Event::Heard(_) => {}
                 Event::Read if room.filled().is_empty() => {
-                    client_ended = true;
+                    (client_ended, look) = (true, FIRST_LOOK);
                     is_given_up = self.give_up_waiting(is_streaming).await?;
                 }
                 Event::Read => self.input.append(room.filled()),

@@ -5,8 +5,6 @@ use std::sync::atomic::Ordering;
 
 use ferrite_proto::SessionCommand;
 
-#[cfg(doc)]
-use super::ProxyClient;
 use super::commands::{Due, place_of};
 use super::engine::{Access, CommandKind};
 use super::exchange::{Awaited, Met};
@@ -14,12 +12,13 @@ use super::input::Begun;
 use super::limits::within_turn;
 use super::{Client, InProcessSession};
 
+/// How an engine answers a client that has to log in first.
+const NO_LOGIN: &[u8] = b"-NOAUTH";
+
 /// What is done with a command that is proxied as it comes.
 pub(super) enum LargeCommand {
     /// It has one reply.
     HasOneReply,
-    /// It has one reply, and the client may be another user then.
-    LogsIn,
     /// It has one if the engine refuses it; else the session is pinned.
     MayBeRefused,
     /// The session is pinned.
@@ -45,8 +44,26 @@ impl<C: Client> InProcessSession<'_, C> {
         bytes.extend_from_slice(&self.input.bytes()[place_of(run)]);
         self.count_proxied(run);
         let awaited = Awaited::replies(run.len()).after_own(marks);
-        let met = within_turn(permit, self.exchange(bytes, awaited, false)).await?;
+        let met = within_turn(permit, self.exchange_and_ask(bytes, awaited, false)).await?;
         self.wrote &= !(marks && self.record.is_marked());
+        Ok(met)
+    }
+
+    /// Proxies this in the place of a command.
+    pub(super) async fn proxy_instead(&mut self, run: &[Due], other: &[u8]) -> io::Result<Met> {
+        let permit = self.wait_for_turn().await?;
+        self.count_proxied(run);
+        within_turn(permit, self.exchange(other.to_vec(), Awaited::replies(1), false)).await
+    }
+
+    /// Sends this, hears what is awaited, and asks the engine what the client is then.
+    async fn exchange_and_ask(
+        &mut self,
+        bytes: Vec<u8>,
+        awaited: Awaited,
+        is_streaming: bool,
+    ) -> io::Result<Met> {
+        let met = self.exchange(bytes, awaited, is_streaming).await?;
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
 
@@ -57,31 +74,56 @@ impl<C: Client> InProcessSession<'_, C> {
         !self.access.is_authenticated() && !self.in_transaction()
     }
 
-    /// Proxies a command that pins the session unless the engine refuses it. A command of the session's own
-    /// goes ahead of it, and the engine takes both in one go: it refuses none of them or both. One that logs
-    /// in is not refused, and has one reply as well.
-    pub(super) async fn proxy_if_refused(&mut self, run: &[Due]) -> io::Result<Met> {
-        let permit = self.wait_for_turn().await?;
-        if !self.marks_before_pin().await? {
-            return Ok(Met::Over);
+    /// Proxies the command that pins the session, if the engine refuses it; `None` if it does not.
+    pub(super) async fn proxy_if_refused(&mut self) -> io::Result<Option<Met>> {
+        if !self.may_be_refused() || !self.has_refusable() {
+            return Ok(None);
         }
+        let permit = self.wait_for_turn().await?;
+        within_turn(permit, self.proxy_refused()).await
+    }
+
+    /// The same, in its turn. One that logs in is not refused, and has one reply as well. Were the client let in
+    /// between the probe and the command, the reply of one that changes the session would be misread: nobody's
+    /// but its own, and by an administrator's act alone.
+    async fn proxy_refused(&mut self) -> io::Result<Option<Met>> {
+        match self.is_refused().await? {
+            Ok(true) => {}
+            Ok(false) => return Ok(None),
+            Err(met) => return Ok(Some(met)),
+        }
+        let Ok(Some(found)) = self.input.peek() else { return Ok(None) };
+        self.input.take(&found);
+        let run = [Due { found, callable: None }];
         self.expect_login();
-        let bytes = [self.record.probe_login(), &self.input.bytes()[place_of(run)]].concat();
-        self.count_proxied(run);
-        let met = within_turn(permit, self.exchange(bytes, Awaited::refusal(), false)).await?;
-        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+        let bytes = self.input.bytes()[place_of(&run)].to_vec();
+        self.count_proxied(&run);
+        self.exchange_and_ask(bytes, Awaited::replies(1), false).await.map(Some)
     }
 
-    /// What a line typed by hand is, `None` if it is empty. It is read by the engine's rules. But a login is known
-    /// by its name: behind the answer to [`ProxyClient::probe_login`] Valkey 8.0 gives none to one that fails.
-    pub(super) fn look_up_line(&self, line: &[u8]) -> Option<CommandKind> {
-        let name = line.split(u8::is_ascii_whitespace).find(|word| !word.is_empty())?;
-        let login = CommandKind::Session(SessionCommand::ChangesIdentity);
-        let is_login = self.may_be_refused() && self.engine.look_up(name, None) == login;
-        Some(if is_login { login } else { CommandKind::Session(SessionCommand::PinsToProxy) })
+    /// Returns whether the next command is whole, and one whose end the engine sees as well.
+    fn has_refusable(&mut self) -> bool {
+        let Ok(Some(found)) = self.input.peek() else { return false };
+        let line = self.input.command(&found).and_then(|command| command.inline());
+        // For the engine the line ends with its first NUL, and goes on for ever.
+        line.is_none_or(|line| !line.contains(&0))
     }
 
-    /// Marks writes before a command that may pin the session, for a WAIT that the client may send there.
+    /// Asks whether the engine refuses all commands of the client but a login.
+    async fn is_refused(&mut self) -> io::Result<Result<bool, Met>> {
+        let probe = self.record.probe_login().to_vec();
+        let met = self.exchange(probe, Awaited::own(), false).await?;
+        Ok(if met == Met::Answered { Ok(self.own_reply.starts_with(NO_LOGIN)) } else { Err(met) })
+    }
+
+    /// What a line typed by hand is, `None` if it is empty. It is read by the engine's rules.
+    pub(super) fn look_up_line(line: &[u8]) -> Option<CommandKind> {
+        const VERTICAL_TAB: u8 = 0x0b; // a space for C, and so for the engine
+        let is_empty = line.iter().all(|byte| byte.is_ascii_whitespace() || *byte == VERTICAL_TAB);
+        (!is_empty).then_some(CommandKind::Session(SessionCommand::PinsToProxy))
+    }
+
+    /// Marks writes before the session is pinned, for a WAIT that the client may send there.
     /// Returns false if the engine has hung up.
     pub(super) async fn marks_before_pin(&mut self) -> io::Result<bool> {
         Ok(!self.is_mark_due() || self.mark_writes().await? == Met::Answered)
@@ -168,12 +210,9 @@ impl<C: Client> InProcessSession<'_, C> {
             Begun::Unknown => return None,
             Begun::Nameless => true,
             // Commands that change a session are short.
-            Begun::Named { name, first } => match self.engine.look_up(name, first) {
-                CommandKind::Session(SessionCommand::ChangesIdentity) if self.may_be_refused() => {
-                    return Some(LargeCommand::LogsIn);
-                }
-                kind => matches!(kind, CommandKind::Session(_)),
-            },
+            Begun::Named { name, first } => {
+                matches!(self.engine.look_up(name, first), CommandKind::Session(_))
+            }
         };
         Some(match (pins, self.may_be_refused()) {
             (false, _) => LargeCommand::HasOneReply,
@@ -182,23 +221,18 @@ impl<C: Client> InProcessSession<'_, C> {
         })
     }
 
-    /// Proxies the command that has begun as it comes.
-    pub(super) async fn stream(&mut self, command: LargeCommand) -> io::Result<Met> {
+    /// Proxies the command that has begun as it comes; `None` if it pins the session, since the engine does not
+    /// refuse it.
+    pub(super) async fn stream(&mut self, may_be_refused: bool) -> io::Result<Option<Met>> {
         drop(self.wait_for_turn().await?); // from here on it waits for the client
-        self.paths.proxied.fetch_add(1, Ordering::Relaxed);
-        let (probe, awaited) = match command {
-            LargeCommand::MayBeRefused => {
-                if !self.marks_before_pin().await? {
-                    return Ok(Met::Over);
-                }
-                (self.record.probe_login().to_vec(), Awaited::refusal())
+        if may_be_refused {
+            match self.is_refused().await? {
+                Ok(true) => self.expect_login(),
+                Ok(false) => return Ok(None),
+                Err(met) => return Ok(Some(met)),
             }
-            _ => (Vec::new(), Awaited::replies(1)),
-        };
-        if matches!(command, LargeCommand::MayBeRefused | LargeCommand::LogsIn) {
-            self.expect_login();
         }
-        let met = self.exchange(probe, awaited, true).await?;
-        if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
+        self.paths.proxied.fetch_add(1, Ordering::Relaxed);
+        self.exchange_and_ask(Vec::new(), Awaited::replies(1), true).await.map(Some)
     }
 }
