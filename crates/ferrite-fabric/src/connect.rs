@@ -219,7 +219,7 @@ impl Poller {
                 // What came before the farewell is delivered before it.
                 self.reap_all(shared);
                 if failed_silently(&link) {
-                    self.peer_was_refused(shared, &link);
+                    self.peer_was_refused(shared, &link, true);
                 }
                 link.with_wakes(&mut self.wakes, |state, _, wakes| {
                     state.on_disconnected(wakes, || {

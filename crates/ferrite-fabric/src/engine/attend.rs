@@ -89,10 +89,10 @@ impl Poller {
     }
 
     /// The device refused a request of the peer's, and with it the link: counted once for each, and
-    /// its source pays. Not when this side closes the link: its memory may be gone before the peer
-    /// has heard.
+    /// its source pays if that is certain. Not when this side closes the link: its memory may be gone before
+    /// the peer has heard.
     #[cold]
-    pub(crate) fn peer_was_refused(&mut self, shared: &Shared, link: &LinkShared) {
+    pub(crate) fn peer_was_refused(&mut self, shared: &Shared, link: &LinkShared, is_certain: bool) {
         let (first, had_grants) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let first = !state.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
             (first, !state.is_bare() && state.rights() != Access::LOCAL)
@@ -102,7 +102,7 @@ impl Poller {
         }
         let errors = shared.counters.remote_access_errors.fetch_add(1, Ordering::Relaxed) + 1;
         // One that had a grant may not have heard yet that it was taken back.
-        let Some(peer) = link.route().peer.filter(|_| !had_grants) else { return };
+        let Some(peer) = link.route().peer.filter(|_| is_certain && !had_grants) else { return };
         if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
             tracing::debug!(

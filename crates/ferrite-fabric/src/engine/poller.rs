@@ -238,7 +238,7 @@ impl Poller {
             wc.status(),
             Status::REMOTE_ACCESS | Status::REMOTE_INVALID_REQUEST | Status::LOCAL_ACCESS
         ) {
-            self.peer_was_refused(shared, link);
+            self.peer_was_refused(shared, link, true);
         }
         link.with_wakes(&mut self.wakes, |state, around, wakes| match wc.status() {
             // What a queue pair left behind that is gone was not counted when the peer was told, and is sent again.
@@ -327,7 +327,7 @@ impl Poller {
                     let index = self.by_qp.get(lane.index, number);
                     if let Some(link) = index.and_then(|index| self.link(shared, index)) {
                         if event.kind != AsyncEventKind::QP_FATAL {
-                            self.peer_was_refused(shared, &link);
+                            self.peer_was_refused(shared, &link, true);
                         }
                         let what = format!("link to {}: the {}", link.peer_name(), event.kind);
                         let error = Error::new(ErrorKind::LinkDown, what);
@@ -462,9 +462,10 @@ impl Poller {
                 if !link.with(|state, _, _| state.has_flushed()) {
                     return; // it has another path by now
                 }
-                // None of our own requests failed before them: one of the peer's did. Not every
-                // device tells.
-                self.peer_was_refused(shared, &link);
+                // None of our own requests failed before them: one of the peer's did, it seems. Not every
+                // device tells. On a host that has too little CPU, Soft-RoCE also does this to peers that
+                // did nothing wrong, so that it is counted, and nobody is kept out for it.
+                self.peer_was_refused(shared, &link, false);
                 let what = format!(
                     "link to {} ({}): the queue pair failed, and nobody says why",
                     link.peer_name(),
