@@ -1,4 +1,4 @@
-# shellcheck shell=bash disable=SC2034     # LAB_CORE is for the scripts
+# shellcheck shell=bash disable=SC2034     # LAB_CORE and LAB_MEASURED are for the scripts
 # Which tests .ci/run and .ci/long run, and how.
 
 nextest() {        # nextest ARGUMENTS…: on this machine
@@ -11,7 +11,9 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
   cargo xtask lab-test -k "$1" --timeout 4700 -E "$2" "${@:3}" -- --no-fail-fast
 }
 
-# What everything else stands on, without what is measured (how long another client waits) or
+# What is measured (how long another client waits, what a message costs beside a thousand links) or
 # repeated for depth (a thousand lives).
-LAB_CORE='binary(/^lab_(verbs|mem|links|streams|sessions|module|server)$/)
-  and not test(=churn::a_thousand_lives_leave_nothing) and not test(/^others_beside::/)'
+LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^others_beside::/)
+  or test(=engines::idle_links_cost_nothing)'
+# What everything else stands on, without that.
+LAB_CORE="binary(/^lab_(verbs|mem|links|streams|sessions|module|server)$/) and not ($LAB_MEASURED)"
