@@ -17,6 +17,15 @@ fn on_each(options: &[&str], case: impl Fn(&mut Server)) {
     }
 }
 
+/// The same where clients need the password `x`, with one who has given it.
+fn on_each_with_password(case: impl Fn(&mut Server, Peer)) {
+    on_each(&["--requirepass", "x"], |server| {
+        let mut admin = Peer::native(server);
+        admin.ok(&["AUTH", "x"]);
+        case(server, admin);
+    });
+}
+
 /// S11: a session that goes over to the proxy path inside a transaction.
 #[test]
 fn wait_tells_the_truth_to_sessions_pinned_inside_a_transaction() {
@@ -204,9 +213,7 @@ fn clients_that_wait_are_served_before_the_next_command() {
 /// no longer wait for its turn.
 #[test]
 fn nothing_pins_a_session_before_a_login() {
-    on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
-        admin.ok(&["AUTH", "x"]);
+    on_each_with_password(|server, mut admin| {
         let (mut peer, mut native) = (Peer::called_at(&admin.info("address")), Peer::native(server));
         let long = format!("*1\r\n$9000\r\n{}\r\n", "x".repeat(9000));
         for bytes in [
@@ -244,9 +251,7 @@ fn nothing_pins_a_session_before_a_login() {
 /// A client that may do everything without a login is pinned by what pins.
 #[test]
 fn clients_that_need_no_login_subscribe() {
-    on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
-        admin.ok(&["AUTH", "x"]);
+    on_each_with_password(|_, mut admin| {
         let mut peer = Peer::called_at(&admin.info("address"));
         assert!(peer.ask(&["GET", "k"]).starts_with("-NOAUTH"));
         admin.ok(&["CONFIG", "SET", "requirepass", ""]);
@@ -264,9 +269,7 @@ fn clients_that_need_no_login_subscribe() {
 /// none of the session's own may be there.
 #[test]
 fn failed_logins_before_a_login_are_answered() {
-    on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
-        admin.ok(&["AUTH", "x"]);
+    on_each_with_password(|server, mut admin| {
         let (mut peer, mut native) = (Peer::called_at(&admin.info("address")), Peer::native(server));
         let long = format!("*2\r\n$4\r\nAUTH\r\n$9000\r\n{}\r\n", "y".repeat(9000));
         for bytes in [
@@ -292,9 +295,7 @@ fn failed_logins_before_a_login_are_answered() {
 /// commands, and commands that the engine has not run yet.
 #[test]
 fn sessions_before_a_login_end_with_their_clients() {
-    on_each(&["--requirepass", "x"], |server| {
-        let mut admin = Peer::native(server);
-        admin.ok(&["AUTH", "x"]);
+    on_each_with_password(|server, mut admin| {
         let address = admin.info("address");
         for bytes in [
             "\x0b\n",
