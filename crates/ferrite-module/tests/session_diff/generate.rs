@@ -251,8 +251,12 @@ impl Generator {
             wait_ms = made.wait_ms;
             if wait_ms > 0 {
                 if kind == Kind::Pause {
-                    // It waits for the end of the pause.
+                    // It waits for the end of the pause. All of it in one piece: what another client
+                    // sends between two pieces would find the pause, or not, and if that client then
+                    // ends its side, the engine drops what waits.
                     encode(&self.make(client, Kind::Strings).words, &mut parts);
+                    self.queue(client, Action::Write { parts, settle: true, wait_ms, tells_id: false });
+                    return;
                 }
                 break; // what comes after depends on the clock until that time is over
             }
@@ -505,6 +509,22 @@ mod tests {
             }
         }
         assert!(ends > 10, "{ends}");
+    }
+
+    #[test]
+    fn a_pause_is_over_before_another_client_speaks() {
+        let mut pauses = 0;
+        for seed in 0..100 {
+            for step in session(seed).steps {
+                let Action::Write { parts, wait_ms, .. } = step.action else { continue };
+                let raw = |part: &Part| matches!(part, Part::Raw(bytes) if bytes.windows(13).any(|window| window == b"PAUSE\r\n$2\r\n30"));
+                if parts.iter().any(raw) {
+                    assert!(wait_ms > 30, "seed {seed}: {parts:?}");
+                    pauses += 1;
+                }
+            }
+        }
+        assert!(pauses > 10, "{pauses}");
     }
 
     #[test]
