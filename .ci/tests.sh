@@ -14,6 +14,6 @@ lab-test() {       # lab-test KERNEL EXPRESSION OPTIONS…: in the lab's guest
 # What is measured (how long another client waits, what a message costs beside a thousand links) or
 # repeated for depth (a thousand lives).
 LAB_MEASURED='test(=churn::a_thousand_lives_leave_nothing) or test(/^others_beside::/)
-  or test(=engines::idle_links_cost_nothing)'
+  or test(=fabrics::idle_links_cost_nothing)'
 # What everything else stands on, without that.
 LAB_CORE="binary(/^lab_(verbs|mem|links|streams|sessions|module|server)$/) and not ($LAB_MEASURED)"

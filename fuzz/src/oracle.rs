@@ -131,17 +131,17 @@ fn not_of_two(value: &Value<'_>) -> bool {
 }
 
 fn not_of_three(value: &Value<'_>) -> bool {
-    let bare = |value: &Value<'_>| match value {
+    let raw = |value: &Value<'_>| match value {
         Value::Attributed { value, .. } => is_aggregate(value),
         value => is_aggregate(value),
     };
     match value {
         Value::Error(text) => std::str::from_utf8(text).is_err(),
         Value::Verbatim { format, .. } => !matches!(*format, b"txt" | b"mkd"),
-        Value::Set(values) => values.iter().any(bare),
-        Value::Map(pairs) => pairs.iter().any(|(key, _)| bare(key)),
+        Value::Set(values) => values.iter().any(raw),
+        Value::Map(pairs) => pairs.iter().any(|(key, _)| raw(key)),
         Value::Attributed { attributes, value } => {
-            **value == Value::Null || attributes.iter().any(|(key, _)| bare(key))
+            **value == Value::Null || attributes.iter().any(|(key, _)| raw(key))
         }
         _ => false,
     }
@@ -203,7 +203,7 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
             // Each in the other: a set has a value once, however often it came.
             (Frame3::Set { data, .. }, Value::Set(ours)) => {
                 data.iter().all(|theirs| ours.iter().any(|ours| same3(theirs, ours)))
-                    && ours.iter().all(|ours| data.iter().any(|theirs| same_bare(theirs, ours)))
+                    && ours.iter().all(|ours| data.iter().any(|theirs| same_raw(theirs, ours)))
             }
             (Frame3::Map { data, .. }, Value::Map(ours)) => same_pairs(data.iter(), ours),
             _ => false,
@@ -216,15 +216,15 @@ fn same_pairs<'a>(
     ours: &[(Value<'_>, Value<'_>)],
 ) -> bool {
     let known = |(key, value): (&Frame3, &Frame3)| {
-        ours.iter().any(|(our_key, _)| same_bare(key, our_key))
+        ours.iter().any(|(our_key, _)| same_raw(key, our_key))
             && ours.iter().any(|(_, our_value)| same3(value, our_value))
     };
     theirs.clone().all(known)
-        && ours.iter().all(|(key, _)| theirs.clone().any(|(other, _)| same_bare(other, key)))
+        && ours.iter().all(|(key, _)| theirs.clone().any(|(other, _)| same_raw(other, key)))
 }
 
 /// The same but for attributes, by which the other does not tell keys apart, and but for which of the nans.
-fn same_bare(theirs: &Frame3, ours: &Value<'_>) -> bool {
+fn same_raw(theirs: &Frame3, ours: &Value<'_>) -> bool {
     let ours = match ours {
         Value::Attributed { value, .. } => &**value,
         ours => ours,
@@ -232,7 +232,7 @@ fn same_bare(theirs: &Frame3, ours: &Value<'_>) -> bool {
     if let (Frame3::Double { data, .. }, Value::Double { value: ours, .. }) = (theirs, ours) {
         return data == ours || data.is_nan() && ours.is_nan();
     }
-    let mut bare = theirs.clone();
-    bare.take_attributes();
-    same3(&bare, ours)
+    let mut raw = theirs.clone();
+    raw.take_attributes();
+    same3(&raw, ours)
 }

@@ -106,7 +106,7 @@ mod tests {
         let of = |line| result_of(line);
         let line = "        PASS [   0.010s] (1/5) ferrite-fabric::tcp_links life::dropping_closes";
         assert_eq!(of(line), Some(("tcp_links", Kind::Suite, true)));
-        let line = "  TRY 2 PASS [   0.010s] ( 1/5) ferrite-fabric::lab_links rdma::bare::writes_beside";
+        let line = "  TRY 2 PASS [   0.010s] ( 1/5) ferrite-fabric::lab_links rdma::raw::writes_beside";
         assert_eq!(of(line), Some(("lab_links", Kind::RdmaOnly, true)));
         let line = "        FAIL [   0.010s] (1/5) ferrite-fabric::fake_links faults::cq_error";
         assert_eq!(of(line), Some(("fake_links", Kind::Other, false)));

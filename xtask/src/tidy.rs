@@ -21,9 +21,9 @@ use anyhow::{Context as _, ensure};
 const UNSAFE_ALLOWED: &[&str] = &[
     "crates/ferrite-verbs/src/",
     "crates/ferrite-fabric/src/mem/",
-    "crates/ferrite-fabric/src/engine/slots.rs",
-    "crates/ferrite-fabric/src/engine/slots/receives.rs",
-    "crates/ferrite-fabric/src/engine/watch.rs",
+    "crates/ferrite-fabric/src/fabric/slots.rs",
+    "crates/ferrite-fabric/src/fabric/slots/receives.rs",
+    "crates/ferrite-fabric/src/fabric/watch.rs",
     "crates/ferrite-module/src/api.rs",
     "crates/ferrite-module/src/api/",
     "crates/ferrite-module/src/entry.rs",
@@ -219,9 +219,9 @@ mod tests {
         let text = "//! A file.\nfn f() {\n    unsafe { g() }\n}\n";
         assert_eq!(found("crates/ferrite-proto/src/window.rs", text), ["3: `unsafe` outside the fence"]);
         assert_eq!(found("crates/ferrite-verbs/tests/lab_x.rs", text).len(), 1);
-        assert_eq!(found("crates/ferrite-fabric/src/engine/slots.rs.rs", text).len(), 1);
+        assert_eq!(found("crates/ferrite-fabric/src/fabric/slots.rs.rs", text).len(), 1);
         assert_eq!(found("crates/ferrite-verbs/src/table.rs", text), [""; 0]);
-        assert_eq!(found("crates/ferrite-fabric/src/engine/slots.rs", text), [""; 0]);
+        assert_eq!(found("crates/ferrite-fabric/src/fabric/slots.rs", text), [""; 0]);
     }
 
     #[test]

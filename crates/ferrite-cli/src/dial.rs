@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 use std::time::Duration;
 
 use anyhow::{Context as _, anyhow};
-use ferrite_fabric::{Engine, Error, Rdma};
+use ferrite_fabric::{Error, Fabric, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport, client_config};
 use tokio::net::UnixStream;
 
@@ -21,7 +21,7 @@ const UNASKED_PATIENCE: Duration = Duration::from_secs(1);
 /// Opens connections.
 pub(crate) struct Dialer {
     /// Made when a way needs one: a Unix socket does not.
-    engine: OnceCell<Engine>,
+    fabric: OnceCell<Fabric>,
     rdma: Rdma,
     rdma_patience: Duration,
     patience: Duration,
@@ -48,11 +48,11 @@ impl Carrier {
 }
 
 impl Dialer {
-    /// Whoever waits for people has no time for the engine: then a thread drives it, else the runtime that dials.
+    /// Whoever waits for people has no time for the fabric: then a thread drives it, else the runtime that dials.
     pub(crate) fn new(settings: &Settings, waits_for_people: bool) -> Self {
         let asked = settings.is_rdma_asked_for;
         Self {
-            engine: OnceCell::new(),
+            fabric: OnceCell::new(),
             rdma: settings.rdma,
             rdma_patience: if asked { settings.timeout } else { settings.timeout.min(UNASKED_PATIENCE) },
             patience: settings.timeout,
@@ -62,20 +62,20 @@ impl Dialer {
         }
     }
 
-    fn engine(&self) -> anyhow::Result<&Engine> {
-        if let Some(engine) = self.engine.get() {
-            return Ok(engine);
+    fn fabric(&self) -> anyhow::Result<&Fabric> {
+        if let Some(fabric) = self.fabric.get() {
+            return Ok(fabric);
         }
-        let built = Engine::system().config(client_config()).rdma(self.rdma).build();
-        let engine = built.context("RDMA is required (--rdma) and cannot be used on this host")?;
-        if self.rdma != Rdma::Forbid && engine.absence().is_none() {
+        let built = Fabric::system().config(client_config()).rdma(self.rdma).build();
+        let fabric = built.context("RDMA is required (--rdma) and cannot be used on this host")?;
+        if self.rdma != Rdma::Forbid && fabric.absence().is_none() {
             if self.waits_for_people {
-                engine.spawn_thread().context("cannot start a thread for RDMA")?;
+                fabric.spawn_thread().context("cannot start a thread for RDMA")?;
             } else {
-                tokio::spawn(engine.drive());
+                tokio::spawn(fabric.drive());
             }
         }
-        Ok(self.engine.get_or_init(|| engine))
+        Ok(self.fabric.get_or_init(|| fabric))
     }
 
     /// Opens a connection.
@@ -95,14 +95,14 @@ impl Dialer {
 
     /// Tries the addresses of a name one after the other.
     async fn dial_net(&self, host: &str, port: u16) -> anyhow::Result<(Connection, Carrier)> {
-        let engine = self.engine()?;
+        let fabric = self.fabric()?;
         let found = tokio::net::lookup_host((host, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{host}: {error}"))?.collect();
         // RoCE networks are IPv4 more often than not, and a name may have both.
         addresses.sort_by_key(SocketAddr::is_ipv6);
         let mut last = anyhow!("{host} has no address");
         for address in addresses {
-            match self.dial_address(engine, address).await {
+            match self.dial_address(fabric, address).await {
                 Ok((session, carrier)) => {
                     return Ok((Connection::new(Box::new(session), self.max_reply_bytes), carrier));
                 }
@@ -112,11 +112,11 @@ impl Dialer {
         Err(last)
     }
 
-    async fn dial_address(&self, engine: &Engine, address: SocketAddr) -> anyhow::Result<(Session, Carrier)> {
+    async fn dial_address(&self, fabric: &Fabric, address: SocketAddr) -> anyhow::Result<(Session, Carrier)> {
         // Two ways with a time of their own each, so not one connector with the policy.
         let mut why_not_rdma = None;
         if self.rdma != Rdma::Forbid {
-            match self.over_rdma(engine, address).await {
+            match self.over_rdma(fabric, address).await {
                 Ok(session) => {
                     let carrier = Carrier::as_wished(rdma_words(&session));
                     return Ok((session, carrier));
@@ -125,7 +125,7 @@ impl Dialer {
                 Err(error) => why_not_rdma = Some(error),
             }
         }
-        let connector = Connector::new(engine).rdma(Rdma::Forbid).timeout(self.patience);
+        let connector = Connector::new(fabric).rdma(Rdma::Forbid).timeout(self.patience);
         match (connector.connect(address).await.map_err(without_number), why_not_rdma) {
             (Ok(session), None) => Ok((session, Carrier::as_wished("over TCP".into()))),
             (Ok(session), Some(why)) => {
@@ -136,18 +136,18 @@ impl Dialer {
                 Ok((session, Carrier { words, is_fallback: true, warning }))
             }
             // A host without RDMA has only one way, and its failure is all there is to say.
-            (Err(tcp), why) => match why.filter(|_| engine.absence().is_none()) {
+            (Err(tcp), why) => match why.filter(|_| fabric.absence().is_none()) {
                 Some(why) => Err(anyhow!("TCP: {tcp}; RDMA (tried first): {}", with_remedy(&why))),
                 None => Err(tcp.into()),
             },
         }
     }
 
-    async fn over_rdma(&self, engine: &Engine, address: SocketAddr) -> anyhow::Result<Session> {
-        if let Some(absence) = engine.absence() {
+    async fn over_rdma(&self, fabric: &Fabric, address: SocketAddr) -> anyhow::Result<Session> {
+        if let Some(absence) = fabric.absence() {
             return Err(absence.clone().into());
         }
-        let connector = Connector::new(engine).rdma(Rdma::Require).timeout(self.rdma_patience);
+        let connector = Connector::new(fabric).rdma(Rdma::Require).timeout(self.rdma_patience);
         let connector = match self.local {
             Some(local) => connector.local(local),
             None => connector,

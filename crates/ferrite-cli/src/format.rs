@@ -90,7 +90,7 @@ impl Format {
 }
 
 /// The value itself: what is said about it aside.
-fn bare<'a, 'b>(value: &'b Value<'a>) -> &'b Value<'a> {
+fn raw<'a, 'b>(value: &'b Value<'a>) -> &'b Value<'a> {
     match value {
         Value::Attributed { value, .. } => value,
         value => value,
@@ -99,7 +99,7 @@ fn bare<'a, 'b>(value: &'b Value<'a>) -> &'b Value<'a> {
 
 /// Whether a reply is an error.
 pub(crate) fn error_of<'a>(reply: &Value<'a>) -> Option<&'a [u8]> {
-    match bare(reply) {
+    match raw(reply) {
         Value::Error(text) | Value::BlobError(text) => Some(text),
         _ => None,
     }

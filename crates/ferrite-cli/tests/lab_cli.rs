@@ -11,7 +11,7 @@ mod table;
 
 use std::time::Duration;
 
-use ferrite_fabric::{Engine, ListenOptions, Rdma};
+use ferrite_fabric::{Fabric, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
 use ferrite_verbs::Verbs;
 use harness::{HUMAN, HUMAN3, JSON, Program, RAW, judge};
@@ -39,11 +39,11 @@ impl Scene {
         let runtime = runtime.expect("a runtime");
         let entered = runtime.enter();
         let verbs = Verbs::system().expect("rdma-core");
-        let engine = Engine::builder(&verbs).device("rxe1").rdma(Rdma::Require).build().expect("an engine");
-        tokio::spawn(engine.drive());
-        let options = ListenOptions::new().welcome_strangers();
+        let fabric = Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require).build().expect("a fabric");
+        tokio::spawn(fabric.drive());
+        let options = ListenOptions::new().accept_foreign_peers();
         let at = "10.0.0.1:0".parse().expect("an address");
-        let listener = engine.listen_with(at, &options).expect("it listens");
+        let listener = fabric.listen_with(at, &options).expect("it listens");
         let port = listener.local_addr().port().to_string();
         let address = EngineAddress::Unix(redis.socket.clone());
         let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{Engine, Error, Rdma};
+use ferrite_fabric::{Error, Fabric, Rdma};
 use ferrite_session::{Connector, client_config};
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError, RedisResult};
@@ -61,20 +61,20 @@ pub struct ClientBuilder {
 }
 
 impl Client {
-    /// With an engine of its own, which the calling tokio runtime drives: RDMA where there is some, else TCP.
+    /// With a fabric of its own, which the calling tokio runtime drives: RDMA where there is some, else TCP.
     ///
     /// # Errors
-    /// The engine cannot be made.
+    /// The fabric cannot be made.
     pub fn open(server: SocketAddr) -> Result<Self, Error> {
-        let engine = Engine::system().config(client_config()).build()?;
-        tokio::spawn(engine.drive());
-        Ok(Self::builder(&engine, server).build())
+        let fabric = Fabric::system().config(client_config()).build()?;
+        tokio::spawn(fabric.drive());
+        Ok(Self::builder(&fabric, server).build())
     }
 
-    /// On an engine that somebody drives. One made for this has [`client_config`]: large values are faster by it.
-    pub fn builder(engine: &Engine, server: SocketAddr) -> ClientBuilder {
+    /// On a fabric that somebody drives. One made for this has [`client_config`]: large values are faster by it.
+    pub fn builder(fabric: &Fabric, server: SocketAddr) -> ClientBuilder {
         ClientBuilder {
-            connector: Connector::new(engine),
+            connector: Connector::new(fabric),
             server,
             info: RedisConnectionInfo::default(),
             config: AsyncConnectionConfig::new(),

@@ -11,7 +11,7 @@ use ferrite_client::redis::AsyncCommands as _;
 use ferrite_client::redis::{self, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo};
 use ferrite_client::{Client, ClientBuilder, Pool};
 use ferrite_fabric::rustls::{ClientConfig, RootCertStore};
-use ferrite_fabric::{Config, Engine, FallbackCause, ListenOptions, Rdma};
+use ferrite_fabric::{Config, Fabric, FallbackCause, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, SessionTransport};
 use ferrite_verbs::Verbs;
 use redis_server::Redis;
@@ -29,16 +29,16 @@ pub(crate) fn run(verbs: &Verbs, test: impl AsyncFnOnce(&Verbs)) {
     runtime.block_on(async { tokio::time::timeout(PATIENCE, test(verbs)).await.expect("in time") });
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "engines that do not end");
+        assert!(begun.elapsed() < PATIENCE, "fabrics that do not end");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-fn engine(verbs: &Verbs, host: usize) -> Engine {
-    let builder = Engine::builder(verbs).rdma(Rdma::Require).config(Config::default());
-    let engine = builder.device(["rxe1", "rxe2"][host]).build().expect("an engine");
-    tokio::spawn(engine.drive());
-    engine
+fn fabric(verbs: &Verbs, host: usize) -> Fabric {
+    let builder = Fabric::builder(verbs).rdma(Rdma::Require).config(Config::default());
+    let fabric = builder.device(["rxe1", "rxe2"][host]).build().expect("a fabric");
+    tokio::spawn(fabric.drive());
+    fabric
 }
 
 fn any_port(host: usize) -> SocketAddr {
@@ -55,8 +55,8 @@ struct Served {
 
 impl Served {
     fn start(verbs: &Verbs, redis: &Redis) -> Self {
-        let listener = engine(verbs, 0)
-            .listen_with(any_port(0), &ListenOptions::new().welcome_strangers())
+        let listener = fabric(verbs, 0)
+            .listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers())
             .expect("listen");
         let at = listener.local_addr();
         let address = EngineAddress::Unix(redis.socket.clone());
@@ -82,7 +82,7 @@ impl Served {
 
 fn builder(verbs: &Verbs, at: SocketAddr) -> ClientBuilder {
     let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
-    Client::builder(&engine(verbs, 1), at).local(any_port(1)).config(config)
+    Client::builder(&fabric(verbs, 1), at).local(any_port(1)).config(config)
 }
 
 /// Typed commands, pipelines, RESP3, several tasks on one connection.
@@ -147,12 +147,12 @@ pub(crate) async fn falls_back(verbs: &Verbs) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
     let at = free.expect("a free port");
     let redis = Redis::start("falls", &["--bind", "127.0.0.1", "--port", &at.port().to_string()]).await;
-    let engine = engine(verbs, 1);
-    let client = Client::builder(&engine, at).connect_timeout(Duration::from_secs(1));
+    let fabric = fabric(verbs, 1);
+    let client = Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1));
     let error = client.rdma(Rdma::Require).reconnect(1, Duration::ZERO).build().connect().await;
     let error = error.expect_err("no RDMA there");
     assert!(error.is_io_error(), "{error}");
-    let client = Client::builder(&engine, at).connect_timeout(Duration::from_secs(1)).rdma(Rdma::Prefer);
+    let client = Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1)).rdma(Rdma::Prefer);
     let mut connection = client.build().connect().await.expect("over TCP");
     let carrier = connection.carrier();
     assert_eq!(carrier.transport, SessionTransport::Tcp);
@@ -311,9 +311,9 @@ pub(crate) async fn tls(verbs: &Verbs) {
     let redis = Redis::start("tls", &[&listens[..], &shows[..]].concat()).await;
     let name = || "127.0.0.1".try_into().expect("a name");
 
-    let engine = engine(verbs, 1);
+    let fabric = fabric(verbs, 1);
     let patient = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
-    let client = Client::builder(&engine, at).config(patient).tls(Arc::clone(&config), name());
+    let client = Client::builder(&fabric, at).config(patient).tls(Arc::clone(&config), name());
     let mut connection = client.rdma(Rdma::Prefer).build().connect().await.expect("a connection");
     let carrier = connection.carrier();
     assert_eq!(carrier.transport, SessionTransport::Tls);
@@ -323,18 +323,18 @@ pub(crate) async fn tls(verbs: &Verbs) {
         fallback.to_string().contains("to do: allow RDMA beside TLS (plain_rdma_beside_tls)"),
         "{fallback}"
     );
-    let counted = |engine: &Engine| engine.stats().fallbacks.map(|(_, count)| count).iter().sum::<u64>();
-    assert_eq!(counted(&engine), 1);
-    assert!(engine.stats().fallbacks.contains(&(FallbackCause::Encryption, 1)));
-    let forbidden = Client::builder(&engine, at).rdma(Rdma::Forbid).tls(Arc::clone(&config), name());
+    let counted = |fabric: &Fabric| fabric.stats().fallbacks.map(|(_, count)| count).iter().sum::<u64>();
+    assert_eq!(counted(&fabric), 1);
+    assert!(fabric.stats().fallbacks.contains(&(FallbackCause::Encryption, 1)));
+    let forbidden = Client::builder(&fabric, at).rdma(Rdma::Forbid).tls(Arc::clone(&config), name());
     let forbidden = forbidden.build().connect().await.expect("a connection");
-    assert!(forbidden.carrier().fallback.is_none() && counted(&engine) == 1, "as it was wanted");
+    assert!(forbidden.carrier().fallback.is_none() && counted(&fabric) == 1, "as it was wanted");
     let value = vec![7; 3 << 20];
     let () = connection.set("a", &value).await.expect("SET");
     assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "another value");
 
-    let stranger = builder(verbs, at).rdma(Rdma::Forbid).tls(certified().1, name()).build();
-    let error = stranger.connect().await.expect_err("nobody it trusts").to_string();
+    let foreign_peer = builder(verbs, at).rdma(Rdma::Forbid).tls(certified().1, name()).build();
+    let error = foreign_peer.connect().await.expect_err("nobody it trusts").to_string();
     assert!(error.contains("TLS with 127.0.0.1") && error.contains("invalid peer certificate"), "{error}");
 
     let served = Served::start(verbs, &redis);

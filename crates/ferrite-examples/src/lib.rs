@@ -1,6 +1,6 @@
 //! What the examples share: two hosts in one process, and what their links carried; a client of the server in the arguments.
 //!
-//! Each example of streams is client and server at once, so that one command shows it: an engine for each end, on the device that has
+//! Each example of streams is client and server at once, so that one command shows it: a fabric for each end, on the device that has
 //! the end's address. All bytes between the two go through the devices.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "examples talk to people")]
@@ -12,15 +12,15 @@ use std::time::Duration;
 use anyhow::{Context as _, ensure};
 use ferrite_client::redis::AsyncConnectionConfig;
 use ferrite_client::{Client, ClientBuilder, client_config};
-use ferrite_fabric::{ConnectOptions, Engine, Stream, StreamListener};
+use ferrite_fabric::{ConnectOptions, Fabric, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
 /// A host that serves and one that asks.
 #[derive(Debug)]
 pub struct Hosts {
-    server: Engine,
+    server: Fabric,
     server_ip: IpAddr,
-    client: Engine,
+    client: Fabric,
     client_ip: IpAddr,
 }
 
@@ -37,12 +37,12 @@ pub fn run(example: impl AsyncFnOnce(&Hosts) -> anyhow::Result<u64>) -> anyhow::
     let verbs = Verbs::system()?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
-        let engine = || {
-            let engine = Engine::builder(&verbs).build()?;
-            tokio::spawn(engine.drive());
-            anyhow::Ok(engine)
+        let fabric = || {
+            let fabric = Fabric::builder(&verbs).build()?;
+            tokio::spawn(fabric.drive());
+            anyhow::Ok(fabric)
         };
-        let hosts = Hosts { server: engine()?, server_ip, client: engine()?, client_ip };
+        let hosts = Hosts { server: fabric()?, server_ip, client: fabric()?, client_ip };
         let payload = example(&hosts).await?;
         hosts.settle().await?;
         hosts.print();
@@ -65,7 +65,7 @@ impl Hosts {
     /// A way to connect from the client, for those who connect later.
     #[must_use]
     pub fn connector(&self) -> Connector {
-        Connector { engine: self.client.clone(), local: SocketAddr::new(self.client_ip, 0) }
+        Connector { fabric: self.client.clone(), local: SocketAddr::new(self.client_ip, 0) }
     }
 
     /// Waits until all links are gone: only then everything that was sent is counted.
@@ -80,8 +80,8 @@ impl Hosts {
     }
 
     fn print(&self) {
-        for (name, engine) in [("client", &self.client), ("server", &self.server)] {
-            let totals = engine.stats().totals;
+        for (name, fabric) in [("client", &self.client), ("server", &self.server)] {
+            let totals = fabric.stats().totals;
             println!(
                 "RDMA, {name}: {} bytes in {} sends, {} bytes received",
                 totals.send_bytes, totals.send_ops, totals.recv_bytes
@@ -93,7 +93,7 @@ impl Hosts {
 /// Connects from the client.
 #[derive(Debug, Clone)]
 pub struct Connector {
-    engine: Engine,
+    fabric: Fabric,
     local: SocketAddr,
 }
 
@@ -103,21 +103,21 @@ impl Connector {
     /// # Errors
     /// Those of [`Stream::connect`].
     pub async fn connect(&self, peer: SocketAddr) -> io::Result<Stream> {
-        Stream::connect_with(&self.engine, peer, &ConnectOptions::new().local(self.local)).await
+        Stream::connect_with(&self.fabric, peer, &ConnectOptions::new().local(self.local)).await
     }
 }
 
 /// A client of the server that the first argument names, from the IP address in the second if there is one. The calling tokio
-/// runtime drives its engine.
+/// runtime drives its fabric.
 ///
 /// # Errors
-/// Arguments that are none; an engine that cannot be made.
+/// Arguments that are none; a fabric that cannot be made.
 pub fn client_by_arguments() -> anyhow::Result<ClientBuilder> {
     let mut arguments = std::env::args().skip(1);
     let server = arguments.next().context("say the server's address: 10.0.0.1:6380")?;
-    let engine = Engine::system().config(client_config()).build()?;
-    tokio::spawn(engine.drive());
-    let builder = Client::builder(&engine, server.parse().context("the server's IP address and port")?);
+    let fabric = Fabric::system().config(client_config()).build()?;
+    tokio::spawn(fabric.drive());
+    let builder = Client::builder(&fabric, server.parse().context("the server's IP address and port")?);
     let Some(local) = arguments.next() else { return Ok(builder) };
     Ok(builder.local(SocketAddr::new(local.parse().context("the local IP address")?, 0)))
 }

@@ -4,7 +4,7 @@ mod client_examples;
 
 use client_examples::redis_server::Redis;
 use client_examples::run_suite;
-use ferrite_fabric::{Engine, ListenOptions, Rdma};
+use ferrite_fabric::{Fabric, ListenOptions, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig};
 use ferrite_verbs::Verbs;
 
@@ -14,11 +14,11 @@ fn run(test: fn(&[String], &str)) {
     runtime.block_on(async {
         let redis = Redis::start("lab-examples", &[]).await;
         let verbs = Verbs::system().expect("rdma-core");
-        let engine = Engine::builder(&verbs).rdma(Rdma::Require).build().expect("an engine");
-        tokio::spawn(engine.drive());
-        let options = ListenOptions::new().welcome_strangers();
+        let fabric = Fabric::builder(&verbs).rdma(Rdma::Require).build().expect("a fabric");
+        tokio::spawn(fabric.drive());
+        let options = ListenOptions::new().accept_foreign_peers();
         let at = "10.0.0.1:0".parse().expect("an address");
-        let listener = engine.listen_with(at, &options).expect("listen");
+        let listener = fabric.listen_with(at, &options).expect("listen");
         let at = listener.local_addr().to_string();
         let address = EngineAddress::Unix(redis.socket.clone());
         let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });

@@ -1,7 +1,7 @@
 //! Instructions in user space for one message or operation, from the post to the reaped completion: ours alone.
 //!
 //! `cargo xtask instructions` runs this under callgrind and holds the figures against those in `instructions.json`. Both
-//! ends are engines on the fake provider, on one thread; warm-up is over before callgrind counts.
+//! ends are fabrics on the fake provider, on one thread; warm-up is over before callgrind counts.
 //!
 //! What is ours: everything between the caller and the provider's functions, and from there to the received message. What
 //! callgrind counted inside the fake's functions is taken off, by the calls into them (`xtask/src/instructions.rs`), and
@@ -14,7 +14,7 @@ use std::task::{Context, Poll, Waker};
 
 use ferrite_fabric::mem::{Buf, BufMut};
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Engine, Link, Rdma, Region};
+use ferrite_fabric::{Fabric, Link, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use gungraun::{Callgrind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main};
 
@@ -24,10 +24,10 @@ const WARM_UP: usize = 200;
 const SMALL: usize = 64;
 const LARGE: usize = 64 << 10;
 
-/// Two engines and a link between them.
+/// Two fabrics and a link between them.
 struct Pair {
-    near: Engine,
-    far: Engine,
+    near: Fabric,
+    far: Fabric,
     sender: Link,
     receiver: Link,
     /// For memory of the far end.
@@ -42,10 +42,10 @@ impl Pair {
         for (name, address) in [("near", [10, 0, 0, 1]), ("far", [10, 0, 0, 2])] {
             world.add_device(DeviceSpec::new(name, address.into()));
         }
-        let engine = |name: &str| {
-            Engine::builder(&world.verbs()).rdma(Rdma::Require).device(name).build().expect("an engine")
+        let fabric = |name: &str| {
+            Fabric::builder(&world.verbs()).rdma(Rdma::Require).device(name).build().expect("a fabric")
         };
-        let (near, far) = (engine("near"), engine("far"));
+        let (near, far) = (fabric("near"), fabric("far"));
         let mut listener = far.listen(([10, 0, 0, 2], 0).into()).expect("to listen");
         let mut connecting = pin!(near.connect(listener.local_addr()));
         let (mut sender, mut receiver) = (None, None);

@@ -1,18 +1,18 @@
-//! The engine in somebody else's event loop: plain epoll, no runtime, no thread, no future.
+//! The fabric in somebody else's event loop: plain epoll, no runtime, no thread, no future.
 //!
 //! ```text
 //! cargo run --example epoll_loop -- 10.0.0.1:7471        # an echo server; a line on standard input ends it
 //! ```
 //!
-//! The rules: watch the engine's descriptor; when it is readable, call `progress()`, then take what has come with
-//! `try_recv`; call `progress()` once more after giving the engine work and before waiting. This is how a database would
+//! The rules: watch the fabric's descriptor; when it is readable, call `progress()`, then take what has come with
+//! `try_recv`; call `progress()` once more after giving the fabric work and before waiting. This is how a database would
 //! drive it beside its own sockets.
 #![expect(clippy::print_stdout, reason = "an example")]
 
 use std::error::Error;
 use std::net::SocketAddr;
 
-use ferrite_fabric::{Engine, ErrorKind, Link};
+use ferrite_fabric::{ErrorKind, Fabric, Link};
 use ferrite_verbs::Verbs;
 use rustix::event::epoll;
 
@@ -21,18 +21,18 @@ const STDIN: u64 = 2;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let local: SocketAddr = std::env::args().nth(1).ok_or("say a local address")?.parse()?;
-    let engine = Engine::builder(&Verbs::system()?).build()?;
-    let mut listener = engine.listen(local)?;
+    let fabric = Fabric::builder(&Verbs::system()?).build()?;
+    let mut listener = fabric.listen(local)?;
     println!("listening on {}", listener.local_addr());
 
     let set = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-    epoll::add(&set, &engine, epoll::EventData::new_u64(ENGINE), epoll::EventFlags::IN)?;
+    epoll::add(&set, &fabric, epoll::EventData::new_u64(ENGINE), epoll::EventFlags::IN)?;
     epoll::add(&set, std::io::stdin(), epoll::EventData::new_u64(STDIN), epoll::EventFlags::IN)?;
 
     let mut links: Vec<Link> = Vec::new();
     let mut echoed = 0_u64;
     loop {
-        // Until the engine has nothing more and has prepared its descriptor for waiting.
+        // Until the fabric has nothing more and has prepared its descriptor for waiting.
         loop {
             while let Some(link) = listener.try_accept()? {
                 println!("{:?} came", link.peer_addr());
@@ -48,7 +48,7 @@ fn main() -> Result<(), Box<dyn Error>> {
                     false
                 }
             });
-            if engine.progress() == 0 {
+            if fabric.progress() == 0 {
                 break;
             }
         }

@@ -17,7 +17,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 
 use ferrite_fabric::wire::{GRANT_BYTES, GrantToken, Rights};
-use ferrite_fabric::{ConnectOptions, Engine, ErrorKind, Link, Region};
+use ferrite_fabric::{ConnectOptions, ErrorKind, Fabric, Link, Region};
 use ferrite_verbs::Verbs;
 
 const PLACES: usize = 4;
@@ -27,20 +27,20 @@ const LEN_SHIFT: u32 = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let engine = Engine::builder(&Verbs::system()?).build()?;
+    let fabric = Fabric::builder(&Verbs::system()?).build()?;
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["receive", local, directory] => {
-            engine.block_on(receive(&engine, local.parse()?, directory.as_ref()))
+            fabric.block_on(receive(&fabric, local.parse()?, directory.as_ref()))
         }
         ["send", local, peer, file] => {
-            engine.block_on(send(&engine, local.parse()?, peer.parse()?, file.as_ref()))
+            fabric.block_on(send(&fabric, local.parse()?, peer.parse()?, file.as_ref()))
         }
         _ => Err("receive ADDRESS DIRECTORY, or send ADDRESS PEER FILE".into()),
     }
 }
 
-async fn receive(engine: &Engine, local: SocketAddr, directory: &Path) -> Result<(), Box<dyn Error>> {
-    let mut listener = engine.listen(local)?;
+async fn receive(fabric: &Fabric, local: SocketAddr, directory: &Path) -> Result<(), Box<dyn Error>> {
+    let mut listener = fabric.listen(local)?;
     println!("listening on {}", listener.local_addr());
     let link = listener.accept().await?;
 
@@ -79,19 +79,19 @@ async fn receive(engine: &Engine, local: SocketAddr, directory: &Path) -> Result
 }
 
 fn place(link: &Link) -> Result<Region, Box<dyn Error>> {
-    let mut buf = link.engine().buffer(PLACE_BYTES)?;
+    let mut buf = link.fabric().buffer(PLACE_BYTES)?;
     buf.fill(0); // what its last user left there is not for the peer
     link.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error.into())
 }
 
 async fn send(
-    engine: &Engine,
+    fabric: &Fabric,
     local: SocketAddr,
     peer: SocketAddr,
     path: &Path,
 ) -> Result<(), Box<dyn Error>> {
     let mut file = File::open(path)?;
-    let link = engine.connect_with(peer, &ConnectOptions::new().local(local)).await?;
+    let link = fabric.connect_with(peer, &ConnectOptions::new().local(local)).await?;
     let name = path.file_name().and_then(|name| name.to_str()).ok_or("no file name")?;
     link.send_bytes(0, name.as_bytes()).await?;
     let tokens = link.recv().await?.to_vec();
@@ -107,7 +107,7 @@ async fn send(
                 done % (1 << LEN_SHIFT)
             }
         };
-        let mut buf = engine.buffer(PLACE_BYTES)?;
+        let mut buf = fabric.buffer(PLACE_BYTES)?;
         let len = fill(&mut file, &mut buf)?;
         buf.set_len(len);
         // Not awaited: the next piece is read from the disk meanwhile. The link keeps the buffer until it has arrived.

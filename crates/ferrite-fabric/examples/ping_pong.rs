@@ -10,28 +10,28 @@ use std::error::Error;
 use std::net::SocketAddr;
 use std::time::Instant;
 
-use ferrite_fabric::{ConnectOptions, Engine, ErrorKind, Link};
+use ferrite_fabric::{ConnectOptions, ErrorKind, Fabric, Link};
 use ferrite_verbs::Verbs;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let local: SocketAddr = arguments.first().ok_or("say a local address")?.parse()?;
-    let engine = Engine::builder(&Verbs::system()?).build()?;
+    let fabric = Fabric::builder(&Verbs::system()?).build()?;
     match arguments.get(1) {
-        None => answer(&engine, local),
+        None => answer(&fabric, local),
         Some(peer) => {
             let rounds = arguments.get(2).map_or(Ok(1000), |rounds| rounds.parse())?;
             let options = ConnectOptions::new().local(local);
-            let link = engine.block_on(engine.connect_with(peer.parse()?, &options))?;
-            ask(&engine, &link, rounds)
+            let link = fabric.block_on(fabric.connect_with(peer.parse()?, &options))?;
+            ask(&fabric, &link, rounds)
         }
     }
 }
 
-fn answer(engine: &Engine, local: SocketAddr) -> Result<(), Box<dyn Error>> {
-    let mut listener = engine.listen(local)?;
+fn answer(fabric: &Fabric, local: SocketAddr) -> Result<(), Box<dyn Error>> {
+    let mut listener = fabric.listen(local)?;
     println!("listening on {}", listener.local_addr());
-    engine.block_on(async {
+    fabric.block_on(async {
         let link = listener.accept().await?;
         loop {
             match link.recv().await {
@@ -43,10 +43,10 @@ fn answer(engine: &Engine, local: SocketAddr) -> Result<(), Box<dyn Error>> {
     })
 }
 
-fn ask(engine: &Engine, link: &Link, rounds: u32) -> Result<(), Box<dyn Error>> {
+fn ask(fabric: &Fabric, link: &Link, rounds: u32) -> Result<(), Box<dyn Error>> {
     let way = link.device().unwrap_or_else(|| link.transport().to_string());
     println!("connected through {way} to {:?}", link.peer_addr());
-    engine.block_on(async {
+    fabric.block_on(async {
         let begun = Instant::now();
         for round in 0..rounds {
             let ping = [round.to_le_bytes()[0]; 64];

@@ -19,7 +19,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::net::SocketAddr;
 
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{ConnectOptions, Engine, ErrorKind};
+use ferrite_fabric::{ConnectOptions, ErrorKind, Fabric};
 use ferrite_verbs::Verbs;
 
 const BUCKETS: u64 = 1024;
@@ -29,22 +29,22 @@ const VALUE_AT: usize = 40;
 
 fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let engine = Engine::builder(&Verbs::system()?).build()?;
+    let fabric = Fabric::builder(&Verbs::system()?).build()?;
     match arguments.iter().map(String::as_str).collect::<Vec<_>>()[..] {
-        ["serve", local] => engine.block_on(serve(&engine, local.parse()?)),
+        ["serve", local] => fabric.block_on(serve(&fabric, local.parse()?)),
         ["ask", local, peer, ref keys @ ..] => {
-            engine.block_on(ask(&engine, local.parse()?, peer.parse()?, keys))
+            fabric.block_on(ask(&fabric, local.parse()?, peer.parse()?, keys))
         }
         _ => Err("serve ADDRESS, or ask ADDRESS PEER KEY…".into()),
     }
 }
 
-async fn serve(engine: &Engine, local: SocketAddr) -> Result<(), Box<dyn Error>> {
-    let mut listener = engine.listen(local)?;
+async fn serve(fabric: &Fabric, local: SocketAddr) -> Result<(), Box<dyn Error>> {
+    let mut listener = fabric.listen(local)?;
     println!("listening on {}", listener.local_addr());
     let link = listener.accept().await?;
 
-    let mut buf = engine.buffer(BUCKETS as usize * BUCKET_BYTES)?;
+    let mut buf = fabric.buffer(BUCKETS as usize * BUCKET_BYTES)?;
     buf.fill(0);
     let table = link.register_memory(buf, Rights::READ).map_err(|(_, error)| error)?;
     for (key, value) in [("apple", "red"), ("pear", "green"), ("plum", "blue")] {
@@ -75,17 +75,17 @@ fn put(table: &ferrite_fabric::Region, version: u64, key: &str, value: &str) {
 }
 
 async fn ask(
-    engine: &Engine,
+    fabric: &Fabric,
     local: SocketAddr,
     peer: SocketAddr,
     keys: &[&str],
 ) -> Result<(), Box<dyn Error>> {
-    let link = engine.connect_with(peer, &ConnectOptions::new().local(local)).await?;
+    let link = fabric.connect_with(peer, &ConnectOptions::new().local(local)).await?;
     let grant = GrantToken::decode(&link.recv().await?.to_vec())?;
     for key in keys {
         let mut torn = 0;
         let value = loop {
-            let buf = engine.buffer(BUCKET_BYTES)?;
+            let buf = fabric.buffer(BUCKET_BYTES)?;
             let bucket = link.rdma_read(&grant, bucket_of(key) * BUCKET_BYTES as u64, buf)?.await?;
             match decode(&bucket) {
                 Some((found, value)) => break (found == key.as_bytes()).then(|| value.to_vec()),
@@ -138,7 +138,7 @@ fn checksum(bytes: &[u8]) -> u64 {
         .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
-/// Lets the engine look at its link.
+/// Lets the fabric look at its link.
 async fn tick() {
     let mut first = true;
     std::future::poll_fn(|cx| {

@@ -1,24 +1,24 @@
-//! Meeting a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an established link's identifier.
+//! Handshake a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an established link's identifier.
 //!
 //! Everything here runs in the poller's pass and never waits: each event of the connection manager moves a handshake one
 //! step, and the clock ends those that get nowhere. What a step asks of the kernel or the device is a command
-//! (`engine/commands.rs`), which has the identifier meanwhile; events that come before its result wait for that.
+//! (`fabric/commands.rs`), which has the identifier meanwhile; events that come before its result wait for that.
 //!
 //! ```text
 //!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello) ─► establish ─► link
 //!   incoming   request (hello) ─► queue pair up, accept (hello) ─► established ─► link in the listener's queue
-//!              request without hello ─► the listener's queue of strangers
+//!              request without hello ─► the listener's queue of foreign peers
 //! ```
 
+mod admission;
 mod calling;
-mod climbing;
-mod crowd;
 mod greeting;
 mod incoming;
-mod moving;
+mod migration;
 mod outgoing;
 mod several;
 mod sockets;
+mod upgrading;
 mod way;
 
 use std::collections::{HashMap, VecDeque};
@@ -30,30 +30,30 @@ use ferrite_verbs::{
     Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, Mtu, QueuePair, State,
 };
 
-use crate::engine::Shared;
-use crate::engine::gear::{Made, Maker};
-use crate::engine::lane::Lane;
-use crate::engine::poller::Poller;
-use crate::engine::slots::SendQueue;
-use crate::engine::timers::{LinkName, Timer};
-use crate::engine::waits::Ready;
 use crate::error::{Error, ErrorKind};
-use crate::link::patience::Patience;
+use crate::fabric::Shared;
+use crate::fabric::device_objects::{Made, Maker};
+use crate::fabric::poller::Poller;
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::slots::SendQueue;
+use crate::fabric::timers::{LinkName, Timer};
+use crate::fabric::wait_set::Ready;
+use crate::link::keepalive::Keepalive;
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::source::Source;
 use crate::wire::Hello;
-pub use calling::{ConnectOptions, Connecting, ConnectingBare, ConnectingEither, Met};
-pub(crate) use climbing::Opening;
-use crowd::{Crowd, Limits, Place};
+use admission::{AdmissionQueue, Limits, Place};
+pub use calling::{ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Met};
 use incoming::Expecting;
 pub(crate) use outgoing::Outgoing;
 pub use several::ConnectingAny;
 pub(crate) use sockets::Sockets;
+pub(crate) use upgrading::Opening;
 
 /// An identifier of the connection manager, and what it is for.
-pub(crate) enum Meeting {
+pub(crate) enum Handshake {
     Listening {
         id: CmId,
         /// Its address, and whether `[::]` is IPv6 alone.
@@ -76,7 +76,7 @@ pub(crate) enum Meeting {
     /// Bound to a device's address and nothing else: how a device without links is heard to go.
     Watching {
         id: CmId,
-        lane: usize,
+        device: usize,
     },
     /// A command has the identifier of a handshake. What comes for it meanwhile.
     Commanded {
@@ -86,62 +86,63 @@ pub(crate) enum Meeting {
 }
 
 #[derive(Default)]
-pub(crate) struct Meetings {
-    by_key: HashMap<CmKey, Meeting>,
+pub(crate) struct Handshakes {
+    by_key: HashMap<CmKey, Handshake>,
     /// Connects that wait until fewer are under way.
     waiting: VecDeque<Box<Outgoing>>,
     /// Connects that wait before they try again.
     retrying: HashMap<u64, Box<Outgoing>>,
     next_retry: u64,
     /// Handshakes of peers.
-    incoming: Crowd<CmKey>,
+    incoming: AdmissionQueue<CmKey>,
     /// Those of which a command is under way.
     commanded: usize,
     outgoing: usize,
 }
 
-impl Meetings {
-    fn put(&mut self, key: CmKey, meeting: Meeting) {
-        match meeting {
-            Meeting::Outgoing(_) | Meeting::Commanded { is_incoming: false, .. } => self.outgoing += 1,
-            Meeting::Commanded { is_incoming: true, .. } => self.commanded += 1,
+impl Handshakes {
+    fn put(&mut self, key: CmKey, handshake: Handshake) {
+        match handshake {
+            Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => self.outgoing += 1,
+            Handshake::Commanded { is_incoming: true, .. } => self.commanded += 1,
             _ => {}
         }
-        self.by_key.insert(key, meeting);
+        self.by_key.insert(key, handshake);
     }
 
-    pub(crate) fn take(&mut self, key: CmKey) -> Option<Meeting> {
-        let meeting = self.by_key.remove(&key)?;
-        match meeting {
-            Meeting::Outgoing(_) | Meeting::Commanded { is_incoming: false, .. } => self.outgoing -= 1,
-            Meeting::Incoming { .. } => drop(self.incoming.leave(key)),
-            Meeting::Commanded { is_incoming: true, .. } => self.commanded -= 1,
+    pub(crate) fn take(&mut self, key: CmKey) -> Option<Handshake> {
+        let handshake = self.by_key.remove(&key)?;
+        match handshake {
+            Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => self.outgoing -= 1,
+            Handshake::Incoming { .. } => drop(self.incoming.leave(key)),
+            Handshake::Commanded { is_incoming: true, .. } => self.commanded -= 1,
             _ => {}
         }
-        Some(meeting)
+        Some(handshake)
     }
 
-    pub(crate) fn listen(&mut self, key: CmKey, listening: Meeting) {
+    pub(crate) fn listen(&mut self, key: CmKey, listening: Handshake) {
         self.put(key, listening);
     }
 
-    /// Hears of the device of `lane` by `id`, and not any more by the one before, whose device has gone.
-    pub(crate) fn watch(&mut self, id: CmId, lane: usize) {
-        self.by_key
-            .retain(|_, meeting| !matches!(meeting, Meeting::Watching { lane: of, .. } if *of == lane));
-        self.put(id.key(), Meeting::Watching { id, lane });
+    /// Hears of the device of `device` by `id`, and not any more by the one before, whose device has gone.
+    pub(crate) fn watch(&mut self, id: CmId, device: usize) {
+        self.by_key.retain(
+            |_, handshake| !matches!(handshake, Handshake::Watching { device: of, .. } if *of == device),
+        );
+        self.put(id.key(), Handshake::Watching { id, device });
     }
 
     /// A command gets the identifier.
     fn command(&mut self, key: CmKey, is_incoming: bool) {
         if !self.by_key.contains_key(&key) {
-            self.put(key, Meeting::Commanded { is_incoming, events: Vec::new() });
+            self.put(key, Handshake::Commanded { is_incoming, events: Vec::new() });
         }
     }
 
     /// Tells the peer that the link is over.
     pub(crate) fn hang_up(&mut self, key: CmKey) {
-        if let Some(Meeting::Linked { id, .. } | Meeting::Incoming { id, .. }) = self.by_key.get(&key) {
+        if let Some(Handshake::Linked { id, .. } | Handshake::Incoming { id, .. }) = self.by_key.get(&key) {
             let _ = id.disconnect(); // there may be no connection any more
         }
     }
@@ -163,10 +164,10 @@ impl Poller {
         let channel = verbs.open_event_channel()?;
         shared.waits.add(std::os::fd::AsFd::as_fd(&channel), Ready::Cm)?;
         self.cm = Some(channel.clone());
-        for lane in &shared.lanes {
-            let context = lane.context();
-            if let Some(id) = context.and_then(|context| watch(&channel, &context, &lane.name)) {
-                self.meetings.watch(id, lane.index);
+        for device in &shared.devices {
+            let context = device.context();
+            if let Some(id) = context.and_then(|context| watch(&channel, &context, &device.name)) {
+                self.handshakes.watch(id, device.index);
             }
         }
         Ok(channel)
@@ -178,35 +179,35 @@ impl Poller {
             self.on_request(shared, event);
             return;
         }
-        let Some(meeting) = self.meeting(key) else { return };
-        match meeting {
-            Meeting::Outgoing(outgoing) => self.on_outgoing_event(shared, outgoing, event),
-            Meeting::Incoming { id, link, hello, mtu, who } => {
+        let Some(handshake) = self.handshake(key) else { return };
+        match handshake {
+            Handshake::Outgoing(outgoing) => self.on_outgoing_event(shared, outgoing, event),
+            Handshake::Incoming { id, link, hello, mtu, who } => {
                 self.on_incoming_event(shared, event, id, link, (hello, mtu), who);
             }
-            Meeting::Linked { id, link } => {
+            Handshake::Linked { id, link } => {
                 self.on_link_event(shared, &event, link);
                 // Until the link is torn down, unless its device must be let go of.
                 if event.kind != CmEventKind::DEVICE_REMOVAL && self.link_named(shared, link).is_some() {
-                    self.meetings.put(key, Meeting::Linked { id, link });
+                    self.handshakes.put(key, Handshake::Linked { id, link });
                 }
             }
-            Meeting::Watching { id, lane } => {
+            Handshake::Watching { id, device } => {
                 if event.kind == CmEventKind::DEVICE_REMOVAL {
-                    self.device_gone(shared, lane, "the device is being removed");
+                    self.device_gone(shared, device, "the device is being removed");
                 } else {
-                    self.meetings.put(key, Meeting::Watching { id, lane });
+                    self.handshakes.put(key, Handshake::Watching { id, device });
                 }
             }
-            Meeting::Commanded { is_incoming, mut events } => {
+            Handshake::Commanded { is_incoming, mut events } => {
                 events.push(event);
-                self.meetings.put(key, Meeting::Commanded { is_incoming, events });
+                self.handshakes.put(key, Handshake::Commanded { is_incoming, events });
             }
-            Meeting::Listening { id, at, listener } => {
+            Handshake::Listening { id, at, listener } => {
                 if event.kind == CmEventKind::DEVICE_REMOVAL {
                     self.lose_listener(shared, id, at, listener);
                 } else {
-                    self.meetings.put(key, Meeting::Listening { id, at, listener });
+                    self.handshakes.put(key, Handshake::Listening { id, at, listener });
                 }
             }
         }
@@ -232,26 +233,26 @@ impl Poller {
                 });
             }
             CmEventKind::DEVICE_REMOVAL => {
-                if let Some(lane) = link.lane() {
-                    self.device_gone(shared, lane.index, "the device is being removed");
+                if let Some(device) = link.device() {
+                    self.device_gone(shared, device.index, "the device is being removed");
                 }
             }
             _ => {}
         }
     }
 
-    /// A command that had the identifier of a handshake has ended: goes on with `meeting`, and with what came meanwhile.
-    fn resume(&mut self, shared: &Shared, key: CmKey, meeting: Option<Meeting>) {
-        let events = match self.meetings.take(key) {
-            Some(Meeting::Commanded { events, .. }) => events,
+    /// A command that had the identifier of a handshake has ended: goes on with `handshake`, and with what came meanwhile.
+    fn resume(&mut self, shared: &Shared, key: CmKey, handshake: Option<Handshake>) {
+        let events = match self.handshakes.take(key) {
+            Some(Handshake::Commanded { events, .. }) => events,
             Some(other) => {
-                self.meetings.put(key, other);
+                self.handshakes.put(key, other);
                 Vec::new()
             }
             None => Vec::new(),
         };
-        if let Some(meeting) = meeting {
-            self.meetings.put(key, meeting);
+        if let Some(handshake) = handshake {
+            self.handshakes.put(key, handshake);
         }
         for event in events {
             self.on_cm_event(shared, event);
@@ -259,79 +260,79 @@ impl Poller {
     }
 
     /// Ends a handshake or the identifier of a link. Its identifier goes where that may wait.
-    pub(crate) fn remove_meeting(&mut self, shared: &Shared, key: CmKey, source: Source) {
-        match self.meetings.take(key) {
+    pub(crate) fn remove_handshake(&mut self, shared: &Shared, key: CmKey, source: Source) {
+        match self.handshakes.take(key) {
             // Its link is over before the peer has finished the handshake.
-            Some(Meeting::Incoming { id, who, .. }) => {
+            Some(Handshake::Incoming { id, who, .. }) => {
                 shared.commands.discard(source, id);
                 who.tell(Error::new(ErrorKind::LinkDown, "the peer broke off the handshake"));
             }
-            Some(meeting) => shared.commands.discard(source, meeting),
+            Some(handshake) => shared.commands.discard(source, handshake),
             None => {}
         }
     }
 
-    /// What makes a queue pair on `lane`; [`Poller::end_making`] when it has, or has not.
-    fn begin_making(&mut self, shared: &Shared, lane: &Arc<Lane>) -> Result<Maker, Error> {
-        let gear = self.gears[lane.index].as_mut().filter(|_| !lane.is_gone());
-        let Some(gear) = gear else {
-            return Err(lane.absence());
+    /// What makes a queue pair on `device`; [`Poller::end_making`] when it has, or has not.
+    fn begin_making(&mut self, shared: &Shared, device: &Arc<SharedDevice>) -> Result<Maker, Error> {
+        let objects = self.device_objects[device.index].as_mut().filter(|_| !device.is_gone());
+        let Some(objects) = objects else {
+            return Err(device.absence());
         };
-        gear.under_way += 1;
-        Ok(gear.maker(lane, &shared.config))
+        objects.under_way += 1;
+        Ok(objects.maker(device, &shared.config))
     }
 
-    pub(crate) fn end_making(&mut self, shared: &Shared, lane: &Lane) {
-        if let Some(gear) = &mut self.gears[lane.index] {
-            gear.under_way -= 1;
+    pub(crate) fn end_making(&mut self, shared: &Shared, device: &SharedDevice) {
+        if let Some(objects) = &mut self.device_objects[device.index] {
+            objects.under_way -= 1;
         }
-        self.retire_if_unused(shared, lane.index);
+        self.retire_if_unused(shared, device.index);
     }
 
     /// Lets go of a queue pair that nobody needs any more.
-    fn unmake(&mut self, shared: &Shared, lane: &Arc<Lane>, source: Source, made: Made) {
-        let lane = Arc::clone(lane);
+    fn unmake(&mut self, shared: &Shared, device: &Arc<SharedDevice>, source: Source, made: Made) {
+        let device = Arc::clone(device);
         let work = |made: &mut Option<Made>| {
             drop(made.take());
             Ok(())
         };
         self.command(shared, source, Some(made), work, move |poller, shared, _, _| {
-            poller.end_making(shared, &lane);
+            poller.end_making(shared, &device);
         });
     }
 
-    /// A link on `lane` over a queue pair that was made for it, entered where completions find it.
+    /// A link on `device` over a queue pair that was made for it, entered where completions find it.
     fn make_link(
         &mut self,
         shared: &Shared,
-        lane: &Arc<Lane>,
+        device: &Arc<SharedDevice>,
         made: Made,
         peer: Option<SocketAddr>,
         moves: bool,
     ) -> Result<(Arc<LinkShared>, Hello), Error> {
         let source = Source::of_any(peer);
-        if lane.is_gone() {
-            self.unmake(shared, lane, source, made);
-            return Err(lane.absence());
+        if device.is_gone() {
+            self.unmake(shared, device, source, made);
+            return Err(device.absence());
         }
-        let inline = made.qp.capacity().max_inline.min(lane.inline()) as usize;
+        let inline = made.qp.capacity().max_inline.min(device.inline()) as usize;
         let (links, vacancy) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
             (links.len(), links.vacancy())
         };
         let Some((name, generation)) = vacancy else {
-            self.unmake(shared, lane, source, made);
+            self.unmake(shared, device, source, made);
             return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
         };
         let hello = shared.hello(links, moves);
         let limits = own_limits(shared, hello, name);
-        let queue = SendQueue::new(made.qp, made.taker, name.index, lane.index, generation);
-        let state = LinkState::new(queue, Arc::clone(lane), inline, limits);
+        let queue = SendQueue::new(made.qp, made.taker, name.index, device.index, generation);
+        let state = LinkState::new(queue, Arc::clone(device), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
         link.set_route(|route| route.peer = peer); // who pays for it, also if it comes to nothing
         self.enter(shared, &link);
-        self.end_making(shared, lane);
+        self.end_making(shared, device);
         Ok((link, hello))
     }
 
@@ -351,7 +352,7 @@ impl Poller {
             (route.local, route.peer) = (id.local_addr(), id.peer_addr());
         });
         shared.is_well(link);
-        self.meetings.put(key, Meeting::Linked { id, link: link.name });
+        self.handshakes.put(key, Handshake::Linked { id, link: link.name });
         self.timers.add(self.now, Timer::Keepalive(link.name)); // it says when the next is
         // What came in meanwhile may wait for an answer.
         link.with_wakes(&mut self.wakes, LinkState::pump);
@@ -363,24 +364,24 @@ impl Poller {
         self.attend(shared, link.index);
     }
 
-    pub(crate) fn meeting_timed_out(&mut self, shared: &Shared, key: CmKey) {
-        match self.meeting(key) {
-            Some(Meeting::Outgoing(outgoing)) => {
+    pub(crate) fn handshake_timed_out(&mut self, shared: &Shared, key: CmKey) {
+        match self.handshake(key) {
+            Some(Handshake::Outgoing(outgoing)) => {
                 if outgoing.is_over(self.now) {
                     self.outgoing_timed_out(shared, *outgoing);
                 } else {
                     let at = outgoing.deadline();
-                    self.meetings.put(key, Meeting::Outgoing(outgoing));
-                    self.timers.add(at, Timer::Meeting(key));
+                    self.handshakes.put(key, Handshake::Outgoing(outgoing));
+                    self.timers.add(at, Timer::Handshake(key));
                 }
             }
-            Some(Meeting::Incoming { id, link, who, .. }) => {
+            Some(Handshake::Incoming { id, link, who, .. }) => {
                 let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
                 shared.commands.discard(link.source(), id);
                 self.unmake_link(shared, &link, &error);
                 who.tell(error);
             }
-            Some(other) => self.meetings.put(key, other),
+            Some(other) => self.handshakes.put(key, other),
             None => {}
         }
     }
@@ -399,7 +400,7 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
         hello,
         queue_messages: config.send_queue_messages,
         queue_bytes: config.send_queue_bytes,
-        patience: Patience::new(config.keepalive, name.serial),
+        patience: Keepalive::new(config.keepalive, name.serial),
         peer_timeout: config.peer_timeout,
         latencies: Arc::clone(&shared.latencies),
         clock: shared.clock.clone(),
@@ -416,19 +417,24 @@ pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> 
     })
 }
 
-/// The lane of the device that an identifier is bound to.
-pub(crate) fn lane_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<Lane>, Error> {
+/// The device of the device that an identifier is bound to.
+pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<SharedDevice>, Error> {
     let Some((device, _)) = id.device() else {
         return Err(Error::new(ErrorKind::System, "the connection manager names no device"));
     };
-    shared.lanes.iter().find(|lane| lane.name == device).ok_or_else(|| {
-        let what = format!("the address is that of {device}, which this engine does not use");
+    shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
+        let what = format!("the address is that of {device}, which this fabric does not use");
         Error::new(ErrorKind::Misuse, what)
     })
 }
 
-fn params<'a>(shared: &Shared, lane: &Lane, link: &LinkShared, hello: &'a [u8]) -> ConnectParams<'a> {
-    let (reads_in, reads_out) = reads(shared, lane);
+fn params<'a>(
+    shared: &Shared,
+    device: &SharedDevice,
+    link: &LinkShared,
+    hello: &'a [u8],
+) -> ConnectParams<'a> {
+    let (reads_in, reads_out) = reads(shared, device);
     ConnectParams {
         qp_num: link.route().qp_num,
         srq: true,
@@ -441,8 +447,8 @@ fn params<'a>(shared: &Shared, lane: &Lane, link: &LinkShared, hello: &'a [u8]) 
 }
 
 /// Reads of a peer's that a queue pair of this device serves at a time, and that it may have outstanding.
-fn reads(shared: &Shared, lane: &Lane) -> (u8, u8) {
-    let limits = lane.limits();
+fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
+    let limits = device.limits();
     let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
     (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))
 }
@@ -471,7 +477,7 @@ fn bring_up(
 /// a request of the peer's was refused. Soft-RoCE does not always tell.
 fn failed_silently(link: &LinkShared) -> bool {
     let is_soft = || {
-        let context = link.lane().and_then(|lane| lane.context());
+        let context = link.device().and_then(|device| device.context());
         context.is_some_and(|context| context.device().driver().as_deref() == Some("rxe"))
     };
     let failed = |state: &mut LinkState| {

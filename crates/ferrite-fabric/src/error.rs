@@ -123,7 +123,7 @@ impl Error {
     }
 
     /// Why RDMA is not even tried where the payload must be encrypted; `remedy` is how the caller can allow it all the same. For
-    /// [`Engine::fell_back_to_tcp`](crate::Engine::fell_back_to_tcp).
+    /// [`Fabric::fell_back_to_tcp`](crate::Fabric::fell_back_to_tcp).
     #[must_use]
     pub fn clear_text(remedy: &'static str) -> Self {
         Self(Arc::new(Inner {
@@ -213,7 +213,7 @@ impl Error {
         }
     }
 
-    /// Likely causes by what was measured when it happened, the likeliest first. An engine with
+    /// Likely causes by what was measured when it happened, the likeliest first. A fabric with
     /// [command threads](crate::Builder::command_threads) measures there: then they are known a moment after the error.
     #[must_use]
     pub fn causes(&self) -> &[Cause] {

@@ -7,7 +7,7 @@ use std::time::Duration;
 /// The last holds all that took longer: a quarter of an hour.
 const BUCKETS: usize = 41;
 
-/// By operation; engine and links share them.
+/// By operation; fabric and links share them.
 #[derive(Debug, Default)]
 pub(crate) struct Latencies {
     pub(crate) send: Histogram,
@@ -38,8 +38,8 @@ impl Histogram {
 /// How long operations that somebody waited for took, from the call to the answer.
 ///
 /// ```
-/// # fn show(engine: &ferrite_fabric::Engine) {
-/// let send = engine.stats().send_latency;
+/// # fn show(fabric: &ferrite_fabric::Fabric) {
+/// let send = fabric.stats().send_latency;
 /// println!("{} sends, half of them within {:?}, 99 % within {:?}", send.count(), send.within(50.0), send.within(99.0));
 /// # }
 /// ```

@@ -7,16 +7,16 @@
 //! | `tickets.rs` `ops.rs` | how futures learn of results |
 //! | `bare.rs` | peers of other protocols |
 //! | `tcp.rs` `tls.rs` | the connection of a link that RDMA does not carry |
-//! | `shared.rs` | what engine and users share |
+//! | `shared.rs` | what fabric and users share |
 
-mod bare;
 pub(crate) mod inbox;
+pub(crate) mod keepalive;
 pub(crate) mod message;
 mod ops;
 mod outbox;
-pub(crate) mod patience;
 #[cfg(all(test, loom))]
 mod races;
+mod raw_connection;
 pub(crate) mod shared;
 pub(crate) mod state;
 mod stats;
@@ -30,16 +30,16 @@ use std::sync::Arc;
 
 use ferrite_verbs::Mtu;
 
-use crate::engine::Engine;
-use crate::engine::slots::Held;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
+use crate::fabric::slots::Held;
 use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::one_sided::Region;
 use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
-pub use bare::{Arrival, Bare, Done, Preparing};
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
+pub use raw_connection::{Arrival, Done, Preparing, RawConnection};
 use shared::{LinkShared, unique};
 use state::Kind;
 pub use stats::LinkStats;
@@ -72,8 +72,8 @@ impl fmt::Display for Transport {
 /// other channels.
 ///
 /// ```no_run
-/// # async fn show(engine: ferrite_fabric::Engine) -> Result<(), Box<dyn std::error::Error>> {
-/// let link = engine.connect("10.0.0.2:7471".parse()?).await?;
+/// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
+/// let link = fabric.connect("10.0.0.2:7471".parse()?).await?;
 /// link.send_bytes(0, b"hello").await?;
 /// let answer = link.recv().await?;
 /// println!("{} bytes from {:?}", answer.len(), link.peer_addr());
@@ -85,7 +85,7 @@ pub struct Link(Arc<Handle>);
 
 struct Handle {
     shared: Arc<LinkShared>,
-    engine: Engine,
+    fabric: Fabric,
 }
 
 impl Drop for Handle {
@@ -95,8 +95,8 @@ impl Drop for Handle {
 }
 
 impl Link {
-    pub(crate) fn new(shared: Arc<LinkShared>, engine: Engine) -> Self {
-        Self(Arc::new(Handle { shared, engine }))
+    pub(crate) fn new(shared: Arc<LinkShared>, fabric: Fabric) -> Self {
+        Self(Arc::new(Handle { shared, fabric }))
     }
 
     pub(crate) fn shared(&self) -> &Arc<LinkShared> {
@@ -119,7 +119,7 @@ impl Link {
         Sending::new(Arc::clone(self.shared()), channel, parts)
     }
 
-    /// Waits until the queue takes something: for [`Link::post`] and the one-sided operations, which do not wait.
+    /// WaitSet until the queue takes something: for [`Link::post`] and the one-sided operations, which do not wait.
     ///
     /// # Errors
     /// The link is down or closing.
@@ -221,13 +221,13 @@ impl Link {
             .map_err(|(_, error)| error)
     }
 
-    /// Registers `buf` so that peers may reach it: see [`Engine::register_memory`]. It is reachable through this link's
+    /// Registers `buf` so that peers may reach it: see [`Fabric::register_memory`]. It is reachable through this link's
     /// device.
     ///
     /// # Errors
     /// The buffer comes back, with what the device or the locked-memory limit said.
     pub fn register_memory(&self, buf: BufMut, rights: Rights) -> Result<Region, (BufMut, Error)> {
-        self.0.engine.register_on(self.shared().lane().as_ref(), buf, rights)
+        self.0.fabric.register_on(self.shared().device().as_ref(), buf, rights)
     }
 
     /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The peer's messages that came
@@ -240,7 +240,7 @@ impl Link {
         Ending(Arc::clone(self.shared()))
     }
 
-    /// Waits until the link ends, whoever ends it.
+    /// WaitSet until the link ends, whoever ends it.
     pub fn ended(&self) -> Ending {
         Ending(Arc::clone(self.shared()))
     }
@@ -251,7 +251,7 @@ impl Link {
     }
 
     /// Leaves RDMA for TCP now, as if the path were lost: before work on a network card, or to see what happens. Nothing is
-    /// lost. It goes back by itself, after `climb_after` at the earliest. `false` if it cannot move or is not on RDMA.
+    /// lost. It goes back by itself, after `upgrade_after` at the earliest. `false` if it cannot move or is not on RDMA.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn leave_rdma(&self) -> bool {
         self.shared().with(|state, _, _| state.leave())
@@ -263,10 +263,10 @@ impl Link {
         self.shared().with(|state, _, _| state.failure().cloned())
     }
 
-    /// The engine that it belongs to.
+    /// The fabric that it belongs to.
     #[must_use]
-    pub fn engine(&self) -> &Engine {
-        &self.0.engine
+    pub fn fabric(&self) -> &Fabric {
+        &self.0.fabric
     }
 
     /// Where buffers for it come from.
@@ -291,7 +291,7 @@ impl Link {
     #[must_use]
     pub fn transport(&self) -> Transport {
         let route = self.shared().route();
-        match route.lane {
+        match route.device {
             Some(_) => Transport::Rdma,
             None if route.encrypted => Transport::TcpTls,
             None => Transport::Tcp,
@@ -307,7 +307,7 @@ impl Link {
     /// The device that carries it; `None` on TCP.
     #[must_use]
     pub fn device(&self) -> Option<String> {
-        self.shared().lane().map(|lane| lane.name.clone())
+        self.shared().device().map(|device| device.name.clone())
     }
 
     /// Bytes in a packet, on RDMA.
@@ -320,7 +320,7 @@ impl Link {
     #[must_use]
     pub fn qp_num(&self) -> Option<u32> {
         let route = self.shared().route();
-        route.lane.map(|_| route.qp_num)
+        route.device.map(|_| route.qp_num)
     }
 
     /// What the peer said of itself.

@@ -1,7 +1,7 @@
 //! Where peers come in.
 
+mod foreign_peers;
 pub(crate) mod rdma;
-mod strangers;
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -15,16 +15,16 @@ use std::task::{Context, Poll, Waker};
 use ferrite_verbs::ConnectionRequest;
 use rustls::ServerConfig;
 
-use crate::engine::Engine;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
 use crate::link::Link;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Wakes, keep};
 use crate::mem::lock;
 use crate::policy::Rdma;
 
+pub use foreign_peers::{ForeignPeers, ForeignTcpPeer, ForeignTcpPeers};
 use rdma::Half;
-pub use strangers::{Strangers, TcpStranger, TcpStrangers};
 
 /// Links that are open and that nobody has accepted yet.
 const BACKLOG: usize = 1024;
@@ -42,33 +42,33 @@ pub(crate) struct ListenerShared {
     /// TCP is taken too: links can go on there, and so can the listener.
     pub(crate) moves: bool,
     /// Nobody is taken for a Ferrite peer over RDMA, hello or not.
-    pub(crate) strangers_only: bool,
+    pub(crate) foreign_peers_only: bool,
 }
 
 #[derive(Default)]
 struct Queue {
     links: VecDeque<Arc<LinkShared>>,
     waiting: Wakes,
-    strangers: Guests<ConnectionRequest>,
-    tcp_strangers: Guests<TcpStranger>,
+    foreign_peers: AcceptQueue<ConnectionRequest>,
+    foreign_tcp_peers: AcceptQueue<ForeignTcpPeer>,
     failure: Option<Error>,
 }
 
 /// Peers without a hello, of one kind.
-struct Guests<T> {
+struct AcceptQueue<T> {
     here: VecDeque<T>,
     /// Whether somebody takes them.
     are_welcome: bool,
     waiting: Wakes,
 }
 
-impl<T> Default for Guests<T> {
+impl<T> Default for AcceptQueue<T> {
     fn default() -> Self {
         Self { here: VecDeque::new(), are_welcome: false, waiting: Wakes::new() }
     }
 }
 
-impl<T> Guests<T> {
+impl<T> AcceptQueue<T> {
     fn have_room(&self, most: usize) -> bool {
         self.are_welcome && self.here.len() < most
     }
@@ -87,7 +87,7 @@ impl<T> Guests<T> {
 
 impl ListenerShared {
     /// The next guest of a kind.
-    async fn guest<T>(&self, of: fn(&mut Queue) -> &mut Guests<T>) -> Result<T, Error> {
+    async fn guest<T>(&self, of: fn(&mut Queue) -> &mut AcceptQueue<T>) -> Result<T, Error> {
         std::future::poll_fn(|cx| {
             let mut queue = lock(&self.queue);
             if let Some(guest) = of(&mut queue).here.pop_front() {
@@ -120,25 +120,25 @@ impl ListenerShared {
     }
 
     /// Keeps a request without a hello for whoever takes them; gives it back if nobody does.
-    pub(crate) fn stranger(
+    pub(crate) fn foreign_peer(
         &self,
         request: ConnectionRequest,
         wakes: &mut Wakes,
     ) -> Result<(), Box<ConnectionRequest>> {
         let mut queue = lock(&self.queue);
-        if !queue.strangers.have_room(STRANGERS) {
+        if !queue.foreign_peers.have_room(STRANGERS) {
             return Err(Box::new(request));
         }
-        queue.strangers.push(request, wakes);
+        queue.foreign_peers.push(request, wakes);
         Ok(())
     }
 
-    pub(crate) fn takes_tcp_strangers(&self) -> bool {
-        lock(&self.queue).tcp_strangers.have_room(TCP_STRANGERS)
+    pub(crate) fn accepts_foreign_tcp_peers(&self) -> bool {
+        lock(&self.queue).foreign_tcp_peers.have_room(TCP_STRANGERS)
     }
 
-    pub(crate) fn tcp_stranger(&self, stranger: TcpStranger, wakes: &mut Wakes) {
-        lock(&self.queue).tcp_strangers.push(stranger, wakes);
+    pub(crate) fn foreign_tcp_peer(&self, foreign_peer: ForeignTcpPeer, wakes: &mut Wakes) {
+        lock(&self.queue).foreign_tcp_peers.push(foreign_peer, wakes);
     }
 
     pub(crate) fn fail(&self, error: Error) {
@@ -146,8 +146,8 @@ impl ListenerShared {
             let mut queue = lock(&self.queue);
             queue.failure = Some(error);
             let mut wakes = std::mem::take(&mut queue.waiting);
-            wakes.append(&mut queue.strangers.waiting);
-            wakes.append(&mut queue.tcp_strangers.waiting);
+            wakes.append(&mut queue.foreign_peers.waiting);
+            wakes.append(&mut queue.foreign_tcp_peers.waiting);
             wakes
         };
         wakes.into_iter().for_each(Waker::wake);
@@ -157,8 +157,8 @@ impl ListenerShared {
 /// Takes links of peers. Dropping it stops listening; links that were accepted stay.
 ///
 /// ```no_run
-/// # async fn show(engine: ferrite_fabric::Engine) -> Result<(), Box<dyn std::error::Error>> {
-/// let mut listener = engine.listen("0.0.0.0:7471".parse()?)?;
+/// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
+/// let mut listener = fabric.listen("0.0.0.0:7471".parse()?)?;
 /// loop {
 ///     let link = listener.accept().await?;
 ///     println!("{:?} came", link.peer_addr());
@@ -166,7 +166,7 @@ impl ListenerShared {
 /// # }
 /// ```
 pub struct Listener {
-    engine: Engine,
+    fabric: Fabric,
     shared: Arc<ListenerShared>,
     /// Where TCP comes in.
     tcp: Option<u64>,
@@ -187,13 +187,13 @@ pub struct ListenOptions {
     rdma: Option<Rdma>,
     tls: Option<Arc<ServerConfig>>,
     require_encryption: bool,
-    strangers_only: bool,
-    welcome_strangers: bool,
+    foreign_peers_only: bool,
+    accept_foreign_peers: bool,
     one_family: bool,
 }
 
 impl ListenOptions {
-    /// As the engine's settings say, and TCP in clear text.
+    /// As the fabric's settings say, and TCP in clear text.
     pub fn new() -> Self {
         Self::default()
     }
@@ -204,17 +204,17 @@ impl ListenOptions {
         self
     }
 
-    /// Every peer that comes over RDMA is a stranger, what it says of itself notwithstanding: see [`Listener::strangers`]. For
+    /// Every peer that comes over RDMA is a foreign peer, what it says of itself notwithstanding: see [`Listener::foreign peers`]. For
     /// who speaks another protocol and nothing else.
-    pub fn strangers_only(mut self) -> Self {
-        self.strangers_only = true;
+    pub fn foreign_peers_only(mut self) -> Self {
+        self.foreign_peers_only = true;
         self
     }
 
-    /// Strangers are welcome from the start: who takes them ([`Listener::strangers`], [`Listener::tcp_strangers`]) finds those that
+    /// Foreign peers are welcome from the start: who takes them ([`Listener::foreign peers`], [`Listener::foreign_tcp_peers`]) finds those that
     /// came before it was ready. Otherwise they are refused until then.
-    pub fn welcome_strangers(mut self) -> Self {
-        self.welcome_strangers = true;
+    pub fn accept_foreign_peers(mut self) -> Self {
+        self.accept_foreign_peers = true;
         self
     }
 
@@ -237,7 +237,7 @@ impl ListenOptions {
     }
 }
 
-impl Engine {
+impl Fabric {
     /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both. A loopback
     /// address takes TCP alone: RDMA has none, and the kernel would open the port to other hosts. A
     /// listener on the address of a device that is removed or reset goes on with TCP, and takes RDMA again some seconds after
@@ -254,7 +254,7 @@ impl Engine {
     /// The same, with options.
     ///
     /// # Errors
-    /// As [`Engine::listen`].
+    /// As [`Fabric::listen`].
     pub fn listen_with(&self, local: SocketAddr, options: &ListenOptions) -> Result<Listener, Error> {
         /// A port that TCP has free may be taken for RDMA.
         const TRIES: usize = 8;
@@ -276,12 +276,12 @@ impl Engine {
             rdma: Mutex::default(),
             ip: local.ip(),
             moves: policy == Rdma::Prefer,
-            strangers_only: options.strangers_only,
+            foreign_peers_only: options.foreign_peers_only,
         });
         {
             let mut queue = lock(&listener.queue);
-            queue.strangers.are_welcome = options.welcome_strangers || options.strangers_only;
-            queue.tcp_strangers.are_welcome = options.welcome_strangers;
+            queue.foreign_peers.are_welcome = options.accept_foreign_peers || options.foreign_peers_only;
+            queue.foreign_tcp_peers.are_welcome = options.accept_foreign_peers;
         }
         let one_family = options.one_family && local.is_ipv6();
         let mut last = None;
@@ -319,10 +319,10 @@ impl Engine {
                     if let Some(error) = &absence {
                         tracing::warn!("{local} takes TCP only, not RDMA: {}", error.with_remedy());
                     }
-                    if has_rdma && (options.welcome_strangers || options.strangers_only) {
+                    if has_rdma && (options.accept_foreign_peers || options.foreign_peers_only) {
                         self.warn_of_shared_memory(local);
                     }
-                    return Ok(Listener { engine: self.clone(), shared: listener, tcp, local, absence });
+                    return Ok(Listener { fabric: self.clone(), shared: listener, tcp, local, absence });
                 }
                 Err(error)
                     if policy == Rdma::Prefer && local.port() == 0 && error.kind() == ErrorKind::Misuse =>
@@ -336,12 +336,15 @@ impl Engine {
     }
 }
 
-impl Engine {
+impl Fabric {
     /// Says which devices cannot keep peers of other protocols apart, and what follows from that.
     fn warn_of_shared_memory(&self, local: SocketAddr) {
-        let lanes = &self.shared().lanes;
-        let without: Vec<_> =
-            lanes.iter().filter(|lane| !lane.has_windows()).map(|lane| lane.name.as_str()).collect();
+        let devices = &self.shared().devices;
+        let without: Vec<_> = devices
+            .iter()
+            .filter(|device| !device.has_windows())
+            .map(|device| device.name.as_str())
+            .collect();
         if without.is_empty() {
             return;
         }
@@ -365,7 +368,7 @@ impl Listener {
     /// without exec: a child that keeps them keeps the port when its parent has ended.
     #[must_use]
     pub fn descriptors(&self) -> Vec<RawFd> {
-        self.engine.shared().with_poller(|poller, _| {
+        self.fabric.shared().with_poller(|poller, _| {
             let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
             let has_rdma = lock(&self.shared.rdma).is_some(); // or had, and will have it again
             let cm = poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
@@ -402,7 +405,7 @@ impl Listener {
         let mut queue = lock(&self.shared.queue);
         if let Some(link) = queue.links.pop_front() {
             drop(queue);
-            return Ok(Some(Link::new(link, self.engine.clone())));
+            return Ok(Some(Link::new(link, self.fabric.clone())));
         }
         if let Some(error) = &queue.failure {
             return Err(error.clone());
@@ -416,7 +419,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let listening = self.engine.shared().with_poller(|poller, _| {
+        let listening = self.fabric.shared().with_poller(|poller, _| {
             if let Some(tcp) = self.tcp {
                 poller.stop_listening_tcp(tcp);
             }
@@ -469,7 +472,7 @@ mod tests {
             rdma: Mutex::default(),
             ip: ip.parse().expect("an address"),
             moves: false,
-            strangers_only: false,
+            foreign_peers_only: false,
         };
         let called = |address: &str| Some(SocketAddr::new(address.parse().expect("an address"), 6380));
         assert!(at("10.0.0.1").is_at(called("10.0.0.1")) && at("10.0.0.1").is_at(called("::ffff:10.0.0.1")));

@@ -30,7 +30,7 @@
 //!
 //! Dropping the last handle of a buffer returns its block at once, and the next taker overwrites it. So **whoever gives
 //! a buffer's [`RawParts`] to the device must own the buffer until the completion has been reaped** or the queue pair
-//! is destroyed. That is the duty of the engine's slot, and the contract of the `unsafe`
+//! is destroyed. That is the duty of the fabric's slot, and the contract of the `unsafe`
 //! [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), by which alone the parts reach a device. Nothing here can know
 //! what the device does; nothing here needs to.
 //!

@@ -4,7 +4,7 @@
 //! sends like any bytes. Taking it back has two steps, because a device cannot be asked to stop an access in the middle
 //! without breaking the peer's connection:
 //!
-//! 1. Every link that was given the grant is told. The peer's engine starts nothing new with it, waits for what it has
+//! 1. Every link that was given the grant is told. The peer's fabric starts nothing new with it, waits for what it has
 //!    under way, and says so.
 //! 2. When all have answered, or their time is over, the registration ends. From then on the device refuses the key,
 //!    whoever has it. A peer that did not listen loses its link by its next access; others notice nothing.
@@ -25,11 +25,11 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::{Access, RemoteSlice};
 
-use crate::engine::lane::Lane;
-use crate::engine::poller::Poller;
-use crate::engine::timers::Timer;
-use crate::engine::{Engine, Shared};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::poller::Poller;
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::timers::Timer;
+use crate::fabric::{Fabric, Shared};
 use crate::link::Link;
 use crate::link::shared::LinkShared;
 use crate::link::state::{Request, Wakes, keep};
@@ -42,31 +42,31 @@ use crate::wire::{GrantToken, Rights};
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
-/// # use ferrite_fabric::Engine;
+/// # use ferrite_fabric::Fabric;
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
 /// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
-/// # let engine = Engine::builder(&world.verbs()).build()?;
-/// # let mut listener = engine.listen("127.0.0.1:0".parse()?)?;
-/// # let (there, here) = engine.block_on(async {
-/// #     let (there, here) = futures_util::join!(engine.connect(listener.local_addr()), listener.accept());
+/// # let fabric = Fabric::builder(&world.verbs()).build()?;
+/// # let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
+/// # let (there, here) = fabric.block_on(async {
+/// #     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
 /// #     Ok::<_, ferrite_fabric::Error>((there?, here?))
 /// # })?;
-/// let mut buf = engine.buffer(4096)?;
+/// let mut buf = fabric.buffer(4096)?;
 /// buf.fill(7);
 /// let region = here.register_memory(buf, Rights::READ).map_err(|(_, error)| error)?;
 /// let token = region.grant(&here); // to be sent to the peer in a message
 ///
-/// let copy = engine.block_on(there.rdma_read(&token, 100, engine.buffer(8)?)?)?;
+/// let copy = fabric.block_on(there.rdma_read(&token, 100, fabric.buffer(8)?)?)?;
 /// assert_eq!(&copy[..], [7; 8]);
 ///
-/// let buf = engine.block_on(region.revoke())?; // nobody reads it any more
+/// let buf = fabric.block_on(region.revoke())?; // nobody reads it any more
 /// assert_eq!(buf.len(), 4096);
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 pub struct Region {
     shared: Arc<RegionShared>,
-    engine: Engine,
+    fabric: Fabric,
 }
 
 pub(crate) struct RegionShared {
@@ -74,7 +74,7 @@ pub(crate) struct RegionShared {
     rights: Rights,
     remote: RemoteSlice,
     /// `None` if only this process serves it.
-    lane: Option<Arc<Lane>>,
+    device: Option<Arc<SharedDevice>>,
     state: Mutex<State>,
 }
 
@@ -83,7 +83,7 @@ enum State {
         exposed: Exposed,
         granted: Vec<Weak<LinkShared>>,
     },
-    /// Waits for links (by number) to let go, at most until the clock says.
+    /// WaitSet for links (by number) to let go, at most until the clock says.
     Revoking {
         exposed: Exposed,
         waiting: Vec<u32>,
@@ -103,10 +103,10 @@ pub(crate) enum Door {
 
 impl Door {
     /// `None` if the device or the host refuses.
-    fn open(pool: &Pool, exposed: &mut Exposed, lane: &Lane, access: Access) -> Option<Self> {
-        match lane.has_windows() {
-            true => pool.open_window(exposed, lane.index, access).ok().map(Self::Window),
-            false => pool.expose_also(exposed, lane.index, access).ok().map(Self::Shared),
+    fn open(pool: &Pool, exposed: &mut Exposed, device: &SharedDevice, access: Access) -> Option<Self> {
+        match device.has_windows() {
+            true => pool.open_window(exposed, device.index, access).ok().map(Self::Window),
+            false => pool.expose_also(exposed, device.index, access).ok().map(Self::Shared),
         }
     }
 
@@ -118,7 +118,7 @@ impl Door {
     }
 }
 
-/// The regions of an engine, by the number of their grant.
+/// The regions of a fabric, by the number of their grant.
 #[derive(Default)]
 pub(crate) struct Regions {
     by_id: Mutex<HashMap<u64, Weak<RegionShared>>>,
@@ -127,35 +127,35 @@ pub(crate) struct Regions {
 
 impl Region {
     pub(crate) fn new(
-        engine: Engine,
-        lane: Option<&Arc<Lane>>,
+        fabric: Fabric,
+        device: Option<&Arc<SharedDevice>>,
         buf: BufMut,
         rights: Rights,
     ) -> Result<Self, (BufMut, Error)> {
-        let exposed = match lane {
+        let exposed = match device {
             // Each link that it is granted to has a window of its own on it.
-            Some(lane) if lane.has_windows() => engine.pool().expose(buf, lane.index, Access::WINDOWS),
-            Some(lane) => engine.pool().expose(buf, lane.index, access_of(rights)),
-            None => engine.pool().expose_without_device(buf),
+            Some(device) if device.has_windows() => fabric.pool().expose(buf, device.index, Access::WINDOWS),
+            Some(device) => fabric.pool().expose(buf, device.index, access_of(rights)),
+            None => fabric.pool().expose_without_device(buf),
         };
         let exposed = exposed.map_err(|(buf, error)| (buf, Error::from(error)))?;
-        let regions = &engine.shared().regions;
+        let regions = &fabric.shared().regions;
         let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 is no grant
         let shared = Arc::new(RegionShared {
             id,
             rights,
             remote: exposed.remote(),
-            lane: lane.cloned(),
+            device: device.cloned(),
             state: Mutex::new(State::Live { exposed, granted: Vec::new() }),
         });
         lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
-        if let Some(lane) = lane.filter(|lane| lane.is_gone()) {
+        if let Some(device) = device.filter(|device| device.is_gone()) {
             // Since the pool gave us its domain: this may have been too late to be ended with the others.
             let mut wakes = Wakes::new();
-            regions.on_device_gone(lane, engine.shared().config.rdma == Rdma::Prefer, &mut wakes);
+            regions.on_device_gone(device, fabric.shared().config.rdma == Rdma::Prefer, &mut wakes);
             wakes.into_iter().for_each(Waker::wake);
         }
-        Ok(Self { shared, engine })
+        Ok(Self { shared, fabric })
     }
 
     /// What the peer of `link` needs to reach it, to be sent to it over this link. The link is told
@@ -168,21 +168,21 @@ impl Region {
         let access = access_of(self.shared.rights);
         // The link may be on another device than the region, or was on none when the region was
         // made.
-        let lane = link.with(|state, _, _| {
+        let device = link.with(|state, _, _| {
             state.allow(access);
-            state.next_lane()
+            state.next_device()
         });
         let mut door = None;
         if let State::Live { granted, exposed } = &mut *lock(&self.shared.state) {
-            door = lane.as_ref().and_then(|lane| Door::open(self.engine.pool(), exposed, lane, access));
+            door = device.as_ref().and_then(|device| Door::open(self.fabric.pool(), exposed, device, access));
             let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link));
             if !known {
                 granted.retain(|link| link.strong_count() > 0);
                 granted.push(Arc::downgrade(link));
             }
         }
-        if let (Some(lane), Some(Door::Window(window))) = (&lane, &door) {
-            link.with(|state, around, wakes| state.bind(lane, window, around, wakes));
+        if let (Some(device), Some(Door::Window(window))) = (&device, &door) {
+            link.with(|state, env, wakes| state.bind(device, window, env, wakes));
         }
         if let Some(door) = door {
             let remote = door.remote();
@@ -200,7 +200,7 @@ impl Region {
     #[must_use]
     pub fn expires_in(self, time: Duration) -> Self {
         let id = self.shared.id;
-        self.engine.shared().with_poller(|poller, _| {
+        self.fabric.shared().with_poller(|poller, _| {
             poller.timers.add(Instant::now() + time, Timer::Expiry(id));
         });
         self
@@ -216,7 +216,7 @@ impl Region {
     /// The device that it is reachable through; `None` if only over TCP.
     #[must_use]
     pub fn device(&self) -> Option<&str> {
-        self.shared.lane.as_ref().map(|lane| lane.name.as_str())
+        self.shared.device.as_ref().map(|device| device.name.as_str())
     }
 
     /// Whether peers can still reach it.
@@ -262,14 +262,14 @@ impl Region {
     /// What the device said if it did not let go; the memory is then never used again.
     pub fn revoke(self) -> Revoking {
         let shared = Arc::clone(&self.shared);
-        self.engine.shared().with_poller(|poller, engine| engine.regions.begin(poller, engine, &shared));
+        self.fabric.shared().with_poller(|poller, fabric| fabric.regions.begin(poller, fabric, &shared));
         Revoking { region: self }
     }
 }
 
 impl Drop for Region {
     fn drop(&mut self) {
-        lock(&self.engine.shared().regions.by_id).remove(&self.shared.id);
+        lock(&self.fabric.shared().regions.by_id).remove(&self.shared.id);
     }
 }
 
@@ -340,14 +340,19 @@ impl Regions {
         true
     }
 
-    /// How the regions that `link` was granted are reached on `lane`: registered there too, if they
+    /// How the regions that `link` was granted are reached on `device`: registered there too, if they
     /// were not.
-    pub(crate) fn doors_for(&self, shared: &Shared, link: &Arc<LinkShared>, lane: &Lane) -> Vec<(u64, Door)> {
+    pub(crate) fn doors_for(
+        &self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        device: &SharedDevice,
+    ) -> Vec<(u64, Door)> {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         let keys = regions.iter().filter_map(|region| {
             let State::Live { exposed, granted } = &mut *lock(&region.state) else { return None };
             granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link)).then_some(())?;
-            Some((region.id, Door::open(&shared.pool, exposed, lane, access_of(region.rights))?))
+            Some((region.id, Door::open(&shared.pool, exposed, device, access_of(region.rights))?))
         });
         keys.collect()
     }
@@ -360,12 +365,12 @@ impl Regions {
         };
         let mut told = Vec::new();
         for link in granted.iter().filter_map(Weak::upgrade) {
-            let is_up = link.with_wakes(&mut poller.wakes, |state, around, wakes| {
+            let is_up = link.with_wakes(&mut poller.wakes, |state, env, wakes| {
                 if state.failure().is_some() {
                     return false;
                 }
                 state.revoke(region.id);
-                state.pump(around, wakes);
+                state.pump(env, wakes);
                 true
             });
             if is_up {
@@ -402,15 +407,15 @@ impl Regions {
     }
 
     /// The device goes, and every registration on it.
-    pub(crate) fn on_device_gone(&self, lane: &Lane, stays: bool, wakes: &mut Wakes) {
+    pub(crate) fn on_device_gone(&self, device: &SharedDevice, stays: bool, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         for region in &regions {
             // Peers that go on over TCP can still be served.
             if stays && let State::Live { exposed, .. } = &mut *lock(&region.state) {
-                exposed.unregister(lane.index);
+                exposed.unregister(device.index);
                 continue;
             }
-            if !region.is_on(lane) {
+            if !region.is_on(device) {
                 continue;
             }
             region.wait_for(Vec::new());
@@ -438,8 +443,8 @@ fn access_of(rights: Rights) -> Access {
 }
 
 impl RegionShared {
-    fn is_on(&self, lane: &Lane) -> bool {
-        self.lane.as_ref().is_some_and(|on| on.index == lane.index)
+    fn is_on(&self, device: &SharedDevice) -> bool {
+        self.device.as_ref().is_some_and(|on| on.index == device.index)
     }
 
     fn wait_for(&self, links: Vec<u32>) {

@@ -65,7 +65,7 @@ pub enum Meet {
     /// Over a TCP connection, which stays open: as the way back, and because its end is how a peer is heard to go. For
     /// networks where RDMA CM does not get through.
     TcpFirst,
-    /// By RDMA CM; where RDMA is preferred and that does not work, over TCP, from where the link climbs when it can.
+    /// By RDMA CM; where RDMA is preferred and that does not work, over TCP, from where the link upgrades when it can.
     #[default]
     Auto,
 }

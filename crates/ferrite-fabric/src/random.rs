@@ -2,7 +2,7 @@
 //!
 //! Whoever knows the session ids of a link may take it over, whoever knows a queue pair's next packet
 //! number may forge packets, and whoever knows the token of a module's session may pass for its
-//! connection to the engine. The standard library's `RandomState` is seeded once per thread
+//! connection to the fabric. The standard library's `RandomState` is seeded once per thread
 //! and counts from there: good for hash tables, no secret.
 
 use rustix::io::Errno;

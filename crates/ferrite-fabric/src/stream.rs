@@ -28,7 +28,7 @@ use bytes::Bytes;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
 use crate::connect::ConnectOptions;
-use crate::engine::Engine;
+use crate::fabric::Fabric;
 use crate::link::Link;
 use crate::mem::Buf;
 pub use listener::StreamListener;
@@ -42,14 +42,14 @@ const CHANNEL: u16 = 0;
 /// A connection as a stream of bytes: stands in for `tokio::net::TcpStream`.
 ///
 /// A write copies and returns: many are under way at a time, and a peer that does not read stops the writer when the
-/// link's queue is full. Nothing has to be flushed. Dropping the stream delivers what was written, as far as the engine is
+/// link's queue is full. Nothing has to be flushed. Dropping the stream delivers what was written, as far as the fabric is
 /// driven on; then the peer reads the end.
 ///
 /// Reads and writes may be cancelled: bytes that were not returned were not taken, and a write that was not ready has sent
 /// nothing.
 ///
 /// ```
-/// use ferrite_fabric::{Engine, Stream, StreamListener};
+/// use ferrite_fabric::{Fabric, Stream, StreamListener};
 /// use futures_util::try_join;
 /// use tokio::io::{AsyncReadExt, AsyncWriteExt};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
@@ -57,10 +57,10 @@ const CHANNEL: u16 = 0;
 /// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs();
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-/// let engine = Engine::builder(&verbs).build()?;
-/// tokio::spawn(engine.drive());
-/// let listener = StreamListener::bind(&engine, "127.0.0.1:0".parse()?)?;
-/// let connecting = Stream::connect(&engine, listener.local_addr());
+/// let fabric = Fabric::builder(&verbs).build()?;
+/// tokio::spawn(fabric.drive());
+/// let listener = StreamListener::bind(&fabric, "127.0.0.1:0".parse()?)?;
+/// let connecting = Stream::connect(&fabric, listener.local_addr());
 /// let (mut client, (mut server, _)) = try_join!(connecting, listener.accept())?;
 ///
 /// client.write_all(b"PING\r\n").await?;
@@ -84,9 +84,9 @@ impl Stream {
     /// Connects to a [`StreamListener`].
     ///
     /// # Errors
-    /// Those of [`Engine::connect`], with the kinds that TCP has for them.
-    pub async fn connect(engine: &Engine, peer: SocketAddr) -> io::Result<Self> {
-        Self::connect_with(engine, peer, &ConnectOptions::new()).await
+    /// Those of [`Fabric::connect`], with the kinds that TCP has for them.
+    pub async fn connect(fabric: &Fabric, peer: SocketAddr) -> io::Result<Self> {
+        Self::connect_with(fabric, peer, &ConnectOptions::new()).await
     }
 
     /// The same, with options.
@@ -94,11 +94,11 @@ impl Stream {
     /// # Errors
     /// As [`Stream::connect`].
     pub async fn connect_with(
-        engine: &Engine,
+        fabric: &Fabric,
         peer: SocketAddr,
         options: &ConnectOptions,
     ) -> io::Result<Self> {
-        Ok(Self::new(engine.connect_with(peer, options).await?))
+        Ok(Self::new(fabric.connect_with(peer, options).await?))
     }
 
     /// A stream over a link, which both sides must take for one. What else is sent on channel 0 would be taken for bytes;
@@ -146,7 +146,7 @@ impl Stream {
         poll_fn(|cx| self.reader.poll_bytes(cx)).await
     }
 
-    /// As [`AsyncWrite::poll_write`], but what is in the memory of the link's engine leaves from where it lies, without a copy.
+    /// As [`AsyncWrite::poll_write`], but what is in the memory of the link's fabric leaves from where it lies, without a copy.
     ///
     /// # Errors
     /// How the link failed.

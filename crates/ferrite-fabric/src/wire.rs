@@ -6,7 +6,7 @@
 //! | [`Refusal`] | private data of a CM rejection; the answer over TCP |
 //! | [`Frame`] | immediate data of every two-sided frame |
 //! | [`Control`] | payload of a control frame |
-//! | [`Parcel`] | before everything on a TCP path |
+//! | [`TcpFrame`] | before everything on a TCP path |
 //! | [`GrantToken`] | anywhere in the application's messages |
 //!
 //! Rules of all layouts: integers are little-endian; reserved bytes are sent as zeros and ignored when received; so is
@@ -19,8 +19,8 @@ mod frame;
 mod grant;
 mod greeting;
 mod hello;
-mod parcel;
 mod refusal;
+mod tcp_frame;
 
 pub use address::{ADDRESS_BYTES, Address};
 pub use control::{CONTROL_BYTES, Control, ControlError};
@@ -28,8 +28,8 @@ pub use frame::Frame;
 pub use grant::{GRANT_BYTES, GrantError, GrantToken, Rights};
 pub use greeting::{GREETING_BYTES, Greeting, Resume};
 pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
-pub use parcel::{PARCEL_BYTES, Parcel, ParcelKind};
 pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};
+pub use tcp_frame::{PARCEL_BYTES, TcpFrame, TcpFrameKind};
 
 /// The `N` bytes of a field, if the message is long enough.
 fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {

@@ -1,4 +1,4 @@
-//! Several that drive one engine at a time: whoever waits for something learns of it, also when another took the event
+//! Several that drive one fabric at a time: whoever waits for something learns of it, also when another took the event
 //! that told of it.
 
 use std::future::Future;
@@ -8,7 +8,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Duration;
 
-use ferrite_fabric::{Config, Engine, Link, Rdma};
+use ferrite_fabric::{Config, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 /// Far longer than it takes: a wake-up that is lost is never made up for.
@@ -16,23 +16,23 @@ const PATIENCE: Duration = Duration::from_secs(if cfg!(miri) { 600 } else { 20 }
 const ROUNDS: usize = if cfg!(miri) { 10 } else { 2000 };
 
 struct Scene {
-    engine: Engine,
+    fabric: Fabric,
     links: [Link; 2],
     _world: World,
 }
 
-/// An engine that sleeps at once, with a link to itself.
+/// A fabric that sleeps at once, with a link to itself.
 fn scene(busy_poll_us: u32) -> Scene {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", [10, 0, 0, 1].into()));
     let config = Config { busy_poll_us, recv_queue_depth: 32, cq_size: 256, ..Config::default() };
-    let engine =
-        Engine::builder(&world.verbs()).rdma(Rdma::Require).config(config).build().expect("an engine");
-    let mut listener = engine.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+    let fabric =
+        Fabric::builder(&world.verbs()).rdma(Rdma::Require).config(config).build().expect("a fabric");
+    let mut listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
     let address = listener.local_addr();
     let (there, here) =
-        engine.block_on(async { futures_util::join!(engine.connect(address), listener.accept()) });
-    Scene { engine, links: [there.expect("a link"), here.expect("a link")], _world: world }
+        fabric.block_on(async { futures_util::join!(fabric.connect(address), listener.accept()) });
+    Scene { fabric, links: [there.expect("a link"), here.expect("a link")], _world: world }
 }
 
 /// Fails instead of hanging.
@@ -48,7 +48,7 @@ fn in_time(act: impl FnOnce() + Send + 'static) {
     }
 }
 
-/// Waits for a future without driving the engine.
+/// WaitSet for a future without driving the fabric.
 fn idle<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
@@ -67,26 +67,26 @@ fn idle<F: Future>(future: F) -> F::Output {
 }
 
 /// Asks and waits for the answer, again and again.
-fn ask(engine: &Engine, link: &Link) {
+fn ask(fabric: &Fabric, link: &Link) {
     for round in 0..ROUNDS {
         link.post_bytes(0, &round.to_le_bytes()).expect("room");
-        let answer = engine.block_on(link.recv()).expect("an answer");
+        let answer = fabric.block_on(link.recv()).expect("an answer");
         assert_eq!(answer.to_vec(), round.to_le_bytes());
     }
 }
 
-fn answer(engine: &Engine, link: &Link) {
+fn answer(fabric: &Fabric, link: &Link) {
     for _ in 0..ROUNDS {
-        let question = engine.block_on(link.recv()).expect("a question");
+        let question = fabric.block_on(link.recv()).expect("a question");
         link.post_bytes(0, &question.to_vec()).expect("room");
     }
 }
 
 fn ping_pong(scene: &Scene) {
     let [there, here] = scene.links.clone();
-    let engine = scene.engine.clone();
-    let answering = thread::spawn(move || answer(&engine, &here));
-    ask(&scene.engine, &there);
+    let fabric = scene.fabric.clone();
+    let answering = thread::spawn(move || answer(&fabric, &here));
+    ask(&scene.fabric, &there);
     answering.join().expect("answers");
 }
 
@@ -99,7 +99,7 @@ fn two_threads_that_block() {
 fn two_threads_that_block_beside_a_driver() {
     in_time(|| {
         let scene = scene(0);
-        let driver = scene.engine.spawn_thread().expect("a thread");
+        let driver = scene.fabric.spawn_thread().expect("a thread");
         ping_pong(&scene);
         drop(scene);
         driver.join().expect("the end");
@@ -111,11 +111,11 @@ fn one_that_blocks_while_another_polls_by_hand() {
     in_time(|| {
         let scene = scene(0);
         let [there, here] = scene.links.clone();
-        let engine = scene.engine.clone();
-        let asking = thread::spawn(move || ask(&engine, &there));
+        let fabric = scene.fabric.clone();
+        let asking = thread::spawn(move || ask(&fabric, &there));
         for _ in 0..ROUNDS {
             let question = loop {
-                scene.engine.poll();
+                scene.fabric.poll();
                 if let Some(question) = here.try_recv().expect("a link") {
                     break question;
                 }
@@ -132,7 +132,7 @@ fn two_drivers_both_end() {
     in_time(|| {
         for _ in 0..50 {
             let scene = scene(0);
-            let drivers = [(); 3].map(|()| scene.engine.spawn_thread().expect("a thread"));
+            let drivers = [(); 3].map(|()| scene.fabric.spawn_thread().expect("a thread"));
             idle(scene.links[0].close()).expect("a good end");
             drop(scene);
             drivers.into_iter().for_each(|driver| driver.join().expect("the end"));
@@ -142,11 +142,11 @@ fn two_drivers_both_end() {
 
 /// Links come and go while their driver sleeps: events of the connection manager, calls and the clock at once.
 fn come_and_go(scene: &Scene) {
-    let mut listener = scene.engine.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+    let mut listener = scene.fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
     let address = listener.local_addr();
     for _ in 0..ROUNDS / 10 {
         let (there, here) =
-            idle(async { futures_util::join!(scene.engine.connect(address), listener.accept()) });
+            idle(async { futures_util::join!(scene.fabric.connect(address), listener.accept()) });
         let (there, here) = (there.expect("a link"), here.expect("a link"));
         there.post_bytes(0, b"hello").expect("room");
         assert_eq!(idle(here.recv()).expect("a message").to_vec(), b"hello");
@@ -158,7 +158,7 @@ fn come_and_go(scene: &Scene) {
 fn links_come_and_go_beside_a_driver() {
     in_time(|| {
         let scene = scene(0);
-        let driver = scene.engine.spawn_thread().expect("a thread");
+        let driver = scene.fabric.spawn_thread().expect("a thread");
         come_and_go(&scene);
         drop(scene);
         driver.join().expect("the end");
@@ -170,7 +170,7 @@ fn links_come_and_go_beside_a_driver() {
 fn links_come_and_go_under_tokio() {
     in_time(|| {
         let scene = scene(0);
-        let driving = scene.engine.drive();
+        let driving = scene.fabric.drive();
         let driver = thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
             runtime.expect("a runtime").block_on(driving).expect("the end");

@@ -1,10 +1,10 @@
-//! Which calls the thread that drives an engine makes by itself, on the fake provider, if the engine has command threads.
+//! Which calls the thread that drives a fabric makes by itself, on the fake provider, if the fabric has command threads.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Bare, Config, ConnectOptions, Engine, Link, Listener, Meet, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, Link, Listener, Meet, RawConnection, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
@@ -38,9 +38,9 @@ fn config() -> Config {
 
 /// What the client does, on a thread of its own; the server is driven meanwhile, by this one.
 fn beside<T: Send + 'static>(
-    server: &Engine,
-    client: &Engine,
-    act: impl FnOnce(&Engine) -> T + Send + 'static,
+    server: &Fabric,
+    client: &Fabric,
+    act: impl FnOnce(&Fabric) -> T + Send + 'static,
 ) -> T {
     let (tell, told) = channel();
     let client = client.clone();
@@ -57,7 +57,7 @@ fn beside<T: Send + 'static>(
     }
 }
 
-fn drive(server: &Engine, what: &str, mut done: impl FnMut() -> bool) {
+fn drive(server: &Fabric, what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
         server.progress();
@@ -65,12 +65,12 @@ fn drive(server: &Engine, what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
-fn connect(client: &Engine, to: SocketAddr, meet: Meet) -> Link {
+fn connect(client: &Fabric, to: SocketAddr, meet: Meet) -> Link {
     let options = ConnectOptions::new().local(address(CLIENT)).meet(meet);
     client.block_on(client.connect_with(to, &options)).expect("a link")
 }
 
-fn accepted(server: &Engine, listener: &mut Listener) -> Link {
+fn accepted(server: &Fabric, listener: &mut Listener) -> Link {
     let mut link = None;
     drive(server, "a link", || {
         link = listener.try_accept().expect("a listener");
@@ -79,7 +79,7 @@ fn accepted(server: &Engine, listener: &mut Listener) -> Link {
     link.expect("a link")
 }
 
-fn exchange(server: &Engine, client: &Engine, there: &Link, here: &Link) {
+fn exchange(server: &Fabric, client: &Fabric, there: &Link, here: &Link) {
     let to_server = there.clone();
     beside(server, client, move |_| to_server.post_bytes(0, &[7; 100_000]).expect("room"));
     assert_eq!(server.block_on(here.recv()).expect("a message").len(), 100_000);
@@ -96,10 +96,10 @@ fn driving_thread_makes_no_call_that_may_wait() {
     for (device, host) in [("fake1", SERVER), ("fake2", CLIENT)] {
         world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
     }
-    let builder = Engine::builder(&world.verbs()).device("fake1").config(config());
-    let server = builder.command_threads().build().expect("an engine");
-    let client = Engine::builder(&world.verbs()).device("fake2").config(config()).build();
-    let client = client.expect("an engine");
+    let builder = Fabric::builder(&world.verbs()).device("fake1").config(config());
+    let server = builder.command_threads().build().expect("a fabric");
+    let client = Fabric::builder(&world.verbs()).device("fake2").config(config()).build();
+    let client = client.expect("a fabric");
     client.spawn_thread().expect("a thread");
     let mut listener = server.listen(address(SERVER)).expect("listen");
     let to = listener.local_addr();
@@ -114,25 +114,25 @@ fn driving_thread_makes_no_call_that_may_wait() {
         drive(&server, "the link ends", || here.failure().is_some());
     }
     // Peers of another protocol: one that gets memory to write to, and one that is gone before it is taken.
-    let strangers = listener.strangers();
+    let foreign_peers = listener.foreign_peers();
     for is_patient in [true, false] {
-        let bare = beside(&server, &client, move |client| {
+        let raw = beside(&server, &client, move |client| {
             let options = ConnectOptions::new().local(address(CLIENT)).rdma(Rdma::Require);
-            let connecting = client.connect_bare(to, &options);
+            let connecting = client.connect_raw(to, &options);
             std::thread::spawn({
                 let client = client.clone();
                 move || is_patient.then(|| client.block_on(connecting).expect("a connection"))
             })
         });
         if is_patient {
-            let request = server.block_on(strangers.next()).expect("a request");
-            let here: Bare = server.block_on(strangers.accept(request)).expect("a connection");
+            let request = server.block_on(foreign_peers.next()).expect("a request");
+            let here: RawConnection = server.block_on(foreign_peers.accept(request)).expect("a connection");
             let window = server.block_on(here.prepare(1 << 20)).expect("memory");
             assert_eq!(window.len(), 1 << 20);
             drop(window);
             here.abort("enough");
         }
-        drop(bare.join());
+        drop(raw.join());
     }
     drive(&server, "all links end", || server.stats().links == 0);
     let calls = world.calls_of(std::thread::current().id());

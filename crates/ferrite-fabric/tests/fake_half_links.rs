@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Account, Pool, Purpose};
 use ferrite_fabric::wire::Refusal;
-use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
@@ -33,14 +33,14 @@ fn world(hosts: u8) -> World {
     world
 }
 
-/// An engine on a host, driven by a thread of its own.
-fn engine(world: &World, host: u8, has_command_threads: bool) -> Engine {
+/// A fabric on a host, driven by a thread of its own.
+fn fabric(world: &World, host: u8, has_command_threads: bool) -> Fabric {
     let config = Config { busy_poll_us: 0, rdma: Rdma::Require, ..Config::default() };
-    let builder = Engine::builder(&world.verbs()).device(format!("fake{host}")).config(config);
+    let builder = Fabric::builder(&world.verbs()).device(format!("fake{host}")).config(config);
     let builder = if has_command_threads { builder.command_threads() } else { builder };
-    let engine = builder.build().expect("an engine");
-    engine.spawn_thread().expect("a thread");
-    engine
+    let fabric = builder.build().expect("a fabric");
+    fabric.spawn_thread().expect("a thread");
+    fabric
 }
 
 fn until(what: &str, mut done: impl FnMut() -> bool) {
@@ -97,7 +97,7 @@ impl HalfPeer {
 #[test]
 fn a_link_that_fails_before_it_is_established_concerns_nobody_else() {
     let world = world(3);
-    let (server, client) = (engine(&world, 1, false), engine(&world, 3, false));
+    let (server, client) = (fabric(&world, 1, false), fabric(&world, 3, false));
     let mut listener = server.listen(address("10.0.0.1:0")).expect("a listener");
     let to = listener.local_addr();
     let mut identifiers = None;
@@ -128,7 +128,7 @@ fn a_link_that_fails_before_it_is_established_concerns_nobody_else() {
 #[test]
 fn a_source_whose_handshakes_wait_keeps_no_other_out() {
     let world = world(3);
-    let server = engine(&world, 1, true);
+    let server = fabric(&world, 1, true);
     let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
     let (to, verbs) = (listener.local_addr(), world.verbs());
     let request = |from: &str| {
@@ -151,7 +151,7 @@ fn a_source_whose_handshakes_wait_keeps_no_other_out() {
 #[test]
 fn handshakes_begin_while_those_of_other_sources_wait() {
     let world = world(6);
-    let server = engine(&world, 1, true);
+    let server = fabric(&world, 1, true);
     let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
     let (to, verbs) = (listener.local_addr(), world.verbs());
     world.hold("ibv_modify_qp");
@@ -181,8 +181,8 @@ fn handshakes_begin_while_those_of_other_sources_wait() {
 fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
     let world = world(3);
     let config = Config { busy_poll_us: 0, rdma: Rdma::Require, ..Config::default() };
-    let builder = Engine::builder(&world.verbs()).device("fake1").device("fake3").config(config);
-    let server = builder.command_threads().build().expect("an engine");
+    let builder = Fabric::builder(&world.verbs()).device("fake1").device("fake3").config(config);
+    let server = builder.command_threads().build().expect("a fabric");
     server.spawn_thread().expect("a thread");
     let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
     let verbs = world.verbs();
@@ -209,13 +209,13 @@ fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
 #[test]
 fn refused_accesses_before_the_end_of_the_handshake_count() {
     let world = world(2);
-    let server = engine(&world, 1, false);
-    let how = ListenOptions::new().strangers_only();
+    let server = fabric(&world, 1, false);
+    let how = ListenOptions::new().foreign_peers_only();
     let listener = server.listen_with(address("10.0.0.1:0"), &how).expect("a listener");
-    let (to, strangers, accepting) = (listener.local_addr(), listener.strangers(), server.clone());
+    let (to, foreign_peers, accepting) = (listener.local_addr(), listener.foreign_peers(), server.clone());
     std::thread::spawn(move || {
-        while let Ok(request) = accepting.block_on(strangers.next()) {
-            std::mem::forget(strangers.accept(request));
+        while let Ok(request) = accepting.block_on(foreign_peers.next()) {
+            std::mem::forget(foreign_peers.accept(request));
         }
     });
     for guess in 1..=2_u64 {
@@ -234,16 +234,16 @@ fn refused_accesses_before_the_end_of_the_handshake_count() {
 #[test]
 fn windows_of_many_connections_wait_for_their_turn() {
     let world = world(2);
-    let (server, client) = (engine(&world, 1, true), engine(&world, 2, false));
-    let how = ListenOptions::new().strangers_only();
+    let (server, client) = (fabric(&world, 1, true), fabric(&world, 2, false));
+    let how = ListenOptions::new().foreign_peers_only();
     let listener = server.listen_with(address("10.0.0.1:0"), &how).expect("a listener");
-    let (to, strangers) = (listener.local_addr(), listener.strangers());
+    let (to, foreign_peers) = (listener.local_addr(), listener.foreign_peers());
     let options = ConnectOptions::new().local(address("10.0.0.2:0"));
     let mut links = Vec::new();
     for _ in 0..100 {
-        let calling = client.connect_bare(to, &options);
-        let request = server.block_on(strangers.next()).expect("a request");
-        let ours = server.block_on(strangers.accept(request)).expect("a link");
+        let calling = client.connect_raw(to, &options);
+        let request = server.block_on(foreign_peers.next()).expect("a request");
+        let ours = server.block_on(foreign_peers.accept(request)).expect("a link");
         links.push((client.block_on(calling).expect("its other end"), ours));
     }
     world.hold("ibv_reg_mr");

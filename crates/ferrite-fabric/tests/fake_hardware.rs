@@ -7,7 +7,7 @@ mod links;
 use std::net::SocketAddr;
 use std::time::Instant;
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Rdma, Transport};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use links::isolation::Scene;
 use links::pair::{drive, meet, until};
@@ -32,7 +32,7 @@ fn windows_that_cannot_be_made_are_none() {
     let scene = Scene::new(&fixture, &Config { shared_windows: true, ..Config::default() });
     let guest = scene.guest(); // allowed by name
     scene.is_well(&guest);
-    assert_eq!(scene.engines[1].stats().devices_without_windows, 1, "told at the start");
+    assert_eq!(scene.fabrics[1].stats().devices_without_windows, 1, "told at the start");
     scene.end(vec![guest]);
     let scene = Scene::new(&fixture, &Config::default());
     let error = scene.refused();
@@ -52,7 +52,7 @@ fn grants_where_windows_cannot_be_made() {
 fn windows_of_which_the_device_does_not_say_how_many() {
     let (_world, fixture) = world(|device| device.hides_max_mw = true);
     let scene = Scene::new(&fixture, &Config::default());
-    assert_eq!(scene.engines[1].stats().devices_without_windows, 0);
+    assert_eq!(scene.fabrics[1].stats().devices_without_windows, 0);
     let guest = scene.guest();
     scene.is_well(&guest);
     scene.end(vec![guest]);
@@ -63,7 +63,7 @@ fn windows_of_which_the_device_does_not_say_how_many() {
 #[test]
 fn links_come_up_where_too_much_inline_is_refused_without_a_reason() {
     let (_world, fixture) = world(|device| (device.max_inline, device.refuses_silently) = (96, true));
-    let [server, client] = [0, 1].map(|host| fixture.engine(&fixture.hosts[host], &Config::default()));
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
 }
@@ -84,7 +84,7 @@ fn few_windows() {
 fn a_port_that_comes_up_after_the_start_is_used() {
     let (world, fixture) = world(|_| ());
     world.device_down("fake1");
-    let [server, client] = [0, 1].map(|host| fixture.engine(&fixture.hosts[host], &Config::default()));
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     world.device_up("fake1");
     let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
@@ -100,11 +100,11 @@ fn messages_on_the_smallest_device() {
     links::messages::of_every_size(&fixture);
     links::messages::small_beside_large(&fixture);
     links::one_sided::reads(&fixture);
-    links::bare::messages_and_writes(&fixture);
+    links::raw_connections::messages_and_writes(&fixture);
 }
 
-/// A link to a listener by an engine that has no RDMA.
-fn over_tcp(client: &Engine, server: &Engine, listener: &mut Listener) -> [Link; 2] {
+/// A link to a listener by a fabric that has no RDMA.
+fn over_tcp(client: &Fabric, server: &Fabric, listener: &mut Listener) -> [Link; 2] {
     let calling = client.connect(listener.local_addr());
     let (there, here) = drive(&[client, server], async { futures_util::join!(calling, listener.accept()) });
     let links = [there.expect("connected over TCP"), here.expect("accepted over TCP")];
@@ -118,9 +118,9 @@ fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
     let (world, fixture) = world(|_| ());
     let verbs = fixture.verbs.as_ref().expect("a world");
     let at = fixture.hosts[0].ip;
-    let server = Engine::builder(verbs).serving(at).build().expect("an engine");
-    let plain = Engine::builder(verbs).rdma(Rdma::Forbid).build().expect("an engine");
-    let client = fixture.engine(&fixture.hosts[1], &Config::default());
+    let server = Fabric::builder(verbs).serving(at).build().expect("a fabric");
+    let plain = Fabric::builder(verbs).rdma(Rdma::Forbid).build().expect("a fabric");
+    let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     let mut listener = server.listen(SocketAddr::new(at, 0)).expect("listen");
     let before = over_tcp(&plain, &server, &mut listener);
     for round in 1..=2 {
@@ -161,7 +161,7 @@ fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
 fn a_listener_for_rdma_alone_ends_with_its_device() {
     let (world, fixture) = world(|_| ());
     let verbs = fixture.verbs.as_ref().expect("a world");
-    let server = Engine::builder(verbs).rdma(Rdma::Require).device("fake1").build().expect("an engine");
+    let server = Fabric::builder(verbs).rdma(Rdma::Require).device("fake1").build().expect("a fabric");
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     world.disassociate_device("fake1");
     let error = drive(&[&server], listener.accept()).expect_err("its device is gone");
@@ -176,7 +176,7 @@ fn tcp_is_taken_where_a_device_wants_the_port_for_itself() {
     const EADDRINUSE: i32 = 98;
     let (world, fixture) = world(|_| ());
     let verbs = fixture.verbs.as_ref().expect("a world");
-    let server = Engine::builder(verbs).device("fake1").build().expect("an engine");
+    let server = Fabric::builder(verbs).device("fake1").build().expect("a fabric");
     for ip in ["0.0.0.0", "127.0.0.1"] {
         world.fail_next("rdma_listen", EADDRINUSE);
         let listener = server.listen(format!("{ip}:0").parse().expect("an address")).expect("TCP is free");

@@ -40,7 +40,7 @@ run_suite!(crate::run);
 /// A device that cannot keep peers of other protocols apart takes none of them, unless it is told
 /// to.
 #[test]
-fn strangers_are_refused_on_a_device_without_windows() {
+fn rejects_foreign_peers_on_a_device_without_windows() {
     let world = World::new();
     let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
     let [with, without] = [true, false];
@@ -54,14 +54,14 @@ fn strangers_are_refused_on_a_device_without_windows() {
     let error = scene.refused();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("rdma-shared-windows"), "{error}");
-    let stats = scene.engines[1].stats();
+    let stats = scene.fabrics[1].stats();
     assert_eq!((stats.refused_without_windows, stats.devices_without_windows), (1, 1));
     scene.end(Vec::new());
 
     let scene = Scene::new(&fixture, &Config { shared_windows: true, ..Config::default() });
     let guest = scene.guest();
     scene.is_well(&guest);
-    assert_eq!(scene.engines[1].stats().shared_windows, 1);
+    assert_eq!(scene.fabrics[1].stats().shared_windows, 1);
     scene.end(vec![guest]);
 
     drop(fixture);

@@ -9,8 +9,8 @@ use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind};
-use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener, Transport};
+use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, TcpFrame, TcpFrameKind};
+use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Transport};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use hello::HELLO;
 use offer::offer;
@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(20);
 /// A server with a device, and a TCP client that has said hello and says what it likes from then on.
 struct Scene {
     world: World,
-    engine: Engine,
+    fabric: Fabric,
     link: Link,
     client: TcpStream,
     listener: Listener,
@@ -36,10 +36,10 @@ fn world() -> World {
     world
 }
 
-fn engine(world: &World) -> Engine {
+fn fabric(world: &World) -> Fabric {
     let config = Config { busy_poll_us: 0, ..Config::default() };
-    let builder = Engine::builder(&world.verbs()).device("fake1").config(config);
-    builder.command_threads().build().expect("an engine")
+    let builder = Fabric::builder(&world.verbs()).device("fake1").config(config);
+    builder.command_threads().build().expect("a fabric")
 }
 
 fn server() -> SocketAddr {
@@ -53,12 +53,12 @@ fn offer_of(address: &str) -> Vec<u8> {
 impl Scene {
     fn new() -> Self {
         let world = world();
-        let engine = engine(&world);
-        engine.spawn_thread().expect("a thread");
-        let mut listener = engine.listen(server()).expect("listen");
+        let fabric = fabric(&world);
+        fabric.spawn_thread().expect("a thread");
+        let mut listener = fabric.listen(server()).expect("listen");
         let client = call(listener.local_addr());
-        let link = engine.block_on(listener.accept()).expect("a link");
-        Self { world, engine, link, client, listener }
+        let link = fabric.block_on(listener.accept()).expect("a link");
+        Self { world, fabric, link, client, listener }
     }
 
     fn offer(&mut self, address: &str) {
@@ -66,18 +66,18 @@ impl Scene {
     }
 
     fn withdraw(&mut self) {
-        let parcel = Parcel { kind: ParcelKind::Withdraw, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
-        self.client.write_all(&parcel.encode()).expect("to write");
+        let tcp_frame = TcpFrame { kind: TcpFrameKind::Withdraw, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+        self.client.write_all(&tcp_frame.encode()).expect("to write");
     }
 
     /// The next thing that the server says.
-    fn heard(&mut self) -> Parcel {
+    fn heard(&mut self) -> TcpFrame {
         let mut bytes = [0; PARCEL_BYTES];
         self.client.read_exact(&mut bytes).expect("an answer");
-        let parcel = Parcel::decode(&bytes).expect("a parcel");
-        let mut rest = vec![0; parcel.follows()];
+        let tcp_frame = TcpFrame::decode(&bytes).expect("a tcp_frame");
+        let mut rest = vec![0; tcp_frame.follows()];
         self.client.read_exact(&mut rest).expect("what follows");
-        parcel
+        tcp_frame
     }
 
     fn is_closed(&mut self) {
@@ -118,15 +118,15 @@ fn rejects_an_address_that_is_not_the_tcp_peers() {
     let queue_pairs = scene.world.objects().queue_pairs;
     for (number, address) in ["10.0.0.250", "127.0.0.3", "fe80::5054:ff:fe12:3456", "::"].iter().enumerate() {
         scene.offer(address);
-        assert_eq!(scene.heard().kind, ParcelKind::Withdraw, "{address}");
-        assert_eq!(scene.engine.stats().offers_refused, number as u64 + 1, "{address}");
+        assert_eq!(scene.heard().kind, TcpFrameKind::Withdraw, "{address}");
+        assert_eq!(scene.fabric.stats().offers_refused, number as u64 + 1, "{address}");
     }
     assert_eq!(scene.world.objects().queue_pairs, queue_pairs, "none is made for such an offer");
     // The link is as well as before.
     assert!(scene.link.failure().is_none());
     scene.offer(CLIENT);
-    assert_eq!(scene.heard().kind, ParcelKind::Answer);
-    assert_eq!(scene.engine.stats().offers_refused, 4);
+    assert_eq!(scene.heard().kind, TcpFrameKind::Answer);
+    assert_eq!(scene.fabric.stats().offers_refused, 4);
 }
 
 #[test]
@@ -135,7 +135,7 @@ fn ends_a_link_whose_peer_makes_two_offers_at_a_time() {
     greeting(&mut scene);
     scene.offer(CLIENT);
     scene.offer(CLIENT);
-    let error = scene.engine.block_on(scene.link.ended()).expect_err("not in good order");
+    let error = scene.fabric.block_on(scene.link.ended()).expect_err("not in good order");
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
     assert!(error.to_string().contains("an offer before"), "{error}");
     scene.is_closed();
@@ -147,14 +147,14 @@ fn takes_another_offer_after_one_was_withdrawn() {
     greeting(&mut scene);
     for _ in 0..3 {
         scene.offer(CLIENT);
-        assert_eq!(scene.heard().kind, ParcelKind::Answer);
+        assert_eq!(scene.heard().kind, TcpFrameKind::Answer);
         scene.withdraw();
     }
     // Withdrawn before it was answered: whether it still is depends on who was quicker, so this is the last.
     scene.offer(CLIENT);
     scene.withdraw();
     scene.offer(CLIENT);
-    assert_eq!(scene.heard().kind, ParcelKind::Answer);
+    assert_eq!(scene.heard().kind, TcpFrameKind::Answer);
     assert!(scene.link.failure().is_none());
 }
 
@@ -164,8 +164,8 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     let mut scene = Scene::new();
     greeting(&mut scene);
     let config = Config { busy_poll_us: 0, ..Config::default() };
-    let other = Engine::builder(&scene.world.verbs()).device("fake2").config(config).build();
-    let other = other.expect("an engine");
+    let other = Fabric::builder(&scene.world.verbs()).device("fake2").config(config).build();
+    let other = other.expect("a fabric");
     other.spawn_thread().expect("a thread");
     let connecting = other.connect(scene.listener.local_addr());
     let (there, here) = other.block_on(async { futures_util::join!(connecting, scene.listener.accept()) });
@@ -176,30 +176,30 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     scene.offer(CLIENT);
     for number in 0..100_u8 {
         there.post_bytes(0, &[number]).expect("room");
-        let message = scene.engine.block_on(here.recv()).expect("a message");
+        let message = scene.fabric.block_on(here.recv()).expect("a message");
         assert_eq!(message.to_vec(), [number]);
     }
     scene.world.let_go("ibv_modify_qp");
-    assert_eq!(scene.heard().kind, ParcelKind::Answer);
+    assert_eq!(scene.heard().kind, TcpFrameKind::Answer);
 }
 
-/// An engine that ends while a link goes up to RDMA lets go of the queue pair there, and so of its receives.
+/// A fabric that ends while a link goes up to RDMA lets go of the queue pair there, and so of its receives.
 #[test]
-fn leaves_nothing_when_the_engine_ends_during_an_offer() {
+fn leaves_nothing_when_the_fabric_ends_during_an_offer() {
     let world = world();
-    let engine = engine(&world);
-    let mut listener = engine.listen(server()).expect("listen");
+    let fabric = fabric(&world);
+    let mut listener = fabric.listen(server()).expect("listen");
     let mut client = call(listener.local_addr());
     client.write_all(&offer_of(CLIENT)).expect("to write");
     let (mut link, begun) = (None, Instant::now());
     // Nobody drives it after this.
     while link.is_none() || world.objects().queue_pairs == 0 {
         assert!(begun.elapsed() < PATIENCE, "no queue pair for the offer");
-        engine.progress();
+        fabric.progress();
         link = link.or(listener.try_accept().expect("a listener"));
     }
-    let pool = engine.pool().clone();
-    drop((engine, link, listener));
+    let pool = fabric.pool().clone();
+    drop((fabric, link, listener));
     assert_eq!(world.objects().queue_pairs, 0);
     assert_eq!(pool.stats().receive.in_use_bytes, 0, "receives are in use for ever");
     drop(pool);

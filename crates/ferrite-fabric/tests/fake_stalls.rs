@@ -1,4 +1,4 @@
-//! Calls to the kernel or the firmware that do not return, on the fake provider: an engine with command threads serves
+//! Calls to the kernel or the firmware that do not return, on the fake provider: a fabric with command threads serves
 //! everybody else meanwhile.
 
 use std::net::SocketAddr;
@@ -6,7 +6,7 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Pool, Purpose};
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener, Meet, Rdma, Transport};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
@@ -48,9 +48,9 @@ impl Drop for Held<'_> {
 /// A server, an honest client with a link to it, and a host whose links are to have trouble.
 struct Rig {
     world: World,
-    server: Engine,
-    honest: Engine,
-    troubled: Engine,
+    server: Fabric,
+    honest: Fabric,
+    troubled: Fabric,
     listener: Listener,
     /// Both ends of the honest client's link.
     pair: (Link, Link),
@@ -62,7 +62,7 @@ impl Rig {
         for (device, host) in [("fake1", SERVER), ("fake2", TROUBLED), ("fake3", HONEST)] {
             world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
         }
-        let [server, troubled, honest] = ["fake1", "fake2", "fake3"].map(|device| engine(&world, device));
+        let [server, troubled, honest] = ["fake1", "fake2", "fake3"].map(|device| fabric(&world, device));
         let mut listener = server.listen(address(SERVER)).expect("listen");
         let pair = meet(&honest, HONEST, &mut listener, &server);
         Self { world, server, honest, troubled, listener, pair }
@@ -82,24 +82,24 @@ impl Rig {
             }
             let _ = tell.send(());
         });
-        told.recv_timeout(PATIENCE).expect("the driver of an engine waits");
+        told.recv_timeout(PATIENCE).expect("the driver of a fabric waits");
     }
 }
 
-/// An engine on a device, driven by a thread of its own.
-fn engine(world: &World, device: &str) -> Engine {
+/// A fabric on a device, driven by a thread of its own.
+fn fabric(world: &World, device: &str) -> Fabric {
     let config = Config { busy_poll_us: 0, ..Config::default() };
-    let builder = Engine::builder(&world.verbs()).device(device).config(config);
-    let engine = builder.command_threads().build().expect("an engine");
-    engine.spawn_thread().expect("a thread");
-    engine
+    let builder = Fabric::builder(&world.verbs()).device(device).config(config);
+    let fabric = builder.command_threads().build().expect("a fabric");
+    fabric.spawn_thread().expect("a thread");
+    fabric
 }
 
 fn options(host: &str) -> ConnectOptions {
     ConnectOptions::new().local(address(host)).meet(Meet::Cm)
 }
 
-fn meet(client: &Engine, host: &str, listener: &mut Listener, server: &Engine) -> (Link, Link) {
+fn meet(client: &Fabric, host: &str, listener: &mut Listener, server: &Fabric) -> (Link, Link) {
     let connecting = client.connect_with(listener.local_addr(), &options(host));
     let here = server.block_on(listener.accept()).expect("a link");
     (client.block_on(connecting).expect("a link"), here)
@@ -110,7 +110,7 @@ fn meet(client: &Engine, host: &str, listener: &mut Listener, server: &Engine) -
 fn takes_cm_events_while_a_cm_call_waits() {
     let mut rig = Rig::new();
     rig.world.add_device(DeviceSpec::new("fake4", ANOTHER.parse().expect("an address")));
-    let another = engine(&rig.world, "fake4");
+    let another = fabric(&rig.world, "fake4");
     let held = Held::new(&rig.world, "rdma_accept");
     let to = rig.listener.local_addr();
     let mut connecting = Vec::new();

@@ -9,9 +9,9 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use ferrite_fabric::wire::{
-    Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind, Resume,
+    Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Resume, TcpFrame, TcpFrameKind,
 };
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Meet, Rdma, Transport};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{Access, ConnectParams, QueuePairConfig, RecvRequest, Verbs, cm};
 
@@ -36,10 +36,10 @@ fn world() -> (World, Verbs) {
     (world, verbs)
 }
 
-fn engine(verbs: &Verbs) -> Engine {
-    let engine = Engine::builder(verbs).device("fake1").config(Config::default()).build().expect("an engine");
-    engine.spawn_thread().expect("a thread");
-    engine
+fn fabric(verbs: &Verbs) -> Fabric {
+    let fabric = Fabric::builder(verbs).device("fake1").config(Config::default()).build().expect("a fabric");
+    fabric.spawn_thread().expect("a thread");
+    fabric
 }
 
 /// Takes a TCP connection and the greeting on it.
@@ -51,15 +51,15 @@ fn answer(listener: &TcpListener) -> (TcpStream, Greeting) {
     (socket, Greeting::decode(&greeting).expect("one of ours"))
 }
 
-/// The body of the next parcel of this kind.
-fn until(socket: &mut TcpStream, kind: ParcelKind) -> Vec<u8> {
+/// The body of the next TCP frame of this kind.
+fn until(socket: &mut TcpStream, kind: TcpFrameKind) -> Vec<u8> {
     loop {
         let mut head = [0; PARCEL_BYTES];
-        socket.read_exact(&mut head).expect("a parcel");
-        let parcel = Parcel::decode(&head).expect("a kind that is known");
-        let mut body = vec![0; parcel.follows()];
+        socket.read_exact(&mut head).expect("a tcp_frame");
+        let tcp_frame = TcpFrame::decode(&head).expect("a kind that is known");
+        let mut body = vec![0; tcp_frame.follows()];
         socket.read_exact(&mut body).expect("its body");
-        if parcel.kind == kind {
+        if tcp_frame.kind == kind {
             return body;
         }
     }
@@ -69,16 +69,16 @@ fn until(socket: &mut TcpStream, kind: ParcelKind) -> Vec<u8> {
 #[test]
 fn packet_numbers_differ_from_connection_to_connection() {
     let (_world, verbs) = world();
-    let engine = engine(&verbs);
+    let fabric = fabric(&verbs);
     let listener = TcpListener::bind(THEIRS).expect("listen");
     let peer = listener.local_addr().expect("an address");
     let numbers: Vec<u32> = (0..4)
         .map(|_| {
             let options = ConnectOptions::new().local(address(OURS)).meet(Meet::TcpFirst);
-            let connecting = engine.connect_with(peer, &options);
+            let connecting = fabric.connect_with(peer, &options);
             let (mut socket, _) = answer(&listener);
             socket.write_all(&Greeting { hello: HELLO, resume: None }.encode()).expect("say hello");
-            let offered = until(&mut socket, ParcelKind::Offer);
+            let offered = until(&mut socket, TcpFrameKind::Offer);
             drop(connecting);
             Address::decode(&offered).expect("an address").psn
         })
@@ -90,16 +90,16 @@ fn packet_numbers_differ_from_connection_to_connection() {
     assert!(distinct.len() >= 3, "{numbers:?}");
 }
 
-/// Opens a link over RDMA to a peer by plain verbs, breaks it, and answers the engine's call over TCP
+/// Opens a link over RDMA to a peer by plain verbs, breaks it, and answers the fabric's call over TCP
 /// with `reply`. The connection of that call, and the link.
-fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Engine) {
+fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fabric) {
     let (world, verbs) = world();
-    let engine = engine(&verbs);
+    let fabric = fabric(&verbs);
     // The real port first: the fake connection manager has all ports to itself.
     let tcp = TcpListener::bind(address(THEIRS)).expect("a port");
     let peer = tcp.local_addr().expect("an address");
     let listener = cm::Listener::bind(&verbs, peer, 4).expect("the same port over RDMA");
-    let connecting = engine.connect_with(peer, &ConnectOptions::new().local(address(OURS)));
+    let connecting = fabric.connect_with(peer, &ConnectOptions::new().local(address(OURS)));
 
     let request = listener.next_request(PATIENCE).expect("a request").expect("in time");
     let context = verbs.device("fake2").and_then(|device| device.open()).expect("device");
@@ -121,7 +121,7 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, En
     };
     cm::accept(&request, &qp, Access::REMOTE_WRITE, &params, PATIENCE).expect("accept");
     qp.post_recv(&[RecvRequest::new(0, &[region.sge(0..8 << 10)])]).expect("post");
-    let link = engine.block_on(connecting).expect("a link");
+    let link = fabric.block_on(connecting).expect("a link");
     assert_eq!(link.transport(), Transport::Rdma);
 
     assert!(world.break_queue_pair(link.qp_num().expect("on RDMA")));
@@ -130,15 +130,15 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, En
     assert_eq!(asked.yours, SESSION);
     let greeting = Greeting { hello: HELLO, resume: reply(asked) };
     socket.write_all(&greeting.encode()).expect("answer");
-    (socket, link, engine)
+    (socket, link, fabric)
 }
 
 #[test]
 fn resumes_a_link_for_the_peer_that_knows_both_ids() {
-    let (mut socket, link, _engine) =
+    let (mut socket, link, _fabric) =
         resumed(|asked| Some(Resume { yours: asked.mine, mine: asked.yours, received: 0 }));
     link.post_bytes(0, b"secret").expect("taken");
-    while until(&mut socket, ParcelKind::Frame) != b"secret" {} // a keepalive
+    while until(&mut socket, TcpFrameKind::Frame) != b"secret" {} // a keepalive
 }
 
 #[test]
@@ -151,9 +151,9 @@ fn rejects_a_resume_answer_for_another_link() {
         |_| None,
     ];
     for reply in replies {
-        let (mut socket, link, engine) = resumed(reply);
+        let (mut socket, link, fabric) = resumed(reply);
         let _ = link.post_bytes(0, b"secret"); // it may be over
-        let error = engine.block_on(link.ended()).expect_err("not in good order");
+        let error = fabric.block_on(link.ended()).expect_err("not in good order");
         assert!(error.to_string().contains("names another link"), "{error}");
         let mut heard = Vec::new();
         let _ = socket.read_to_end(&mut heard); // or it is reset
@@ -165,7 +165,7 @@ fn rejects_a_resume_answer_for_another_link() {
 #[test]
 fn rejects_calls_by_rdma_that_the_options_forbid() {
     let (_world, verbs) = world();
-    let engine = engine(&verbs);
+    let fabric = fabric(&verbs);
     let peer = address("127.0.0.2:7000");
     let local = || ConnectOptions::new().local(address(OURS));
     for (options, word) in [
@@ -173,9 +173,9 @@ fn rejects_calls_by_rdma_that_the_options_forbid() {
         (local().rdma(Rdma::Forbid), "forbid"),
         (local().rdma(Rdma::Prefer).require_encryption(), "encryption"),
     ] {
-        let bare = engine.block_on(engine.connect_bare(peer, &options)).map(drop);
-        let either = engine.block_on(engine.connect_either(peer, &options)).map(drop);
-        for outcome in [bare, either] {
+        let raw = fabric.block_on(fabric.connect_raw(peer, &options)).map(drop);
+        let either = fabric.block_on(fabric.connect_either(peer, &options)).map(drop);
+        for outcome in [raw, either] {
             let error = outcome.expect_err("refused");
             assert_eq!(error.kind(), ErrorKind::Misuse, "{options:?}: {error}");
             assert!(error.to_string().contains(word), "{options:?}: {error}");

@@ -1,4 +1,4 @@
-//! Memory that devices have: whatever becomes of futures, links and engines meanwhile, it stays until they are done
+//! Memory that devices have: whatever becomes of futures, links and fabrics meanwhile, it stays until they are done
 //! with it. Small, so that Miri can go through it (`cargo xtask miri`).
 
 use std::future::Future;
@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use ferrite_fabric::mem::{BufMut, PoolConfig};
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, Engine, ErrorKind, Link, Rdma};
+use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 
 /// Receives of each side; the window is larger, so that more can be sent than there is room for.
@@ -21,7 +21,7 @@ const INLINE: usize = 20;
 const HOUR: Duration = Duration::from_secs(3600);
 
 struct Pair {
-    engines: [Engine; 2],
+    fabrics: [Fabric; 2],
     links: [Link; 2],
 }
 
@@ -45,22 +45,22 @@ impl Pair {
             close_timeout: HOUR,
             ..Config::default()
         };
-        let engines = [("fake1", [10, 0, 0, 1]), ("fake2", [10, 0, 0, 2])].map(|(name, address)| {
+        let fabrics = [("fake1", [10, 0, 0, 1]), ("fake2", [10, 0, 0, 2])].map(|(name, address)| {
             world.add_device(DeviceSpec::new(name, address.into()));
             let builder =
-                Engine::builder(&world.verbs()).rdma(Rdma::Require).device(name).config(config.clone());
-            builder.build().expect("an engine")
+                Fabric::builder(&world.verbs()).rdma(Rdma::Require).device(name).config(config.clone());
+            builder.build().expect("a fabric")
         });
-        let mut listener = engines[1].listen(([10, 0, 0, 2], 0).into()).expect("to listen");
-        let (near, far) = drive(&engines, async {
-            futures_util::join!(engines[0].connect(listener.local_addr()), listener.accept())
+        let mut listener = fabrics[1].listen(([10, 0, 0, 2], 0).into()).expect("to listen");
+        let (near, far) = drive(&fabrics, async {
+            futures_util::join!(fabrics[0].connect(listener.local_addr()), listener.accept())
         });
         drop(listener);
-        Self { links: [near.expect("a link"), far.expect("a link")], engines }
+        Self { links: [near.expect("a link"), far.expect("a link")], fabrics }
     }
 
     fn drive<F: Future>(&self, future: F) -> F::Output {
-        drive(&self.engines, future)
+        drive(&self.fabrics, future)
     }
 
     fn ends(&self) -> (&Link, &Link) {
@@ -69,21 +69,21 @@ impl Pair {
 
     /// A buffer of [`LEN`], in a block as long as a receive: another size class would cost Miri seconds.
     fn buffer(&self, end: usize, fill: u8) -> BufMut {
-        let mut buf = self.engines[end].buffer(SEGMENT).expect("a buffer");
+        let mut buf = self.fabrics[end].buffer(SEGMENT).expect("a buffer");
         buf.set_len(LEN);
         buf.fill(fill);
         buf
     }
 }
 
-fn drive<F: Future>(engines: &[Engine], future: F) -> F::Output {
+fn drive<F: Future>(fabrics: &[Fabric], future: F) -> F::Output {
     let mut future = pin!(future);
     loop {
         if let Poll::Ready(output) = poll(future.as_mut()) {
             return output;
         }
-        for engine in engines {
-            engine.progress();
+        for fabric in fabrics {
+            fabric.progress();
         }
     }
 }
@@ -122,7 +122,7 @@ fn messages_inline_in_one_buffer_and_in_many() {
 }
 
 #[test]
-fn messages_outlive_their_engine() {
+fn messages_outlive_their_fabric() {
     let world = World::new();
     let pair = Pair::new(&world);
     let (near, far) = pair.ends();
@@ -167,8 +167,8 @@ fn fill(pair: &Pair) {
     for _ in 0..RECEIVES + 4 {
         near.post(0, pair.buffer(0, 5)).map_err(|(_, error)| error).expect("room");
     }
-    pair.engines[0].poll();
-    assert!(pair.engines[0].stats().in_flight > 0);
+    pair.fabrics[0].poll();
+    assert!(pair.fabrics[0].stats().in_flight > 0);
 }
 
 #[test]
@@ -202,15 +202,15 @@ fn a_link_that_is_given_up() {
         near.abort();
         assert_eq!(pair.drive(sending).expect_err("it is down").kind(), ErrorKind::Closed);
         pair.drive(near.ended()).expect("as was wished");
-        while pair.engines[0].stats().links > 0 {
-            pair.engines[0].progress();
+        while pair.fabrics[0].stats().links > 0 {
+            pair.fabrics[0].progress();
         }
-        assert_eq!(pair.engines[0].stats().in_flight, 0);
+        assert_eq!(pair.fabrics[0].stats().in_flight, 0);
     });
 }
 
 #[test]
-fn an_engine_that_is_given_up() {
+fn a_fabric_that_is_given_up() {
     run(|_, pair| {
         fill(&pair);
         let (near, _) = pair.ends();

@@ -163,7 +163,7 @@ fn interface_of_the_peer_down() {
     // On another host, its interface could not be seen: only that it is silent.
     let remote = Subject { baseline: Some(&link.baseline), ..subject(&link.own.context, None, failure) };
     let silent = ["nothing arrives here, from the peer or anybody else", "the peer does not answer"];
-    expect(&causes(&remote), Likelihood::Likely, &silent, "h2 has carrier");
+    expect(&causes(&remote), Likelihood::Likely, &silent, "h2 has transport");
 }
 
 #[test]
@@ -192,7 +192,7 @@ fn own_carrier_lost() {
     let link = Link::up();
     let _fault = fault("ip link set p2 down", "ip link set p2 up");
     let failure = link.failure();
-    expect(&link.causes(failure), Likelihood::Certain, &["h2 has no carrier"], "h2 is lowerlayerdown");
+    expect(&link.causes(failure), Likelihood::Certain, &["h2 has no transport"], "h2 is lowerlayerdown");
 }
 
 #[test]

@@ -38,7 +38,7 @@ impl Server {
         Self { child, out, addr }
     }
 
-    /// Waits for its end; what it said.
+    /// WaitSet for its end; what it said.
     fn finish(mut self) -> String {
         let begun = Instant::now();
         while self.child.try_wait().expect("its state").is_none() {

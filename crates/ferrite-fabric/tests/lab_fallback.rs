@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{
-    Config, ConnectOptions, Engine, ErrorKind, FallbackCause, Link, ListenOptions, Meet, Rdma, Transport,
+    Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma, Transport,
 };
 use net::{Mend, Renewal, Wire, fault};
 use rig::{OWN, PEER, any_port, pace, until, within};
@@ -33,18 +33,18 @@ const TARGET: &str = "FERRITE_TARGET";
 fn config() -> Config {
     Config {
         connection_timeout: Duration::from_secs(2),
-        climb_after: Duration::from_millis(300),
+        upgrade_after: Duration::from_millis(300),
         ..Config::default()
     }
 }
 
 /// A peer that answers every message with the same.
-fn peer(rdma: Rdma) -> (Engine, SocketAddr) {
-    let engine = Engine::system().device(PEER.0).config(config()).build().expect("an engine");
-    engine.spawn_thread().expect("a thread");
+fn peer(rdma: Rdma) -> (Fabric, SocketAddr) {
+    let fabric = Fabric::system().device(PEER.0).config(config()).build().expect("a fabric");
+    fabric.spawn_thread().expect("a thread");
     let options = ListenOptions::new().rdma(rdma);
     let mut listener =
-        engine.listen_with("0.0.0.0:0".parse().expect("an address"), &options).expect("to listen");
+        fabric.listen_with("0.0.0.0:0".parse().expect("an address"), &options).expect("to listen");
     let mut target = any_port(PEER);
     target.set_port(listener.local_addr().port());
     std::thread::spawn(move || {
@@ -52,7 +52,7 @@ fn peer(rdma: Rdma) -> (Engine, SocketAddr) {
             std::thread::spawn(move || echo(&link));
         }
     });
-    (engine, target)
+    (fabric, target)
 }
 
 fn echo(link: &Link) {
@@ -82,9 +82,9 @@ fn cells(
     for meet in [Meet::Cm, Meet::TcpFirst] {
         for rdma in [Rdma::Prefer, Rdma::Require, Rdma::Forbid] {
             let begun = Instant::now();
-            let built = Engine::system().device(OWN.0).rdma(rdma).config(config.clone()).build();
-            let engine = match built {
-                Ok(engine) => engine,
+            let built = Fabric::system().device(OWN.0).rdma(rdma).config(config.clone()).build();
+            let fabric = match built {
+                Ok(fabric) => fabric,
                 Err(error) => {
                     assert!(
                         rdma == Rdma::Require && kinds.contains(&error.kind()),
@@ -94,9 +94,9 @@ fn cells(
                     continue;
                 }
             };
-            engine.spawn_thread().expect("a thread");
+            fabric.spawn_thread().expect("a thread");
             let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
-            let opened = within(DEADLINE * pace(), name, engine.connect_with(target, &options));
+            let opened = within(DEADLINE * pace(), name, fabric.connect_with(target, &options));
             let took = begun.elapsed();
             match (rdma, opened) {
                 (Rdma::Prefer, Ok(link)) => {
@@ -108,7 +108,7 @@ fn cells(
                         "{name} {meet}: {:?} {fallback}",
                         fallback.cause
                     );
-                    let counted: u64 = engine.stats().fallbacks.iter().map(|(_, count)| count).sum();
+                    let counted: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
                     assert_eq!(counted, 1, "{name} {meet}");
                     let lifted = Instant::now();
                     let back = if lift(true) {
@@ -277,12 +277,12 @@ fn queue_pair_error() {
     let (_peer, addr) = peer(Rdma::Prefer);
     for meet in [Meet::Cm, Meet::TcpFirst] {
         for rdma in [Rdma::Prefer, Rdma::Require] {
-            let engine =
-                Engine::system().device(OWN.0).rdma(rdma).config(config()).build().expect("an engine");
-            engine.spawn_thread().expect("a thread");
+            let fabric =
+                Fabric::system().device(OWN.0).rdma(rdma).config(config()).build().expect("a fabric");
+            fabric.spawn_thread().expect("a thread");
             let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
             let link =
-                within(DEADLINE * pace(), "a link", engine.connect_with(addr, &options)).expect("a link");
+                within(DEADLINE * pace(), "a link", fabric.connect_with(addr, &options)).expect("a link");
             assert_eq!(link.transport(), Transport::Rdma, "{rdma} {meet}");
             answers(&link, "at first");
             let begun = Instant::now();
@@ -295,7 +295,7 @@ fn queue_pair_error() {
             answers(&link, "without a queue pair");
             until(BACK * pace(), "back on RDMA", || link.transport() == Transport::Rdma);
             answers(&link, "on RDMA again");
-            let counted: u64 = engine.stats().fallbacks.iter().map(|(_, count)| count).sum();
+            let counted: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
             assert_eq!(counted, 1);
             println!(
                 "{:18} {rdma:8} {meet:10} TCP, and back after {:.1?}",

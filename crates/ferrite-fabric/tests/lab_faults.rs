@@ -7,7 +7,7 @@
 //!
 //! | file | what |
 //! |---|---|
-//! | `rig.rs` | engines, deadlines, and what must not be left over |
+//! | `rig.rs` | fabrics, deadlines, and what must not be left over |
 //! | `traffic.rs` `pair.rs` | messages both ways, reads and writes, checked; two hosts with such traffic |
 //! | `process.rs` | peers in processes of their own |
 //! | `net.rs` | breaking and mending the guest's network |

@@ -5,7 +5,7 @@ mod streams;
 use std::io::ErrorKind;
 use std::process::Command;
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Stream};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, Stream};
 use ferrite_verbs::Verbs;
 use streams::{Host, Scene, Test, run_suite};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -30,13 +30,13 @@ fn killed_peer_is_no_end() {
         return write_until_killed(&peer);
     }
     run(async |scene: Scene| {
-        let engines = scene.engines(&Config::default());
+        let fabrics = scene.fabrics(&Config::default());
         let mut child = Command::new(std::env::current_exe().expect("the test's own path"))
             .args(["--exact", "killed_peer_is_no_end"])
-            .env(PEER, engines.listener.local_addr().to_string())
+            .env(PEER, fabrics.listener.local_addr().to_string())
             .spawn()
             .expect("a child");
-        let (mut stream, _) = engines.listener.accept().await.expect("the child");
+        let (mut stream, _) = fabrics.listener.accept().await.expect("the child");
         stream.read_exact(&mut [0; 100_000]).await.expect("it writes");
         child.kill().expect("it lives");
         child.wait().expect("it is dead");
@@ -49,17 +49,17 @@ fn killed_peer_is_no_end() {
         };
         assert!(matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::TimedOut), "{error:?}");
         drop(stream);
-        engines.clear().await;
+        fabrics.clear().await;
     });
 }
 
 fn write_until_killed(peer: &str) {
-    let engine = Engine::builder(&Verbs::system().expect("rdma-core")).device("rxe2").build();
-    let engine = engine.expect("an engine");
+    let fabric = Fabric::builder(&Verbs::system().expect("rdma-core")).device("rxe2").build();
+    let fabric = fabric.expect("a fabric");
     let options = ConnectOptions::new().local(([10, 0, 0, 2], 0).into());
-    engine.block_on(async {
+    fabric.block_on(async {
         let peer = peer.parse().expect("an address");
-        let mut stream = Stream::connect_with(&engine, peer, &options).await.expect("to connect");
+        let mut stream = Stream::connect_with(&fabric, peer, &options).await.expect("to connect");
         loop {
             stream.write_all(&[7; 1000]).await.expect("to write");
         }

@@ -1,7 +1,7 @@
 //! One suite for streams on every provider: what software that knows TCP relies on.
 //!
 //! `lab_streams` runs it on Soft-RoCE devices in the lab's guest, `fake_streams` on the fake provider, `tcp_streams` over TCP. A test is an async
-//! function of a [`Scene`], run by tokio on two threads, with an engine on each of two hosts.
+//! function of a [`Scene`], run by tokio on two threads, with a fabric on each of two hosts.
 
 pub(crate) mod bytes;
 pub(crate) mod ends;
@@ -12,7 +12,7 @@ use std::io;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Rdma, Stream, StreamListener};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
 /// Longer than anything here takes, on the slowest kernel.
@@ -58,24 +58,24 @@ pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], slower: usize, test: i
     let runtime = runtime.expect("a runtime");
     let scene = Scene { verbs, hosts, slower };
     runtime.block_on(async { tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time") });
-    // Drivers end by themselves when their engine has no user and no link.
+    // Drivers end by themselves when their fabric has no user and no link.
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "engines that do not end");
+        assert!(begun.elapsed() < PATIENCE, "fabrics that do not end");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// A stream from `a` to `b`, and the engines.
+/// A stream from `a` to `b`, and the fabrics.
 pub(crate) struct Pair {
     pub(crate) a: Stream,
     pub(crate) b: Stream,
-    pub(crate) engines: Engines,
+    pub(crate) fabrics: Fabrics,
 }
 
-pub(crate) struct Engines {
-    a: Engine,
-    b: Engine,
+pub(crate) struct Fabrics {
+    a: Fabric,
+    b: Fabric,
     from: SocketAddr,
     pub(crate) listener: StreamListener,
 }
@@ -85,21 +85,21 @@ impl Scene {
         self.verbs.is_none()
     }
 
-    /// Engines that run, and a listener on the first host.
-    pub(crate) fn engines(&self, config: &Config) -> Engines {
+    /// Fabrics that run, and a listener on the first host.
+    pub(crate) fn fabrics(&self, config: &Config) -> Fabrics {
         let [b_host, a_host] = &self.hosts;
         let [a, b] = [a_host, b_host].map(|host| {
             let builder = match &self.verbs {
-                Some(verbs) => Engine::builder(verbs).rdma(Rdma::Require).device(host.device),
-                None => Engine::system().rdma(Rdma::Forbid),
+                Some(verbs) => Fabric::builder(verbs).rdma(Rdma::Require).device(host.device),
+                None => Fabric::system().rdma(Rdma::Forbid),
             };
-            let engine = builder.config(config.clone()).build();
-            let engine = engine.expect("an engine");
-            tokio::spawn(engine.drive());
-            engine
+            let fabric = builder.config(config.clone()).build();
+            let fabric = fabric.expect("a fabric");
+            tokio::spawn(fabric.drive());
+            fabric
         });
         let listener = StreamListener::bind(&b, b_host.any_port()).expect("to listen");
-        Engines { a, b, from: a_host.any_port(), listener }
+        Fabrics { a, b, from: a_host.any_port(), listener }
     }
 
     pub(crate) async fn pair(&self) -> Pair {
@@ -107,13 +107,13 @@ impl Scene {
     }
 
     pub(crate) async fn pair_with(&self, config: &Config) -> Pair {
-        let engines = self.engines(config);
-        let [a, b] = engines.meet().await;
-        Pair { a, b, engines }
+        let fabrics = self.fabrics(config);
+        let [a, b] = fabrics.meet().await;
+        Pair { a, b, fabrics }
     }
 }
 
-impl Engines {
+impl Fabrics {
     pub(crate) async fn meet(&self) -> [Stream; 2] {
         let (a, b) = futures_util::join!(self.call(), self.listener.accept());
         [a.expect("connect"), b.expect("accept").0]
@@ -127,21 +127,21 @@ impl Engines {
         Stream::connect_with(&self.a, peer, &ConnectOptions::new().local(self.from)).await
     }
 
-    pub(crate) fn of_caller(&self) -> &Engine {
+    pub(crate) fn of_caller(&self) -> &Fabric {
         &self.a
     }
 
-    /// Waits until no link is left; then no memory may be.
+    /// WaitSet until no link is left; then no memory may be.
     pub(crate) async fn clear(self) {
         let Self { a, b, listener, .. } = self;
         drop(listener);
-        for engine in [a, b] {
-            while engine.stats().links > 0 {
+        for fabric in [a, b] {
+            while fabric.stats().links > 0 {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
-            let stats = engine.pool().stats();
+            let stats = fabric.pool().stats();
             assert_eq!(stats.send.in_use_bytes, 0, "memory of sends that nobody gave back");
-            assert_eq!(engine.stats().in_flight, 0, "requests that nobody waits for");
+            assert_eq!(fabric.stats().in_flight, 0, "requests that nobody waits for");
         }
     }
 }
@@ -149,9 +149,9 @@ impl Engines {
 impl Pair {
     /// Drops both ends; then nothing may be left.
     pub(crate) async fn end(self) {
-        let Self { a, b, engines } = self;
+        let Self { a, b, fabrics } = self;
         drop((a, b));
-        engines.clear().await;
+        fabrics.clear().await;
     }
 }
 

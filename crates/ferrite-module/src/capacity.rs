@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::time::Instant;
 
 use crate::api::Context;
-use crate::resident;
+use crate::event_loop;
 
 /// The engine's clients and their limit, and when it last had no place.
 #[derive(Debug, Clone, Copy)]
@@ -63,7 +63,7 @@ fn change(act: impl FnOnce(Capacity) -> (u64, u64)) {
 /// Reads the limit and the number of clients.
 pub(crate) fn follow(context: Context<'_>) {
     let max = context.config(c"maxclients").and_then(|text| text.parse().ok()).unwrap_or(0);
-    change(|capacity| (resident::connected_clients().unwrap_or(capacity.clients), max));
+    change(|capacity| (event_loop::connected_clients().unwrap_or(capacity.clients), max));
 }
 
 /// The engine's `maxclients`; zero if it is not known.
@@ -83,7 +83,7 @@ pub(crate) fn on_disconnected() {
 /// Returns whether the engine would have refused a client that was accepted and heard at these times.
 pub(crate) fn was_full(accepted: Instant, heard: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
-        && let Some(clients) = resident::connected_clients()
+        && let Some(clients) = event_loop::connected_clients()
     {
         change(|Capacity { max, .. }| (clients, max)); // its own number is right
     }

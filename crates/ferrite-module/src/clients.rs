@@ -30,7 +30,7 @@ use tokio::sync::Notify;
 
 use crate::api::Context;
 use crate::api::clients::{client_flag, client_info, set_client_name};
-use crate::resident;
+use crate::event_loop;
 
 /// What the engine takes clients without a login for.
 pub(crate) const DEFAULT_USER: &[u8] = b"default";
@@ -115,7 +115,7 @@ impl Drop for ClientRecord {
 
 impl ProxyClient for ClientRecord {
     fn identify(&self) -> Vec<u8> {
-        let command = if resident::needs_attestation(self) { "ATTEST" } else { "BIND" };
+        let command = if event_loop::needs_attestation(self) { "ATTEST" } else { "BIND" };
         let mut bytes = Vec::new();
         encode_command(["FERRITE", command, &self.token], &mut bytes);
         bytes
@@ -136,11 +136,11 @@ impl ProxyClient for ClientRecord {
     }
 
     fn refresh(&self) -> Access {
-        resident::refresh(self)
+        event_loop::refresh(self)
     }
 
     fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called {
-        let called = resident::call(self, commands, replies);
+        let called = event_loop::call(self, commands, replies);
         if called.wrote {
             self.state().is_mark_due = true;
         }

@@ -13,11 +13,11 @@ use crate::api::{self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, Ra
 use crate::capacity;
 use crate::clients;
 use crate::command::{self, SUBCOMMANDS, Subcommand};
+use crate::event_loop;
 use crate::info;
 use crate::log;
 use crate::module::{Module, replace_module, with_module};
-use crate::options::{Kind, Options, SETTINGS, Setpoint};
-use crate::resident;
+use crate::options::{Kind, Options, SETTINGS, SettingValue};
 
 const NAME: &std::ffi::CStr = c"ferrite";
 /// For MODULE LIST: a number, as it is there for modules.
@@ -134,7 +134,7 @@ fn subscribe(context: Context<'_>, event: u64) {
     }
 }
 
-/// From now on [`resident::turned`] hears of the loop's turns. Not earlier than somebody waits for one: it costs each turn as much as
+/// From now on [`event_loop::turned`] hears of the loop's turns. Not earlier than somebody waits for one: it costs each turn as much as
 /// a small command.
 pub(crate) fn listen_to_turns(context: Context<'_>) {
     subscribe(context, flag::EVENT_LOOP);
@@ -144,7 +144,7 @@ fn register_settings(context: Context<'_>, options: &Options) -> Result<(), Stri
     for (index, setting) in SETTINGS.iter().enumerate() {
         let flags = if setting.is_mutable { 0 } else { flag::CONFIG_IMMUTABLE };
         let registered = match (&setting.kind, options.get(index)) {
-            (Kind::Number { range, is_size }, Setpoint::Number(default)) => {
+            (Kind::Number { range, is_size }, SettingValue::Number(default)) => {
                 let flags = flags | if *is_size { flag::CONFIG_MEMORY } else { 0 };
                 context.register_number(
                     setting.name,
@@ -155,7 +155,7 @@ fn register_settings(context: Context<'_>, options: &Options) -> Result<(), Stri
                     index,
                 )
             }
-            (Kind::Choice(choices), Setpoint::Number(default)) => {
+            (Kind::Choice(choices), SettingValue::Number(default)) => {
                 let default = i32::try_from(*default).unwrap_or(0);
                 context.register_choice(
                     setting.name,
@@ -166,10 +166,10 @@ fn register_settings(context: Context<'_>, options: &Options) -> Result<(), Stri
                     index,
                 )
             }
-            (_, Setpoint::Text(default)) => {
+            (_, SettingValue::Text(default)) => {
                 context.register_text(setting.name, default, flags, (get_text, set_text), index)
             }
-            (Kind::Text(_), Setpoint::Number(_)) => false,
+            (Kind::Text(_), SettingValue::Number(_)) => false,
         };
         if !registered {
             return Err(format!("the engine takes no setting {}", setting.name.to_string_lossy()));
@@ -273,7 +273,7 @@ unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u
         let Some(context) = (unsafe { Context::new(raw) }) else { return };
         if event.id == flag::EVENT_LOOP {
             if subevent == flag::EVENT_LOOP_AFTER_SLEEP {
-                resident::turned();
+                event_loop::turned();
             }
             return;
         }
@@ -288,7 +288,7 @@ unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u
 
 /// A descriptor of ours is readable.
 unsafe extern "C" fn on_readable(descriptor: c_int, _: *mut c_void, _: c_int) {
-    guard("the loop", (), || resident::turn(descriptor));
+    guard("the loop", (), || event_loop::turn(descriptor));
 }
 
 /// The loop turns when one of these is readable.
@@ -300,13 +300,13 @@ pub(crate) fn listen_to(descriptors: &[RawFd]) -> Result<(), String> {
 }
 
 /// The value of the setting that `private` numbers.
-fn get(private: *mut c_void) -> Option<Setpoint> {
+fn get(private: *mut c_void) -> Option<SettingValue> {
     let index = private.addr();
     with_module(|module| (index < SETTINGS.len()).then(|| module.options.get(index).clone()))?
 }
 
 /// Sets it, or tells the engine why not.
-fn set(private: *mut c_void, value: Setpoint, why_not: *mut *mut RawString) -> c_int {
+fn set(private: *mut c_void, value: SettingValue, why_not: *mut *mut RawString) -> c_int {
     let index = private.addr();
     let set = if index < SETTINGS.len() { with_module(|module| module.set(index, value)) } else { None };
     match set.unwrap_or_else(|| Err("not now".into())) {
@@ -323,7 +323,7 @@ fn set(private: *mut c_void, value: Setpoint, why_not: *mut *mut RawString) -> c
 
 unsafe extern "C" fn get_number(_: *const c_char, private: *mut c_void) -> c_longlong {
     guard("CONFIG GET", 0, || match get(private) {
-        Some(Setpoint::Number(number)) => number,
+        Some(SettingValue::Number(number)) => number,
         _ => 0,
     })
 }
@@ -334,12 +334,12 @@ unsafe extern "C" fn set_number(
     private: *mut c_void,
     why_not: *mut *mut RawString,
 ) -> c_int {
-    guard("CONFIG SET", ERR, || set(private, Setpoint::Number(value), why_not))
+    guard("CONFIG SET", ERR, || set(private, SettingValue::Number(value), why_not))
 }
 
 unsafe extern "C" fn get_choice(_: *const c_char, private: *mut c_void) -> c_int {
     guard("CONFIG GET", 0, || match get(private) {
-        Some(Setpoint::Number(number)) => c_int::try_from(number).unwrap_or(0),
+        Some(SettingValue::Number(number)) => c_int::try_from(number).unwrap_or(0),
         _ => 0,
     })
 }
@@ -350,7 +350,7 @@ unsafe extern "C" fn set_choice(
     private: *mut c_void,
     why_not: *mut *mut RawString,
 ) -> c_int {
-    guard("CONFIG SET", ERR, || set(private, Setpoint::Number(value.into()), why_not))
+    guard("CONFIG SET", ERR, || set(private, SettingValue::Number(value.into()), why_not))
 }
 
 /// The strings that CONFIG GET was last answered with, by setting: they are ours to keep until the next answer. Addresses of
@@ -360,7 +360,7 @@ static ANSWERS: Mutex<[usize; SETTINGS.len()]> = Mutex::new([0; SETTINGS.len()])
 unsafe extern "C" fn get_text(_: *const c_char, private: *mut c_void) -> *mut RawString {
     guard("CONFIG GET", std::ptr::null_mut(), || {
         let text = match get(private) {
-            Some(Setpoint::Text(text)) => text,
+            Some(SettingValue::Text(text)) => text,
             _ => String::new(),
         };
         let answer = api::new_string(&text);
@@ -384,7 +384,7 @@ unsafe extern "C" fn set_text(
     guard("CONFIG SET", ERR, || {
         // SAFETY: the engine's string, for the length of this call.
         let text = unsafe { api::text_of(value) };
-        set(private, Setpoint::Text(text), why_not)
+        set(private, SettingValue::Text(text), why_not)
     })
 }
 

@@ -1,6 +1,6 @@
 //! INFO: the sections `ferrite` and `ferrite_rdma`. The engine puts `ferrite_` before every name.
 
-use ferrite_fabric::{EngineStats, Status};
+use ferrite_fabric::{FabricStats, Status};
 use ferrite_session::{SessionInfo, SessionTransport};
 
 use crate::api::Value;
@@ -78,7 +78,7 @@ fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
     number(out, "output_bytes", stats.to_client_bytes);
 }
 
-fn fabric(out: &mut Fields, stats: &EngineStats, sessions: &[SessionInfo]) {
+fn fabric(out: &mut Fields, stats: &FabricStats, sessions: &[SessionInfo]) {
     let over_rdma = |session: &&SessionInfo| {
         matches!(session.transport, SessionTransport::FerriteRdma | SessionTransport::ValkeyRdma)
     };
@@ -113,7 +113,7 @@ fn fabric(out: &mut Fields, stats: &EngineStats, sessions: &[SessionInfo]) {
         ("rdma_crowded_out", stats.crowded_out),
         ("rdma_accept_failures", stats.accept_failures),
         ("rdma_moves", totals.moves),
-        ("rdma_climbs", stats.climbs),
+        ("rdma_upgrades", stats.upgrades),
         ("rdma_offers_refused", stats.offers_refused),
         ("rdma_devices_lost", stats.devices_lost),
         ("rdma_devices_back", stats.devices_back),

@@ -7,7 +7,7 @@
 //!     ▼                                                       ▼
 //!   module ── what it is told ──── asks, never waits long ──► sessions, each with a connection of its own
 //!                                                             to the engine's Unix or TCP socket (the bridge)
-//!   resident ── unless `call-lane no`: the engine's loop drives the fabric and runs sessions, which call what they can
+//!   event_loop ── unless `call-lane no`: the engine's loop drives the fabric and runs sessions, which call what they can
 //! ```
 //!
 //! | file | what it is |
@@ -17,7 +17,7 @@
 //! | `options.rs` | arguments and CONFIG: one table of names, defaults and limits |
 //! | `target.rs` | which of the engine's own sockets the bridge takes |
 //! | `transport.rs` | the thread |
-//! | `resident.rs` `tasks.rs` | sessions on the engine's main thread: a turn of its loop, and the futures that it runs |
+//! | `event_loop.rs` `tasks.rs` | sessions on the engine's main thread: a turn of its loop, and the futures that it runs |
 //! | `calls.rs` `router.rs` `keys.rs` | commands that run by a call instead of over the bridge, which those are, and reads by key |
 //! | `capacity.rs` | whether the engine had a place for a client when it came |
 //! | `clients.rs` | sessions' proxy connections as clients of the engine: what it says about them |
@@ -36,13 +36,13 @@ mod clients;
 mod command;
 mod descriptors;
 mod entry;
+mod event_loop;
 mod info;
 mod keys;
 mod listen;
 mod log;
 mod module;
 mod options;
-mod resident;
 mod router;
 mod target;
 mod tasks;

@@ -10,11 +10,11 @@ use crate::calls::Calls;
 use crate::capacity;
 use crate::descriptors;
 use crate::entry;
+use crate::event_loop;
 use crate::listen::{self, Address};
-use crate::options::{Options, Setpoint};
-use crate::resident;
+use crate::options::{Options, SettingValue};
 use crate::target::{Sockets, target};
-use crate::tasks::Porch;
+use crate::tasks::TaskQueue;
 use crate::transport::Transport;
 
 /// Why there is no listener, or the listener.
@@ -65,15 +65,15 @@ impl Module {
     pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
         let begun = self.places(context).and_then(|places| {
             let protected = is_protected(context);
-            let porch = if self.options.call_lane() { call_lane(context) } else { None };
+            let queue = if self.options.call_lane() { call_lane(context) } else { None };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
             let (transport, (fabric, runtime)) =
-                Transport::begin(&self.options, places, protected, porch.clone())?;
-            resident::set_turn(self.options.turn());
-            if let Some(porch) = porch {
+                Transport::begin(&self.options, places, protected, queue.clone())?;
+            event_loop::set_turn(self.options.turn());
+            if let Some(queue) = queue {
                 let fabric = (!self.options.poller_thread()).then_some(fabric);
-                entry::listen_to(&resident::begin(porch, fabric, runtime))?;
+                entry::listen_to(&event_loop::begin(queue, fabric, runtime))?;
             }
             Ok(transport)
         });
@@ -109,7 +109,7 @@ impl Module {
 
     /// The engine's settings have changed: those of its sockets and of protected mode are ours too. What has begun goes on.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
-        resident::follow_engine(context);
+        event_loop::follow_engine(context);
         capacity::follow(context);
         descriptors::follow(capacity::max_clients(), self.options.max_clients());
         let sockets = sockets(context);
@@ -138,11 +138,11 @@ impl Module {
     }
 
     /// One of our own settings has changed.
-    pub(crate) fn set(&mut self, index: usize, value: Setpoint) -> Result<(), String> {
+    pub(crate) fn set(&mut self, index: usize, value: SettingValue) -> Result<(), String> {
         self.options.set(index, value)?;
         if let Service::On(transport) = &self.service {
             transport.reconfigure(&self.options);
-            resident::set_turn(self.options.turn());
+            event_loop::set_turn(self.options.turn());
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
         }
         Ok(())
@@ -151,7 +151,7 @@ impl Module {
     /// The engine exits. Its final save is over, so a write made now would be lost: no more calls are
     /// made, and only the replies that were made before are delivered.
     pub(crate) fn end(&mut self) {
-        resident::allow_calls(None);
+        event_loop::allow_calls(None);
         let was = std::mem::replace(&mut self.service, Service::Off("the engine is ending".into()));
         if let Service::On(transport) = was {
             self.is_ending = true;
@@ -175,11 +175,11 @@ impl Module {
 }
 
 /// Calls can be made from now on. Where they cannot, all goes over the bridge, as without.
-fn call_lane(context: Context<'_>) -> Option<Arc<Porch>> {
+fn call_lane(context: Context<'_>) -> Option<Arc<TaskQueue>> {
     let begun = Calls::new(context).and_then(|calls| {
-        let porch = Porch::new().map_err(|error| format!("no eventfd: {error}"))?;
-        resident::allow_calls(Some(calls));
-        Ok(porch)
+        let queue = TaskQueue::new().map_err(|error| format!("no eventfd: {error}"))?;
+        event_loop::allow_calls(Some(calls));
+        Ok(queue)
     });
     begun.inspect_err(|why| tracing::warn!("call lane disabled, all commands are bridged: {why}")).ok()
 }
@@ -218,7 +218,7 @@ fn say_listening(transport: &Transport) {
 
 /// Who answers, in words.
 pub(crate) fn lanes(engine: &EngineAddress) -> String {
-    match resident::callable_commands() {
+    match event_loop::callable_commands() {
         Some(count) => format!("{count} commands run in-process, the others are bridged to {engine}"),
         None => format!("sessions are bridged to {engine}"),
     }

@@ -40,7 +40,7 @@ pub(crate) enum Default {
 
 /// What a setting is set to; of a choice, its index.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Setpoint {
+pub(crate) enum SettingValue {
     Number(i64),
     Text(String),
 }
@@ -125,13 +125,13 @@ fn engine(text: &str) -> Result<(), String> {
 
 /// What all settings are set to.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Options([Setpoint; SETTINGS.len()]);
+pub(crate) struct Options([SettingValue; SETTINGS.len()]);
 
 impl std::default::Default for Options {
     fn default() -> Self {
         Self(std::array::from_fn(|index| match SETTINGS[index].default {
-            Default::Number(number) => Setpoint::Number(number),
-            Default::Text(text) => Setpoint::Text(text.into()),
+            Default::Number(number) => SettingValue::Number(number),
+            Default::Text(text) => SettingValue::Text(text.into()),
         }))
     }
 }
@@ -156,24 +156,26 @@ impl Options {
         Ok(options)
     }
 
-    pub(crate) fn get(&self, index: usize) -> &Setpoint {
+    pub(crate) fn get(&self, index: usize) -> &SettingValue {
         &self.0[index]
     }
 
     /// Sets one, if it is within its limits.
-    pub(crate) fn set(&mut self, index: usize, value: Setpoint) -> Result<(), String> {
+    pub(crate) fn set(&mut self, index: usize, value: SettingValue) -> Result<(), String> {
         let fits = match (&SETTINGS[index].kind, &value) {
-            (Kind::Number { range: [min, max], .. }, Setpoint::Number(number)) => {
+            (Kind::Number { range: [min, max], .. }, SettingValue::Number(number)) => {
                 (min..=max).contains(&number)
             }
-            (Kind::Choice(choices), Setpoint::Number(number)) => (0..choices.len() as i64).contains(number),
-            (Kind::Text(check), Setpoint::Text(text)) => check(text).is_ok(),
+            (Kind::Choice(choices), SettingValue::Number(number)) => {
+                (0..choices.len() as i64).contains(number)
+            }
+            (Kind::Text(check), SettingValue::Text(text)) => check(text).is_ok(),
             _ => false,
         };
         if !fits {
             return Err(match value {
-                Setpoint::Number(number) => wrong(index, &number.to_string()),
-                Setpoint::Text(text) => wrong(index, &text),
+                SettingValue::Number(number) => wrong(index, &number.to_string()),
+                SettingValue::Text(text) => wrong(index, &text),
             });
         }
         self.0[index] = value;
@@ -182,15 +184,15 @@ impl Options {
 
     fn number(&self, index: usize) -> i64 {
         match self.get(index) {
-            Setpoint::Number(number) => *number,
-            Setpoint::Text(_) => 0, // `set` lets none in
+            SettingValue::Number(number) => *number,
+            SettingValue::Text(_) => 0, // `set` lets none in
         }
     }
 
     fn text(&self, index: usize) -> &str {
         match self.get(index) {
-            Setpoint::Text(text) => text,
-            Setpoint::Number(_) => "",
+            SettingValue::Text(text) => text,
+            SettingValue::Number(_) => "",
         }
     }
 
@@ -285,16 +287,16 @@ fn wrong(index: usize, value: &str) -> String {
 }
 
 /// A value as it is typed as an argument.
-fn parse(index: usize, text: &str) -> Option<Setpoint> {
+fn parse(index: usize, text: &str) -> Option<SettingValue> {
     Some(match &SETTINGS[index].kind {
-        Kind::Number { is_size: true, .. } => Setpoint::Number(size(text)?),
-        Kind::Number { .. } => Setpoint::Number(text.parse().ok()?),
+        Kind::Number { is_size: true, .. } => SettingValue::Number(size(text)?),
+        Kind::Number { .. } => SettingValue::Number(text.parse().ok()?),
         Kind::Choice(choices) => {
             let found =
                 choices.iter().position(|choice| choice.to_bytes().eq_ignore_ascii_case(text.as_bytes()))?;
-            Setpoint::Number(found.try_into().ok()?)
+            SettingValue::Number(found.try_into().ok()?)
         }
-        Kind::Text(_) => Setpoint::Text(text.into()),
+        Kind::Text(_) => SettingValue::Text(text.into()),
     })
 }
 

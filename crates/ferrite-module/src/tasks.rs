@@ -1,4 +1,4 @@
-//! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere rings a bell that the loop listens
+//! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere rings a event_fd that the loop listens
 //! to.
 
 use std::collections::VecDeque;
@@ -13,12 +13,12 @@ use ferrite_session::SessionFuture;
 use rustix::event::{EventfdFlags, eventfd};
 
 /// What other threads have of it.
-pub(crate) struct Porch {
+pub(crate) struct TaskQueue {
     queue: Mutex<Queue>,
     /// Whether the loop will look at the queue by itself before it sleeps.
     is_awake: AtomicBool,
-    bell: OwnedFd,
-    /// How often the loop has been around, as [`Porch::turned`] was told.
+    event_fd: OwnedFd,
+    /// How often the loop has been around, as [`TaskQueue::turned`] was told.
     turns: AtomicU64,
     /// How often it has looked at the queue.
     looks: AtomicU64,
@@ -33,11 +33,11 @@ struct Queue {
     is_closed: bool,
 }
 
-impl Porch {
+impl TaskQueue {
     pub(crate) fn new() -> io::Result<Arc<Self>> {
-        let bell = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
+        let event_fd = eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)?;
         let (queue, turns, looks) = (Mutex::default(), AtomicU64::new(0), AtomicU64::new(0));
-        Ok(Arc::new(Self { queue, is_awake: AtomicBool::new(false), bell, turns, looks }))
+        Ok(Arc::new(Self { queue, is_awake: AtomicBool::new(false), event_fd, turns, looks }))
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
@@ -63,11 +63,11 @@ impl Porch {
 
     /// The loop does not sleep before it has looked here.
     pub(crate) fn ring(&self) {
-        let _ = rustix::io::write(&self.bell, &1_u64.to_ne_bytes()); // full: it is readable already
+        let _ = rustix::io::write(&self.event_fd, &1_u64.to_ne_bytes()); // full: it is readable already
     }
 
     pub(crate) fn silence(&self) {
-        let _ = rustix::io::read(&self.bell, &mut [0; 8]);
+        let _ = rustix::io::read(&self.event_fd, &mut [0; 8]);
     }
 
     /// A number that changes when the loop looks here.
@@ -98,70 +98,70 @@ impl Porch {
     }
 }
 
-impl AsFd for Porch {
+impl AsFd for TaskQueue {
     /// Readable when [`Tasks::run`] is to be called.
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        self.event_fd.as_fd()
     }
 }
 
 /// The futures, for the thread that runs them.
 pub(crate) struct Tasks {
-    porch: Arc<Porch>,
+    queue: Arc<TaskQueue>,
     slots: Vec<Option<Slot>>,
     free: Vec<usize>,
 }
 
 struct Slot {
     future: SessionFuture,
-    rouse: Arc<Rouse>,
+    wake: Arc<TaskWaker>,
 }
 
 /// Wakes the future of a slot, or the one that has the slot by then: that finds nothing new.
-struct Rouse {
+struct TaskWaker {
     slot: usize,
     is_queued: AtomicBool,
-    porch: Arc<Porch>,
+    queue: Arc<TaskQueue>,
 }
 
-impl Wake for Rouse {
+impl Wake for TaskWaker {
     fn wake(self: Arc<Self>) {
         self.wake_by_ref();
     }
 
     fn wake_by_ref(self: &Arc<Self>) {
         if !self.is_queued.swap(true, Ordering::SeqCst) {
-            self.porch.queue().ready.push_back(self.slot);
-            self.porch.call();
+            self.queue.queue().ready.push_back(self.slot);
+            self.queue.call();
         }
     }
 }
 
 impl Tasks {
-    pub(crate) fn new(porch: Arc<Porch>) -> Self {
-        Self { porch, slots: Vec::new(), free: Vec::new() }
+    pub(crate) fn new(queue: Arc<TaskQueue>) -> Self {
+        Self { queue, slots: Vec::new(), free: Vec::new() }
     }
 
-    /// From here on the queue is looked at without a bell, until [`Tasks::rest`].
+    /// From here on the queue is looked at without a event_fd, until [`Tasks::rest`].
     pub(crate) fn begin(&self) {
-        self.porch.looks.fetch_add(1, Ordering::Relaxed);
-        self.porch.is_awake.store(true, Ordering::SeqCst);
+        self.queue.looks.fetch_add(1, Ordering::Relaxed);
+        self.queue.is_awake.store(true, Ordering::SeqCst);
     }
 
     /// Polls those that were woken before, while there is time; whether there were any.
     pub(crate) fn run(&mut self, has_time: impl Fn() -> bool) -> bool {
         let mut ran = false;
         let mut round = {
-            let mut queue = self.porch.queue();
+            let mut queue = self.queue.queue();
             let new = std::mem::take(&mut queue.new);
             let ready = queue.ready.len();
             drop(queue);
             let added: Vec<_> = new.into_iter().map(|future| self.add(future)).collect();
-            self.porch.queue().ready.extend(added.iter());
+            self.queue.queue().ready.extend(added.iter());
             ready + added.len()
         };
         while round > 0 && has_time() {
-            let Some(slot) = self.porch.queue().ready.pop_front() else { break };
+            let Some(slot) = self.queue.queue().ready.pop_front() else { break };
             round -= 1;
             ran = true;
             self.poll(slot);
@@ -174,16 +174,16 @@ impl Tasks {
             self.slots.push(None);
             self.slots.len() - 1
         });
-        let rouse =
-            Arc::new(Rouse { slot, is_queued: AtomicBool::new(true), porch: Arc::clone(&self.porch) });
-        self.slots[slot] = Some(Slot { future, rouse });
+        let wake =
+            Arc::new(TaskWaker { slot, is_queued: AtomicBool::new(true), queue: Arc::clone(&self.queue) });
+        self.slots[slot] = Some(Slot { future, wake });
         slot
     }
 
     fn poll(&mut self, slot: usize) {
-        let Some(Some(Slot { future, rouse })) = self.slots.get_mut(slot) else { return };
-        rouse.is_queued.store(false, Ordering::SeqCst);
-        let waker = Waker::from(Arc::clone(rouse));
+        let Some(Some(Slot { future, wake })) = self.slots.get_mut(slot) else { return };
+        wake.is_queued.store(false, Ordering::SeqCst);
+        let waker = Waker::from(Arc::clone(wake));
         let polled =
             catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(&mut Context::from_waker(&waker))));
         if polled.is_err() {
@@ -198,19 +198,19 @@ impl Tasks {
 
     /// The loop may sleep, or is told not to.
     pub(crate) fn rest(&self) {
-        self.porch.is_awake.store(false, Ordering::SeqCst);
-        let queue = self.porch.queue();
+        self.queue.is_awake.store(false, Ordering::SeqCst);
+        let queue = self.queue.queue();
         let is_idle = queue.ready.is_empty() && queue.new.is_empty();
         drop(queue);
         if !is_idle {
-            self.porch.call();
+            self.queue.call();
         }
     }
 }
 
 impl Drop for Tasks {
     fn drop(&mut self) {
-        let mut queue = self.porch.queue();
+        let mut queue = self.queue.queue();
         queue.is_closed = true;
         let left = std::mem::take(&mut *queue);
         queue.is_closed = true;
@@ -226,48 +226,48 @@ mod tests {
 
     use super::*;
 
-    fn is_readable(porch: &Porch) -> bool {
-        let mut fds = [rustix::event::PollFd::new(porch, rustix::event::PollFlags::IN)];
+    fn is_readable(queue: &TaskQueue) -> bool {
+        let mut fds = [rustix::event::PollFd::new(queue, rustix::event::PollFlags::IN)];
         let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         rustix::event::poll(&mut fds, Some(&now)).expect("poll") > 0
     }
 
     #[test]
     fn woken_from_elsewhere_the_bell_rings_once() {
-        let porch = Porch::new().expect("eventfd");
-        let mut tasks = Tasks::new(Arc::clone(&porch));
+        let queue = TaskQueue::new().expect("eventfd");
+        let mut tasks = Tasks::new(Arc::clone(&queue));
         let polls = Arc::new(AtomicUsize::new(0));
         let waker = Arc::new(Mutex::new(None::<Waker>));
-        porch.spawn({
+        queue.spawn({
             let (polls, waker) = (Arc::clone(&polls), Arc::clone(&waker));
             Box::pin(std::future::poll_fn(move |cx| {
                 *waker.lock().expect("not poisoned") = Some(cx.waker().clone());
                 if polls.fetch_add(1, Ordering::SeqCst) < 2 { Poll::Pending } else { Poll::Ready(()) }
             }))
         });
-        assert!(is_readable(&porch));
+        assert!(is_readable(&queue));
         for poll in 1..=3 {
-            porch.silence();
+            queue.silence();
             tasks.begin();
             assert!(tasks.run(|| true));
             assert!(!tasks.run(|| true), "nothing more");
             tasks.rest();
             assert_eq!(polls.load(Ordering::SeqCst), poll);
-            assert!(!is_readable(&porch));
+            assert!(!is_readable(&queue));
             let woken = waker.lock().expect("not poisoned").clone().expect("polled");
             std::thread::spawn(move || woken.wake()).join().expect("woken");
-            assert!(is_readable(&porch));
+            assert!(is_readable(&queue));
         }
         assert_eq!(tasks.free.len(), 1, "it has ended");
     }
 
     #[test]
     fn a_panic_ends_one_and_the_end_of_a_turn_stops_all() {
-        let porch = Porch::new().expect("eventfd");
-        let mut tasks = Tasks::new(Arc::clone(&porch));
-        porch.spawn(Box::pin(async { panic!("on purpose") }));
+        let queue = TaskQueue::new().expect("eventfd");
+        let mut tasks = Tasks::new(Arc::clone(&queue));
+        queue.spawn(Box::pin(async { panic!("on purpose") }));
         for _ in 0..4 {
-            porch.spawn(Box::pin(std::future::poll_fn(|cx| {
+            queue.spawn(Box::pin(std::future::poll_fn(|cx| {
                 cx.waker().wake_by_ref();
                 Poll::Pending // for ever
             })));
@@ -276,29 +276,29 @@ mod tests {
         tasks.begin();
         while tasks.run(|| left.replace(left.get().saturating_sub(1)) > 0) {}
         assert_eq!(left.get(), 0);
-        porch.silence();
+        queue.silence();
         tasks.rest();
-        assert!(is_readable(&porch), "there is more to do");
+        assert!(is_readable(&queue), "there is more to do");
     }
 
     #[test]
     fn settled_when_the_loop_has_been_around() {
-        let porch = Porch::new().expect("eventfd");
-        let mut tasks = Tasks::new(Arc::clone(&porch));
+        let queue = TaskQueue::new().expect("eventfd");
+        let mut tasks = Tasks::new(Arc::clone(&queue));
         let done = Arc::new(AtomicBool::new(false));
-        porch.spawn({
-            let (porch, done) = (Arc::clone(&porch), Arc::clone(&done));
+        queue.spawn({
+            let (queue, done) = (Arc::clone(&queue), Arc::clone(&done));
             Box::pin(async move {
-                porch.settled().await;
+                queue.settled().await;
                 done.store(true, Ordering::SeqCst);
             })
         });
         tasks.begin();
         while tasks.run(|| true) {}
         tasks.rest();
-        assert!(is_readable(&porch), "the loop must not sleep");
+        assert!(is_readable(&queue), "the loop must not sleep");
         assert!(!done.load(Ordering::SeqCst));
-        porch.turned();
+        queue.turned();
         tasks.begin();
         while tasks.run(|| true) {}
         assert!(done.load(Ordering::SeqCst));

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Builder, Config, Engine, EngineStats, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Builder, Config, Fabric, FabricStats, ListenOptions, Listener, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, ValkeyConfig, server_config};
 use tokio::runtime::Handle;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -18,11 +18,11 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::api::fork;
+use crate::event_loop::{self, EngineHandle};
 use crate::listen::{Address, Wanted};
 use crate::options::Options;
-use crate::resident::{self, Around};
 use crate::target::Sockets;
-use crate::tasks::Porch;
+use crate::tasks::TaskQueue;
 
 /// Opening devices and registering memory: some hundred milliseconds on a slow host.
 const BEGIN: Duration = Duration::from_secs(30);
@@ -39,7 +39,7 @@ const LINKS_MAX: usize = 16_384;
 
 /// What the engine's thread asks for.
 enum Ask {
-    Stats(SyncSender<EngineStats>),
+    Stats(SyncSender<FabricStats>),
     BusyPoll(u32),
     End,
 }
@@ -51,9 +51,9 @@ pub(crate) struct Transport {
     asks: UnboundedSender<Ask>,
     ended: Receiver<Ended>,
     thread: Option<JoinHandle<()>>,
-    last_stats: Box<EngineStats>,
+    last_stats: Box<FabricStats>,
     /// The answer that is still to come.
-    asked: Option<Receiver<EngineStats>>,
+    asked: Option<Receiver<FabricStats>>,
     /// Where it was told to listen, or to be when it was last asked.
     pub(crate) wanted: Wanted,
 }
@@ -66,7 +66,7 @@ enum Ended {
 }
 
 /// What the main thread needs to drive the fabric and to run sessions.
-type ForMain = (Engine, Handle);
+type ForMain = (Fabric, Handle);
 
 /// How it began.
 #[derive(Debug, Clone)]
@@ -104,7 +104,7 @@ impl Transport {
         options: &Options,
         (target, sockets, addresses): (EngineAddress, Sockets, Vec<Address>),
         protected_mode: bool,
-        porch: Option<Arc<Porch>>,
+        queue: Option<Arc<TaskQueue>>,
     ) -> Result<(Self, ForMain), String> {
         let (begun, beginning) = sync_channel(1);
         let (ending, ended) = sync_channel(2);
@@ -114,7 +114,7 @@ impl Transport {
         let thread = std::thread::Builder::new().name("ferrite".into()).spawn(move || {
             let (options, config) = settings;
             let ran = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
-                run((&options, &addresses), config, porch, (&begun, &ending), asked);
+                run((&options, &addresses), config, queue, (&begun, &ending), asked);
             }));
             if ran.is_err() {
                 tracing::error!(
@@ -144,7 +144,7 @@ impl Transport {
     }
 
     /// What the fabric counts: now, or when it was last asked if the thread is busy or has ended.
-    pub(crate) fn stats(&mut self) -> &EngineStats {
+    pub(crate) fn stats(&mut self) -> &FabricStats {
         if let Some(Ok(late)) = self.asked.as_ref().map(Receiver::try_recv) {
             *self.last_stats = late;
             self.asked = None;
@@ -177,19 +177,19 @@ impl Transport {
         let _ = self.asks.send(Ask::End);
         // The engine has written and synchronised its AOF before it told us: replies that waited for
         // that may leave.
-        resident::turned();
+        event_loop::turned();
         let until = Instant::now() + END;
         let in_time = loop {
-            resident::turn(-1); // sessions that are this thread's have to end as well
+            event_loop::turn(-1); // sessions that are this thread's have to end as well
             match self.ended.recv_timeout(TURN) {
-                Ok(Ended::Served) => resident::end(),
+                Ok(Ended::Served) => event_loop::end(),
                 Ok(Ended::All) => break true,
                 Err(RecvTimeoutError::Disconnected) => break false,
                 Err(RecvTimeoutError::Timeout) if Instant::now() > until => break false,
                 Err(RecvTimeoutError::Timeout) => {}
             }
         };
-        resident::end();
+        event_loop::end();
         if let Some(thread) = self.thread.take().filter(|_| in_time) {
             let _ = thread.join();
         }
@@ -221,7 +221,7 @@ type Beginning = SyncSender<Result<(Gateway, Begun, ForMain), String>>;
 fn run(
     (options, addresses): (&Options, &[Address]),
     config: GatewayConfig,
-    porch: Option<Arc<Porch>>,
+    queue: Option<Arc<TaskQueue>>,
     (beginning, ending): (&Beginning, &SyncSender<Ended>),
     asked: UnboundedReceiver<Ask>,
 ) {
@@ -233,21 +233,21 @@ fn run(
         }
     };
     runtime.block_on(async {
-        let (engine, listeners, unserved) = match listen(options, addresses) {
+        let (fabric, listeners, unserved) = match listen(options, addresses) {
             Ok(listening) => listening,
             Err(why) => {
                 let _ = beginning.send(Err(why));
                 return;
             }
         };
-        let (driver, gateway) = match porch {
-            None => (tokio::spawn(engine.drive()), Gateway::new(config)),
-            Some(porch) => {
+        let (driver, gateway) = match queue {
+            None => (tokio::spawn(fabric.drive()), Gateway::new(config)),
+            Some(queue) => {
                 let driver = match options.poller_thread() {
-                    true => tokio::spawn(engine.drive()),
-                    false => tokio::spawn(stand_in(engine.clone(), Arc::clone(&porch))),
+                    true => tokio::spawn(fabric.drive()),
+                    false => tokio::spawn(stand_in(fabric.clone(), Arc::clone(&queue))),
                 };
-                (driver, Gateway::inside(config, Arc::new(Around(porch))))
+                (driver, Gateway::inside(config, Arc::new(EngineHandle(queue))))
             }
         };
         let begun = Begun {
@@ -255,16 +255,16 @@ fn run(
                 .iter()
                 .map(|(listener, has_rdma)| (listener.local_addr(), *has_rdma))
                 .collect(),
-            devices: engine.devices().into_iter().map(Into::into).collect(),
-            unused: engine
+            devices: fabric.devices().into_iter().map(Into::into).collect(),
+            unused: fabric
                 .unused_devices()
                 .iter()
                 .map(|(name, error)| format!("RDMA device {name} is not used: {}", told(error)))
                 .collect(),
-            absence: absence(&engine, &listeners),
+            absence: absence(&fabric, &listeners),
             unserved,
         };
-        if beginning.send(Ok((gateway.clone(), begun, (engine.clone(), Handle::current())))).is_err() {
+        if beginning.send(Ok((gateway.clone(), begun, (fabric.clone(), Handle::current())))).is_err() {
             return; // it took too long
         }
         let (stop, stopped) = watch::channel(false);
@@ -281,7 +281,7 @@ fn run(
         }
         let all_ended = async { while serving.join_next().await.is_some() {} };
         tokio::select! {
-            () = answer(&engine, asked) => {}
+            () = answer(&fabric, asked) => {}
             () = all_ended => {} // every listener has failed
         }
         let _ = stop.send(true);
@@ -289,29 +289,29 @@ fn run(
         let _ = ending.send(Ended::Served);
         // Until peers have heard.
         driver.abort(); // a main thread that drives has stopped by now
-        let driver = tokio::spawn(engine.drive());
-        drop(engine);
+        let driver = tokio::spawn(fabric.drive());
+        drop(fabric);
         let _ = timeout(DRAIN, driver).await;
     });
 }
 
 /// Drives the fabric while the main thread does not: it may be at something long, and peers want to hear that we live.
-async fn stand_in(engine: Engine, porch: Arc<Porch>) -> std::io::Result<()> {
-    let mut seen = porch.looks();
+async fn stand_in(fabric: Fabric, queue: Arc<TaskQueue>) -> std::io::Result<()> {
+    let mut seen = queue.looks();
     loop {
         sleep(ABSENT).await;
-        if std::mem::replace(&mut seen, porch.looks()) == seen {
-            engine.poll();
+        if std::mem::replace(&mut seen, queue.looks()) == seen {
+            fabric.poll();
         }
     }
 }
 
 /// Until the engine's thread asks for the end, or is gone.
-async fn answer(engine: &Engine, mut asked: UnboundedReceiver<Ask>) {
+async fn answer(fabric: &Fabric, mut asked: UnboundedReceiver<Ask>) {
     while let Some(ask) = asked.recv().await {
         match ask {
-            Ask::Stats(answer) => drop(answer.try_send(engine.stats())),
-            Ask::BusyPoll(busy_poll_us) => engine.set_busy_poll_us(busy_poll_us),
+            Ask::Stats(answer) => drop(answer.try_send(fabric.stats())),
+            Ask::BusyPoll(busy_poll_us) => fabric.set_busy_poll_us(busy_poll_us),
             Ask::End => return,
         }
     }
@@ -321,7 +321,7 @@ async fn answer(engine: &Engine, mut asked: UnboundedReceiver<Ask>) {
 type Listeners = Vec<(Listener, bool)>;
 
 /// What listens, and why addresses of the engine's do not.
-fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners, Vec<String>), String> {
+fn listen(options: &Options, addresses: &[Address]) -> Result<(Fabric, Listeners, Vec<String>), String> {
     let requires = options.rdma() == Rdma::Require;
     let is_loopback = addresses.iter().all(|address| address.at.ip().is_loopback());
     if requires && is_loopback {
@@ -339,9 +339,9 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
     };
     // Without names: only the devices that clients of these addresses come in on.
     let served = addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback());
-    let builder = options.devices().fold(served.fold(Engine::system(), Builder::serving), Builder::device);
+    let builder = options.devices().fold(served.fold(Fabric::system(), Builder::serving), Builder::device);
     // The engine's main thread drives it, and is not to wait for the kernel.
-    let engine = builder.config(config).command_threads().build().map_err(|error| told(&error))?;
+    let fabric = builder.config(config).command_threads().build().map_err(|error| told(&error))?;
     let (mut listeners, mut unserved, mut why_not) = (Vec::new(), Vec::new(), None);
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));
@@ -351,10 +351,10 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
             why_not.get_or_insert(why);
             continue;
         }
-        let how = ListenOptions::new().rdma(rdma).welcome_strangers().one_family();
-        match engine.listen_with(at, &how) {
+        let how = ListenOptions::new().rdma(rdma).accept_foreign_peers().one_family();
+        match fabric.listen_with(at, &how) {
             Ok(listener) => {
-                let has_rdma = rdma != Rdma::Forbid && engine.absence().or(listener.absence()).is_none();
+                let has_rdma = rdma != Rdma::Forbid && fabric.absence().or(listener.absence()).is_none();
                 listeners.push((listener, has_rdma));
             }
             Err(_) if address.may_be_absent => {}
@@ -375,11 +375,11 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Engine, Listeners
         return Err(first.unwrap_or_else(|| "none of the engine's addresses is here".into()));
     }
     unserved.iter().for_each(|why| tracing::warn!("{why}; the engine's other addresses are served"));
-    Ok((engine, listeners, unserved))
+    Ok((fabric, listeners, unserved))
 }
 
 /// Why there is no RDMA anywhere, if there is none.
-fn absence(engine: &Engine, listeners: &Listeners) -> Option<String> {
+fn absence(fabric: &Fabric, listeners: &Listeners) -> Option<String> {
     if listeners.iter().any(|(_, has_rdma)| *has_rdma) {
         return None;
     }
@@ -390,7 +390,7 @@ fn absence(engine: &Engine, listeners: &Listeners) -> Option<String> {
                 .into(),
         );
     }
-    let why = engine.absence().or_else(|| listeners.iter().find_map(|(listener, _)| listener.absence()));
+    let why = fabric.absence().or_else(|| listeners.iter().find_map(|(listener, _)| listener.absence()));
     why.map(told)
 }
 

@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
 use scene::{REDIS, Server, Start};
@@ -30,15 +30,15 @@ fn clients() -> usize {
 
 /// A client that speaks when it has come and when it is told to, and answers keepalives in between.
 async fn client(
-    engine: Engine,
+    fabric: Fabric,
     come: mpsc::UnboundedSender<()>,
     mut told: watch::Receiver<bool>,
     turns: Arc<Semaphore>,
 ) {
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     let peer = format!("{HOST}:{PORT}").parse().expect("an address");
-    let bare = engine.connect_bare(peer, &options).await.expect("a connection");
-    let mut stream = ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default()).expect("a window");
+    let raw = fabric.connect_raw(peer, &options).await.expect("a connection");
+    let mut stream = ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default()).expect("a window");
     ask(&mut stream).await;
     come.send(()).expect("somebody counts");
     tokio::select! {
@@ -68,15 +68,15 @@ fn a_silent_client_costs_its_window() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..client_config() };
-        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
-        let engine = engine.expect("an engine");
-        let driver = tokio::spawn(engine.drive());
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        let driver = tokio::spawn(fabric.drive());
         let (begun, mut clients) = (Instant::now(), JoinSet::new());
         let ((come, mut coming), (tell, told)) = (mpsc::unbounded_channel(), watch::channel(false));
         let turns = Arc::new(Semaphore::new(AT_A_TIME));
         for came in 0..count {
             while clients.len() < count.min(came + AT_A_TIME) {
-                clients.spawn(client(engine.clone(), come.clone(), told.clone(), Arc::clone(&turns)));
+                clients.spawn(client(fabric.clone(), come.clone(), told.clone(), Arc::clone(&turns)));
             }
             tokio::select! {
                 come = coming.recv() => come.expect("a client"),
@@ -99,9 +99,9 @@ fn a_silent_client_costs_its_window() {
         while let Some(ended) = clients.join_next().await {
             ended.expect("it lived");
         }
-        drop(engine);
+        drop(fabric);
         let ended = tokio::time::timeout(Duration::from_secs(120), driver).await;
-        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
     });
     server.assert_well();
     server.until("sessions end", || server.count("sessions") == 0);

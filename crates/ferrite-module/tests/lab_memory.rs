@@ -15,7 +15,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
 use run::PASSWORD;
@@ -29,12 +29,11 @@ const PORT: &str = "6390";
 const CLIENTS: usize = 50;
 
 /// Sends commands as long as they are taken, and never reads.
-async fn flood(engine: Engine, begun: Arc<AtomicUsize>) {
+async fn flood(fabric: Fabric, begun: Arc<AtomicUsize>) {
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     let target = format!("{HOST}:{PORT}").parse().expect("an address");
-    let bare = engine.connect_bare(target, &options).await.expect("a connection");
-    let mut stream =
-        ValkeyStream::open(bare, Role::Client, &ValkeyConfig::default()).await.expect("a window");
+    let raw = fabric.connect_raw(target, &options).await.expect("a connection");
+    let mut stream = ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window");
     let commands = b"*1\r\n$4\r\nPING\r\n".repeat(1000);
     begun.fetch_add(1, Ordering::Relaxed);
     while stream.write_all(&commands).await.is_ok() {}
@@ -54,19 +53,19 @@ fn clients_without_a_password_pin_little_memory() {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
         runtime.expect("a runtime").block_on(async {
             let config = Config { busy_poll_us: 0, ..client_config() };
-            let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
-            let engine = engine.expect("an engine");
-            let driver = tokio::spawn(engine.drive());
+            let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+            let fabric = fabric.expect("a fabric");
+            let driver = tokio::spawn(fabric.drive());
             let mut clients: JoinSet<()> =
-                (0..CLIENTS).map(|_| flood(engine.clone(), Arc::clone(&counted))).collect();
+                (0..CLIENTS).map(|_| flood(fabric.clone(), Arc::clone(&counted))).collect();
             tokio::select! {
                 _ = stopped.wait_for(|stopped| *stopped) => {}
                 Some(ended) = clients.join_next() => panic!("{ended:?}"),
             }
             clients.shutdown().await;
-            drop(engine);
+            drop(fabric);
             let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-            ended.expect("an engine that ends").expect("no panic").expect("it drove");
+            ended.expect("a fabric that ends").expect("no panic").expect("it drove");
         });
     });
     server.until("clients over RDMA", || {

@@ -8,7 +8,7 @@ use std::net::SocketAddr;
 use std::path::Path;
 use std::time::Duration;
 
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::encode_command;
 use ferrite_session::{Connector, Session, SessionTransport};
 use redis::aio::MultiplexedConnection;
@@ -32,16 +32,16 @@ fn run(test: impl AsyncFnOnce(&Connector)) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
-        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
-        let engine = engine.expect("an engine");
-        let driver = tokio::spawn(engine.drive());
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        let driver = tokio::spawn(fabric.drive());
         let local = "10.0.0.2:0".parse().expect("an address");
-        let connector = Connector::new(&engine).rdma(Rdma::Require).local(local);
-        drop(engine);
+        let connector = Connector::new(&fabric).rdma(Rdma::Require).local(local);
+        drop(fabric);
         tokio::time::timeout(LONG, test(&connector)).await.expect("in time");
         drop(connector);
         let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

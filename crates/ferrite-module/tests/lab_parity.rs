@@ -11,7 +11,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::time::Duration;
 
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport};
 use parity::wire::Carrier;
 use parity::{Amount, Pace, Way, states};
@@ -43,12 +43,12 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
     let runtime = Rc::new(Builder::new_current_thread().enable_all().build().expect("a runtime"));
     let inside = runtime.enter();
     let config = Config { busy_poll_us: 0, ..Config::default() };
-    let engine =
-        Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build().expect("an engine");
-    let driver = tokio::spawn(engine.drive());
+    let fabric =
+        Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build().expect("a fabric");
+    let driver = tokio::spawn(fabric.drive());
     let connector =
-        Connector::new(&engine).rdma(Rdma::Require).local("10.0.0.2:0".parse().expect("an address"));
-    drop(engine);
+        Connector::new(&fabric).rdma(Rdma::Require).local("10.0.0.2:0".parse().expect("an address"));
+    drop(fabric);
     let dial = |port: &str| -> Box<dyn Carrier> {
         let server = format!("10.0.0.1:{port}").parse().expect("an address");
         let session = runtime.block_on(connector.connect(server)).expect("a session");
@@ -65,7 +65,7 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
     engines.iter().for_each(|program| state(&way, program));
     drop(connector);
     let ended = runtime.block_on(async { timeout(scene::PATIENCE, driver).await });
-    ended.expect("an engine that ends").expect("no panic").expect("it drove");
+    ended.expect("a fabric that ends").expect("no panic").expect("it drove");
     drop(inside);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

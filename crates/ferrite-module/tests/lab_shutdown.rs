@@ -6,7 +6,7 @@ mod shutdown;
 
 use std::path::Path;
 
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use ferrite_session::{Connector, Session, SessionTransport};
 use scene::{REDIS, Server};
@@ -26,11 +26,11 @@ fn connect(server: &Server) -> Increment {
     let runtime = runtime.expect("a runtime");
     let mut session = runtime.block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
-        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
-        let engine = engine.expect("an engine");
-        tokio::spawn(engine.drive());
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        tokio::spawn(fabric.drive());
         let local = "10.0.0.2:0".parse().expect("an address");
-        let connector = Connector::new(&engine).rdma(Rdma::Require).local(local);
+        let connector = Connector::new(&fabric).rdma(Rdma::Require).local(local);
         connector.connect(address).await.expect("a session")
     });
     assert_eq!(session.transport(), SessionTransport::FerriteRdma);

@@ -41,7 +41,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use client::{Client, Way};
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, client_config};
 use scene::{REDIS, Server, Start};
 use tokio::task::JoinSet;
@@ -100,7 +100,7 @@ fn engines() -> [Server; 2] {
     servers
 }
 
-fn world(servers: &[Server; 2], fabric: &Engine) -> World {
+fn world(servers: &[Server; 2], fabric: &Fabric) -> World {
     let local = "10.0.0.2:0".parse().expect("an address");
     World {
         flow: tokio::sync::RwLock::new(()),
@@ -146,7 +146,7 @@ fn an_engine_lives_through_everything() {
         let (keepalive, peer_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
         let config = Config { busy_poll_us: 0, keepalive, peer_timeout, ..client_config() };
         let fabric =
-            Engine::system().rdma(Rdma::Prefer).device("rxe2").config(config).build().expect("an engine");
+            Fabric::system().rdma(Rdma::Prefer).device("rxe2").config(config).build().expect("a fabric");
         let driver = tokio::spawn(fabric.drive());
         let world = Arc::new(world(&servers, &fabric));
         drop(fabric);
@@ -170,7 +170,7 @@ fn an_engine_lives_through_everything() {
         drop(troubles);
         drop(world);
         let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
     });
     for server in &mut servers {
         server.assert_well();
@@ -199,7 +199,7 @@ fn clients_to_be_killed() {
     let address = address.parse().expect("an address");
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
     runtime.expect("a runtime").block_on(async {
-        let fabric = Engine::system().rdma(Rdma::Require).device("rxe2").build().expect("an engine");
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").build().expect("a fabric");
         tokio::spawn(fabric.drive());
         let mut clients = JoinSet::new();
         for _ in 0..4 {

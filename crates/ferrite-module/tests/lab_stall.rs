@@ -21,9 +21,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{
-    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind, Version,
+    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind, Version,
 };
-use ferrite_fabric::{Config, ConnectOptions, Engine, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream, client_config};
 use scene::{REDIS, Server, Start, free_port};
@@ -154,42 +154,42 @@ fn offer(address: &str) -> Vec<u8> {
     let ip: std::net::Ipv4Addr = address.parse().expect("an address");
     let gid = ip.to_ipv6_mapped().octets();
     let address = Address { qp_num: 0x11, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid };
-    let parcel = parcel(ParcelKind::Offer, ADDRESS_BYTES as u32);
-    [&parcel.encode()[..], &address.encode()].concat()
+    let tcp_frame = tcp_frame(TcpFrameKind::Offer, ADDRESS_BYTES as u32);
+    [&tcp_frame.encode()[..], &address.encode()].concat()
 }
 
-fn parcel(kind: ParcelKind, len: u32) -> Parcel {
-    Parcel { kind, imm: 0, len, op: 0, grant: 0, offset: 0 }
+fn tcp_frame(kind: TcpFrameKind, len: u32) -> TcpFrame {
+    TcpFrame { kind, imm: 0, len, op: 0, grant: 0, offset: 0 }
 }
 
-/// The kind of the next parcel.
-async fn heard(client: &mut TcpStream) -> Option<ParcelKind> {
+/// The kind of the next TCP frame.
+async fn heard(client: &mut TcpStream) -> Option<TcpFrameKind> {
     let mut bytes = [0; ferrite_fabric::wire::PARCEL_BYTES];
     client.read_exact(&mut bytes).await.ok()?;
-    let parcel = Parcel::decode(&bytes)?;
-    let mut rest = vec![0; parcel.follows()];
+    let tcp_frame = TcpFrame::decode(&bytes)?;
+    let mut rest = vec![0; tcp_frame.follows()];
     client.read_exact(&mut rest).await.ok()?;
-    Some(parcel.kind)
+    Some(tcp_frame.kind)
 }
 
-fn run<R>(test: impl AsyncFnOnce(Engine) -> R) -> R {
+fn run<R>(test: impl AsyncFnOnce(Fabric) -> R) -> R {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..client_config() };
-        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config);
-        let engine = engine.command_threads().build().expect("an engine");
-        let driver = tokio::spawn(engine.drive());
-        let result = test(engine).await;
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config);
+        let fabric = fabric.command_threads().build().expect("a fabric");
+        let driver = tokio::spawn(fabric.drive());
+        let result = test(fabric).await;
         let ended = tokio::time::timeout(scene::PATIENCE, driver).await;
-        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
         result
     })
 }
 
-async fn valkey(engine: &Engine) -> ValkeyStream {
+async fn valkey(fabric: &Fabric) -> ValkeyStream {
     let options = ConnectOptions::new().local(format!("{CLIENT}:0").parse().expect("an address"));
-    let bare = engine.connect_bare(target(), &options).await.expect("a connection");
-    ValkeyStream::open(bare, Role::Client, &ValkeyConfig::default()).await.expect("a window")
+    let raw = fabric.connect_raw(target(), &options).await.expect("a connection");
+    ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window")
 }
 
 /// The attack that stopped the engine for a second per offer: 72 bytes from a client that has not authenticated, naming an
@@ -203,7 +203,7 @@ fn offers_of_a_silent_address_stop_nobody() {
         for number in 0..OFFERS {
             let mut client = greeted(9 + number).await;
             client.write_all(&offer(SILENT)).await.expect("to write");
-            assert_eq!(heard(&mut client).await, Some(ParcelKind::Withdraw), "it is declined");
+            assert_eq!(heard(&mut client).await, Some(TcpFrameKind::Withdraw), "it is declined");
         }
         // All at once, as the attack had it: the second breaks the rules.
         let mut client = greeted(99).await;
@@ -233,10 +233,10 @@ fn is_strict() -> bool {
     std::env::var("FERRITE_STALL_STRICT").is_ok_and(|strict| strict == "1")
 }
 
-async fn connects(engine: Engine) {
+async fn connects(fabric: Fabric) {
     for number in 0..CONNECTS {
         let options = ConnectOptions::new().local(format!("{CLIENT}:0").parse().expect("an address"));
-        let connecting = engine.connect_bare(target(), &options);
+        let connecting = fabric.connect_raw(target(), &options);
         // Half are given up at once, the others hang up when they are there.
         if number % 2 == 0 {
             drop(connecting);
@@ -254,8 +254,10 @@ async fn offers() {
         for address in [SILENT, CLIENT] {
             client.write_all(&offer(address)).await.expect("to write");
             match heard(&mut client).await.expect("an answer") {
-                ParcelKind::Withdraw => {}
-                _ => client.write_all(&parcel(ParcelKind::Withdraw, 0).encode()).await.expect("to write"),
+                TcpFrameKind::Withdraw => {}
+                _ => {
+                    client.write_all(&tcp_frame(TcpFrameKind::Withdraw, 0).encode()).await.expect("to write")
+                }
             }
             number += 1;
             tokio::time::sleep(PACE).await;
@@ -263,11 +265,11 @@ async fn offers() {
     }
 }
 
-async fn growths(engine: Engine) {
+async fn growths(fabric: Fabric) {
     // Fills 64 KiB, 512 KiB and 2 MiB, some of them more than once while the next is made ready.
     let value = vec![b'x'; 4 << 20];
     for _ in 0..GROWING {
-        let mut stream = valkey(&engine).await;
+        let mut stream = valkey(&fabric).await;
         let head = format!("*3\r\n$3\r\nSET\r\n$5\r\nlarge\r\n${}\r\n", value.len());
         stream.write_all(head.as_bytes()).await.expect("to write");
         stream.write_all(&value).await.expect("to write");
@@ -278,8 +280,8 @@ async fn growths(engine: Engine) {
 }
 
 /// A few clients that ask and are answered, with and without the attack.
-async fn honest(engine: Engine, stop: Arc<AtomicBool>) -> u64 {
-    let mut stream = valkey(&engine).await;
+async fn honest(fabric: Fabric, stop: Arc<AtomicBool>) -> u64 {
+    let mut stream = valkey(&fabric).await;
     let mut done = 0;
     while !stop.load(Ordering::Relaxed) {
         stream.write_all(b"*3\r\n$3\r\nSET\r\n$1\r\na\r\n$1\r\nb\r\n").await.expect("to write");
@@ -294,14 +296,14 @@ async fn honest(engine: Engine, stop: Arc<AtomicBool>) -> u64 {
 fn connects_offers_and_growing_windows_do_not_stall_the_engine() {
     let (mut server, address) = start();
     let pid = server.pid();
-    let (calm, attacked) = run(async |engine| {
+    let (calm, attacked) = run(async |fabric| {
         let stop = Arc::new(AtomicBool::new(false));
-        let load: Vec<_> = (0..4).map(|_| tokio::spawn(honest(engine.clone(), Arc::clone(&stop)))).collect();
+        let load: Vec<_> = (0..4).map(|_| tokio::spawn(honest(fabric.clone(), Arc::clone(&stop)))).collect();
         let (mut calm, mut attacked) = (Vec::new(), Vec::new());
         for round in 1..=rounds() {
             let ticker = Ticker::start(address, pid);
             let begun = Instant::now();
-            tokio::join!(connects(engine.clone()), offers(), growths(engine.clone()));
+            tokio::join!(connects(fabric.clone()), offers(), growths(fabric.clone()));
             let lasted = begun.elapsed();
             attacked.push(tokio::task::spawn_blocking(|| ticker.stop()).await.expect("no panic"));
             let ticker = Ticker::start(address, pid);

@@ -22,7 +22,7 @@ use std::time::Duration;
 
 use ferrite_fabric::rustls::ClientConfig;
 use ferrite_fabric::rustls::pki_types::ServerName;
-use ferrite_fabric::{ConnectOptions, Engine, Error, Fallback, Met, Rdma, Stream};
+use ferrite_fabric::{ConnectOptions, Error, Fabric, Fallback, Met, Rdma, Stream};
 use ferrite_proto::Role;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
@@ -64,18 +64,18 @@ impl fmt::Display for SessionTransport {
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
-/// use ferrite_fabric::Engine;
+/// use ferrite_fabric::Fabric;
 /// use ferrite_session::Connector;
 ///
-/// let engine = Engine::system().build()?;
-/// tokio::spawn(engine.drive());
-/// let session = Connector::new(&engine).connect("10.0.0.1:6380".parse()?).await?;
+/// let fabric = Fabric::system().build()?;
+/// tokio::spawn(fabric.drive());
+/// let session = Connector::new(&fabric).connect("10.0.0.1:6380".parse()?).await?;
 /// println!("over {}", session.transport());
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
 pub struct Connector {
-    engine: Engine,
+    fabric: Fabric,
     rdma: Rdma,
     local: Option<SocketAddr>,
     timeout: Duration,
@@ -85,14 +85,14 @@ pub struct Connector {
 }
 
 impl Connector {
-    /// RDMA as the engine's settings say, within its `connection_timeout`.
+    /// RDMA as the fabric's settings say, within its `connection_timeout`.
     #[must_use]
-    pub fn new(engine: &Engine) -> Self {
+    pub fn new(fabric: &Fabric) -> Self {
         Self {
-            engine: engine.clone(),
-            rdma: engine.config().rdma,
+            fabric: fabric.clone(),
+            rdma: fabric.config().rdma,
             local: None,
-            timeout: engine.config().connection_timeout,
+            timeout: fabric.config().connection_timeout,
             valkey: ValkeyConfig::default(),
             tls: None,
             may_be_plain_on_rdma: false,
@@ -160,7 +160,7 @@ impl Connector {
         }
         if must_be_tls {
             let stream = self.over_tcp(server).await?;
-            let fallback = self.engine.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
+            let fallback = self.fabric.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
             return Ok(Session { stream, fallback: Some(fallback) });
         }
         let error = match self.over_rdma(server).await {
@@ -170,7 +170,7 @@ impl Connector {
         };
         match self.over_tcp(server).await {
             Ok(stream) => {
-                let fallback = Some(self.engine.fell_back_to_tcp(server, error));
+                let fallback = Some(self.fabric.fell_back_to_tcp(server, error));
                 Ok(Session { stream, fallback })
             }
             Err(tcp) => {
@@ -184,10 +184,10 @@ impl Connector {
         if let Some(local) = self.local {
             options = options.local(local);
         }
-        Ok(match self.engine.connect_either(server, &options).await? {
+        Ok(match self.fabric.connect_either(server, &options).await? {
             Met::Link(link) => Kind::Ferrite(Stream::new(link)),
-            Met::Bare(bare) => {
-                Kind::Valkey(Box::new(ValkeyStream::open(bare, Role::Client, &self.valkey).await?))
+            Met::RawConnection(raw) => {
+                Kind::Valkey(Box::new(ValkeyStream::open(raw, Role::Client, &self.valkey).await?))
             }
         })
     }
@@ -244,7 +244,7 @@ impl Session {
     pub fn device(&self) -> Option<String> {
         match &self.stream {
             Kind::Ferrite(stream) => stream.link().device(),
-            Kind::Valkey(stream) => stream.bare().device(),
+            Kind::Valkey(stream) => stream.raw().device(),
             Kind::Tcp(_) | Kind::Tls(_) => None,
         }
     }

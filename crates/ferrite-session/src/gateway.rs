@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, PoisonError, RwLock};
 use std::time::Duration;
 
-use ferrite_fabric::{ConnectingBare, Error, Listener, LogLimit, Stream, TcpStranger};
+use ferrite_fabric::{ConnectingRaw, Error, ForeignTcpPeer, Listener, LogLimit, Stream};
 use ferrite_proto::Role;
 use rustix::net::sockopt;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
@@ -207,7 +207,7 @@ impl Gateway {
     pub async fn serve(&self, mut listener: Listener, end: impl Future<Output = ()>) -> Result<(), Error> {
         let (ending, ended) = watch::channel(false);
         let mut sessions = JoinSet::new();
-        let (strangers, tcp_strangers) = (listener.strangers(), listener.tcp_strangers());
+        let (foreign_peers, foreign_tcp_peers) = (listener.foreign_peers(), listener.foreign_tcp_peers());
         let mut end = std::pin::pin!(end);
         let served = loop {
             tokio::select! {
@@ -221,24 +221,24 @@ impl Gateway {
                     }
                     Err(error) => break Err(error),
                 },
-                request = strangers.next() => match request {
+                request = foreign_peers.next() => match request {
                     Ok(request) => {
-                        let connecting = strangers.accept(request);
+                        let connecting = foreign_peers.accept(request);
                         self.spawn(&mut sessions, self.clone().valkey_session(connecting, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
-                stranger = tcp_strangers.next() => match stranger {
-                    Ok(stranger) => {
+                foreign_peer = foreign_tcp_peers.next() => match foreign_peer {
+                    Ok(foreign_peer) => {
                         self.counters.tcp_sessions.fetch_add(1, Ordering::Relaxed);
-                        self.spawn(&mut sessions, self.clone().tcp_session(stranger, ended.clone()));
+                        self.spawn(&mut sessions, self.clone().tcp_session(foreign_peer, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
                 Some(_) = sessions.join_next() => {}
             }
         };
-        drop((strangers, tcp_strangers, listener));
+        drop((foreign_peers, foreign_tcp_peers, listener));
         let _ = ending.send(true);
         let drained = async { while sessions.join_next().await.is_some() {} };
         let _ = timeout(self.config().drain_timeout, drained).await; // those that are left end here
@@ -268,12 +268,12 @@ impl Gateway {
         config
     }
 
-    async fn valkey_session(self, connecting: ConnectingBare, ended: watch::Receiver<bool>) {
+    async fn valkey_session(self, connecting: ConnectingRaw, ended: watch::Receiver<bool>) {
         let config = self.valkey_config();
         let stream = async {
-            let bare = connecting.await?;
-            let (ends, carrier) = ((bare.peer_addr(), bare.local_addr()), Carrier::Valkey(bare.device()));
-            Ok::<_, Error>((ValkeyStream::open(bare, Role::Server, &config).await?, ends, carrier))
+            let raw = connecting.await?;
+            let (ends, carrier) = ((raw.peer_addr(), raw.local_addr()), Carrier::Valkey(raw.device()));
+            Ok::<_, Error>((ValkeyStream::open(raw, Role::Server, &config).await?, ends, carrier))
         };
         match stream.await {
             Ok((stream, ends, carrier)) => {
@@ -290,8 +290,8 @@ impl Gateway {
         }
     }
 
-    async fn tcp_session(self, stranger: TcpStranger, ended: watch::Receiver<bool>) {
-        let TcpStranger { socket, heard, peer, accepted, handed_over, .. } = stranger;
+    async fn tcp_session(self, foreign_peer: ForeignTcpPeer, ended: watch::Receiver<bool>) {
+        let ForeignTcpPeer { socket, heard, peer, accepted, handed_over, .. } = foreign_peer;
         let local = socket.local_addr().ok();
         let _ = keep_alive(&socket); // else it is as if there was none
         let Ok(socket) = TcpStream::from_std(socket) else { return };

@@ -18,7 +18,7 @@ use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Buf, Exposed, Purpose};
-use ferrite_fabric::{Arrival, Bare, Done, Error, ErrorKind};
+use ferrite_fabric::{Arrival, Done, Error, ErrorKind, RawConnection};
 use ferrite_proto::{Endpoint, ProtocolError, Role, Write};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
@@ -72,7 +72,7 @@ impl Default for ValkeyConfig {
 
 /// One end of a Valkey Over RDMA connection: [`AsyncRead`] and [`AsyncWrite`].
 pub struct ValkeyStream {
-    bare: Bare,
+    raw: RawConnection,
     window: Window,
     endpoint: Endpoint,
     /// What the endpoint knows to be done.
@@ -94,23 +94,23 @@ impl ValkeyStream {
     ///
     /// # Errors
     /// There is no memory for the window, or it cannot be registered.
-    pub fn new(bare: Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
-        let mut buf = bare.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
+    pub fn new(raw: RawConnection, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+        let mut buf = raw.pool().take_uncharged(config.window_bytes as usize, Purpose::Receive)?;
         buf.fill(0); // what the last user left is not for the peer
-        let memory = bare.expose(buf).map_err(|(_, error)| Error::from(error))?;
-        Self::over(bare, memory, role, config)
+        let memory = raw.expose(buf).map_err(|(_, error)| Error::from(error))?;
+        Self::over(raw, memory, role, config)
     }
 
     /// The same, with the window registered where the engine has that done.
     ///
     /// # Errors
     /// As [`ValkeyStream::new`].
-    pub async fn open(bare: Bare, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
-        let memory = bare.prepare(config.window_bytes as usize).await?;
-        Self::over(bare, memory, role, config)
+    pub async fn open(raw: RawConnection, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+        let memory = raw.prepare(config.window_bytes as usize).await?;
+        Self::over(raw, memory, role, config)
     }
 
-    fn over(bare: Bare, memory: Exposed, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+    fn over(raw: RawConnection, memory: Exposed, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
         let window = Window::new(memory, role, config);
         let endpoint = Endpoint::new(role, config.proto.clone(), window.registration())
             .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
@@ -119,7 +119,7 @@ impl ValkeyStream {
         let ask_at = (role == Role::Client).then(|| now() + SILENCE);
         let (has_heard, linger, over) = (false, None, None);
         let mut stream =
-            Self { bare, window, endpoint, done, quiet, role, clock, ask_at, has_heard, linger, over };
+            Self { raw, window, endpoint, done, quiet, role, clock, ask_at, has_heard, linger, over };
         stream.endpoint.handle_established(now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
@@ -127,8 +127,8 @@ impl ValkeyStream {
 
     /// The connection below.
     #[must_use]
-    pub fn bare(&self) -> &Bare {
-        &self.bare
+    pub fn raw(&self) -> &RawConnection {
+        &self.raw
     }
 
     /// What the protocol counted.
@@ -140,14 +140,14 @@ impl ValkeyStream {
     /// The peer's address.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
-        self.bare.peer_addr()
+        self.raw.peer_addr()
     }
 
     /// Takes what has happened; afterwards `cx` is woken when there is more.
     fn drive(&mut self, cx: &mut Context<'_>) {
         self.count_done(cx);
         while self.over.is_none() {
-            let arrival = self.bare.poll_arrival(cx.waker());
+            let arrival = self.raw.poll_arrival(cx.waker());
             self.has_heard |= arrival.is_ready();
             let taken = match arrival {
                 Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message),
@@ -169,7 +169,7 @@ impl ValkeyStream {
     }
 
     fn count_done(&mut self, cx: &Context<'_>) {
-        let done = self.bare.done(Some(cx.waker()));
+        let done = self.raw.done(Some(cx.waker()));
         (self.done.messages..done.messages).for_each(|_| self.endpoint.handle_message_sent());
         self.endpoint.handle_writes_sent((done.writes - self.done.writes) as u32); // a few
         self.done = done;
@@ -194,7 +194,7 @@ impl ValkeyStream {
     fn ask_if_silent(&mut self) {
         if self.ask_at.is_some_and(|due| due <= now()) {
             if !std::mem::take(&mut self.has_heard) {
-                self.bare.probe();
+                self.raw.probe();
             }
             self.ask_at = Some(now() + SILENCE);
         }
@@ -202,7 +202,7 @@ impl ValkeyStream {
 
     fn send_messages(&mut self) {
         while let Some(message) = self.endpoint.poll_message() {
-            if let Err(error) = self.bare.send_message(&message) {
+            if let Err(error) = self.raw.send_message(&message) {
                 self.over.get_or_insert(error);
                 return;
             }
@@ -212,8 +212,8 @@ impl ValkeyStream {
     /// A peer that broke a rule is hung up on.
     fn judge(&mut self, result: Result<(), ProtocolError>) {
         if let Err(broken) = result {
-            self.bare.abort(&format!("the peer broke the protocol: {broken}"));
-            self.over = self.bare.failure();
+            self.raw.abort(&format!("the peer broke the protocol: {broken}"));
+            self.over = self.raw.failure();
         }
     }
 
@@ -225,7 +225,7 @@ impl ValkeyStream {
             self.window.read(readable.start, out.initialize_unfilled_to(count));
             out.advance(count);
             self.endpoint.consume(count as u32);
-            if self.endpoint.is_to_announce() && self.window.renew(&self.bare) {
+            if self.endpoint.is_to_announce() && self.window.renew(&self.raw) {
                 self.endpoint.replace_memory(self.window.registration());
             }
             self.send_messages();
@@ -240,7 +240,7 @@ impl ValkeyStream {
         if count == 0 {
             return Poll::Ready(Ok(0));
         }
-        let mut buf = match self.bare.pool().take_uncharged(count, Purpose::Send) {
+        let mut buf = match self.raw.pool().take_uncharged(count, Purpose::Send) {
             Ok(buf) => buf,
             Err(error) if error.kind() == ferrite_fabric::mem::ErrorKind::Exhausted => {
                 return self.wait_for_memory(cx);
@@ -289,8 +289,8 @@ impl ValkeyStream {
 
     fn post(&mut self, buf: Buf, plan: &Write) -> io::Result<usize> {
         let written = match self.quiet.next(plan.len) {
-            true => self.bare.write_quietly(buf, plan.remote_addr, plan.rkey, plan.immediate),
-            false => self.bare.write(buf, plan.remote_addr, plan.rkey, plan.immediate),
+            true => self.raw.write_quietly(buf, plan.remote_addr, plan.rkey, plan.immediate),
+            false => self.raw.write(buf, plan.remote_addr, plan.rkey, plan.immediate),
         };
         match written {
             Ok(()) => Ok(plan.len as usize),
@@ -391,13 +391,13 @@ impl AsyncWrite for ValkeyStream {
                 }
             }
         }
-        drop(this.bare.close()); // it goes on by itself
+        drop(this.raw.close()); // it goes on by itself
         Poll::Ready(Ok(()))
     }
 }
 
 impl fmt::Debug for ValkeyStream {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ValkeyStream").field("bare", &self.bare).finish_non_exhaustive()
+        f.debug_struct("ValkeyStream").field("raw", &self.raw).finish_non_exhaustive()
     }
 }

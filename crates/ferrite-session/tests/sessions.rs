@@ -1,6 +1,6 @@
 //! One suite for sessions on every provider: Valkey's protocol between two of our own ends, and clients before a real engine.
 //!
-//! A test is an async function of a [`Scene`], run by tokio on two threads, with an engine on each of two hosts.
+//! A test is an async function of a [`Scene`], run by tokio on two threads, with a fabric on each of two hosts.
 
 pub(crate) mod gateway;
 pub(crate) mod hostile;
@@ -13,7 +13,7 @@ pub(crate) mod streams;
 use std::net::{IpAddr, SocketAddr};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use ferrite_verbs::Verbs;
@@ -43,37 +43,37 @@ pub(crate) fn run(verbs: Verbs, slower: usize, test: impl AsyncFnOnce(Scene)) {
 /// The same on another kind of runtime, whose clock may be moved.
 pub(crate) fn run_on(runtime: &Runtime, scene: Scene, test: impl AsyncFnOnce(Scene)) {
     runtime.block_on(test(scene));
-    // Drivers end by themselves when their engine has no user and no link.
+    // Drivers end by themselves when their fabric has no user and no link.
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "engines that do not end");
+        assert!(begun.elapsed() < PATIENCE, "fabrics that do not end");
         runtime.block_on(async { tokio::time::sleep(Duration::from_millis(2)).await });
     }
 }
 
 impl Scene {
-    /// The engine of a host, driven by the runtime. Who breaks the rules may come back.
-    pub(crate) fn engine(&self, host: usize) -> Engine {
-        self.engine_with(host, Config { access_back_off: Duration::ZERO, ..Config::default() })
+    /// The fabric of a host, driven by the runtime. Who breaks the rules may come back.
+    pub(crate) fn fabric(&self, host: usize) -> Fabric {
+        self.fabric_with(host, Config { access_back_off: Duration::ZERO, ..Config::default() })
     }
 
-    pub(crate) fn engine_with(&self, host: usize, config: Config) -> Engine {
+    pub(crate) fn fabric_with(&self, host: usize, config: Config) -> Fabric {
         let config = Config { busy_poll_us: 0, ..config };
-        let builder = Engine::builder(&self.verbs).rdma(Rdma::Require).config(config);
-        let engine = builder.device(["rxe1", "rxe2"][host]).build().expect("an engine");
-        tokio::spawn(engine.drive());
-        engine
+        let builder = Fabric::builder(&self.verbs).rdma(Rdma::Require).config(config);
+        let fabric = builder.device(["rxe1", "rxe2"][host]).build().expect("a fabric");
+        tokio::spawn(fabric.drive());
+        fabric
     }
 
-    pub(crate) fn listen(&self, engine: &Engine) -> Listener {
-        engine.listen_with(any_port(0), &ListenOptions::new().welcome_strangers()).expect("listen")
+    pub(crate) fn listen(&self, fabric: &Fabric) -> Listener {
+        fabric.listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers()).expect("listen")
     }
 
     /// A client of Valkey's protocol.
-    pub(crate) async fn call(&self, engine: &Engine, to: SocketAddr, config: &ValkeyConfig) -> ValkeyStream {
+    pub(crate) async fn call(&self, fabric: &Fabric, to: SocketAddr, config: &ValkeyConfig) -> ValkeyStream {
         let options = ConnectOptions::new().local(any_port(1));
-        let bare = engine.connect_bare(to, &options).await.expect("connected");
-        ValkeyStream::new(bare, Role::Client, config).expect("a window")
+        let raw = fabric.connect_raw(to, &options).await.expect("connected");
+        ValkeyStream::new(raw, Role::Client, config).expect("a window")
     }
 }
 

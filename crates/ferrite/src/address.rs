@@ -7,8 +7,8 @@ pub(crate) fn parse<const DEFAULT_PORT: u16>(text: &str) -> Result<SocketAddr, S
     if let Ok(addr) = text.parse() {
         return Ok(addr);
     }
-    let bare = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
-    if let Ok(ip) = bare.parse::<IpAddr>() {
+    let raw = text.strip_prefix('[').and_then(|rest| rest.strip_suffix(']')).unwrap_or(text);
+    if let Ok(ip) = raw.parse::<IpAddr>() {
         return Ok(SocketAddr::new(ip, DEFAULT_PORT));
     }
     let (name, port) = match text.rsplit_once(':') {

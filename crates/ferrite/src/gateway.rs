@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
-use ferrite_fabric::{Config, Engine, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config};
 use serde::Serialize;
 
@@ -126,10 +126,10 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
         max_connections: options.max_clients.saturating_add(64), // those beyond it are told why they must go
         ..server_config()
     };
-    let engine = Engine::system().rdma(options.rdma).config(config).command_threads().build()?;
-    tokio::spawn(engine.drive());
-    let listener = engine
-        .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma).welcome_strangers())
+    let fabric = Fabric::system().rdma(options.rdma).config(config).command_threads().build()?;
+    tokio::spawn(fabric.drive());
+    let listener = fabric
+        .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma).accept_foreign_peers())
         .with_context(|| format!("cannot listen on {}", options.listen))?;
     let gateway = Gateway::new(GatewayConfig {
         max_clients: options.max_clients,
@@ -144,7 +144,7 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
     });
     let mut signals = Signals::new()?;
     let (asked, first) = tokio::sync::oneshot::channel::<()>();
-    tell_listening(options, &engine, &listener);
+    tell_listening(options, &fabric, &listener);
     let insisted = async {
         signals.next().await;
         drop(asked);
@@ -170,10 +170,10 @@ struct Listening<'a> {
     rdma: String,
 }
 
-fn tell_listening(options: &Options, engine: &Engine, listener: &Listener) {
+fn tell_listening(options: &Options, fabric: &Fabric, listener: &Listener) {
     let address = listener.local_addr();
     // A listener without RDMA (on a loopback address, say) has no use for the devices that were opened.
-    let devices = if listener.absence().is_none() { engine.devices() } else { Vec::new() };
+    let devices = if listener.absence().is_none() { fabric.devices() } else { Vec::new() };
     if options.json {
         let line = Listening {
             event: "listening",

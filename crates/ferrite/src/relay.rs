@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use anyhow::Context as _;
 use clap::Args;
-use ferrite_fabric::{Config, Engine, LogLimit, Rdma};
+use ferrite_fabric::{Config, Fabric, LogLimit, Rdma};
 use ferrite_session::{Connector, Moved, SessionTransport, client_config, pump};
 use serde::Serialize;
 use tokio::io::AsyncWriteExt as _;
@@ -77,9 +77,9 @@ struct Done {
 
 async fn serve(options: &Options) -> anyhow::Result<()> {
     let config = Config { busy_poll_us: options.busy_poll_us, ..client_config() };
-    let engine = Engine::system().rdma(options.rdma).config(config).command_threads().build()?;
-    tokio::spawn(engine.drive());
-    let mut connector = Connector::new(&engine).rdma(options.rdma);
+    let fabric = Fabric::system().rdma(options.rdma).config(config).command_threads().build()?;
+    tokio::spawn(fabric.drive());
+    let mut connector = Connector::new(&fabric).rdma(options.rdma);
     if let Some(local) = options.local {
         connector = connector.local(local);
     }

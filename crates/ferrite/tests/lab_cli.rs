@@ -5,7 +5,7 @@ use std::process::{Child, ChildStderr, Command, Output, Stdio};
 use std::sync::atomic::{AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{ConnectOptions, Engine};
+use ferrite_fabric::{ConnectOptions, Fabric};
 use ferrite_verbs::Verbs;
 use serde_json::Value;
 
@@ -353,11 +353,11 @@ fn bench_over_several_links_beside_idle_ones() {
 
 /// What the server answers to these words on a link, if it answers.
 fn answer(server: &Server, words: &[&str]) -> String {
-    let engine = Engine::builder(&Verbs::system().expect("verbs")).build().expect("an engine");
+    let fabric = Fabric::builder(&Verbs::system().expect("verbs")).build().expect("a fabric");
     let local = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
-    engine.block_on(async {
+    fabric.block_on(async {
         let link =
-            engine.connect_with(server.address.parse().expect("an address"), &local).await.expect("a link");
+            fabric.connect_with(server.address.parse().expect("an address"), &local).await.expect("a link");
         let mut answers = Vec::new();
         for word in words {
             link.post_bytes(0, word.as_bytes()).expect("room");
@@ -390,8 +390,9 @@ fn bench_refuses_nonsense_and_goes_on() {
     // Nor does it mind one that says nothing, or leaves in the middle.
     assert_eq!(answer(&server, &[]), "");
     assert!(answer(&server, &[begin]).contains("registered_bytes"));
-    let stranger = output(&["pingpong", &server.address, "--bind", "10.0.0.2", "--json", "--timeout", "5"]);
-    assert_eq!(error_of(&stranger)["kind"], "rejected");
+    let foreign_peer =
+        output(&["pingpong", &server.address, "--bind", "10.0.0.2", "--json", "--timeout", "5"]);
+    assert_eq!(error_of(&foreign_peer)["kind"], "rejected");
     let few = ["--size", "64", "--iters", "5", "--warmup", "1", "--json"];
     assert_eq!(report_of(&server.run_client(&few))["results"].as_array().map(Vec::len), Some(6));
 }

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use ferrite_client::redis::{self, AsyncCommands as _, AsyncConnectionConfig};
 use ferrite_client::{Client, Connection};
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use scene::{Directory, PATIENCE, Server, Setup, ask, signal, until};
 use serde_json::Value;
 
@@ -24,14 +24,14 @@ fn client(test: impl AsyncFnOnce(&mut Connection)) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
-        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
-        let engine = engine.expect("an engine");
-        let driver = tokio::spawn(engine.drive());
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        let driver = tokio::spawn(fabric.drive());
         let (server, local) =
             (ADDRESS.parse().expect("an address"), "10.0.0.2:0".parse().expect("an address"));
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(LONG));
-        let client = Client::builder(&engine, server).rdma(Rdma::Require).local(local).config(config).build();
-        drop(engine);
+        let client = Client::builder(&fabric, server).rdma(Rdma::Require).local(local).config(config).build();
+        drop(fabric);
         let done = tokio::time::timeout(LONG, async {
             let mut connection = client.connect().await.expect("a connection");
             assert_eq!(connection.carrier().transport.to_string(), "RDMA (Ferrite)");
@@ -40,7 +40,7 @@ fn client(test: impl AsyncFnOnce(&mut Connection)) {
         done.await.expect("in time");
         drop(client);
         let ended = tokio::time::timeout(PATIENCE, driver).await;
-        ended.expect("an engine that ends").expect("no panic").expect("it drove");
+        ended.expect("a fabric that ends").expect("no panic").expect("it drove");
     });
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }

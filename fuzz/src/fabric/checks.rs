@@ -12,8 +12,8 @@ mod link;
 
 use ferrite_fabric::wire::{
     ADDRESS_BYTES, Address, CONTROL_BYTES, Control, ControlError, Features, GRANT_BYTES, GREETING_BYTES,
-    GrantError, GrantToken, Greeting, HELLO_BYTES, Hello, HelloError, MAGIC, PARCEL_BYTES, Parcel,
-    ParcelKind, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, Version,
+    GrantError, GrantToken, Greeting, HELLO_BYTES, Hello, HelloError, MAGIC, PARCEL_BYTES, REFUSAL_BYTES_MAX,
+    REFUSAL_MAGIC, Refusal, TcpFrame, TcpFrameKind, Version,
 };
 
 /// A check that any bytes must pass.
@@ -29,7 +29,7 @@ pub const CHECKS: &[(&str, Check)] = &[
     ("refusal", refusal),
     ("control", control),
     ("grant", grant),
-    ("parcel", parcel),
+    ("tcp_frame", tcp_frame),
     ("inbox", inbox),
     ("link", link),
     ("connection", connection),
@@ -41,7 +41,7 @@ pub fn hello(bytes: &[u8]) {
         Ok(hello) => hello,
         Err(error) => {
             assert!(!error.to_string().is_empty());
-            assert_eq!(error == HelloError::Stranger, !bytes.starts_with(&MAGIC));
+            assert_eq!(error == HelloError::ForeignPeer, !bytes.starts_with(&MAGIC));
             if let HelloError::Short { got } = error {
                 assert!(got == bytes.len() && got < HELLO_BYTES);
             }
@@ -129,19 +129,19 @@ fn grant_as_it_is(bytes: &[u8]) {
     }
 }
 
-/// What comes over TCP says the same when it is sent on: the head of a parcel, the address that may follow it, and the
+/// What comes over TCP says the same when it is sent on: the head of a TCP frame, the address that may follow it, and the
 /// greeting before all of them.
-pub fn parcel(bytes: &[u8]) {
+pub fn tcp_frame(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk::<PARCEL_BYTES>() {
-        let decoded = Parcel::decode(head);
+        let decoded = TcpFrame::decode(head);
         assert_eq!(decoded.is_some(), (1..=13).contains(&head[0]));
-        if let Some(parcel) = decoded {
-            let again = parcel.encode();
+        if let Some(tcp_frame) = decoded {
+            let again = tcp_frame.encode();
             assert_eq!((again[0], &again[4..]), (head[0], &head[4..]), "all but what is reserved");
-            assert_eq!(Parcel::decode(&again), Some(parcel));
-            let follows = parcel.follows();
-            assert!(follows == 0 || follows == parcel.len as usize);
-            assert!(follows == 0 || parcel.kind != ParcelKind::Read, "a question has no payload");
+            assert_eq!(TcpFrame::decode(&again), Some(tcp_frame));
+            let follows = tcp_frame.follows();
+            assert!(follows == 0 || follows == tcp_frame.len as usize);
+            assert!(follows == 0 || tcp_frame.kind != TcpFrameKind::Read, "a question has no payload");
         }
     }
     address(bytes);

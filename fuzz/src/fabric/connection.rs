@@ -1,5 +1,5 @@
-//! A link over TCP whose peer sends what the bytes say, to a real engine on this host's loopback: parcels of all kinds, good
-//! and bad, greetings, or bytes as they are. The engine must not panic or hang, must send nothing but parcels itself, must
+//! A link over TCP whose peer sends what the bytes say, to a real engine on this host's loopback: TCP frames of all kinds, good
+//! and bad, greetings, or bytes as they are. The fabric must not panic or hang, must send nothing but TCP frames itself, must
 //! end the link with an error that fits, tell all who wait, give all memory back, and go on serving another link meanwhile.
 //!
 //! What a link does with frames is not looked at here: that is the same as over RDMA (`link.rs`).
@@ -8,7 +8,7 @@
 //!   first byte  even: a good greeting comes first; odd: what follows is all there is, from the first byte of the connection
 //!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
 //!   0           bytes as they are: how many; those
-//!   1 to 13     a parcel of that kind: fields; then as much payload as it announces, or less
+//!   1 to 13     a TCP frame of that kind: fields; then as much payload as it announces, or less
 //!   14          the application takes a message, sends one, reads, writes or closes
 //!   15          the peer sends no more, or reads no more
 //! ```
@@ -23,10 +23,10 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{
-    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, PARCEL_BYTES, Parcel, ParcelKind, Rights,
-    Version,
+    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, PARCEL_BYTES, Rights, TcpFrame,
+    TcpFrameKind, Version,
 };
-use ferrite_fabric::{Config, Engine, ErrorKind, Link, Listener, Rdma, Region};
+use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Rdma, Region};
 
 const HOUR: Duration = Duration::from_secs(3600);
 /// Nothing here takes time but the kernel.
@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_secs(5);
 const FRAME_BYTES: usize = 64 << 10;
 const REGION_BYTES: usize = 1000;
 
-/// Whatever comes over a connection, the engine and its other links go on.
+/// Whatever comes over a connection, the fabric and its other links go on.
 pub fn connection(bytes: &[u8]) {
     if cfg!(miri) {
         return; // it has no network
@@ -48,7 +48,7 @@ pub fn connection(bytes: &[u8]) {
 
 /// What outlives a run.
 struct Scene {
-    engine: Engine,
+    fabric: Fabric,
     listener: Listener,
     region: Region,
     /// Both ends of a link that has nothing to do with all this.
@@ -86,23 +86,23 @@ impl Scene {
             close_timeout: HOUR,
             ..Config::default()
         };
-        let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
-        let mut listener = engine.listen((Ipv4Addr::LOCALHOST, 0).into()).expect("to listen");
-        let buf = engine.buffer(REGION_BYTES).expect("a buffer");
-        let (there, here) = engine.block_on(async {
-            let there = engine.connect(listener.local_addr()).await;
+        let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build().expect("a fabric");
+        let mut listener = fabric.listen((Ipv4Addr::LOCALHOST, 0).into()).expect("to listen");
+        let buf = fabric.buffer(REGION_BYTES).expect("a buffer");
+        let (there, here) = fabric.block_on(async {
+            let there = fabric.connect(listener.local_addr()).await;
             (there.expect("to connect"), listener.accept().await.expect("a link"))
         });
         let region = here.register_memory(buf, Rights::READ | Rights::WRITE);
         let region = region.map_err(|(_, error)| error).expect("a region");
-        let mut scene = Self { engine, listener, region, bystanders: [there, here], idle: (0, 0, 0) };
+        let mut scene = Self { fabric, listener, region, bystanders: [there, here], idle: (0, 0, 0) };
         scene.others_live();
         scene.idle = scene.counts();
         scene
     }
 
     fn counts(&self) -> Counts {
-        let stats = self.engine.stats();
+        let stats = self.fabric.stats();
         let in_use = |blocks: &[u64]| blocks.iter().sum::<u64>();
         let memory = &stats.memory;
         (stats.links, in_use(&memory.send.in_use_blocks), in_use(&memory.receive.in_use_blocks))
@@ -114,11 +114,11 @@ impl Scene {
         let mut waiting = Vec::new();
         let link = if first & 1 == 0 {
             let link = self.greet(&mut peer);
-            self.parcels(&link, &mut peer, bytes, &mut waiting);
+            self.tcp_frames(&link, &mut peer, bytes, &mut waiting);
             Some(link)
         } else {
-            peer.say(&self.engine, bytes);
-            self.engine.progress();
+            peer.say(&self.fabric, bytes);
+            self.fabric.progress();
             None
         };
         match &link {
@@ -148,7 +148,7 @@ impl Scene {
             instance: 1,
             session: 1,
         };
-        peer.say(&self.engine, &Greeting { hello, resume: None }.encode());
+        peer.say(&self.fabric, &Greeting { hello, resume: None }.encode());
         let mut link = None;
         self.until("a link", |scene| {
             link = scene.listener.try_accept().expect("a listener");
@@ -163,23 +163,23 @@ impl Scene {
         link.expect("a link")
     }
 
-    fn parcels(&self, link: &Link, peer: &mut Peer, bytes: &[u8], waiting: &mut Vec<Waiting>) {
+    fn tcp_frames(&self, link: &Link, peer: &mut Peer, bytes: &[u8], waiting: &mut Vec<Waiting>) {
         let granted = self.region.grant(link).grant;
         let mut input = bytes.iter().copied();
         while let Some(byte) = input.next() {
             match byte & 15 {
                 0 => {
                     let raw: Vec<_> = input.by_ref().take(usize::from(byte >> 4)).collect();
-                    peer.say(&self.engine, &raw);
+                    peer.say(&self.fabric, &raw);
                 }
                 14 => self.application(link, byte >> 4, &mut input, waiting),
                 15 => peer.tire(byte),
                 _ => {
-                    let parcel = peer.parcel(byte, granted, &mut input);
-                    peer.say(&self.engine, &parcel);
+                    let tcp_frame = peer.tcp_frame(byte, granted, &mut input);
+                    peer.say(&self.fabric, &tcp_frame);
                 }
             }
-            self.engine.progress();
+            self.fabric.progress();
             peer.hear();
             if let Some(error) = link.failure() {
                 let fits = [ErrorKind::Protocol, ErrorKind::LinkDown, ErrorKind::Closed];
@@ -200,7 +200,7 @@ impl Scene {
         let token =
             GrantToken { grant: 5, addr: 0, len: 1 << 20, rkey: 0, rights: Rights::READ | Rights::WRITE };
         let (len, offset) = (usize::from(next()), u64::from(next()));
-        let buf = |len| self.engine.buffer(len).expect("memory");
+        let buf = |len| self.fabric.buffer(len).expect("memory");
         match what & 7 {
             0 | 1 => drop(link.try_recv()),
             2 => drop(link.post_bytes(u16::from(next() & 1), &vec![what; len << 8])),
@@ -228,8 +228,8 @@ impl Scene {
     fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
         let begun = Instant::now();
         while !is_so(self) {
-            assert!(begun.elapsed() < PATIENCE, "never: {what}; {:?}", self.engine.stats());
-            self.engine.progress();
+            assert!(begun.elapsed() < PATIENCE, "never: {what}; {:?}", self.fabric.stats());
+            self.fabric.progress();
         }
     }
 }
@@ -268,7 +268,7 @@ impl Peer {
         Self { stream, heard: Vec::new(), frames: 0, deaf: false }
     }
 
-    fn parcel(&self, byte: u8, granted: u64, input: &mut impl Iterator<Item = u8>) -> Vec<u8> {
+    fn tcp_frame(&self, byte: u8, granted: u64, input: &mut impl Iterator<Item = u8>) -> Vec<u8> {
         let mut next = || input.next().unwrap_or_default();
         let fields = next();
         let mut control = None;
@@ -298,11 +298,12 @@ impl Peer {
         let grant = if fields & 32 == 0 { granted } else { u64::from(next()) };
         let offset = if fields & 64 == 0 { u64::from(next()) << 2 } else { u64::MAX - u64::from(next()) };
         let op = u32::from(next());
-        let mut parcel = Parcel { kind: ParcelKind::Frame, imm, len: len as u32, op, grant, offset }.encode();
-        parcel[0] = byte & 15;
-        let follows = Parcel::decode(&parcel).map_or(0, |parcel| parcel.follows());
+        let mut tcp_frame =
+            TcpFrame { kind: TcpFrameKind::Frame, imm, len: len as u32, op, grant, offset }.encode();
+        tcp_frame[0] = byte & 15;
+        let follows = TcpFrame::decode(&tcp_frame).map_or(0, |tcp_frame| tcp_frame.follows());
         let here = if byte & 128 == 0 { follows } else { follows / 2 };
-        let mut bytes = parcel.to_vec();
+        let mut bytes = tcp_frame.to_vec();
         bytes.resize(PARCEL_BYTES + here.min(3 << 20), byte >> 4 & 3); // as an address, it may have a packet size that there is
         if let Some(message) = control.filter(|message| here >= message.len()) {
             bytes[PARCEL_BYTES..][..message.len()].copy_from_slice(&message);
@@ -310,14 +311,14 @@ impl Peer {
         bytes
     }
 
-    /// Says it all, unless the connection is over or the engine takes no more.
-    fn say(&mut self, engine: &Engine, mut bytes: &[u8]) {
+    /// Says it all, unless the connection is over or the fabric takes no more.
+    fn say(&mut self, fabric: &Fabric, mut bytes: &[u8]) {
         let begun = Instant::now();
         while !bytes.is_empty() && begun.elapsed() < PATIENCE / 4 {
             match self.stream.write(bytes) {
                 Ok(written) => bytes = &bytes[written..],
                 Err(error) if error.kind() == IoKind::WouldBlock => {
-                    engine.progress();
+                    fabric.progress();
                     self.hear();
                 }
                 Err(_) => return,
@@ -332,7 +333,7 @@ impl Peer {
         }
     }
 
-    /// Takes what the engine has sent: parcels, and nothing else.
+    /// Takes what the fabric has sent: TCP frames, and nothing else.
     fn hear(&mut self) {
         if self.deaf {
             return;
@@ -340,18 +341,19 @@ impl Peer {
         self.read();
         let mut rest = &self.heard[..];
         while let Some(head) = rest.first_chunk() {
-            let parcel = Parcel::decode(head).expect("a parcel");
-            let follows = parcel.follows();
-            match parcel.kind {
-                ParcelKind::Frame => assert!(follows <= FRAME_BYTES, "{parcel:?}"),
-                ParcelKind::Data => assert!(follows <= REGION_BYTES, "{parcel:?}"),
-                ParcelKind::Write | ParcelKind::WriteImm => assert!(follows <= 255, "{parcel:?}"),
-                ParcelKind::Read | ParcelKind::Done | ParcelKind::Denied | ParcelKind::Withdraw => {}
+            let tcp_frame = TcpFrame::decode(head).expect("a tcp_frame");
+            let follows = tcp_frame.follows();
+            match tcp_frame.kind {
+                TcpFrameKind::Frame => assert!(follows <= FRAME_BYTES, "{tcp_frame:?}"),
+                TcpFrameKind::Data => assert!(follows <= REGION_BYTES, "{tcp_frame:?}"),
+                TcpFrameKind::Write | TcpFrameKind::WriteImm => assert!(follows <= 255, "{tcp_frame:?}"),
+                TcpFrameKind::Read | TcpFrameKind::Done | TcpFrameKind::Denied | TcpFrameKind::Withdraw => {}
                 other => panic!("{other:?} without a reason"),
             }
             let Some(after) = rest.get(PARCEL_BYTES + follows..) else { break };
-            let is_data = parcel.kind == ParcelKind::Frame && !Frame::from_imm(parcel.imm).control;
-            self.frames = self.frames.wrapping_add((is_data || parcel.kind == ParcelKind::WriteImm).into());
+            let is_data = tcp_frame.kind == TcpFrameKind::Frame && !Frame::from_imm(tcp_frame.imm).control;
+            self.frames =
+                self.frames.wrapping_add((is_data || tcp_frame.kind == TcpFrameKind::WriteImm).into());
             rest = after;
         }
         let taken = self.heard.len() - rest.len();

@@ -20,7 +20,7 @@ use std::time::Duration;
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{Features, Frame, GrantToken, Hello, Rights, Version};
-use ferrite_fabric::{Config, Engine, Error, Link, Listener, Rdma, Region};
+use ferrite_fabric::{Config, Error, Fabric, Link, Listener, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
@@ -45,7 +45,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 /// Receives of the link's device, and of its peer.
 const RECEIVES: u32 = 32;
-/// Passes of the engine after which everything must have happened: nothing here takes time.
+/// Passes of the fabric after which everything must have happened: nothing here takes time.
 const PASSES: usize = 100;
 
 /// Whatever a peer does, a link keeps to the rules, and loses its peer exactly when that breaks one.
@@ -65,14 +65,14 @@ fn play(scene: &mut Scene, bytes: &[u8]) {
         && let Some(byte) = input.next()
     {
         step(byte, &mut input, &link, &mut peer, &grant, &mut model);
-        scene.engine.progress();
+        scene.fabric.progress();
         peer.hear(&mut model);
         model.settled();
         let failure = link.failure().map(|error| error.kind());
         assert_eq!(failure, model.down, "{:?}", link.failure());
     }
     if model.down.is_none() {
-        let stats = scene.engine.stats();
+        let stats = scene.fabric.stats();
         let in_use = stats.memory.receive.in_use_blocks.iter().sum::<u64>();
         assert_eq!(in_use, stats.receives_posted + model.kept() as u64, "receive buffers");
     }
@@ -86,10 +86,10 @@ fn play(scene: &mut Scene, bytes: &[u8]) {
     }
     link.abort();
     drop(link);
-    scene.until(|scene| scene.engine.stats().links == 0);
+    scene.until(|scene| scene.fabric.stats().links == 0);
     drop(peer);
-    scene.engine.progress();
-    let stats = scene.engine.stats();
+    scene.fabric.progress();
+    let stats = scene.fabric.stats();
     assert_eq!((stats.in_flight, stats.receives_posted), (0, u64::from(RECEIVES)));
 }
 
@@ -157,10 +157,10 @@ fn received(link: &Link) -> Result<Option<Arrived>, ferrite_fabric::ErrorKind> {
     }))
 }
 
-/// What outlives a run: making an engine takes longer than all the rest.
+/// What outlives a run: making a fabric takes longer than all the rest.
 struct Scene {
     listener: Listener,
-    engine: Engine,
+    fabric: Fabric,
     region: Region,
     domain: ProtectionDomain,
     verbs: Verbs,
@@ -195,26 +195,26 @@ impl Scene {
             access_back_off: Duration::ZERO, // who breaks the rules comes back at once
             ..Config::default()
         };
-        let engine = Engine::builder(&verbs)
+        let fabric = Fabric::builder(&verbs)
             .rdma(Rdma::Require)
             .device("ours")
             .config(config)
             .build()
-            .expect("an engine");
-        let listener = engine.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
-        let buf = engine.buffer(64).expect("a buffer");
-        let region = engine.register_memory("ours", buf, Rights::WRITE).map_err(|(_, error)| error);
+            .expect("a fabric");
+        let listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+        let buf = fabric.buffer(64).expect("a buffer");
+        let region = fabric.register_memory("ours", buf, Rights::WRITE).map_err(|(_, error)| error);
         let context = verbs.device("peers").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
-        Self { listener, engine, region: region.expect("a region"), domain, verbs, _world: world }
+        Self { listener, fabric, region: region.expect("a region"), domain, verbs, _world: world }
     }
 
     fn until(&self, done: impl Fn(&Self) -> bool) {
         let passed = (0..PASSES).any(|_| {
-            self.engine.progress();
+            self.fabric.progress();
             done(self)
         });
-        assert!(passed, "never: {:?}", self.engine.stats());
+        assert!(passed, "never: {:?}", self.fabric.stats());
     }
 
     /// The peer dials; both ends.
@@ -248,7 +248,7 @@ impl Scene {
         });
         peer.bring_up();
         let link = (0..PASSES).find_map(|_| {
-            self.engine.progress();
+            self.fabric.progress();
             self.listener.try_accept().expect("a listener")
         });
         (link.expect("a link"), peer)

@@ -31,7 +31,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use ferrite_fabric::mem::PoolConfig;
-use ferrite_fabric::{Bare, Config, ConnectOptions, Engine, Listener, Rdma, Strangers};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, ForeignPeers, Listener, RawConnection, Rdma};
 use ferrite_proto::{Message, Registration, Role};
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -50,7 +50,7 @@ const PEER_WINDOW_MAX: u32 = 1 << 16;
 const PATIENCE: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 const RECEIVES: u32 = 64;
-/// Passes of the engine after which everything must have happened: nothing here takes time.
+/// Passes of the fabric after which everything must have happened: nothing here takes time.
 const PASSES: usize = 100;
 
 /// Whatever a peer does, a stream keeps to the rules, and loses its peer exactly when that breaks one.
@@ -64,7 +64,7 @@ pub fn valkey_stream(bytes: &[u8]) {
 fn play(scene: &mut Scene, bytes: &[u8]) {
     let mut input = Input(bytes);
     let role = if input.byte() & 1 == 0 { Role::Client } else { Role::Server };
-    let (bare, peer) = match role {
+    let (raw, peer) = match role {
         Role::Client => scene.call(),
         Role::Server => scene.answer(),
     };
@@ -73,7 +73,7 @@ fn play(scene: &mut Scene, bytes: &[u8]) {
         ValkeyConfig { window_bytes: WINDOW, window_max_bytes: WINDOW, ..ValkeyConfig::default() };
     config.proto.max_peer_window = PEER_WINDOW_MAX;
     let entered = scene.runtime.enter();
-    let stream = ValkeyStream::new(bare, role, &config).expect("a window");
+    let stream = ValkeyStream::new(raw, role, &config).expect("a window");
     drop(entered);
     let mut run = Run { stream, peer, model: Model::new(role), written: 0 };
     scene.settle(&mut run);
@@ -92,10 +92,10 @@ fn play(scene: &mut Scene, bytes: &[u8]) {
     let entered = scene.runtime.enter();
     drop(stream);
     drop(entered);
-    scene.engine.progress();
+    scene.fabric.progress();
     drop(peer);
-    scene.until(|scene| scene.engine.stats().links == 0);
-    let stats = scene.engine.stats();
+    scene.until(|scene| scene.fabric.stats().links == 0);
+    let stats = scene.fabric.stats();
     let receives = stats.memory.receive.in_use_blocks.iter().sum::<u64>();
     let sends = stats.memory.send.in_use_blocks.iter().sum::<u64>();
     assert_eq!((stats.in_flight, stats.receives_posted), (0, u64::from(RECEIVES)));
@@ -234,11 +234,11 @@ fn write(scene: &Scene, run: &mut Run, count: usize) {
     }
 }
 
-/// What outlives a run: making an engine takes longer than all the rest.
+/// What outlives a run: making a fabric takes longer than all the rest.
 struct Scene {
-    strangers: Strangers,
+    foreign_peers: ForeignPeers,
     listener: Listener,
-    engine: Engine,
+    fabric: Fabric,
     peers: cm::Listener,
     domain: ProtectionDomain,
     verbs: Verbs,
@@ -269,57 +269,66 @@ impl Scene {
             access_back_off: Duration::ZERO, // who breaks the rules comes back at once
             ..Config::default()
         };
-        let builder = Engine::builder(&verbs).rdma(Rdma::Require).device("ours").config(config);
-        let engine = builder.build().expect("an engine");
-        let listener = engine.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+        let builder = Fabric::builder(&verbs).rdma(Rdma::Require).device("ours").config(config);
+        let fabric = builder.build().expect("a fabric");
+        let listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
         let peers = cm::Listener::bind(&verbs, ([10, 0, 0, 2], 0).into(), 8).expect("to listen");
         let context = verbs.device("peers").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
         let runtime = Builder::new_current_thread().enable_time().start_paused(true).build();
         let runtime = runtime.expect("a runtime");
-        Self { strangers: listener.strangers(), listener, engine, peers, domain, verbs, runtime, world }
+        Self {
+            foreign_peers: listener.foreign_peers(),
+            listener,
+            fabric,
+            peers,
+            domain,
+            verbs,
+            runtime,
+            world,
+        }
     }
 
     fn until(&self, mut done: impl FnMut(&Self) -> bool) {
         let passed = (0..PASSES).any(|_| {
-            self.engine.progress();
+            self.fabric.progress();
             done(self)
         });
-        assert!(passed, "never: {:?}", self.engine.stats());
+        assert!(passed, "never: {:?}", self.fabric.stats());
     }
 
-    /// What a future comes to while the engine is driven.
+    /// What a future comes to while the fabric is driven.
     fn ready<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         let output = (0..PASSES).find_map(|_| {
-            self.engine.progress();
+            self.fabric.progress();
             match future.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
                 Poll::Ready(output) => Some(output),
                 Poll::Pending => None,
             }
         });
-        output.unwrap_or_else(|| panic!("never: {:?}", self.engine.stats()))
+        output.unwrap_or_else(|| panic!("never: {:?}", self.fabric.stats()))
     }
 
     /// We are the server: the peer calls.
-    fn answer(&self) -> (Bare, Peer) {
+    fn answer(&self) -> (RawConnection, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
         let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
         let peer = Peer::new(&self.domain, id);
         peer.connect();
-        let request = self.ready(self.strangers.next()).expect("a request");
-        let mut accepting = pin!(self.strangers.accept(request));
+        let request = self.ready(self.foreign_peers.next()).expect("a request");
+        let mut accepting = pin!(self.foreign_peers.accept(request));
         self.until(|_| peer.is_answered());
         peer.establish();
-        let bare = self.ready(accepting.as_mut()).expect("a connection");
-        (bare, peer)
+        let raw = self.ready(accepting.as_mut()).expect("a connection");
+        (raw, peer)
     }
 
     /// We are the client: the peer answers.
-    fn call(&self) -> (Bare, Peer) {
+    fn call(&self) -> (RawConnection, Peer) {
         let at = self.peers.id().local_addr().expect("it listens");
         let options = ConnectOptions::new().local(([10, 0, 0, 1], 0).into());
-        let mut calling = pin!(self.engine.connect_bare(at, &options));
+        let mut calling = pin!(self.fabric.connect_raw(at, &options));
         let mut peer = None;
         self.until(|scene| {
             let request = scene.peers.next_request(Duration::ZERO).expect("a listener");
@@ -328,16 +337,16 @@ impl Scene {
         });
         let peer = peer.expect("as above");
         peer.accept();
-        let bare = self.ready(calling.as_mut()).expect("a connection");
-        (bare, peer)
+        let raw = self.ready(calling.as_mut()).expect("a connection");
+        (raw, peer)
     }
 
     /// Everything that is under way happens.
     fn settle(&self, run: &mut Run) {
-        self.engine.progress();
+        self.fabric.progress();
         run.peer.hear(&mut run.model);
         if run.model.ending == Ending::None && run.model.is_quiet() {
-            assert!(run.stream.bare().failure().is_none(), "{:?}", run.stream.bare().failure());
+            assert!(run.stream.raw().failure().is_none(), "{:?}", run.stream.raw().failure());
         }
     }
 

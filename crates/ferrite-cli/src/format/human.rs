@@ -9,7 +9,7 @@
 
 use ferrite_proto::resp::Value;
 
-use super::{bare, quote};
+use super::{quote, raw};
 
 /// Appends a reply; each of its lines is ended.
 pub(super) fn write(reply: &Value<'_>, out: &mut Vec<u8>) {
@@ -113,7 +113,7 @@ fn digits(number: usize) -> usize {
 
 /// Whether a value takes more than one line.
 fn has_lines(value: &Value<'_>) -> bool {
-    match bare(value) {
+    match raw(value) {
         Value::Array(values) | Value::Set(values) | Value::Push(values) => match values.as_slice() {
             [] => false,
             [only] => has_lines(only),

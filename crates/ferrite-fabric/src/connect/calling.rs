@@ -14,10 +14,10 @@ use rustls::pki_types::ServerName;
 
 use super::outgoing::{Outgoing, Speaks};
 use super::sockets::{Dial, Wants};
-use crate::engine::Engine;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
 use crate::link::shared::LinkShared;
-use crate::link::{Bare, Link};
+use crate::link::{Link, RawConnection};
 use crate::policy::{Fallback, Meet, Rdma};
 
 /// How to open a link.
@@ -41,7 +41,7 @@ pub struct ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// From any local address, with the engine's `connection_timeout`.
+    /// From any local address, with the fabric's `connection_timeout`.
     pub fn new() -> Self {
         Self::default()
     }
@@ -53,13 +53,13 @@ impl ConnectOptions {
         self
     }
 
-    /// Whether RDMA may carry it; without this, what the engine's settings say.
+    /// Whether RDMA may carry it; without this, what the fabric's settings say.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = Some(rdma);
         self
     }
 
-    /// How the peer is met on RDMA; without this, what the engine's settings say.
+    /// How the peer is met on RDMA; without this, what the fabric's settings say.
     pub fn meet(mut self, meet: Meet) -> Self {
         self.meet = Some(meet);
         self
@@ -91,7 +91,7 @@ pub(crate) type Opened = Result<Arc<LinkShared>, Error>;
 /// A link that is being opened.
 #[must_use = "futures do nothing unless awaited"]
 pub struct Connecting {
-    engine: Engine,
+    fabric: Fabric,
     reply: oneshot::Receiver<Opened>,
 }
 
@@ -99,25 +99,25 @@ impl Future for Connecting {
     type Output = Result<Link, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        self.poll_opened(cx).map_ok(|link| Link::new(link, self.engine.clone()))
+        self.poll_opened(cx).map_ok(|link| Link::new(link, self.fabric.clone()))
     }
 }
 
 impl Connecting {
-    pub(crate) fn new(engine: Engine, reply: oneshot::Receiver<Opened>) -> Self {
-        Self { engine, reply }
+    pub(crate) fn new(fabric: Fabric, reply: oneshot::Receiver<Opened>) -> Self {
+        Self { fabric, reply }
     }
 
     fn poll_opened(&mut self, cx: &mut Context<'_>) -> Poll<Opened> {
         Pin::new(&mut self.reply)
             .poll(cx)
-            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the engine is gone"))))
+            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the fabric is gone"))))
     }
 }
 
-impl ConnectingBare {
-    pub(crate) fn new(engine: Engine, reply: oneshot::Receiver<Opened>) -> Self {
-        Self(Connecting::new(engine, reply))
+impl ConnectingRaw {
+    pub(crate) fn new(fabric: Fabric, reply: oneshot::Receiver<Opened>) -> Self {
+        Self(Connecting::new(fabric, reply))
     }
 }
 
@@ -131,17 +131,17 @@ impl Drop for Connecting {
     }
 }
 
-/// See [`Engine::connect_bare`].
+/// See [`Fabric::connect_raw`].
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
-pub struct ConnectingBare(Connecting);
+pub struct ConnectingRaw(Connecting);
 
-impl Future for ConnectingBare {
-    type Output = Result<Bare, Error>;
+impl Future for ConnectingRaw {
+    type Output = Result<RawConnection, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let engine = self.0.engine.clone();
-        self.0.poll_opened(cx).map_ok(|link| Bare::new(link, engine))
+        let fabric = self.0.fabric.clone();
+        self.0.poll_opened(cx).map_ok(|link| RawConnection::new(link, fabric))
     }
 }
 
@@ -151,10 +151,10 @@ pub enum Met {
     /// A Ferrite peer.
     Link(Link),
     /// One that speaks another protocol.
-    Bare(Bare),
+    RawConnection(RawConnection),
 }
 
-/// See [`Engine::connect_either`].
+/// See [`Fabric::connect_either`].
 #[derive(Debug)]
 #[must_use = "futures do nothing unless awaited"]
 pub struct ConnectingEither(Connecting);
@@ -163,10 +163,10 @@ impl Future for ConnectingEither {
     type Output = Result<Met, Error>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let engine = self.0.engine.clone();
-        self.0.poll_opened(cx).map_ok(|link| match link.is_bare() {
-            true => Met::Bare(Bare::new(link, engine)),
-            false => Met::Link(Link::new(link, engine)),
+        let fabric = self.0.fabric.clone();
+        self.0.poll_opened(cx).map_ok(|link| match link.is_raw() {
+            true => Met::RawConnection(RawConnection::new(link, fabric)),
+            false => Met::Link(Link::new(link, fabric)),
         })
     }
 }
@@ -177,7 +177,7 @@ impl fmt::Debug for Connecting {
     }
 }
 
-impl Engine {
+impl Fabric {
     /// Opens a link to a peer. Begins at once; dropping the future gives it up.
     ///
     /// # Errors
@@ -208,7 +208,7 @@ impl Engine {
             }
             return connecting;
         }
-        let lacks = self.shared().lanes.is_empty().then(|| self.shared().no_rdma());
+        let lacks = self.shared().devices.is_empty().then(|| self.shared().no_rdma());
         if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy)) {
             // Nothing to wait for.
             if let Some(over_tcp) = over_tcp {
@@ -229,17 +229,17 @@ impl Engine {
     /// options, the local address and the time count.
     ///
     /// # Errors
-    /// As [`Engine::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which RDMA
+    /// As [`Fabric::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which RDMA
     /// does not have, or RDMA is forbidden.
-    pub fn connect_bare(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingBare {
-        ConnectingBare(self.call_by_rdma(peer, options, Speaks::Other))
+    pub fn connect_raw(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingRaw {
+        ConnectingRaw(self.call_by_rdma(peer, options, Speaks::Other))
     }
 
     /// Connects by RDMA CM to a peer of which it is not known what it speaks: says hello, and takes an answer without one for
     /// that of a peer that speaks another protocol. Of the options, the local address and the time count.
     ///
     /// # Errors
-    /// As [`Engine::connect_bare`].
+    /// As [`Fabric::connect_raw`].
     pub fn connect_either(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingEither {
         ConnectingEither(self.call_by_rdma(peer, options, Speaks::Either))
     }
@@ -255,7 +255,7 @@ impl Engine {
             let what = "the policy forbids RDMA, and this call knows no other way";
             Some(Error::new(ErrorKind::Misuse, what))
         } else {
-            self.shared().lanes.is_empty().then(|| self.shared().no_rdma())
+            self.shared().devices.is_empty().then(|| self.shared().no_rdma())
         };
         if let Some(error) = refused {
             let _ = reply.send(Err(error));
@@ -271,7 +271,7 @@ impl Engine {
         outgoing.retries = self.config().connection_retries;
         self.shared().with_poller(|poller, shared| {
             poller.now = Instant::now();
-            poller.meetings.waiting.push_back(Box::new(outgoing));
+            poller.handshakes.waiting.push_back(Box::new(outgoing));
             poller.start_waiting(shared);
         });
     }

@@ -1,4 +1,4 @@
-//! Greetings over TCP: two peers say hello, or one of them is told no; who says something else is a stranger.
+//! Greetings over TCP: two peers say hello, or one of them is told no; who says something else is a foreign peer.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
@@ -12,18 +12,18 @@ use rustix::net::{RecvFlags, sockopt};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
-use super::crowd::{Limits, Place};
+use super::admission::{Limits, Place};
 use super::door_limits;
-use super::moving::Sought;
+use super::migration::Sought;
 use super::sockets::{Use, Wants, failed};
-use crate::engine::Shared;
-use crate::engine::poller::Poller;
-use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::poller::Poller;
+use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
 use crate::link::tcp::{receive, send};
 use crate::link::tls::Tls;
-use crate::listener::{ListenerShared, TcpStranger};
+use crate::listener::{ForeignTcpPeer, ListenerShared};
 use crate::policy::Fallback;
 use crate::source::Source;
 use crate::wire::{
@@ -66,7 +66,7 @@ pub(super) enum Side {
 /// What a peer turned out to be.
 enum Heard {
     Hello(wire::Greeting),
-    Stranger,
+    ForeignPeer,
 }
 
 impl Poller {
@@ -89,7 +89,7 @@ impl Poller {
                 self.sockets.leave_door(id);
                 self.become_link(shared, id, *greeting, theirs);
             }
-            Ok(Some(Heard::Stranger)) => {
+            Ok(Some(Heard::ForeignPeer)) => {
                 self.sockets.leave_door(id);
                 self.hand_over(shared, *greeting);
             }
@@ -155,23 +155,24 @@ impl Poller {
         self.sockets.leave_door(id);
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         shared.counters.crowded_out.fetch_add(1, Ordering::Relaxed);
-        if greeting.heard.is_empty() && greeting.takes_strangers() {
+        if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
             self.hand_over(shared, *greeting);
         }
     }
 
-    /// Gives a connection to whoever takes strangers.
+    /// Gives a connection to whoever takes foreign peers.
     fn hand_over(&mut self, shared: &Shared, greeting: Greeting) {
         let Greeting { socket, heard, side: Side::Answering { listener, .. }, peer, since, .. } = greeting
         else {
             return;
         };
-        shared.counters.strangers.fetch_add(1, Ordering::Relaxed);
+        shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
         shared.waits.remove(socket.as_fd());
         if let Some(listener) = listener.upgrade() {
             let socket = socket.into();
-            let stranger = TcpStranger { socket, heard, peer, accepted: since, handed_over: Instant::now() };
-            listener.tcp_stranger(stranger, &mut self.wakes);
+            let foreign_peer =
+                ForeignTcpPeer { socket, heard, peer, accepted: since, handed_over: Instant::now() };
+            listener.foreign_tcp_peer(foreign_peer, &mut self.wakes);
         }
     }
 
@@ -198,7 +199,7 @@ impl Poller {
     pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         self.sockets.leave_door(id);
-        if greeting.heard.is_empty() && greeting.takes_strangers() {
+        if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
             // A client of a pool, perhaps, that has nothing to say yet. Ferrite peers speak at once.
             self.hand_over(shared, *greeting);
             return;
@@ -261,7 +262,7 @@ impl Poller {
         let theirs = match wire::Greeting::decode(heard) {
             Ok(theirs) => theirs,
             Err(HelloError::Short { .. }) if !ended => return Ok(None),
-            Err(HelloError::Stranger) if may_become_greeting(heard) && !ended => return Ok(None),
+            Err(HelloError::ForeignPeer) if may_become_greeting(heard) && !ended => return Ok(None),
             Err(error) => {
                 let Side::Answering { .. } = greeting.side else {
                     let what = format!("{peer} is not a Ferrite peer of our version: {error}");
@@ -271,9 +272,11 @@ impl Poller {
                     HelloError::Version { theirs } => {
                         (RefusalCode::VERSION, format!("we speak {}, you {theirs}", Version::CURRENT))
                     }
-                    HelloError::Stranger if greeting.takes_strangers() => return Ok(Some(Heard::Stranger)),
-                    HelloError::Stranger | HelloError::Short { .. } => {
-                        shared.counters.strangers.fetch_add(1, Ordering::Relaxed);
+                    HelloError::ForeignPeer if greeting.accepts_foreign_peers() => {
+                        return Ok(Some(Heard::ForeignPeer));
+                    }
+                    HelloError::ForeignPeer | HelloError::Short { .. } => {
+                        shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
                         (RefusalCode::STRANGER, "this listener takes Ferrite peers only".into())
                     }
                     error => (RefusalCode::PROTOCOL, error.to_string()),
@@ -330,9 +333,9 @@ impl Poller {
 
 impl Greeting {
     /// Whether a peer without a hello would be welcome. With TLS what it says is not what came.
-    fn takes_strangers(&self) -> bool {
+    fn accepts_foreign_peers(&self) -> bool {
         let Side::Answering { listener, .. } = &self.side else { return false };
-        self.tls.is_none() && listener.upgrade().is_some_and(|listener| listener.takes_tcp_strangers())
+        self.tls.is_none() && listener.upgrade().is_some_and(|listener| listener.accepts_foreign_tcp_peers())
     }
 
     /// Says what is left to say.

@@ -6,13 +6,13 @@ use std::sync::{Arc, Weak};
 use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest, Mtu};
 
 use super::calling::Reply;
-use super::{Meeting, Place, UNKNOWN_PEER, bring_up, door_limits, initialise, lane_of, params, reads};
-use crate::engine::Shared;
-use crate::engine::gear::Made;
-use crate::engine::lane::Lane;
-use crate::engine::poller::Poller;
-use crate::engine::timers::Timer;
+use super::{Handshake, Place, UNKNOWN_PEER, bring_up, device_of, door_limits, initialise, params, reads};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::device_objects::Made;
+use crate::fabric::poller::Poller;
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
 use crate::listener::ListenerShared;
 use crate::source::Source;
@@ -24,7 +24,7 @@ const NO_WINDOWS: &str =
 /// Who gets a link when the handshake is done.
 pub(crate) enum Expecting {
     Listener(Weak<ListenerShared>),
-    /// Who took the request of a stranger.
+    /// Who took the request of a foreign peer.
     Caller(Reply),
 }
 
@@ -81,8 +81,8 @@ const COMMANDED_MAX: usize = 1024;
 impl Poller {
     pub(super) fn on_request(&mut self, shared: &Shared, event: CmEvent) {
         let Some(request) = event.request else { return };
-        let listener = match self.meetings.by_key.get(&event.id) {
-            Some(Meeting::Listening { listener, .. }) => Arc::clone(listener),
+        let listener = match self.handshakes.by_key.get(&event.id) {
+            Some(Handshake::Listening { listener, .. }) => Arc::clone(listener),
             _ => return, // the listener is gone; dropping the request refuses it
         };
         if let Some(wait) = self.strikes.wait(source(&request), self.now) {
@@ -102,22 +102,22 @@ impl Poller {
             refuse(shared, request, RefusalCode::POLICY, 0, "nobody listens at this address over RDMA");
             return;
         }
-        let hello = match listener.strangers_only {
-            true => Err(HelloError::Stranger),
+        let hello = match listener.foreign_peers_only {
+            true => Err(HelloError::ForeignPeer),
             false => Hello::decode(&request.private_data),
         };
         let hello = match hello {
             Ok(hello) => hello,
-            Err(HelloError::Stranger | HelloError::Short { .. }) => {
-                shared.counters.strangers.fetch_add(1, Ordering::Relaxed);
+            Err(HelloError::ForeignPeer | HelloError::Short { .. }) => {
+                shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
                 if !shared.config.shared_windows
-                    && lane_of(shared, &request.id).is_ok_and(|lane| !lane.has_windows())
+                    && device_of(shared, &request.id).is_ok_and(|device| !device.has_windows())
                 {
                     shared.counters.refused_without_windows.fetch_add(1, Ordering::Relaxed);
                     refuse(shared, request, RefusalCode::POLICY, 0, NO_WINDOWS);
                     return;
                 }
-                if let Err(request) = listener.stranger(request, &mut self.wakes) {
+                if let Err(request) = listener.foreign_peer(request, &mut self.wakes) {
                     refuse(
                         shared,
                         *request,
@@ -156,7 +156,7 @@ impl Poller {
     }
 
     /// Takes a peer that says nothing of itself.
-    pub(crate) fn accept_stranger(&mut self, shared: &Shared, request: ConnectionRequest, reply: Reply) {
+    pub(crate) fn accept_foreign_peer(&mut self, shared: &Shared, request: ConnectionRequest, reply: Reply) {
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
         let wrong = if links >= shared.config.max_connections {
             Some(Error::new(ErrorKind::Resources, "max_connections is reached"))
@@ -176,15 +176,15 @@ impl Poller {
     /// that means it is done long before.
     fn make_place(&mut self, shared: &Shared, id: &CmId) -> bool {
         // Each source has a limit of its own for commands; this one is for all of them together.
-        if self.meetings.commanded >= COMMANDED_MAX {
+        if self.handshakes.commanded >= COMMANDED_MAX {
             return false;
         }
-        match self.meetings.incoming.place(of(id), self.now, door_limits(shared)) {
+        match self.handshakes.incoming.place(of(id), self.now, door_limits(shared)) {
             Place::Free => true,
             Place::Later(_) => false,
             Place::Of(oldest) => {
                 shared.counters.crowded_out.fetch_add(1, Ordering::Relaxed);
-                self.meeting_timed_out(shared, oldest);
+                self.handshake_timed_out(shared, oldest);
                 true
             }
         }
@@ -192,19 +192,19 @@ impl Poller {
 
     /// First step: a queue pair, brought up to the peer's.
     fn accept(&mut self, shared: &Shared, accepting: Accepting) {
-        let begun = lane_of(shared, &accepting.request.id).cloned();
-        let begun = begun.and_then(|lane| Ok((self.begin_making(shared, &lane)?, lane)));
-        let (maker, lane) = match begun {
+        let begun = device_of(shared, &accepting.request.id).cloned();
+        let begun = begun.and_then(|device| Ok((self.begin_making(shared, &device)?, device)));
+        let (maker, device) = match begun {
             Ok(begun) => begun,
             Err(error) => return accepting.fail(shared, error),
         };
-        let (reads_in, reads_out) = reads(shared, &lane);
+        let (reads_in, reads_out) = reads(shared, &device);
         let reads_in = reads_in.min(accepting.request.reads_in_wanted);
         let reads_out = reads_out.min(accepting.request.reads_out_max);
         let (ack_timeout, source) = (shared.config.ack_timeout, accepting.source());
-        // As `make_bare` will have it.
+        // As `make_raw` will have it.
         let rights = if accepting.hello.is_none() { Access::REMOTE_WRITE } else { Access::LOCAL };
-        self.meetings.command(accepting.request.id.key(), true);
+        self.handshakes.command(accepting.request.id.key(), true);
         let work = move |accepting: &mut Accepting| {
             let id = &accepting.request.id;
             let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
@@ -214,7 +214,7 @@ impl Poller {
             Ok((made, mtu))
         };
         self.command(shared, source, accepting, work, move |poller, shared, accepting, made| {
-            poller.accept_over(shared, accepting, &lane, made, (reads_in, reads_out));
+            poller.accept_over(shared, accepting, &device, made, (reads_in, reads_out));
         });
     }
 
@@ -223,7 +223,7 @@ impl Poller {
         &mut self,
         shared: &Shared,
         accepting: Accepting,
-        lane: &Arc<Lane>,
+        device: &Arc<SharedDevice>,
         made: Result<(Made, Option<Mtu>), Error>,
         (reads_in, reads_out): (u8, u8),
     ) {
@@ -231,11 +231,11 @@ impl Poller {
         let linked = match made {
             Ok((made, mtu)) => {
                 let linked =
-                    self.make_link(shared, lane, made, accepting.request.id.peer_addr(), accepting.moves);
+                    self.make_link(shared, device, made, accepting.request.id.peer_addr(), accepting.moves);
                 linked.map(|(link, ours)| (link, ours, mtu))
             }
             Err(error) => {
-                self.end_making(shared, lane);
+                self.end_making(shared, device);
                 Err(error)
             }
         };
@@ -248,9 +248,9 @@ impl Poller {
         };
         link.with_wakes(&mut self.wakes, |state, _, _| match accepting.hello {
             Some(hello) => state.set_peer(hello),
-            None => state.make_bare(),
+            None => state.make_raw(),
         });
-        let params = ConnectParams { reads_in, reads_out, ..params(shared, lane, &link, &[]) };
+        let params = ConnectParams { reads_in, reads_out, ..params(shared, device, &link, &[]) };
         let work = move |accepting: &mut Accepting| {
             let private_data = ours.encode();
             let private_data = if accepting.hello.is_some() { &private_data[..] } else { &[] };
@@ -261,7 +261,7 @@ impl Poller {
                 Ok(()) => {
                     let Accepting { request, hello, who, .. } = accepting;
                     let hello = hello.unwrap_or(ours);
-                    poller.timers.add(poller.now + shared.config.connection_timeout, Timer::Meeting(key));
+                    poller.timers.add(poller.now + shared.config.connection_timeout, Timer::Handshake(key));
                     // The peer may have broken a rule already: then the link is over, and with it the handshake.
                     if let Some(error) = failure(&link) {
                         poller.resume(shared, key, None);
@@ -272,9 +272,9 @@ impl Poller {
                         route.cm_key = Some(key);
                         (route.local, route.peer) = (request.id.local_addr(), request.id.peer_addr());
                     });
-                    poller.meetings.incoming.enter(key, source, poller.now);
-                    let meeting = Meeting::Incoming { id: request.id, link, hello, mtu, who };
-                    poller.resume(shared, key, Some(meeting));
+                    poller.handshakes.incoming.enter(key, source, poller.now);
+                    let handshake = Handshake::Incoming { id: request.id, link, hello, mtu, who };
+                    poller.resume(shared, key, Some(handshake));
                 }
                 Err(error) => {
                     poller.unmake_link(shared, &link, &error);

@@ -8,14 +8,14 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
 
 use super::calling::{Opened, OverTcp, Reply};
-use super::{Meeting, bring_up, initialise, lane_of, params, since};
+use super::{Handshake, bring_up, device_of, initialise, params, since};
 use crate::diagnose::{self, Failure, Subject};
-use crate::engine::Shared;
-use crate::engine::gear::Made;
-use crate::engine::lane::Lane;
-use crate::engine::poller::Poller;
-use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::device_objects::Made;
+use crate::fabric::poller::Poller;
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::timers::Timer;
 use crate::link::shared::LinkShared;
 use crate::policy::{Fallback, Rdma};
 use crate::source::Source;
@@ -103,8 +103,8 @@ impl Outgoing {
 impl Poller {
     /// Begins handshakes that wait, as many as may be under way.
     pub(super) fn start_waiting(&mut self, shared: &Shared) {
-        while self.meetings.outgoing < shared.config.max_half_open {
-            let Some(outgoing) = self.meetings.waiting.pop_front() else { return };
+        while self.handshakes.outgoing < shared.config.max_half_open {
+            let Some(outgoing) = self.handshakes.waiting.pop_front() else { return };
             if outgoing.is_over(self.now) {
                 self.outgoing_timed_out(shared, *outgoing);
             } else {
@@ -112,7 +112,7 @@ impl Poller {
             }
         }
         // Those that wait longer than they may are told by the clock.
-        if let Some(next) = self.meetings.waiting.front() {
+        if let Some(next) = self.handshakes.waiting.front() {
             self.timers.add(next.deadline, Timer::Retry(u64::MAX));
         }
     }
@@ -124,7 +124,7 @@ impl Poller {
         let id = self.cm(shared).and_then(|channel| Ok(channel.create_id()?));
         match id {
             Ok(id) => {
-                self.timers.add(outgoing.deadline, Timer::Meeting(id.key()));
+                self.timers.add(outgoing.deadline, Timer::Handshake(id.key()));
                 let (local, peer) = (outgoing.local, outgoing.peer);
                 self.ask(
                     shared,
@@ -162,7 +162,7 @@ impl Poller {
         work: impl FnOnce(&CmId, &mut O) -> Result<T, Error> + Send + 'static,
         then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, O, Result<T, Error>) + Send + 'static,
     ) {
-        self.meetings.command(id.key(), false);
+        self.handshakes.command(id.key(), false);
         let source = Source::of(outgoing.peer);
         let work = move |(id, own): &mut (CmId, O)| work(id, own);
         self.command(shared, source, (id, own), work, move |poller, shared, (id, own), result| {
@@ -179,7 +179,7 @@ impl Poller {
                 self.resume(shared, key, None);
                 self.outgoing_timed_out(shared, *outgoing);
             }
-            Ok(()) => self.resume(shared, key, Some(Meeting::Outgoing(outgoing))),
+            Ok(()) => self.resume(shared, key, Some(Handshake::Outgoing(outgoing))),
             Err(error) => {
                 self.resume(shared, key, None);
                 self.finish(shared, *outgoing, Err(error));
@@ -258,9 +258,9 @@ impl Poller {
 
     /// The way is known: a queue pair, then the request.
     fn make_outgoing(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId) {
-        let begun = lane_of(shared, &id).cloned();
-        let begun = begun.and_then(|lane| Ok((self.begin_making(shared, &lane)?, lane)));
-        let (maker, lane) = match begun {
+        let begun = device_of(shared, &id).cloned();
+        let begun = begun.and_then(|device| Ok((self.begin_making(shared, &device)?, device)));
+        let (maker, device) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 outgoing.id = Some(id);
@@ -275,7 +275,7 @@ impl Poller {
             Ok(made)
         };
         self.ask(shared, outgoing, id, work, move |poller, shared, outgoing, made| {
-            poller.request(shared, outgoing, &lane, made);
+            poller.request(shared, outgoing, &device, made);
         });
     }
 
@@ -284,14 +284,14 @@ impl Poller {
         &mut self,
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
-        lane: &Arc<Lane>,
+        device: &Arc<SharedDevice>,
         made: Result<Made, Error>,
     ) {
         let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
         let linked = match made {
-            Ok(made) => self.make_link(shared, lane, made, Some(outgoing.peer), moves),
+            Ok(made) => self.make_link(shared, device, made, Some(outgoing.peer), moves),
             Err(error) => {
-                self.end_making(shared, lane);
+                self.end_making(shared, device);
                 Err(error)
             }
         };
@@ -303,11 +303,11 @@ impl Poller {
         link.with_wakes(&mut self.wakes, |state, _, _| {
             state.is_caller = true;
             if speaks == Speaks::Other {
-                state.make_bare();
+                state.make_raw();
             }
         });
         link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
-        let params = params(shared, lane, &link, &[]);
+        let params = params(shared, device, &link, &[]);
         let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
         outgoing.link = Some((link, by));
         let Some(id) = outgoing.id.take() else { return };
@@ -356,8 +356,8 @@ impl Poller {
             (Speaks::Other, _) => ours,
             (_, Ok(hello)) => hello,
             // It took the connection and has nothing to say of itself.
-            (Speaks::Either, Err(HelloError::Stranger | HelloError::Short { .. })) => {
-                link.with_wakes(&mut self.wakes, |state, _, _| state.make_bare());
+            (Speaks::Either, Err(HelloError::ForeignPeer | HelloError::Short { .. })) => {
+                link.with_wakes(&mut self.wakes, |state, _, _| state.make_raw());
                 ours
             }
             (_, Err(error)) => return Err(not_ours(outgoing.peer, error)),
@@ -393,11 +393,11 @@ impl Poller {
         };
         let Some(id) = outgoing.id.take() else { return };
         let key = id.key();
-        let meanwhile = self.meetings.take(key);
+        let meanwhile = self.handshakes.take(key);
         self.establish(shared, id, link, hello, mtu);
         outgoing.link = None;
         self.finish(shared, *outgoing, Ok(Arc::clone(link)));
-        if let Some(Meeting::Commanded { events, .. }) = meanwhile {
+        if let Some(Handshake::Commanded { events, .. }) = meanwhile {
             events.into_iter().for_each(|event| self.on_cm_event(shared, event));
         }
     }
@@ -418,22 +418,22 @@ impl Poller {
             self.resolve(shared, outgoing);
             return;
         }
-        let ticket = self.meetings.next_retry;
-        self.meetings.next_retry += 1;
-        self.meetings.retrying.insert(ticket, outgoing);
+        let ticket = self.handshakes.next_retry;
+        self.handshakes.next_retry += 1;
+        self.handshakes.retrying.insert(ticket, outgoing);
         self.timers.add(self.now + wait, Timer::Retry(ticket));
         self.start_waiting(shared);
     }
 
-    pub(crate) fn retry_meeting(&mut self, shared: &Shared, ticket: u64) {
-        if let Some(outgoing) = self.meetings.retrying.remove(&ticket) {
-            self.meetings.waiting.push_front(outgoing);
+    pub(crate) fn retry_handshake(&mut self, shared: &Shared, ticket: u64) {
+        if let Some(outgoing) = self.handshakes.retrying.remove(&ticket) {
+            self.handshakes.waiting.push_front(outgoing);
         } else {
             // Their time may be over before their turn has come.
-            let waiting = std::mem::take(&mut self.meetings.waiting);
+            let waiting = std::mem::take(&mut self.handshakes.waiting);
             let (over, waiting): (VecDeque<_>, _) =
                 waiting.into_iter().partition(|outgoing| outgoing.is_over(self.now));
-            self.meetings.waiting = waiting;
+            self.handshakes.waiting = waiting;
             over.into_iter().for_each(|outgoing| self.outgoing_timed_out(shared, *outgoing));
         }
         self.start_waiting(shared);
@@ -494,9 +494,9 @@ fn explain(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
         return error;
     }
     // Without a device the address says which; the diagnosis must not look at another.
-    let lane = outgoing.id.as_ref().and_then(|id| lane_of(shared, id).ok());
-    let local = lane.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
-    let context = lane.or(shared.lanes.first()).and_then(|lane| lane.context());
+    let device = outgoing.id.as_ref().and_then(|id| device_of(shared, id).ok());
+    let local = device.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
+    let context = device.or(shared.devices.first()).and_then(|device| device.context());
     let Some(context) = context else { return error };
     let (peer, told) = (Some(outgoing.peer), error.clone());
     let port = outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port);

@@ -10,9 +10,9 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::GidType;
 
 use super::calling::{ConnectOptions, Connecting};
-use crate::engine::Engine;
-use crate::engine::timers::Timer;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Fabric;
+use crate::fabric::timers::Timer;
 use crate::link::Link;
 
 /// Between two addresses: long enough for one that works, short enough not to be noticed.
@@ -21,7 +21,7 @@ const STAGGER: Duration = Duration::from_millis(250);
 /// A link that is being opened to a peer with several addresses.
 #[must_use = "futures do nothing unless awaited"]
 pub struct ConnectingAny {
-    engine: Engine,
+    fabric: Fabric,
     options: ConnectOptions,
     /// All that were named, and those that were not tried yet, the likeliest last.
     all: Vec<SocketAddr>,
@@ -31,7 +31,7 @@ pub struct ConnectingAny {
     failures: Vec<(SocketAddr, Error)>,
 }
 
-impl Engine {
+impl Fabric {
     /// Opens a link to a peer that is known by several addresses. They are ranked: those on the subnet of one of our RDMA
     /// devices first, by RoCE v2 before v1, then in the given order. The first is tried at once, the next after 250 ms or when
     /// one has failed, and the first link that is there is taken. A link that loses its path looks for the peer at all of them.
@@ -42,7 +42,7 @@ impl Engine {
         let mut left = self.rank(peers);
         left.reverse();
         ConnectingAny {
-            engine: self.clone(),
+            fabric: self.clone(),
             options: options.clone(),
             all: peers.to_vec(),
             left,
@@ -55,8 +55,8 @@ impl Engine {
     /// The likeliest first.
     fn rank(&self, peers: &[SocketAddr]) -> Vec<SocketAddr> {
         let mut own: Vec<(IpAddr, bool)> = Vec::new();
-        for lane in self.shared().lanes.iter().filter(|lane| !lane.is_gone()) {
-            let context = lane.context().filter(|context| context.active_port().is_ok());
+        for device in self.shared().devices.iter().filter(|device| !device.is_gone()) {
+            let context = device.context().filter(|context| context.active_port().is_ok());
             let gids = context.and_then(|context| context.gids().ok()).unwrap_or_default();
             own.extend(gids.iter().map(|entry| (entry.gid.ip(), entry.kind == GidType::ROCE_V2)));
         }
@@ -110,7 +110,7 @@ impl Future for ConnectingAny {
             if now >= this.next_at
                 && let Some(peer) = this.left.pop()
             {
-                this.under_way.push((peer, this.engine.connect_with(peer, &this.options)));
+                this.under_way.push((peer, this.fabric.connect_with(peer, &this.options)));
                 this.next_at = now + STAGGER;
                 continue;
             }
@@ -119,7 +119,7 @@ impl Future for ConnectingAny {
             }
             if !this.left.is_empty() {
                 let (at, waker) = (this.next_at, cx.waker().clone());
-                this.engine.shared().with_poller(|poller, _| {
+                this.fabric.shared().with_poller(|poller, _| {
                     let id = poller.sleepers.keys().next_back().map_or(0, |last| last + 1);
                     poller.sleepers.insert(id, waker);
                     poller.timers.add(at, Timer::Wake(id));

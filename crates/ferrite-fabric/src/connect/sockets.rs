@@ -1,9 +1,9 @@
-//! TCP connections of an engine: listeners, greetings under way, and which link has which.
+//! TCP connections of a fabric: listeners, greetings under way, and which link has which.
 //!
 //! ```text
 //!   outgoing   connect ─► our hello ─► the peer's hello ─► link
 //!   incoming   accept ─► the peer's hello ─► our hello ─► link in the listener's queue
-//!                                         └► or a refusal, in words; strangers get one too, unless somebody takes them
+//!                                         └► or a refusal, in words; foreign peers get one too, unless somebody takes them
 //! ```
 //!
 //! As with RDMA CM, everything runs in the poller's pass and never waits.
@@ -20,17 +20,17 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
+use super::admission::{AdmissionQueue, Limits, Place as AtTheDoor};
 use super::calling::Reply;
-use super::crowd::{Crowd, Limits, Place as AtTheDoor};
 use super::greeting::{Greeting, Side};
-use super::moving::Place;
+use super::migration::Place;
 use super::{UNKNOWN_PEER, own_limits};
 use crate::descriptors;
-use crate::engine::Shared;
-use crate::engine::poller::Poller;
-use crate::engine::timers::{LinkName, Timer};
-use crate::engine::waits::Ready;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::poller::Poller;
+use crate::fabric::timers::{LinkName, Timer};
+use crate::fabric::wait_set::Ready;
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, Reading};
 use crate::link::tcp::{SEGMENT_BYTES, TcpPath};
@@ -51,7 +51,7 @@ const SILENT: usize = 16;
 /// Until a listener that ran out of descriptors or memory tries again. Nobody tells it when there are some.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
-/// The connections of an engine, by number.
+/// The connections of a fabric, by number.
 #[derive(Default)]
 pub(crate) struct Sockets {
     uses: HashMap<u64, Use>,
@@ -59,9 +59,9 @@ pub(crate) struct Sockets {
     /// Those with something to do.
     ready: VecDeque<u64>,
     /// Greetings of peers that have said nothing yet. They take no place among the handshakes.
-    pub(super) silent: Crowd<u64>,
+    pub(super) silent: AdmissionQueue<u64>,
     /// Those that have begun, and not ended.
-    pub(super) half_open: Crowd<u64>,
+    pub(super) half_open: AdmissionQueue<u64>,
     /// Greetings with TLS that wait until fewer are half open, and whether the clock was told of them.
     pub(super) waiting: VecDeque<u64>,
     pub(super) door_timer: bool,
@@ -315,13 +315,12 @@ impl Poller {
         let mut scratch = std::mem::take(&mut self.sockets.scratch);
         scratch.resize(SCRATCH_BYTES, 0);
         let now = self.now;
-        let read = link.with_wakes(&mut self.wakes, |state, around, wakes| {
+        let read = link.with_wakes(&mut self.wakes, |state, env, wakes| {
             if let Some(tcp) = &mut state.tcp {
                 tcp.unblock();
             }
-            state.on_socket(around, &mut scratch, now, wakes, &mut |request| {
-                shared.regions.serve(&link, request)
-            })
+            state
+                .on_socket(env, &mut scratch, now, wakes, &mut |request| shared.regions.serve(&link, request))
         });
         self.sockets.scratch = scratch;
         match read {
@@ -491,7 +490,7 @@ impl Poller {
                     shared.fell_back(&link, fallback);
                     let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
                     if moves {
-                        self.climb_in(&link, shared.config.climb_after);
+                        self.upgrade_in(&link, shared.config.upgrade_after);
                     }
                 }
                 if let Err(Ok(link)) = reply.send(Ok(link)) {

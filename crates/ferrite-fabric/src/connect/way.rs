@@ -13,27 +13,27 @@ use ferrite_verbs::{
 };
 
 use super::{RNR_RETRIES, RNR_TIMER, reads};
-use crate::engine::Shared;
-use crate::engine::lane::Lane;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::shared_device::SharedDevice;
 use crate::wire::Address;
 
 /// From where a link can go on over RDMA.
 pub(super) struct Way {
-    pub(super) lane: Arc<Lane>,
+    pub(super) device: Arc<SharedDevice>,
     pub(super) port: Port,
     pub(super) gid: GidEntry,
 }
 
 /// The search for a way, where it may wait: the device is asked for its port and addresses.
 pub(super) struct Search {
-    lanes: Vec<Arc<Lane>>,
+    devices: Vec<Arc<SharedDevice>>,
     no_rdma: Error,
 }
 
 impl Search {
     pub(super) fn new(shared: &Shared) -> Self {
-        Self { lanes: shared.lanes.clone(), no_rdma: shared.no_rdma() }
+        Self { devices: shared.devices.clone(), no_rdma: shared.no_rdma() }
     }
 
     /// Finds the device with the local address of the TCP connection; RoCE v2 before v1.
@@ -44,8 +44,8 @@ impl Search {
         let local = local.map(|local| local.ip().to_canonical());
         let mut best: Option<Way> = None;
         let mut why = None;
-        for lane in self.lanes.iter().filter(|lane| !lane.is_gone()) {
-            let Some(context) = lane.context() else { continue };
+        for device in self.devices.iter().filter(|device| !device.is_gone()) {
+            let Some(context) = device.context() else { continue };
             let found = context.active_port().and_then(|port| Ok((port, context.gids()?)));
             let (port, gids) = match found {
                 Ok(found) => found,
@@ -60,13 +60,13 @@ impl Search {
                     Some(best) => gid.kind == GidType::ROCE_V2 && best.gid.kind != GidType::ROCE_V2,
                 };
                 if is_better && Some(gid.gid.ip()) == local {
-                    best = Some(Way { lane: Arc::clone(lane), port: port.clone(), gid });
+                    best = Some(Way { device: Arc::clone(device), port: port.clone(), gid });
                 }
             }
         }
         best.ok_or_else(|| match (why, local) {
             (Some(why), _) => why,
-            (None, Some(local)) if !self.lanes.is_empty() => {
+            (None, Some(local)) if !self.devices.is_empty() => {
                 let what = format!("no RDMA device has the address of the TCP connection ({local})");
                 Error::new(ErrorKind::Unreachable, what)
             }
@@ -77,7 +77,7 @@ impl Search {
 
 impl Way {
     pub(super) fn address(&self, shared: &Shared, qp_num: u32, psn: u32) -> Address {
-        let (reads_in, reads_out) = reads(shared, &self.lane);
+        let (reads_in, reads_out) = reads(shared, &self.device);
         Address {
             qp_num,
             psn,

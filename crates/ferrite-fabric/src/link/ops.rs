@@ -26,12 +26,12 @@ pub struct Sending {
 }
 
 enum SendState {
-    /// Waits for room in the queue.
+    /// WaitSet for room in the queue.
     Outside {
         channel: u16,
         parts: Vec<Buf>,
     },
-    /// Waits for the acknowledgement.
+    /// WaitSet for the acknowledgement.
     Inside(Ticket),
     Over,
 }

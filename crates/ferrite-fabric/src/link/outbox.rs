@@ -7,11 +7,11 @@ use std::collections::VecDeque;
 
 use super::state::Kind;
 use super::tickets::Ticket;
-use crate::engine::slots::Held;
+use crate::fabric::slots::Held;
 use crate::mem::Buf;
 
 /// A message on its way into frames.
-pub(crate) struct Letter {
+pub(crate) struct QueuedMessage {
     /// The part that is being sent, unless the message is empty.
     part: Option<Buf>,
     rest: VecDeque<Buf>,
@@ -25,7 +25,7 @@ pub(crate) struct Letter {
     ticket: Option<Ticket>,
 }
 
-impl Letter {
+impl QueuedMessage {
     pub(crate) fn new(parts: impl IntoIterator<Item = Buf>, ticket: Option<Ticket>) -> Self {
         let mut parts = parts.into_iter().filter(|part| !part.is_empty());
         let part = parts.next();
@@ -79,7 +79,7 @@ pub(crate) fn frames<'a>(parts: impl IntoIterator<Item = &'a Buf>, segment_bytes
 
 struct Queue {
     channel: u16,
-    letters: VecDeque<Letter>,
+    queued: VecDeque<QueuedMessage>,
 }
 
 #[derive(Default)]
@@ -97,12 +97,12 @@ pub(crate) struct Outbox {
 }
 
 impl Outbox {
-    pub(crate) fn push(&mut self, channel: u16, letter: Letter) {
+    pub(crate) fn push(&mut self, channel: u16, queued: QueuedMessage) {
         self.waiting += 1;
-        self.waiting_bytes += letter.total;
+        self.waiting_bytes += queued.total;
         match self.queues.iter_mut().find(|queue| queue.channel == channel) {
-            Some(queue) => queue.letters.push_back(letter),
-            None => self.queues.push(Queue { channel, letters: VecDeque::from([letter]) }),
+            Some(queue) => queue.queued.push_back(queued),
+            None => self.queues.push(Queue { channel, queued: VecDeque::from([queued]) }),
         }
     }
 
@@ -170,43 +170,43 @@ impl Outbox {
             return None;
         }
         let queue = &mut self.queues[queue];
-        let letter = queue.letters.front_mut()?;
+        let queued = queue.queued.front_mut()?;
         let channel = queue.channel;
-        let Some(part) = &letter.part else {
-            let ticket = queue.letters.pop_front().and_then(|letter| letter.ticket);
+        let Some(part) = &queued.part else {
+            let ticket = queue.queued.pop_front().and_then(|queued| queued.ticket);
             self.waiting -= 1;
             return Some(Next::Frame { channel, more: false, piece: None, ticket });
         };
-        let end = part.len().min(letter.sent + allowed.segment_bytes);
+        let end = part.len().min(queued.sent + allowed.segment_bytes);
         let ends_part = end == part.len();
-        let more = !(ends_part && letter.rest.is_empty());
-        if more && !letter.begun {
+        let more = !(ends_part && queued.rest.is_empty());
+        if more && !queued.begun {
             // One that fills the peer's whole allowance may go alone, so that it goes at all.
-            let bytes = self.under_way_bytes + letter.total;
-            letter.frames = frames(letter.part.iter().chain(&letter.rest), allowed.segment_bytes);
-            let frames = self.under_way_frames + letter.frames;
+            let bytes = self.under_way_bytes + queued.total;
+            queued.frames = frames(queued.part.iter().chain(&queued.rest), allowed.segment_bytes);
+            let frames = self.under_way_frames + queued.frames;
             let too_much = bytes > allowed.max_message_bytes || frames > allowed.max_frames;
             if too_much && self.under_way_frames > 0 {
                 return None;
             }
             (self.under_way_bytes, self.under_way_frames) = (bytes, frames);
-            letter.begun = true;
+            queued.begun = true;
         }
-        let piece = if letter.sent == 0 && ends_part { part.clone() } else { part.slice(letter.sent..end) };
+        let piece = if queued.sent == 0 && ends_part { part.clone() } else { part.slice(queued.sent..end) };
         if ends_part {
-            letter.part = letter.rest.pop_front();
-            letter.sent = 0;
+            queued.part = queued.rest.pop_front();
+            queued.sent = 0;
         } else {
-            letter.sent = end;
+            queued.sent = end;
         }
         self.waiting_bytes -= piece.len() as u64;
         let mut ticket = None;
         if !more {
-            if letter.begun {
-                self.under_way_bytes -= letter.total;
-                self.under_way_frames -= letter.frames;
+            if queued.begun {
+                self.under_way_bytes -= queued.total;
+                self.under_way_frames -= queued.frames;
             }
-            ticket = queue.letters.pop_front().and_then(|letter| letter.ticket);
+            ticket = queue.queued.pop_front().and_then(|queued| queued.ticket);
             self.waiting -= 1;
         }
         Some(Next::Frame { channel, more, piece: Some(piece), ticket })
@@ -225,7 +225,7 @@ impl Outbox {
     /// Empties it: the link is down. Who waits is told by `each`, and what memory an operation brought comes along.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(Ticket, Held)) {
         for queue in self.queues.drain(..) {
-            queue.letters.into_iter().filter_map(|letter| letter.ticket).for_each(|t| each(t, Held::Nothing));
+            queue.queued.into_iter().filter_map(|queued| queued.ticket).for_each(|t| each(t, Held::Nothing));
         }
         for OneSided { ticket, held, .. } in self.one_sided.drain(..) {
             if let Some(ticket) = ticket {

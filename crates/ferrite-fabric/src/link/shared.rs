@@ -1,4 +1,4 @@
-//! A link as the engine and its users share it: the state behind its lock, and what never changes.
+//! A link as the fabric and its users share it: the state behind its lock, and what never changes.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -17,27 +17,27 @@ use tokio::io::ReadBuf;
 
 use super::message::Message;
 use super::outbox::OneSided;
-use super::state::{Around, Kind, LinkState, Silence, Wakes};
+use super::state::{Kind, LinkEnv, LinkState, Silence, Wakes};
 use super::tickets::{Outcome, Ticket};
 use crate::diagnose::{self, Baseline, Failure, Subject};
-use crate::engine::lane::Lane;
-use crate::engine::mailbox::Mailbox;
-use crate::engine::slots::Held;
-use crate::engine::timers::LinkName;
 use crate::error::{Error, ErrorKind};
+use crate::fabric::mailbox::Mailbox;
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::slots::Held;
+use crate::fabric::timers::LinkName;
 use crate::mem::{Buf, BufMut, Pool, lock};
 use crate::policy::Fallback;
 use crate::source::Source;
 use crate::wire::{GrantToken, Rights};
 
 pub(crate) struct LinkShared {
-    // First: the queue pair goes before the lane whose queues it uses.
+    // First: the queue pair goes before the device whose queues it uses.
     state: Mutex<LinkState>,
     pub(crate) index: u32,
     pub(crate) name: LinkName,
     pub(crate) pool: Pool,
     mailbox: Arc<Mailbox>,
-    /// Has the engine look at the link.
+    /// Has the fabric look at the link.
     waker: Waker,
     route: Mutex<Route>,
     /// Why it is on TCP, if it should not be.
@@ -49,7 +49,7 @@ pub(crate) struct LinkShared {
     baseline: Mutex<Option<Baseline>>,
 }
 
-/// Has the engine look at a link, or at another that has its number by then, which is of no consequence.
+/// Has the fabric look at a link, or at another that has its number by then, which is of no consequence.
 struct Caller {
     mailbox: Arc<Mailbox>,
     index: u32,
@@ -65,13 +65,13 @@ impl Wake for Caller {
 #[derive(Clone, Default)]
 pub(crate) struct Route {
     /// The device and the queue pair, on RDMA.
-    pub(crate) lane: Option<Arc<Lane>>,
+    pub(crate) device: Option<Arc<SharedDevice>>,
     pub(crate) qp_num: u32,
     pub(crate) port: u8,
     pub(crate) mtu: Option<Mtu>,
     /// The connection manager's name for it, if it made the link.
     pub(crate) cm_key: Option<CmKey>,
-    /// The engine's number of the connection, and whether it is encrypted, on TCP.
+    /// The fabric's number of the connection, and whether it is encrypted, on TCP.
     pub(crate) socket: Option<u64>,
     pub(crate) encrypted: bool,
     pub(crate) local: Option<SocketAddr>,
@@ -81,7 +81,7 @@ pub(crate) struct Route {
 impl LinkShared {
     pub(crate) fn new(name: LinkName, state: LinkState, pool: Pool, mailbox: Arc<Mailbox>) -> Self {
         let route = Route {
-            lane: state.lane.clone(),
+            device: state.device.clone(),
             qp_num: state.queue.qp().map_or(0, ferrite_verbs::QueuePair::number),
             port: 1,
             ..Route::default()
@@ -133,8 +133,8 @@ impl LinkShared {
     }
 
     /// Whether its peer speaks another protocol.
-    pub(crate) fn is_bare(&self) -> bool {
-        lock(&self.state).is_bare()
+    pub(crate) fn is_raw(&self) -> bool {
+        lock(&self.state).is_raw()
     }
 
     pub(crate) fn failure_known(&self) -> bool {
@@ -150,16 +150,16 @@ impl LinkShared {
     }
 
     /// The device that carries it; `None` on TCP.
-    pub(crate) fn lane(&self) -> Option<Arc<Lane>> {
-        lock(&self.route).lane.clone()
+    pub(crate) fn device(&self) -> Option<Arc<SharedDevice>> {
+        lock(&self.route).device.clone()
     }
 
-    pub(crate) fn is_on(&self, lane: &Lane) -> bool {
-        lock(&self.route).lane.as_ref().is_some_and(|on| on.index == lane.index)
+    pub(crate) fn is_on(&self, device: &SharedDevice) -> bool {
+        lock(&self.route).device.as_ref().is_some_and(|on| on.index == device.index)
     }
 
     /// Runs `act` under the lock, then whatever must happen outside of it.
-    pub(crate) fn with<R>(&self, act: impl FnOnce(&mut LinkState, &Around<'_>, &mut Wakes) -> R) -> R {
+    pub(crate) fn with<R>(&self, act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R) -> R {
         let mut wakes = Wakes::new();
         let result = self.with_wakes(&mut wakes, act);
         wakes.into_iter().for_each(Waker::wake);
@@ -170,14 +170,14 @@ impl LinkShared {
     pub(crate) fn with_wakes<R>(
         &self,
         wakes: &mut Wakes,
-        act: impl FnOnce(&mut LinkState, &Around<'_>, &mut Wakes) -> R,
+        act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
     ) -> R {
         let mut state = lock(&self.state);
-        let around = Around { index: self.index, lane: state.lane.clone(), pool: &self.pool };
-        let result = act(&mut state, &around, wakes);
+        let env = LinkEnv { index: self.index, device: state.device.clone(), pool: &self.pool };
+        let result = act(&mut state, &env, wakes);
         let attention = state.wants_attention();
         if attention {
-            state.complete_flushed(&around, wakes);
+            state.complete_flushed(&env, wakes);
         }
         drop(state);
         if attention {
@@ -194,7 +194,7 @@ impl LinkShared {
             Status::REMOTE_ACCESS | Status::REMOTE_INVALID_REQUEST => ErrorKind::Denied,
             _ => ErrorKind::LinkDown,
         };
-        let what = format!("link to {peer} ({}): {status}", self.carrier());
+        let what = format!("link to {peer} ({}): {status}", self.transport());
         Error::completion(kind, what, status)
     }
 
@@ -203,9 +203,9 @@ impl LinkShared {
         &self,
         failure: Failure,
     ) -> Option<impl FnOnce() -> Vec<diagnose::Cause> + use<>> {
-        let Route { lane, port, local, peer, .. } = self.route();
+        let Route { device, port, local, peer, .. } = self.route();
         let baseline = lock(&self.baseline).clone();
-        let context = lane?.context()?;
+        let context = device?.context()?;
         Some(move || {
             let baseline = baseline.as_ref();
             diagnose::causes(&Subject { context: &context, port, local, peer, baseline, failure })
@@ -214,12 +214,12 @@ impl LinkShared {
 
     /// The link is well: from here on a diagnosis counts what changed.
     pub(crate) fn is_well(&self) {
-        let Route { lane, port, .. } = self.route();
-        let context = lane.and_then(|lane| lane.context());
+        let Route { device, port, .. } = self.route();
+        let context = device.and_then(|device| device.context());
         *lock(&self.baseline) = context.map(|context| Baseline::take(&context, port));
     }
 
-    /// Has the engine look at the link when some of the memory came back that its peer holds.
+    /// Has the fabric look at the link when some of the memory came back that its peer holds.
     pub(crate) fn call_on_credit(&self) {
         if let Some(tcp) = &lock(&self.state).tcp {
             tcp.wake_on_credit(&self.waker);
@@ -236,9 +236,11 @@ impl LinkShared {
     }
 
     /// What carries it, for people.
-    pub(crate) fn carrier(&self) -> String {
+    pub(crate) fn transport(&self) -> String {
         match self.route() {
-            Route { lane: Some(lane), qp_num, .. } => format!("queue pair {qp_num:#x} on {}", lane.name),
+            Route { device: Some(device), qp_num, .. } => {
+                format!("queue pair {qp_num:#x} on {}", device.name)
+            }
             Route { encrypted: true, .. } => "TCP with TLS".into(),
             _ => "TCP".into(),
         }
@@ -265,7 +267,7 @@ impl LinkShared {
             return Err((parts, foreign()));
         }
         let bytes = parts.iter().map(|part| part.len() as u64).sum();
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             let checked = state.check_open().and_then(|()| state.check_message(channel, bytes));
             if let Err(error) = checked.and_then(|()| state.check_parts(&parts)) {
                 return Err((parts, error));
@@ -277,7 +279,7 @@ impl LinkShared {
                 return Err((parts, full()));
             }
             let ticket = state.push(channel, parts, wait);
-            state.pump(around, wakes);
+            state.pump(env, wakes);
             Ok(ticket)
         })
     }
@@ -310,10 +312,10 @@ impl LinkShared {
     /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the last does not wait.
     #[cfg(feature = "tokio")]
     pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             state.check_open()?;
             state.push(channel, [], false);
-            state.pump(around, wakes);
+            state.pump(env, wakes);
             Ok(())
         })
     }
@@ -329,7 +331,7 @@ impl LinkShared {
         if !self.pool.owns(&buf) {
             return Err((buf, foreign()));
         }
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             let bytes = buf.len() as u64;
             if let Err(error) = state.check_open().and_then(|()| state.check_message(channel, bytes)) {
                 return Err((buf, error));
@@ -338,17 +340,17 @@ impl LinkShared {
                 return Err((buf, full()));
             }
             state.push(channel, [buf], false);
-            state.pump(around, wakes);
+            state.pump(env, wakes);
             Ok(())
         })
     }
 
     /// Sends a small message from the caller's memory; `Ok(false)` if it cannot go at once.
     pub(crate) fn send_now(&self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             state.check_open()?;
             state.check_message(channel, bytes.len() as u64)?;
-            let sent = state.send_now(around, channel, bytes);
+            let sent = state.send_now(env, channel, bytes);
             sent.inspect_err(|error| state.fail(error.clone(), wakes))
         })
     }
@@ -413,7 +415,7 @@ impl LinkShared {
         if let Some(error) = wrong {
             return Err((held, error));
         }
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             if let Err(error) = state.check_open() {
                 return Err((held, error));
             }
@@ -427,17 +429,17 @@ impl LinkShared {
             let bytes = len as u32;
             let operation = OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
             let ticket = state.push_one_sided(operation, true);
-            state.pump(around, wakes);
+            state.pump(env, wakes);
             Ok(ticket.expect("a ticket was asked for"))
         })
     }
 
     /// The next message; if there is none, `waker` is called when one has come.
     pub(crate) fn receive(&self, waker: Option<&Waker>) -> Result<Option<Message>, Error> {
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             let message = state.pop()?;
             match (&message, waker) {
-                (Some(_), _) if state.owes_credit() => state.pump(around, wakes),
+                (Some(_), _) if state.owes_credit() => state.pump(env, wakes),
                 (None, Some(waker)) => state.wake_on_message(waker),
                 _ => {}
             }
@@ -448,10 +450,10 @@ impl LinkShared {
     /// Reads into `out` what TCP has for a stream on `channel`, if it lies in the kernel; `false` if it does not.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(&self, channel: u16, out: &mut ReadBuf<'_>) -> Result<bool, Error> {
-        self.with(|state, around, wakes| {
-            let read = state.read_through(around.pool, channel, out);
+        self.with(|state, env, wakes| {
+            let read = state.read_through(env.pool, channel, out);
             match &read {
-                Ok(true) => state.pump(around, wakes), // the peer may have told of credits, or be owed some
+                Ok(true) => state.pump(env, wakes), // the peer may have told of credits, or be owed some
                 Ok(false) => {}
                 Err(error) => state.fail(error.clone(), wakes),
             }
@@ -479,11 +481,11 @@ impl LinkShared {
 
     /// Delivers what was sent, then ends the link.
     pub(crate) fn close(&self) {
-        self.with(|state, around, wakes| {
+        self.with(|state, env, wakes| {
             state.close();
-            state.pump(around, wakes);
+            state.pump(env, wakes);
         });
-        self.mailbox.attend(self.index); // the engine sets the deadline
+        self.mailbox.attend(self.index); // the fabric sets the deadline
     }
 
     pub(crate) fn fail(&self, error: Error) {
@@ -495,9 +497,9 @@ impl LinkShared {
     /// # Errors
     /// The peer has not answered: the link is to fail.
     pub(crate) fn on_timer(&self, now: Instant) -> Result<Option<(Instant, bool)>, (Error, Failure)> {
-        let next = self.with(|state, around, wakes| {
+        let next = self.with(|state, env, wakes| {
             let next = state.on_timer(now);
-            state.pump(around, wakes);
+            state.pump(env, wakes);
             next
         });
         next.map_err(|Silence { after, acknowledged }| {
@@ -513,7 +515,7 @@ impl fmt::Debug for LinkShared {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Link")
             .field("peer", &lock(&self.route).peer)
-            .field("over", &self.carrier())
+            .field("over", &self.transport())
             .finish_non_exhaustive()
     }
 }
@@ -524,7 +526,7 @@ pub(crate) fn full() -> Error {
 }
 
 fn foreign() -> Error {
-    Error::new(ErrorKind::Misuse, "the buffer is of another engine's pool")
+    Error::new(ErrorKind::Misuse, "the buffer is of another fabric's pool")
 }
 
 /// The buffer of a read, back from where it was put.

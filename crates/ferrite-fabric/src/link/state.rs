@@ -11,20 +11,20 @@
 //! if there is none to send, in a control frame of its own. Control frames need no credit: they are consumed at once, and
 //! if ever no receive is posted, the device repeats them until one is.
 
-mod bare;
-mod climbing;
 mod ending;
 mod exposing;
-mod moving;
+mod migration;
 mod over_tcp;
+mod raw_connection;
 mod receiving;
 mod sending;
+mod upgrading;
 
-pub use bare::{Arrival, Done};
-pub(crate) use climbing::Step;
 pub(crate) use ending::{Destroying, Silence};
-pub(crate) use moving::Carrier;
+pub(crate) use migration::ActiveTransport;
 pub(crate) use over_tcp::{Reading, Request};
+pub use raw_connection::{Arrival, Done};
+pub(crate) use upgrading::Step;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -34,27 +34,27 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{Access, WorkCompletion};
 
 use super::inbox::{Arrived, Inbox, Limits};
+use super::keepalive::Keepalive;
 use super::message::Message;
-use super::outbox::{Letter, OneSided, Outbox, frames};
-use super::patience::Patience;
+use super::outbox::{OneSided, Outbox, QueuedMessage, frames};
 use super::stats::LinkStats;
 use super::tcp::TcpPath;
 use super::tickets::{Outcome, Ticket, Tickets};
-use crate::engine::lane::Lane;
-use crate::engine::slots::{Held, SendQueue, Work};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::slots::{Held, SendQueue, Work};
 use crate::latency::Latencies;
 use crate::mem::{Buf, Pool, Window};
 use crate::wire::{Control, Features, Hello};
-use climbing::Climb;
-use moving::{Again, Kept, Lost};
+use migration::{Again, Kept, Lost};
+use upgrading::Upgrade;
 
 /// Who is to be woken when the lock is gone.
 pub(crate) type Wakes = Vec<Waker>;
 
 /// What comes back with a completion.
 #[derive(Debug, Clone, Copy, Default)]
-pub(crate) struct Tag {
+pub(crate) struct RequestContext {
     ticket: Option<Ticket>,
     kind: Kind,
     bytes: u32,
@@ -98,58 +98,58 @@ pub(crate) enum Phase {
 }
 
 /// What the lock's holder needs from outside.
-pub(crate) struct Around<'a> {
+pub(crate) struct LinkEnv<'a> {
     pub(crate) index: u32,
     /// The device that carries the link when the lock is taken; `None` on TCP.
-    pub(crate) lane: Option<Arc<Lane>>,
+    pub(crate) device: Option<Arc<SharedDevice>>,
     pub(crate) pool: &'a Pool,
 }
 
-impl Around<'_> {
+impl LinkEnv<'_> {
     /// Takes up to `wanted` entries of the completion queue.
     fn reserve(&self, wanted: usize) -> usize {
-        self.lane.as_ref().map_or(0, |lane| lane.reserve(wanted))
+        self.device.as_ref().map_or(0, |device| device.reserve(wanted))
     }
 
     fn release(&self, entries: usize) {
-        if let Some(lane) = &self.lane {
-            lane.release(entries);
+        if let Some(device) = &self.device {
+            device.release(entries);
         }
     }
 
     fn is_pressed(&self) -> bool {
-        self.lane.as_ref().is_some_and(|lane| lane.is_pressed())
+        self.device.as_ref().is_some_and(|device| device.is_pressed())
     }
 
     /// Stands in line for entries.
     fn wait(&self) {
-        if let Some(lane) = &self.lane {
-            lane.wait(self.index);
+        if let Some(device) = &self.device {
+            device.wait(self.index);
         }
     }
 }
 
 pub(crate) struct LinkState {
     pub(crate) phase: Phase,
-    pub(crate) queue: SendQueue<Tag>,
+    pub(crate) queue: SendQueue<RequestContext>,
     /// A command destroys the queue pair.
     is_destroying: bool,
     /// Whose queues the queue pair uses; `None` on TCP.
-    pub(crate) lane: Option<Arc<Lane>>,
+    pub(crate) device: Option<Arc<SharedDevice>>,
     /// The connection: on TCP, or as the way back.
     pub(crate) tcp: Option<TcpPath>,
-    pub(crate) carrier: Carrier,
+    pub(crate) transport: ActiveTransport,
     /// This side opened it.
     pub(crate) is_caller: bool,
     /// What is particular to a peer of another protocol, if it is one.
-    bare: Option<Box<bare::Bare>>,
+    raw: Option<Box<raw_connection::RawConnection>>,
     /// A path that is lost can be replaced by another.
     pub(crate) moves: bool,
     kept: VecDeque<Kept>,
     kept_bytes: usize,
     again: VecDeque<Again>,
     pub(crate) lost: Option<Lost>,
-    pub(crate) climb: Option<Climb>,
+    pub(crate) upgrade: Option<Upgrade>,
     /// The peer has made an offer that neither side has withdrawn: the next would break the rules.
     peer_offers: bool,
     /// The command for the way up that is under way or was the last, by number; `None` if there is no way up.
@@ -157,15 +157,15 @@ pub(crate) struct LinkState {
     attempts: u64,
     /// The peer may be on RDMA already, and say that it has lost that, while TCP carries the link for this side.
     may_resume: bool,
-    /// For the engine.
+    /// For the fabric.
     pub(crate) steps: Vec<Step>,
     /// Where grants of the peer's are on the device that carries the link, if not where their tokens say.
     rekeyed: BTreeMap<u64, (u64, u32)>,
     /// Where the generations of the next queue pair's slots begin.
     pub(crate) generation: u32,
-    climb_wait: Option<Duration>,
+    upgrade_wait: Option<Duration>,
     /// When to try to go up to RDMA next.
-    pub(crate) climb_at: Option<Instant>,
+    pub(crate) upgrade_at: Option<Instant>,
     pub(crate) stats: LinkStats,
     outbox: Outbox,
     tickets: Tickets,
@@ -176,7 +176,7 @@ pub(crate) struct LinkState {
     /// What the peer may do to our memory, as far as the queue pair decides it.
     rights: Access,
     /// Reused for each post.
-    batch: Vec<Work<Tag>>,
+    batch: Vec<Work<RequestContext>>,
     inline: usize,
     unsignaled: usize,
     limits: OwnLimits,
@@ -200,7 +200,7 @@ pub(crate) struct LinkState {
     /// Grants of ours that the peer was told are over and has not answered for, and those that it is still to be told of.
     told_revoked: Vec<u64>,
     to_be_revoked: VecDeque<u64>,
-    /// Grants of ours that the peer has let go of: for the engine.
+    /// Grants of ours that the peer has let go of: for the fabric.
     pub(crate) released: Vec<u64>,
     receivers: Wakes,
     wait_for_room: Wakes,
@@ -209,13 +209,13 @@ pub(crate) struct LinkState {
     asked: Option<Instant>,
     /// The peer's device has acknowledged something since it was asked.
     acknowledged_since: bool,
-    /// The engine has been told that the link is down.
+    /// The fabric has been told that the link is down.
     pub(crate) announced: bool,
     /// The device refused a request of the peer's.
     pub(crate) peer_was_refused: bool,
     /// The last request was posted.
     last_posted: bool,
-    /// Completions of requests that were flushed before it was known why, and whether the engine was told of them.
+    /// Completions of requests that were flushed before it was known why, and whether the fabric was told of them.
     flushed: Vec<WorkCompletion>,
     flush_called: bool,
 }
@@ -226,7 +226,7 @@ pub(crate) struct OwnLimits {
     pub(crate) hello: Hello,
     pub(crate) queue_messages: usize,
     pub(crate) queue_bytes: u64,
-    pub(crate) patience: Patience,
+    pub(crate) patience: Keepalive,
     pub(crate) peer_timeout: Duration,
     pub(crate) latencies: Arc<Latencies>,
     pub(crate) clock: quanta::Clock,
@@ -241,8 +241,13 @@ const CONTROLS_MAX: usize = 1024;
 
 impl LinkState {
     /// Over a queue pair.
-    pub(crate) fn new(queue: SendQueue<Tag>, lane: Arc<Lane>, inline: usize, limits: OwnLimits) -> Self {
-        Self::with(queue, Some(lane), None, inline, limits)
+    pub(crate) fn new(
+        queue: SendQueue<RequestContext>,
+        device: Arc<SharedDevice>,
+        inline: usize,
+        limits: OwnLimits,
+    ) -> Self {
+        Self::with(queue, Some(device), None, inline, limits)
     }
 
     /// Over a TCP connection.
@@ -251,8 +256,8 @@ impl LinkState {
     }
 
     fn with(
-        queue: SendQueue<Tag>,
-        lane: Option<Arc<Lane>>,
+        queue: SendQueue<RequestContext>,
+        device: Option<Arc<SharedDevice>>,
         tcp: Option<TcpPath>,
         inline: usize,
         limits: OwnLimits,
@@ -262,17 +267,17 @@ impl LinkState {
             phase: Phase::Opening,
             queue,
             is_destroying: false,
-            carrier: if tcp.is_some() { Carrier::Tcp } else { Carrier::Rdma },
-            lane,
+            transport: if tcp.is_some() { ActiveTransport::Tcp } else { ActiveTransport::Rdma },
+            device,
             tcp,
             is_caller: false,
-            bare: None,
+            raw: None,
             moves: false,
             kept: VecDeque::new(),
             kept_bytes: 0,
             again: VecDeque::new(),
             lost: None,
-            climb: None,
+            upgrade: None,
             peer_offers: false,
             attempt: None,
             attempts: 0,
@@ -280,8 +285,8 @@ impl LinkState {
             steps: Vec::new(),
             rekeyed: BTreeMap::new(),
             generation: 0,
-            climb_wait: None,
-            climb_at: None,
+            upgrade_wait: None,
+            upgrade_at: None,
             stats: LinkStats::default(),
             outbox: Outbox::default(),
             tickets: Tickets::default(),
@@ -419,7 +424,7 @@ impl LinkState {
         wait: bool,
     ) -> Option<Ticket> {
         let ticket = wait.then(|| self.tickets.issue());
-        self.outbox.push(channel, Letter::new(parts, ticket));
+        self.outbox.push(channel, QueuedMessage::new(parts, ticket));
         ticket
     }
 
@@ -496,14 +501,14 @@ impl LinkState {
 }
 
 /// Counts how long an operation took, if somebody waited for it.
-fn took(limits: &OwnLimits, tag: &Tag) {
-    if tag.begun != 0 {
-        let histogram = match tag.kind {
+fn took(limits: &OwnLimits, request: &RequestContext) {
+    if request.begun != 0 {
+        let histogram = match request.kind {
             Kind::Read => &limits.latencies.read,
             Kind::Write | Kind::Notice => &limits.latencies.write,
             _ => &limits.latencies.send,
         };
-        histogram.record(limits.clock.delta_as_nanos(tag.begun, limits.clock.raw()));
+        histogram.record(limits.clock.delta_as_nanos(request.begun, limits.clock.raw()));
     }
 }
 

@@ -1,6 +1,6 @@
-//! A TCP connection that carries a link: parcels out, parcels in. Knows nothing of credits, tickets or messages.
+//! A TCP connection that carries a link: TCP frames out, TCP frames in. Knows nothing of credits, tickets or messages.
 //!
-//! Whoever has something to send writes it at once, from where it lies; the engine writes the rest when the connection takes
+//! Whoever has something to send writes it at once, from where it lies; the fabric writes the rest when the connection takes
 //! more, and reads. Payload goes from the kernel into the buffer that the application gets.
 
 mod reading;
@@ -14,16 +14,16 @@ use std::task::Waker;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-use super::state::Tag;
+use super::state::RequestContext;
 use super::tls::Tls;
-use crate::engine::slots::Held;
+use crate::fabric::slots::Held;
 use crate::mem::{Account, Buf, BufMut};
-use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
+use crate::wire::{PARCEL_BYTES, TcpFrame, TcpFrameKind};
 
 /// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for them here, so that larger ones
 /// cost nothing.
 pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
-/// What waits to be written before the outbox has to keep the rest, in bytes and in parcels.
+/// What waits to be written before the outbox has to keep the rest, in bytes and in TCP frames.
 const OUT_BYTES: usize = 512 << 10;
 const OUT_PARCELS: usize = 128;
 /// Slices given to the kernel in one call.
@@ -43,14 +43,14 @@ const READ_BYTES: u64 = 4 << 20;
 /// The largest one-sided operation: the largest buffer.
 const OPERATION_BYTES: usize = 2 << 20;
 
-/// A parcel on its way out.
+/// A TCP frame on its way out.
 struct Leaving {
     head: [u8; PARCEL_BYTES],
     body: Body,
     /// Of both together, what has gone.
     gone: usize,
     /// Who is to be told when it has.
-    tag: Option<Tag>,
+    request: Option<RequestContext>,
     /// It answers a read of the peer's.
     is_answer: bool,
 }
@@ -79,13 +79,13 @@ impl Body {
 pub(super) struct Asked {
     pub(super) op: u32,
     pub(super) held: Held,
-    pub(super) tag: Tag,
+    pub(super) request: RequestContext,
 }
 
 /// What was read.
 pub(super) enum Arrival {
-    /// A parcel, with its payload if it may have one.
-    Parcel(Parcel, Option<BufMut>),
+    /// A TCP frame, with its payload if it may have one.
+    TcpFrame(TcpFrame, Option<BufMut>),
     /// Nothing more for now.
     Nothing,
     /// Nobody has memory for it at the moment.
@@ -106,7 +106,7 @@ pub(crate) struct TcpPath {
     head: [u8; PARCEL_BYTES],
     head_len: usize,
     /// The payload that is being read, and how much of it is there.
-    body: Option<(Parcel, BufMut, usize)>,
+    body: Option<(TcpFrame, BufMut, usize)>,
     /// The last frame was a large one.
     large: bool,
     /// A stream's reader found nothing in the kernel, and waits.
@@ -115,7 +115,7 @@ pub(crate) struct TcpPath {
     deferred: bool,
     /// Bytes that were read and could not be looked at.
     stash: Vec<u8>,
-    /// Among them is what only the engine can attend to, and no event will tell it so.
+    /// Among them is what only the fabric can attend to, and no event will tell it so.
     left_over: bool,
     /// Of the scratch memory, while a call is at it, what has not been looked at.
     chunk: Range<usize>,
@@ -164,7 +164,7 @@ impl TcpPath {
         self
     }
 
-    /// Whether another parcel may be added.
+    /// Whether another TCP frame may be added.
     pub(super) fn has_room(&self) -> bool {
         self.out_bytes < OUT_BYTES && self.out.len() < OUT_PARCELS
     }
@@ -180,38 +180,38 @@ impl TcpPath {
         self.out.is_empty() && self.tls.as_ref().is_none_or(|tls| !tls.wants_write())
     }
 
-    /// Adds a parcel; [`TcpPath::flush`] writes it.
-    pub(super) fn push(&mut self, parcel: &Parcel, body: Body, tag: Option<Tag>) {
+    /// Adds a TCP frame; [`TcpPath::flush`] writes it.
+    pub(super) fn push(&mut self, tcp_frame: &TcpFrame, body: Body, request: Option<RequestContext>) {
         self.out_bytes += PARCEL_BYTES + body.bytes().len();
-        self.out.push_back(Leaving { head: parcel.encode(), body, gone: 0, tag, is_answer: false });
+        self.out.push_back(Leaving { head: tcp_frame.encode(), body, gone: 0, request, is_answer: false });
     }
 
     /// Answers a one-sided operation of the peer's: with what it read, if it did.
     pub(super) fn answer(&mut self, op: u32, done: bool, body: Body) {
         let (kind, body) = match body {
-            _ if !done => (ParcelKind::Denied, Body::Nothing),
-            Body::Nothing => (ParcelKind::Done, Body::Nothing),
-            body => (ParcelKind::Data, body),
+            _ if !done => (TcpFrameKind::Denied, Body::Nothing),
+            Body::Nothing => (TcpFrameKind::Done, Body::Nothing),
+            body => (TcpFrameKind::Data, body),
         };
         let len = body.bytes().len();
-        let head = Parcel { kind, imm: 0, len: len as u32, op, grant: 0, offset: 0 }.encode();
+        let head = TcpFrame { kind, imm: 0, len: len as u32, op, grant: 0, offset: 0 }.encode();
         self.out_bytes += PARCEL_BYTES + len;
-        self.out.push_back(Leaving { head, body, gone: 0, tag: None, is_answer: true });
+        self.out.push_back(Leaving { head, body, gone: 0, request: None, is_answer: true });
     }
 
     /// Asks the peer for a one-sided operation.
-    pub(super) fn ask(&mut self, mut parcel: Parcel, held: Held, tag: Tag) {
-        parcel.op = self.next_op;
+    pub(super) fn ask(&mut self, mut tcp_frame: TcpFrame, held: Held, request: RequestContext) {
+        tcp_frame.op = self.next_op;
         self.next_op = self.next_op.wrapping_add(1);
         let body = match &held {
             Held::Shared(buf) => Body::Buf(buf.clone()),
             _ => Body::Nothing,
         };
-        if parcel.kind == ParcelKind::Read {
-            self.asked_reads += u64::from(parcel.len);
+        if tcp_frame.kind == TcpFrameKind::Read {
+            self.asked_reads += u64::from(tcp_frame.len);
         }
-        self.push(&parcel, body, None);
-        self.asked.push_back(Asked { op: parcel.op, held, tag });
+        self.push(&tcp_frame, body, None);
+        self.asked.push_back(Asked { op: tcp_frame.op, held, request });
     }
 
     /// The operation that an answer is for: they come in the order of the questions.
@@ -232,7 +232,7 @@ impl TcpPath {
     }
 
     pub(super) fn take_asked(&mut self) -> VecDeque<Asked> {
-        if let Some((Parcel { kind: ParcelKind::Data, .. }, buf, _)) = self.body.take()
+        if let Some((TcpFrame { kind: TcpFrameKind::Data, .. }, buf, _)) = self.body.take()
             && let Some(asked) = self.asked.front_mut()
         {
             asked.held = Held::Unique(buf); // half of it is there
@@ -240,10 +240,10 @@ impl TcpPath {
         std::mem::take(&mut self.asked)
     }
 
-    /// Parcels that have not gone whole: who waits for them.
-    pub(super) fn take_leaving(&mut self) -> impl Iterator<Item = Tag> {
+    /// TCP frames that have not gone whole: who waits for them.
+    pub(super) fn take_leaving(&mut self) -> impl Iterator<Item = RequestContext> {
         self.out_bytes = 0;
-        std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.tag)
+        std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
     /// Bytes of answers to the peer's reads that it has not taken: more than a peer in good order asks for.
@@ -275,7 +275,7 @@ impl TcpPath {
         let size_of = |frame: usize| most.min(len - frame * most);
         let mut heads = [[0; PARCEL_BYTES]; CALLERS_FRAMES];
         for (frame, head) in heads[..count].iter_mut().enumerate() {
-            *head = frame_parcel(imm, size_of(frame)).encode();
+            *head = data_frame(imm, size_of(frame)).encode();
         }
         let mut all = [IoSlice::new(&[]); 2 * CALLERS_FRAMES + CALLERS_SLICES];
         let mut used = 0;
@@ -324,7 +324,7 @@ impl TcpPath {
         }
         self.out_bytes += PARCEL_BYTES - gone + copy.len();
         let body = Body::Loose(copy.into_boxed_slice());
-        self.out.push_back(Leaving { head: heads[whole], body, gone, tag: None, is_answer: false });
+        self.out.push_back(Leaving { head: heads[whole], body, gone, request: None, is_answer: false });
         self.flush(|_| {})?; // TLS takes a part at a time
         Ok((whole + 1, whole * most + size_of(whole)))
     }
@@ -345,8 +345,8 @@ impl TcpPath {
         self.blocked = false;
     }
 
-    /// Writes what it can. Whoever waits for a parcel that has gone is told by `each`.
-    pub(super) fn flush(&mut self, mut each: impl FnMut(Tag)) -> io::Result<()> {
+    /// Writes what it can. Whoever waits for a TCP frame that has gone is told by `each`.
+    pub(super) fn flush(&mut self, mut each: impl FnMut(RequestContext)) -> io::Result<()> {
         while !self.blocked && !self.is_written() {
             let sent = {
                 let mut slices = [IoSlice::new(&[]); SLICES];
@@ -378,8 +378,8 @@ impl TcpPath {
                     break;
                 }
                 sent -= left;
-                if let Some(tag) = self.out.pop_front().and_then(|first| first.tag) {
-                    each(tag);
+                if let Some(request) = self.out.pop_front().and_then(|first| first.request) {
+                    each(request);
                 }
             }
         }
@@ -435,8 +435,8 @@ pub(crate) fn receive(socket: &OwnedFd, slices: &mut [IoSliceMut<'_>]) -> io::Re
     }
 }
 
-pub(super) fn frame_parcel(imm: u32, bytes: usize) -> Parcel {
-    Parcel { kind: ParcelKind::Frame, imm, len: bytes as u32, op: 0, grant: 0, offset: 0 }
+pub(super) fn data_frame(imm: u32, bytes: usize) -> TcpFrame {
+    TcpFrame { kind: TcpFrameKind::Frame, imm, len: bytes as u32, op: 0, grant: 0, offset: 0 }
 }
 
 fn invalid(what: String) -> io::Error {

@@ -9,11 +9,11 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{CmId, CmKey, EventChannel};
 
 use super::{BACKLOG, ListenerShared};
-use crate::connect::{Meeting, lane_of};
-use crate::engine::Shared;
-use crate::engine::poller::Poller;
-use crate::engine::timers::Timer;
+use crate::connect::{Handshake, device_of};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::Shared;
+use crate::fabric::poller::Poller;
+use crate::fabric::timers::Timer;
 use crate::mem::lock;
 
 /// Between tries to listen again: at first, and at most.
@@ -55,15 +55,15 @@ impl Poller {
     ) -> Result<SocketAddr, Error> {
         let channel = self.cm(shared)?;
         let (local, one_family) = at;
-        if local.ip().is_loopback() && !shared.lanes.iter().any(|lane| lane.has_address(local.ip())) {
+        if local.ip().is_loopback() && !shared.devices.iter().any(|device| device.has_address(local.ip())) {
             return Err(Error::loopback(local));
         }
         let id = bound(&channel, at)?;
         // Whoever came by another device would be refused, one by one.
-        if let Some((device, _)) = id.device().filter(|_| !shared.lanes.is_empty())
-            && lane_of(shared, &id).is_err()
+        if let Some((device, _)) = id.device().filter(|_| !shared.devices.is_empty())
+            && device_of(shared, &id).is_err()
         {
-            let used: Vec<_> = shared.lanes.iter().map(|lane| lane.name.as_str()).collect();
+            let used: Vec<_> = shared.devices.iter().map(|device| device.name.as_str()).collect();
             let what = format!(
                 "{} is an address of the device {device}, and only {} may be used; use that device too, or listen on another address",
                 local.ip(),
@@ -84,14 +84,14 @@ impl Poller {
         })?;
         let key = id.key();
         *lock(&listener.rdma) = Some(Half::Listening(key));
-        self.meetings.listen(key, Meeting::Listening { id, at, listener: Arc::clone(listener) });
+        self.handshakes.listen(key, Handshake::Listening { id, at, listener: Arc::clone(listener) });
         Ok(())
     }
 
     /// Ends it.
-    pub(super) fn stop_listening_cm(&mut self, listener: &ListenerShared) -> Option<Meeting> {
+    pub(super) fn stop_listening_cm(&mut self, listener: &ListenerShared) -> Option<Handshake> {
         match lock(&listener.rdma).take()? {
-            Half::Listening(key) => self.meeting(key),
+            Half::Listening(key) => self.handshake(key),
             Half::Lost(number) => {
                 self.lost_listeners.by_number.remove(&number);
                 None
@@ -131,10 +131,10 @@ impl Poller {
             // Not on the command's thread: by then a request or the next removal might have come for it, and nobody would
             // know whose that is. It fails if the device has gone again.
             let listens = bound.and_then(|id| {
-                let lane = lane_of(shared, &id)?;
-                if lane.is_gone() {
+                let device = device_of(shared, &id)?;
+                if device.is_gone() {
                     shared.commands.discard(None, id);
-                    return Err(lane.absence());
+                    return Err(device.absence());
                 }
                 poller.listen_by(id, at, &lost.listener)
             });

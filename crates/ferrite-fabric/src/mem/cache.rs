@@ -49,7 +49,7 @@ pub(super) struct Held<'a> {
 
 /// The blocks of one shard, by purpose and class.
 pub(super) struct Magazines {
-    lanes: [[Magazine; SizeClass::ALL.len()]; Purpose::ALL.len()],
+    devices: [[Magazine; SizeClass::ALL.len()]; Purpose::ALL.len()],
     closed: bool,
 }
 
@@ -129,7 +129,7 @@ impl Cache {
     /// Passes every block of `purpose` on to `heap`.
     pub(super) fn drain(&self, purpose: Purpose, heap: &Heap) {
         for shard in &self.shards {
-            for magazine in &mut lock(&shard.magazines).lanes[purpose.index()] {
+            for magazine in &mut lock(&shard.magazines).devices[purpose.index()] {
                 if !magazine.blocks.is_empty() {
                     heap.take_back(&mut magazine.blocks, 0);
                 }
@@ -143,7 +143,7 @@ impl Cache {
             let mut magazines = lock(&shard.magazines);
             magazines.closed = true;
             let blocks: Vec<_> = magazines
-                .lanes
+                .devices
                 .as_flattened_mut()
                 .iter_mut()
                 .map(|m| std::mem::take(&mut m.blocks))
@@ -158,8 +158,8 @@ impl Cache {
         let mut tallies = [[Tally::default(); SizeClass::ALL.len()]; Purpose::ALL.len()];
         for shard in &self.shards {
             let shard = lock(&shard.magazines);
-            let lanes = shard.lanes.as_flattened().iter();
-            for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(lanes) {
+            let devices = shard.devices.as_flattened().iter();
+            for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(devices) {
                 tally.in_use = tally.in_use.wrapping_add(magazine.taken).wrapping_sub(magazine.returned);
                 tally.cached += magazine.blocks.len() as u64;
             }
@@ -174,7 +174,7 @@ impl Cache {
 
 impl Magazines {
     fn new() -> Self {
-        Self { lanes: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())), closed: false }
+        Self { devices: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())), closed: false }
     }
 }
 
@@ -186,7 +186,7 @@ impl Shard {
 
 impl Held<'_> {
     pub(super) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
-        &mut self.magazines.lanes[purpose.index()][class.index()]
+        &mut self.magazines.devices[purpose.index()][class.index()]
     }
 
     /// A block to hand out, counted.

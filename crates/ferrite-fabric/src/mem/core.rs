@@ -242,7 +242,7 @@ impl Core {
     }
 
     pub(super) fn set_elsewhere(&self, elsewhere: Elsewhere) {
-        let _ = self.elsewhere.set(elsewhere); // an engine has one pool, and says it once
+        let _ = self.elsewhere.set(elsewhere); // a fabric has one pool, and says it once
     }
 
     /// Does `errand`, which may wait for the device.

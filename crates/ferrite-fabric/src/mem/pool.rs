@@ -31,7 +31,7 @@ pub struct PoolConfig {
     /// Registered at a time when a heap has run out. 4 MiB.
     pub memory_pool_increase: usize,
     /// The most that is ever registered, receives included. 1 GiB. Every device of a pool pins it, and
-    /// counts it against the locked-memory limit, by itself; an engine divides it among its devices.
+    /// counts it against the locked-memory limit, by itself; a fabric divides it among its devices.
     pub memory_pool_max: usize,
     /// The part of it that only receives may use; sends have the rest. 512 MiB. At least 2 MiB on either side.
     pub receive_reserve: usize,
@@ -369,7 +369,7 @@ impl Pool {
 
     /// Gives up to `most` arenas of each purpose back to the system, of those that no buffer was in now and when this was last
     /// called; what the pool began with stays, and one more. `false` when there is nothing more to give back until buffers
-    /// come back. Engines call it every few seconds while there is.
+    /// come back. Fabrics call it every few seconds while there is.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn shrink(&self, most: usize) -> bool {
         self.0.core.shrink(most)

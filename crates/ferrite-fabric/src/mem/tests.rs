@@ -1,6 +1,6 @@
 //! Tests that need the inside: pool buffers as the two ends of a transfer, with the parts given to a device by hand as
-//! the engine's slots will do it.
-#![expect(unsafe_code, reason = "plays the engine: each block states its obligations")]
+//! the fabric's slots will do it.
+#![expect(unsafe_code, reason = "plays the fabric: each block states its obligations")]
 
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{

@@ -7,29 +7,29 @@ use std::task::{Context, Poll};
 
 use super::Stream;
 use crate::connect::UNKNOWN_PEER;
-use crate::engine::Engine;
+use crate::fabric::Fabric;
 use crate::listener::Listener;
 
 /// Takes streams of peers, as `tokio::net::TcpListener` does. Dropping it stops listening; streams that were accepted stay.
 ///
 /// ```
-/// use ferrite_fabric::{Engine, Stream, StreamListener};
+/// use ferrite_fabric::{Fabric, Stream, StreamListener};
 /// use tokio::io::{AsyncReadExt, AsyncWriteExt};
 /// # use ferrite_verbs::fake::{DeviceSpec, World};
 /// # let world = World::new();
 /// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs();
 /// # tokio::runtime::Builder::new_current_thread().enable_all().build()?.block_on(async {
-/// let engine = Engine::builder(&verbs).build()?;
-/// tokio::spawn(engine.drive());
-/// let listener = StreamListener::bind(&engine, "127.0.0.1:0".parse()?)?;
+/// let fabric = Fabric::builder(&verbs).build()?;
+/// tokio::spawn(fabric.drive());
+/// let listener = StreamListener::bind(&fabric, "127.0.0.1:0".parse()?)?;
 /// let addr = listener.local_addr();
 /// tokio::spawn(async move {
 ///     while let Ok((mut stream, _peer)) = listener.accept().await {
 ///         tokio::spawn(async move { stream.write_all(b"welcome").await });
 ///     }
 /// });
-/// let mut stream = Stream::connect(&engine, addr).await?;
+/// let mut stream = Stream::connect(&fabric, addr).await?;
 /// let mut said = String::new();
 /// stream.read_to_string(&mut said).await?;
 /// assert_eq!(said, "welcome");
@@ -41,12 +41,12 @@ use crate::listener::Listener;
 pub struct StreamListener(Listener);
 
 impl StreamListener {
-    /// Listens on an address of the engine's devices; port 0 picks one.
+    /// Listens on an address of the fabric's devices; port 0 picks one.
     ///
     /// # Errors
-    /// Those of [`Engine::listen`]. [`io::ErrorKind::AddrInUse`] says what it means.
-    pub fn bind(engine: &Engine, local: SocketAddr) -> io::Result<Self> {
-        Ok(Self(engine.listen(local)?))
+    /// Those of [`Fabric::listen`]. [`io::ErrorKind::AddrInUse`] says what it means.
+    pub fn bind(fabric: &Fabric, local: SocketAddr) -> io::Result<Self> {
+        Ok(Self(fabric.listen(local)?))
     }
 
     /// Takes what a listener of links would take. The peers must mean streams.

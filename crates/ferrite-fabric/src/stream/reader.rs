@@ -13,7 +13,7 @@ use crate::link::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 
-/// A reader with less room is served from what the engine has read: it would ask the kernel too often.
+/// A reader with less room is served from what the fabric has read: it would ask the kernel too often.
 const ROOM: usize = 16 << 10;
 
 pub(super) struct Reader {

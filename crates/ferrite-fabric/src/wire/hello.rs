@@ -126,7 +126,7 @@ impl BitOr for Features {
 /// let mut private_data = hello.encode().to_vec();
 /// private_data.resize(56, 0); // as the CM does
 /// assert_eq!(Hello::decode(&private_data), Ok(hello));
-/// assert_eq!(Hello::decode(b"*1\r\n$4\r\nPING\r\n"), Err(HelloError::Stranger));
+/// assert_eq!(Hello::decode(b"*1\r\n$4\r\nPING\r\n"), Err(HelloError::ForeignPeer));
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
@@ -185,7 +185,7 @@ impl Hello {
     /// In this order: it is none, it ends too early, its version is another, a limit is out of its range.
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
         if !bytes.starts_with(&MAGIC) {
-            return Err(HelloError::Stranger);
+            return Err(HelloError::ForeignPeer);
         }
         let short = HelloError::Short { got: bytes.len() };
         let [major, minor] = field(bytes, 4).ok_or(short)?;
@@ -249,7 +249,7 @@ impl Hello {
 pub enum HelloError {
     /// It does not begin with [`MAGIC`]: not one of ours, a Valkey client for instance.
     #[error("the peer does not speak our protocol")]
-    Stranger,
+    ForeignPeer,
     /// It begins like a hello and ends too early.
     #[error("a hello of {got} bytes, {HELLO_BYTES} expected")]
     Short {
@@ -318,11 +318,11 @@ mod tests {
     fn strangers_and_stumps() {
         let bytes = HELLO.encode();
         for len in 0..HELLO_BYTES {
-            let expected = if len < 4 { HelloError::Stranger } else { HelloError::Short { got: len } };
+            let expected = if len < 4 { HelloError::ForeignPeer } else { HelloError::Short { got: len } };
             assert_eq!(Hello::decode(&bytes[..len]), Err(expected), "{len}");
         }
-        assert_eq!(Hello::decode(&[0; 56]), Err(HelloError::Stranger));
-        assert_eq!(Hello::decode(b"FRNO\x01\x00"), Err(HelloError::Stranger));
+        assert_eq!(Hello::decode(&[0; 56]), Err(HelloError::ForeignPeer));
+        assert_eq!(Hello::decode(b"FRNO\x01\x00"), Err(HelloError::ForeignPeer));
     }
 
     #[test]

@@ -26,7 +26,7 @@ fn failure(own: &Host, local: Option<SocketAddr>, target: SocketAddr, limit: Dur
         options = options.local(local);
     }
     let since = Instant::now();
-    let error = within(PATIENCE, "a connect", own.engine.connect_with(target, &options)).expect_err("nobody");
+    let error = within(PATIENCE, "a connect", own.fabric.connect_with(target, &options)).expect_err("nobody");
     let after = since.elapsed();
     show(&format!("connect to {target}, after {after:.0?}"), &error);
     assert!(after <= limit * pace(), "after {after:?}: {error}");
@@ -69,13 +69,13 @@ fn no_device_has_the_address() {
         let error = failure(&own, None, target.parse().expect("an address"), PATIENT_FOR + SLACK);
         assert_eq!(error.kind(), ErrorKind::Unreachable, "{target}: {error:?}");
     }
-    let error = own.engine.listen("10.9.0.1:0".parse().expect("an address")).expect_err("no device");
+    let error = own.fabric.listen("10.9.0.1:0".parse().expect("an address")).expect_err("no device");
     show("listen on 10.9.0.1", &error);
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
     drop(dummy);
     let error = failure(&own, None, "203.0.113.5:7471".parse().expect("an address"), PATIENT_FOR + SLACK);
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
-    // The other device of this host, which the engine was not given.
+    // The other device of this host, which the fabric was not given.
     let error = failure(&own, Some(any_port(PEER)), "10.0.0.2:7471".parse().expect("an address"), SOON);
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error:?}");
     own.finish();
@@ -99,8 +99,8 @@ fn black_hole_while_connecting() {
     assert!(!error.causes().is_empty(), "{error}");
     drop(hole);
     // The listener's side of it is given up in time too.
-    let limit = peer.host.engine.config().connection_timeout + PATIENCE;
-    until(limit, "the half-open link is gone", || peer.host.engine.stats().links == 0);
+    let limit = peer.host.fabric.config().connection_timeout + PATIENCE;
+    until(limit, "the half-open link is gone", || peer.host.fabric.stats().links == 0);
     peer.finish();
     own.finish();
     clean.end();
@@ -115,7 +115,7 @@ fn five_hundred_at_once() {
     let clean = Clean::begin();
     let own = Host::new(&[OWN.0], Config::default());
     let peer = Host::new(&[PEER.0], Config::default());
-    let mut listener = peer.engine.listen(any_port(PEER)).expect("a listener");
+    let mut listener = peer.fabric.listen(any_port(PEER)).expect("a listener");
     let options = ConnectOptions::new().local(any_port(OWN)).timeout(LIMIT * pace());
     let target = listener.local_addr();
     let since = Instant::now();
@@ -123,7 +123,7 @@ fn five_hundred_at_once() {
     let mut there = Vec::new();
     within(LIMIT * pace() + SLACK, "all connects end", async {
         let connects: FuturesUnordered<_> =
-            (0..LINKS).map(|_| own.engine.connect_with(target, &options)).collect();
+            (0..LINKS).map(|_| own.fabric.connect_with(target, &options)).collect();
         let connected = async { there = connects.collect::<Vec<_>>().await };
         let accepted = async {
             while here.len() < LINKS {

@@ -15,10 +15,10 @@ use crate::traffic::Traffic;
 
 /// The kernel's message comes in milliseconds.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
-/// The engine lets go as soon as its links are gone, which takes 2 s at most.
+/// The fabric lets go as soon as its links are gone, which takes 2 s at most.
 const REMOVED_WITHIN: Duration = Duration::from_secs(5);
 
-/// The engine looks every 8 s at least, and once more a second later if the device was not ready.
+/// The fabric looks every 8 s at least, and once more a second later if the device was not ready.
 const BACK_WITHIN: Duration = Duration::from_secs(12);
 /// How often a device goes and comes back.
 const TIMES: usize = 5;
@@ -51,7 +51,7 @@ impl Removal {
     }
 }
 
-/// The only device of an engine: it is let go of with the engine.
+/// The only device of a fabric: it is let go of with the fabric.
 #[test]
 fn own_device_removed() {
     let pair = Pair::start(quick(), quick());
@@ -71,7 +71,7 @@ fn own_device_removed() {
     clean.end();
 }
 
-/// The peer's process holds its device until its engine lets go; this side hears of it at once.
+/// The peer's process holds its device until its fabric lets go; this side hears of it at once.
 #[test]
 fn device_of_the_peer_removed() {
     if role().is_some() {
@@ -97,7 +97,7 @@ fn device_of_the_peer_removed() {
     clean.end();
 }
 
-/// An engine on two devices goes on with the other, and the removal is over while it lives.
+/// A fabric on two devices goes on with the other, and the removal is over while it lives.
 #[test]
 fn one_of_two_devices_removed() {
     let clean = Clean::begin();
@@ -106,14 +106,14 @@ fn one_of_two_devices_removed() {
     let lost = connect(&own, peer.addr).expect("a link");
     // The other device, which talks to itself.
     let options = ConnectOptions::new().local(any_port(PEER));
-    let kept = within(PATIENCE, "a connect", own.engine.connect_with(peer.addr, &options)).expect("a link");
+    let kept = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options)).expect("a link");
     assert_eq!((lost.device().as_deref(), kept.device().as_deref()), (Some(OWN.0), Some(PEER.0)));
     let (on_lost, on_kept) = (Traffic::start(&lost), Traffic::start(&kept));
     let since = Instant::now();
     let mut removal = remove(OWN.0);
     judge("one of two devices removed", &lost, on_lost, since, &[ErrorKind::DeviceGone], HEARD_WITHIN);
     on_kept.flows("on the other device");
-    let again = within(PATIENCE, "a connect", own.engine.connect_with(peer.addr, &options)).expect("a link");
+    let again = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options)).expect("a link");
     drop((lost, again));
     let begun = Instant::now();
     while !removal.is_over() && begun.elapsed() < REMOVED_WITHIN * pace() {
@@ -128,10 +128,10 @@ fn one_of_two_devices_removed() {
     removal.ends();
     drop(removal);
     clean.end();
-    assert!(removed, "the removal waited for the engine's end");
+    assert!(removed, "the removal waited for the fabric's end");
 }
 
-/// A device goes and comes back, with links and without: each time the removal ends while the engine lives, links are made
+/// A device goes and comes back, with links and without: each time the removal ends while the fabric lives, links are made
 /// again, and no more is held than the first time.
 #[test]
 fn own_device_removed_and_added_again() {
@@ -144,7 +144,7 @@ fn own_device_removed_and_added_again() {
         drop(link);
         removal.ends();
         println!("connect meanwhile: {:?}", connect(&own, peer.addr).expect_err("there is no device"));
-        println!("missing: {:?}", own.engine.missing_devices());
+        println!("missing: {:?}", own.fabric.missing_devices());
         drop(removal); // adds it again
         is_back(&own, time);
         link = connect(&own, peer.addr).expect("a link");
@@ -157,7 +157,7 @@ fn own_device_removed_and_added_again() {
     traffic.stop();
     within(PATIENCE, "closing", link.close()).expect("closed in good order");
     drop(link);
-    until(PATIENCE, "no link is left", || own.engine.stats().links == 0);
+    until(PATIENCE, "no link is left", || own.fabric.stats().links == 0);
     let mut removal = remove(OWN.0);
     removal.ends();
     drop(removal);
@@ -185,8 +185,8 @@ fn own_device_comes_and_goes() {
         drop(removal); // adds it again
         std::thread::sleep(Duration::from_millis(pause));
     }
-    until(BACK_WITHIN * pace(), "the device is used again", || own.engine.missing_devices().is_empty());
-    let stats = own.engine.stats();
+    until(BACK_WITHIN * pace(), "the device is used again", || own.fabric.missing_devices().is_empty());
+    let stats = own.fabric.stats();
     println!("lost {} times, back {} times", stats.devices_lost, stats.devices_back);
     assert_eq!(stats.devices_lost, stats.devices_back);
     let link = connect(&own, peer.addr).expect("a link");
@@ -200,10 +200,10 @@ fn own_device_comes_and_goes() {
 #[track_caller]
 fn is_back(host: &Host, times: u64) {
     let begun = Instant::now();
-    until(BACK_WITHIN * pace(), "the device is used again", || host.engine.stats().devices_back == times);
+    until(BACK_WITHIN * pace(), "the device is used again", || host.fabric.stats().devices_back == times);
     println!("  (used again {:.0?} later)", begun.elapsed());
-    assert_eq!(host.engine.stats().devices_lost, times);
-    assert!(host.engine.missing_devices().is_empty());
+    assert_eq!(host.fabric.stats().devices_lost, times);
+    assert!(host.fabric.missing_devices().is_empty());
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::os::unix::process::CommandExt;
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{RefusalCode, Rights};
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Rdma};
 
 use crate::net::sh;
 use crate::pair::{Pair, Peer, connect, show};
@@ -21,7 +21,7 @@ fn memlock_too_small() {
     if role().is_some() {
         let memory = PoolConfig { memory_pool_initial: 32 * MIB, ..PoolConfig::default() };
         let config = Config { memory, ..Config::default() };
-        let error = Engine::builder(&verbs())
+        let error = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
             .device(PEER.0)
             .config(config)
@@ -33,16 +33,16 @@ fn memlock_too_small() {
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")), "{error}");
         // With less it works.
         let config = Config { recv_queue_depth: 64, ..Config::default() };
-        let engine = Engine::builder(&verbs())
+        let fabric = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
             .device(PEER.0)
             .config(config)
             .build()
-            .expect("an engine");
+            .expect("a fabric");
         // And says the same when the limit is met later.
         let mut taken = Vec::new();
         let error = loop {
-            match engine.buffer(2 * MIB) {
+            match fabric.buffer(2 * MIB) {
                 Ok(buf) => taken.push(buf),
                 Err(error) => break error,
             }
@@ -107,7 +107,7 @@ impl Drop for Group {
     }
 }
 
-/// The role of a peer that may make so many objects beyond what its engine has: a link takes a queue pair and what it grants.
+/// The role of a peer that may make so many objects beyond what its fabric has: a link takes a queue pair and what it grants.
 fn serve_with(objects: u64) {
     Group::join();
     // So much memory that it need not grow, which takes a region.
@@ -169,7 +169,7 @@ fn own_objects_exhausted() {
         show("no queue pair is left", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");
-        let buf = own.engine.buffer(4096).expect("a buffer");
+        let buf = own.fabric.buffer(4096).expect("a buffer");
         let (buf, error) = link.register_memory(buf, Rights::READ).expect_err("no region is left");
         show("no memory region is left", &error);
         assert_eq!((error.kind(), buf.len()), (ErrorKind::Resources, 4096), "{error:?}");
@@ -187,22 +187,22 @@ fn own_objects_exhausted() {
     clean.end();
 }
 
-/// No object at all: the engine is not made, and says why.
+/// No object at all: the fabric is not made, and says why.
 #[test]
-fn no_room_for_an_engine() {
+fn no_room_for_a_fabric() {
     if role().is_some() {
         Group::join();
         Group::limit(PEER.0, "3"); // a domain and a pool, but neither queue
         let error =
-            Engine::builder(&verbs()).rdma(Rdma::Require).device(PEER.0).build().expect_err("no room");
-        show("no room for an engine", &error);
+            Fabric::builder(&verbs()).rdma(Rdma::Require).device(PEER.0).build().expect_err("no room");
+        show("no room for a fabric", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");
         assert_eq!(ferrite_verbs::leaked_objects(), 0);
         return;
     }
     let (clean, _group) = (Clean::begin(), Group::new());
-    Process::start("limits::no_room_for_an_engine", "child").finish();
+    Process::start("limits::no_room_for_a_fabric", "child").finish();
     clean.end();
 }
 
@@ -214,7 +214,7 @@ fn completion_queue_too_small() {
     let options = ConnectOptions::new().local(any_port(OWN));
     let more: Vec<Link> = (0..3)
         .map(|_| {
-            within(PATIENCE, "a link", pair.own.engine.connect_with(pair.peer.addr, &options))
+            within(PATIENCE, "a link", pair.own.fabric.connect_with(pair.peer.addr, &options))
                 .expect("a link")
         })
         .collect();

@@ -9,7 +9,7 @@ use crate::pair::{connect, show};
 use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, join, pace, quick, until, within};
 
 const MIB: usize = 1 << 20;
-/// Nobody but the application can wake the engine in this time: no sign of life is asked for.
+/// Nobody but the application can wake the fabric in this time: no sign of life is asked for.
 const KEEPALIVE: Duration = Duration::from_secs(30);
 /// Peers repeat what met no receive within a millisecond, so that this is only for the machine.
 const RECOVERED_WITHIN: Duration = Duration::from_secs(2);
@@ -33,7 +33,7 @@ fn number(message: &Message) -> u32 {
 
 /// Two links from the own host to a small one: here and there of each.
 fn two_links(own: &Host, small: &Host) -> [(Link, Link); 2] {
-    let mut listener = small.engine.listen(any_port(PEER)).expect("a listener");
+    let mut listener = small.fabric.listen(any_port(PEER)).expect("a listener");
     [(); 2].map(|()| {
         let there = connect(own, listener.local_addr()).expect("a link");
         (there, within(PATIENCE, "the link", listener.accept()).expect("a link"))
@@ -62,11 +62,11 @@ fn a_hoarder() {
             assert_eq!(number(&message) as usize, kept.len(), "in order");
             kept.push(message);
         }
-        hoarder.engine.stats().receives_posted == 0
+        hoarder.fabric.stats().receives_posted == 0
     });
     std::thread::sleep(Duration::from_millis(100)); // what was under way
     kept.extend(std::iter::from_fn(|| greedy.try_recv().expect("the link is up")));
-    let stats = hoarder.engine.stats();
+    let stats = hoarder.fabric.stats();
     println!("a hoarder has {} messages; {} receives are posted", kept.len(), stats.receives_posted);
     assert!(!sender.is_finished() && kept.len() < MESSAGES as usize, "{} messages", kept.len());
     assert_eq!((stats.receives_posted, stats.memory.receive.in_use_bytes), (0, 2 * MIB as u64), "{stats:?}");

@@ -102,7 +102,7 @@ fn renew(host: (&str, &str), netdev: &str) -> Option<()> {
     drop(listener);
     let deadline = Instant::now() + PATIENCE;
     while removal.try_wait().ok()?.is_none() {
-        // The engines that a test has left behind end within seconds.
+        // The fabrics that a test has left behind end within seconds.
         if event.kind != CmEventKind::DEVICE_REMOVAL || Instant::now() > deadline {
             return None;
         }

@@ -102,7 +102,7 @@ fn carrier_of_the_peer_lost() {
     let pair = Pair::start(quick(), quick());
     let since = Instant::now();
     let lost = fault("ip link set p1 down", "ip link set p1 up");
-    let error = pair.fails_during("peer's carrier lost", since, RETRIES_OVER, || drop(lost));
+    let error = pair.fails_during("peer's transport lost", since, RETRIES_OVER, || drop(lost));
     assert_eq!(error.status(), Some(Status::RETRY_EXCEEDED), "{error}");
 }
 
@@ -111,8 +111,8 @@ fn own_carrier_lost() {
     let pair = Pair::start(quick(), quick());
     let since = Instant::now();
     let lost = fault("ip link set p2 down", "ip link set p2 up");
-    let error = pair.fails_during("own carrier lost", since, RETRIES_OVER, || drop(lost));
-    assert!(error.to_string().contains("the own interface h2 has no carrier"), "{error}");
+    let error = pair.fails_during("own transport lost", since, RETRIES_OVER, || drop(lost));
+    assert!(error.to_string().contains("the own interface h2 has no transport"), "{error}");
 }
 
 /// What the peer sends does not arrive.

@@ -7,7 +7,7 @@ use std::task::Poll;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, Error, ErrorKind, Link};
+use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Fabric, Link};
 use futures_channel::oneshot;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
@@ -32,7 +32,7 @@ const LIFE: Duration = Duration::from_secs(300);
 impl Peer {
     pub(crate) fn start(config: Config) -> Self {
         let host = Host::new(&[PEER.0], config);
-        let engine = host.engine.clone();
+        let fabric = host.fabric.clone();
         let (stop, stopped) = oneshot::channel();
         let (addr, listening) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
@@ -40,7 +40,7 @@ impl Peer {
                 Event::Listening(local) => drop(addr.send(local)),
                 Event::ListenerLost(error) => show("  the peer's listener", error),
             };
-            within(LIFE, "the peer", serve_all(engine, any_port(PEER), stopped, tell))
+            within(LIFE, "the peer", serve_all(fabric, any_port(PEER), stopped, tell))
         });
         let addr = listening.recv_timeout(PATIENCE).expect("the peer listens");
         Self { host, addr, stop, thread }
@@ -51,7 +51,7 @@ impl Peer {
     pub(crate) fn finish(self) -> Ends {
         let Self { host, stop, thread, .. } = self;
         let _ = stop.send(());
-        let ends = join(thread, stalled_after(host.engine.config()) + PATIENCE, "the peer's links end");
+        let ends = join(thread, stalled_after(host.fabric.config()) + PATIENCE, "the peer's links end");
         host.finish();
         ends
     }
@@ -65,12 +65,12 @@ pub(crate) enum Event<'a> {
 
 /// Listens, and serves what links come until it is told to stop and all have ended.
 pub(crate) async fn serve_all(
-    engine: Engine,
+    fabric: Fabric,
     at: SocketAddr,
     mut stopped: oneshot::Receiver<()>,
     mut tell: impl FnMut(Event<'_>),
 ) -> Ends {
-    let listener = engine.listen(at).expect("a listener");
+    let listener = fabric.listen(at).expect("a listener");
     tell(Event::Listening(listener.local_addr()));
     let mut listener = Some(listener);
     let mut serving = FuturesUnordered::new();
@@ -104,7 +104,7 @@ pub(crate) async fn serve_all(
 
 pub(crate) fn connect(own: &Host, peer: SocketAddr) -> Result<Link, Error> {
     let options = ConnectOptions::new().local(any_port(OWN));
-    within(PATIENCE, "a connect", own.engine.connect_with(peer, &options))
+    within(PATIENCE, "a connect", own.fabric.connect_with(peer, &options))
 }
 
 /// A link from the own host to a peer, with traffic.

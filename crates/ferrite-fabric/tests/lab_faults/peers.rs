@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Rdma};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Rdma};
 
 use crate::pair::{Peer, connect, judge, show};
 use crate::process::{Process, end_of_input, peer, role, say, serve_as_peer};
@@ -13,7 +13,7 @@ use crate::traffic::Traffic;
 
 /// The kernel closes a dead process's identifiers at once, and the peer hears it by a message that is repeated if lost.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
-/// Beyond the time that was agreed: for the engine to wake up, and for the diagnosis.
+/// Beyond the time that was agreed: for the fabric to wake up, and for the diagnosis.
 const SLACK: Duration = Duration::from_secs(1);
 
 #[test]
@@ -61,7 +61,7 @@ fn peer_stopped() {
     let most = usize::from(config.window) + config.send_queue_messages;
     assert!(posted >= most && posted <= most + 1, "{posted} messages for {most} places");
     // Inline ones have no memory; those that wait have the smallest block each.
-    let held = own.engine.stats().memory.send.in_use_bytes;
+    let held = own.fabric.stats().memory.send.in_use_bytes;
     assert!(held < 256 * most as u64 + (1 << 20), "{held} bytes");
     traffic.flows_one_sided();
 
@@ -110,19 +110,19 @@ fn peer_stopped_shortly() {
     clean.end();
 }
 
-/// A process that connects and then never drives its engine: what is kept for it is bounded, and it is given up.
+/// A process that connects and then never drives its fabric: what is kept for it is bounded, and it is given up.
 #[test]
 fn peer_never_polls() {
     if let Some(target) = role() {
-        let engine = Engine::builder(&verbs())
+        let fabric = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
             .device(PEER.0)
             .config(quick())
             .build()
-            .expect("an engine");
+            .expect("a fabric");
         let options = ConnectOptions::new().local(any_port(PEER));
         let target = target.parse().expect("an address");
-        let _link = engine.block_on(engine.connect_with(target, &options)).expect("a link");
+        let _link = fabric.block_on(fabric.connect_with(target, &options)).expect("a link");
         say("connected", "");
         let _ = within(PATIENCE * 2, "the parent", end_of_input());
         return;
@@ -130,7 +130,7 @@ fn peer_never_polls() {
     let clean = Clean::begin();
     let config = quick();
     let own = Host::new(&[OWN.0], config.clone());
-    let mut listener = own.engine.listen(any_port(OWN)).expect("a listener");
+    let mut listener = own.fabric.listen(any_port(OWN)).expect("a listener");
     let process = Process::start("peers::peer_never_polls", &listener.local_addr().to_string());
     let link = within(PATIENCE, "the child connects", listener.accept()).expect("a link");
     process.says("connected");
@@ -141,7 +141,7 @@ fn peer_never_polls() {
         match link.post_bytes(0, &payload) {
             Ok(()) => posted += 1,
             Err(error) if error.kind() == ErrorKind::Full => {
-                let held = own.engine.stats().memory.send.in_use_bytes;
+                let held = own.fabric.stats().memory.send.in_use_bytes;
                 let most = 8192 * (config.send_queue_messages as u64 + u64::from(config.window));
                 assert!(held <= most, "{held} bytes, of {most}");
                 std::thread::sleep(Duration::from_millis(10));
@@ -168,28 +168,28 @@ fn a_starved_process_blames_nobody() {
     let clean = Clean::begin();
     let peer = Peer::start(Config::default());
     let config = quick();
-    let engine = Engine::builder(&verbs())
+    let fabric = Fabric::builder(&verbs())
         .rdma(Rdma::Require)
         .device(OWN.0)
         .config(config.clone())
         .build()
-        .expect("an engine");
+        .expect("a fabric");
     let options = ConnectOptions::new().local(any_port(OWN));
-    let link = engine.block_on(engine.connect_with(peer.addr, &options)).expect("a link");
-    drop(engine.block_on(link.recv()).expect("the grant"));
+    let link = fabric.block_on(fabric.connect_with(peer.addr, &options)).expect("a link");
+    drop(fabric.block_on(link.recv()).expect("the grant"));
     let asked = link.stats().controls_sent;
     until(config.keepalive * 2, "the peer is asked", || {
-        while engine.poll() > 0 && link.stats().controls_sent == asked {}
+        while fabric.poll() > 0 && link.stats().controls_sent == asked {}
         link.stats().controls_sent > asked
     });
     std::thread::sleep(config.peer_timeout + Duration::from_millis(100));
     let begun = Instant::now();
     while begun.elapsed() < Duration::from_millis(100) {
-        engine.poll();
+        fabric.poll();
     }
     assert!(link.failure().is_none(), "{:?}", link.failure());
-    engine.block_on(link.close()).expect("closed in good order");
-    drop((link, engine));
+    fabric.block_on(link.close()).expect("closed in good order");
+    drop((link, fabric));
     assert!(peer.finish().into_iter().all(|end| end.is_ok()), "the peer's end");
     clean.end();
 }

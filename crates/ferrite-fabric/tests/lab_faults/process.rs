@@ -134,7 +134,7 @@ pub(crate) fn serve_as_peer_after(config: Config, prepare: impl FnMut()) {
 /// The same elsewhere than at the peer's address.
 pub(crate) fn serve_at(at: SocketAddr, config: Config, mut prepare: impl FnMut()) {
     let host = Host::new(&[PEER.0], config);
-    let serving = serve_all(host.engine.clone(), at, end_of_input(), |event| match event {
+    let serving = serve_all(host.fabric.clone(), at, end_of_input(), |event| match event {
         Event::Listening(addr) => {
             prepare();
             say("listening", addr);

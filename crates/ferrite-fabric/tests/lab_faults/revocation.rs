@@ -9,7 +9,7 @@ use std::net::SocketAddr;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{ConnectOptions, Engine, Error, ErrorKind, Link, Listener};
+use ferrite_fabric::{ConnectOptions, Error, ErrorKind, Fabric, Link, Listener};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
@@ -34,22 +34,22 @@ fn under_fire() {
         let target = target.parse().expect("an address");
         let host = Host::new(&[PEER.0], quick());
         match who {
-            "reader" => read_until_told(&host.engine, target),
-            _ => read_in_any_case(&host.engine, target),
+            "reader" => read_until_told(&host.fabric, target),
+            _ => read_in_any_case(&host.fabric, target),
         }
         host.finish();
         return;
     }
-    // The third link, and the engine of all of them.
+    // The third link, and the fabric of all of them.
     let pair = Pair::start(quick(), quick());
-    let engine = pair.own.engine.clone();
-    let mut listener = engine.listen(any_port(OWN)).expect("a listener");
+    let fabric = pair.own.fabric.clone();
+    let mut listener = fabric.listen(any_port(OWN)).expect("a listener");
     let target = listener.local_addr();
     let start = |who: &str| Process::start("revocation::under_fire", &format!("{who} {target}"));
     let reader = start("reader");
     let reader_link = accept(&mut listener);
     let thief = start("thief");
-    let mut buf = engine.buffer(BYTES).expect("a buffer");
+    let mut buf = fabric.buffer(BYTES).expect("a buffer");
     let mut longest = Duration::ZERO;
     for round in 0..ROUNDS {
         let thief_link = accept(&mut listener);
@@ -70,7 +70,7 @@ fn under_fire() {
             show("at the owner, the link of the one that does not listen", &error);
         }
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error:?}");
-        // Reads of the other child were refused by its own engine; its link works.
+        // Reads of the other child were refused by its own fabric; its link works.
         let message = within(PATIENCE, "the reader goes on", reader_link.recv()).expect("its link is up");
         assert_eq!(message.to_vec(), b"denied");
         assert!(buf.iter().all(|byte| *byte == NEW), "nobody wrote");
@@ -83,7 +83,7 @@ fn under_fire() {
     for process in [reader, thief] {
         assert_eq!(process.finish(), Vec::<String>::new(), "it has nothing to complain about");
     }
-    drop(engine);
+    drop(fabric);
     pair.survives("revocation under fire");
 }
 
@@ -91,14 +91,14 @@ fn accept(listener: &mut Listener) -> Link {
     within(PATIENCE, "a child connects", listener.accept()).expect("a link")
 }
 
-fn connect(engine: &Engine, target: SocketAddr) -> Result<Link, Error> {
+fn connect(fabric: &Fabric, target: SocketAddr) -> Result<Link, Error> {
     let options = ConnectOptions::new().local(any_port(PEER));
-    within(PATIENCE, "a connect", engine.connect_with(target, &options))
+    within(PATIENCE, "a connect", fabric.connect_with(target, &options))
 }
 
-/// The role of the one that listens: its reads end by a refusal of its own engine.
-fn read_until_told(engine: &Engine, target: SocketAddr) {
-    let link = connect(engine, target).expect("a link");
+/// The role of the one that listens: its reads end by a refusal of its own fabric.
+fn read_until_told(fabric: &Fabric, target: SocketAddr) {
+    let link = connect(fabric, target).expect("a link");
     within(PATIENCE * 4, "all rounds", async {
         loop {
             let token = match link.recv().await {
@@ -115,16 +115,16 @@ fn read_until_told(engine: &Engine, target: SocketAddr) {
 }
 
 /// The role of the one that has the token from elsewhere: its reads end when the owner's device refuses one.
-fn read_in_any_case(engine: &Engine, target: SocketAddr) {
+fn read_in_any_case(fabric: &Fabric, target: SocketAddr) {
     for round in 0..ROUNDS {
-        let link = connect(engine, target).expect("a link");
+        let link = connect(fabric, target).expect("a link");
         let token = within(PATIENCE, "the token", link.recv()).expect("a message");
         let token = GrantToken::decode(&token.to_vec()).expect("a grant");
         let error = within(PATIENCE, "reads end", read_on(&link, &token));
         if round == 0 {
             show("at the one that does not listen", &error);
         }
-        // The owner's device refuses and its engine hangs up: on a busy host the second can be heard first.
+        // The owner's device refuses and its fabric hangs up: on a busy host the second can be heard first.
         let expected = [ErrorKind::Denied, ErrorKind::LinkDown];
         assert!(expected.contains(&error.kind()), "{error:?}");
         assert!(link.failure().is_some_and(|failure| expected.contains(&failure.kind())), "its link is down");
@@ -134,7 +134,7 @@ fn read_in_any_case(engine: &Engine, target: SocketAddr) {
 /// Reads as fast as it can, looks at every byte, and says how it ended. After some it tells the owner.
 async fn read_on(link: &Link, token: &GrantToken) -> Error {
     let read = || async {
-        let buf = link.engine().buffer(BYTES)?;
+        let buf = link.fabric().buffer(BYTES)?;
         Ok::<_, Error>(link.rdma_read(token, 0, buf)?.await?)
     };
     let mut reads: FuturesUnordered<_> = (0..AT_ONCE).map(|_| read()).collect();

@@ -1,4 +1,4 @@
-//! Engines on threads of their own, waits with deadlines, and what must not be left over.
+//! Fabrics on threads of their own, waits with deadlines, and what must not be left over.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -10,7 +10,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_verbs::{Verbs, cm};
 
 /// The peer's, then the own: device and address.
@@ -49,7 +49,7 @@ pub(crate) fn stalled_after(config: &Config) -> Duration {
     config.keepalive * 4 / 3 + config.peer_timeout // the called side waits a third longer before it asks
 }
 
-/// Runs a future on this thread; it must end in time. Engines are driven by their own threads.
+/// Runs a future on this thread; it must end in time. Fabrics are driven by their own threads.
 #[track_caller]
 pub(crate) fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Output {
     struct Unpark(Thread);
@@ -72,7 +72,7 @@ pub(crate) fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Ou
     }
 }
 
-/// Waits until `is_so`; it must come in time.
+/// WaitSet until `is_so`; it must come in time.
 #[track_caller]
 pub(crate) fn until(limit: Duration, what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
@@ -89,9 +89,9 @@ pub(crate) fn join<T>(thread: JoinHandle<T>, limit: Duration, what: &str) -> T {
     thread.join().unwrap_or_else(|_| panic!("{what}: the thread panicked"))
 }
 
-/// An engine, and the thread that drives it.
+/// A fabric, and the thread that drives it.
 pub(crate) struct Host {
-    pub(crate) engine: Engine,
+    pub(crate) fabric: Fabric,
     driver: JoinHandle<()>,
 }
 
@@ -99,27 +99,27 @@ impl Host {
     pub(crate) fn new(devices: &[&str], config: Config) -> Self {
         let builder = devices
             .iter()
-            .fold(Engine::builder(&verbs()).rdma(Rdma::Require), |builder, device| builder.device(*device));
-        let engine = builder.config(config).build().expect("an engine");
-        let driver = engine.spawn_thread().expect("a thread");
-        Self { engine, driver }
+            .fold(Fabric::builder(&verbs()).rdma(Rdma::Require), |builder, device| builder.device(*device));
+        let fabric = builder.config(config).build().expect("a fabric");
+        let driver = fabric.spawn_thread().expect("a thread");
+        Self { fabric, driver }
     }
 
-    /// All links were let go of: nothing of them is left, and the engine ends.
+    /// All links were let go of: nothing of them is left, and the fabric ends.
     #[track_caller]
     pub(crate) fn finish(self) {
-        let Self { engine, driver } = self;
+        let Self { fabric, driver } = self;
         // The time to close, and that to give up what is in flight (2 s), after which links are gone by force.
-        let limit = engine.config().close_timeout + Duration::from_secs(4) * pace();
-        until(limit, "links are gone", || engine.stats().links == 0);
-        let stats = engine.stats();
+        let limit = fabric.config().close_timeout + Duration::from_secs(4) * pace();
+        until(limit, "links are gone", || fabric.stats().links == 0);
+        let stats = fabric.stats();
         // A receive lies in a block that fits it, and no test has other receives than of whole blocks.
-        let posted = stats.receives_posted * u64::from(engine.config().recv_buffer_size);
+        let posted = stats.receives_posted * u64::from(fabric.config().recv_buffer_size);
         assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory: {stats:?}");
         assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
         assert_eq!((stats.in_flight, stats.memory.quarantined_bytes), (0, 0), "{stats:?}");
-        drop(engine);
-        join(driver, PATIENCE, "the engine's thread ends");
+        drop(fabric);
+        join(driver, PATIENCE, "the fabric's thread ends");
     }
 }
 

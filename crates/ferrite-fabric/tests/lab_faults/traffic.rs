@@ -24,7 +24,7 @@ pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
 
 /// The peer's part: grants memory, and sends every message back. Returns how many.
 pub(crate) async fn serve(link: Link) -> Result<u64, Error> {
-    let mut buf = link.engine().buffer(REGION_BYTES)?;
+    let mut buf = link.fabric().buffer(REGION_BYTES)?;
     buf.copy_from_slice(&pattern(0, REGION_BYTES));
     let region = link.register_memory(buf, Rights::READ_WRITE).map_err(|(_, error)| error)?;
     link.send_bytes(0, &region.grant(&link).encode()).await?;
@@ -99,7 +99,7 @@ impl Traffic {
         self.rounds(&[1, 2], 3, "one-sided");
     }
 
-    /// Waits for `count` more rounds of these kinds.
+    /// WaitSet for `count` more rounds of these kinds.
     #[track_caller]
     pub(crate) fn rounds(&self, kinds: &[usize], count: u64, when: &str) {
         let now = |kind: &usize| self.shared.rounds[*kind].load(Ordering::Relaxed);
@@ -166,7 +166,7 @@ async fn writes(link: &Link, token: &GrantToken, shared: &Shared, read_bytes: us
         for len in SIZES.into_iter().filter(|len| *len > 0) {
             seed += 1;
             let bytes = pattern(seed, len);
-            let mut buf = link.engine().buffer(len)?;
+            let mut buf = link.fabric().buffer(len)?;
             buf.copy_from_slice(&bytes);
             link.rdma_write(token, HALF, buf)?.await?;
             let back = read_in_pieces(link, token, HALF, len, read_bytes).await?;
@@ -192,7 +192,7 @@ async fn read_in_pieces(
 ) -> Result<Vec<u8>, Error> {
     let mut bytes = Vec::with_capacity(len);
     while bytes.len() < len {
-        let buf = link.engine().buffer(piece.min(len - bytes.len()))?;
+        let buf = link.fabric().buffer(piece.min(len - bytes.len()))?;
         bytes.extend_from_slice(&link.rdma_read(token, offset + bytes.len() as u64, buf)?.await?);
     }
     Ok(bytes)

@@ -4,7 +4,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, ConnectOptions, Engine, Error, ErrorKind};
+use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Fabric};
 use ferrite_verbs::fake::World;
 use futures_util::future::join_all;
 use futures_util::join;
@@ -30,36 +30,36 @@ impl UnderWay {
     fn new(pair: &Pair) -> Self {
         let (from, to) = (&pair.a, &pair.b);
         let region =
-            to.link.register_memory(buffer(&to.engine, &[1; 1000]), Rights::READ_WRITE).expect("a region");
+            to.link.register_memory(buffer(&to.fabric, &[1; 1000]), Rights::READ_WRITE).expect("a region");
         let token = region.grant(&to.link);
         let mut sending: Vec<_> =
-            (0..60).map(|_| from.link.send(0, filled(&from.engine, &[1; 1000]))).collect();
+            (0..60).map(|_| from.link.send(0, filled(&from.fabric, &[1; 1000]))).collect();
         for future in &mut sending {
             once(future);
         }
         let reading = (0..5).map(|_| {
-            let buf = from.engine.buffer(100).expect("memory");
+            let buf = from.fabric.buffer(100).expect("memory");
             from.link.rdma_read(&token, 0, buf).expect("room")
         });
         let reading = reading.collect();
         let writing = (0..5).map(|imm| {
-            let buf = filled(&from.engine, &[1; 100]);
+            let buf = filled(&from.fabric, &[1; 100]);
             from.link.rdma_write_imm(&token, 0, buf, imm).expect("room")
         });
         let writing = writing.collect();
         // Its buffer is in quarantine or free when the link has gone.
-        pair.b.engine.poll();
+        pair.b.fabric.poll();
         std::mem::drop(region.expires_in(Duration::from_secs(3600)));
         Self { sending, reading, writing }
     }
 
     /// How everything ended; with the end of the link, and of a receive.
-    fn ends(self, engine: &Engine, end: &End) -> Vec<Error> {
+    fn ends(self, fabric: &Fabric, end: &End) -> Vec<Error> {
         let Self { sending, reading, writing } = self;
         let all = async {
             join!(join_all(sending), join_all(reading), join_all(writing), end.link.recv(), end.link.ended())
         };
-        let (sent, read, written, received, ended) = drive(&[engine], all);
+        let (sent, read, written, received, ended) = drive(&[fabric], all);
         let mut errors: Vec<Error> = sent.into_iter().filter_map(Result::err).collect();
         assert!(!errors.is_empty(), "some were under way");
         let read = read.into_iter().filter_map(Result::err);
@@ -80,7 +80,7 @@ fn breaks(kinds: &[ErrorKind], fault: impl FnOnce(&World, &Pair)) {
         let under_way = UnderWay::new(&pair);
         let begun = Instant::now();
         fault(world, &pair);
-        let errors = under_way.ends(&pair.a.engine, &pair.a);
+        let errors = under_way.ends(&pair.a.fabric, &pair.a);
         assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
         assert!(errors.len() > 40, "{}", errors.len());
         let first = &errors[0];
@@ -92,10 +92,10 @@ fn breaks(kinds: &[ErrorKind], fault: impl FnOnce(&World, &Pair)) {
         let Pair { a, b, listener } = pair;
         // The peer's side ends, too, for its own reason; and if it is told nothing, when it is dropped.
         drop((a.link, b.link, listener));
-        let pools = [&a.engine, &b.engine].map(|engine| engine.pool().clone());
-        run_for(&[&a.engine, &b.engine], Duration::from_millis(20));
-        assert_eq!(a.engine.stats().in_flight, 0);
-        drop((a.engine, b.engine));
+        let pools = [&a.fabric, &b.fabric].map(|fabric| fabric.pool().clone());
+        run_for(&[&a.fabric, &b.fabric], Duration::from_millis(20));
+        assert_eq!(a.fabric.stats().in_flight, 0);
+        drop((a.fabric, b.fabric));
         pools.iter().for_each(assert_unused);
     });
 }
@@ -112,7 +112,7 @@ fn broken_queue_pair_of_the_peer() {
     breaks(&[ErrorKind::LinkDown], |world, pair| {
         assert!(world.break_queue_pair(pair.b.link.qp_num().expect("on RDMA")));
         // What waits for a receive is tried again, and nobody answers.
-        pair.b.engine.poll();
+        pair.b.fabric.poll();
     });
 }
 
@@ -145,44 +145,44 @@ fn black_hole() {
     breaks(&[ErrorKind::LinkDown], |world, _| world.black_hole("fake1", "fake2"));
 }
 
-/// One of an engine's devices goes: links on the other do not notice.
+/// One of a fabric's devices goes: links on the other do not notice.
 #[test]
 fn one_of_two_devices_removed() {
     run(|world, fixture| {
         let [host, peer] = &fixture.hosts;
-        let engine = fixture.builder().build().expect("an engine");
-        let mut listeners = [host, peer].map(|host| engine.listen(host.any_port()).expect("listen"));
+        let fabric = fixture.builder().build().expect("a fabric");
+        let mut listeners = [host, peer].map(|host| fabric.listen(host.any_port()).expect("listen"));
         let mut links = Vec::new();
         for (at, listener) in listeners.iter_mut().enumerate() {
             let from = &fixture.hosts[at];
-            let connecting = call(&engine, from, listener);
-            let (there, here) = engine.block_on(async { join!(connecting, listener.accept()) });
+            let connecting = call(&fabric, from, listener);
+            let (there, here) = fabric.block_on(async { join!(connecting, listener.accept()) });
             links.push([there.expect("connect"), here.expect("accept")]);
         }
         assert!(links[0].iter().all(|link| link.device().as_deref() == Some("fake1")));
         world.remove_device("fake2");
         for link in &links[1] {
-            let error = failed(engine.block_on(link.ended()), "its device is gone");
+            let error = failed(fabric.block_on(link.ended()), "its device is gone");
             assert_told(&error, &[ErrorKind::DeviceGone]);
         }
-        let error = failed(engine.block_on(listeners[1].accept()), "its device is gone");
+        let error = failed(fabric.block_on(listeners[1].accept()), "its device is gone");
         assert_told(&error, &[ErrorKind::DeviceGone]);
         let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(500));
         let target = listeners[0].local_addr();
-        failed(engine.block_on(engine.connect_with(target, &options)), "no such device");
+        failed(fabric.block_on(fabric.connect_with(target, &options)), "no such device");
         links[0][0].post_bytes(0, b"still here").expect("room");
-        assert_eq!(engine.block_on(links[0][1].recv()).expect("a message").to_vec(), b"still here");
+        assert_eq!(fabric.block_on(links[0][1].recv()).expect("a message").to_vec(), b"still here");
         drop((links, listeners));
-        clear([engine]);
+        clear([fabric]);
     });
 }
 
 /// A handshake into a black hole ends by the clock; when the hole is healed the next succeeds.
 #[test]
-fn black_hole_while_meeting() {
+fn black_hole_during_handshake() {
     run(|world, fixture| {
         let [host, peer] = &fixture.hosts;
-        let [a, b] = [peer, host].map(|host| fixture.engine(host, &Config::default()));
+        let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
         let mut listener = b.listen(host.any_port()).expect("listen");
         world.black_hole("fake1", "fake2");
         let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(300));
@@ -223,7 +223,7 @@ fn many_part_at_once() {
             ended.expect("in good order");
         }
         drop(links);
-        until(&[&pair.a.engine, &pair.b.engine], "they are gone", || pair.a.engine.stats().links == 1);
+        until(&[&pair.a.fabric, &pair.b.fabric], "they are gone", || pair.a.fabric.stats().links == 1);
         pair.end();
     });
 }

@@ -1,4 +1,4 @@
-//! The ways to drive an engine: under tokio, on a thread, from a foreign loop. Whoever waits is woken.
+//! The ways to drive a fabric: under tokio, on a thread, from a foreign loop. Whoever waits is woken.
 
 use std::future::Future;
 use std::ops::ControlFlow;
@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Config, ConnectOptions, Engine, Error, ErrorKind, Link, Listener};
+use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Fabric, Link, Listener};
 use futures_util::join;
 use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use tokio::runtime::Builder;
@@ -43,17 +43,17 @@ async fn ask(link: Link, client: u64, rounds: u64) -> Result<(), Error> {
     for round in 0..rounds {
         let len = (round as usize * 1327 + client as usize) % (40 * KIB);
         let bytes = pattern(client << 32 | round, len);
-        let (sent, answer) = join!(link.send((round % 5) as u16, filled(link.engine(), &bytes)), link.recv());
+        let (sent, answer) = join!(link.send((round % 5) as u16, filled(link.fabric(), &bytes)), link.recv());
         sent?;
         assert!(answer?.to_vec() == bytes, "round {round} of client {client}");
     }
     link.close().await
 }
 
-/// Two engines, and a listener of the second.
-fn engines(fixture: &Fixture, config: &Config) -> (Engine, Engine, Listener) {
+/// Two fabrics, and a listener of the second.
+fn fabrics(fixture: &Fixture, config: &Config) -> (Fabric, Fabric, Listener) {
     let [host, peer] = &fixture.hosts;
-    let [a, b] = [peer, host].map(|host| fixture.engine(host, config));
+    let [a, b] = [peer, host].map(|host| fixture.fabric(host, config));
     let listener = b.listen(host.any_port()).expect("listen");
     (a, b, listener)
 }
@@ -61,7 +61,7 @@ fn engines(fixture: &Fixture, config: &Config) -> (Engine, Engine, Listener) {
 fn under_tokio(fixture: &Fixture, mut builder: Builder) {
     let runtime = builder.enable_all().build().expect("a runtime");
     for busy_poll_us in [0, 50] {
-        let (a, b, mut listener) = engines(fixture, &Config { busy_poll_us, ..Config::default() });
+        let (a, b, mut listener) = fabrics(fixture, &Config { busy_poll_us, ..Config::default() });
         let pools = [a.pool().clone(), b.pool().clone()];
         let rounds = 60 / fixture.slower.min(10) as u64;
         runtime.block_on(async {
@@ -81,7 +81,7 @@ fn under_tokio(fixture: &Fixture, mut builder: Builder) {
                 let done = timeout(PATIENCE, task).await.expect("answers in time");
                 done.expect("no panic").expect("in good order");
             }
-            // When nobody has the engines any more, their drivers end.
+            // When nobody has the fabrics any more, their drivers end.
             drop((a, b, listener));
             for driver in driving {
                 let driven = timeout(PATIENCE, driver).await.expect("it ends");
@@ -110,7 +110,7 @@ impl Wake for Unpark {
     }
 }
 
-/// Waits for a future that somebody else drives; `None` when `patience` is over.
+/// WaitSet for a future that somebody else drives; `None` when `patience` is over.
 fn wait<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut context = Context::from_waker(&waker);
@@ -132,13 +132,13 @@ fn in_time<F: Future>(future: F) -> F::Output {
     wait(future, PATIENCE).expect("in time")
 }
 
-/// Engines on threads of their own, clients on others.
+/// Fabrics on threads of their own, clients on others.
 pub(crate) fn on_threads(fixture: &Fixture) {
     for busy_poll_us in [0, 50] {
-        let (a, b, mut listener) = engines(fixture, &Config { busy_poll_us, ..Config::default() });
+        let (a, b, mut listener) = fabrics(fixture, &Config { busy_poll_us, ..Config::default() });
         let pools = [a.pool().clone(), b.pool().clone()];
         let rounds = 60 / fixture.slower.min(10) as u64;
-        let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+        let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
         thread::scope(|scope| {
             for client in 0..CLIENTS {
                 let calling = call(&a, &fixture.hosts[1], &listener);
@@ -164,7 +164,7 @@ pub(crate) fn on_threads(fixture: &Fixture) {
 /// Several threads send on one link while others receive; one of them drives with its own future.
 pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     const SENDERS: u16 = 4;
-    let (a, b, mut listener) = engines(fixture, &Config::default());
+    let (a, b, mut listener) = fabrics(fixture, &Config::default());
     let each = 300 / fixture.slower as u64;
     let driving = b.spawn_thread().expect("a thread");
     let calling = call(&a, &fixture.hosts[1], &listener);
@@ -173,7 +173,7 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     thread::scope(|scope| {
         for channel in 0..SENDERS {
             let (a, there) = (&a, &there);
-            // All of them drive the engine, by turns.
+            // All of them drive the fabric, by turns.
             scope.spawn(move || {
                 for number in 0..each {
                     let buf = filled(a, &pattern(number, (number % 700) as usize));
@@ -196,7 +196,7 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     driving.join().expect("no panic");
 }
 
-/// A plain epoll loop that knows the engine by its descriptor alone. A wait that ends by its time limit is a wake-up
+/// A plain epoll loop that knows the fabric by its descriptor alone. A wait that ends by its time limit is a wake-up
 /// that was lost.
 fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::EventFlags) {
     let pair = Pair::with(fixture, &Config { busy_poll_us, ..Config::default() });
@@ -205,7 +205,7 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
     let ends = [&pair.a, &pair.b];
     for (token, end) in (0..).zip(ends) {
         let data = epoll::EventData::new_u64(token);
-        epoll::add(&poll, end.engine.as_fd(), data, epoll::EventFlags::IN | trigger).expect("epoll");
+        epoll::add(&poll, end.fabric.as_fd(), data, epoll::EventFlags::IN | trigger).expect("epoll");
     }
     let bytes = |round: u64| pattern(round, (round as usize * 997) % (20 * KIB));
     let patience = Timespec { tv_sec: 5, tv_nsec: 0 };
@@ -213,7 +213,7 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
     let mut answered = 0;
     pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
     for end in ends {
-        end.engine.progress();
+        end.fabric.progress();
     }
     while answered < rounds {
         // Whatever a call of `progress` brought is looked at before waiting.
@@ -221,14 +221,14 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
         while std::mem::take(&mut busy) {
             while let Some(message) = pair.b.link.try_recv().expect("it is up") {
                 pair.b.link.post_bytes(0, &message.to_vec()).expect("room");
-                pair.b.engine.progress();
+                pair.b.fabric.progress();
                 busy = true;
             }
             while let Some(message) = pair.a.link.try_recv().expect("it is up") {
                 assert!(message.to_vec() == bytes(answered), "round {answered}");
                 (answered, asked) = (answered + 1, asked + 1);
                 pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
-                pair.a.engine.progress();
+                pair.a.fabric.progress();
                 busy = true;
             }
         }
@@ -237,7 +237,7 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
         let ready = epoll::wait(&poll, &mut events[..], Some(&patience)).expect("epoll");
         assert!(ready > 0, "nobody woke us in round {answered}");
         for event in &events[..ready] {
-            ends[event.data.u64() as usize].engine.progress();
+            ends[event.data.u64() as usize].fabric.progress();
         }
     }
     drop(poll);
@@ -256,19 +256,19 @@ pub(crate) fn foreign_loop_by_edges(fixture: &Fixture) {
     }
 }
 
-/// With nothing to do an engine sleeps.
-pub(crate) fn idle_engines_sleep(fixture: &Fixture) {
-    let (a, b, mut listener) = engines(fixture, &Config::default());
-    let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+/// With nothing to do a fabric sleeps.
+pub(crate) fn idle_fabrics_sleep(fixture: &Fixture) {
+    let (a, b, mut listener) = fabrics(fixture, &Config::default());
+    let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
     let calling = call(&a, &fixture.hosts[1], &listener);
     let links = in_time(async { join!(calling, listener.accept()) });
     let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
     in_time(there.send_bytes(0, b"hello")).expect("acknowledged");
     in_time(here.recv()).expect("a message");
     thread::sleep(Duration::from_millis(100));
-    let before = [&a, &b].map(|engine| engine.stats().passes);
+    let before = [&a, &b].map(|fabric| fabric.stats().passes);
     thread::sleep(Duration::from_millis(500));
-    let after = [&a, &b].map(|engine| engine.stats().passes);
+    let after = [&a, &b].map(|fabric| fabric.stats().passes);
     for (before, after) in before.into_iter().zip(after) {
         assert!(after - before < 1000, "{} passes in half a second of silence", after - before);
     }
@@ -276,12 +276,12 @@ pub(crate) fn idle_engines_sleep(fixture: &Fixture) {
     driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
 }
 
-/// Memory that the application gives back is posted again, though nothing tells the engine of it.
+/// Memory that the application gives back is posted again, though nothing tells the fabric of it.
 pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
     let memory = PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
     let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
-    let (a, b, mut listener) = engines(fixture, &config);
-    let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+    let (a, b, mut listener) = fabrics(fixture, &config);
+    let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
     let calling = call(&a, &fixture.hosts[1], &listener);
     let links = in_time(async { join!(calling, listener.accept()) });
     let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
@@ -307,9 +307,9 @@ pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
 
 /// Threads that connect, send, read, abort and drop as they like, while others drive.
 pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
-    let (a, b, mut listener) = engines(fixture, &Config { window: 8, ..Config::default() });
+    let (a, b, mut listener) = fabrics(fixture, &Config { window: 8, ..Config::default() });
     let pools = [a.pool().clone(), b.pool().clone()];
-    let driving = [&a, &b].map(|engine| engine.spawn_thread().expect("a thread"));
+    let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
     let rounds = 60 / fixture.slower.min(10) as u64;
     let (target, over) = (listener.local_addr(), &std::sync::atomic::AtomicBool::new(false));
     thread::scope(|scope| {
@@ -348,7 +348,7 @@ pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
 
 /// Does this and that with a link, and leaves it in one way or another.
 fn hurry(link: &Link, random: &mut Random) {
-    let buf = buffer(link.engine(), &pattern(1, 4096));
+    let buf = buffer(link.fabric(), &pattern(1, 4096));
     let region = link.register_memory(buf, Rights::READ).expect("a region");
     let _ = link.post_bytes(0, &region.grant(link).encode());
     let mut token = None;
@@ -356,7 +356,7 @@ fn hurry(link: &Link, random: &mut Random) {
     for _ in 0..30 {
         match random.below(5) {
             0 => drop(link.post_bytes(1, &pattern(2, random.below(20_000) as usize))),
-            1 => kept.push(link.send(2, filled(link.engine(), &[1; 10_000]))),
+            1 => kept.push(link.send(2, filled(link.fabric(), &[1; 10_000]))),
             2 => kept.iter_mut().for_each(|sending| drop(once(sending))),
             3 => {
                 if let Some(Ok(message)) = wait(link.recv(), Duration::from_millis(2))
@@ -367,7 +367,7 @@ fn hurry(link: &Link, random: &mut Random) {
             }
             _ => {
                 let Some(token) = &token else { continue };
-                let Ok(reading) = link.rdma_read(token, 0, link.engine().buffer(4096).expect("memory"))
+                let Ok(reading) = link.rdma_read(token, 0, link.fabric().buffer(4096).expect("memory"))
                 else {
                     continue;
                 };
@@ -391,13 +391,13 @@ fn hurry(link: &Link, random: &mut Random) {
 pub(crate) fn broken_off(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let is_readable = || {
-        let mut fds = [PollFd::new(&pair.b.engine, PollFlags::IN)];
+        let mut fds = [PollFd::new(&pair.b.fabric, PollFlags::IN)];
         rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).expect("poll") > 0
     };
     let come_to_rest = |how: ControlFlow<(), bool>| {
         let begun = Instant::now();
-        while pair.a.engine.progress() > 0
-            || pair.b.engine.progress_with(|| how) != ControlFlow::Continue(0)
+        while pair.a.fabric.progress() > 0
+            || pair.b.fabric.progress_with(|| how) != ControlFlow::Continue(0)
             || is_readable()
         {
             assert!(begun.elapsed() < PATIENCE, "it does not come to rest");
@@ -406,8 +406,8 @@ pub(crate) fn broken_off(fixture: &Fixture) {
     come_to_rest(ControlFlow::Continue(false));
     pair.a.link.post_bytes(0, b"something to do").expect("room");
     let begun = Instant::now();
-    while pair.b.engine.progress_with(|| ControlFlow::Break(())).is_continue() {
-        pair.a.engine.progress();
+    while pair.b.fabric.progress_with(|| ControlFlow::Break(())).is_continue() {
+        pair.a.fabric.progress();
         assert!(begun.elapsed() < PATIENCE, "nothing comes");
     }
     assert!(is_readable(), "there may be more");

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, Engine, Error, ErrorKind, Rdma};
+use ferrite_fabric::{Config, Error, ErrorKind, Fabric, Rdma};
 use ferrite_verbs::fake::{Objects, World};
 use futures_util::join;
 
@@ -30,7 +30,7 @@ pub(crate) fn assert_told(error: &Error, kinds: &[ErrorKind]) {
 }
 
 #[test]
-fn making_an_engine() {
+fn making_a_fabric() {
     run(|world, fixture| {
         let build = || fixture.builder().device("fake1").build();
         for (call, errno, kind) in [
@@ -52,38 +52,38 @@ fn making_an_engine() {
         let error = failed(build(), "no kernel support");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
         assert!(error.absence().is_some());
-        let error = failed(Engine::builder(&World::new().verbs()).rdma(Rdma::Require).build(), "no device");
+        let error = failed(Fabric::builder(&World::new().verbs()).rdma(Rdma::Require).build(), "no device");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
-        build().expect("an engine");
+        build().expect("a fabric");
     });
 }
 
 #[test]
 fn listening() {
     run(|world, fixture| {
-        let engine = fixture.engine(&fixture.hosts[0], &Config::default());
+        let fabric = fixture.fabric(&fixture.hosts[0], &Config::default());
         world.fail_next("rdma_create_event_channel", 19);
-        let error = failed(engine.listen(fixture.hosts[0].any_port()), "no connection manager");
+        let error = failed(fabric.listen(fixture.hosts[0].any_port()), "no connection manager");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
-        engine.listen(fixture.hosts[0].any_port()).expect("to listen");
+        fabric.listen(fixture.hosts[0].any_port()).expect("to listen");
         for (call, errno, kind) in [
             ("rdma_create_id", 24, ErrorKind::Resources),
             ("rdma_bind_addr", 98, ErrorKind::Misuse),
             ("rdma_listen", 98, ErrorKind::Misuse),
         ] {
             world.fail_next(call, errno);
-            let error = failed(engine.listen(fixture.hosts[0].any_port()), call);
+            let error = failed(fabric.listen(fixture.hosts[0].any_port()), call);
             assert_eq!(error.kind(), kind, "{call}: {error}");
         }
-        engine.listen(fixture.hosts[0].any_port()).expect("to listen");
-        clear([engine]);
+        fabric.listen(fixture.hosts[0].any_port()).expect("to listen");
+        clear([fabric]);
     });
 }
 
 /// Every step of a handshake fails once, on either side: the caller hears of it in time, the next attempt succeeds, and
 /// nothing is left of the first.
 #[test]
-fn meeting() {
+fn handshake() {
     for call in [
         "rdma_create_id",
         "rdma_resolve_addr",
@@ -109,7 +109,7 @@ fn meeting() {
 fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     let [host, peer] = &fixture.hosts;
     let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
-    let [a, b] = [peer, host].map(|host| fixture.engine(host, &config));
+    let [a, b] = [peer, host].map(|host| fixture.fabric(host, &config));
     let mut listener = b.listen(host.any_port()).expect("listen");
     if skip == 0 {
         world.fail_next(fault, EIO);
@@ -156,8 +156,8 @@ fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
 fn parting() {
     run(|world, fixture| {
         let [host, peer] = &fixture.hosts;
-        let a = fixture.engine(peer, &Config::default());
-        let b = fixture.engine(host, &Config { max_connections: 1, ..Config::default() });
+        let a = fixture.fabric(peer, &Config::default());
+        let b = fixture.fabric(host, &Config { max_connections: 1, ..Config::default() });
         let mut listener = b.listen(host.any_port()).expect("listen");
         let [there, here] = meet(&a, peer, &b, &mut listener);
         world.fail_next("rdma_reject", EIO);
@@ -188,7 +188,7 @@ fn refused_post() {
     run(|world, fixture| {
         let mut pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
         let (region, token) = {
-            let buf = buffer(&pair.b.engine, &[1; 100]);
+            let buf = buffer(&pair.b.fabric, &[1; 100]);
             let region = pair.b.link.register_memory(buf, Rights::READ).expect("a region");
             let token = region.grant(&pair.b.link);
             (region, token)
@@ -203,7 +203,7 @@ fn refused_post() {
                 }
                 1 => {
                     world.fail_next("ibv_post_send", EIO);
-                    let (_, error) = a.post(0, filled(&pair.a.engine, &[1; 1000])).map_or_else(
+                    let (_, error) = a.post(0, filled(&pair.a.fabric, &[1; 1000])).map_or_else(
                         |(buf, error)| (Some(buf), error),
                         |()| (None, a.failure().expect("it is down")),
                     );
@@ -211,11 +211,11 @@ fn refused_post() {
                 }
                 2 => {
                     world.fail_next("ibv_post_send", EIO);
-                    failed(pair.drive(a.send(0, filled(&pair.a.engine, &[1; 1000]))), "refused")
+                    failed(pair.drive(a.send(0, filled(&pair.a.fabric, &[1; 1000]))), "refused")
                 }
                 3 => {
                     world.fail_next("ibv_post_send", EIO);
-                    let buf = pair.a.engine.buffer(100).expect("memory");
+                    let buf = pair.a.fabric.buffer(100).expect("memory");
                     let failed_read = match a.rdma_read(&token, 0, buf) {
                         Ok(reading) => pair.drive(reading).expect_err("refused"),
                         Err(failed_read) => failed_read,
@@ -226,13 +226,13 @@ fn refused_post() {
                 // Later, when the peer's credit lets it go: whoever waits is woken.
                 4 | 5 => {
                     let mut sending: Vec<_> =
-                        (0..8).map(|_| a.send(0, filled(&pair.a.engine, &[1; 1000]))).collect();
+                        (0..8).map(|_| a.send(0, filled(&pair.a.fabric, &[1; 1000]))).collect();
                     for future in &mut sending {
                         assert!(once(future).is_none());
                     }
                     // The window is 2: the third is the one whose post fails, the last still waits.
                     let waiting = sending.remove(if case == 4 { 2 } else { 7 });
-                    drive(&[&pair.b.engine], b.recv()).expect("the first");
+                    drive(&[&pair.b.fabric], b.recv()).expect("the first");
                     world.fail_next("ibv_post_send", EIO);
                     let sent = pair.drive(waiting);
                     drop(sending);
@@ -276,8 +276,8 @@ fn hiccups() {
                 world.fail_next(call, EAGAIN);
                 pair.a.link.post_bytes(0, &pattern(number, 10 * KIB)).expect("room");
                 // By all ways that arm the queue.
-                pair.a.engine.progress();
-                pair.b.engine.progress();
+                pair.a.fabric.progress();
+                pair.b.fabric.progress();
                 assert!(pair.receive(&pair.b).to_vec() == pattern(number, 10 * KIB), "{call}, {number}");
             }
             let links = pair.another(fixture);
@@ -296,17 +296,17 @@ fn no_registration() {
         let (buf, error) = pair
             .a
             .link
-            .register_memory(buffer(&pair.a.engine, &[1; 100]), Rights::READ)
+            .register_memory(buffer(&pair.a.fabric, &[1; 100]), Rights::READ)
             .expect_err("refused");
         assert_told(&error, &[ErrorKind::Resources]);
         let region = pair.a.link.register_memory(buf, Rights::READ).expect("now it can");
 
         // The pool has to grow, and cannot.
-        let kept: Vec<_> = (0..2).map_while(|_| pair.a.engine.buffer(2 << 20).ok()).collect();
+        let kept: Vec<_> = (0..2).map_while(|_| pair.a.fabric.buffer(2 << 20).ok()).collect();
         world.fail_next("ibv_reg_mr", ENOMEM);
         let mut more = Vec::new();
         let error = loop {
-            match pair.a.engine.buffer(2 << 20) {
+            match pair.a.fabric.buffer(2 << 20) {
                 Ok(buf) => more.push(buf),
                 Err(error) => break error,
             }
@@ -325,9 +325,9 @@ fn no_registration_for_a_control_frame() {
         let config = Config { inline_threshold: 0, window: 2, ..Config::default() };
         let pair = Pair::with(fixture, &config);
         // Takes all that is registered for sends.
-        let mut kept = vec![pair.b.engine.buffer(2 << 20).expect("memory")];
-        while pair.b.engine.stats().memory.send.free_bytes >= 2 << 20 {
-            kept.push(pair.b.engine.buffer(2 << 20).expect("memory"));
+        let mut kept = vec![pair.b.fabric.buffer(2 << 20).expect("memory")];
+        while pair.b.fabric.stats().memory.send.free_bytes >= 2 << 20 {
+            kept.push(pair.b.fabric.buffer(2 << 20).expect("memory"));
         }
         for _ in 0..3 {
             world.fail_next("ibv_reg_mr", ENOMEM);
@@ -355,16 +355,16 @@ fn region_that_stays() {
     run(|world, fixture| {
         let pair = Pair::new(fixture);
         let region =
-            pair.b.link.register_memory(buffer(&pair.b.engine, &[1; 100]), Rights::READ).expect("a region");
+            pair.b.link.register_memory(buffer(&pair.b.fabric, &[1; 100]), Rights::READ).expect("a region");
         let _token = region.grant(&pair.b.link);
         // Once when it is revoked, once when it is dropped.
         world.fail_next("ibv_dereg_mr", 16);
         world.fail_next("ibv_dereg_mr", 16);
         let error = pair.drive(region.revoke()).expect_err("it stays");
         assert_told(&error, &[ErrorKind::Resources, ErrorKind::System, ErrorKind::DeviceGone]);
-        let quarantined = pair.b.engine.stats().memory.quarantined_bytes;
+        let quarantined = pair.b.fabric.stats().memory.quarantined_bytes;
         assert_eq!(quarantined, 256);
-        assert_eq!(pair.b.engine.pool().retry_quarantined(), 1);
+        assert_eq!(pair.b.fabric.pool().retry_quarantined(), 1);
         pair.end();
     });
 }

@@ -73,7 +73,7 @@ pub(crate) fn closing_delivers_what_was_sent(fixture: &Fixture) {
         assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
         assert_eq!(failed(pair.b.link.try_recv(), "closed").kind(), ErrorKind::Closed);
         assert_eq!(failed(pair.drive(pair.b.link.recv()), "closed").kind(), ErrorKind::Closed);
-        assert_eq!(pair.a.engine.stats().failed_links + pair.b.engine.stats().failed_links, 0);
+        assert_eq!(pair.a.fabric.stats().failed_links + pair.b.fabric.stats().failed_links, 0);
         pair.clear();
     }
 }
@@ -112,14 +112,14 @@ pub(crate) fn dropping_closes(fixture: &Fixture) {
     let Pair { a, b, listener } = pair;
     let clone = a.link.clone();
     drop(a.link);
-    run_for(&[&a.engine, &b.engine], Duration::from_millis(20));
+    run_for(&[&a.fabric, &b.fabric], Duration::from_millis(20));
     assert!(b.link.failure().is_none(), "one handle is left");
     drop(clone);
-    let messages = drive(&[&a.engine, &b.engine], drain(&b));
+    let messages = drive(&[&a.fabric, &b.fabric], drain(&b));
     assert_all(&messages, 150);
-    drive(&[&a.engine, &b.engine], b.link.ended()).expect("in good order");
+    drive(&[&a.fabric, &b.fabric], b.link.ended()).expect("in good order");
     drop((b.link, listener));
-    clear([a.engine, b.engine]);
+    clear([a.fabric, b.fabric]);
 }
 
 /// What a link had is given back when it ends, not some time later.
@@ -132,7 +132,7 @@ pub(crate) fn closed_links_are_gone(fixture: &Fixture) {
         let begun = Instant::now();
         pair.drive(a.close()).expect("in good order");
         pair.until("the link is gone", || {
-            pair.a.engine.stats().links == 1 && pair.b.engine.stats().links == 1
+            pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1
         });
         assert!(begun.elapsed() < Duration::from_secs(4), "round {round}: {:?}", begun.elapsed());
     }
@@ -146,7 +146,7 @@ pub(crate) fn successors_live_their_own_time(fixture: &Fixture) {
         let [a, b] = pair.another(fixture);
         drop(b);
         pair.drive(a.close()).expect("in good order");
-        pair.until("the link is gone", || pair.a.engine.stats().links == 1);
+        pair.until("the link is gone", || pair.a.fabric.stats().links == 1);
         let [a, b] = pair.another(fixture);
         pair.run_for(Duration::from_millis(400));
         for link in [&a, &b] {
@@ -159,7 +159,7 @@ pub(crate) fn successors_live_their_own_time(fixture: &Fixture) {
 /// Neither revoking memory nor an answer to it ends a link.
 pub(crate) fn revocation_is_no_farewell(fixture: &Fixture) {
     let pair = Pair::with(fixture, &impatient());
-    let buf = buffer(&pair.b.engine, &[1; 100]);
+    let buf = buffer(&pair.b.fabric, &[1; 100]);
     let region = pair.b.link.register_memory(buf, Rights::READ).expect("a region");
     let _token = region.grant(&pair.b.link);
     pair.drive(region.revoke()).expect("revoked");
@@ -170,7 +170,7 @@ pub(crate) fn revocation_is_no_farewell(fixture: &Fixture) {
     pair.end();
 }
 
-/// An engine that was not driven for a while has no less time to close.
+/// A fabric that was not driven for a while has no less time to close.
 pub(crate) fn closing_after_a_pause(fixture: &Fixture) {
     let config = Config { close_timeout: Duration::from_millis(300), ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -199,7 +199,7 @@ pub(crate) fn closing_has_a_deadline(fixture: &Fixture) {
 pub(crate) fn abort_ends_everything(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 4, ..Config::default() });
     let sending: Vec<_> =
-        (0..10).map(|_| pair.a.link.send(0, filled(&pair.a.engine, &[1; 20_000]))).collect();
+        (0..10).map(|_| pair.a.link.send(0, filled(&pair.a.fabric, &[1; 20_000]))).collect();
     let ending = pair.b.link.ended();
     pair.run_for(Duration::from_millis(5));
     let waiting = async {
@@ -235,9 +235,9 @@ pub(crate) fn half_a_message_is_none(fixture: &Fixture) {
         let bytes = pattern(5, 40 * 8 * KIB);
         pair.a.link.post_bytes(0, &bytes).expect("room");
         let before = pair.b.link.stats().recv_bytes;
-        until(&[&pair.a.engine], "something is on its way", || pair.a.link.stats().send_ops > 0);
+        until(&[&pair.a.fabric], "something is on its way", || pair.a.link.stats().send_ops > 0);
         for _ in 0..passes {
-            pass(&[&pair.b.engine]);
+            pass(&[&pair.b.fabric]);
         }
         let taken = pair.b.link.stats().recv_bytes - before;
         pair.b.link.abort();
@@ -250,12 +250,12 @@ pub(crate) fn half_a_message_is_none(fixture: &Fixture) {
     }
 }
 
-/// The peer's engine is dropped with everything on it: it said farewell, and did not wait for the answer.
-pub(crate) fn dropped_engine(fixture: &Fixture) {
+/// The peer's fabric is dropped with everything on it: it said farewell, and did not wait for the answer.
+pub(crate) fn dropped_fabric(fixture: &Fixture) {
     let Pair { a, b, listener } = Pair::with(fixture, &Config { window: 2, ..Config::default() });
-    let sending = (0..5).map(|_| a.link.send(0, filled(&a.engine, &[1; 20_000]))).collect::<Vec<_>>();
+    let sending = (0..5).map(|_| a.link.send(0, filled(&a.fabric, &[1; 20_000]))).collect::<Vec<_>>();
     let begun = Instant::now();
-    let (sent, received, ended) = drive(&[&a.engine], async {
+    let (sent, received, ended) = drive(&[&a.fabric], async {
         let dropped = async { drop((b, listener)) };
         let (sent, received, ended, ()) =
             join!(futures_util::future::join_all(sending), a.link.recv(), a.link.ended(), dropped);
@@ -267,37 +267,37 @@ pub(crate) fn dropped_engine(fixture: &Fixture) {
         assert!(expected.contains(&error.kind()), "{error:?}");
     }
     drop(a.link);
-    clear([a.engine]);
+    clear([a.fabric]);
 }
 
-/// Our own engine goes: what waited is told.
-pub(crate) fn futures_outlive_their_engine(fixture: &Fixture) {
+/// Our own fabric goes: what waited is told.
+pub(crate) fn futures_outlive_their_fabric(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
     let mut sending: Vec<_> =
-        (0..5).map(|_| pair.a.link.send(0, filled(&pair.a.engine, &[1; 20_000]))).collect();
+        (0..5).map(|_| pair.a.link.send(0, filled(&pair.a.fabric, &[1; 20_000]))).collect();
     for future in &mut sending {
         assert!(super::pair::once(future).is_none(), "the peer takes nothing");
     }
     let ending = pair.a.link.ended();
     let Pair { a, b, listener } = pair;
-    let pool = a.engine.pool().clone();
+    let pool = a.fabric.pool().clone();
     drop((a, listener));
-    let (sent, ended) = drive(&[&b.engine], async { join!(futures_util::future::join_all(sending), ending) });
-    for error in sent.into_iter().map(|sent| failed(sent, "the engine is gone")) {
+    let (sent, ended) = drive(&[&b.fabric], async { join!(futures_util::future::join_all(sending), ending) });
+    for error in sent.into_iter().map(|sent| failed(sent, "the fabric is gone")) {
         assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     }
     drop(ended);
     super::pair::assert_unused(&pool);
     drop(pool);
     drop(b.link);
-    clear([b.engine]);
+    clear([b.fabric]);
 }
 
 /// A peer whose process has stopped: its device answers, it does not.
 pub(crate) fn stalled_peer(fixture: &Fixture) {
     let pair = Pair::with(fixture, &impatient());
     let begun = Instant::now();
-    let error = failed(drive(&[&pair.a.engine], pair.a.link.recv()), "the peer sleeps");
+    let error = failed(drive(&[&pair.a.fabric], pair.a.link.recv()), "the peer sleeps");
     let after = begun.elapsed();
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error}");
     // Half of the keepalive at least, then the whole peer_timeout.

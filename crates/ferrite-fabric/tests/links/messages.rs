@@ -7,10 +7,10 @@ use futures_util::join;
 use super::pair::{End, Pair, failed, filled, once, pattern};
 use super::{Fixture, KIB, MIB};
 
-/// Around every boundary: nothing, inline, a frame, several, a buffer. By all three ways to send.
+/// LinkEnv every boundary: nothing, inline, a frame, several, a buffer. By all three ways to send.
 pub(crate) fn of_every_size(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let config = pair.a.engine.config();
+    let config = pair.a.fabric.config();
     let (inline, segment) = (config.inline_threshold as usize, config.recv_buffer_size as usize);
     let sizes = [
         0,
@@ -31,9 +31,9 @@ pub(crate) fn of_every_size(fixture: &Fixture) {
         let bytes = pattern(seed as u64, len);
         for (from, to) in pair.directions() {
             from.link.post_bytes(1, &bytes).expect("room");
-            from.link.post(2, filled(&from.engine, &bytes)).expect("room");
+            from.link.post(2, filled(&from.fabric, &bytes)).expect("room");
             let (sent, received) = pair.drive(async {
-                join!(from.link.send(3, filled(&from.engine, &bytes)), async {
+                join!(from.link.send(3, filled(&from.fabric, &bytes)), async {
                     let mut received = Vec::new();
                     while received.len() < 3 {
                         received.push(to.link.recv().await.expect("a message"));
@@ -67,8 +67,8 @@ pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
 
     let cuts = [0, 0, 1, 100, 8 * KIB, 100 * KIB, 100 * KIB, MIB];
     let mut parts: Vec<_> =
-        cuts.windows(2).map(|cut| filled(&pair.b.engine, &bytes[cut[0]..cut[1]])).collect();
-    parts.push(filled(&pair.b.engine, &[]));
+        cuts.windows(2).map(|cut| filled(&pair.b.fabric, &bytes[cut[0]..cut[1]])).collect();
+    parts.push(filled(&pair.b.fabric, &[]));
     let (sent, received) = pair.drive(async { join!(pair.b.link.send_parts(5, parts), pair.a.link.recv()) });
     sent.expect("acknowledged");
     let received = received.expect("a message");
@@ -124,7 +124,7 @@ pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
     let send = async |link: &Link, channel: u16| {
         for number in 0..each {
             let bytes = pattern_of(number, len(channel, number));
-            link.send(channel, filled(link.engine(), &bytes)).await.expect("acknowledged");
+            link.send(channel, filled(link.fabric(), &bytes)).await.expect("acknowledged");
         }
     };
     let link = &pair.a.link;
@@ -174,7 +174,7 @@ pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let large = pattern(1, 32 * MIB / fixture.slower);
     let link = &pair.a.link;
-    let small = (0..SMALL).map(|_| link.send(2, filled(link.engine(), &[2; 64])));
+    let small = (0..SMALL).map(|_| link.send(2, filled(link.fabric(), &[2; 64])));
     let receive = async {
         let mut channels = Vec::new();
         while channels.len() <= SMALL {
@@ -194,16 +194,16 @@ pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
 pub(crate) fn wrong_calls(fixture: &Fixture) {
     let config = Config { max_message_bytes: 64 << 10, channels: 3, ..Config::default() };
     let pair = Pair::of(fixture, &Config::default(), &config);
-    let End { engine, link } = &pair.a;
+    let End { fabric, link } = &pair.a;
     assert_eq!((link.peer_hello().channels, link.peer_hello().max_message_bytes), (3, 64 << 10));
-    let (buf, error) = link.post(0, filled(engine, &[1; 64 * KIB + 1])).expect_err("too large");
+    let (buf, error) = link.post(0, filled(fabric, &[1; 64 * KIB + 1])).expect_err("too large");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::TooLarge, 64 * KIB + 1), "{error}");
     assert_eq!(failed(link.post_bytes(0, &[1; 64 * KIB + 1]), "too large").kind(), ErrorKind::TooLarge);
     let parts = vec![buf.clone(), buf.clone()];
     assert_eq!(failed(pair.drive(link.send_parts(0, parts)), "too large").kind(), ErrorKind::TooLarge);
     drop(buf);
 
-    let buf = filled(engine, &[1; 100]);
+    let buf = filled(fabric, &[1; 100]);
     let (buf, error) = link.post(3, buf).expect_err("no such channel");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");
     assert_eq!(failed(link.post_bytes(u16::MAX, b"x"), "no such channel").kind(), ErrorKind::Misuse);
@@ -222,10 +222,10 @@ pub(crate) fn wrong_calls(fixture: &Fixture) {
 /// A future that was ready says so when it is asked again.
 pub(crate) fn asked_again(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let mut sending = pair.a.link.send(0, filled(&pair.a.engine, b"hello"));
+    let mut sending = pair.a.link.send(0, filled(&pair.a.fabric, b"hello"));
     pair.drive(&mut sending).expect("acknowledged");
     assert_eq!(failed(once(&mut sending).expect("ready"), "over").kind(), ErrorKind::Misuse);
-    let mut sending = pair.a.link.send(9999, filled(&pair.a.engine, b"hello"));
+    let mut sending = pair.a.link.send(9999, filled(&pair.a.fabric, b"hello"));
     assert!(once(&mut sending).is_some_and(|sent| sent.is_err()));
     assert_eq!(failed(once(&mut sending).expect("ready"), "over").kind(), ErrorKind::Misuse);
     drop((sending, pair.receive(&pair.b)));
@@ -233,7 +233,7 @@ pub(crate) fn asked_again(fixture: &Fixture) {
 }
 
 /// What was received is the application's, as long as it likes.
-pub(crate) fn outlive_their_engine(fixture: &Fixture) {
+pub(crate) fn outlive_their_fabric(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let bytes = pattern(1, 20 * KIB);
     pair.a.link.post_bytes(0, &bytes).expect("room");

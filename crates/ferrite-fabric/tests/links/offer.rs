@@ -2,7 +2,7 @@
 
 use std::net::IpAddr;
 
-use ferrite_fabric::wire::{ADDRESS_BYTES, Address, Parcel, ParcelKind};
+use ferrite_fabric::wire::{ADDRESS_BYTES, Address, TcpFrame, TcpFrameKind};
 
 /// Offers a queue pair that there is not, at this address.
 pub(crate) fn offer(ip: IpAddr) -> Vec<u8> {
@@ -12,6 +12,6 @@ pub(crate) fn offer(ip: IpAddr) -> Vec<u8> {
     };
     let address = Address { qp_num: 0x11, psn: 1, lid: 0, mtu: 3, reads_in: 1, reads_out: 1, gid };
     let len = ADDRESS_BYTES as u32;
-    let parcel = Parcel { kind: ParcelKind::Offer, imm: 0, len, op: 0, grant: 0, offset: 0 };
-    [&parcel.encode()[..], &address.encode()].concat()
+    let tcp_frame = TcpFrame { kind: TcpFrameKind::Offer, imm: 0, len, op: 0, grant: 0, offset: 0 };
+    [&tcp_frame.encode()[..], &address.encode()].concat()
 }

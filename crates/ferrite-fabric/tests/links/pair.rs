@@ -1,4 +1,4 @@
-//! Two engines on two hosts and a link between them, driven from one thread by hand.
+//! Two fabrics on two hosts and a link between them, driven from one thread by hand.
 //!
 //! Everything that waits has a deadline. A future is asked again only when it was woken: a wake that is lost is a test
 //! that fails.
@@ -11,14 +11,14 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Buf, BufMut, Pool};
-use ferrite_fabric::{Config, ConnectOptions, Connecting, Engine, Error, Link, Listener, Message};
+use ferrite_fabric::{Config, ConnectOptions, Connecting, Error, Fabric, Link, Listener, Message};
 use futures_util::join;
 
 use super::{Fixture, Host, PATIENCE};
 
 /// One end of a link.
 pub(crate) struct End {
-    pub(crate) engine: Engine,
+    pub(crate) fabric: Fabric,
     pub(crate) link: Link,
 }
 
@@ -41,28 +41,28 @@ impl Pair {
     /// With settings of their own.
     pub(crate) fn of(fixture: &Fixture, a: &Config, b: &Config) -> Self {
         let [b_host, a_host] = &fixture.hosts;
-        let (a, b) = (fixture.engine(a_host, a), fixture.engine(b_host, b));
+        let (a, b) = (fixture.fabric(a_host, a), fixture.fabric(b_host, b));
         let mut listener = b.listen(b_host.any_port()).expect("listen");
         let [a_link, b_link] = meet(&a, a_host, &b, &mut listener);
-        Self { a: End { engine: a, link: a_link }, b: End { engine: b, link: b_link }, listener }
+        Self { a: End { fabric: a, link: a_link }, b: End { fabric: b, link: b_link }, listener }
     }
 
     /// Another link between the two.
     pub(crate) fn another(&mut self, fixture: &Fixture) -> [Link; 2] {
-        meet(&self.a.engine, &fixture.hosts[1], &self.b.engine, &mut self.listener)
+        meet(&self.a.fabric, &fixture.hosts[1], &self.b.fabric, &mut self.listener)
     }
 
     pub(crate) fn drive<F: Future>(&self, future: F) -> F::Output {
-        drive(&[&self.a.engine, &self.b.engine], future)
+        drive(&[&self.a.fabric, &self.b.fabric], future)
     }
 
     pub(crate) fn until(&self, what: &str, is_so: impl FnMut() -> bool) {
-        until(&[&self.a.engine, &self.b.engine], what, is_so);
+        until(&[&self.a.fabric, &self.b.fabric], what, is_so);
     }
 
     /// Drives both for a while.
     pub(crate) fn run_for(&self, time: Duration) {
-        run_for(&[&self.a.engine, &self.b.engine], time);
+        run_for(&[&self.a.fabric, &self.b.fabric], time);
     }
 
     /// `(from, to)` in both directions.
@@ -86,18 +86,18 @@ impl Pair {
     pub(crate) fn clear(self) {
         let Self { a, b, listener } = self;
         drop((a.link, b.link, listener));
-        clear([a.engine, b.engine]);
+        clear([a.fabric, b.fabric]);
     }
 }
 
-/// Waits until engines without users have no link left, drops them, and looks for what they left behind.
-pub(crate) fn clear<const N: usize>(engines: [Engine; N]) {
-    let driven: Vec<&Engine> = engines.iter().collect();
-    until(&driven, "no link is left", || engines.iter().all(|engine| engine.stats().links == 0));
-    for engine in &engines {
-        assert_eq!(engine.stats().in_flight, 0, "requests that nobody waits for");
+/// WaitSet until fabrics without users have no link left, drops them, and looks for what they left behind.
+pub(crate) fn clear<const N: usize>(fabrics: [Fabric; N]) {
+    let driven: Vec<&Fabric> = fabrics.iter().collect();
+    until(&driven, "no link is left", || fabrics.iter().all(|fabric| fabric.stats().links == 0));
+    for fabric in &fabrics {
+        assert_eq!(fabric.stats().in_flight, 0, "requests that nobody waits for");
     }
-    let pools = engines.map(|engine| engine.pool().clone());
+    let pools = fabrics.map(|fabric| fabric.pool().clone());
     for pool in &pools {
         assert_unused(pool);
     }
@@ -110,12 +110,12 @@ pub(crate) fn assert_unused(pool: &Pool) {
 }
 
 /// A connect from `host`, over the device of that host.
-pub(crate) fn call(from: &Engine, host: &Host, to: &Listener) -> Connecting {
+pub(crate) fn call(from: &Fabric, host: &Host, to: &Listener) -> Connecting {
     from.connect_with(to.local_addr(), &ConnectOptions::new().local(host.any_port()))
 }
 
 /// Opens a link from `a` on `host` to `b`: both ends.
-pub(crate) fn meet(a: &Engine, host: &Host, b: &Engine, listener: &mut Listener) -> [Link; 2] {
+pub(crate) fn meet(a: &Fabric, host: &Host, b: &Fabric, listener: &mut Listener) -> [Link; 2] {
     let calling = call(a, host, listener);
     let (a, b) = drive(&[a, b], async { join!(calling, listener.accept()) });
     [a.expect("connect"), b.expect("accept")]
@@ -133,8 +133,8 @@ impl Wake for Flag {
     }
 }
 
-/// Drives engines until a future is ready.
-pub(crate) fn drive<F: Future>(engines: &[&Engine], future: F) -> F::Output {
+/// Drives fabrics until a future is ready.
+pub(crate) fn drive<F: Future>(fabrics: &[&Fabric], future: F) -> F::Output {
     let flag = Arc::new(Flag(AtomicBool::new(true)));
     let waker = Waker::from(Arc::clone(&flag));
     let mut context = Context::from_waker(&waker);
@@ -146,40 +146,40 @@ pub(crate) fn drive<F: Future>(engines: &[&Engine], future: F) -> F::Output {
         {
             return output;
         }
-        if pass(engines) == 0 && Instant::now() > deadline {
+        if pass(fabrics) == 0 && Instant::now() > deadline {
             let ready = future.as_mut().poll(&mut context).is_ready();
             assert!(!ready, "a future was ready, and nobody woke it");
-            let stats: Vec<_> = engines.iter().map(|engine| engine.stats()).collect();
+            let stats: Vec<_> = fabrics.iter().map(|fabric| fabric.stats()).collect();
             panic!("a future was not ready in time: {stats:#?}");
         }
     }
 }
 
 /// One pass of each; yields if there was nothing to do: the lab's guest has few CPUs, and one of them plays the card.
-pub(crate) fn pass(engines: &[&Engine]) -> usize {
-    let done = engines.iter().map(|engine| engine.poll()).sum();
+pub(crate) fn pass(fabrics: &[&Fabric]) -> usize {
+    let done = fabrics.iter().map(|fabric| fabric.poll()).sum();
     if done == 0 {
         std::thread::yield_now();
     }
     done
 }
 
-/// Drives engines until something is so.
-pub(crate) fn until(engines: &[&Engine], what: &str, mut is_so: impl FnMut() -> bool) {
+/// Drives fabrics until something is so.
+pub(crate) fn until(fabrics: &[&Fabric], what: &str, mut is_so: impl FnMut() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !is_so() {
-        if pass(engines) == 0 && Instant::now() > deadline {
-            let stats: Vec<_> = engines.iter().map(|engine| engine.stats()).collect();
+        if pass(fabrics) == 0 && Instant::now() > deadline {
+            let stats: Vec<_> = fabrics.iter().map(|fabric| fabric.stats()).collect();
             panic!("not in time: {what}: {stats:#?}");
         }
     }
 }
 
-/// Drives engines for a while.
-pub(crate) fn run_for(engines: &[&Engine], time: Duration) {
+/// Drives fabrics for a while.
+pub(crate) fn run_for(fabrics: &[&Fabric], time: Duration) {
     let end = Instant::now() + time;
     while Instant::now() < end {
-        pass(engines);
+        pass(fabrics);
     }
 }
 
@@ -211,15 +211,15 @@ pub(crate) fn pattern_from(seed: u64, offset: usize, len: usize) -> Vec<u8> {
 }
 
 /// A buffer with these bytes.
-pub(crate) fn buffer(engine: &Engine, bytes: &[u8]) -> BufMut {
-    let mut buf = engine.buffer(bytes.len()).expect("memory");
+pub(crate) fn buffer(fabric: &Fabric, bytes: &[u8]) -> BufMut {
+    let mut buf = fabric.buffer(bytes.len()).expect("memory");
     buf.copy_from_slice(bytes);
     buf
 }
 
 /// The same, ready to be sent.
-pub(crate) fn filled(engine: &Engine, bytes: &[u8]) -> Buf {
-    buffer(engine, bytes).freeze()
+pub(crate) fn filled(fabric: &Fabric, bytes: &[u8]) -> Buf {
+    buffer(fabric, bytes).freeze()
 }
 
 /// The error of something that must fail.

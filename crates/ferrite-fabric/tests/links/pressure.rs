@@ -12,19 +12,19 @@ use super::{Fixture, KIB};
 pub(crate) fn nobody_takes(fixture: &Fixture) {
     let config = Config { window: 16, send_queue_messages: 100, ..Config::default() };
     let pair = Pair::with(fixture, &config);
-    let idle = pair.b.engine.stats().memory.receive.in_use_bytes;
+    let idle = pair.b.fabric.stats().memory.receive.in_use_bytes;
     let mut posted = 0_u64;
     let full = loop {
-        let buf = filled(&pair.a.engine, &pattern(posted, 1000));
+        let buf = filled(&pair.a.fabric, &pattern(posted, 1000));
         match pair.a.link.post(0, buf) {
             Ok(()) => posted += 1,
             Err((buf, error)) => {
                 assert_eq!(error.kind(), ErrorKind::Full, "{error}");
                 assert!(buf[..] == pattern(posted, 1000), "the buffer comes back as it was");
                 // What is on its way may still make room.
-                let before = pair.a.engine.stats().totals.send_ops;
+                let before = pair.a.fabric.stats().totals.send_ops;
                 pair.run_for(std::time::Duration::from_millis(20));
-                if pair.a.engine.stats().totals.send_ops == before {
+                if pair.a.fabric.stats().totals.send_ops == before {
                     break posted;
                 }
             }
@@ -32,7 +32,7 @@ pub(crate) fn nobody_takes(fixture: &Fixture) {
         assert!(posted <= 1000, "it takes without end");
     };
     assert_eq!(full, 16 + 100, "the peer's window, and what may wait");
-    let held = pair.b.engine.stats().memory.receive.in_use_bytes;
+    let held = pair.b.fabric.stats().memory.receive.in_use_bytes;
     assert!(held <= idle + 16 * 8192, "{held} bytes for a window of 16, {idle} when idle");
     assert_eq!(failed(pair.a.link.post_bytes(1, b"x"), "full").kind(), ErrorKind::Full);
     for number in 0..full {
@@ -49,7 +49,7 @@ pub(crate) fn bytes_that_wait_are_counted(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     let bytes = pattern(3, 100 * KIB);
     let mut posted = 0;
-    while pair.a.link.post(0, filled(&pair.a.engine, &bytes)).is_ok() {
+    while pair.a.link.post(0, filled(&pair.a.fabric, &bytes)).is_ok() {
         posted += 1;
         assert!(posted < 20, "it takes without end");
     }
@@ -78,7 +78,7 @@ pub(crate) fn window_of_two(fixture: &Fixture) {
             let send = async {
                 for number in 0..count {
                     let bytes = pattern(number, len(number));
-                    from.link.send(0, filled(&from.engine, &bytes)).await.expect("acknowledged");
+                    from.link.send(0, filled(&from.fabric, &bytes)).await.expect("acknowledged");
                 }
             };
             let receive = async {
@@ -103,7 +103,7 @@ pub(crate) fn smallest_segments(fixture: &Fixture) {
         let bytes = pattern(len as u64, len);
         for (from, to) in pair.directions() {
             let (sent, received) =
-                pair.drive(async { join!(from.link.send(9, filled(&from.engine, &bytes)), to.link.recv()) });
+                pair.drive(async { join!(from.link.send(9, filled(&from.fabric, &bytes)), to.link.recv()) });
             sent.expect("acknowledged");
             assert!(received.expect("a message").to_vec() == bytes, "{len} bytes");
         }
@@ -117,7 +117,7 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     let senders = 100 / fixture.slower.min(4);
     let sending = (0..senders).map(|number| {
-        let buf = filled(&pair.a.engine, &pattern(number as u64, 500));
+        let buf = filled(&pair.a.fabric, &pattern(number as u64, 500));
         pair.a.link.send((number % 8) as u16, buf)
     });
     let receiving = async {
@@ -130,7 +130,7 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
 
     // One that waits and is dropped was never sent.
     let mut sending: Vec<_> =
-        (0..20).map(|_| pair.a.link.send(0, filled(&pair.a.engine, &[1; 500]))).collect();
+        (0..20).map(|_| pair.a.link.send(0, filled(&pair.a.fabric, &[1; 500]))).collect();
     for future in &mut sending {
         once(future);
     }
@@ -177,7 +177,7 @@ pub(crate) fn many_small_parts(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     let most = pair.a.link.peer_hello().max_frames() as usize;
     assert_eq!(most, 2 * 32 + 16);
-    let crumb = filled(&pair.a.engine, b"crumb");
+    let crumb = filled(&pair.a.fabric, b"crumb");
     let parts = |count| std::iter::repeat_n(crumb.clone(), count).collect::<Vec<_>>();
     let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many");
     assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
@@ -205,7 +205,7 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
     let mut pair = Pair::with(fixture, &config);
     let pinned = |pair: &Pair| {
         [&pair.a, &pair.b].map(|end| {
-            let memory = end.engine.stats().memory;
+            let memory = end.fabric.stats().memory;
             assert!(memory.registered_bytes <= LIMIT as u64, "{memory:?}");
             memory.registered_bytes
         })
@@ -218,7 +218,7 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
         is_moving = false;
         for (links, posted) in links.iter().zip(&mut posted) {
             for (number, end) in [&pair.a, &pair.b].into_iter().enumerate() {
-                let Ok(mut buf) = end.engine.buffer(bytes.len()) else { continue };
+                let Ok(mut buf) = end.fabric.buffer(bytes.len()) else { continue };
                 buf.copy_from_slice(&bytes);
                 let is_sent = links[number].post(0, buf.freeze()).is_ok();
                 posted[number] += usize::from(is_sent);

@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::Purpose;
-use ferrite_fabric::{Config, Engine, ErrorKind, ListenOptions, Listener, Rdma};
+use ferrite_fabric::{Config, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::future::join_all;
 use futures_util::join;
@@ -24,14 +24,14 @@ fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
     (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
 }
 
-/// Receives that an engine has posted, that links took along, and the bytes of both.
-fn receives(engine: &Engine) -> (u64, u64, u64) {
-    let stats = engine.stats();
+/// Receives that a fabric has posted, that links took along, and the bytes of both.
+fn receives(fabric: &Fabric) -> (u64, u64, u64) {
+    let stats = fabric.stats();
     (stats.receives_posted, stats.receives_overdue, stats.memory.receive.in_use_bytes)
 }
 
 /// Clients that go on sending while the server ends their sessions, `together` at a time.
-fn flood(fixture: &Fixture, server: &Engine, client: &Engine, listener: &mut Listener, together: usize) {
+fn flood(fixture: &Fixture, server: &Fabric, client: &Fabric, listener: &mut Listener, together: usize) {
     let calls: Vec<_> = (0..together).map(|_| call(client, &fixture.hosts[1], listener)).collect();
     let accepting = async {
         let mut ours = Vec::new();
@@ -63,8 +63,8 @@ fn keeps_all_receives_when_clients_flood_sessions_that_end() {
     let (world, fixture) = world(|device| device.cleans_completions = true);
     // A pass takes few completions, so that some are left when a link is torn down.
     let config = Config { poll_batch: 1, recv_queue_depth: 256, window: 16, ..Config::default() };
-    let server = fixture.engine(&fixture.hosts[0], &config);
-    let client = fixture.engine(&fixture.hosts[1], &Config::default());
+    let server = fixture.fabric(&fixture.hosts[0], &config);
+    let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let before = receives(&server);
     assert_eq!(before.0, 256);
@@ -81,7 +81,7 @@ fn keeps_all_receives_when_clients_flood_sessions_that_end() {
 #[test]
 fn ends_links_on_devices_that_report_no_last_receive() {
     let (world, fixture) = world(|device| device.reports_last_receive = false);
-    let [server, client] = [0, 1].map(|host| fixture.engine(&fixture.hosts[host], &Config::default()));
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let before = receives(&server);
     let begun = Instant::now();
@@ -105,10 +105,10 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     assert_eq!(name, "fake1");
     assert!(error.to_string().contains("fake1 has 0 receives in a shared receive queue"), "{error}");
     let mut listener = server.listen(fixture.hosts[1].any_port()).expect("listen");
-    let client = fixture.engine(&fixture.hosts[1], &Config::default());
+    let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     flood(&fixture, &server, &client, &mut listener, 1);
     // By itself it is an error, and no panic.
-    let alone = Engine::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");
+    let alone = Fabric::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");
     assert_eq!(alone.kind(), ErrorKind::Absent, "{alone}");
     drop(listener);
     clear([server, client]);
@@ -121,9 +121,9 @@ fn leaves_out_devices_that_refuse_queues_or_memory() {
     for call in ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_srq", "ibv_reg_mr"] {
         let (world, fixture) = world(|_| {});
         world.fail_next(call, 12);
-        let engine = Engine::builder(fixture.verbs.as_ref().expect("a world")).build().expect(call);
-        assert_eq!((engine.devices().len(), engine.unused_devices().len()), (1, 1), "{call}");
-        clear([engine]);
+        let fabric = Fabric::builder(fixture.verbs.as_ref().expect("a world")).build().expect(call);
+        assert_eq!((fabric.devices().len(), fabric.unused_devices().len()), (1, 1), "{call}");
+        clear([fabric]);
         assert_eq!(world.objects(), Objects::default(), "{call}");
     }
 }
@@ -143,16 +143,16 @@ fn many(devices: u8) -> World {
 fn opens_only_the_device_that_has_the_address() {
     for devices in [1, 2, 4, 8] {
         let world = many(devices);
-        let builder = Engine::builder(&world.verbs()).config(server_config());
-        let engine = builder.serving("10.0.0.1".parse().expect("an address")).build().expect("an engine");
-        assert_eq!(engine.devices(), ["fake1"]);
-        let memory = engine.stats().memory;
+        let builder = Fabric::builder(&world.verbs()).config(server_config());
+        let fabric = builder.serving("10.0.0.1".parse().expect("an address")).build().expect("a fabric");
+        assert_eq!(fabric.devices(), ["fake1"]);
+        let memory = fabric.stats().memory;
         assert!(memory.registered_bytes <= 40 << 20, "{devices} devices: {memory:?}");
         assert_eq!(world.objects().contexts, 1);
-        clear([engine]);
+        clear([fabric]);
     }
     let world = many(2);
-    let builder = Engine::builder(&world.verbs()).rdma(Rdma::Require);
+    let builder = Fabric::builder(&world.verbs()).rdma(Rdma::Require);
     let error = builder.serving("10.0.0.9".parse().expect("an address")).build().expect_err("nobody's");
     assert!(error.to_string().contains("no RDMA device has the address 10.0.0.9"), "{error}");
 }
@@ -161,14 +161,14 @@ fn opens_only_the_device_that_has_the_address() {
 #[test]
 fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
     let world = many(2);
-    let engine = Engine::builder(&world.verbs()).device("fake2").build().expect("an engine");
+    let fabric = Fabric::builder(&world.verbs()).device("fake2").build().expect("a fabric");
     let required = ListenOptions::new().rdma(Rdma::Require);
-    let listen = |at: &str| engine.listen_with(at.parse().expect("an address"), &required);
+    let listen = |at: &str| fabric.listen_with(at.parse().expect("an address"), &required);
     let error = listen("10.0.0.1:0").expect_err("the address of fake1");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     assert!(error.to_string().contains("the device fake1, and only fake2 may be used"), "{error}");
     drop(listen("10.0.0.2:0").expect("the address of fake2"));
-    clear([engine]);
+    clear([fabric]);
 }
 
 /// M5: a module pinned 36, 136, 528 and 2,080 MiB on 1, 2, 4 and 8 devices, and went above its limit.
@@ -177,24 +177,24 @@ fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
     for devices in [1, 2, 4, 8] {
         let world = many(devices);
         let any = "0.0.0.0".parse().expect("an address");
-        let builder = Engine::builder(&world.verbs()).config(server_config());
-        let engine = builder.serving(any).build().expect("an engine");
-        assert_eq!(engine.devices().len(), usize::from(devices));
-        let idle = engine.stats().memory.registered_bytes;
+        let builder = Fabric::builder(&world.verbs()).config(server_config());
+        let fabric = builder.serving(any).build().expect("a fabric");
+        assert_eq!(fabric.devices().len(), usize::from(devices));
+        let idle = fabric.stats().memory.registered_bytes;
         assert!(idle <= u64::from(devices) * (40 << 20), "{devices} devices: {idle}");
         // Take all there is.
         let mut held = Vec::new();
         for purpose in Purpose::ALL {
-            while let Ok(buf) = engine.pool().take_uncharged(2 << 20, purpose) {
+            while let Ok(buf) = fabric.pool().take_uncharged(2 << 20, purpose) {
                 held.push(buf);
             }
         }
-        let memory = engine.stats().memory;
+        let memory = fabric.stats().memory;
         assert!(memory.registered_bytes <= 1 << 30, "{devices} devices: {memory:?}");
         assert!(memory.registered_bytes > 900 << 20, "{devices} devices: {memory:?}");
         assert!(memory.registered_max_bytes <= 1 << 30, "{devices} devices: {memory:?}");
         drop(held);
-        clear([engine]);
+        clear([fabric]);
     }
 }
 
@@ -208,7 +208,7 @@ fn server_config() -> Config {
 #[test]
 fn lets_go_of_a_device_that_the_kernel_took_away_and_sleeps() {
     let (world, fixture) = world(|_| {});
-    let [server, client] = [0, 1].map(|host| fixture.engine(&fixture.hosts[host], &Config::default()));
+    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let [there, here] = meet(&client, &fixture.hosts[1], &server, &mut listener);
     there.post_bytes(0, b"on its way").expect("room");
@@ -239,7 +239,7 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
     for bytes in [16, 4096] {
         let (world, fixture) = world(|_| {});
         let config = Config { inline_threshold: 64, ..Config::default() };
-        let [server, client] = [0, 1].map(|host| fixture.engine(&fixture.hosts[host], &config));
+        let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
         let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
         let [there, here] = meet(&client, &fixture.hosts[1], &server, &mut listener);
         world.fail_next_doorbell(5);
@@ -264,8 +264,8 @@ fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     scene.is_well(&guest);
     world.fail_next_doorbell(5);
     let other = guest.expose();
-    until(&scene.engines(), "the connection has ended", || scene.engines[1].stats().links == 0);
-    assert_eq!(scene.engines[1].stats().totals.stale_completions, 0, "the request was in flight");
+    until(&scene.fabrics(), "the connection has ended", || scene.fabrics[1].stats().links == 0);
+    assert_eq!(scene.fabrics[1].stats().totals.stale_completions, 0, "the request was in flight");
     drop(other);
     scene.end(vec![guest]);
     drop(fixture);

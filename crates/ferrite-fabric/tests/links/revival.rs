@@ -1,9 +1,9 @@
-//! What only the fake can do at will: devices that are pulled out come back, and the engines that had them go on.
+//! What only the fake can do at will: devices that are pulled out come back, and the fabrics that had them go on.
 
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, ConnectOptions, Engine, ErrorKind, Link, Listener};
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::join;
 
@@ -17,42 +17,42 @@ fn add(world: &World, host: &Host) {
     world.add_device(DeviceSpec::new(&host.device, host.ip));
 }
 
-/// Removes a device; the engine has let go of everything on it.
-fn pull(world: &World, host: &Host, engine: &Engine, others: &[&Engine]) {
-    let (lost, before) = (engine.stats().devices_lost, world.objects());
+/// Removes a device; the fabric has let go of everything on it.
+fn pull(world: &World, host: &Host, fabric: &Fabric, others: &[&Fabric]) {
+    let (lost, before) = (fabric.stats().devices_lost, world.objects());
     world.remove_device(&host.device);
-    let engines: Vec<&Engine> = others.iter().copied().chain([engine]).collect();
-    until(&engines, "the device is gone", || engine.stats().devices_lost > lost);
-    until(&engines, "it is let go of", || world.objects().contexts < before.contexts);
-    let missing = engine.missing_devices();
+    let fabrics: Vec<&Fabric> = others.iter().copied().chain([fabric]).collect();
+    until(&fabrics, "the device is gone", || fabric.stats().devices_lost > lost);
+    until(&fabrics, "it is let go of", || world.objects().contexts < before.contexts);
+    let missing = fabric.missing_devices();
     assert_eq!(missing.len(), 1);
     assert_eq!(missing[0].kind(), ErrorKind::DeviceGone);
 }
 
-/// Adds it again; the engine has found it.
-fn put_back(world: &World, host: &Host, engine: &Engine) {
-    let back = engine.stats().devices_back;
+/// Adds it again; the fabric has found it.
+fn put_back(world: &World, host: &Host, fabric: &Fabric) {
+    let back = fabric.stats().devices_back;
     add(world, host);
-    until(&[engine], "the device is back", || engine.stats().devices_back > back);
-    assert!(engine.missing_devices().is_empty());
+    until(&[fabric], "the device is back", || fabric.stats().devices_back > back);
+    assert!(fabric.missing_devices().is_empty());
 }
 
 /// Messages of several sizes both ways, and a read of memory that is registered now.
-fn talk(engines: [&Engine; 2], links: [&Link; 2]) {
+fn talk(fabrics: [&Fabric; 2], links: [&Link; 2]) {
     for (from, to) in [(0, 1), (1, 0)] {
         for len in [10, 3 * KIB, 60 * KIB] {
             let bytes = pattern(len as u64, len);
-            let sending = links[from].send(0, filled(engines[from], &bytes));
-            let (sent, got) = drive(&engines, async { join!(sending, links[to].recv()) });
+            let sending = links[from].send(0, filled(fabrics[from], &bytes));
+            let (sent, got) = drive(&fabrics, async { join!(sending, links[to].recv()) });
             sent.expect("sent");
             assert_eq!(got.expect("a message").to_vec(), bytes);
         }
         let region =
-            links[to].register_memory(buffer(engines[to], &[7; 1000]), Rights::READ).expect("a region");
+            links[to].register_memory(buffer(fabrics[to], &[7; 1000]), Rights::READ).expect("a region");
         let token = region.grant(links[to]);
-        let reading = links[from].rdma_read(&token, 100, engines[from].buffer(8).expect("memory"));
-        assert_eq!(&drive(&engines, reading.expect("room")).expect("read")[..], [7; 8]);
-        drive(&engines, region.revoke()).expect("revoked");
+        let reading = links[from].rdma_read(&token, 100, fabrics[from].buffer(8).expect("memory"));
+        assert_eq!(&drive(&fabrics, reading.expect("room")).expect("read")[..], [7; 8]);
+        drive(&fabrics, region.revoke()).expect("revoked");
     }
 }
 
@@ -62,38 +62,38 @@ fn own_device() {
     run(|world, fixture| {
         let a_host = &fixture.hosts[1];
         let Pair { a, b, mut listener } = Pair::new(fixture);
-        let (engines, mut links) = ([&a.engine, &b.engine], [a.link, b.link]);
-        let kept = filled(&a.engine, b"from before");
-        talk(engines, [&links[0], &links[1]]); // the pools grow
+        let (fabrics, mut links) = ([&a.fabric, &b.fabric], [a.link, b.link]);
+        let kept = filled(&a.fabric, b"from before");
+        talk(fabrics, [&links[0], &links[1]]); // the pools grow
         let everything = world.objects();
         for round in 1..=3 {
-            talk(engines, [&links[0], &links[1]]);
+            talk(fabrics, [&links[0], &links[1]]);
             let region =
-                links[0].register_memory(buffer(&a.engine, &[1; 100]), Rights::READ).expect("a region");
-            pull(world, a_host, &a.engine, &[&b.engine]);
-            let error = failed(drive(&engines, links[0].ended()), "its device is gone");
+                links[0].register_memory(buffer(&a.fabric, &[1; 100]), Rights::READ).expect("a region");
+            pull(world, a_host, &a.fabric, &[&b.fabric]);
+            let error = failed(drive(&fabrics, links[0].ended()), "its device is gone");
             assert_told(&error, &[ErrorKind::DeviceGone]);
             assert!(!region.is_live());
-            let buf = drive(&engines, region.revoke()).expect("the buffer");
+            let buf = drive(&fabrics, region.revoke()).expect("the buffer");
             let (_, error) = links[0].register_memory(buf, Rights::READ).expect_err("there is no device");
             assert_told(&error, &[ErrorKind::DeviceGone]);
-            failed(drive(&engines, call(&a.engine, a_host, &listener)), "there is no device");
-            put_back(world, a_host, &a.engine);
-            links = meet(&a.engine, a_host, &b.engine, &mut listener);
-            until(&engines, "the old links are gone", || {
-                engines.iter().all(|engine| engine.stats().links == 1)
+            failed(drive(&fabrics, call(&a.fabric, a_host, &listener)), "there is no device");
+            put_back(world, a_host, &a.fabric);
+            links = meet(&a.fabric, a_host, &b.fabric, &mut listener);
+            until(&fabrics, "the old links are gone", || {
+                fabrics.iter().all(|fabric| fabric.stats().links == 1)
             });
             links[0].post(0, kept.clone()).expect("room");
-            assert_eq!(drive(&engines, links[1].recv()).expect("a message").to_vec(), b"from before");
+            assert_eq!(drive(&fabrics, links[1].recv()).expect("a message").to_vec(), b"from before");
             assert_eq!(world.objects(), everything, "as before");
-            let stats = a.engine.stats();
+            let stats = a.fabric.stats();
             assert_eq!((stats.devices_lost, stats.devices_back), (round, round));
             assert!(stats.receives_posted > 0);
         }
-        assert_eq!(b.engine.stats().devices_lost, 0);
-        talk(engines, [&links[0], &links[1]]);
+        assert_eq!(b.fabric.stats().devices_lost, 0);
+        talk(fabrics, [&links[0], &links[1]]);
         drop((links, listener, kept));
-        clear([a.engine, b.engine]);
+        clear([a.fabric, b.fabric]);
     });
 }
 
@@ -102,7 +102,7 @@ fn own_device() {
 fn device_of_listeners() {
     run(|world, fixture| {
         let [b_host, a_host] = &fixture.hosts;
-        let [a, b] = [a_host, b_host].map(|host| fixture.engine(host, &Config::default()));
+        let [a, b] = [a_host, b_host].map(|host| fixture.fabric(host, &Config::default()));
         let mut everywhere = b.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
         let meet_there = |everywhere: &mut Listener| {
             let target = std::net::SocketAddr::new(b_host.ip, everywhere.local_addr().port());
@@ -134,20 +134,20 @@ fn device_of_listeners() {
 fn one_of_two_devices() {
     run(|world, fixture| {
         let [host, idle] = &fixture.hosts;
-        let engine = fixture.builder().build().expect("an engine");
-        let mut listener = engine.listen(host.any_port()).expect("listen");
-        let [there, here] = meet(&engine, host, &engine, &mut listener);
+        let fabric = fixture.builder().build().expect("a fabric");
+        let mut listener = fabric.listen(host.any_port()).expect("listen");
+        let [there, here] = meet(&fabric, host, &fabric, &mut listener);
         for _ in 0..2 {
-            pull(world, idle, &engine, &[]);
-            talk([&engine, &engine], [&there, &here]);
-            put_back(world, idle, &engine);
-            let on_idle = meet(&engine, idle, &engine, &mut listener);
+            pull(world, idle, &fabric, &[]);
+            talk([&fabric, &fabric], [&there, &here]);
+            put_back(world, idle, &fabric);
+            let on_idle = meet(&fabric, idle, &fabric, &mut listener);
             assert_eq!(on_idle[0].device().as_ref(), Some(&idle.device));
-            talk([&engine, &engine], [&on_idle[0], &on_idle[1]]);
+            talk([&fabric, &fabric], [&on_idle[0], &on_idle[1]]);
         }
-        talk([&engine, &engine], [&there, &here]);
+        talk([&fabric, &fabric], [&there, &here]);
         drop((there, here, listener));
-        clear([engine]);
+        clear([fabric]);
     });
 }
 
@@ -170,74 +170,74 @@ fn by_and_by() {
     ];
     let worlds = CALLS.map(|(call, errno)| {
         let (world, fixture) = crate::world();
-        let engine = fixture.engine(&fixture.hosts[0], &Config::default());
-        let listener = engine.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
-        pull(&world, &fixture.hosts[0], &engine, &[]);
+        let fabric = fixture.fabric(&fixture.hosts[0], &Config::default());
+        let listener = fabric.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
+        pull(&world, &fixture.hosts[0], &fabric, &[]);
         let held = world.objects();
         // The device has two addresses: an identifier is tried on each.
         let times = if call.starts_with("rdma") { 2 } else { 1 };
         (0..times).for_each(|_| world.fail_next(call, errno));
         add(&world, &fixture.hosts[0]);
-        (call, world, fixture, engine, listener, held)
+        (call, world, fixture, fabric, listener, held)
     });
-    let engines: Vec<&Engine> = worlds.iter().map(|(_, _, _, engine, ..)| engine).collect();
-    let reason = |engine: &Engine| engine.missing_devices()[0].to_string();
-    for (call, world, _, engine, _, held) in &worlds {
-        until(&engines, "it was looked for", || reason(engine).contains("not back"));
-        let told = reason(engine);
+    let fabrics: Vec<&Fabric> = worlds.iter().map(|(_, _, _, fabric, ..)| fabric).collect();
+    let reason = |fabric: &Fabric| fabric.missing_devices()[0].to_string();
+    for (call, world, _, fabric, _, held) in &worlds {
+        until(&fabrics, "it was looked for", || reason(fabric).contains("not back"));
+        let told = reason(fabric);
         let word = if call.contains("gid") || call.starts_with("rdma") { "address" } else { call };
         assert!(told.contains(word), "{call}: {told}");
         assert_eq!(world.objects(), *held, "{call}: nothing is left of the try");
     }
-    for (.., engine, _, _) in &worlds {
-        until(&engines, "it is back", || engine.stats().devices_back == 1);
+    for (.., fabric, _, _) in &worlds {
+        until(&fabrics, "it is back", || fabric.stats().devices_back == 1);
     }
-    for (_, world, fixture, engine, mut listener, _) in worlds {
+    for (_, world, fixture, fabric, mut listener, _) in worlds {
         let target = std::net::SocketAddr::new(fixture.hosts[0].ip, listener.local_addr().port());
-        let calling = engine.connect_with(target, &ConnectOptions::new().local(fixture.hosts[0].any_port()));
-        let (there, here) = drive(&[&engine], async { join!(calling, listener.accept()) });
+        let calling = fabric.connect_with(target, &ConnectOptions::new().local(fixture.hosts[0].any_port()));
+        let (there, here) = drive(&[&fabric], async { join!(calling, listener.accept()) });
         let links = [there.expect("connect"), here.expect("accept")];
-        talk([&engine, &engine], [&links[0], &links[1]]);
+        talk([&fabric, &fabric], [&links[0], &links[1]]);
         drop((links, listener));
-        clear([engine]);
+        clear([fabric]);
         drop(fixture);
         assert_eq!(world.objects(), Objects::default());
     }
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-/// A port that is down is not usable; an engine that ends meanwhile leaves nothing.
+/// A port that is down is not usable; a fabric that ends meanwhile leaves nothing.
 #[test]
 fn port_down_at_first() {
     run(|world, fixture| {
         let host = &fixture.hosts[0];
-        let [engine, ends] = [0, 1].map(|_| fixture.engine(host, &Config::default()));
-        let listener = engine.listen(host.any_port()).expect("listen");
+        let [fabric, ends] = [0, 1].map(|_| fixture.fabric(host, &Config::default()));
+        let listener = fabric.listen(host.any_port()).expect("listen");
         world.remove_device(&host.device);
-        until(&[&engine, &ends], "both hear of it", || {
-            [&engine, &ends].iter().all(|engine| engine.stats().devices_lost == 1)
+        until(&[&fabric, &ends], "both hear of it", || {
+            [&fabric, &ends].iter().all(|fabric| fabric.stats().devices_lost == 1)
         });
         drop(listener);
         add(world, host);
         world.device_down(&host.device);
-        let told = || engine.missing_devices()[0].to_string();
-        until(&[&engine], "it was looked for", || told().contains("not back"));
+        let told = || fabric.missing_devices()[0].to_string();
+        until(&[&fabric], "it was looked for", || told().contains("not back"));
         assert!(told().contains("fake1"), "{}", told());
         drop(ends);
         world.device_up(&host.device);
-        until(&[&engine], "it is back", || engine.stats().devices_back == 1);
-        clear([engine]);
+        until(&[&fabric], "it is back", || fabric.stats().devices_back == 1);
+        clear([fabric]);
     });
 }
 
-/// A device goes again at any moment of its return, while a thread drives the engine.
+/// A device goes again at any moment of its return, while a thread drives the fabric.
 #[test]
 fn comes_and_goes() {
     run(|world, fixture| {
         let host = &fixture.hosts[0];
-        let engine = fixture.engine(host, &Config::default());
-        let mut listener = engine.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
-        let driver = engine.spawn_thread().expect("a thread");
+        let fabric = fixture.fabric(host, &Config::default());
+        let mut listener = fabric.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
+        let driver = fabric.spawn_thread().expect("a thread");
         for pause in (0..8).map(|step| 990 + 5 * step) {
             world.remove_device(&host.device);
             add(world, host);
@@ -245,18 +245,18 @@ fn comes_and_goes() {
         }
         // Each look may have missed it: the last begins a second after the last removal was heard.
         let deadline = Instant::now() + PATIENCE;
-        while !engine.missing_devices().is_empty() {
-            assert!(Instant::now() < deadline, "{:?}", engine.missing_devices());
+        while !fabric.missing_devices().is_empty() {
+            assert!(Instant::now() < deadline, "{:?}", fabric.missing_devices());
             std::thread::sleep(Duration::from_millis(5));
         }
         let target = std::net::SocketAddr::new(host.ip, listener.local_addr().port());
-        let calling = engine.connect_with(target, &ConnectOptions::new().local(host.any_port()));
-        let (there, here) = engine.block_on(async { join!(calling, listener.accept()) });
+        let calling = fabric.connect_with(target, &ConnectOptions::new().local(host.any_port()));
+        let (there, here) = fabric.block_on(async { join!(calling, listener.accept()) });
         let links = [there.expect("connect"), here.expect("accept")];
-        talk([&engine, &engine], [&links[0], &links[1]]);
+        talk([&fabric, &fabric], [&links[0], &links[1]]);
         drop((links, listener));
-        let pool = engine.pool().clone();
-        drop(engine);
+        let pool = fabric.pool().clone();
+        drop(fabric);
         driver.join().expect("it ends");
         assert_unused(&pool);
     });

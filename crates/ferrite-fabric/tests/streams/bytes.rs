@@ -28,7 +28,7 @@ pub(crate) async fn of_every_size(scene: Scene) {
 pub(crate) async fn random_sizes(scene: Scene) {
     for seed in 1..=4 {
         let total = 4 * MIB / scene.slower;
-        let Pair { mut a, mut b, engines } = scene.pair().await;
+        let Pair { mut a, mut b, fabrics } = scene.pair().await;
         let writing = tokio::spawn(async move {
             let (mut random, mut at) = (Random::new(seed), 0);
             while at < total {
@@ -51,20 +51,20 @@ pub(crate) async fn random_sizes(scene: Scene) {
         }
         assert_eq!(at, total, "seed {seed}");
         drop((writing.await.expect("the writer"), b));
-        engines.clear().await;
+        fabrics.clear().await;
     }
 }
 
-/// From memory of the engine's, bytes and such pieces by turns.
+/// From memory of the fabric's, bytes and such pieces by turns.
 pub(crate) async fn from_where_it_lies(scene: Scene) {
     let mut pair = scene.pair().await;
     let total = 2 * MIB / scene.slower;
-    let Pair { a, b, engines } = &mut pair;
+    let Pair { a, b, fabrics } = &mut pair;
     let writing = async {
         let (mut random, mut at) = (Random::new(7), 0);
         while at < total {
             let len = random.length(200 * KIB).min(total - at);
-            let mut buf = engines.of_caller().buffer(len).expect("a buffer");
+            let mut buf = fabrics.of_caller().buffer(len).expect("a buffer");
             buf.copy_from_slice(&pattern(at, len));
             let mut rest = buf.freeze();
             while !rest.is_empty() {
@@ -82,7 +82,7 @@ pub(crate) async fn from_where_it_lies(scene: Scene) {
     let (written, count) = futures_util::join!(writing, b.read_to_end(&mut read));
     assert_eq!(count.expect("to read"), written);
     assert!(read == pattern(0, written));
-    let buf = engines.of_caller().buffer(1).expect("a buffer").freeze();
+    let buf = fabrics.of_caller().buffer(1).expect("a buffer").freeze();
     let late = poll_fn(|cx| pair.a.poll_write_buf(cx, &buf)).await;
     assert_eq!(late.map_err(|error| error.kind()), Err(ErrorKind::BrokenPipe), "it was shut down");
     drop(buf);

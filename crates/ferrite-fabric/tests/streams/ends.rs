@@ -35,7 +35,7 @@ pub(crate) async fn half_close_both_ways(scene: Scene) {
 }
 
 pub(crate) async fn dropped_stream_delivers(scene: Scene) {
-    let Pair { mut a, mut b, engines } = scene.pair().await;
+    let Pair { mut a, mut b, fabrics } = scene.pair().await;
     let bytes = pattern(0, 2 * MIB / scene.slower);
     a.write_all(&bytes).await.expect("to write"); // the queue takes it all
     drop(a);
@@ -43,11 +43,11 @@ pub(crate) async fn dropped_stream_delivers(scene: Scene) {
     b.read_to_end(&mut read).await.expect("all, then the end");
     assert!(read == bytes, "{} of {} bytes", read.len(), bytes.len());
     drop(b);
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 pub(crate) async fn dropped_write_half(scene: Scene) {
-    let Pair { a, mut b, engines } = scene.pair().await;
+    let Pair { a, mut b, fabrics } = scene.pair().await;
     let (mut reading, mut writing) = a.into_split();
     writing.write_all(b"that is all").await.expect("to write");
     drop(writing);
@@ -57,11 +57,11 @@ pub(crate) async fn dropped_write_half(scene: Scene) {
     b.write_all(b"answer").await.expect("the other direction is open");
     assert_eq!(reading.read_bytes().await.expect("to read"), "answer");
     drop((reading, b));
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 pub(crate) async fn dropped_read_half(scene: Scene) {
-    let Pair { a, mut b, engines } = scene.pair().await;
+    let Pair { a, mut b, fabrics } = scene.pair().await;
     let (reading, mut writing) = a.into_split();
     drop(reading);
     writing.write_all(b"still here").await.expect("to write");
@@ -70,12 +70,12 @@ pub(crate) async fn dropped_read_half(scene: Scene) {
     b.read_to_end(&mut read).await.expect("to read");
     assert_eq!(read, b"still here");
     drop((writing, b));
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 pub(crate) async fn reunited(scene: Scene) {
-    let Pair { a, mut b, engines } = scene.pair().await;
-    let [other, other_end] = engines.meet().await;
+    let Pair { a, mut b, fabrics } = scene.pair().await;
+    let [other, other_end] = fabrics.meet().await;
     let (reading, writing) = a.into_split();
     let (other_reading, other_writing) = other.into_split();
     let wrong = reading.reunite(other_writing).expect_err("halves of two streams");
@@ -84,7 +84,7 @@ pub(crate) async fn reunited(scene: Scene) {
     a.write_all(b"whole").await.expect("not shut down by that");
     assert_eq!(b.read_bytes().await.expect("to read"), "whole");
     drop((a, b, other_reading, other_writing, other_end));
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 /// The error of ours that is inside.
@@ -124,7 +124,7 @@ pub(crate) async fn writing_after_the_end(scene: Scene) {
 
 /// A writer that waits is told when the peer leaves.
 pub(crate) async fn writing_to_nobody(scene: Scene) {
-    let Pair { mut a, mut b, engines } = scene.pair().await;
+    let Pair { mut a, mut b, fabrics } = scene.pair().await;
     let writing = tokio::spawn(async move {
         let bytes = vec![1; 64 * KIB];
         loop {
@@ -137,16 +137,16 @@ pub(crate) async fn writing_to_nobody(scene: Scene) {
     drop(b);
     let error = writing.await.expect("the writer");
     assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error:?}");
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 pub(crate) async fn nobody_listens(scene: Scene) {
-    let Pair { a, b, engines } = scene.pair().await;
+    let Pair { a, b, fabrics } = scene.pair().await;
     let mut there = b.local_addr().expect("an address");
     assert_eq!(a.peer_addr().expect("an address"), there);
     there.set_port(there.port() ^ 1);
-    let error = engines.call_at(there).await.expect_err("nobody");
+    let error = fabrics.call_at(there).await.expect_err("nobody");
     assert_eq!((error.kind(), ours(&error)), (ErrorKind::ConnectionRefused, Kind::Refused), "{error:?}");
     drop((a, b));
-    engines.clear().await;
+    fabrics.clear().await;
 }

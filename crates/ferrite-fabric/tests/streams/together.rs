@@ -21,32 +21,32 @@ async fn exchange(stream: Stream, total: usize, from: usize) {
 }
 
 pub(crate) async fn both_ways_at_once(scene: Scene) {
-    let Pair { a, b, engines } = scene.pair().await;
+    let Pair { a, b, fabrics } = scene.pair().await;
     let total = 4 * MIB / scene.slower;
     futures_util::join!(exchange(a, total, 7), exchange(b, total, 7));
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 pub(crate) async fn many_streams(scene: Scene) {
-    let engines = scene.engines(&Config::default());
+    let fabrics = scene.fabrics(&Config::default());
     let mut tasks = Vec::new();
     for from in 0..50 / scene.slower.min(5) {
         let total = (1 + from % 7) * 30 * KIB;
-        for stream in engines.meet().await {
+        for stream in fabrics.meet().await {
             tasks.push(tokio::spawn(exchange(stream, total, from)));
         }
     }
     for task in tasks {
         task.await.expect("its bytes");
     }
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
 /// `copy_bidirectional` in the middle of two streams: both ends talk and end through it.
 pub(crate) async fn relay(scene: Scene) {
-    let engines = scene.engines(&Config::default());
-    let [client, mut inner] = engines.meet().await;
-    let [mut outer, server] = engines.meet().await;
+    let fabrics = scene.fabrics(&Config::default());
+    let [client, mut inner] = fabrics.meet().await;
+    let [mut outer, server] = fabrics.meet().await;
     let total = 2 * MIB / scene.slower;
     let relay = tokio::spawn(async move { tokio::io::copy_bidirectional(&mut inner, &mut outer).await });
     let serving = tokio::spawn(async move {
@@ -57,19 +57,19 @@ pub(crate) async fn relay(scene: Scene) {
     let total = total as u64;
     assert_eq!(relay.await.expect("the relay").expect("in good order"), (total, total));
     assert_eq!(serving.await.expect("the server"), total);
-    engines.clear().await;
+    fabrics.clear().await;
 }
 
-/// One thread for the engines, the client and the server: nobody may starve another.
+/// One thread for the fabrics, the client and the server: nobody may starve another.
 pub(crate) async fn on_one_thread(scene: Scene) {
     let (done, finished) = std::sync::mpsc::channel();
     let thread = std::thread::spawn(move || {
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
-            let Pair { a, b, engines } = scene.pair().await;
+            let Pair { a, b, fabrics } = scene.pair().await;
             let total = MIB / scene.slower;
             futures_util::join!(exchange(a, total, 9), exchange(b, total, 9));
-            engines.clear().await;
+            fabrics.clear().await;
         });
         let _ = done.send(());
     });

@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrite_fabric::wire::{Features, Frame, GREETING_BYTES, Greeting, Hello, Parcel, ParcelKind};
+use ferrite_fabric::wire::{Features, Frame, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::watch;
@@ -203,14 +203,14 @@ fn unfinished(theirs: &Hello) -> Vec<u8> {
     let len = theirs.segment_bytes;
     let frames = theirs.max_message_bytes.saturating_sub(1) / u64::from(len);
     let imm = Frame { control: false, more: true, channel: 0, consumed: 0 }.to_imm();
-    let parcel = Parcel { kind: ParcelKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
-    let frame = [&parcel.encode()[..], &vec![7; len as usize]].concat();
+    let tcp_frame = TcpFrame { kind: TcpFrameKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
+    let frame = [&tcp_frame.encode()[..], &vec![7; len as usize]].concat();
     frame.repeat(frames.min(theirs.window.into()) as usize)
 }
 
 async fn send_resumes(target: SocketAddr, number: usize) {
     let Ok((mut socket, _)) = greet(target, number).await else { return };
-    let resume = Parcel { kind: ParcelKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+    let resume = TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
     // The other side hangs up at the first of them.
     let _ = socket.write_all(&resume.encode().repeat(RESUMES_PER_LINK)).await;
 }

@@ -73,7 +73,7 @@ const KEYS: &[&str] =
 const CHANNELS: &[&str] = &["ch1", "ch2", "news", "low:ch"];
 pub(crate) const PASSWORDS: &[(&str, &str)] =
     &[("admin", "right"), ("low", "p"), ("reader", "r"), ("default", "pw"), ("nobody", "x")];
-/// Around the sizes at which the module treats values differently.
+/// EngineHandle the sizes at which the module treats values differently.
 const SIZES: &[usize] = &[
     0,
     1,

@@ -315,8 +315,8 @@ impl Client {
             Way::FerriteOrTcp => Box::new(world.yielding.connect(address).await?),
             Way::Valkey => {
                 let options = ConnectOptions::new().local(world.local);
-                let bare = world.fabric.connect_bare(address, &options).await?;
-                Box::new(ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default())?)
+                let raw = world.fabric.connect_raw(address, &options).await?;
+                Box::new(ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default())?)
             }
             Way::Tcp => {
                 let stream = TcpStream::connect(world.tcp[self.engine]).await?;

@@ -9,7 +9,7 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use ferrite_fabric::mem::{Buf, Purpose};
-use ferrite_fabric::{Arrival, Bare, ConnectOptions, Engine, ErrorKind};
+use ferrite_fabric::{Arrival, ConnectOptions, ErrorKind, Fabric, RawConnection};
 use ferrite_proto::resp::encode_command;
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration, Role};
 use ferrite_session::{Connector, ValkeyConfig, ValkeyStream};
@@ -66,9 +66,9 @@ fn noise(random: &mut Random, most: u64) -> Vec<u8> {
     (0..random.below(most)).map(|_| random.below(256) as u8).collect()
 }
 
-async fn bare(world: &World, engine: usize, local: SocketAddr) -> Option<Bare> {
+async fn raw(world: &World, engine: usize, local: SocketAddr) -> Option<RawConnection> {
     let options = ConnectOptions::new().local(local);
-    let connected = timeout(LIMIT, world.fabric.connect_bare(world.rdma[engine], &options)).await.ok()?;
+    let connected = timeout(LIMIT, world.fabric.connect_raw(world.rdma[engine], &options)).await.ok()?;
     let is_refused = connected.as_ref().is_err_and(|error| error.kind() == ErrorKind::Refused);
     if is_refused && local != world.local {
         world.turned_away.fetch_add(1, Ordering::Relaxed);
@@ -80,10 +80,10 @@ async fn bare(world: &World, engine: usize, local: SocketAddr) -> Option<Bare> {
 pub(crate) async fn break_rules(world: &World, random: &mut Random) {
     let (engine, local) = (random.below(2) as usize, next_address(world));
     for _ in 0..AT_A_TIME {
-        let Some(bare) = bare(world, engine, local).await else { continue };
+        let Some(raw) = raw(world, engine, local).await else { continue };
         let offered = async {
             loop {
-                match bare.arrival().await.ok()? {
+                match raw.arrival().await.ok()? {
                     Arrival::Message(said) => {
                         if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&said) {
                             return Some(window);
@@ -95,35 +95,34 @@ pub(crate) async fn break_rules(world: &World, random: &mut Random) {
         };
         let Ok(Some(window)) = timeout(LIMIT, offered).await else { continue };
         for _ in 0..1 + random.below(30) {
-            misdeed(&bare, window, random);
+            misdeed(&raw, window, random);
         }
         if random.below(2) == 0 {
             // Until the other side has had enough, or is not impressed.
-            let _ =
-                timeout(Duration::from_millis(300), async { while bare.arrival().await.is_ok() {} }).await;
+            let _ = timeout(Duration::from_millis(300), async { while raw.arrival().await.is_ok() {} }).await;
         }
     }
 }
 
-fn misdeed(bare: &Bare, window: Registration, random: &mut Random) {
+fn misdeed(raw: &RawConnection, window: Registration, random: &mut Random) {
     let buf = |bytes: &[u8]| -> Option<Buf> {
-        let mut buf = bare.pool().take_uncharged(bytes.len().max(1), Purpose::Send).ok()?;
+        let mut buf = raw.pool().take_uncharged(bytes.len().max(1), Purpose::Send).ok()?;
         buf.fill(0);
         buf[..bytes.len()].copy_from_slice(bytes);
         Some(buf.freeze())
     };
     match random.below(6) {
-        0 => drop(bare.send_message(&noise(random, MESSAGE_BYTES as u64 * 2))),
+        0 => drop(raw.send_message(&noise(random, MESSAGE_BYTES as u64 * 2))),
         1 => {
             let mut message = vec![0; MESSAGE_BYTES];
             message.iter_mut().for_each(|byte| *byte = random.below(256) as u8);
             message[..2].copy_from_slice(&(random.below(6) as u16).to_be_bytes());
-            drop(bare.send_message(&message));
+            drop(raw.send_message(&message));
         }
         2 => {
             let [addr, length, rkey] = [(); 3].map(|()| random.below(1 << 31));
             let registration = Registration { addr, length: length as u32, rkey: rkey as u32 };
-            drop(bare.send_message(&Message::RegisterXferMemory(registration).encode()));
+            drop(raw.send_message(&Message::RegisterXferMemory(registration).encode()));
         }
         kind => {
             let bytes = if kind == 3 { b"*1\r\n$4\r\nPING\r\n".to_vec() } else { noise(random, 2000) };
@@ -131,7 +130,7 @@ fn misdeed(bare: &Bare, window: Registration, random: &mut Random) {
             let offset = if random.below(3) == 0 { random.below(u64::from(window.length) * 2) } else { 0 };
             let key = if random.below(8) == 0 { window.rkey ^ 0x100 } else { window.rkey };
             let told = if random.below(4) == 0 { random.below(1 << 32) } else { bytes.len() as u64 };
-            let _ = bare.write(buf, window.addr.wrapping_add(offset), key, told as u32);
+            let _ = raw.write(buf, window.addr.wrapping_add(offset), key, told as u32);
         }
     }
 }
@@ -164,8 +163,8 @@ async fn open(world: &World, engine: usize, way: u64) -> Option<Box<dyn Both>> {
     Some(match way {
         0 => Box::new(timeout(LIMIT, world.connector.connect(address)).await.ok()?.ok()?),
         1 => {
-            let bare = bare(world, engine, world.local).await?;
-            Box::new(ValkeyStream::new(bare, Role::Client, &ValkeyConfig::default()).ok()?)
+            let raw = raw(world, engine, world.local).await?;
+            Box::new(ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default()).ok()?)
         }
         // The module's port over TCP, where a peer's greeting is expected as well.
         2 => Box::new(timeout(LIMIT, TcpStream::connect(address)).await.ok()?.ok()?),
@@ -220,7 +219,7 @@ fn nonsense(random: &mut Random) -> Vec<u8> {
 }
 
 /// Commands, and never an end.
-pub(crate) async fn ask_until_killed(fabric: Engine, address: SocketAddr) {
+pub(crate) async fn ask_until_killed(fabric: Fabric, address: SocketAddr) {
     let local = "10.0.0.2:0".parse().expect("an address");
     let Ok(mut session) = Connector::new(&fabric).local(local).connect(address).await else { return };
     let value = "v".repeat(30_000);

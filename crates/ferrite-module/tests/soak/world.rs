@@ -7,7 +7,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Instant;
 
-use ferrite_fabric::Engine;
+use ferrite_fabric::Fabric;
 use ferrite_session::Connector;
 
 use crate::client::Way;
@@ -25,7 +25,7 @@ pub(crate) struct World {
     pub(crate) tcp: [SocketAddr; 2],
     /// The clients' side.
     pub(crate) local: SocketAddr,
-    pub(crate) fabric: Engine,
+    pub(crate) fabric: Fabric,
     pub(crate) connector: Connector,
     /// That goes over TCP if need be.
     pub(crate) yielding: Connector,

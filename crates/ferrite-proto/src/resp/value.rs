@@ -156,14 +156,14 @@ impl<'a> Reader<'a> {
             self.rest = rest;
             attributes.get_or_insert_with(Vec::new).append(&mut self.pairs()?.unwrap_or_default());
         }
-        let value = self.bare_value()?;
+        let value = self.raw_value()?;
         Ok(match attributes {
             Some(attributes) => Value::Attributed { attributes, value: Box::new(value) },
             None => value,
         })
     }
 
-    fn bare_value(&mut self) -> Result<Value<'a>, ReplyError> {
+    fn raw_value(&mut self) -> Result<Value<'a>, ReplyError> {
         let (kind, rest) = self.rest.split_first().ok_or(ReplyError::Incomplete)?;
         self.rest = rest;
         Ok(match kind {

@@ -41,7 +41,7 @@ pub(crate) trait Client: AsyncRead + AsyncWrite + Unpin + Send {
 
 impl Client for ValkeyStream {
     fn memory(&self) -> Option<&Pool> {
-        Some(self.bare().pool())
+        Some(self.raw().pool())
     }
 
     fn poll_write_buf(&mut self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {

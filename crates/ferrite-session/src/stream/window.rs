@@ -5,11 +5,11 @@
 //! window by a few writes is given a large one, as large as there is memory for, and a small one again when its writes are small:
 //! at the next announcement, the only moment when nobody writes.
 //!
-//! Other memory is registered elsewhere if the engine has threads for that (`Bare::prepare`). Until it is ready the window
+//! Other memory is registered elsewhere if the engine has threads for that (`RawConnection::prepare`). Until it is ready the window
 //! stays what it is, and goes on at an announcement after that.
 
 use ferrite_fabric::mem::{Exposed, Purpose, SizeClass};
-use ferrite_fabric::{Bare, Preparing};
+use ferrite_fabric::{Preparing, RawConnection};
 use ferrite_proto::{Registration, Role};
 
 use super::ValkeyConfig;
@@ -63,22 +63,22 @@ impl Window {
     }
 
     /// It is full and everything was taken: makes it what it should be from now on, and says whether that is other memory.
-    pub(super) fn renew(&mut self, bare: &Bare) -> bool {
+    pub(super) fn renew(&mut self, raw: &RawConnection) -> bool {
         let writes = std::mem::take(&mut self.notices).max(1);
         if self.next.is_some() {
             return self.take_next();
         }
         let bytes = if writes <= FEW {
-            self.fitting(self.step_up(), bare)
+            self.fitting(self.step_up(), raw)
         } else if u64::from(self.bytes) / writes < SMALL {
             self.small_bytes
         } else {
-            self.fitting(self.bytes, bare)
+            self.fitting(self.bytes, raw)
         };
         if bytes == self.bytes {
             return false;
         }
-        self.next = Some((bare.prepare(bytes as usize), bytes));
+        self.next = Some((raw.prepare(bytes as usize), bytes));
         self.take_next()
     }
 
@@ -100,9 +100,8 @@ impl Window {
     }
 
     /// What there is memory for, of what is wanted: that, or the block of a smaller class.
-    fn fitting(&self, wanted: u32, bare: &Bare) -> u32 {
-        let (used, max) =
-            (bare.pool().in_use_bytes(Purpose::Receive), bare.pool().max_bytes(Purpose::Receive));
+    fn fitting(&self, wanted: u32, raw: &RawConnection) -> u32 {
+        let (used, max) = (raw.pool().in_use_bytes(Purpose::Receive), raw.pool().max_bytes(Purpose::Receive));
         let others = used.saturating_sub(block_bytes(self.bytes));
         // Half is for messages and small windows, whoever sends large values.
         let left = (max / 2).saturating_sub(others);

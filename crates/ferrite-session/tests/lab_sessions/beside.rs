@@ -23,7 +23,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Exposed, Purpose};
-use ferrite_fabric::{Arrival, Engine};
+use ferrite_fabric::{Arrival, Fabric};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::{GatewayConfig, ValkeyConfig, ValkeyStream};
 use ferrite_verbs::{
@@ -61,7 +61,7 @@ impl Script {
 /// Whoever attacks: the flag is up during attacks.
 struct Attacker {
     scene: Scene,
-    engine: Engine,
+    fabric: Fabric,
     at: SocketAddr,
     attacks: Arc<AtomicUsize>,
 }
@@ -99,7 +99,7 @@ impl Attacker {
     }
 
     async fn connect(&self) -> Hostile {
-        Hostile::connect(&self.engine, self.at).await
+        Hostile::connect(&self.fabric, self.at).await
     }
 }
 
@@ -113,7 +113,7 @@ fn on_its_own(scene: Scene, act: impl AsyncFnOnce(Scene) + Send + 'static) -> Jo
 
 /// Asks until the end; how long each answer took, by window.
 async fn ask(scene: Scene, at: SocketAddr, script: &Script) -> Vec<Vec<Duration>> {
-    let mut stream: ValkeyStream = scene.call(&scene.engine(1), at, &ValkeyConfig::default()).await;
+    let mut stream: ValkeyStream = scene.call(&scene.fabric(1), at, &ValkeyConfig::default()).await;
     let mut took = vec![Vec::new(); 2 * ROUNDS];
     let mut said = [0; 7];
     while script.now() != END {
@@ -154,7 +154,7 @@ struct Neighbour {
 
 impl Neighbour {
     async fn live(self, scene: Scene, at: SocketAddr, attacks: &AtomicUsize) {
-        let mut stream = scene.call(&scene.engine(1), at, &ValkeyConfig::default()).await;
+        let mut stream = scene.call(&scene.fabric(1), at, &ValkeyConfig::default()).await;
         let mut said = vec![0; self.is_told];
         loop {
             match attacks.load(Ordering::Relaxed) {
@@ -216,8 +216,8 @@ where
         let (attacks, at) = (Arc::clone(&attacks), served.at);
         async move |scene: Scene| {
             give_way();
-            let engine = scene.engine(1);
-            attack(Attacker { scene, engine, at, attacks }).await;
+            let fabric = scene.fabric(1);
+            attack(Attacker { scene, fabric, at, attacks }).await;
         }
     });
     settled(&served, 1 + neighbours).await;
@@ -319,7 +319,7 @@ pub(crate) async fn tiny_writes(scene: Scene) {
         while it.next().await {
             for _ in 0..64 {
                 if at == u64::from(hostile.window.length) {
-                    let again = async { while !matches!(hostile.bare.arrival().await.expect("a message"), Arrival::Message(said) if said[1] == 3) {} };
+                    let again = async { while !matches!(hostile.raw.arrival().await.expect("a message"), Arrival::Message(said) if said[1] == 3) {} };
                     timeout(PATIENCE, again).await.expect("the window again");
                     at = 0;
                 }
@@ -354,7 +354,7 @@ pub(crate) async fn messages(scene: Scene) {
         let mut sent = 0;
         while it.next().await {
             for _ in 0..64 {
-                hostile.bare.send_message(&Message::Keepalive.encode()).expect("still connected");
+                hostile.raw.send_message(&Message::Keepalive.encode()).expect("still connected");
             }
             sent += 64;
             done(&hostile, |done| done.messages, sent).await;
@@ -365,14 +365,14 @@ pub(crate) async fn messages(scene: Scene) {
 
 async fn done(hostile: &Hostile, of: fn(ferrite_fabric::Done) -> u64, sent: u64) {
     let done = std::future::poll_fn(|cx| {
-        if of(hostile.bare.done(Some(cx.waker()))) >= sent || hostile.bare.failure().is_some() {
+        if of(hostile.raw.done(Some(cx.waker()))) >= sent || hostile.raw.failure().is_some() {
             std::task::Poll::Ready(())
         } else {
             std::task::Poll::Pending
         }
     });
     timeout(PATIENCE, done).await.expect("sent");
-    assert!(hostile.bare.failure().is_none(), "{:?}", hostile.bare.failure());
+    assert!(hostile.raw.failure().is_none(), "{:?}", hostile.raw.failure());
 }
 
 /// They ask, and never say where the answers should go.
@@ -398,8 +398,8 @@ pub(crate) async fn slow_readers(scene: Scene) {
             let mut slow: Vec<(Hostile, Exposed)> = Vec::new();
             for _ in 0..10 {
                 let hostile = it.connect().await;
-                let memory = hostile.bare.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
-                let exposed = hostile.bare.expose(memory).map_err(|(_, error)| error).expect("exposed");
+                let memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
+                let exposed = hostile.raw.expose(memory).map_err(|(_, error)| error).expect("exposed");
                 hostile.register(exposed.remote().addr, 64 << 10, exposed.remote().rkey);
                 let asked = b"GET value\r\n".repeat(10);
                 hostile.write(0, &asked, asked.len() as u32);

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ferrite_fabric::{Config, ConnectOptions, Engine, ListenOptions, Listener, Rdma, Stream};
+use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rdma, Stream};
 use ferrite_proto::Role;
 use ferrite_session::{
     Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, SessionTransport, ValkeyConfig,
@@ -21,29 +21,29 @@ use super::{Redis, Scene, any_port, pattern};
 pub(crate) struct Served {
     pub(crate) gateway: Gateway,
     pub(crate) at: std::net::SocketAddr,
-    server: Engine,
-    pub(crate) client: Engine,
+    server: Fabric,
+    pub(crate) client: Fabric,
     end: oneshot::Sender<()>,
     serving: JoinHandle<Result<(), ferrite_fabric::Error>>,
 }
 
 impl Served {
     pub(crate) fn start(scene: &Scene, config: GatewayConfig) -> Self {
-        let server = scene.engine(0);
-        Self::of(scene.listen(&server), [server, scene.engine(1)], config)
+        let server = scene.fabric(0);
+        Self::of(scene.listen(&server), [server, scene.fabric(1)], config)
     }
 
     /// With other settings of the listening side.
     pub(crate) fn start_with(scene: &Scene, config: GatewayConfig, engine: Config) -> Self {
-        let server = scene.engine_with(0, engine);
-        Self::of(scene.listen(&server), [server, scene.engine(1)], config)
+        let server = scene.fabric_with(0, engine);
+        Self::of(scene.listen(&server), [server, scene.fabric(1)], config)
     }
 
     pub(crate) fn remote_access_errors(&self) -> u64 {
         self.server.stats().remote_access_errors
     }
 
-    fn of(listener: Listener, [server, client]: [Engine; 2], config: GatewayConfig) -> Self {
+    fn of(listener: Listener, [server, client]: [Fabric; 2], config: GatewayConfig) -> Self {
         let at = listener.local_addr();
         let gateway = Gateway::new(config);
         let (end, ended) = oneshot::channel();
@@ -177,11 +177,11 @@ pub(crate) async fn ferrite_peers(scene: Scene) {
 pub(crate) async fn tcp_clients(scene: Scene) {
     let redis = Redis::start("tcp", &[]).await;
     let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
-    let engine = Engine::system().rdma(Rdma::Forbid).config(config).build().expect("an engine");
-    tokio::spawn(engine.drive());
-    let options = ListenOptions::new().welcome_strangers();
-    let listener = engine.listen_with("127.0.0.1:0".parse().expect("an address"), &options).expect("listen");
-    let served = Served::of(listener, [engine, scene.engine(1)], open(&redis));
+    let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build().expect("a fabric");
+    tokio::spawn(fabric.drive());
+    let options = ListenOptions::new().accept_foreign_peers();
+    let listener = fabric.listen_with("127.0.0.1:0".parse().expect("an address"), &options).expect("listen");
+    let served = Served::of(listener, [fabric, scene.fabric(1)], open(&redis));
     let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
     let mut connection = connection(tcp).await;
     let value = pattern(9, 1 << 20);
@@ -212,8 +212,8 @@ pub(crate) async fn sessions_find_their_way(scene: Scene) {
     let () = ferrite.set("way", "found").await.expect("SET");
 
     // A server of Valkey's protocol says no hello, and takes who does.
-    let options = ListenOptions::new().strangers_only();
-    let valkey = scene.engine(0).listen_with(any_port(0), &options).expect("listen");
+    let options = ListenOptions::new().foreign_peers_only();
+    let valkey = scene.fabric(0).listen_with(any_port(0), &options).expect("listen");
     let at = valkey.local_addr();
     let serving = tokio::spawn(serve_as_valkey(valkey, redis.socket.clone()));
     for _ in 0..2 {
@@ -246,13 +246,12 @@ pub(crate) async fn sessions_find_their_way(scene: Scene) {
 
 /// Takes everybody as a client of Valkey's protocol, hello or not: as Valkey's own listener does.
 async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
-    let strangers = listener.strangers();
+    let foreign_peers = listener.foreign_peers();
     loop {
-        let request = strangers.next().await.expect("a client");
-        let bare = strangers.accept(request).await.expect("it stays");
-        let mut client = ValkeyStream::new(bare, Role::Server, &ValkeyConfig::default()).expect("a window");
-        let mut engine =
-            EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("an engine");
+        let request = foreign_peers.next().await.expect("a client");
+        let raw = foreign_peers.accept(request).await.expect("it stays");
+        let mut client = ValkeyStream::new(raw, Role::Server, &ValkeyConfig::default()).expect("a window");
+        let mut engine = EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("a fabric");
         tokio::spawn(async move { pump(&mut client, &mut engine, &Moved::default()).await });
     }
 }

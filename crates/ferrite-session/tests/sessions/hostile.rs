@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use ferrite_fabric::mem::{Buf, Purpose};
-use ferrite_fabric::{Arrival, Bare, ConnectOptions, Engine};
+use ferrite_fabric::{Arrival, ConnectOptions, Fabric, RawConnection};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::GatewayConfig;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -14,45 +14,45 @@ use super::{Redis, Scene, any_port};
 
 /// A peer that knows the protocol and does not keep it.
 pub(crate) struct Hostile {
-    pub(crate) bare: Bare,
+    pub(crate) raw: RawConnection,
     /// Where the server wants bytes.
     pub(crate) window: Registration,
 }
 
 impl Hostile {
-    pub(crate) async fn connect(client: &Engine, server: std::net::SocketAddr) -> Self {
+    pub(crate) async fn connect(client: &Fabric, server: std::net::SocketAddr) -> Self {
         let options = ConnectOptions::new().local(any_port(1));
-        let bare = client.connect_bare(server, &options).await.expect("connected");
+        let raw = client.connect_raw(server, &options).await.expect("connected");
         let window = loop {
-            let Arrival::Message(said) = bare.arrival().await.expect("a message") else {
+            let Arrival::Message(said) = raw.arrival().await.expect("a message") else {
                 panic!("written to")
             };
             if let Ok(Message::RegisterXferMemory(window)) = Message::decode(&said) {
                 break window;
             }
         };
-        Self { bare, window }
+        Self { raw, window }
     }
 
     pub(crate) fn buf(&self, bytes: &[u8]) -> Buf {
-        let mut buf = self.bare.pool().take_uncharged(bytes.len(), Purpose::Send).expect("memory");
+        let mut buf = self.raw.pool().take_uncharged(bytes.len(), Purpose::Send).expect("memory");
         buf.copy_from_slice(bytes);
         buf.freeze()
     }
 
     pub(crate) fn write(&self, offset: u64, bytes: &[u8], imm: u32) {
         // It may have lost its connection by now.
-        let _ = self.bare.write(self.buf(bytes), self.window.addr + offset, self.window.rkey, imm);
+        let _ = self.raw.write(self.buf(bytes), self.window.addr + offset, self.window.rkey, imm);
     }
 
     pub(crate) fn register(&self, addr: u64, length: u32, rkey: u32) {
         let message = Message::RegisterXferMemory(Registration { addr, length, rkey });
-        let _ = self.bare.send_message(&message.encode());
+        let _ = self.raw.send_message(&message.encode());
     }
 
     /// Waits until the server has hung up.
     pub(crate) async fn wait_for_the_end(self, what: &str) {
-        let over = async { while self.bare.arrival().await.is_ok() {} };
+        let over = async { while self.raw.arrival().await.is_ok() {} };
         timeout(Duration::from_secs(20), over).await.unwrap_or_else(|_| panic!("{what}: still connected"));
     }
 }
@@ -61,15 +61,15 @@ pub(crate) type Misdeed = fn(&Hostile);
 
 /// Each way of breaking the rules.
 pub(crate) const MISDEEDS: &[(&str, Misdeed)] = &[
-    ("a message of 33 bytes", |it| drop(it.bare.send_message(&[0; MESSAGE_BYTES + 1]))),
-    ("a message of one byte", |it| drop(it.bare.send_message(&[2]))),
-    ("an unknown opcode", |it| drop(it.bare.send_message(&[0xee; MESSAGE_BYTES]))),
+    ("a message of 33 bytes", |it| drop(it.raw.send_message(&[0; MESSAGE_BYTES + 1]))),
+    ("a message of one byte", |it| drop(it.raw.send_message(&[2]))),
+    ("an unknown opcode", |it| drop(it.raw.send_message(&[0xee; MESSAGE_BYTES]))),
     ("more bytes than the window has", |it| it.write(0, b"x", it.window.length + 1)),
     ("all bytes that there could be", |it| it.write(0, b"x", u32::MAX)),
     ("more bytes than it says", |it| it.write(0, b"xxxxxxxx", 1)),
     ("a write beside the window", |it| it.write(u64::from(it.window.length), b"x", 1)),
     ("a write with another key", |it| {
-        drop(it.bare.write(it.buf(b"x"), it.window.addr, it.window.rkey ^ 0x100, 1));
+        drop(it.raw.write(it.buf(b"x"), it.window.addr, it.window.rkey ^ 0x100, 1));
     }),
     ("a window of no bytes", |it| it.register(0x1000, 0, 1)),
     ("a window of four gigabytes", |it| it.register(0x1000, u32::MAX, 1)),
@@ -79,7 +79,7 @@ pub(crate) const MISDEEDS: &[(&str, Misdeed)] = &[
         it.write(0, b"PING\r\n", 6); // so that there is something to say
     }),
     ("questions without end", |it| {
-        (0..500).for_each(|_| drop(it.bare.send_message(&[0; MESSAGE_BYTES]))); // GetServerFeature
+        (0..500).for_each(|_| drop(it.raw.send_message(&[0; MESSAGE_BYTES]))); // GetServerFeature
     }),
     ("another window before the first is full", |it| {
         it.register(0x1000, 1 << 20, 0x1234);
@@ -120,9 +120,9 @@ pub(crate) async fn tiny_writes(scene: Scene) {
     let redis = Redis::start("tiny", &[]).await;
     let served = Served::start(&scene, open(&redis));
     let hostile = Hostile::connect(&served.client, served.at).await;
-    let mut memory = hostile.bare.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
+    let mut memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
     memory.fill(0);
-    let exposed = hostile.bare.expose(memory).map_err(|(_, error)| error).expect("exposed");
+    let exposed = hostile.raw.expose(memory).map_err(|(_, error)| error).expect("exposed");
     let remote = exposed.remote();
     hostile.register(remote.addr, 64 << 10, remote.rkey);
     let commands = b"PING\r\n".repeat(2000 / scene.slower.min(10));
@@ -131,7 +131,7 @@ pub(crate) async fn tiny_writes(scene: Scene) {
     }
     let mut told = 0;
     while told < commands.len() as u64 / 6 * 7 {
-        match hostile.bare.arrival().await.expect("answers") {
+        match hostile.raw.arrival().await.expect("answers") {
             Arrival::Written { sum, .. } => told += sum,
             Arrival::Message(_) => {} // a keepalive
         }

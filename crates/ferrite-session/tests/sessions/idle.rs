@@ -1,5 +1,5 @@
 //! An hour without a word, which takes a second: sessions take the time from tokio's clock, and the test moves that. Devices,
-//! and the engines that drive them, go by the real one.
+//! and the fabrics that drive them, go by the real one.
 //!
 //! An hour is more keepalives than a client of Valkey's has receives (1,024): who does not take them is lost after 51 minutes.
 
@@ -65,9 +65,9 @@ pub(crate) async fn an_hour(scene: Scene) {
     on_one_thread(scene, async |scene: Scene| {
         let (mut client, mut server, _engines) = pair(&scene, &ValkeyConfig::default()).await;
         carry(&mut client, &mut server, 1000).await;
-        let (before, written) = (server.stats().keepalives_sent, client.bare().stats().write_ops);
+        let (before, written) = (server.stats().keepalives_sent, client.raw().stats().write_ops);
         let heard = an_hour_passes([&mut client, &mut server], 0).await;
-        assert_eq!(client.bare().stats().write_ops, written, "who hears its peer does not ask");
+        assert_eq!(client.raw().stats().write_ops, written, "who hears its peer does not ask");
         let stats = server.stats();
         assert_eq!((heard, stats.keepalives_sent - before), (1200, 1200), "{stats:?}");
         assert_eq!(stats.keepalives_skipped, 0, "{stats:?}");

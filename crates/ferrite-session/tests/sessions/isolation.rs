@@ -105,9 +105,9 @@ struct Victim {
 impl Victim {
     async fn connect(served: &Served) -> Self {
         let it = Hostile::connect(&served.client, served.at).await;
-        let mut buf = it.bare.pool().take_uncharged(4096, Purpose::Receive).expect("memory");
+        let mut buf = it.raw.pool().take_uncharged(4096, Purpose::Receive).expect("memory");
         buf.fill(0);
-        let replies = it.bare.expose(buf).map_err(|(_, error)| error).expect("exposed");
+        let replies = it.raw.expose(buf).map_err(|(_, error)| error).expect("exposed");
         let remote = replies.remote();
         it.register(remote.addr, remote.len as u32, remote.rkey);
         Self { it, written: 0, _replies: replies }
@@ -119,7 +119,7 @@ impl Victim {
     }
 }
 
-/// Each attempt is refused by the device and counted; the victim's session goes on, and the engine
+/// Each attempt is refused by the device and counted; the victim's session goes on, and the fabric
 /// hears of nothing.
 pub(crate) async fn anothers_window_is_out_of_reach(scene: Scene) {
     let redis = Redis::start("isolation", &[]).await;
@@ -179,10 +179,10 @@ pub(crate) async fn who_guesses_is_turned_away(scene: Scene) {
     assert!(!again.await.expect("no panic"), "let in");
     // Who is there stays, although it comes from the same address.
     victim.incr();
-    while victim.it.bare.done(None).writes < 1 {
+    while victim.it.raw.done(None).writes < 1 {
         tokio::time::sleep(std::time::Duration::from_millis(1)).await;
     }
-    assert!(victim.it.bare.failure().is_none());
+    assert!(victim.it.raw.failure().is_none());
     drop(victim);
     served.end().await;
 }

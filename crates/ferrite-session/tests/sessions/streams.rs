@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::Purpose;
-use ferrite_fabric::{Engine, ErrorKind};
+use ferrite_fabric::{ErrorKind, Fabric};
 use ferrite_proto::Role;
 use ferrite_session::{ValkeyConfig, ValkeyStream};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
@@ -13,18 +13,18 @@ use super::{Scene, pattern};
 
 const KIB: usize = 1 << 10;
 
-/// A client and a server that met, and their engines.
-pub(super) async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStream, [Engine; 2]) {
-    let engines = [scene.engine(0), scene.engine(1)];
-    let listener = scene.listen(&engines[0]);
-    let strangers = listener.strangers();
+/// A client and a server that met, and their fabrics.
+pub(super) async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStream, [Fabric; 2]) {
+    let fabrics = [scene.fabric(0), scene.fabric(1)];
+    let listener = scene.listen(&fabrics[0]);
+    let foreign_peers = listener.foreign_peers();
     let answering = async {
-        let request = strangers.next().await.expect("a client");
-        let bare = strangers.accept(request).await.expect("it stays");
-        ValkeyStream::new(bare, Role::Server, config).expect("a window")
+        let request = foreign_peers.next().await.expect("a client");
+        let raw = foreign_peers.accept(request).await.expect("it stays");
+        ValkeyStream::new(raw, Role::Server, config).expect("a window")
     };
-    let (client, server) = tokio::join!(scene.call(&engines[1], listener.local_addr(), config), answering);
-    (client, server, engines)
+    let (client, server) = tokio::join!(scene.call(&fabrics[1], listener.local_addr(), config), answering);
+    (client, server, fabrics)
 }
 
 /// Sends `total` bytes from one to the other in pieces of any size, reads them in others, and compares.
@@ -76,8 +76,8 @@ pub(crate) async fn windows_follow_what_comes(scene: Scene) {
         window_max_bytes: large as u32,
         ..ValkeyConfig::default()
     };
-    let (mut client, mut server, engines) = pair(&scene, &config).await;
-    let exposed = |engine: usize| engines[engine].pool().stats().exposed_bytes as usize;
+    let (mut client, mut server, fabrics) = pair(&scene, &config).await;
+    let exposed = |fabric: usize| fabrics[fabric].pool().stats().exposed_bytes as usize;
     assert_eq!((exposed(0), exposed(1)), (small, small));
     carry(&mut client, &mut server, 500 * KIB).await;
     carry(&mut server, &mut client, 500 * KIB).await;
@@ -96,8 +96,8 @@ pub(crate) async fn windows_follow_what_comes(scene: Scene) {
 /// Large windows are smaller when little memory is left for them, and larger again.
 pub(crate) async fn windows_share_the_memory(scene: Scene) {
     let config = ValkeyConfig { window_bytes: 16 << 10, ..ValkeyConfig::default() };
-    let (mut client, mut server, engines) = pair(&scene, &config).await;
-    let pool = engines[0].pool();
+    let (mut client, mut server, fabrics) = pair(&scene, &config).await;
+    let pool = fabrics[0].pool();
     let mut taken = Vec::new();
     // (MiB that are left for large windows, or half of one more; the server's window in KiB: this client writes at most 64 at once)
     for (left, window) in [(100, 512), (5, 512), (2, 64), (0, 16), (2, 64), (100, 512)] {
@@ -140,14 +140,14 @@ pub(crate) async fn idle_ones_stay(scene: Scene) {
 
 /// A reader that does not read costs the writer its window, and nothing is lost.
 pub(crate) async fn slow_reader(scene: Scene) {
-    let (mut client, mut server, engines) = pair(&scene, &ValkeyConfig::default()).await;
+    let (mut client, mut server, fabrics) = pair(&scene, &ValkeyConfig::default()).await;
     let mut written = 0;
     let bytes = pattern(0, 1 << 20);
     while let Ok(count) = timeout(Duration::from_millis(300), client.write(&bytes[written..])).await {
         written += count.expect("to write");
     }
     assert_eq!(written, 64 * KIB, "the server's window");
-    let held = engines[1].pool().stats().send.in_use_bytes;
+    let held = fabrics[1].pool().stats().send.in_use_bytes;
     assert!(held <= 64 * KIB as u64, "{held} bytes");
     let mut read = vec![0; bytes.len()];
     let (wrote, done) = tokio::join!(client.write_all(&bytes[written..]), server.read_exact(&mut read));
@@ -172,6 +172,6 @@ pub(crate) async fn the_end(scene: Scene) {
         assert!(read == bytes);
         let failed = second.write_all(b"too late").await.expect_err("nobody is there");
         assert_eq!(failed.kind(), std::io::ErrorKind::BrokenPipe);
-        assert_eq!(second.bare().failure().map(|error| error.kind()), Some(ErrorKind::Closed));
+        assert_eq!(second.raw().failure().map(|error| error.kind()), Some(ErrorKind::Closed));
     }
 }

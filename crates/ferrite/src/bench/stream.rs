@@ -13,7 +13,7 @@ use std::fmt;
 use std::net::{IpAddr, SocketAddr};
 
 use clap::{Args, ValueEnum};
-use ferrite_fabric::{Config, Engine};
+use ferrite_fabric::{Config, Fabric};
 use ferrite_verbs::Verbs;
 use serde::Serialize;
 
@@ -87,7 +87,7 @@ pub(crate) struct Options {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum, Serialize)]
 #[serde(rename_all = "lowercase")]
 enum Over {
-    /// Ours over RDMA, on a thread that drives the engine while it waits.
+    /// Ours over RDMA, on a thread that drives the fabric while it waits.
     Rdma,
     /// Ours over TCP, under tokio.
     Tcp,
@@ -128,11 +128,11 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// An engine with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none has.
-fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Engine> {
+/// A fabric with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none has.
+fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
-    let builder = Engine::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
+    let builder = Fabric::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
     let builder = match local.map(|local| fabric::device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,

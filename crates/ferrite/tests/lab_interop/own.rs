@@ -10,7 +10,7 @@ use ferrite_client::redis::{
     RedisConnectionInfo, Value,
 };
 use ferrite_client::{Client, ClientBuilder, Connection};
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 
 use crate::scene::{CLIENT_HOST, Scene, bytes};
 use crate::{LONG, SOON};
@@ -20,18 +20,18 @@ fn run(server: &str, test: impl AsyncFnOnce(ClientBuilder)) {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
-        let engine = Engine::system().rdma(Rdma::Require).device("rxe2").config(config).build();
-        let engine = engine.expect("an engine");
-        let driver = tokio::spawn(engine.drive());
+        let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
+        let fabric = fabric.expect("a fabric");
+        let driver = tokio::spawn(fabric.drive());
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(LONG));
         let local = format!("{CLIENT_HOST}:0").parse().expect("an address");
         let server = server.parse().expect("an address");
-        let client = Client::builder(&engine, server).rdma(Rdma::Require).local(local).config(config);
-        drop(engine);
+        let client = Client::builder(&fabric, server).rdma(Rdma::Require).local(local).config(config);
+        drop(fabric);
         tokio::time::timeout(2 * LONG, test(client)).await.expect("in time");
         tokio::time::timeout(SOON, driver)
             .await
-            .expect("an engine that ends")
+            .expect("a fabric that ends")
             .expect("no panic")
             .expect("it drove");
     });

@@ -136,8 +136,8 @@ fn surroundings_are_read() {
     let twin = seen.twin(PEER).expect("the other device");
     assert_eq!((twin.device.as_str(), twin.netdev.as_ref().map(|n| n.name.as_str())), ("there", Some("n2")));
     assert_eq!(seen.twin(ip("10.0.0.9")), None);
-    let stranger = Surroundings::read(&Roots { is_own: |_| false, ..files.roots() });
-    assert_eq!(stranger.twin(PEER), None);
+    let foreign_peer = Surroundings::read(&Roots { is_own: |_| false, ..files.roots() });
+    assert_eq!(foreign_peer.twin(PEER), None);
     let nothing =
         Surroundings::read(&Roots { sys: files.0.join("no"), proc: files.0.join("no"), is_own: |_| true });
     assert_eq!(nothing.route(PEER, "n1"), Route::Unknown);

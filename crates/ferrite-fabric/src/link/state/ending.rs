@@ -4,9 +4,9 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::QueuePair;
 
-use super::{Around, Carrier, LinkState, Phase, Tag, Wakes, outcome};
-use crate::engine::slots::{InFlight, SendQueue};
+use super::{ActiveTransport, LinkEnv, LinkState, Phase, RequestContext, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::{InFlight, SendQueue};
 use crate::link::tcp::TcpPath;
 use crate::wire::Control;
 
@@ -17,7 +17,7 @@ pub(crate) enum Destroying {
     /// There is none.
     Gone,
     /// To be destroyed.
-    Queue(Box<SendQueue<Tag>>),
+    Queue(Box<SendQueue<RequestContext>>),
 }
 
 /// A peer that was asked for a sign of life and gave none.
@@ -48,7 +48,7 @@ impl LinkState {
     /// The peer's connection manager hung up.
     pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
         // A path that can be replaced is looked for: the peer may have something to say yet.
-        if self.fin_ack_sent || self.bare.is_some() || !self.moves && self.peer_has_everything() {
+        if self.fin_ack_sent || self.raw.is_some() || !self.moves && self.peer_has_everything() {
             self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
         } else if self.failure().is_none() {
             self.fail(what(), wakes);
@@ -76,7 +76,7 @@ impl LinkState {
             wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
         });
         self.end_again(&error, wakes);
-        self.end_bare();
+        self.end_raw();
         self.controls.clear();
         self.binds.clear();
         self.revoking.clear();
@@ -98,10 +98,10 @@ impl LinkState {
     /// # Errors
     /// The peer has not answered.
     pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<(Instant, bool)>, Silence> {
-        if !matches!(self.phase, Phase::Up) || self.bare.is_some() {
+        if !matches!(self.phase, Phase::Up) || self.raw.is_some() {
             return Ok(None);
         }
-        if self.carrier == Carrier::Moving {
+        if self.transport == ActiveTransport::Moving {
             self.last_heard = now;
             return Ok(Some((now + self.limits.peer_timeout, false)));
         }
@@ -131,17 +131,17 @@ impl LinkState {
         self.queue.take_back(qp);
     }
 
-    /// Whether a command has the queue pair, and the engine has to wait for it.
+    /// Whether a command has the queue pair, and the fabric has to wait for it.
     pub(crate) fn is_away(&self) -> bool {
         self.queue.is_away() || self.is_destroying
     }
 
     /// Where the generations of the next queue pair with the link's number begin.
     pub(crate) fn next_generation(&self) -> u32 {
-        if self.lane.is_some() { self.queue.next_generation() } else { self.generation }
+        if self.device.is_some() { self.queue.next_generation() } else { self.generation }
     }
 
-    /// Whether the engine is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
+    /// Whether the fabric is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
     /// back.
     pub(crate) fn wants_attention(&self) -> bool {
         if self.is_away() {
@@ -156,7 +156,7 @@ impl LinkState {
             || self.has_left_over()
     }
 
-    /// Whether something was read from the TCP connection that the engine has to look at.
+    /// Whether something was read from the TCP connection that the fabric has to look at.
     pub(crate) fn has_left_over(&self) -> bool {
         self.tcp.as_ref().is_some_and(TcpPath::has_left_over)
     }
@@ -187,7 +187,7 @@ impl LinkState {
 
     /// Whether the queue pair takes no more receives. That of a device that is gone takes none.
     pub(crate) fn took_last(&self) -> bool {
-        self.queue.took_last() || self.lane.as_ref().is_none_or(|lane| lane.is_gone())
+        self.queue.took_last() || self.device.as_ref().is_none_or(|device| device.is_gone())
     }
 
     /// Whether nothing of the queue pair is under way any more: what the device did with it is in its
@@ -218,18 +218,18 @@ impl LinkState {
     /// Second step: the queue pair is gone, with what was in flight, or did not go and is back.
     pub(crate) fn end_destroy(
         &mut self,
-        around: &Around<'_>,
-        queue: SendQueue<Tag>,
-        in_flight: Vec<InFlight<Tag>>,
+        env: &LinkEnv<'_>,
+        queue: SendQueue<RequestContext>,
+        in_flight: Vec<InFlight<RequestContext>>,
         wakes: &mut Wakes,
     ) {
         self.queue = queue;
         self.is_destroying = false;
         let error =
             self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
-        around.release(in_flight.len());
-        for InFlight { held, tag } in in_flight {
-            if let Some(ticket) = tag.ticket {
+        env.release(in_flight.len());
+        for InFlight { held, request } in in_flight {
+            if let Some(ticket) = request.ticket {
                 wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
             }
         }
@@ -238,8 +238,8 @@ impl LinkState {
         }
     }
 
-    /// Destroys the queue pair at once, and closes the connection: the engine ends.
-    pub(crate) fn destroy(&mut self, around: &Around<'_>, wakes: &mut Wakes) -> bool {
+    /// Destroys the queue pair at once, and closes the connection: the fabric ends.
+    pub(crate) fn destroy(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> bool {
         if self.close_tcp(wakes) {
             self.inbox.drop_partial();
         }
@@ -250,13 +250,13 @@ impl LinkState {
             self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
         let tickets = &mut self.tickets;
         let mut entries = 0;
-        let destroyed = self.queue.destroy(|InFlight { held, tag }| {
+        let destroyed = self.queue.destroy(|InFlight { held, request }| {
             entries += 1;
-            if let Some(ticket) = tag.ticket {
+            if let Some(ticket) = request.ticket {
                 wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
             }
         });
-        around.release(entries);
+        env.release(entries);
         if destroyed.is_ok() {
             self.inbox.drop_partial();
         }

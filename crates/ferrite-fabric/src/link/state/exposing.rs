@@ -7,12 +7,12 @@ use std::sync::Arc;
 
 use ferrite_verbs::{Access, QueuePairAttributes, RemoteSlice};
 
-use super::{Around, Carrier, Kind, LinkState, Step, Tag, Wakes};
-use crate::engine::lane::Lane;
+use super::{ActiveTransport, Kind, LinkEnv, LinkState, RequestContext, Step, Wakes};
+use crate::fabric::shared_device::SharedDevice;
 use crate::mem::Window;
 
 impl LinkState {
-    /// What the queue pair that carries the link, or that it climbs to, is to allow.
+    /// What the queue pair that carries the link, or that it upgrades to, is to allow.
     pub(crate) fn rights(&self) -> Access {
         self.rights
     }
@@ -31,9 +31,9 @@ impl LinkState {
         self.allow_ahead();
     }
 
-    /// The same for the queue pair that is climbed to, if it is ready.
+    /// The same for the queue pair that is upgraded to, if it is ready.
     pub(crate) fn allow_ahead(&mut self) {
-        if let Some(qp) = self.climb.as_ref().and_then(|climb| climb.queue.qp()) {
+        if let Some(qp) = self.upgrade.as_ref().and_then(|upgrade| upgrade.queue.qp()) {
             let _ = qp.modify(&QueuePairAttributes::change_access(self.rights));
         }
     }
@@ -44,41 +44,47 @@ impl LinkState {
     }
 
     /// The device that carries the link, or will.
-    pub(crate) fn next_lane(&self) -> Option<Arc<Lane>> {
-        self.climb.as_ref().map(|climb| &climb.lane).or(self.lane.as_ref()).map(Arc::clone)
+    pub(crate) fn next_device(&self) -> Option<Arc<SharedDevice>> {
+        self.upgrade.as_ref().map(|upgrade| &upgrade.device).or(self.device.as_ref()).map(Arc::clone)
     }
 
-    /// Binds a window of `lane` to the queue pair there. What is sent later comes after it. Where the path is lost, or the
+    /// Binds a window of `device` to the queue pair there. What is sent later comes after it. Where the path is lost, or the
     /// link, there is none: it is told of a window on the next path when it goes there.
-    pub(crate) fn bind(&mut self, lane: &Lane, window: &Arc<Window>, around: &Around<'_>, wakes: &mut Wakes) {
-        if self.climb.is_some() {
-            self.bind_ahead(lane, window);
+    pub(crate) fn bind(
+        &mut self,
+        device: &SharedDevice,
+        window: &Arc<Window>,
+        env: &LinkEnv<'_>,
+        wakes: &mut Wakes,
+    ) {
+        if self.upgrade.is_some() {
+            self.bind_ahead(device, window);
         } else if self.failure().is_none()
-            && self.carrier == Carrier::Rdma
-            && self.lane.as_ref().is_some_and(|on| on.index == lane.index)
+            && self.transport == ActiveTransport::Rdma
+            && self.device.as_ref().is_some_and(|on| on.index == device.index)
         {
             self.binds.push_back(Arc::clone(window));
-            self.pump(around, wakes);
+            self.pump(env, wakes);
         } else {
             self.stats.binds_dropped += 1;
         }
     }
 
-    /// Binds a window to the queue pair that is climbed to; where it is, if that went well.
-    pub(crate) fn bind_ahead(&mut self, lane: &Lane, window: &Arc<Window>) -> Option<RemoteSlice> {
-        let climb = self.climb.as_mut().filter(|climb| climb.lane.index == lane.index)?;
-        if climb.queue.room() == 0 || climb.lane.reserve(1) == 0 {
+    /// Binds a window to the queue pair that is upgraded to; where it is, if that went well.
+    pub(crate) fn bind_ahead(&mut self, device: &SharedDevice, window: &Arc<Window>) -> Option<RemoteSlice> {
+        let upgrade = self.upgrade.as_mut().filter(|upgrade| upgrade.device.index == device.index)?;
+        if upgrade.queue.room() == 0 || upgrade.device.reserve(1) == 0 {
             return None;
         }
-        let tag = Tag { kind: Kind::Bind, ..Tag::default() };
-        let posted = match climb.queue.post_bind(window, true, tag) {
+        let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
+        let posted = match upgrade.queue.post_bind(window, true, request) {
             Ok(posted) => usize::from(posted),
             Err(refused) => {
                 self.steps.push(Step::Failed);
                 refused.posted
             }
         };
-        climb.lane.release(1 - posted);
+        upgrade.device.release(1 - posted);
         (posted == 1).then(|| window.remote())
     }
 }

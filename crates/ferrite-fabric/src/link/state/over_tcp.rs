@@ -1,4 +1,4 @@
-//! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided operations that the engine serves.
+//! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided operations that the fabric serves.
 
 use std::io::{self, IoSlice};
 use std::time::Instant;
@@ -7,15 +7,17 @@ use std::time::Instant;
 use tokio::io::ReadBuf;
 
 use super::receiving::protocol;
-use super::{Around, Carrier, Kind, LinkState, Phase, REVOKED_MAX, Step, Tag, Wakes, outcome, took};
-use crate::engine::slots::Held;
+use super::{
+    ActiveTransport, Kind, LinkEnv, LinkState, Phase, REVOKED_MAX, RequestContext, Step, Wakes, outcome, took,
+};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::Held;
 use crate::link::outbox::{Next, OneSided};
-use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath, frame_parcel};
+use crate::link::tcp::{Arrival, Asked, Body, SEGMENT_BYTES, TcpPath, data_frame};
 use crate::mem::BufMut;
 #[cfg(feature = "tokio")]
 use crate::mem::Pool;
-use crate::wire::{Address, CONTROL_BYTES, Frame, Parcel, ParcelKind};
+use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
 
 /// Read before other links have their turn, and who waits for it takes it while it is in the CPU's cache.
 const TURN_BYTES: usize = 256 << 10;
@@ -64,9 +66,9 @@ impl LinkState {
             && self.outbox.is_empty()
             && self.controls.is_empty()
             && self.credits() > 0
-            && self.carrier == Carrier::Tcp
+            && self.transport == ActiveTransport::Tcp
             && self.again.is_empty()
-            && self.climb.as_ref().is_none_or(|climb| !climb.switching);
+            && self.upgrade.as_ref().is_none_or(|upgrade| !upgrade.switching);
         let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(None) };
         let most = usize::try_from(self.peer.max_message_bytes).unwrap_or(usize::MAX);
         let most = self.tcp_segment().min(most).max(1);
@@ -93,10 +95,10 @@ impl LinkState {
     /// Whether large writes go to the kernel from where they are. Not with TLS, which copies anyway.
     #[cfg(feature = "tokio")]
     pub(crate) fn writes_through(&self) -> bool {
-        self.carrier == Carrier::Tcp && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
+        self.transport == ActiveTransport::Tcp && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
     }
 
-    /// Whether nothing can go until the kernel or the peer says so. The engine hears of it and pumps.
+    /// Whether nothing can go until the kernel or the peer says so. The fabric hears of it and pumps.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_held_up(&self) -> bool {
         self.credits() == 0 || self.tcp.as_ref().is_some_and(TcpPath::is_blocked)
@@ -104,7 +106,7 @@ impl LinkState {
 
     /// Reads into `out` what has come of large frames on `channel`, if nothing stands before it; `false` if nothing has.
     ///
-    /// The engine reads as well and needs no call: what is left has an event of its own that it sees, or has seen and will
+    /// The fabric reads as well and needs no call: what is left has an event of its own that it sees, or has seen and will
     /// attend to.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(
@@ -153,14 +155,14 @@ impl LinkState {
         let Some(mut tcp) = self.tcp.take() else { return Ok(()) };
         let mut result;
         loop {
-            while tcp.has_room() && self.add_parcel(&mut tcp) {}
+            while tcp.has_room() && self.add_tcp_frame(&mut tcp) {}
             let before = tcp.is_written();
             let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
-            result = tcp.flush(|tag| {
-                stats.completed(tag.kind, tag.bytes, false);
-                stats.tcp_bytes += u64::from(tag.bytes);
-                if let Some(ticket) = tag.ticket {
-                    took(limits, &tag);
+            result = tcp.flush(|request| {
+                stats.completed(request.kind, request.bytes, false);
+                stats.tcp_bytes += u64::from(request.bytes);
+                if let Some(ticket) = request.ticket {
+                    took(limits, &request);
                     wakes.extend(tickets.finish(ticket, outcome(Ok(()), Held::Nothing)));
                 }
             });
@@ -172,8 +174,8 @@ impl LinkState {
         result.map_err(|error| self.broken(&error))
     }
 
-    /// The next parcel that may go; `false` if there is none.
-    fn add_parcel(&mut self, tcp: &mut TcpPath) -> bool {
+    /// The next TCP frame that may go; `false` if there is none.
+    fn add_tcp_frame(&mut self, tcp: &mut TcpPath) -> bool {
         if self.add_again(tcp) {
             return true;
         }
@@ -185,7 +187,7 @@ impl LinkState {
             let imm =
                 Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 }.to_imm();
             self.stats.controls_sent += 1;
-            tcp.push(&frame_parcel(imm, CONTROL_BYTES), Body::Few(control.encode()), None);
+            tcp.push(&data_frame(imm, CONTROL_BYTES), Body::Few(control.encode()), None);
             return true;
         }
         let may_ask = self.outbox.next_one_sided_reads().is_none_or(|bytes| tcp.may_ask(bytes));
@@ -195,26 +197,32 @@ impl LinkState {
         match next {
             Next::Frame { channel, more, piece, ticket } => {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
-                let parcel = frame_parcel(self.data_frame(channel, more), bytes);
+                let tcp_frame = data_frame(self.data_frame(channel, more), bytes);
                 let begun = self.began(ticket);
-                let tag = Tag { ticket, kind: Kind::Send, bytes: bytes as u32, begun, ..Tag::default() };
-                tcp.push(&parcel, piece.map_or(Body::Nothing, Body::Buf), Some(tag));
+                let request = RequestContext {
+                    ticket,
+                    kind: Kind::Send,
+                    bytes: bytes as u32,
+                    begun,
+                    ..RequestContext::default()
+                };
+                tcp.push(&tcp_frame, piece.map_or(Body::Nothing, Body::Buf), Some(request));
             }
             Next::OneSided(OneSided { kind, held, ticket, grant, offset, bytes, imm, .. }) => {
-                let parcel_kind = match kind {
-                    Kind::Read => ParcelKind::Read,
+                let tcp_frame_kind = match kind {
+                    Kind::Read => TcpFrameKind::Read,
                     Kind::Notice => {
                         self.sent += 1;
-                        ParcelKind::WriteImm
+                        TcpFrameKind::WriteImm
                     }
-                    _ => ParcelKind::Write,
+                    _ => TcpFrameKind::Write,
                 };
-                let parcel = Parcel { kind: parcel_kind, imm, len: bytes, op: 0, grant, offset };
+                let tcp_frame = TcpFrame { kind: tcp_frame_kind, imm, len: bytes, op: 0, grant, offset };
                 let begun = self.began(ticket);
                 tcp.ask(
-                    parcel,
+                    tcp_frame,
                     held,
-                    Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun },
+                    RequestContext { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun },
                 );
             }
         }
@@ -225,7 +233,7 @@ impl LinkState {
     /// of our memory, `false` if it may not.
     pub(crate) fn on_socket(
         &mut self,
-        around: &Around<'_>,
+        env: &LinkEnv<'_>,
         scratch: &mut [u8],
         now: Instant,
         wakes: &mut Wakes,
@@ -233,7 +241,7 @@ impl LinkState {
     ) -> Reading {
         if !self.receivers.is_empty() && self.tcp.as_mut().is_some_and(TcpPath::defers) {
             wakes.append(&mut self.receivers);
-            self.pump(around, wakes);
+            self.pump(env, wakes);
             return Reading::More;
         }
         let Some(mut tcp) = self.tcp.take() else { return Reading::Done };
@@ -247,10 +255,10 @@ impl LinkState {
             if left == 0 {
                 break Ok(Reading::More);
             }
-            match tcp.next(scratch, around.pool, largest) {
-                Ok(Arrival::Parcel(parcel, body)) => {
-                    left = left.saturating_sub(parcel.follows() + size_of::<Parcel>());
-                    if let Err(error) = self.on_parcel(&mut tcp, &parcel, body, now, wakes, serve) {
+            match tcp.next(scratch, env.pool, largest) {
+                Ok(Arrival::TcpFrame(tcp_frame, body)) => {
+                    left = left.saturating_sub(tcp_frame.follows() + size_of::<TcpFrame>());
+                    if let Err(error) = self.on_tcp_frame(&mut tcp, &tcp_frame, body, now, wakes, serve) {
                         break Err(error);
                     }
                     if self.failure().is_some() {
@@ -286,7 +294,7 @@ impl LinkState {
                 if self.lost.is_some() {
                     self.resume(wakes);
                 }
-                if self.carrier != Carrier::Tcp
+                if self.transport != ActiveTransport::Tcp
                     && let Some(tcp) = &mut self.tcp
                     && tcp.flush(|_| {}).is_err()
                 {
@@ -297,7 +305,7 @@ impl LinkState {
                 if !self.revoking.is_empty() {
                     self.answer_revocations();
                 }
-                self.pump(around, wakes);
+                self.pump(env, wakes);
                 reading
             }
             Err(error) => {
@@ -307,10 +315,10 @@ impl LinkState {
         }
     }
 
-    fn on_parcel(
+    fn on_tcp_frame(
         &mut self,
         tcp: &mut TcpPath,
-        parcel: &Parcel,
+        tcp_frame: &TcpFrame,
         body: Option<BufMut>,
         now: Instant,
         wakes: &mut Wakes,
@@ -321,16 +329,16 @@ impl LinkState {
         if tcp.is_flooded() {
             return Err(protocol("more questions than it takes answers to"));
         }
-        let &Parcel { kind, imm, len, op, grant, offset } = parcel;
+        let &TcpFrame { kind, imm, len, op, grant, offset } = tcp_frame;
         if kind.is_of_moving() && !self.moves {
             return Err(protocol("a move of a link that stays where it is"));
         }
         match (kind, body) {
-            (ParcelKind::Frame, Some(body)) => return self.on_frame(imm, Some(body), now, wakes),
-            (ParcelKind::Write | ParcelKind::WriteImm, Some(body)) => {
+            (TcpFrameKind::Frame, Some(body)) => return self.on_frame(imm, Some(body), now, wakes),
+            (TcpFrameKind::Write | TcpFrameKind::WriteImm, Some(body)) => {
                 let done = serve(Request::Write { grant, offset, bytes: &body });
                 drop(body);
-                if kind == ParcelKind::WriteImm {
+                if kind == TcpFrameKind::WriteImm {
                     if done {
                         self.on_frame(imm, None, now, wakes)?;
                     } else {
@@ -341,7 +349,7 @@ impl LinkState {
                 }
                 tcp.answer(op, done, Body::Nothing);
             }
-            (ParcelKind::Read, None) => {
+            (TcpFrameKind::Read, None) => {
                 if tcp.is_overasked(len as usize) {
                     return Err(protocol("more reads at a time than are answered"));
                 }
@@ -349,16 +357,16 @@ impl LinkState {
                 let done = serve(Request::Read { grant, offset, into: &mut bytes });
                 tcp.answer(op, done, Body::Loose(bytes));
             }
-            (ParcelKind::Offer | ParcelKind::Answer, Some(body)) => {
+            (TcpFrameKind::Offer | TcpFrameKind::Answer, Some(body)) => {
                 let Some(address) = Address::decode(&body) else { return Err(protocol("a wrong address")) };
-                let offered = kind == ParcelKind::Offer;
+                let offered = kind == TcpFrameKind::Offer;
                 if self.steps.len() > 8 || offered && self.is_caller {
                     return Err(protocol("an offer at the wrong time"));
                 }
-                if offered && self.carrier != Carrier::Tcp {
+                if offered && self.transport != ActiveTransport::Tcp {
                     // It crossed with a move of ours: it is made again.
-                    tracing::debug!("an offer while {:?} carries the link", self.carrier);
-                    tcp.push(&super::moving::plain(ParcelKind::Withdraw, 0), Body::Nothing, None);
+                    tracing::debug!("an offer while {:?} carries the link", self.transport);
+                    tcp.push(&super::migration::plain(TcpFrameKind::Withdraw, 0), Body::Nothing, None);
                     return Ok(());
                 }
                 if offered && std::mem::replace(&mut self.peer_offers, true) {
@@ -366,28 +374,28 @@ impl LinkState {
                 }
                 self.steps.push(if offered { Step::Offered(address) } else { Step::Answered(address) });
             }
-            (ParcelKind::Withdraw, None) => {
+            (TcpFrameKind::Withdraw, None) => {
                 if self.steps.len() > 8 {
                     return Err(protocol("more withdrawals than offers"));
                 }
                 self.peer_offers = false;
                 self.steps.push(Step::Withdrawn);
             }
-            (ParcelKind::Switch, None) => self.on_switch()?,
-            (ParcelKind::Resume, None) => self.on_resume(offset, wakes)?,
-            (ParcelKind::Rekey, None) => {
+            (TcpFrameKind::Switch, None) => self.on_switch()?,
+            (TcpFrameKind::Resume, None) => self.on_resume(offset, wakes)?,
+            (TcpFrameKind::Rekey, None) => {
                 if self.rekeyed.len() >= REVOKED_MAX && !self.rekeyed.contains_key(&grant) {
                     return Err(protocol("more grants than anyone has"));
                 }
                 self.rekeyed.insert(grant, (offset, imm));
             }
-            (ParcelKind::Done, None) => self.on_answer(tcp, op, None, Ok(()), wakes)?,
-            (ParcelKind::Data, Some(body)) => self.on_answer(tcp, op, Some(body), Ok(()), wakes)?,
-            (ParcelKind::Denied, None) => {
+            (TcpFrameKind::Done, None) => self.on_answer(tcp, op, None, Ok(()), wakes)?,
+            (TcpFrameKind::Data, Some(body)) => self.on_answer(tcp, op, Some(body), Ok(()), wakes)?,
+            (TcpFrameKind::Denied, None) => {
                 let what = "the peer refused: the grant is over, or does not cover this";
                 self.on_answer(tcp, op, None, Err(Error::new(ErrorKind::Denied, what)), wakes)?;
             }
-            _ => return Err(protocol("a parcel without its payload")),
+            _ => return Err(protocol("a tcp_frame without its payload")),
         }
         Ok(())
     }
@@ -400,26 +408,26 @@ impl LinkState {
         result: Result<(), Error>,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
-        let Some(Asked { held, tag, .. }) = tcp.answered(op) else {
+        let Some(Asked { held, request, .. }) = tcp.answered(op) else {
             return Err(protocol("an answer to no question"));
         };
-        let held = match (tag.kind, data, held) {
+        let held = match (request.kind, data, held) {
             // What came went into the buffer that waited for it, if it had the right length.
             (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
             (Kind::Read, None, held) if result.is_err() => held,
             (Kind::Write | Kind::Notice, None, held) => held,
             (_, _, held) => {
                 let error = protocol("an answer to another question");
-                if let Some(ticket) = tag.ticket {
+                if let Some(ticket) = request.ticket {
                     wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
                 }
                 return Err(error);
             }
         };
-        self.stats.completed(tag.kind, tag.bytes, result.is_err());
-        self.stats.tcp_bytes += u64::from(tag.bytes);
-        took(&self.limits, &tag);
-        if let Some(ticket) = tag.ticket {
+        self.stats.completed(request.kind, request.bytes, result.is_err());
+        self.stats.tcp_bytes += u64::from(request.bytes);
+        took(&self.limits, &request);
+        if let Some(ticket) = request.ticket {
             wakes.extend(self.tickets.finish(ticket, outcome(result, held)));
         }
         Ok(())
@@ -432,15 +440,15 @@ impl LinkState {
             self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
         let _ = tcp.flush(|_| {});
         tcp.shut_down();
-        for tag in tcp.take_leaving() {
-            self.stats.completed(tag.kind, tag.bytes, true);
-            if let Some(ticket) = tag.ticket {
+        for request in tcp.take_leaving() {
+            self.stats.completed(request.kind, request.bytes, true);
+            if let Some(ticket) = request.ticket {
                 wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), Held::Nothing)));
             }
         }
-        for Asked { held, tag, .. } in tcp.take_asked() {
-            self.stats.completed(tag.kind, tag.bytes, true);
-            if let Some(ticket) = tag.ticket {
+        for Asked { held, request, .. } in tcp.take_asked() {
+            self.stats.completed(request.kind, request.bytes, true);
+            if let Some(ticket) = request.ticket {
                 wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
             }
         }

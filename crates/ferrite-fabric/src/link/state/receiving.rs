@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ferrite_verbs::{Opcode, WorkCompletion};
 
-use super::{Again, CONTROLS_MAX, Carrier, LinkState, REVOKED_MAX, Tag, Wakes, outcome};
+use super::{ActiveTransport, Again, CONTROLS_MAX, LinkState, REVOKED_MAX, RequestContext, Wakes, outcome};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
 use crate::link::tcp::TcpPath;
@@ -24,13 +24,13 @@ impl LinkState {
         now: Instant,
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
-        if self.bare.is_some() {
-            return self.on_bare_received(wc, buf, wakes);
+        if self.raw.is_some() {
+            return self.on_raw_received(wc, buf, wakes);
         }
         let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
-        if self.climb_queue(wc.qp_num()).is_some() {
+        if self.upgrade_queue(wc.qp_num()).is_some() {
             buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
-            return self.on_climb_frame(&buf);
+            return self.on_upgrade_frame(&buf);
         }
         if wc.opcode() == Opcode::RECV_WRITE_IMM {
             return self.on_frame(imm, None, now, wakes);
@@ -157,16 +157,18 @@ impl LinkState {
 
     /// Tells the peer of grants that nothing in flight uses any more.
     pub(super) fn answer_revocations(&mut self) {
-        if self.carrier != Carrier::Rdma && self.tcp.is_none() || self.lost.is_some() {
+        if self.transport != ActiveTransport::Rdma && self.tcp.is_none() || self.lost.is_some() {
             return; // its connection is being read, or there is none: afterwards
         }
         let (queue, tcp, again, controls) = (&self.queue, &self.tcp, &self.again, &mut self.controls);
         self.revoking.retain(|grant| {
             // A peer may have a grant of number 0, which is what sends have.
-            let uses = |tag: &Tag| tag.grant == *grant && tag.kind.is_one_sided();
-            let used = queue.iter().any(|in_flight| uses(&in_flight.tag))
-                || again.iter().any(|again| matches!(again, Again::OneSided { tag, .. } if uses(tag)))
-                || tcp.iter().flat_map(TcpPath::asked).any(|asked| uses(&asked.tag));
+            let uses = |request: &RequestContext| request.grant == *grant && request.kind.is_one_sided();
+            let used = queue.iter().any(|in_flight| uses(&in_flight.request))
+                || again
+                    .iter()
+                    .any(|again| matches!(again, Again::OneSided { request, .. } if uses(request)))
+                || tcp.iter().flat_map(TcpPath::asked).any(|asked| uses(&asked.request));
             if !used {
                 controls.push_back(Control::Revoked(*grant));
             }

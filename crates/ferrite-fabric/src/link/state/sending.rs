@@ -2,9 +2,9 @@
 
 use ferrite_verbs::{Operation, RemoteSlice, Status, WorkCompletion};
 
-use super::{Around, Carrier, Kind, LinkState, Phase, Tag, Wakes, outcome, took};
-use crate::engine::slots::{BATCH, Held, InFlight, Work};
+use super::{ActiveTransport, Kind, LinkEnv, LinkState, Phase, RequestContext, Wakes, outcome, took};
 use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::{BATCH, Held, InFlight, Work};
 use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Purpose;
 use crate::wire::{CONTROL_BYTES, Control, Frame};
@@ -16,13 +16,8 @@ const KEPT_BYTES_MAX: usize = 4 << 20;
 
 impl LinkState {
     /// Posts a small message at once, from the caller's bytes; `false` if it has to be queued.
-    pub(crate) fn send_now(
-        &mut self,
-        around: &Around<'_>,
-        channel: u16,
-        bytes: &[u8],
-    ) -> Result<bool, Error> {
-        if self.carrier != Carrier::Rdma {
+    pub(crate) fn send_now(&mut self, env: &LinkEnv<'_>, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
+        if self.transport != ActiveTransport::Rdma {
             return self.send_now_over_tcp(channel, bytes);
         }
         let ready = matches!(self.phase, Phase::Up)
@@ -31,21 +26,26 @@ impl LinkState {
             && bytes.len() <= self.inline.min(self.peer.segment_bytes as usize)
             && self.credits() > 0
             && self.queue.room() > 0;
-        if !ready || around.reserve(1) == 0 {
+        if !ready || env.reserve(1) == 0 {
             return Ok(false);
         }
         let operation = Operation::SendImm(self.data_frame(channel, false));
-        let tag = Tag { kind: Kind::Send, bytes: bytes.len() as u32, frame: self.sent, ..Tag::default() };
+        let request = RequestContext {
+            kind: Kind::Send,
+            bytes: bytes.len() as u32,
+            frame: self.sent,
+            ..RequestContext::default()
+        };
         self.keep_bytes(channel, bytes);
-        let signaled = self.signal(around, false);
-        if let Err(refused) = self.queue.post_inline(operation, bytes, signaled, tag) {
-            around.release(1 - refused.posted);
+        let signaled = self.signal(env, false);
+        if let Err(refused) = self.queue.post_inline(operation, bytes, signaled, request) {
+            env.release(1 - refused.posted);
             let error = Error::from(refused.error);
             if !self.lose(&error) {
                 return Err(error);
             }
             if refused.posted == 0 {
-                self.not_posted(Held::Nothing, tag);
+                self.not_posted(Held::Nothing, request);
             }
         }
         Ok(true)
@@ -68,27 +68,27 @@ impl LinkState {
     }
 
     /// Whether the next request must report: someone waits for it or for its memory, or too many have not.
-    pub(super) fn signal(&mut self, around: &Around<'_>, wanted: bool) -> bool {
+    pub(super) fn signal(&mut self, env: &LinkEnv<'_>, wanted: bool) -> bool {
         let run = (self.queue.room() + self.queue.in_flight()) / 4;
-        let signaled = wanted || self.unsignaled >= run || around.is_pressed();
+        let signaled = wanted || self.unsignaled >= run || env.is_pressed();
         self.unsignaled = if signaled { 0 } else { self.unsignaled + 1 };
         signaled
     }
 
     /// Posts whatever may go, and what follows from that.
-    pub(crate) fn pump(&mut self, around: &Around<'_>, wakes: &mut Wakes) {
+    pub(crate) fn pump(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if !matches!(self.phase, Phase::Up) {
             return;
         }
-        if self.closing && self.bare.is_some() {
-            self.push_bare_farewell();
+        if self.closing && self.raw.is_some() {
+            self.push_raw_farewell();
         }
-        if let Err(error) = self.post_all(around, wakes) {
+        if let Err(error) = self.post_all(env, wakes) {
             self.fail(error, wakes);
             return;
         }
-        if self.bare.is_some() {
-            if self.closing && self.bare_is_idle() {
+        if self.raw.is_some() {
+            if self.closing && self.raw_is_idle() {
                 self.fail(Error::new(ErrorKind::Closed, "the link is closed"), wakes);
             }
             return;
@@ -97,7 +97,8 @@ impl LinkState {
             wakes.append(&mut self.wait_for_room);
         }
         let mut more = false;
-        let all_gone = self.outbox.is_empty() && self.again.is_empty() && self.carrier != Carrier::Moving;
+        let all_gone =
+            self.outbox.is_empty() && self.again.is_empty() && self.transport != ActiveTransport::Moving;
         if self.closing && !self.fin_sent && all_gone {
             self.fin_sent = true;
             self.controls.push_back(Control::Fin);
@@ -118,44 +119,44 @@ impl LinkState {
             self.controls.push_back(Control::Credit);
             more = true;
         }
-        if more && let Err(error) = self.post_all(around, wakes) {
+        if more && let Err(error) = self.post_all(env, wakes) {
             self.fail(error, wakes);
         }
     }
 
-    fn post_all(&mut self, around: &Around<'_>, wakes: &mut Wakes) -> Result<(), Error> {
-        match self.carrier {
-            Carrier::Rdma => {}
-            Carrier::Tcp => return self.post_over_tcp(wakes),
-            Carrier::Moving => return Ok(()),
+    fn post_all(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> Result<(), Error> {
+        match self.transport {
+            ActiveTransport::Rdma => {}
+            ActiveTransport::Tcp => return self.post_over_tcp(wakes),
+            ActiveTransport::Moving => return Ok(()),
         }
         loop {
             let idle = self.controls.is_empty() && self.outbox.is_empty() && self.binds.is_empty();
-            if idle && !self.has_bare_work() {
+            if idle && !self.has_raw_work() {
                 return Ok(());
             }
             let room = self.queue.room().min(BATCH);
             if room == 0 {
                 return Ok(());
             }
-            let mut reserved = around.reserve(room);
+            let mut reserved = env.reserve(room);
             if reserved == 0 {
-                around.wait();
+                env.wait();
                 // Those that came back between the two would not call us.
-                reserved = around.reserve(room);
+                reserved = env.reserve(room);
                 if reserved == 0 {
                     return Ok(());
                 }
             }
             // First, so that it is done before the peer hears of it.
             if let Some(window) = self.binds.pop_front() {
-                around.release(reserved - 1);
-                let signaled = self.signal(around, true); // memory may wait for it
-                let tag = Tag { kind: Kind::Bind, ..Tag::default() };
-                match self.queue.post_bind(&window, signaled, tag) {
-                    Ok(posted) => around.release(usize::from(!posted)),
+                env.release(reserved - 1);
+                let signaled = self.signal(env, true); // memory may wait for it
+                let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
+                match self.queue.post_bind(&window, signaled, request) {
+                    Ok(posted) => env.release(usize::from(!posted)),
                     Err(refused) => {
-                        around.release(1 - refused.posted);
+                        env.release(1 - refused.posted);
                         return Err(refused.error.into());
                     }
                 }
@@ -163,7 +164,7 @@ impl LinkState {
             }
             let mut made = Ok(());
             while self.batch.len() < reserved {
-                match self.next_work(around) {
+                match self.next_work(env) {
                     Ok(Some(work)) => self.batch.push(work),
                     Ok(None) => break,
                     Err(error) => {
@@ -173,21 +174,23 @@ impl LinkState {
                 }
             }
             let count = self.batch.len();
-            around.release(reserved - count);
+            env.release(reserved - count);
             if count == 0 {
                 return made;
             }
             let posted = self.queue.post(&mut self.batch);
             if let Err(error) = posted {
-                around.release(self.batch.len());
+                env.release(self.batch.len());
                 let unposted = std::mem::take(&mut self.batch);
                 let error = Error::from(error);
                 if self.lose(&error) {
-                    unposted.into_iter().for_each(|Work { held, tag, .. }| self.not_posted(held, tag));
+                    unposted
+                        .into_iter()
+                        .for_each(|Work { held, request, .. }| self.not_posted(held, request));
                     return Ok(());
                 }
-                for Work { held, tag, .. } in unposted {
-                    if let Some(ticket) = tag.ticket {
+                for Work { held, request, .. } in unposted {
+                    if let Some(ticket) = request.ticket {
                         wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
                     }
                 }
@@ -209,12 +212,12 @@ impl LinkState {
         }
     }
 
-    fn next_work(&mut self, around: &Around<'_>) -> Result<Option<Work<Tag>>, Error> {
-        if self.bare.is_some() {
-            return Ok(self.next_bare_work(around));
+    fn next_work(&mut self, env: &LinkEnv<'_>) -> Result<Option<Work<RequestContext>>, Error> {
+        if self.raw.is_some() {
+            return Ok(self.next_raw_work(env));
         }
         if let Some(control) = self.controls.pop_front() {
-            return match self.control_work(control, around) {
+            return match self.control_work(control, env) {
                 // No memory at the moment: it goes with the next that is posted.
                 Err(error) if error.kind() == ErrorKind::Full => {
                     self.controls.push_front(control);
@@ -230,7 +233,7 @@ impl LinkState {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
                 let inline = bytes <= self.inline;
                 // What is inline holds no memory, so nobody waits for it. Of the rest the last frame reports.
-                let signaled = self.signal(around, ticket.is_some() || !inline && !more);
+                let signaled = self.signal(env, ticket.is_some() || !inline && !more);
                 let operation = Operation::SendImm(self.data_frame(channel, more));
                 self.keep_piece(channel, more, piece.as_ref());
                 Work {
@@ -238,13 +241,13 @@ impl LinkState {
                     held: piece.map_or(Held::Nothing, Held::Shared),
                     signaled,
                     inline,
-                    tag: Tag {
+                    request: RequestContext {
                         ticket,
                         kind: Kind::Send,
                         bytes: bytes as u32,
                         frame: self.sent,
                         begun: self.began(ticket),
-                        ..Tag::default()
+                        ..RequestContext::default()
                     },
                 }
             }
@@ -256,10 +259,11 @@ impl LinkState {
                     self.keep_notice();
                 }
                 let inline = kind != Kind::Read && bytes as usize <= self.inline;
-                let signaled = self.signal(around, ticket.is_some() || !inline);
+                let signaled = self.signal(env, ticket.is_some() || !inline);
                 let begun = self.began(ticket);
-                let tag = Tag { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun };
-                Work { operation, held, signaled, inline, tag }
+                let request =
+                    RequestContext { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun };
+                Work { operation, held, signaled, inline, request }
             }
         }))
     }
@@ -276,57 +280,58 @@ impl LinkState {
         }
     }
 
-    fn control_work(&mut self, control: Control, around: &Around<'_>) -> Result<Work<Tag>, Error> {
+    fn control_work(&mut self, control: Control, env: &LinkEnv<'_>) -> Result<Work<RequestContext>, Error> {
         self.told = self.consumed;
         let frame = Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
         let inline = CONTROL_BYTES <= self.inline;
         let held = if inline {
             Held::Copied(control.encode())
         } else {
-            let mut buf = around.pool.take_uncharged(CONTROL_BYTES, Purpose::Send)?;
+            let mut buf = env.pool.take_uncharged(CONTROL_BYTES, Purpose::Send)?;
             buf.copy_from_slice(&control.encode());
             Held::Shared(buf.freeze())
         };
         // That the peer's device took the question says something too.
-        let signaled = self.signal(around, !inline || matches!(control, Control::Ping(_)));
+        let signaled = self.signal(env, !inline || matches!(control, Control::Ping(_)));
         self.stats.controls_sent += 1;
-        let tag = Tag { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..Tag::default() };
-        Ok(Work { operation: Operation::SendImm(frame.to_imm()), held, signaled, inline, tag })
+        let request =
+            RequestContext { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..RequestContext::default() };
+        Ok(Work { operation: Operation::SendImm(frame.to_imm()), held, signaled, inline, request })
     }
 
     /// The link is down: now it is known what requests are told that were flushed before.
     #[cold]
-    pub(crate) fn complete_flushed(&mut self, around: &Around<'_>, wakes: &mut Wakes) {
+    pub(crate) fn complete_flushed(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
         if self.failure().is_some() {
             for wc in std::mem::take(&mut self.flushed) {
-                self.on_sent(around, &wc, wakes, |_| Error::new(ErrorKind::LinkDown, "flushed"));
+                self.on_sent(env, &wc, wakes, |_| Error::new(ErrorKind::LinkDown, "flushed"));
             }
         }
     }
 
     /// Requests that did not report and were done when the link went down do not report now either. One more, which is
     /// flushed at once, completes them.
-    pub(crate) fn post_last(&mut self, around: &Around<'_>) {
+    pub(crate) fn post_last(&mut self, env: &LinkEnv<'_>) {
         let wanted = self.failure().is_some() && !self.last_posted && self.queue.in_flight() > 0;
-        if !wanted || self.queue.room() == 0 || around.reserve(1) == 0 {
+        if !wanted || self.queue.room() == 0 || env.reserve(1) == 0 {
             return; // or else the clock ends it
         }
-        let tag = Tag { kind: Kind::Last, ..Tag::default() };
+        let request = RequestContext { kind: Kind::Last, ..RequestContext::default() };
         self.last_posted = true;
-        if let Err(refused) = self.queue.post_inline(Operation::Send, &[], true, tag) {
-            around.release(1 - refused.posted);
+        if let Err(refused) = self.queue.post_inline(Operation::Send, &[], true, request) {
+            env.release(1 - refused.posted);
         }
     }
 
     /// A send, write or read completed. `failure` makes the error if it is the first.
     pub(crate) fn on_sent(
         &mut self,
-        around: &Around<'_>,
+        env: &LinkEnv<'_>,
         wc: &WorkCompletion,
         wakes: &mut Wakes,
         failure: impl FnOnce(Status) -> Error,
     ) {
-        if self.climb.is_some() && self.on_climb_sent(wc) {
+        if self.upgrade.is_some() && self.on_upgrade_sent(wc) {
             return;
         }
         let status = wc.status();
@@ -335,7 +340,7 @@ impl LinkState {
             self.stats.stale_completions += 1; // of a queue pair that is gone, perhaps
             return;
         }
-        if !ok && self.carrier == Carrier::Moving {
+        if !ok && self.transport == ActiveTransport::Moving {
             return; // it stays where it is until the queue pair is gone, and goes elsewhere then
         }
         if status == Status::FLUSHED && self.failure().is_none() {
@@ -346,27 +351,27 @@ impl LinkState {
         self.acknowledged_since |= ok;
         if !ok && self.failure().is_none() {
             // All of ours was acknowledged before the farewell: a peer that has left by then has left in good order.
-            let is_control = self.queue.get(wc).is_some_and(|it| it.tag.kind == Kind::Control);
+            let is_control = self.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.fin_ack_sent && is_control {
                 true => Error::new(ErrorKind::Closed, "the peer has closed the link"),
                 false => failure(status),
             };
             self.fail(error, wakes);
-            if self.carrier == Carrier::Moving {
+            if self.transport == ActiveTransport::Moving {
                 return;
             }
         }
         let error = self.failure().cloned();
         let (tickets, stats, limits) = (&mut self.tickets, &mut self.stats, &self.limits);
         let (mut entries, mut controls, mut notices) = (0, 0, 0);
-        self.queue.complete(wc, |InFlight { held, tag }, last| {
+        self.queue.complete(wc, |InFlight { held, request }, last| {
             entries += 1;
-            controls += u64::from(tag.kind == Kind::Control);
-            notices += u64::from(tag.kind == Kind::Notice);
+            controls += u64::from(request.kind == Kind::Control);
+            notices += u64::from(request.kind == Kind::Notice);
             let failed = last && !ok;
-            stats.completed(tag.kind, tag.bytes, failed);
-            if let Some(ticket) = tag.ticket {
-                took(limits, &tag);
+            stats.completed(request.kind, request.bytes, failed);
+            if let Some(ticket) = request.ticket {
+                took(limits, &request);
                 let result = match (&error, failed) {
                     (Some(error), true) => Err(error.clone()),
                     _ => Ok(()),
@@ -374,14 +379,14 @@ impl LinkState {
                 wakes.extend(tickets.finish(ticket, outcome(result, held)));
             }
         });
-        around.release(entries);
-        self.on_bare_done(controls, notices, wakes);
+        env.release(entries);
+        self.on_raw_done(controls, notices, wakes);
         if !self.revoking.is_empty() {
             self.answer_revocations();
         }
         if ok {
-            self.pump(around, wakes);
+            self.pump(env, wakes);
         }
-        self.post_last(around);
+        self.post_last(env);
     }
 }

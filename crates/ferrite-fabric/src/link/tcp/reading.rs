@@ -1,4 +1,4 @@
-//! The reading half of a TCP path: parcels out of what comes, payload to where it belongs.
+//! The reading half of a TCP path: TCP frames out of what comes, payload to where it belongs.
 
 use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd as _, OwnedFd};
@@ -9,14 +9,14 @@ use rustix::net::RecvFlags;
 use tokio::io::ReadBuf;
 
 use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid, receive};
-use crate::engine::slots::Held;
+use crate::fabric::slots::Held;
 use crate::link::tls::Tls;
 use crate::mem::{Account, Budget, BufMut, Pool, PoolError, Purpose, SizeClass};
-use crate::wire::{PARCEL_BYTES, Parcel, ParcelKind};
+use crate::wire::{PARCEL_BYTES, TcpFrame, TcpFrameKind};
 
 impl TcpPath {
     /// Reads what comes next into `out`, if it is the payload of a large frame that `takes` accepts. What belongs to
-    /// anybody else stays where it is, or waits for the engine ([`TcpPath::has_left_over`]). `None` if nothing could be read;
+    /// anybody else stays where it is, or waits for the fabric ([`TcpPath::has_left_over`]). `None` if nothing could be read;
     /// else how much, and the immediate data of the frame if it is over now. The rest of a frame that is not over is read as
     /// if it were all of it.
     #[cfg(feature = "tokio")]
@@ -27,23 +27,23 @@ impl TcpPath {
         largest: usize,
         takes: impl Fn(u32) -> bool,
     ) -> io::Result<Option<(usize, Option<u32>)>> {
-        let takes = |parcel: &Parcel| {
-            parcel.kind == ParcelKind::Frame
-                && (LARGE..=largest).contains(&(parcel.len as usize))
-                && takes(parcel.imm)
+        let takes = |tcp_frame: &TcpFrame| {
+            tcp_frame.kind == TcpFrameKind::Frame
+                && (LARGE..=largest).contains(&(tcp_frame.len as usize))
+                && takes(tcp_frame.imm)
         };
         // What was read last ended with the head of this one.
         if self.body.is_none() && self.head_len == 0 && self.stash.len() == PARCEL_BYTES {
-            let next = self.stash.first_chunk().and_then(Parcel::decode).filter(takes);
-            let Some((parcel, buf)) = next.and_then(|parcel| {
-                let buf = take(pool, parcel.len as usize, self.account.as_ref()).ok()?;
-                Some((parcel, buf))
+            let next = self.stash.first_chunk().and_then(TcpFrame::decode).filter(takes);
+            let Some((tcp_frame, buf)) = next.and_then(|tcp_frame| {
+                let buf = take(pool, tcp_frame.len as usize, self.account.as_ref()).ok()?;
+                Some((tcp_frame, buf))
             }) else {
                 self.left_over = true;
                 return Ok(None);
             };
             self.stash.clear();
-            self.body = Some((parcel, buf, 0));
+            self.body = Some((tcp_frame, buf, 0));
         }
         if self.body.is_none() {
             if self.head_len > 0 || !self.stash.is_empty() {
@@ -54,9 +54,9 @@ impl TcpPath {
                 self.awaited = true;
                 return Ok(None);
             };
-            let next = Parcel::decode(&head);
-            let Some(parcel) = next.filter(takes) else { return Ok(None) };
-            let len = parcel.len as usize;
+            let next = TcpFrame::decode(&head);
+            let Some(tcp_frame) = next.filter(takes) else { return Ok(None) };
+            let len = tcp_frame.len as usize;
             let Ok(mut buf) = take(pool, len, self.account.as_ref()) else { return Ok(None) };
             let room = len.min(out.remaining());
             let mut next = [0; PARCEL_BYTES];
@@ -74,14 +74,14 @@ impl TcpPath {
             out.advance(got);
             self.large = true;
             if got == len {
-                return Ok(Some((got, Some(parcel.imm))));
+                return Ok(Some((got, Some(tcp_frame.imm))));
             }
             buf.set_len(len - got);
-            self.body = Some((parcel, buf, 0));
+            self.body = Some((tcp_frame, buf, 0));
             return Ok(Some((got, None)));
         }
-        let Some((parcel, mut buf, filled)) = self.body.take_if(|(parcel, buf, filled)| {
-            takes(parcel) && buf.len() - *filled >= PEEK && out.remaining() > *filled
+        let Some((tcp_frame, mut buf, filled)) = self.body.take_if(|(tcp_frame, buf, filled)| {
+            takes(tcp_frame) && buf.len() - *filled >= PEEK && out.remaining() > *filled
         }) else {
             return Ok(None);
         };
@@ -101,26 +101,26 @@ impl TcpPath {
         let taken = filled + got;
         if taken < len {
             buf.set_len(len - taken);
-            self.body = Some((parcel, buf, 0));
+            self.body = Some((tcp_frame, buf, 0));
         }
         self.awaited = read?.is_none();
-        Ok((taken > 0).then_some((taken, (taken == len).then_some(parcel.imm))))
+        Ok((taken > 0).then_some((taken, (taken == len).then_some(tcp_frame.imm))))
     }
 
     /// Whether what has come is left to a reader that waits for it, who reads it to where it belongs. Once: what that leaves,
-    /// the engine reads.
+    /// the fabric reads.
     pub(in crate::link) fn defers(&mut self) -> bool {
         let awaited = std::mem::take(&mut self.awaited);
         self.deferred = awaited && self.large && !self.deferred;
         self.deferred
     }
 
-    /// Whether there is something that the engine has to look at.
+    /// Whether there is something that the fabric has to look at.
     pub(in crate::link) fn has_left_over(&self) -> bool {
         self.left_over
     }
 
-    /// Begins to look at what has come. `scratch` is the engine's, and the same until [`TcpPath::end_reading`].
+    /// Begins to look at what has come. `scratch` is the fabric's, and the same until [`TcpPath::end_reading`].
     pub(in crate::link) fn begin_reading(&mut self, scratch: &mut [u8]) {
         let len = self.stash.len();
         scratch[..len].copy_from_slice(&self.stash);
@@ -134,10 +134,10 @@ impl TcpPath {
         self.stash.extend_from_slice(&scratch[std::mem::take(&mut self.chunk)]);
     }
 
-    /// The next parcel. `largest` is what a frame may have.
+    /// The next TCP frame. `largest` is what a frame may have.
     ///
     /// # Errors
-    /// The connection broke, or the peer sent what is no parcel (`InvalidData`).
+    /// The connection broke, or the peer sent what is no TCP frame (`InvalidData`).
     pub(in crate::link) fn next(
         &mut self,
         scratch: &mut [u8],
@@ -145,14 +145,14 @@ impl TcpPath {
         largest: usize,
     ) -> io::Result<Arrival> {
         loop {
-            if let Some((parcel, mut buf, mut filled)) = self.body.take() {
+            if let Some((tcp_frame, mut buf, mut filled)) = self.body.take() {
                 let here = self.chunk.len().min(buf.len() - filled);
                 buf[filled..filled + here]
                     .copy_from_slice(&scratch[self.chunk.start..self.chunk.start + here]);
                 self.chunk.start += here;
                 filled += here;
                 if filled == buf.len() {
-                    return Ok(Arrival::Parcel(parcel, Some(buf)));
+                    return Ok(Arrival::TcpFrame(tcp_frame, Some(buf)));
                 }
                 // Into its place, and what follows into the scratch memory.
                 let wanted = buf.len() - filled;
@@ -165,12 +165,12 @@ impl TcpPath {
                 let got = match read {
                     Ok(Some(got)) => got,
                     other => {
-                        self.body = Some((parcel, buf, filled));
+                        self.body = Some((tcp_frame, buf, filled));
                         return other.map(|_| Arrival::Nothing);
                     }
                 };
                 self.chunk = 0..got.saturating_sub(wanted);
-                self.body = Some((parcel, buf, filled + got.min(wanted)));
+                self.body = Some((tcp_frame, buf, filled + got.min(wanted)));
                 if got == 0 {
                     return Ok(Arrival::End);
                 }
@@ -191,46 +191,49 @@ impl TcpPath {
                 }
                 continue;
             }
-            let Some(parcel) = Parcel::decode(&self.head) else {
-                return Err(invalid(format!("a parcel of kind {}", self.head[0])));
+            let Some(tcp_frame) = TcpFrame::decode(&self.head) else {
+                return Err(invalid(format!("a tcp_frame of kind {}", self.head[0])));
             };
-            let most = if parcel.kind == ParcelKind::Frame { largest } else { OPERATION_BYTES };
-            if parcel.len as usize > most {
-                return Err(invalid(format!("a parcel of {} bytes, {most} are allowed", parcel.len)));
+            let most = if tcp_frame.kind == TcpFrameKind::Frame { largest } else { OPERATION_BYTES };
+            if tcp_frame.len as usize > most {
+                return Err(invalid(format!("a tcp_frame of {} bytes, {most} are allowed", tcp_frame.len)));
             }
             if let Some(account) = &self.account
-                && parcel.has_payload()
-                && SizeClass::holding(parcel.len as usize)
+                && tcp_frame.has_payload()
+                && SizeClass::holding(tcp_frame.len as usize)
                     .is_some_and(|class| class.bytes() as u64 > account.limit_bytes())
             {
-                return Err(invalid(format!("a parcel of {} bytes, which is never taken here", parcel.len)));
+                return Err(invalid(format!(
+                    "a tcp_frame of {} bytes, which is never taken here",
+                    tcp_frame.len
+                )));
             }
-            match self.place_for(&parcel, pool) {
+            match self.place_for(&tcp_frame, pool) {
                 Err(PoolError::OverBudget { which: Budget::Account(_), .. }) => {
                     return Ok(Arrival::OverBudget);
                 }
                 Err(_) => return Ok(Arrival::NoMemory),
                 Ok(None) => {
                     self.head_len = 0;
-                    return Ok(Arrival::Parcel(parcel, None));
+                    return Ok(Arrival::TcpFrame(tcp_frame, None));
                 }
                 Ok(Some(buf)) => {
                     self.head_len = 0;
                     self.large = buf.len() >= LARGE;
-                    self.body = Some((parcel, buf, 0));
+                    self.body = Some((tcp_frame, buf, 0));
                 }
             }
         }
     }
 
     /// Where the payload goes: what was read goes into the buffer that waits for it.
-    fn place_for(&mut self, parcel: &Parcel, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
-        match parcel.kind {
-            _ if !parcel.has_payload() => return Ok(None),
-            ParcelKind::Data => {
-                if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == parcel.op)
+    fn place_for(&mut self, tcp_frame: &TcpFrame, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
+        match tcp_frame.kind {
+            _ if !tcp_frame.has_payload() => return Ok(None),
+            TcpFrameKind::Data => {
+                if let Some(asked) = self.asked.front_mut().filter(|asked| asked.op == tcp_frame.op)
                     && let Held::Unique(buf) = &asked.held
-                    && buf.len() == parcel.len as usize
+                    && buf.len() == tcp_frame.len as usize
                     && let Held::Unique(buf) = std::mem::replace(&mut asked.held, Held::Nothing)
                 {
                     self.asked_reads -= buf.len() as u64;
@@ -239,10 +242,10 @@ impl TcpPath {
             }
             _ => {}
         }
-        take(pool, parcel.len as usize, self.account.as_ref()).map(Some)
+        take(pool, tcp_frame.len as usize, self.account.as_ref()).map(Some)
     }
 
-    /// Whether a part of a parcel has come.
+    /// Whether a part of a TCP frame has come.
     pub(in crate::link) fn has_begun(&self) -> bool {
         self.body.as_ref().is_some_and(|(_, _, filled)| *filled > 0)
     }

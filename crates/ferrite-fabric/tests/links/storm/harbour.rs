@@ -1,8 +1,8 @@
-//! A peer that others call: an engine with a listener and regions, to be dropped as a whole.
+//! A peer that others call: a fabric with a listener and regions, to be dropped as a whole.
 
 use ferrite_fabric::mem::Pool;
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Config, Engine, Link, Listener, Region};
+use ferrite_fabric::{Config, Fabric, Link, Listener, Region};
 
 use crate::links::pair::{once, pattern};
 use crate::links::{Fixture, KIB};
@@ -12,7 +12,7 @@ pub(super) const REGION: usize = 16 * KIB;
 pub(super) const CELL: usize = 256;
 
 pub(super) struct Harbour {
-    pub(super) engine: Engine,
+    pub(super) fabric: Fabric,
     pub(super) listener: Listener,
     /// Links that came and whose other end is not known yet.
     pub(super) came: Vec<Link>,
@@ -23,13 +23,13 @@ pub(super) struct Harbour {
 impl Harbour {
     pub(super) fn new(fixture: &Fixture, config: &Config, serial: u64) -> Self {
         let host = &fixture.hosts[0];
-        let engine = fixture.engine(host, config);
-        let listener = engine.listen(host.any_port()).expect("listen");
-        Self { engine, listener, came: Vec::new(), serial }
+        let fabric = fixture.fabric(host, config);
+        let listener = fabric.listen(host.any_port()).expect("listen");
+        Self { fabric, listener, came: Vec::new(), serial }
     }
 
     pub(super) fn pool(&self) -> Pool {
-        self.engine.pool().clone()
+        self.fabric.pool().clone()
     }
 
     /// Takes links that came.
@@ -53,9 +53,9 @@ pub(super) struct Granted {
 impl Granted {
     /// `None` when there is no memory now.
     pub(super) fn new(link: &Link, name: u64) -> Option<Self> {
-        let engine = link.engine();
+        let fabric = link.fabric();
         let register = |bytes: &[u8], rights| {
-            let mut buf = engine.buffer(bytes.len()).ok()?;
+            let mut buf = fabric.buffer(bytes.len()).ok()?;
             buf.copy_from_slice(bytes);
             link.register_memory(buf, rights).ok()
         };

@@ -6,7 +6,7 @@ use std::time::Instant;
 use ferrite_fabric::mem::Pool;
 use ferrite_fabric::wire::GrantToken;
 use ferrite_fabric::{
-    Config, Connecting, Ending, Engine, Error, ErrorKind, Link, Reading, Revoking, Sending, Writing,
+    Config, Connecting, Ending, Error, ErrorKind, Fabric, Link, Reading, Revoking, Sending, Writing,
 };
 
 use super::harbour::{CELL, Granted, Harbour, REGION, cell, check_cell};
@@ -52,13 +52,13 @@ pub(super) struct Scene<'f> {
     random: Random,
     config: Config,
     operations: u64,
-    caller: Engine,
+    caller: Fabric,
     harbours: [Harbour; 2],
     slots: Vec<Slot>,
     connecting: Vec<(Connecting, u64)>,
     called: Vec<(Link, u64)>,
     kept: VecDeque<(Kept, u64)>,
-    /// Of engines that are gone: they must get everything back.
+    /// Of fabrics that are gone: they must get everything back.
     pools: Vec<Pool>,
     names: u64,
     pub(super) begun: u64,
@@ -78,7 +78,7 @@ struct Report {
 
 impl<'f> Scene<'f> {
     pub(super) fn new(fixture: &'f Fixture, random: Random, config: Config, operations: u64) -> Self {
-        let caller = fixture.engine(&fixture.hosts[1], &config);
+        let caller = fixture.fabric(&fixture.hosts[1], &config);
         let harbours = [1, 2].map(|serial| Harbour::new(fixture, &config, serial));
         Self {
             fixture,
@@ -107,8 +107,8 @@ impl<'f> Scene<'f> {
         self.random.below(n) == 0
     }
 
-    fn engines(&self) -> [&Engine; 3] {
-        [&self.caller, &self.harbours[0].engine, &self.harbours[1].engine]
+    fn fabrics(&self) -> [&Fabric; 3] {
+        [&self.caller, &self.harbours[0].fabric, &self.harbours[1].fabric]
     }
 
     pub(super) fn step(&mut self) {
@@ -123,7 +123,7 @@ impl<'f> Scene<'f> {
             self.lose_a_harbour();
         }
         if self.one_in(2) {
-            pass(&self.engines());
+            pass(&self.fabrics());
         }
         for _ in 0..self.random.below(4) {
             self.look_at_one();
@@ -179,7 +179,7 @@ impl<'f> Scene<'f> {
                 });
             }
         }
-        pass(&self.engines());
+        pass(&self.fabrics());
     }
 
     fn size(&mut self) -> usize {
@@ -217,7 +217,7 @@ impl<'f> Scene<'f> {
                 let kinds = [ErrorKind::Full, ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied];
                 assert_expected(&error, &kinds);
                 if error.kind() == ErrorKind::Full {
-                    pass(&self.engines());
+                    pass(&self.fabrics());
                 }
             }
         }
@@ -246,7 +246,7 @@ impl<'f> Scene<'f> {
         let bytes = message(name, slot.next[direction][channel] * 2 + lazy, len);
         let channel_number = channel as u16;
         let buf = |bytes: &[u8]| {
-            let mut buf = link.engine().buffer(bytes.len())?;
+            let mut buf = link.fabric().buffer(bytes.len())?;
             buf.copy_from_slice(bytes);
             Ok::<_, Error>(buf.freeze())
         };
@@ -417,7 +417,7 @@ impl<'f> Scene<'f> {
             let deadline = Instant::now() + PATIENCE;
             while !self.poll(&mut kept) {
                 assert!(Instant::now() < deadline, "a future is never ready");
-                pass(&self.engines());
+                pass(&self.fabrics());
                 for at in 0..self.slots.len() {
                     self.receive(at);
                 }
@@ -428,16 +428,16 @@ impl<'f> Scene<'f> {
         let Self { caller, harbours, mut pools, report, .. } = self;
         pools.push(caller.pool().clone());
         pools.extend(harbours.iter().map(Harbour::pool));
-        let [one, other] = harbours.map(|harbour| harbour.engine);
-        let engines = [caller, one, other];
-        let driven: Vec<&Engine> = engines.iter().collect();
-        until(&driven, "no link is left", || engines.iter().all(|engine| engine.stats().links == 0));
-        for engine in &engines {
-            let stats = engine.stats();
+        let [one, other] = harbours.map(|harbour| harbour.fabric);
+        let fabrics = [caller, one, other];
+        let driven: Vec<&Fabric> = fabrics.iter().collect();
+        until(&driven, "no link is left", || fabrics.iter().all(|fabric| fabric.stats().links == 0));
+        for fabric in &fabrics {
+            let stats = fabric.stats();
             assert_eq!((stats.in_flight, stats.memory.exposed_regions), (0, 0));
         }
         drop(driven);
-        drop(engines);
+        drop(fabrics);
         pools.iter().for_each(assert_unused);
         let Report { received, finished, failed, dropped, links, harbours, revoked } = report;
         assert!(received > 0 && finished > 0 && dropped > 0 && links > 0);

@@ -30,7 +30,7 @@ pub(super) struct Moved {
 
 /// The client's side. Returns also how many operations there were in all.
 pub(super) fn client(ends: &Ends, case: &Case) -> anyhow::Result<(Moved, u64)> {
-    ends.engine.block_on(async {
+    ends.fabric.block_on(async {
         let mut streams = Stream::all(ends, case).await?;
         pour(&mut streams, Pace::new(0, Amount::Operations(case.warmup))).await?;
         let begun = Instant::now();
@@ -50,7 +50,7 @@ pub(super) fn server(ends: &Ends, op: Op, size: u32) -> anyhow::Result<u64> {
     if op != Op::Send {
         return Ok(0);
     }
-    ends.engine.block_on(async {
+    ends.fabric.block_on(async {
         let mut total = 0;
         let mut links: FuturesUnordered<_> = ends.links.iter().map(|link| drain(link, size)).collect();
         while let Some(taken) = links.next().await {
@@ -117,7 +117,7 @@ impl<'a> Stream<'a> {
         let grants = if case.op == Op::Send { Vec::new() } else { ends.grants().await? };
         let streams = ends.links.iter().enumerate().map(|(at, link)| {
             let window = case.window as usize;
-            let buffer = || ends.engine.buffer(case.size as usize);
+            let buffer = || ends.fabric.buffer(case.size as usize);
             let work = match case.op {
                 Op::Send => Work::Send(ends.message(case.size, 0)?),
                 Op::Write => Work::Write(grants[at], ends.message(case.size, 0)?),

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::time::Instant;
 
 use anyhow::{Context as _, bail, ensure};
-use ferrite_fabric::{ConnectOptions, Engine, Link};
+use ferrite_fabric::{ConnectOptions, Fabric, Link};
 use ferrite_verbs::Verbs;
 
 use super::ends::{self, Ends};
@@ -19,20 +19,20 @@ use crate::latency::Latency;
 
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = ends::engine(&verbs, options.local.map(|local| local.ip()), options)?;
-    let config = engine.config();
+    let fabric = ends::fabric(&verbs, options.local.map(|local| local.ip()), options)?;
+    let config = fabric.config();
     let room = Room { messages: config.send_queue_messages, bytes: config.send_queue_bytes };
     let (cases, notes) = plan::cases(options, room);
     let progress = Progress::new(cases.len(), !options.json);
     progress.now(&format!("waiting for {peer}"));
-    let (ends, server) = engine.block_on(meet(&engine, options, peer))?;
+    let (ends, server) = fabric.block_on(meet(&fabric, options, peer))?;
     let way = Way::of(&verbs, ends.talk())?;
     let idle = match options.idle {
         0 => None,
         count => {
             progress.now(&format!("opening {count} idle links"));
             let open = Idle::open(&ends, count, (peer, options.local), server);
-            Some(engine.block_on(open)?)
+            Some(fabric.block_on(open)?)
         }
     };
     let mut results = Vec::new();
@@ -42,20 +42,20 @@ pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     }
     ends.set_mode(Mode::Event);
     progress.now("closing");
-    let idle = engine.block_on(part(&ends, idle))?;
+    let idle = fabric.block_on(part(&ends, idle))?;
     progress.finish();
     Report::new(options.mode, options.links, way, server, idle, results, notes).print(options.json)
 }
 
 /// Opens the links; what the server has then.
-async fn meet(engine: &Engine, options: &Options, peer: SocketAddr) -> anyhow::Result<(Ends, Holding)> {
+async fn meet(fabric: &Fabric, options: &Options, peer: SocketAddr) -> anyhow::Result<(Ends, Holding)> {
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
     let missing = || format!("no link to {peer} (`ferrite bench fabric --listen` must run there)");
-    let first = engine.connect_with(peer, &to).await.with_context(missing)?;
+    let first = fabric.connect_with(peer, &to).await.with_context(missing)?;
     say(&first, &Request::begin(options.links))?;
-    let mut ends = Ends { engine: engine.clone(), links: vec![first] };
+    let mut ends = Ends { fabric: fabric.clone(), links: vec![first] };
     for number in 1..options.links {
-        let link = engine.connect_with(peer, &to).await.with_context(missing)?;
+        let link = fabric.connect_with(peer, &to).await.with_context(missing)?;
         say(&link, &Request::Join { link: number })?;
         ends.links.push(link);
     }
@@ -77,9 +77,9 @@ fn measure(ends: &Ends, case: &Case, mode: Mode) -> anyhow::Result<Row> {
     let Case { op, measure, size, .. } = *case;
     ends.set_mode(mode);
     say(ends.talk(), &Request::Test(Test { op, measure, size_bytes: size, mode }))?;
-    let ready = ends.engine.block_on(reply(ends))?;
+    let ready = ends.fabric.block_on(reply(ends))?;
     ensure!(ready == Reply::Ready, "{ready:?} where the server should be ready");
-    let before = Work::of(&ends.engine);
+    let before = Work::of(&ends.fabric);
     let begun = Instant::now();
     let (figures, seconds, sent) = match measure {
         Measure::Latency => {
@@ -95,8 +95,8 @@ fn measure(ends: &Ends, case: &Case, mode: Mode) -> anyhow::Result<Row> {
             (Figures::of_bandwidth(case, moved), moved.time.as_secs_f64(), Some(all))
         }
     };
-    let client = Work::of(&ends.engine).since(before);
-    match ends.engine.block_on(reply(ends))? {
+    let client = Work::of(&ends.fabric).since(before);
+    match ends.fabric.block_on(reply(ends))? {
         Reply::Done { messages, work, .. } => {
             if let (Op::Send, Some(sent)) = (op, sent) {
                 ensure!(messages == sent, "{sent} messages were sent and {messages} arrived");

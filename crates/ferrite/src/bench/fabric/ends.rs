@@ -1,10 +1,10 @@
-//! What both sides have: an engine, the links between them, and memory that the other side may reach.
+//! What both sides have: a fabric, the links between them, and memory that the other side may reach.
 
 use std::net::{IpAddr, SocketAddr};
 
 use ferrite_fabric::mem::Buf;
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Config, Engine, Link, Rdma, Region};
+use ferrite_fabric::{Config, Fabric, Link, Rdma, Region};
 use ferrite_verbs::Verbs;
 
 use super::talk::{TALK, hear_grant};
@@ -13,7 +13,7 @@ use crate::choice::Mode;
 
 /// One side of a session.
 pub(super) struct Ends {
-    pub(super) engine: Engine,
+    pub(super) fabric: Fabric,
     /// In the same order on both sides. The first carries what is said.
     pub(super) links: Vec<Link>,
 }
@@ -33,7 +33,7 @@ impl Ends {
     /// Registers memory of `size` bytes for each link and tells the peer of it there.
     pub(super) fn expose(&self, size: u32, rights: Rights) -> anyhow::Result<Vec<Region>> {
         let regions = self.links.iter().map(|link| {
-            let mut buf = self.engine.buffer(size as usize)?;
+            let mut buf = self.fabric.buffer(size as usize)?;
             buf.fill(0); // peers see what its last user left there
             let region = link.register_memory(buf, rights).map_err(|(_, error)| error)?;
             link.post_bytes(TALK, &region.grant(link).encode())?;
@@ -53,7 +53,7 @@ impl Ends {
 
     /// A message of `size` bytes that ends in `last`.
     pub(super) fn message(&self, size: u32, last: u8) -> anyhow::Result<Buf> {
-        let mut buf = self.engine.buffer(size as usize)?;
+        let mut buf = self.fabric.buffer(size as usize)?;
         buf.fill(0x5a);
         if let Some(byte) = buf.last_mut() {
             *byte = last;
@@ -61,18 +61,18 @@ impl Ends {
         Ok(buf.freeze())
     }
 
-    /// From here on the engine waits like this.
+    /// From here on the fabric waits like this.
     pub(super) fn set_mode(&self, mode: Mode) {
-        self.engine.set_busy_poll_us(match mode {
+        self.fabric.set_busy_poll_us(match mode {
             Mode::Poll => u32::MAX,
             Mode::Event => 0,
         });
     }
 }
 
-/// An engine with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none
+/// A fabric with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none
 /// has. It sleeps while it waits.
-pub(super) fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Engine> {
+pub(super) fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let config = Config {
         busy_poll_us: 0,
@@ -81,7 +81,7 @@ pub(super) fn engine(verbs: &Verbs, local: Option<IpAddr>, options: &Options) ->
         max_connections: (IDLE_MAX + LINKS_MAX) as usize,
         ..default
     };
-    let builder = Engine::builder(verbs).rdma(Rdma::Require).config(config);
+    let builder = Fabric::builder(verbs).rdma(Rdma::Require).config(config);
     let builder = match local.map(|local| device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,

@@ -68,7 +68,7 @@ impl Idle {
         let options = ConnectOptions::new().timeout(PATIENCE);
         let options = local.into_iter().fold(options, ConnectOptions::local);
         let mut connecting: FuturesUnordered<_> =
-            (0..count).map(|_| ends.engine.connect_with(peer, &options)).collect();
+            (0..count).map(|_| ends.fabric.connect_with(peer, &options)).collect();
         let (mut links, mut failures) = (Vec::new(), BTreeMap::new());
         while let Some(connected) = connecting.next().await {
             match connected {

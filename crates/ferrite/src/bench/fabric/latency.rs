@@ -11,7 +11,7 @@
 use anyhow::ensure;
 use ferrite_fabric::mem::Buf;
 use ferrite_fabric::wire::{GrantToken, Rights};
-use ferrite_fabric::{Engine, Error, Link, Region};
+use ferrite_fabric::{Error, Fabric, Link, Region};
 
 use super::ends::Ends;
 use super::plan::{Case, Pace};
@@ -24,9 +24,9 @@ pub(super) fn client(ends: &Ends, case: &Case) -> anyhow::Result<RoundTrips> {
     let mut recorder = Recorder::new(case.warmup)?;
     let pace = Pace::of(case);
     match case.op {
-        Op::Send => ends.engine.block_on(ping(ends, case.size, pace, &mut recorder))?,
+        Op::Send => ends.fabric.block_on(ping(ends, case.size, pace, &mut recorder))?,
         Op::Write => write_first(ends, case.size, pace, &mut recorder)?,
-        Op::Read => ends.engine.block_on(read(ends, case.size, pace, &mut recorder))?,
+        Op::Read => ends.fabric.block_on(read(ends, case.size, pace, &mut recorder))?,
     }
     Ok(recorder.finish())
 }
@@ -34,7 +34,7 @@ pub(super) fn client(ends: &Ends, case: &Case) -> anyhow::Result<RoundTrips> {
 /// The server's side of what it takes part in; how many rounds there were.
 pub(super) fn server(ends: &Ends, op: Op, size: u32) -> anyhow::Result<u64> {
     match op {
-        Op::Send => ends.engine.block_on(pong(ends, size)),
+        Op::Send => ends.fabric.block_on(pong(ends, size)),
         Op::Write => write_back(ends, size),
         Op::Read => Ok(0),
     }
@@ -71,7 +71,7 @@ async fn pong(ends: &Ends, size: u32) -> anyhow::Result<u64> {
 
 async fn read(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -> anyhow::Result<()> {
     let grants = ends.grants().await?;
-    let mut buf = ends.engine.buffer(size as usize)?;
+    let mut buf = ends.fabric.buffer(size as usize)?;
     for (link, grant) in ends.links.iter().zip(&grants).cycle() {
         if !pace.another() {
             break;
@@ -84,7 +84,7 @@ async fn read(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -
 }
 
 fn write_first(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -> anyhow::Result<()> {
-    let targets = ends.engine.block_on(Target::all(ends, size))?;
+    let targets = ends.fabric.block_on(Target::all(ends, size))?;
     for (round, target) in (0..).zip(targets.iter().cycle()) {
         if !pace.another() {
             return target.write(STOP);
@@ -92,16 +92,16 @@ fn write_first(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) 
         let value = value(round, targets.len());
         target.write(value)?;
         recorder.posted();
-        target.watch(&ends.engine, value)?;
+        target.watch(&ends.fabric, value)?;
     }
     Ok(())
 }
 
 fn write_back(ends: &Ends, size: u32) -> anyhow::Result<u64> {
-    let targets = ends.engine.block_on(Target::all(ends, size))?;
+    let targets = ends.fabric.block_on(Target::all(ends, size))?;
     for (round, target) in (0..).zip(targets.iter().cycle()) {
         let value = value(round, targets.len());
-        if target.watch(&ends.engine, value)? == STOP {
+        if target.watch(&ends.fabric, value)? == STOP {
             return Ok(round);
         }
         target.write(value)?;
@@ -148,7 +148,7 @@ impl<'a> Target<'a> {
     }
 
     /// Waits until our last byte is `wanted`, or the one that ends it all.
-    fn watch(&self, engine: &Engine, wanted: u8) -> anyhow::Result<u8> {
+    fn watch(&self, fabric: &Fabric, wanted: u8) -> anyhow::Result<u8> {
         /// Fruitless looks between two questions whether the link still stands.
         const LOOKS_PER_CHECK: u32 = 1 << 12;
         let last = self.ours.len() - 1;
@@ -159,7 +159,7 @@ impl<'a> Target<'a> {
             if byte[0] == wanted || byte[0] == STOP {
                 return Ok(byte[0]);
             }
-            engine.poll();
+            fabric.poll();
             looks += 1;
             if looks.is_multiple_of(LOOKS_PER_CHECK)
                 && let Some(error) = self.link.failure()

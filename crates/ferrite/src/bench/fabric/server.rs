@@ -7,7 +7,7 @@ use std::task::Poll;
 
 use anyhow::{Context as _, anyhow, bail, ensure};
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Engine, Error, Link, Listener, Message};
+use ferrite_fabric::{Error, Fabric, Link, Listener, Message};
 use ferrite_verbs::Verbs;
 use serde::Serialize;
 
@@ -18,16 +18,16 @@ use crate::choice::Op;
 
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = ends::engine(&verbs, Some(listen.ip()), options)?;
-    let listener = engine.listen(listen).with_context(|| format!("cannot listen on {listen}"))?;
+    let fabric = ends::fabric(&verbs, Some(listen.ip()), options)?;
+    let listener = fabric.listen(listen).with_context(|| format!("cannot listen on {listen}"))?;
     // On stderr, so that stdout carries results only.
     eprintln!("ferrite: listening on {}", listener.local_addr());
     let mut lobby = Lobby { listener, waiting: Vec::new() };
     loop {
-        engine.set_busy_poll_us(0);
-        let (first, message) = engine.block_on(lobby.next_client())?;
+        fabric.set_busy_poll_us(0);
+        let (first, message) = fabric.block_on(lobby.next_client())?;
         let peer = first.peer_addr();
-        let outcome = serve(&engine, &mut lobby, first, &message);
+        let outcome = serve(&fabric, &mut lobby, first, &message);
         match outcome.with_context(|| format!("serving {}", name(peer))) {
             Ok(served) => served.print(options.json)?,
             Err(error) if options.once => return Err(error),
@@ -95,9 +95,9 @@ struct Served {
     cases: usize,
 }
 
-fn serve(engine: &Engine, lobby: &mut Lobby, first: Link, message: &Message) -> anyhow::Result<Served> {
+fn serve(fabric: &Fabric, lobby: &mut Lobby, first: Link, message: &Message) -> anyhow::Result<Served> {
     let talk = first.clone();
-    let session = Session::begin(engine, lobby, first, message);
+    let session = Session::begin(fabric, lobby, first, message);
     let outcome = session.and_then(|session| session.run(lobby));
     match &outcome {
         Ok(_) => {}
@@ -105,7 +105,7 @@ fn serve(engine: &Engine, lobby: &mut Lobby, first: Link, message: &Message) -> 
         Err(error) => {
             // Told why, and closed when it has heard it.
             let _ = say(&talk, &Reply::Refused { why: format!("{error:#}") });
-            let _ = engine.block_on(talk.close());
+            let _ = fabric.block_on(talk.close());
         }
     }
     outcome
@@ -118,7 +118,7 @@ struct Session {
 }
 
 impl Session {
-    fn begin(engine: &Engine, lobby: &mut Lobby, first: Link, message: &Message) -> anyhow::Result<Self> {
+    fn begin(fabric: &Fabric, lobby: &mut Lobby, first: Link, message: &Message) -> anyhow::Result<Self> {
         let count = Request::begun(message)? as usize;
         let served = Served {
             peer: first.peer_addr(),
@@ -128,7 +128,7 @@ impl Session {
             cases: 0,
         };
         let mut links: Vec<Option<Link>> = vec![None; count];
-        engine.block_on(async {
+        fabric.block_on(async {
             for _ in 1..count {
                 let link = lobby.another(&first).await?;
                 match hear(&link).await? {
@@ -143,25 +143,25 @@ impl Session {
             Ok(())
         })?;
         links[0] = Some(first);
-        let ends = Ends { engine: engine.clone(), links: links.into_iter().flatten().collect() };
-        say(ends.talk(), &Reply::Holding(Holding::of(engine)))?;
+        let ends = Ends { fabric: fabric.clone(), links: links.into_iter().flatten().collect() };
+        say(ends.talk(), &Reply::Holding(Holding::of(fabric)))?;
         Ok(Self { ends, idle: Vec::new(), served })
     }
 
     /// Does what the client asks for, until it has enough.
     fn run(mut self, lobby: &mut Lobby) -> anyhow::Result<Served> {
-        let engine = self.ends.engine.clone();
+        let fabric = self.ends.fabric.clone();
         loop {
-            engine.set_busy_poll_us(0);
-            match engine.block_on(hear(self.ends.talk()))? {
+            fabric.set_busy_poll_us(0);
+            match fabric.block_on(hear(self.ends.talk()))? {
                 Request::Test(test) => self.test(&test)?,
-                Request::Idle => engine.block_on(self.take_idle(lobby))?,
+                Request::Idle => fabric.block_on(self.take_idle(lobby))?,
                 Request::End => break,
                 other => bail!("{other:?} where a test was due"),
             }
         }
         // The client closes; what it sent is all there.
-        engine.block_on(async {
+        fabric.block_on(async {
             for link in &self.ends.links {
                 let _ = link.ended().await; // how it left is its own affair
             }
@@ -174,7 +174,7 @@ impl Session {
         let Test { op, measure, size_bytes: size, mode } = *test;
         let ends = &self.ends;
         say(ends.talk(), &Reply::Ready)?;
-        let before = Work::of(&ends.engine);
+        let before = Work::of(&ends.fabric);
         let messages = match (measure, op) {
             (Measure::Latency, Op::Send | Op::Write) => {
                 ends.set_mode(mode);
@@ -188,7 +188,7 @@ impl Session {
             (_, Op::Read) => lend(ends, size, Rights::READ)?,
         };
         self.served.cases += 1;
-        let work = Work::of(&ends.engine).since(before);
+        let work = Work::of(&ends.fabric).since(before);
         say(ends.talk(), &Reply::Done { messages, bytes: messages * u64::from(size), work })
     }
 
@@ -216,14 +216,14 @@ impl Session {
         })
         .await?;
         self.served.idle = self.idle.len();
-        say(talk, &Reply::Holding(Holding::of(&self.ends.engine)))
+        say(talk, &Reply::Holding(Holding::of(&self.ends.fabric)))
     }
 }
 
 /// Memory for the client to reach, until it says that it is done. This side sleeps meanwhile.
 fn lend(ends: &Ends, size: u32, rights: Rights) -> anyhow::Result<u64> {
     let regions = ends.expose(size, rights)?;
-    let word: Request = ends.engine.block_on(hear(ends.talk()))?;
+    let word: Request = ends.fabric.block_on(hear(ends.talk()))?;
     ensure!(word == Request::Stop, "{word:?} where the end of a test was due");
     drop(regions);
     Ok(0)

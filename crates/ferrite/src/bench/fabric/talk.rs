@@ -18,7 +18,7 @@
 
 use anyhow::{Context as _, ensure};
 use ferrite_fabric::wire::GrantToken;
-use ferrite_fabric::{Engine, Link, Message};
+use ferrite_fabric::{Fabric, Link, Message};
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 
@@ -65,7 +65,7 @@ pub(super) enum Reply {
     Refused { why: String },
 }
 
-/// What an engine has at one moment.
+/// What a fabric has at one moment.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Holding {
     pub(super) links: u64,
@@ -73,7 +73,7 @@ pub(super) struct Holding {
     pub(super) receives_posted: u64,
 }
 
-/// What an engine has done.
+/// What a fabric has done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Work {
     passes: u64,
@@ -116,8 +116,8 @@ impl Test {
 }
 
 impl Holding {
-    pub(super) fn of(engine: &Engine) -> Self {
-        let stats = engine.stats();
+    pub(super) fn of(fabric: &Fabric) -> Self {
+        let stats = fabric.stats();
         Self {
             links: stats.links,
             registered_bytes: stats.memory.registered_bytes,
@@ -127,9 +127,9 @@ impl Holding {
 }
 
 impl Work {
-    /// Since the engine was made.
-    pub(super) fn of(engine: &Engine) -> Self {
-        let stats = engine.stats();
+    /// Since the fabric was made.
+    pub(super) fn of(fabric: &Fabric) -> Self {
+        let stats = fabric.stats();
         Self { passes: stats.passes, completions: stats.completions, sleeps: stats.sleeps }
     }
 

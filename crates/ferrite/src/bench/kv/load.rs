@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, bail, ensure};
-use ferrite_fabric::{Config, Engine, Rdma};
+use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::{Limits, ReplyFramer, encode_command};
 use ferrite_session::{Connector, client_config};
 use hdrhistogram::Histogram;
@@ -169,11 +169,11 @@ impl Calling {
         let server = options.server.context("no server")?;
         let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512); // answers of all of them at once
         let config = Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };
-        let engine = Engine::system().rdma(options.rdma).config(config).build()?;
+        let fabric = Fabric::system().rdma(options.rdma).config(config).build()?;
         if options.rdma != Rdma::Forbid {
-            tokio::spawn(engine.drive());
+            tokio::spawn(fabric.drive());
         }
-        let connector = Connector::new(&engine).rdma(options.rdma);
+        let connector = Connector::new(&fabric).rdma(options.rdma);
         let connector = match options.local {
             Some(local) => connector.local(local),
             None => connector,

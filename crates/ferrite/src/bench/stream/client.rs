@@ -9,25 +9,25 @@ use ferrite_verbs::Verbs;
 use super::fabric::{Measure, Way};
 use super::play::{self, Test};
 use super::report::{Report, Row};
-use super::{Options, Over, engine};
+use super::{Options, Over, fabric};
 
 pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = engine(&verbs, options.local.map(|local| local.ip()), options)?;
+    let fabric = fabric(&verbs, options.local.map(|local| local.ip()), options)?;
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
-    let mut stream = engine
-        .block_on(Stream::connect_with(&engine, peer, &to))
+    let mut stream = fabric
+        .block_on(Stream::connect_with(&fabric, peer, &to))
         .with_context(|| format!("no stream to {peer} (`ferrite bench stream --listen` must run there)"))?;
     let way = Way::of(&verbs, stream.link())?;
     let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
-    engine.set_busy_poll_us(busy_poll_us);
+    fabric.set_busy_poll_us(busy_poll_us);
     let mut results = Vec::new();
     for (measure, test) in tests(options, busy_poll_us) {
-        let played = engine.block_on(play::ask(&mut stream, &test))?;
+        let played = fabric.block_on(play::ask(&mut stream, &test))?;
         results.push(Row::new(measure, test, &played));
     }
-    engine.set_busy_poll_us(0);
-    engine.block_on(stream.link().close())?;
+    fabric.set_busy_poll_us(0);
+    fabric.block_on(stream.link().close())?;
     Report::new(busy_poll_us, Over::Rdma, Some(way), results).print(options.json)
 }
 

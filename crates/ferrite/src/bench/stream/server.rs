@@ -3,12 +3,12 @@
 use std::net::SocketAddr;
 
 use anyhow::Context as _;
-use ferrite_fabric::{Engine, Stream, StreamListener};
+use ferrite_fabric::{Fabric, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 use serde::Serialize;
 
 use super::fabric::name;
-use super::{Options, engine, play};
+use super::{Options, fabric, play};
 
 /// A client that was served.
 #[derive(Debug, Serialize)]
@@ -20,15 +20,15 @@ struct Served {
 
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
-    let engine = engine(&verbs, Some(listen.ip()), options)?;
+    let fabric = fabric(&verbs, Some(listen.ip()), options)?;
     let listener =
-        StreamListener::bind(&engine, listen).with_context(|| format!("cannot listen on {listen}"))?;
+        StreamListener::bind(&fabric, listen).with_context(|| format!("cannot listen on {listen}"))?;
     // On stderr, so that stdout carries results only.
     eprintln!("ferrite: listening on {}", listener.local_addr());
     loop {
-        engine.set_busy_poll_us(0);
-        let (stream, peer) = engine.block_on(listener.accept())?;
-        match serve(&engine, stream, peer).with_context(|| format!("serving {}", name(Some(peer)))) {
+        fabric.set_busy_poll_us(0);
+        let (stream, peer) = fabric.block_on(listener.accept())?;
+        match serve(&fabric, stream, peer).with_context(|| format!("serving {}", name(Some(peer)))) {
             Ok(served) if options.json => println!("{}", serde_json::to_string(&served)?),
             Ok(Served { peer, device, tests }) => println!("served {peer} on {device}: tests {tests}"),
             Err(error) if options.once => return Err(error),
@@ -41,13 +41,13 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     }
 }
 
-fn serve(engine: &Engine, mut stream: Stream, peer: SocketAddr) -> anyhow::Result<Served> {
+fn serve(fabric: &Fabric, mut stream: Stream, peer: SocketAddr) -> anyhow::Result<Served> {
     let mut served = Served { peer, device: stream.link().device().unwrap_or_default(), tests: 0 };
-    while let Some(test) = engine.block_on(play::next_test(&mut stream))? {
-        engine.set_busy_poll_us(test.busy_poll_us);
-        engine.block_on(play::answer(&mut stream, &test))?;
+    while let Some(test) = fabric.block_on(play::next_test(&mut stream))? {
+        fabric.set_busy_poll_us(test.busy_poll_us);
+        fabric.block_on(play::answer(&mut stream, &test))?;
         served.tests += 1;
     }
-    let _ = engine.block_on(stream.link().ended()); // how it left is its own affair
+    let _ = fabric.block_on(stream.link().ended()); // how it left is its own affair
     Ok(served)
 }

@@ -1,12 +1,12 @@
 //! The two ends over TCP: our stream as a program under tokio has it, or tokio's own, to hold the one against the other.
 //!
 //! Both run the same test on the same runtime, of one thread; only the stream differs. Ours has the fabric's settings, an
-//! engine that leaves RDMA alone, and a task that drives it. Tokio's has `TCP_NODELAY`, as ours has by itself.
+//! fabric that leaves RDMA alone, and a task that drives it. Tokio's has `TCP_NODELAY`, as ours has by itself.
 
 use std::net::SocketAddr;
 
 use anyhow::Context as _;
-use ferrite_fabric::{Config, Engine, Rdma, Stream, StreamListener};
+use ferrite_fabric::{Config, Fabric, Rdma, Stream, StreamListener};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::runtime::{self, Runtime};
@@ -30,19 +30,19 @@ pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow
                 }
             }
         }
-        let engine = engine(options)?;
-        let driver = tokio::spawn(engine.drive());
-        let listener = StreamListener::bind(&engine, local).with_context(cannot)?;
+        let fabric = fabric(options)?;
+        let driver = tokio::spawn(fabric.drive());
+        let listener = StreamListener::bind(&fabric, local).with_context(cannot)?;
         eprintln!("ferrite: listening on {}", listener.local_addr());
         loop {
             let (mut stream, _) = listener.accept().await?;
-            serve(&mut stream, options, |us| engine.set_busy_poll_us(us)).await?;
+            serve(&mut stream, options, |us| fabric.set_busy_poll_us(us)).await?;
             let _ = stream.link().ended().await; // how it left is its own affair
             if options.once {
                 break;
             }
         }
-        drop((listener, engine));
+        drop((listener, fabric));
         Ok(driver.await??)
     })
 }
@@ -57,13 +57,13 @@ pub(super) fn connect(options: &Options, over: Over, peer: SocketAddr) -> anyhow
             stream.set_nodelay(true)?;
             return ask(&mut stream, options, busy_poll_us).await;
         }
-        let engine = engine(options)?;
-        engine.set_busy_poll_us(busy_poll_us);
-        let driver = tokio::spawn(engine.drive());
-        let mut stream = Stream::connect(&engine, peer).await.with_context(no_stream)?;
+        let fabric = fabric(options)?;
+        fabric.set_busy_poll_us(busy_poll_us);
+        let driver = tokio::spawn(fabric.drive());
+        let mut stream = Stream::connect(&fabric, peer).await.with_context(no_stream)?;
         let results = ask(&mut stream, options, busy_poll_us).await?;
         stream.link().close().await?;
-        drop((stream, engine));
+        drop((stream, fabric));
         driver.await??;
         Ok(results)
     })?;
@@ -74,11 +74,11 @@ fn runtime() -> anyhow::Result<Runtime> {
     Ok(runtime::Builder::new_current_thread().enable_all().build()?)
 }
 
-fn engine(options: &Options) -> anyhow::Result<Engine> {
+fn fabric(options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
     let config = Config { recv_buffer_size, ..default };
-    Ok(Engine::system().rdma(Rdma::Forbid).config(config).build()?)
+    Ok(Fabric::system().rdma(Rdma::Forbid).config(config).build()?)
 }
 
 async fn serve<S>(stream: &mut S, options: &Options, busy_poll_us: impl Fn(u32)) -> anyhow::Result<()>

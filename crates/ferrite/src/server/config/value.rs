@@ -87,9 +87,9 @@ impl Value<'_> {
         let right =
             "expected one IP address of this host, with a port or without: \"192.0.2.1\", \"[::]:6380\"";
         let text = self.text()?;
-        let bare = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
+        let raw = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
         let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
-        let without = bare.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, default_port));
+        let without = raw.parse::<IpAddr>().ok().map(|ip| SocketAddr::new(ip, default_port));
         without.or_else(with_port).ok_or_else(|| right.into())
     }
 

@@ -1,0 +1,380 @@
+//! The fabric: devices, completions, links, and one descriptor to wait on. It has no thread and no runtime of its own.
+//!
+//! | file | what it is |
+//! |---|---|
+//! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the fabric |
+//! | `devices.rs` | which devices are used |
+//! | `shared_device.rs` | what the fabric has on one device, shared by all links there |
+//! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
+//! | `commands.rs` | calls that may wait for the kernel, on threads of their own |
+//! | `revive.rs` | devices that go and come back |
+//! | `leaving.rs` | queue pairs that are to be destroyed |
+//! | `shrinking.rs` | memory that goes back to the system |
+//! | `wait_set.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
+//! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
+//! | `config.rs` | settings |
+
+mod builder;
+pub(crate) mod commands;
+pub(crate) mod config;
+pub(crate) mod device_objects;
+mod devices;
+mod drive;
+mod event_fd;
+mod leaving;
+mod link_lifecycle;
+mod links;
+pub(crate) mod mailbox;
+pub(crate) mod poller;
+#[cfg(all(test, loom))]
+mod protocol;
+mod queue_pairs;
+mod revive;
+pub(crate) mod shared_device;
+mod shrinking;
+pub(crate) mod slots;
+mod stats;
+mod strikes;
+pub(crate) mod timers;
+pub(crate) mod wait_set;
+mod wakeup;
+#[cfg(feature = "tokio")]
+mod watch;
+
+use std::fmt;
+use std::net::SocketAddr;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, RwLock};
+
+use ferrite_verbs::{Absence, Status, Verbs};
+
+use crate::diagnose::Failure;
+use crate::error::{Error, ErrorKind};
+use crate::latency::Latencies;
+use crate::link::shared::LinkShared;
+use crate::log_limit::LogLimit;
+use crate::mem::{BufMut, Pool, Purpose};
+use crate::one_sided::{Region, Regions};
+use crate::policy::{Fallback, FallbackCause};
+use crate::random::random;
+use crate::wire::{Features, Hello, Rights, Version};
+pub use builder::Builder;
+use builder::Tls;
+use commands::Commands;
+pub use config::Config;
+use links::Links;
+use mailbox::Mailbox;
+use poller::Poller;
+use shared_device::SharedDevice;
+use stats::Counters;
+pub use stats::FabricStats;
+use wait_set::WaitSet;
+
+/// Drives links over one or more devices. Clones share it.
+///
+/// It does nothing by itself: it is driven by [`Fabric::block_on`], by a tokio task ([`Fabric::drive`]), by a thread
+/// ([`Fabric::spawn_thread`]), or by hand from any event loop: wait until its descriptor ([`AsFd`]) is readable, then call
+/// [`Fabric::progress`].
+///
+/// ```
+/// use ferrite_fabric::{Config, Fabric};
+/// # use ferrite_verbs::fake::{DeviceSpec, World};
+/// # let world = World::new();
+/// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
+/// # let verbs = world.verbs(); // on a host with RDMA: Verbs::system()?
+/// let fabric = Fabric::builder(&verbs).config(Config { busy_poll_us: 0, ..Config::default() }).build()?;
+/// assert_eq!(fabric.devices(), ["fake1"]);
+/// let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
+/// let (there, here) = fabric.block_on(async {
+///     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+///     Ok::<_, ferrite_fabric::Error>((there?, here?))
+/// })?;
+/// there.post_bytes(0, b"hello")?;
+/// let message = fabric.block_on(here.recv())?;
+/// assert_eq!(message.to_vec(), b"hello");
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Clone)]
+pub struct Fabric(Arc<Handle>);
+
+/// What all users of a fabric have; the driver has [`Shared`] alone, and sees when the last of these is gone.
+struct Handle {
+    shared: Arc<Shared>,
+}
+
+impl Drop for Handle {
+    fn drop(&mut self) {
+        self.shared.abandoned.store(true, Ordering::Release);
+        self.shared.mailbox.ring();
+    }
+}
+
+pub(crate) struct Shared {
+    // See `drop` for the order in which things go.
+    poller: Mutex<Poller>,
+    pub(crate) links: RwLock<Links>,
+    pub(crate) regions: Regions,
+    pub(crate) devices: Vec<Arc<SharedDevice>>,
+    pub(crate) pool: Pool,
+    /// `None` where there is no RDMA.
+    pub(crate) verbs: Option<Verbs>,
+    /// Why there is no device, if there is none.
+    absence: Option<Error>,
+    /// Devices that could not be used, each with the reason.
+    unused: Vec<(String, Error)>,
+    pub(crate) tls: Tls,
+    pub(crate) config: Config,
+    pub(crate) commands: Arc<Commands>,
+    pub(crate) mailbox: Arc<Mailbox>,
+    pub(crate) waits: WaitSet,
+    /// Tells this process's hellos from those of one before it.
+    instance: u64,
+    /// Nobody but the driver has the fabric any more.
+    abandoned: AtomicBool,
+    /// Tasks and threads that drive it, those in `block_on` included, and one for a loop that calls `progress`.
+    drivers: AtomicUsize,
+    has_foreign_loop: AtomicBool,
+    busy_poll_us: AtomicU32,
+    pub(crate) clock: quanta::Clock,
+    pub(crate) counters: Counters,
+    pub(crate) latencies: Arc<Latencies>,
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // First: a command may have a queue pair whose requests are in a link.
+        self.commands.close();
+        // Futures may outlive the fabric: nobody would answer them any more. Peers hear of it first.
+        let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        poller.hang_up();
+        let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
+        for link in links.iter() {
+            link.with(|state, env, wakes| {
+                state.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
+                state.destroy(env, wakes);
+                drop(state.end_upgrade()); // its queue pair takes receives, too
+            });
+        }
+        // Only now: receives outlive the queue pairs that take them.
+        poller.drop_device_objects();
+    }
+}
+
+impl Fabric {
+    /// A fabric on devices of `verbs`.
+    pub fn builder(verbs: &Verbs) -> Builder {
+        Builder {
+            verbs: Ok(verbs.clone()),
+            devices: Vec::new(),
+            addresses: Vec::new(),
+            rdma: None,
+            tls: Tls::default(),
+            config: Config::default(),
+            command_threads: false,
+        }
+    }
+
+    /// A fabric on this host, whatever it has: its RDMA devices, or only TCP.
+    ///
+    /// ```
+    /// use ferrite_fabric::{Config, Fabric, Rdma};
+    ///
+    /// let config = Config { rdma: Rdma::Forbid, ..Config::default() }; // as on a host without RDMA
+    /// let fabric = Fabric::system().config(config).build()?;
+    /// let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
+    /// let (there, here) = fabric.block_on(async {
+    ///     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+    ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
+    /// })?;
+    /// there.post_bytes(0, b"hello")?;
+    /// assert_eq!(fabric.block_on(here.recv())?.to_vec(), b"hello");
+    /// assert_eq!(there.transport().to_string(), "TCP");
+    /// # Ok::<(), Box<dyn std::error::Error>>(())
+    /// ```
+    pub fn system() -> Builder {
+        let verbs = Verbs::system().map_err(|absence| ferrite_verbs::Error::from(absence).into());
+        let (tls, config) = (Tls::default(), Config::default());
+        let (devices, addresses) = (Vec::new(), Vec::new());
+        Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
+    }
+
+    /// For who opens connections of other protocols and had to do so over TCP, though RDMA was preferred: warns and counts, as
+    /// for links.
+    #[must_use]
+    pub fn fell_back_to_tcp(&self, peer: SocketAddr, error: Error) -> Fallback {
+        let fallback = Fallback::new(error);
+        self.shared().count_fallback(&peer, &fallback);
+        fallback
+    }
+
+    /// Why it has no RDMA device, if it has none.
+    #[must_use]
+    pub fn absence(&self) -> Option<&Error> {
+        self.shared().absence.as_ref()
+    }
+
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0.shared
+    }
+
+    /// Where buffers come from.
+    #[must_use]
+    pub fn pool(&self) -> &Pool {
+        &self.shared().pool
+    }
+
+    /// A buffer to be filled and sent.
+    ///
+    /// # Errors
+    /// Those of [`Pool::take`].
+    pub fn buffer(&self, len: usize) -> Result<BufMut, Error> {
+        Ok(self.pool().take_uncharged(len, Purpose::Send)?)
+    }
+
+    /// The names of its devices, those that are missing included.
+    #[must_use]
+    pub fn devices(&self) -> Vec<&str> {
+        self.shared().devices.iter().map(|device| device.name.as_str()).collect()
+    }
+
+    /// Devices of this host that it cannot use, each with the reason.
+    #[must_use]
+    pub fn unused_devices(&self) -> &[(String, Error)] {
+        &self.shared().unused
+    }
+
+    /// Its devices that were removed or failed and are not back, each with what was found when it was last looked for. An
+    /// fabric looks for them by itself, after a second at first and every 8 seconds later, and goes on with a device of the
+    /// same name.
+    #[must_use]
+    pub fn missing_devices(&self) -> Vec<Error> {
+        self.shared()
+            .devices
+            .iter()
+            .filter(|device| device.is_gone())
+            .map(|device| device.absence())
+            .collect()
+    }
+
+    /// The settings it was made with.
+    #[must_use]
+    pub fn config(&self) -> &Config {
+        &self.shared().config
+    }
+
+    /// Registers `buf` on a device so that peers may reach it there with a grant ([`Region::grant`]), within `rights`.
+    ///
+    /// **Peers see what is in the buffer**: overwrite what its last user left there.
+    ///
+    /// # Errors
+    /// The buffer comes back, with what the device or the locked-memory limit said.
+    pub fn register_memory(
+        &self,
+        device: &str,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Region, (BufMut, Error)> {
+        match self.shared().devices.iter().find(|shared| shared.name == device) {
+            Some(device) => self.register_on(Some(device), buf, rights),
+            None => Err((buf, Error::new(ErrorKind::Misuse, format!("the fabric has no device {device}")))),
+        }
+    }
+
+    pub(crate) fn register_on(
+        &self,
+        device: Option<&Arc<SharedDevice>>,
+        buf: BufMut,
+        rights: Rights,
+    ) -> Result<Region, (BufMut, Error)> {
+        if let Some(device) = device.filter(|device| device.is_gone()) {
+            return Err((buf, device.absence()));
+        }
+        Region::new(self.clone(), device, buf, rights)
+    }
+}
+
+impl Shared {
+    /// For those who want RDMA and cannot have it.
+    pub(crate) fn no_rdma(&self) -> Error {
+        let absence = self.absence.clone();
+        absence.unwrap_or_else(|| ferrite_verbs::Error::from(Absence::NoDevice).into())
+    }
+
+    /// A link is well: what the port looks like now is kept for a diagnosis. That reads files of the kernel's.
+    pub(crate) fn is_well(&self, link: &Arc<LinkShared>) {
+        let link = Arc::clone(link);
+        if self.commands.has_room(None) {
+            self.commands.run(None, move || link.is_well());
+        }
+    }
+
+    /// Has the likely causes of an error of `link` looked for, where that may wait: in files of the kernel, and at the device.
+    /// Who has the error sees them when they are found.
+    #[cold]
+    pub(crate) fn diagnose(&self, link: &LinkShared, error: Error, failure: Failure) -> Error {
+        let (source, told) = (link.source(), error.clone());
+        if let Some(find) = link.diagnosis(failure).filter(|_| self.commands.has_room(source)) {
+            self.commands.run(source, move || told.set_causes(find()));
+        }
+        error
+    }
+
+    /// The error for the request of a link that failed first.
+    #[cold]
+    pub(crate) fn completion_error(&self, link: &LinkShared, status: Status) -> Error {
+        self.diagnose(link, link.completion_error(status), Failure::Completion(status))
+    }
+
+    /// A link is on TCP although RDMA was preferred: said once for each.
+    pub(crate) fn fell_back(&self, link: &LinkShared, fallback: Fallback) {
+        self.count_fallback(&link.peer_name(), &fallback);
+        link.set_fallback(Some(fallback));
+    }
+
+    fn count_fallback(&self, peer: &impl fmt::Display, fallback: &Fallback) {
+        self.counters.fallbacks[fallback.cause.index()].fetch_add(1, Ordering::Relaxed);
+        static LINES: [LogLimit; FallbackCause::ALL.len()] =
+            [const { LogLimit::new() }; FallbackCause::ALL.len()];
+        if let Some(others) = LINES[fallback.cause.index()].pass() {
+            tracing::warn!(%peer, cause = %fallback.cause, "link to {peer} {fallback}{others}");
+        }
+    }
+
+    /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory
+    /// than there is for receives.
+    pub(crate) fn hello(&self, links: usize, moves: bool) -> Hello {
+        let config = &self.config;
+        let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
+        let fits = each / u64::from(config.recv_buffer_size);
+        // A message lies in receives until it is whole, twice as many as it needs if its frames are short: one that takes
+        // them all would stop every link.
+        let largest = (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
+        Hello {
+            version: Version::CURRENT,
+            features: Features::WRITE_IMM
+                | Features::ONE_SIDED
+                | if moves { Features::MOVE } else { Features::NONE },
+            segment_bytes: config.recv_buffer_size,
+            window: u16::try_from(fits).unwrap_or(u16::MAX).clamp(*Hello::WINDOW.start(), config.window),
+            channels: config.channels,
+            max_message_bytes: config.max_message_bytes.min(largest),
+            instance: self.instance,
+            // Without an id that nobody can guess, the link does not move: 0 says so.
+            session: if moves { random().map_or(0, |id| id.max(1)) } else { 0 },
+        }
+    }
+}
+
+impl AsFd for Fabric {
+    /// Readable when there is something to do: then call [`Fabric::progress`].
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.shared().waits.as_fd()
+    }
+}
+
+impl fmt::Debug for Fabric {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fabric").field("devices", &self.devices()).finish_non_exhaustive()
+    }
+}

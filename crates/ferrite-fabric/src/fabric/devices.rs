@@ -1,0 +1,157 @@
+//! The devices that a fabric uses: which they are, and what it has on each.
+//!
+//! A device that cannot be used is left out with its reason: one NIC without shared receive queues
+//! (EFA: `max_srq` is 0) must not keep the others from working.
+
+use std::net::{IpAddr, SocketAddr};
+use std::sync::Arc;
+
+use ferrite_verbs::{Absence, Device, EventChannel, ProtectionDomain, Verbs};
+
+use super::config::Config;
+use super::device_objects::DeviceObjects;
+use super::revive;
+use super::shared_device::{Life, SharedDevice};
+use super::wait_set::WaitSet;
+use crate::error::{Error, ErrorKind};
+use crate::mem::Pool;
+
+/// Receives that a device has at least, however many devices share the limit.
+const RECEIVES_MIN: u32 = 64;
+
+/// What a fabric has of its devices.
+pub(super) struct Devices {
+    pub(super) pool: Pool,
+    pub(super) devices: Vec<Arc<SharedDevice>>,
+    pub(super) device_objects: Vec<Option<DeviceObjects>>,
+    pub(super) waits: WaitSet,
+    /// Devices that cannot be used, each with the reason.
+    pub(super) unused: Vec<(String, Error)>,
+}
+
+impl Devices {
+    /// Opens the devices with these names, or else those that have these addresses, or else all. The
+    /// settings are divided among several: see [`divide`].
+    pub(super) fn open(
+        verbs: &Verbs,
+        names: &[String],
+        addresses: &[IpAddr],
+        config: &mut Config,
+    ) -> Result<Self, Error> {
+        let mut devices = choose(verbs, names, addresses)?;
+        let mut unused = Vec::new();
+        loop {
+            let shares = divide(config, devices.len());
+            match Self::open_all(&devices, &shares) {
+                Ok(opened) => {
+                    for (name, error) in &unused {
+                        tracing::warn!("RDMA device {name} is not used: {error}");
+                    }
+                    *config = shares;
+                    return Ok(Self { unused, ..opened });
+                }
+                Err((at, error)) => {
+                    let name = devices.remove(at).name();
+                    if devices.is_empty() {
+                        let first = unused.into_iter().next();
+                        return Err(first.map_or(error, |(_, error)| error));
+                    }
+                    unused.push((name, error));
+                }
+            }
+        }
+    }
+
+    /// Opens all of them, or says which cannot be used.
+    fn open_all(devices: &[Device], config: &Config) -> Result<Self, (usize, Error)> {
+        let mut made = Vec::new();
+        for (index, device) in devices.iter().enumerate() {
+            made.push(make(index, device, config).map_err(|error| (index, error))?);
+        }
+        let domains: Vec<_> = made.iter().map(|(domain, ..)| domain.clone()).collect();
+        let pool = Pool::builder(&domains).config(config.memory.clone()).build().map_err(|error| {
+            let refuses = |domain: &ProtectionDomain| {
+                Pool::builder(std::slice::from_ref(domain)).config(config.memory.clone()).build().is_err()
+            };
+            (domains.iter().position(refuses).unwrap_or(domains.len() - 1), error.into())
+        })?;
+        let waits = WaitSet::new().map_err(|error| (0, error))?;
+        let (mut devices, mut device_objects) = (Vec::new(), Vec::new());
+        for (index, (_, life, mut objects)) in made.into_iter().enumerate() {
+            let ready = objects.refill(&pool).and_then(|()| revive::attach(&objects, &waits, index));
+            ready.map_err(|error| (index, error))?;
+            devices.push(Arc::new(SharedDevice::new(index, life)));
+            device_objects.push(Some(objects));
+        }
+        Ok(Self { pool, devices, device_objects, waits, unused: Vec::new() })
+    }
+
+    pub(super) fn none(config: &Config) -> Result<Self, Error> {
+        let pool = Pool::builder(&[]).config(config.memory.clone()).build()?;
+        let (devices, device_objects, unused) = (Vec::new(), Vec::new(), Vec::new());
+        Ok(Self { pool, devices, device_objects, waits: WaitSet::new()?, unused })
+    }
+}
+
+/// Makes the queues on a device.
+fn make(
+    index: usize,
+    device: &Device,
+    config: &Config,
+) -> Result<(ProtectionDomain, Life, DeviceObjects), Error> {
+    let domain = device.open()?.allocate_protection_domain()?;
+    let (life, objects) = Life::begin(index, &domain, config)?;
+    Ok((domain, life, objects))
+}
+
+/// The settings of a fabric with so many devices. Every device pins all of the pool's memory, so that
+/// each gets a share of the limits: all of them together stay below `memory_pool_max`, and what is
+/// pinned grows with their number, not with its square.
+fn divide(config: &Config, devices: usize) -> Config {
+    let mut config = config.clone();
+    if devices > 1 {
+        config.memory.memory_pool_max /= devices;
+        config.memory.receive_reserve /= devices;
+        config.memory.memory_pool_initial =
+            config.memory.memory_pool_initial.min(config.memory.memory_pool_max);
+        let receives = config.recv_queue_depth / u32::try_from(devices).unwrap_or(u32::MAX);
+        config.recv_queue_depth = receives.max(RECEIVES_MIN).min(config.recv_queue_depth);
+    }
+    config
+}
+
+fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<Device>, Error> {
+    if !names.is_empty() {
+        return Ok(names.iter().map(|name| verbs.device(name)).collect::<Result<_, _>>()?);
+    }
+    let devices = verbs.devices()?;
+    if devices.is_empty() {
+        return Err(no_device());
+    }
+    if addresses.is_empty() || addresses.iter().any(IpAddr::is_unspecified) {
+        return Ok(devices);
+    }
+    let channel = verbs.open_event_channel()?;
+    let serve: Vec<_> = addresses.iter().filter_map(|address| device_at(&channel, *address)).collect();
+    let devices: Vec<_> = devices.into_iter().filter(|device| serve.contains(&device.name())).collect();
+    if devices.is_empty() {
+        let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
+        let what = format!(
+            "no RDMA device has the address {} (`ferrite devices` lists those that they have)",
+            addresses.join(" or ")
+        );
+        return Err(Error::new(ErrorKind::Absent, what));
+    }
+    Ok(devices)
+}
+
+/// The device that has an address: the connection manager knows it for Ethernet and InfiniBand alike.
+fn device_at(channel: &EventChannel, address: IpAddr) -> Option<String> {
+    let id = channel.create_id().ok()?;
+    id.bind(SocketAddr::new(address, 0)).ok()?;
+    id.device().map(|(device, _)| device)
+}
+
+fn no_device() -> Error {
+    ferrite_verbs::Error::from(Absence::NoDevice).into()
+}

@@ -1,0 +1,42 @@
+//! A eventfd: makes a descriptor readable, until it is silenced. For loom a plain flag, whose sleepers are in the model
+//! (`protocol.rs`).
+
+#[cfg(not(all(test, loom)))]
+pub(crate) use real::EventFd;
+
+#[cfg(all(test, loom))]
+pub(crate) use super::protocol::EventFd;
+
+#[cfg(not(all(test, loom)))]
+mod real {
+    use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+    use rustix::event::{EventfdFlags, eventfd};
+
+    use crate::error::{Error, ErrorKind};
+
+    #[derive(Debug)]
+    pub(crate) struct EventFd(OwnedFd);
+
+    impl EventFd {
+        pub(crate) fn new() -> Result<Self, Error> {
+            eventfd(0, EventfdFlags::NONBLOCK | EventfdFlags::CLOEXEC)
+                .map(Self)
+                .map_err(|errno| Error::new(ErrorKind::System, format!("eventfd: {errno}")))
+        }
+
+        pub(crate) fn ring(&self) {
+            let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes()); // full: it is readable already
+        }
+
+        pub(crate) fn silence(&self) {
+            let _ = rustix::io::read(&self.0, &mut [0; 8]);
+        }
+    }
+
+    impl AsFd for EventFd {
+        fn as_fd(&self) -> BorrowedFd<'_> {
+            self.0.as_fd()
+        }
+    }
+}

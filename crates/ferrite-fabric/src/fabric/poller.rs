@@ -1,0 +1,546 @@
+//! One pass of the fabric: take completions, deliver them, look at events and the clock.
+//!
+//! Whoever drives the fabric holds the poller while a pass runs; nobody waits inside. A pass costs the same however many
+//! links are idle. Looking at descriptors is a system call, so it is done every millisecond while there are completions,
+//! and before and after sleeping.
+
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::task::Waker;
+use std::time::{Duration, Instant};
+
+use ferrite_verbs::{AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion};
+
+use super::Shared;
+use super::device_objects::DeviceObjects;
+use super::leaving::Leaving;
+use super::links::Links;
+use super::queue_pairs::QueuePairs;
+use super::revive::Search;
+use super::shared_device::SharedDevice;
+use super::shrinking::Shrinking;
+use super::slots::{SendQueue, Taken, WorkId};
+use super::strikes::Strikes;
+use super::timers::{LinkName, Timer, Timers};
+use super::wait_set::Ready;
+use crate::connect::{Handshake, Handshakes, Opening, Sockets};
+use crate::diagnose::Failure;
+use crate::error::{Error, ErrorKind};
+use crate::link::shared::LinkShared;
+use crate::link::state::{LinkState, RequestContext, Wakes};
+use crate::listener::rdma::LostListeners;
+
+/// Between looks at the descriptors while completions keep coming.
+const LOOK_EVERY: Duration = Duration::from_millis(1);
+/// Between looks for memory while there is too little for receives.
+const STARVED: Duration = Duration::from_millis(5);
+
+/// Handshakes and deadlines cost system calls. So many of each at a time, so that thousands at once do not
+/// keep the completions of others waiting; the rest has its turn in the next pass.
+const CM_EVENTS: usize = 16;
+const TIMERS: usize = 32;
+
+pub(crate) struct Poller {
+    /// By device; `None` while the device is gone.
+    pub(crate) device_objects: Vec<Option<DeviceObjects>>,
+    /// What is left of queues whose queue pair a command has, by device and number: it may take receives until it is back.
+    pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
+    /// Queue pairs that no link has any more.
+    pub(super) leaving: Vec<Leaving>,
+    /// By device: devices that are gone and looked for.
+    pub(super) searches: HashMap<usize, Search>,
+    pub(crate) lost_listeners: LostListeners,
+    completions: Vec<WorkCompletion>,
+    pub(super) by_qp: QueuePairs,
+    pub(crate) cm: Option<EventChannel>,
+    pub(crate) handshakes: Handshakes,
+    pub(crate) sockets: Sockets,
+    /// Who asked for what devices refused.
+    pub(crate) strikes: Strikes,
+    /// Links that can move, by what this side calls them.
+    pub(crate) sessions: HashMap<u64, LinkName>,
+    /// Links that are there on TCP, and that somebody waits for on RDMA.
+    pub(crate) upgrade_waiters: HashMap<LinkName, Opening>,
+    /// Who waits for a moment, by number.
+    pub(crate) sleepers: BTreeMap<u64, Waker>,
+    pub(crate) timers: Timers,
+    clock_set: Option<Instant>,
+    /// Links that called and have not been attended to.
+    pub(super) calls: VecDeque<u32>,
+    ready: Vec<(Ready, bool)>,
+    /// The descriptor was prepared for waiting, and not looked at since.
+    armed: bool,
+    /// The last look left something, of which nobody tells again.
+    unfinished: bool,
+    /// The clock was told to look for memory for receives.
+    starved: bool,
+    pub(super) shrinking: Shrinking,
+    /// To be woken when the poller is free again.
+    pub(crate) wakes: Wakes,
+    /// The time of the last look.
+    pub(crate) now: Instant,
+    looked: quanta::Instant,
+}
+
+impl Poller {
+    pub(crate) fn new(batch: usize, device_objects: Vec<Option<DeviceObjects>>, back_off: Duration) -> Self {
+        Self {
+            device_objects,
+            orphans: HashMap::new(),
+            leaving: Vec::new(),
+            searches: HashMap::new(),
+            lost_listeners: LostListeners::default(),
+            completions: vec![WorkCompletion::default(); batch],
+            by_qp: QueuePairs::default(),
+            cm: None,
+            handshakes: Handshakes::default(),
+            sockets: Sockets::default(),
+            strikes: Strikes::new(back_off),
+            sessions: HashMap::new(),
+            upgrade_waiters: HashMap::new(),
+            sleepers: BTreeMap::new(),
+            timers: Timers::default(),
+            clock_set: None,
+            calls: VecDeque::new(),
+            ready: Vec::new(),
+            armed: true, // nobody has looked yet
+            unfinished: false,
+            starved: false,
+            shrinking: Shrinking::default(),
+            wakes: Wakes::new(),
+            now: Instant::now(),
+            looked: quanta::Instant::recent(),
+        }
+    }
+
+    /// Takes what completions there are, and looks at the rest if it is time; how much there was.
+    pub(crate) fn pass(&mut self, shared: &Shared) -> usize {
+        let mut done = 0;
+        // First, because what follows goes by the time of the last look.
+        let now = shared.clock.now();
+        if self.armed || self.sockets.are_in_use() || now.saturating_duration_since(self.looked) >= LOOK_EVERY
+        {
+            self.looked = now;
+            done += shared.mailbox.awake(|| self.look(shared));
+        }
+        done += self.reap(shared);
+        if self.sockets.has_ready() {
+            done += self.serve_sockets(shared);
+        }
+        let calls = shared.mailbox.take();
+        done += self.finish_commands(shared);
+        if !calls.is_empty() || !self.calls.is_empty() {
+            self.calls.extend(calls);
+            done += self.attend_some(shared);
+        }
+        shared.counters.passes.fetch_add(1, Ordering::Relaxed);
+        done
+    }
+
+    /// Takes completions from every device, at most a few batches each, so that none waits for another.
+    fn reap(&mut self, shared: &Shared) -> usize {
+        const BATCHES: usize = 4;
+        let mut total = 0;
+        let mut device_objects = std::mem::take(&mut self.device_objects); // nothing below asks for them
+        for (device, objects) in shared.devices.iter().zip(&mut device_objects) {
+            let Some(objects) = objects else { continue };
+            for _ in 0..BATCHES {
+                let taken = objects.cq.poll(&mut self.completions).unwrap_or(0);
+                if taken == 0 {
+                    break;
+                }
+                let completions = std::mem::take(&mut self.completions);
+                {
+                    let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    for wc in &completions[..taken] {
+                        self.dispatch(shared, &links, device, objects, wc);
+                    }
+                }
+                self.completions = completions;
+                total += taken;
+                shared.counters.batches.fetch_add(1, Ordering::Relaxed);
+                if taken < self.completions.len() {
+                    break;
+                }
+            }
+            for link in device.take_waiting() {
+                if let Some(link) = self.link(shared, link) {
+                    link.with_wakes(&mut self.wakes, LinkState::pump);
+                }
+            }
+            // Some at a time while busy, all when idle.
+            let (missing, posted) = (objects.stock.missing(), objects.stock.posted());
+            if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !device.is_gone() {
+                // What fails here fails again, and is seen by peers as back-pressure.
+                let _ = objects.refill(&shared.pool);
+                if objects.stock.missing() > 0 {
+                    self.look_for_memory();
+                }
+            }
+        }
+        self.device_objects = device_objects;
+        if total > 0 {
+            shared.counters.completions.fetch_add(total as u64, Ordering::Relaxed);
+        }
+        total
+    }
+
+    /// There was too little memory for what comes in. Nobody tells when there is some again.
+    pub(crate) fn look_for_memory(&mut self) {
+        if !std::mem::replace(&mut self.starved, true) {
+            self.timers.add(self.now + STARVED, Timer::Refill);
+        }
+    }
+
+    /// Takes all completions that are there now; those that keep coming wait for the next pass.
+    pub(crate) fn reap_all(&mut self, shared: &Shared) {
+        let mut left: usize =
+            self.device_objects.iter().flatten().map(|objects| objects.cq.depth() as usize).sum();
+        while left > 0 {
+            match self.reap(shared) {
+                0 => return,
+                taken => left = left.saturating_sub(taken),
+            }
+        }
+    }
+
+    fn dispatch(
+        &mut self,
+        shared: &Shared,
+        links: &Links,
+        device: &SharedDevice,
+        objects: &mut DeviceObjects,
+        wc: &WorkCompletion,
+    ) {
+        let id = WorkId(wc.wr_id());
+        if wc.status() != Status::SUCCESS
+            && let Some(count) = shared.counters.errors.get(wc.status().code() as usize)
+        {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        if !id.is_receive() {
+            if let Some(link) = links.get(id.owner()) {
+                link.with_wakes(&mut self.wakes, |state, env, wakes| {
+                    state.on_sent(env, wc, wakes, |status| shared.completion_error(link, status));
+                });
+            }
+            return;
+        }
+        let taken = objects.stock.take(wc.wr_id());
+        let link = self.by_qp.get(device.index, wc.qp_num()).and_then(|index| links.get(index));
+        let (Some(Taken { buf, number }), Some(link)) = (taken, link) else {
+            shared.counters.unknown_receives.fetch_add(1, Ordering::Relaxed);
+            return;
+        };
+        let now = self.now;
+        if matches!(
+            wc.status(),
+            Status::REMOTE_ACCESS | Status::REMOTE_INVALID_REQUEST | Status::LOCAL_ACCESS
+        ) {
+            self.peer_was_refused(shared, link, true);
+        }
+        link.with_wakes(&mut self.wakes, |state, env, wakes| match wc.status() {
+            // What a queue pair left behind that is gone was not counted when the peer was told, and is sent again.
+            _ if !state.on_taken(wc.qp_num(), number) => {}
+            Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
+                Ok(()) => state.pump(env, wakes),
+                Err(error) => state.fail(error, wakes),
+            },
+            Status::FLUSHED => {}
+            status if state.failure().is_none() && state.is_carried_by(wc.qp_num()) => {
+                state.fail(shared.completion_error(link, status), wakes);
+            }
+            _ => {}
+        });
+    }
+
+    pub(crate) fn link(&self, shared: &Shared, index: u32) -> Option<Arc<LinkShared>> {
+        shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(index).cloned()
+    }
+
+    /// The link, unless its number is another's by now.
+    pub(crate) fn link_named(&self, shared: &Shared, name: LinkName) -> Option<Arc<LinkShared>> {
+        self.link(shared, name.index).filter(|link| link.name == name)
+    }
+
+    /// Looks at the descriptors and the clock; how much there was to do. Apart, so that counts of instructions can leave it
+    /// out: it comes with the clock.
+    #[inline(never)]
+    fn look(&mut self, shared: &Shared) -> usize {
+        self.now = Instant::now();
+        self.armed = false;
+        let mut ready = std::mem::take(&mut self.ready);
+        self.unfinished = shared.waits.ready(&mut ready);
+        let mut done = 0;
+        for (ready, failed) in ready.drain(..) {
+            match ready {
+                Ready::Completions(device) => {
+                    let Some(objects) = &mut self.device_objects[device] else { continue };
+                    // One: it was armed once. A second would be told of again.
+                    match objects.channel.next_event() {
+                        Ok(Some(_)) => objects.armed = false,
+                        // Nothing comes there any more, and it would be ready for ever.
+                        _ if failed => shared.waits.remove(objects.channel.as_fd()),
+                        _ => {}
+                    }
+                }
+                Ready::Device(device) => {
+                    done += self.device_events(shared, device);
+                    if failed {
+                        self.device_left(shared, device);
+                    }
+                }
+                Ready::Cm => done += self.cm_events(shared),
+                Ready::Mailbox => shared.mailbox.silence(),
+                Ready::Socket(id) => self.sockets.on_ready(id),
+                Ready::Clock => {
+                    shared.waits.silence_clock();
+                    self.clock_set = None;
+                }
+            }
+        }
+        self.ready = ready;
+        self.watch_memory(shared);
+        for _ in 0..TIMERS {
+            let Some(timer) = self.timers.due(self.now) else { break };
+            done += 1;
+            self.on_timer(shared, timer);
+        }
+        done
+    }
+
+    fn device_events(&mut self, shared: &Shared, device: usize) -> usize {
+        let mut count = 0;
+        let device = &shared.devices[device];
+        while let Some(event) = self.next_device_event(device.index) {
+            count += 1;
+            match (event.kind, event.subject) {
+                (
+                    AsyncEventKind::QP_FATAL
+                    | AsyncEventKind::QP_REQUEST_ERROR
+                    | AsyncEventKind::QP_ACCESS_ERROR,
+                    Subject::QueuePair(number),
+                ) => {
+                    // Completions that came before say more.
+                    self.reap_all(shared);
+                    let index = self.by_qp.get(device.index, number);
+                    if let Some(link) = index.and_then(|index| self.link(shared, index)) {
+                        if event.kind != AsyncEventKind::QP_FATAL {
+                            self.peer_was_refused(shared, &link, true);
+                        }
+                        let what = format!("link to {}: the {}", link.peer_name(), event.kind);
+                        let error = Error::new(ErrorKind::LinkDown, what);
+                        link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
+                    }
+                }
+                (AsyncEventKind::LAST_RECEIVE, Subject::QueuePair(number)) => {
+                    self.on_last_receive(shared, device.index, number);
+                }
+                (AsyncEventKind::DEVICE_FATAL | AsyncEventKind::CQ_ERROR | AsyncEventKind::SRQ_ERROR, _) => {
+                    self.device_gone(shared, device.index, &event.kind.to_string());
+                }
+                _ => {}
+            }
+        }
+        count
+    }
+
+    /// The kernel has taken a device away: its descriptors report an error, for ever.
+    fn device_left(&mut self, shared: &Shared, device: usize) {
+        if let Some(objects) = &self.device_objects[device] {
+            shared.waits.remove(objects.context.as_fd());
+            shared.waits.remove(objects.channel.as_fd());
+            self.device_gone(shared, device, "the device was removed or reset");
+        }
+    }
+
+    /// Nothing works on a device any more: its links end.
+    pub(crate) fn device_gone(&mut self, shared: &Shared, device: usize, why: &str) {
+        self.reap_all(shared);
+        let device = &shared.devices[device];
+        if device.set_gone() {
+            shared.counters.devices_lost.fetch_add(1, Ordering::Relaxed);
+        }
+        self.end_upgrades_on(shared, device);
+        let links: Vec<_> = {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            links.iter().filter(|link| link.is_on(device)).cloned().collect()
+        };
+        for link in links {
+            let what = format!("link to {}: {}: {why}", link.peer_name(), device.name);
+            let error = Error::new(ErrorKind::DeviceGone, what);
+            link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
+        }
+        self.retire_if_unused(shared, device.index);
+    }
+
+    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish removing a Soft-RoCE device
+    /// that somebody holds.
+    pub(crate) fn retire_if_unused(&mut self, shared: &Shared, device: usize) {
+        let device = &shared.devices[device];
+        if !device.is_gone() {
+            return;
+        }
+        let in_use = {
+            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+            links.iter().any(|link| link.is_on(device))
+        };
+        if in_use {
+            return;
+        }
+        self.destroy_leaving_on(shared, device.index);
+        if self.device_objects[device.index].as_ref().is_none_or(|objects| objects.under_way > 0) {
+            return; // it went with the last command, or waits for it
+        }
+        shared.regions.on_device_gone(
+            device,
+            shared.config.rdma == crate::policy::Rdma::Prefer,
+            &mut self.wakes,
+        );
+        self.retire(shared, device);
+    }
+
+    fn next_device_event(&self, device: usize) -> Option<AsyncEvent> {
+        self.device_objects[device].as_ref()?.context.next_async_event().ok().flatten()
+    }
+
+    /// Receives that are posted, and those that failed links took along.
+    pub(crate) fn receives(&self) -> (u64, u64) {
+        let stocks = self.device_objects.iter().flatten().map(|objects| &objects.stock);
+        stocks.fold((0, 0), |(posted, overdue), stock| {
+            (posted + stock.posted() as u64, overdue + stock.overdue() as u64)
+        })
+    }
+
+    pub(crate) fn drop_device_objects(&mut self) {
+        self.leaving.clear();
+        self.orphans.clear();
+        self.device_objects.clear();
+    }
+
+    fn on_timer(&mut self, shared: &Shared, timer: Timer) {
+        match timer {
+            Timer::Keepalive(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                if link.with(|state, _, _| state.is_overdue(self.now)) {
+                    // It may be us who had no time to look: its answer can be here.
+                    self.reap_all(shared);
+                }
+                match link.on_timer(self.now) {
+                    Ok(Some((next, well))) => {
+                        self.timers.add(next, timer);
+                        if well {
+                            shared.is_well(&link);
+                        }
+                    }
+                    Ok(None) => {}
+                    Err((error, failure)) => link.fail(shared.diagnose(&link, error, failure)),
+                }
+            }
+            Timer::Close(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                let what = format!(
+                    "the peer did not take what was sent within {} ms of closing",
+                    shared.config.close_timeout.as_millis()
+                );
+                link.fail(Error::new(ErrorKind::Timeout, what));
+                self.attend(shared, name.index);
+            }
+            Timer::Drain(name) => {
+                if let Some(link) = self.link_named(shared, name) {
+                    self.tear_down(shared, &link, true);
+                }
+            }
+            Timer::LastReceive(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                link.with_wakes(&mut self.wakes, |state, _, _| state.stop_waiting_for_last_receive());
+            }
+            Timer::Leaving(device, number) => self.leaving_timed_out(shared, device, number),
+            Timer::Flushed(name) => {
+                let Some(link) = self.link_named(shared, name) else { return };
+                if !link.with(|state, _, _| state.has_flushed()) {
+                    return; // it has another path by now
+                }
+                // None of our own requests failed before them: one of the peer's did, it seems. Not every
+                // device tells. On a host that has too little CPU, Soft-RoCE also does this to peers that
+                // did nothing wrong, so that it is counted, and nobody is kept out for it.
+                self.peer_was_refused(shared, &link, false);
+                let what = format!(
+                    "link to {} ({}): the queue pair failed, and nobody says why",
+                    link.peer_name(),
+                    link.transport()
+                );
+                let error = Error::new(ErrorKind::LinkDown, what);
+                link.fail(shared.diagnose(&link, error, Failure::Completion(Status::FLUSHED)));
+                self.attend(shared, name.index);
+            }
+            Timer::Refill => {
+                self.starved = false; // the pass goes on to do it
+                self.sockets.unstarve();
+            }
+            Timer::Shrink => self.shrink(shared),
+            Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
+            Timer::Move(name) => self.move_timed_out(shared, name),
+            Timer::Upgrade(name) => self.upgrade_due(shared, name),
+            Timer::Redial(name) => self.redial(shared, name),
+            Timer::Greeting(id) => self.greeting_timed_out(shared, id),
+            Timer::Door => self.look_at_the_door(shared),
+            Timer::Accept(id) => self.sockets.on_ready(id),
+            Timer::Listen(number) => self.listen_again(shared, number),
+            Timer::Handshake(key) => self.handshake_timed_out(shared, key),
+            Timer::Retry(ticket) => self.retry_handshake(shared, ticket),
+            Timer::Expiry(region) => shared.regions.expire(self, shared, region),
+            Timer::Revocation(region) => shared.regions.revocation_due(region, &mut self.wakes),
+            Timer::Look(device) => self.look_for(shared, device),
+        }
+    }
+
+    /// Prepares for sleep: after this the descriptor becomes readable when there is something to do. `false` if there
+    /// is something already.
+    pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
+        for objects in self.device_objects.iter_mut().flatten() {
+            // Once armed it stays so until its event was taken: arming again would be a system call for nothing.
+            if !std::mem::replace(&mut objects.armed, true) {
+                let _ = objects.cq.request_notify(false); // on a device that is gone nothing comes any more
+            }
+        }
+        let found = self.reap(shared);
+        let soonest = self.timers.soonest();
+        if soonest != self.clock_set {
+            shared.waits.set_clock(soonest);
+            self.clock_set = soonest;
+        }
+        self.armed = true;
+        let asleep = shared.mailbox.fall_asleep();
+        if !asleep || found > 0 || self.unfinished || !self.calls.is_empty() || self.sockets.has_ready() {
+            return false;
+        }
+        shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+
+    fn cm_events(&mut self, shared: &Shared) -> usize {
+        let Some(channel) = self.cm.clone() else { return 0 };
+        let mut count = 0;
+        while count < CM_EVENTS
+            && let Ok(Some(event)) = channel.next_event()
+        {
+            count += 1;
+            self.on_cm_event(shared, event);
+        }
+        self.unfinished |= count == CM_EVENTS;
+        count
+    }
+
+    /// Ends all handshakes and connections: the fabric ends.
+    pub(crate) fn hang_up(&mut self) {
+        self.handshakes = Handshakes::default();
+        self.sockets = Sockets::default();
+    }
+
+    pub(crate) fn handshake(&mut self, key: CmKey) -> Option<Handshake> {
+        self.handshakes.take(key)
+    }
+}

@@ -1,0 +1,224 @@
+//! A device: one device as links see it. Its objects are the poller's (`device_objects.rs`).
+//!
+//! One completion queue and one stock of receives, however many links: an idle link costs neither. The completion queue
+//! must never overrun, so each request in flight holds one of its entries from post to completion, also if it is not
+//! signaled (when a queue pair fails, every request completes). Links that find none left wait here in line.
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+
+use ferrite_verbs::{Context, Limits, ProtectionDomain};
+
+use super::config::Config;
+use super::device_objects::DeviceObjects;
+use crate::error::{Error, ErrorKind};
+use crate::mem::lock;
+
+pub(crate) struct SharedDevice {
+    pub(crate) name: String,
+    /// Its index, which is also that of its protection domain in the pool.
+    pub(crate) index: usize,
+    device: Mutex<Device>,
+    in_flight: AtomicU32,
+    in_flight_max: AtomicU32,
+    /// Links that found no entry left.
+    waiting: Mutex<VecDeque<u32>>,
+    has_waiting: AtomicBool,
+    /// What queue pairs of this device take inline: found when the first is made.
+    inline: AtomicU32,
+    gone: AtomicBool,
+}
+
+/// What is known of the device.
+struct Device {
+    /// To look at when a link fails; `None` while the device is gone.
+    context: Option<Context>,
+    /// Of the last that there was.
+    limits: Limits,
+    /// Why it is not back, when it was last looked for.
+    absence: Option<Error>,
+}
+
+/// A device's part of a device's life: from when it is opened until it goes.
+pub(crate) struct Life {
+    context: Context,
+    limits: Limits,
+    in_flight_max: u32,
+    inline: u32,
+}
+
+impl Life {
+    /// Makes what all links of a device share.
+    pub(super) fn begin(
+        index: usize,
+        domain: &ProtectionDomain,
+        config: &Config,
+    ) -> Result<(Self, DeviceObjects), Error> {
+        let context = domain.context().clone();
+        let mut limits = context.limits()?;
+        check(&context, &limits)?;
+        // What cannot be made is as if it were not there: who needs it is told so from the start.
+        limits.queue_pair_windows = limits.queue_pair_windows && domain.try_window().is_ok();
+        let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
+        let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
+        let receives = receives.min(entries / 2);
+        let objects = DeviceObjects::new(domain, index, receives, entries, config)?;
+        let inline = config.inline_threshold;
+        Ok((Self { context, limits, in_flight_max: entries - receives, inline }, objects))
+    }
+}
+
+/// Whether a device can do what a device needs. EFA has no shared receive queues: `max_srq` is 0.
+fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
+    let receives = if limits.max_srq == 0 { 0 } else { limits.max_srq_wr };
+    let least = [
+        ("receives in a shared receive queue", receives, BATCH_MIN),
+        ("entries in a completion queue", limits.max_cqe, 2 * BATCH_MIN),
+        ("requests in a send queue", limits.max_qp_wr, BATCH_MIN),
+    ];
+    match least.into_iter().find(|(_, has, needs)| has < needs) {
+        None => Ok(()),
+        Some((what, has, needs)) => {
+            let what = format!("{} has {has} {what}, Ferrite needs {needs}", context.device().name());
+            Err(Error::new(ErrorKind::Absent, what))
+        }
+    }
+}
+
+impl SharedDevice {
+    pub(crate) fn new(index: usize, life: Life) -> Self {
+        let Life { context, limits, in_flight_max, inline } = life;
+        Self {
+            name: context.device().name(),
+            index,
+            device: Mutex::new(Device { context: Some(context), limits, absence: None }),
+            in_flight: AtomicU32::new(0),
+            in_flight_max: AtomicU32::new(in_flight_max),
+            waiting: Mutex::new(VecDeque::new()),
+            has_waiting: AtomicBool::new(false),
+            inline: AtomicU32::new(inline),
+            gone: AtomicBool::new(false),
+        }
+    }
+
+    /// The device is back. No link is left of the time before, so that nothing is in flight and nobody waits.
+    pub(super) fn begin(&self, life: Life) {
+        let Life { context, limits, in_flight_max, inline } = life;
+        self.in_flight.store(0, Ordering::Relaxed);
+        self.in_flight_max.store(in_flight_max, Ordering::Relaxed);
+        self.inline.store(inline, Ordering::Relaxed);
+        lock(&self.waiting).clear();
+        *lock(&self.device) = Device { context: Some(context), limits, absence: None };
+        self.gone.store(false, Ordering::Release);
+    }
+
+    /// Whether one of the device's own addresses is this one.
+    pub(crate) fn has_address(&self, ip: std::net::IpAddr) -> bool {
+        let gids = self.context().and_then(|context| context.gids().ok());
+        gids.is_some_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_canonical() == ip.to_canonical()))
+    }
+
+    /// The device, unless it is gone.
+    pub(crate) fn context(&self) -> Option<Context> {
+        lock(&self.device).context.clone()
+    }
+
+    /// What the device can do at most.
+    pub(crate) fn limits(&self) -> Limits {
+        lock(&self.device).limits.clone()
+    }
+
+    /// Whether memory can be opened to the peer of one queue pair and closed to all others.
+    pub(crate) fn has_windows(&self) -> bool {
+        lock(&self.device).limits.queue_pair_windows
+    }
+
+    /// What to tell who wants to use it while it is gone.
+    pub(crate) fn absence(&self) -> Error {
+        let what = match &lock(&self.device).absence {
+            Some(reason) => format!("{} was removed or failed, and is not back: {reason}", self.name),
+            None => format!("{} was removed or failed", self.name),
+        };
+        Error::new(ErrorKind::DeviceGone, what)
+    }
+
+    pub(super) fn set_absence(&self, reason: Error) {
+        lock(&self.device).absence = Some(reason);
+    }
+
+    pub(crate) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::Acquire)
+    }
+
+    /// Nothing new begins on it; whether that is news.
+    pub(crate) fn set_gone(&self) -> bool {
+        !self.gone.swap(true, Ordering::AcqRel)
+    }
+
+    /// Lets go of the device.
+    pub(crate) fn close(&self) {
+        lock(&self.device).context.take();
+    }
+
+    pub(super) fn send_queue_depth(&self, config: &Config) -> u32 {
+        config.send_queue_depth.clamp(BATCH_MIN, self.limits().max_qp_wr.min(u16::MAX.into()))
+    }
+
+    /// What links may put into a request instead of memory.
+    pub(crate) fn inline(&self) -> u32 {
+        self.inline.load(Ordering::Relaxed)
+    }
+
+    /// The device takes so much, and perhaps not more.
+    pub(super) fn takes_inline(&self, bytes: u32) {
+        self.inline.fetch_min(bytes, Ordering::Relaxed);
+    }
+
+    /// Takes up to `wanted` entries of the completion queue.
+    pub(crate) fn reserve(&self, wanted: usize) -> usize {
+        let wanted = wanted as u32; // a batch
+        let before = self.in_flight.fetch_add(wanted, Ordering::Relaxed);
+        let granted = self.in_flight_max().saturating_sub(before).min(wanted);
+        if granted < wanted {
+            self.in_flight.fetch_sub(wanted - granted, Ordering::Relaxed);
+        }
+        granted as usize
+    }
+
+    pub(crate) fn release(&self, entries: usize) {
+        self.in_flight.fetch_sub(entries as u32, Ordering::Relaxed);
+    }
+
+    /// Whether requests should be signaled so that their entries come back soon.
+    pub(crate) fn is_pressed(&self) -> bool {
+        self.in_flight.load(Ordering::Relaxed) > self.in_flight_max() / 4
+    }
+
+    fn in_flight_max(&self) -> u32 {
+        self.in_flight_max.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn in_flight(&self) -> u32 {
+        self.in_flight.load(Ordering::Relaxed)
+    }
+
+    /// Puts a link in line for entries.
+    pub(crate) fn wait(&self, link: u32) {
+        lock(&self.waiting).push_back(link);
+        self.has_waiting.store(true, Ordering::Release);
+    }
+
+    /// The links in line, if there are entries for some.
+    pub(crate) fn take_waiting(&self) -> VecDeque<u32> {
+        if !self.has_waiting.load(Ordering::Acquire)
+            || self.in_flight.load(Ordering::Relaxed) >= self.in_flight_max()
+        {
+            return VecDeque::new();
+        }
+        self.has_waiting.store(false, Ordering::Release);
+        std::mem::take(&mut lock(&self.waiting))
+    }
+}
+
+const BATCH_MIN: u32 = 16;

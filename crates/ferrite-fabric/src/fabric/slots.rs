@@ -1,0 +1,397 @@
+//! Work requests in flight, and the memory they own.
+//!
+//! The only place of the fabric, with `receives.rs`, where memory reaches a device by its address. What makes that sound:
+//!
+//! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can drop or reuse a
+//!   buffer that the device may touch; a future that waits for it has nothing but a number.
+//! - A buffer leaves its slot in two ways: the request's completion was reaped, or the queue was destroyed and the
+//!   device said so. If it does not say so, the buffers stay for ever. A receive's is taken back, too, when every queue pair
+//!   that could have it was destroyed (`ReceiveStock`).
+//! - While it is in a slot nobody has a reference into a buffer that the device writes: `BufMut` is the only handle of
+//!   its block. Of one that the device reads there may be other readers: `Buf` is never written.
+#![expect(
+    unsafe_code,
+    reason = "gives the addresses of buffers to the device: each block states its obligations"
+)]
+
+mod receives;
+mod table;
+
+use std::sync::{Arc, Weak};
+
+use ferrite_verbs::{Error, Operation, PostError, QueuePair, SendRequest, Sge, WorkCompletion};
+
+use crate::mem::{Binding, Buf, BufMut, Window};
+pub(crate) use receives::{ReceiveStock, Taken, Taker};
+pub(crate) use table::{Key, Table};
+
+/// Requests that are posted in one call.
+pub(crate) const BATCH: usize = 8;
+
+/// Memory that belongs to a request.
+#[derive(Debug)]
+pub(crate) enum Held {
+    /// None: there is no payload, or the device has copied it.
+    Nothing,
+    /// A few bytes that the device copies while they are posted: only for inline requests.
+    Copied([u8; 16]),
+    /// The device copies it while it is posted, and it is let go of then: only for inline requests that are never repeated.
+    Passing(Buf),
+    /// The device reads it.
+    Shared(Buf),
+    /// The device writes it.
+    Unique(BufMut),
+    /// A window that is being bound.
+    Binding(#[expect(dead_code, reason = "dropped when it is bound")] Binding),
+}
+
+/// A request to be posted; `tag` comes back with it.
+pub(crate) struct Work<T> {
+    pub(crate) operation: Operation,
+    pub(crate) held: Held,
+    pub(crate) signaled: bool,
+    pub(crate) inline: bool,
+    pub(crate) request: T,
+}
+
+/// What is in a slot.
+pub(crate) struct InFlight<T> {
+    pub(crate) held: Held,
+    pub(crate) request: T,
+}
+
+/// The number of a request as the device carries it: whose it is, and the key of its slot.
+///
+/// ```text
+///   63      62 … 40     39 … 16      15 … 0
+///   0       owner       generation   slot        a send, write or read of a link
+///   1       0           generation   slot        a receive of a device (generation 31 bits, slot 32)
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct WorkId(pub(crate) u64);
+
+const RECEIVE: u64 = 1 << 63;
+/// More links than any device has queue pairs.
+pub(crate) const OWNER_MAX: u32 = (1 << 23) - 1;
+
+impl WorkId {
+    fn of_send(owner: u32, key: Key) -> Self {
+        Self(u64::from(owner) << 40 | u64::from(key.generation) << 16 | u64::from(key.slot))
+    }
+
+    fn of_receive(slot: usize, generation: u32) -> Self {
+        Self(RECEIVE | u64::from(generation & 0x7fff_ffff) << 32 | slot as u64)
+    }
+
+    pub(crate) fn is_receive(self) -> bool {
+        self.0 & RECEIVE != 0
+    }
+
+    pub(crate) fn owner(self) -> u32 {
+        (self.0 >> 40) as u32 & OWNER_MAX
+    }
+
+    fn key(self) -> Key {
+        Key { slot: self.0 as u16, generation: (self.0 >> 16) as u32 & table::GENERATION_MASK }
+    }
+}
+
+/// A queue pair and everything that was posted to its send queue.
+pub(crate) struct SendQueue<T> {
+    /// `None` once it was destroyed, and while a command has it.
+    qp: Option<QueuePair>,
+    number: u32,
+    /// A command has the queue pair.
+    is_away: bool,
+    table: Table<InFlight<T>>,
+    owner: u32,
+    /// The pool's index of the queue pair's protection domain.
+    domain: usize,
+    /// As long as the queue pair lives.
+    taker: Option<Taker>,
+    /// The queue pair takes no more receives: its completions are all in the completion queue.
+    took_last: bool,
+    /// Those that are bound to the queue pair, or are to be: they go before it.
+    windows: Vec<Weak<Window>>,
+}
+
+impl<T> SendQueue<T> {
+    /// The taker is of the stock that the queue pair receives from.
+    pub(crate) fn new(qp: QueuePair, taker: Taker, owner: u32, domain: usize, first_generation: u32) -> Self {
+        let capacity = u16::try_from(qp.capacity().max_send_wr).unwrap_or(u16::MAX);
+        let table = Table::new(capacity, first_generation);
+        let number = qp.number();
+        Self {
+            qp: Some(qp),
+            number,
+            is_away: false,
+            table,
+            owner,
+            domain,
+            taker: Some(taker),
+            took_last: false,
+            windows: Vec::new(),
+        }
+    }
+
+    /// Without a queue pair: of a link that something else carries.
+    pub(crate) fn none() -> Self {
+        Self {
+            qp: None,
+            number: 0,
+            is_away: false,
+            table: Table::new(0, 0),
+            owner: 0,
+            domain: 0,
+            taker: None,
+            took_last: true,
+            windows: Vec::new(),
+        }
+    }
+
+    pub(crate) fn qp(&self) -> Option<&QueuePair> {
+        self.qp.as_ref()
+    }
+
+    /// Whether that is its queue pair's number.
+    pub(crate) fn is_of(&self, qp: u32) -> bool {
+        (self.qp.is_some() || self.is_away) && self.number == qp
+    }
+
+    /// Gives the queue pair to a command. Nothing can be posted until it is back.
+    pub(crate) fn lend(&mut self) -> Option<QueuePair> {
+        let qp = self.qp.take();
+        self.is_away |= qp.is_some();
+        qp
+    }
+
+    /// The number of its queue pair, wherever that is.
+    pub(crate) fn number(&self) -> u32 {
+        self.number
+    }
+
+    pub(crate) fn is_away(&self) -> bool {
+        self.is_away
+    }
+
+    /// Takes it back from the command.
+    pub(crate) fn take_back(&mut self, qp: QueuePair) {
+        debug_assert_eq!(qp.number(), self.number, "another's queue pair");
+        (self.qp, self.is_away) = (Some(qp), false);
+    }
+
+    pub(crate) fn room(&self) -> usize {
+        self.table.room()
+    }
+
+    pub(crate) fn in_flight(&self) -> usize {
+        self.table.in_flight()
+    }
+
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &InFlight<T>> {
+        self.table.iter()
+    }
+
+    pub(crate) fn next_generation(&self) -> u32 {
+        self.table.next_generation()
+    }
+
+    /// Posts the whole batch, at most [`BATCH`] and at most [`SendQueue::room`], and empties it.
+    ///
+    /// # Errors
+    /// What the device said; then the batch has the requests that were not posted.
+    pub(crate) fn post(&mut self, batch: &mut Vec<Work<T>>) -> Result<(), Error> {
+        let count = batch.len().min(BATCH);
+        let Some(qp) = self.qp.as_ref() else { return Ok(()) };
+        // SAFETY: without bytes nothing is touched.
+        let nothing = unsafe { Sge::from_raw(0, 0, 0) };
+        let mut pieces = [nothing; BATCH];
+        let mut headers = [(Key::default(), Operation::Send, false, false); BATCH];
+        let mut claimed = 0;
+        for Work { operation, held, signaled, inline, request } in batch.drain(..count) {
+            debug_assert!(
+                inline || !matches!(held, Held::Copied(_) | Held::Passing(_)),
+                "copied bytes go inline"
+            );
+            let Ok(key) = self.table.claim(InFlight { held, request }) else { break };
+            headers[claimed] = (key, operation, signaled, inline);
+            claimed += 1;
+        }
+        for (piece, (key, ..)) in pieces.iter_mut().zip(&headers[..claimed]) {
+            let Some(InFlight { held, .. }) = self.table.get_mut(*key) else { continue };
+            let (addr, len, lkey) = match held {
+                Held::Nothing | Held::Binding(_) => continue,
+                Held::Copied(bytes) => (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0),
+                Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(self.domain).into(),
+                Held::Unique(buf) => buf.raw_parts(self.domain).into(),
+            };
+            // SAFETY: the slot owns the buffer until the completion was reaped or the queue pair is destroyed, and nobody
+            // else has a reference that conflicts (see the top of this file). Copied bytes lie in the slot, which does
+            // not move before the post below has copied them.
+            *piece = unsafe { Sge::from_raw(addr, len, lkey) };
+        }
+        let mut requests = [SendRequest::send(0, &[]); BATCH];
+        for (at, request) in requests.iter_mut().enumerate().take(claimed) {
+            let (key, operation, signaled, inline) = headers[at];
+            let local = if pieces[at].is_empty() { &[] } else { &pieces[at..=at] };
+            *request = SendRequest::new(WorkId::of_send(self.owner, key).0, operation, local);
+            if signaled {
+                *request = request.signaled();
+            }
+            if inline {
+                *request = request.inline();
+            }
+        }
+        let Err(refused) = qp.post_send(&requests[..claimed]) else {
+            for (key, ..) in &headers[..claimed] {
+                if let Some(InFlight { held: held @ Held::Passing(_), .. }) = self.table.get_mut(*key) {
+                    *held = Held::Nothing;
+                }
+            }
+            return Ok(());
+        };
+        for (_, operation, signaled, inline) in headers[refused.posted..claimed].iter().rev() {
+            if let Some(InFlight { held, request }) = self.table.undo() {
+                let (operation, signaled, inline) = (*operation, *signaled, *inline);
+                batch.insert(0, Work { operation, held, signaled, inline, request });
+            }
+        }
+        Err(refused.error)
+    }
+
+    /// Posts one request whose payload the device copies before this returns: it needs no registered memory.
+    ///
+    /// # Errors
+    /// What the device said, and whether the request is in flight all the same.
+    pub(crate) fn post_inline(
+        &mut self,
+        operation: Operation,
+        bytes: &[u8],
+        signaled: bool,
+        request: T,
+    ) -> Result<(), PostError> {
+        let Some(qp) = self.qp.as_ref() else { return Ok(()) };
+        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, request }) else { return Ok(()) };
+        let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        // SAFETY: an inline request copies its bytes while it is posted, and `bytes` is borrowed until then. The device
+        // refuses more than it takes inline, so `len` is that of the slice.
+        let piece = [unsafe { Sge::from_raw(bytes.as_ptr().expose_provenance() as u64, len, 0) }];
+        let local = if bytes.is_empty() { &[] } else { &piece[..] };
+        let mut request = SendRequest::new(WorkId::of_send(self.owner, key).0, operation, local).inline();
+        if signaled {
+            request = request.signaled();
+        }
+        qp.post_send(&[request]).inspect_err(|refused| {
+            if refused.posted == 0 {
+                drop(self.table.undo());
+            }
+        })
+    }
+
+    /// Posts the request that binds a window to the queue pair. What is posted later starts after
+    /// it.
+    ///
+    /// # Errors
+    /// What the device said, and whether the request is in flight all the same. `Ok(false)`: nothing
+    /// was posted, because the window is closed already.
+    pub(crate) fn post_bind(
+        &mut self,
+        window: &Arc<Window>,
+        signaled: bool,
+        request: T,
+    ) -> Result<bool, PostError> {
+        let Some(qp) = self.qp.as_ref() else { return Ok(false) };
+        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, request }) else { return Ok(false) };
+        let number = WorkId::of_send(self.owner, key).0;
+        let mut refused = None;
+        let binding = window.bind(|window| {
+            let request = SendRequest::bind(number, window);
+            let request = if signaled { request.signaled() } else { request };
+            refused = qp.post_send(&[request]).err();
+            refused.as_ref().is_none_or(|refused| refused.posted > 0)
+        });
+        let Some(binding) = binding else {
+            drop(self.table.undo());
+            return refused.map_or(Ok(false), Err);
+        };
+        if let Some(in_flight) = self.table.get_mut(key) {
+            in_flight.held = Held::Binding(binding);
+        }
+        self.windows.retain(|window| window.strong_count() > 0);
+        self.windows.push(Arc::downgrade(window));
+        refused.map_or(Ok(true), Err)
+    }
+
+    /// Closes the windows of the queue pair: a device may wait for them to destroy it, or refuse.
+    fn close_windows(&mut self) -> Result<(), Error> {
+        while let Some(window) = self.windows.last() {
+            if let Some(window) = window.upgrade() {
+                window.close()?;
+            }
+            self.windows.pop();
+        }
+        Ok(())
+    }
+
+    /// The queue pair completed a receive.
+    pub(crate) fn on_taken(&self, number: u64) {
+        if let Some(taker) = &self.taker {
+            taker.passes(number);
+        }
+    }
+
+    /// The device says that the queue pair has taken its last receive, or has had the time to.
+    pub(crate) fn on_last_receive(&mut self) {
+        self.took_last = true;
+    }
+
+    /// Whether the queue pair has taken its last receive. Only then, and after its completions were
+    /// reaped, may it be destroyed: mlx5 and others remove completions that nobody has reaped, and
+    /// their receives would count as posted for ever.
+    pub(crate) fn took_last(&self) -> bool {
+        self.took_last || self.qp.is_none()
+    }
+
+    /// What a completion names, while it is in flight.
+    pub(crate) fn get(&mut self, wc: &WorkCompletion) -> Option<&InFlight<T>> {
+        self.table.get_mut(WorkId(wc.wr_id()).key()).map(|it| &*it)
+    }
+
+    /// A completion came: everything that is done by it goes to `each`, the request that it names last and marked.
+    /// `false` if it names nothing that is in flight.
+    pub(crate) fn complete(&mut self, wc: &WorkCompletion, each: impl FnMut(InFlight<T>, bool)) -> bool {
+        self.table.complete(WorkId(wc.wr_id()).key(), each)
+    }
+
+    /// Destroys the queue pair; the caller has reaped its completions (see [`SendQueue::took_last`]).
+    /// What was in flight goes to `each`. Then no completion of it means anything any more.
+    ///
+    /// # Errors
+    /// What the device said if it did not let go: everything stays as it was.
+    pub(crate) fn destroy(&mut self, mut each: impl FnMut(InFlight<T>)) -> Result<(), Error> {
+        self.close_windows()?;
+        let Some(qp) = self.qp.take() else { return Ok(()) };
+        match qp.destroy() {
+            Ok(()) => {
+                self.table.drain(&mut each);
+                self.taker = None;
+                Ok(())
+            }
+            Err((qp, error)) => {
+                self.qp = Some(qp);
+                Err(error)
+            }
+        }
+    }
+}
+
+impl<T> Drop for SendQueue<T> {
+    fn drop(&mut self) {
+        if self.destroy(drop).is_err() || self.is_away && self.table.in_flight() > 0 {
+            // The device may still touch the buffers: they are never used again. The queue pair's own drop tries once
+            // more and counts the leak.
+            std::mem::forget(std::mem::replace(&mut self.table, Table::new(0, 0)));
+            std::mem::forget(self.taker.take());
+        }
+    }
+}

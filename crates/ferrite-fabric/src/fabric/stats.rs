@@ -1,0 +1,182 @@
+//! What a fabric counts, and how it is read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use ferrite_verbs::Status;
+
+use super::Fabric;
+use crate::latency::LatencyStats;
+use crate::link::LinkStats;
+use crate::mem::{PoolStats, lock};
+use crate::policy::FallbackCause;
+
+/// More than verbs have.
+const STATUSES: usize = 32;
+
+#[derive(Default)]
+pub(crate) struct Counters {
+    pub(crate) passes: AtomicU64,
+    pub(crate) completions: AtomicU64,
+    pub(crate) sleeps: AtomicU64,
+    pub(crate) accepted: AtomicU64,
+    pub(crate) connected: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) foreign_peers: AtomicU64,
+    pub(crate) crowded_out: AtomicU64,
+    pub(crate) misdirected: AtomicU64,
+    pub(crate) accept_failures: AtomicU64,
+    pub(crate) failed_links: AtomicU64,
+    pub(crate) unknown_receives: AtomicU64,
+    /// By [`FallbackCause::index`].
+    pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
+    pub(crate) upgrades: AtomicU64,
+    pub(crate) offers_refused: AtomicU64,
+    /// Takes of completions that found some.
+    pub(crate) batches: AtomicU64,
+    pub(crate) connect_retries: AtomicU64,
+    /// By status, first failures and flushes alike.
+    pub(crate) errors: [AtomicU64; STATUSES],
+    pub(crate) devices_lost: AtomicU64,
+    pub(crate) devices_back: AtomicU64,
+    pub(crate) remote_access_errors: AtomicU64,
+    pub(crate) refused_after_access_errors: AtomicU64,
+    pub(crate) refused_without_windows: AtomicU64,
+    pub(crate) shared_windows: AtomicU64,
+}
+
+/// What a fabric has done, and what it holds now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct FabricStats {
+    /// Links that are not gone yet.
+    pub links: u64,
+    /// All links together, those that are gone included.
+    pub totals: LinkStats,
+    /// Requests that the devices have.
+    pub in_flight: u64,
+    /// Receives that wait for messages.
+    pub receives_posted: u64,
+    /// Receives that failed links took along. Their memory comes back when no link is left that could have them, on Soft-RoCE; on
+    /// other devices with the fabric's end.
+    pub receives_overdue: u64,
+    /// Looks at the completion queues.
+    pub passes: u64,
+    /// Completions found by them.
+    pub completions: u64,
+    /// Times that there was nothing left to do.
+    pub sleeps: u64,
+    /// Links that peers opened.
+    pub accepted: u64,
+    /// Links that this side opened.
+    pub connected: u64,
+    /// Peers that were refused.
+    pub refused: u64,
+    /// Peers that do not speak our protocol.
+    pub foreign_peers: u64,
+    /// Peers that were slow to say who they are, and ended to make place for others.
+    pub crowded_out: u64,
+    /// Peers that called over RDMA for an address that the listener does not have; refused.
+    pub misdirected: u64,
+    /// Times that no connection could be accepted, for want of descriptors or memory.
+    pub accept_failures: u64,
+    /// Links that did not end in good order.
+    pub failed_links: u64,
+    /// Receives for queue pairs that nobody knows.
+    pub unknown_receives: u64,
+    /// Links that went over TCP although RDMA was preferred, by cause.
+    pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
+    /// Takes that found completions: `completions` divided by this is how many come at a time.
+    pub batches: u64,
+    /// Handshakes that were tried again.
+    pub connect_retries: u64,
+    /// Requests that failed, by status; flushed ones too.
+    pub errors: Vec<(Status, u64)>,
+    /// How long sends took that somebody waited for, writes, and reads.
+    pub send_latency: LatencyStats,
+    /// The same of one-sided writes.
+    pub write_latency: LatencyStats,
+    /// The same of one-sided reads.
+    pub read_latency: LatencyStats,
+    /// Times that a link went from TCP to RDMA.
+    pub upgrades: u64,
+    /// Offers to go on over RDMA that named an address that was not the peer's.
+    pub offers_refused: u64,
+    /// Times that a device was removed, or failed.
+    pub devices_lost: u64,
+    /// Times that one came back.
+    pub devices_back: u64,
+    /// Links that ended because the peer asked for memory, or an operation, that it was not given.
+    pub remote_access_errors: u64,
+    /// Handshakes that were refused because their source had done so repeatedly. Of
+    /// [`FabricStats::refused`].
+    pub refused_after_access_errors: u64,
+    /// Peers of other protocols that were refused because the device cannot keep them apart. Of
+    /// [`FabricStats::refused`].
+    pub refused_without_windows: u64,
+    /// Pieces of memory that were opened to every peer of a device, because it has no windows for
+    /// one queue pair.
+    pub shared_windows: u64,
+    /// Devices in use that cannot open memory to one queue pair alone.
+    pub devices_without_windows: u64,
+    /// The pool.
+    pub memory: PoolStats,
+}
+
+impl Fabric {
+    /// What it has done and what it holds.
+    #[must_use]
+    pub fn stats(&self) -> FabricStats {
+        let shared = self.shared();
+        let (receives_posted, receives_overdue) = lock(&shared.poller).receives();
+        let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut totals = links.retired;
+        for link in links.iter() {
+            totals.add(&link.with(|state, _, _| state.stats));
+        }
+        let counters = &shared.counters;
+        FabricStats {
+            links: links.iter().count() as u64,
+            totals,
+            in_flight: shared.devices.iter().map(|device| u64::from(device.in_flight())).sum(),
+            receives_posted,
+            receives_overdue,
+            passes: counters.passes.load(Ordering::Relaxed),
+            completions: counters.completions.load(Ordering::Relaxed),
+            sleeps: counters.sleeps.load(Ordering::Relaxed),
+            accepted: counters.accepted.load(Ordering::Relaxed),
+            connected: counters.connected.load(Ordering::Relaxed),
+            refused: counters.refused.load(Ordering::Relaxed),
+            foreign_peers: counters.foreign_peers.load(Ordering::Relaxed),
+            crowded_out: counters.crowded_out.load(Ordering::Relaxed),
+            misdirected: counters.misdirected.load(Ordering::Relaxed),
+            accept_failures: counters.accept_failures.load(Ordering::Relaxed),
+            failed_links: counters.failed_links.load(Ordering::Relaxed),
+            unknown_receives: counters.unknown_receives.load(Ordering::Relaxed),
+            fallbacks: FallbackCause::ALL
+                .map(|cause| (cause, counters.fallbacks[cause.index()].load(Ordering::Relaxed))),
+            upgrades: counters.upgrades.load(Ordering::Relaxed),
+            offers_refused: counters.offers_refused.load(Ordering::Relaxed),
+            batches: counters.batches.load(Ordering::Relaxed),
+            connect_retries: counters.connect_retries.load(Ordering::Relaxed),
+            errors: counters
+                .errors
+                .iter()
+                .enumerate()
+                .map(|(code, count)| (Status::from_code(code as u32), count.load(Ordering::Relaxed)))
+                .filter(|(_, count)| *count > 0)
+                .collect(),
+            send_latency: shared.latencies.send.snapshot(),
+            write_latency: shared.latencies.write.snapshot(),
+            read_latency: shared.latencies.read.snapshot(),
+            devices_lost: counters.devices_lost.load(Ordering::Relaxed),
+            devices_back: counters.devices_back.load(Ordering::Relaxed),
+            remote_access_errors: counters.remote_access_errors.load(Ordering::Relaxed),
+            refused_after_access_errors: counters.refused_after_access_errors.load(Ordering::Relaxed),
+            refused_without_windows: counters.refused_without_windows.load(Ordering::Relaxed),
+            shared_windows: counters.shared_windows.load(Ordering::Relaxed),
+            devices_without_windows: shared.devices.iter().filter(|device| !device.has_windows()).count()
+                as u64,
+            memory: shared.pool.stats(),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! How long a silent peer is left alone before it is asked for a sign of life.
+//!
+//! Thousands of links may begin at one moment, or be silent since one. If all asked together, their questions would be a
+//! burst that others feel, and the answers might find no receives. So each waits another time, and another one each time.
+//! One side asks, as both begin to wait together: who was called waits longer than any caller does.
+
+use std::time::Duration;
+
+#[derive(Debug, Clone)]
+pub(crate) struct Keepalive {
+    keepalive: Duration,
+    dice: u64,
+    /// Of the caller.
+    wait: Duration,
+}
+
+impl Keepalive {
+    /// Half the time to all of it, for a start.
+    pub(crate) fn new(keepalive: Duration, serial: u64) -> Self {
+        let mut new = Self { keepalive, dice: serial, wait: Duration::ZERO };
+        new.wait = keepalive / 2 + keepalive / 512 * new.roll();
+        new
+    }
+
+    pub(crate) fn wait(&self, is_caller: bool) -> Duration {
+        if is_caller { self.wait } else { self.keepalive / 3 * 4 }
+    }
+
+    /// The peer was asked: the next wait is three quarters of the time to all of it.
+    pub(crate) fn asked(&mut self) {
+        self.wait = self.keepalive / 4 * 3 + self.keepalive / 1024 * self.roll();
+    }
+
+    /// One of 256 numbers, evenly, also for serials that follow each other.
+    fn roll(&mut self) -> u32 {
+        self.dice = self.dice.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+        (self.dice >> 56) as u32
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn evenly_and_in_bounds() {
+        let (links, rounds) = if cfg!(miri) { (100, 2) } else { (2000, 20) };
+        let keepalive = Duration::from_secs(10);
+        let mut all: Vec<_> = (0..links).map(|serial| Keepalive::new(keepalive, serial)).collect();
+        let mut least = keepalive / 2;
+        for _ in 0..rounds {
+            let middle = least + (keepalive - least) / 2;
+            let early = all.iter().filter(|patience| patience.wait(true) < middle).count();
+            let even = links as usize * 2 / 5..links as usize * 3 / 5;
+            assert!(even.contains(&early), "{early} of {links} in the first half");
+            assert!(all.iter().all(|patience| (least..=keepalive).contains(&patience.wait(true))));
+            assert!(all.iter().all(|patience| patience.wait(false) > keepalive));
+            all.iter_mut().for_each(Keepalive::asked);
+            least = keepalive / 4 * 3;
+        }
+    }
+}

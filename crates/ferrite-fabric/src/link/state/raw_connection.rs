@@ -1,0 +1,224 @@
+//! The state of a link whose peer speaks another protocol: requests as they are, and what came, in order.
+//!
+//! Nothing is added to what goes over the wire: no hello, no credits, no keepalive, no farewell. What the peer sends is
+//! counted, not understood.
+
+use std::collections::VecDeque;
+use std::task::Waker;
+
+use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, WorkCompletion};
+
+use super::receiving::protocol;
+use super::{Kind, LinkEnv, LinkState, RequestContext, Wakes, keep};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::{Held, Work};
+use crate::mem::{Buf, BufMut};
+
+/// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a receive of ours is not held by a
+/// few bytes, and who sends them faster than they are taken costs no more than this.
+const MESSAGES_MAX: usize = 1024;
+const MESSAGE_BYTES_MAX: usize = 256 << 10;
+
+/// What came over a bare link.
+#[derive(Debug)]
+pub enum Arrival {
+    /// A message of the peer's.
+    Message(Box<[u8]>),
+    /// The peer has written to memory that it was told of, and says so by immediate data. Notices that nothing came between
+    /// are told together.
+    Written {
+        /// How many there were.
+        notices: u64,
+        /// The sum of their immediate data.
+        sum: u64,
+        /// What the device says was written by those writes that were told of. A peer may have written more before them.
+        bytes: u64,
+    },
+}
+
+#[derive(Default)]
+pub(crate) struct RawConnection {
+    outgoing: VecDeque<Outgoing>,
+    arrivals: VecDeque<Arrival>,
+    messages: usize,
+    message_bytes: usize,
+    done: Done,
+}
+
+struct Outgoing {
+    operation: Operation,
+    held: Held,
+    bytes: usize,
+    /// Whoever asked does not wait for it.
+    quiet: bool,
+}
+
+/// What was asked of a bare link and is done: the peer's device has it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Done {
+    /// Messages.
+    pub messages: u64,
+    /// Writes.
+    pub writes: u64,
+}
+
+impl LinkState {
+    /// The peer speaks another protocol.
+    pub(crate) fn make_raw(&mut self) {
+        self.raw = Some(Box::default());
+        self.rights = Access::REMOTE_WRITE; // its window, and nothing is read
+    }
+
+    pub(crate) fn is_raw(&self) -> bool {
+        self.raw.is_some()
+    }
+
+    fn raw(&mut self) -> Result<&mut RawConnection, Error> {
+        self.check_open()?;
+        self.raw.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a raw link"))
+    }
+
+    /// Queues a message.
+    pub(crate) fn push_raw_message(&mut self, message: Buf) -> Result<(), Error> {
+        let bytes = message.len();
+        let held = Held::Shared(message);
+        self.raw()?.outgoing.push_back(Outgoing { operation: Operation::Send, held, bytes, quiet: false });
+        Ok(())
+    }
+
+    /// Queues a write.
+    pub(crate) fn push_raw_write(
+        &mut self,
+        buf: Buf,
+        remote: RemoteSlice,
+        imm: u32,
+        quiet: bool,
+    ) -> Result<(), Error> {
+        let operation = Operation::WriteImm(remote, imm);
+        let bytes = buf.len();
+        self.raw()?.outgoing.push_back(Outgoing { operation, held: Held::Shared(buf), bytes, quiet });
+        Ok(())
+    }
+
+    /// A write of no bytes, to an address that nobody looks at: the peer hears nothing of it, its device answers, and it
+    /// reports, unless something that waits to go does so anyway.
+    pub(crate) fn push_raw_probe(&mut self) {
+        let probe = !self.has_raw_work();
+        if let Some(raw) = self.raw.as_deref_mut().filter(|_| probe) {
+            let operation = Operation::Write(RemoteSlice { addr: 0, len: 0, rkey: 0 });
+            raw.outgoing.push_back(Outgoing { operation, held: Held::Nothing, bytes: 0, quiet: false });
+        }
+    }
+
+    /// The link is to close, and nothing that is under way would report.
+    pub(super) fn push_raw_farewell(&mut self) {
+        if self.unsignaled > 0 {
+            self.push_raw_probe();
+        }
+    }
+
+    pub(super) fn has_raw_work(&self) -> bool {
+        self.raw.as_ref().is_some_and(|raw| !raw.outgoing.is_empty())
+    }
+
+    /// The next request. The last that is queued reports, unless it is quiet, so that the memory of all comes back soon.
+    pub(super) fn next_raw_work(&mut self, env: &LinkEnv<'_>) -> Option<Work<RequestContext>> {
+        let raw = self.raw.as_deref_mut()?;
+        let Outgoing { operation, held, bytes, quiet } = raw.outgoing.pop_front()?;
+        let is_last = raw.outgoing.is_empty();
+        let signaled = self.signal(env, is_last && !quiet);
+        let inline = bytes <= self.inline;
+        let held = match held {
+            Held::Shared(buf) if inline => Held::Passing(buf),
+            held => held,
+        };
+        let kind = match operation {
+            Operation::Send => Kind::Control,
+            Operation::WriteImm(..) => Kind::Notice,
+            _ => Kind::Write, // a probe: nobody counts it
+        };
+        let request = RequestContext { kind, bytes: bytes as u32, ..RequestContext::default() };
+        Some(Work { operation, held, signaled, inline, request })
+    }
+
+    /// Whether everything that was asked for is done.
+    pub(super) fn raw_is_idle(&self) -> bool {
+        !self.has_raw_work() && self.binds.is_empty() && self.queue.in_flight() == 0
+    }
+
+    pub(super) fn end_raw(&mut self) {
+        if let Some(raw) = self.raw.as_deref_mut() {
+            raw.outgoing.clear();
+        }
+    }
+
+    pub(super) fn on_raw_done(&mut self, messages: u64, writes: u64, wakes: &mut Wakes) {
+        if let Some(raw) = self.raw.as_deref_mut() {
+            raw.done.messages += messages;
+            raw.done.writes += writes;
+            wakes.append(&mut self.wait_for_room);
+        }
+    }
+
+    /// What is done, and `waker` is called when there is more.
+    pub(crate) fn raw_done(&mut self, waker: Option<&Waker>) -> Done {
+        if let Some(waker) = waker {
+            keep(&mut self.wait_for_room, waker);
+        }
+        self.raw.as_ref().map_or(Done::default(), |raw| raw.done)
+    }
+
+    pub(super) fn on_raw_received(
+        &mut self,
+        wc: &WorkCompletion,
+        mut buf: BufMut,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        let Some(raw) = self.raw.as_deref_mut() else { return Ok(()) };
+        self.stats.recv_ops += 1;
+        match (wc.opcode(), wc.imm()) {
+            (Opcode::RECV_WRITE_IMM, Some(imm)) => {
+                self.stats.recv_bytes += u64::from(imm);
+                let (more, written) = (u64::from(imm), u64::from(wc.byte_len()));
+                if let Some(Arrival::Written { notices, sum, bytes }) = raw.arrivals.back_mut() {
+                    *notices += 1;
+                    *sum += more;
+                    *bytes += written;
+                } else {
+                    raw.arrivals.push_back(Arrival::Written { notices: 1, sum: more, bytes: written });
+                }
+            }
+            (_, None) => {
+                buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+                raw.messages += 1;
+                raw.message_bytes += buf.len();
+                if raw.messages > MESSAGES_MAX || raw.message_bytes > MESSAGE_BYTES_MAX {
+                    return Err(protocol("more messages than are taken"));
+                }
+                raw.arrivals.push_back(Arrival::Message(buf[..].into()));
+            }
+            (_, Some(_)) => return Err(protocol("a message with immediate data")),
+        }
+        wakes.append(&mut self.receivers);
+        Ok(())
+    }
+
+    /// The next thing that came, or `None` if there is none yet.
+    ///
+    /// # Errors
+    /// The link is down, and everything that came before that was taken.
+    pub(crate) fn pop_arrival(&mut self) -> Result<Option<Arrival>, Error> {
+        let arrival = self.raw.as_deref_mut().and_then(|raw| {
+            let arrival = raw.arrivals.pop_front()?;
+            if let Arrival::Message(message) = &arrival {
+                raw.messages -= 1;
+                raw.message_bytes -= message.len();
+            }
+            Some(arrival)
+        });
+        match (arrival, self.failure()) {
+            (None, Some(error)) => Err(error.clone()),
+            (arrival, _) => Ok(arrival),
+        }
+    }
+}

@@ -1,0 +1,426 @@
+//! Links that lose their RDMA path and go on, on the fake provider and this host's TCP.
+#![expect(clippy::print_stdout, reason = "the seed that replays a failure")]
+
+#[path = "links/random.rs"]
+mod random;
+#[path = "migration/traffic.rs"]
+mod traffic;
+
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::wire::Rights;
+use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport};
+use ferrite_verbs::fake::{DeviceSpec, World};
+use random::Random;
+use traffic::Traffic;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];
+
+/// Two hosts with a device each, and a link between them that may move.
+struct Scene {
+    world: World,
+    fabrics: [Fabric; 2],
+    links: [Link; 2],
+    listener: Listener,
+}
+
+fn config() -> Config {
+    Config {
+        busy_poll_us: 0,
+        upgrade_after: Duration::from_millis(50),
+        keepalive: Duration::from_secs(2),
+        peer_timeout: Duration::from_secs(2),
+        ..Config::default()
+    }
+}
+
+fn spec(at: usize) -> DeviceSpec {
+    DeviceSpec::new(HOSTS[at].0, HOSTS[at].1.parse().expect("an address"))
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self::by(Meet::Cm)
+    }
+
+    fn by(meet: Meet) -> Self {
+        Self::on([spec(0), spec(1)], meet)
+    }
+
+    fn on(devices: [DeviceSpec; 2], meet: Meet) -> Self {
+        let world = World::new();
+        devices.into_iter().for_each(|device| world.add_device(device));
+        let verbs = world.verbs();
+        let fabrics = [0, 1].map(|at| {
+            let builder = Fabric::builder(&verbs).device(HOSTS[at].0).config(config());
+            // One of the two carries its commands out at once, the other on threads.
+            let builder = if at == 1 { builder.command_threads() } else { builder };
+            let fabric = builder.build().expect("a fabric");
+            fabric.spawn_thread().expect("a thread");
+            fabric
+        });
+        let mut listener =
+            fabrics[1].listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
+        let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
+        let options = ConnectOptions::new().local(local).meet(meet);
+        let connecting = fabrics[0].connect_with(listener.local_addr(), &options);
+        let (a, b) = fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
+        let links = [a.expect("connect"), b.expect("accept")];
+        Self { world, fabrics, links, listener }
+    }
+
+    fn traffic(&self, seed: u64) -> Traffic {
+        Traffic::start(&self.links, seed)
+    }
+
+    /// WaitSet until both ends are on `transport`.
+    fn is_on(&self, transport: Transport) {
+        let begun = Instant::now();
+        while self.links.iter().any(|link| link.transport() != transport) {
+            let failures = [0, 1].map(|at| self.links[at].failure());
+            let now = [0, 1].map(|at| self.links[at].transport());
+            assert!(begun.elapsed() < PATIENCE, "not on {transport}: {now:?} {failures:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+}
+
+/// A peer with a large window that never takes anything does not decide how much this side keeps for it.
+#[test]
+fn frames_that_are_kept_have_a_limit_of_ours() {
+    let world = World::new();
+    (0..2).for_each(|at| world.add_device(spec(at)));
+    let verbs = world.verbs();
+    let generous = Config { window: 4096, recv_queue_depth: 4096, ..config() };
+    let fabrics = [config(), generous].map(Some).into_iter().enumerate().map(|(at, config)| {
+        let builder = Fabric::builder(&verbs).device(HOSTS[at].0).config(config.expect("one"));
+        let fabric = builder.build().expect("a fabric");
+        fabric.spawn_thread().expect("a thread");
+        fabric
+    });
+    let fabrics: Vec<_> = fabrics.collect();
+    let at = format!("{}:0", HOSTS[1].1).parse().expect("an address");
+    let mut listener = fabrics[1].listen(at).expect("listen");
+    let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
+    let connecting =
+        fabrics[0].connect_with(listener.local_addr(), &ConnectOptions::new().local(local).meet(Meet::Cm));
+    let (a, b) = fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
+    let (a, b) = (a.expect("connect"), b.expect("accept"));
+    let mut sent = 0;
+    while a.post_bytes(0, &[7; 8 << 10]).is_ok() {
+        sent += 1;
+    }
+    let waiting = config().send_queue_bytes; // what has not been sent yet
+    let most = (4 << 20) + waiting + ((128 * 8) << 10);
+    assert!(sent * (8 << 10) <= most, "{sent} messages went without an answer");
+    for _ in 0..sent {
+        assert_eq!(fabrics[0].block_on(b.recv()).expect("all of them come").len(), 8 << 10);
+    }
+    drop((a, b, listener));
+}
+
+#[test]
+fn queue_pair_breaks() {
+    let scene = Scene::new();
+    scene.is_on(Transport::Rdma);
+    let traffic = scene.traffic(1);
+    traffic.flows(100, PATIENCE, "at first");
+    for side in [0, 1, 0] {
+        let number = scene.links[side].qp_num().expect("on RDMA");
+        assert!(scene.world.break_queue_pair(number));
+        traffic.flows(100, PATIENCE, "after the break");
+        scene.is_on(Transport::Rdma);
+        traffic.flows(100, PATIENCE, "back on RDMA");
+    }
+    let counts = traffic.stop();
+    assert!(counts.iter().all(|count| *count > 500), "{counts:?}");
+    let stats = [0, 1].map(|at| scene.fabrics[at].stats());
+    assert!(stats.iter().all(|stats| stats.upgrades >= 3 && stats.totals.moves >= 3), "{stats:?}");
+    let (a, b) = scene.fabrics[0]
+        .block_on(async { futures_util::join!(scene.links[0].close(), scene.links[1].ended()) });
+    assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
+    drop(scene.listener);
+}
+
+/// M2: a peer that calls for its link is told what has come when the queue pair has taken its last receive, and not before.
+/// The device does not say when that is, so that it takes 100 ms.
+#[test]
+fn a_peer_that_wants_its_link_back_waits_for_the_last_receive() {
+    let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
+    let scene = Scene::on([spec(0), silent], Meet::Cm);
+    scene.is_on(Transport::Rdma);
+    let begun = Instant::now();
+    assert!(scene.links[0].leave_rdma());
+    scene.links[0].post_bytes(0, b"on another way").expect("room");
+    let message = scene.fabrics[1].block_on(scene.links[1].recv()).expect("a message");
+    assert_eq!(message.to_vec(), b"on another way");
+    assert!(begun.elapsed() >= Duration::from_millis(90), "{:?}", begun.elapsed());
+    scene.is_on(Transport::Rdma);
+}
+
+/// On RDMA before anyone has the link, without the connection manager; and the connection that stays is how a peer is heard to go.
+#[test]
+fn tcp_first() {
+    let scene = Scene::by(Meet::TcpFirst);
+    assert_eq!(scene.links[0].transport(), Transport::Rdma);
+    scene.is_on(Transport::Rdma);
+    let traffic = scene.traffic(4);
+    traffic.flows(300, PATIENCE, "on RDMA");
+    traffic.stop();
+    assert_eq!(scene.links[0].stats().tcp_bytes, 0, "TCP carried nothing");
+    let Scene { fabrics: [a, b], links: [link, other], listener, .. } = scene;
+    other.abort();
+    let begun = Instant::now();
+    let error = a.block_on(link.ended()).expect_err("not in good order");
+    assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
+    assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
+    drop((b, listener));
+}
+
+/// As often as told, and not more; then it is TCP, or an error.
+#[test]
+fn retries() {
+    let scene = Scene::new();
+    let builder = |rdma| {
+        let config = Config { connection_retries: 3, retry_delay: Duration::from_millis(100), ..config() };
+        let verbs = scene.world.verbs();
+        let builder = Fabric::builder(&verbs).device(HOSTS[0].0).rdma(rdma).config(config);
+        builder.command_threads().build().expect("a fabric")
+    };
+    let nowhere = format!("{}:4709", HOSTS[1].1).parse().expect("an address");
+    for rdma in [Rdma::Require, Rdma::Prefer] {
+        let fabric = builder(rdma);
+        let begun = Instant::now();
+        let error = fabric.block_on(fabric.connect(nowhere)).expect_err("nobody is there");
+        assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
+        assert!(begun.elapsed() >= Duration::from_millis(300), "{:?}", begun.elapsed());
+        assert_eq!(fabric.stats().connect_retries, 3);
+    }
+    // Somebody comes meanwhile.
+    let fabric = builder(Rdma::Require);
+    let late = scene.fabrics[1].clone();
+    let listener = std::thread::spawn(move || {
+        std::thread::sleep(Duration::from_millis(150));
+        late.listen(nowhere).map(|listener| (listener, std::thread::sleep(Duration::from_secs(1))))
+    });
+    fabric.block_on(fabric.connect(nowhere)).expect("a link");
+    drop(listener.join());
+}
+
+/// The first address that answers is taken, and the others are where a lost peer is looked for.
+#[test]
+fn several_addresses() {
+    let scene = Scene::new();
+    let good = scene.listener.local_addr();
+    let dead = ["127.0.0.7:9", "127.0.0.8:9"].map(|addr| addr.parse().expect("an address"));
+    let options = ConnectOptions::new().timeout(Duration::from_secs(2));
+    let link = scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&[dead[0], good, dead[1]], &options));
+    assert_eq!(link.expect("one of them").peer_addr(), Some(good));
+    let error = scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&dead, &options)).expect_err("none");
+    assert!(error.to_string().contains("none of 2 addresses works: 127.0.0."), "{error}");
+    let error = scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&[], &options)).expect_err("none");
+    assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
+}
+
+/// Without RDMA at first: the link upgrades when the device comes up.
+#[test]
+fn up_when_it_heals() {
+    let scene = Scene::new();
+    let traffic = scene.traffic(2);
+    scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
+    scene.is_on(Transport::Tcp);
+    traffic.flows(200, PATIENCE, "over TCP");
+    assert!(scene.links[0].fallback().is_some(), "it says why");
+    scene.world.heal(HOSTS[0].0, HOSTS[1].0);
+    scene.is_on(Transport::Rdma);
+    assert!(scene.links[0].fallback().is_none());
+    traffic.flows(200, PATIENCE, "over RDMA");
+    traffic.stop();
+}
+
+#[test]
+fn device_removed_and_added() {
+    let scene = Scene::new();
+    let traffic = scene.traffic(3);
+    traffic.flows(50, PATIENCE, "at first");
+    for side in [0, 1] {
+        scene.world.remove_device(HOSTS[side].0);
+        traffic.flows(200, PATIENCE, "without a device");
+        scene.is_on(Transport::Tcp);
+        scene.world.add_device(spec(side));
+        scene.is_on(Transport::Rdma);
+        traffic.flows(200, PATIENCE, "with the device again");
+    }
+    traffic.stop();
+}
+
+/// Grants stay what they are, whatever carries the link.
+#[test]
+fn grants_survive() {
+    let scene = Scene::new();
+    let [a, b] = &scene.links;
+    let mut buf = scene.fabrics[1].buffer(10_000).expect("memory");
+    buf.fill(1);
+    let region =
+        b.register_memory(buf, Rights::READ | Rights::WRITE).map_err(|(_, error)| error).expect("a region");
+    let token = region.grant(b);
+    let round = |number: u8| {
+        let mut write = scene.fabrics[0].buffer(5000).expect("memory");
+        write.fill(number);
+        let written = a.rdma_write(&token, 100, write.freeze()).expect("room");
+        scene.fabrics[0].block_on(written).expect("written");
+        let read = a.rdma_read(&token, 99, scene.fabrics[0].buffer(5002).expect("memory")).expect("room");
+        let read = scene.fabrics[0].block_on(read).expect("read");
+        assert!(
+            read[0] == 1 && read[5001] == 1 && read[1..5001].iter().all(|byte| *byte == number),
+            "{number}"
+        );
+    };
+    round(2);
+    for number in [3, 5, 7] {
+        scene.world.break_queue_pair(a.qp_num().expect("on RDMA"));
+        round(number);
+        scene.is_on(Transport::Rdma);
+        round(number + 1);
+    }
+    let buf = scene.fabrics[0].block_on(region.revoke()).expect("back");
+    assert_eq!(buf[100], 8);
+}
+
+/// A grant that is given when the path is lost and nobody has looked yet: nothing of it is left for the next path, where it
+/// gets a window of its own.
+#[test]
+fn a_grant_on_a_path_that_was_lost() {
+    let world = World::new();
+    (0..2).for_each(|at| world.add_device(spec(at)));
+    let [client, server] = [0, 1].map(|at| {
+        let builder = Fabric::builder(&world.verbs()).device(HOSTS[at].0).config(config());
+        builder.build().expect("a fabric")
+    });
+    client.spawn_thread().expect("a thread");
+    let mut listener =
+        server.listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
+    let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
+    let options = ConnectOptions::new().local(local).meet(Meet::Cm);
+    let connecting = client.connect_with(listener.local_addr(), &options);
+    let (there, here) = server.block_on(async { futures_util::join!(connecting, listener.accept()) });
+    let (there, here) = (there.expect("connect"), here.expect("accept"));
+    let buf = server.buffer(1000).expect("memory");
+    let region = here.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
+    let first = region.grant(&here);
+    assert_eq!(here.stats().binds_dropped, 0);
+    // From here on nobody drives the server.
+    assert!(here.leave_rdma());
+    let token = region.grant(&here);
+    assert_eq!(here.stats().binds_dropped, 1);
+    let reads = || {
+        for token in [&first, &token] {
+            let read = there.rdma_read(token, 0, client.buffer(1000).expect("memory")).expect("room");
+            server.block_on(read).map_err(|error| error.error).expect("read");
+        }
+    };
+    reads();
+    let begun = Instant::now();
+    while server.stats().upgrades == 0 || there.transport() != Transport::Rdma {
+        server.progress();
+        assert!(begun.elapsed() < PATIENCE, "{:?} {:?}", there.failure(), here.failure());
+    }
+    reads();
+    assert_eq!(here.stats().binds_dropped, 1);
+}
+
+/// What is under way when the path breaks is finished on the other: each operation once, or told.
+#[test]
+fn operations_under_way() {
+    let scene = Scene::new();
+    let [a, b] = &scene.links;
+    let buf = scene.fabrics[1].buffer(1 << 20).expect("memory");
+    let region = b.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error).expect("a region");
+    let token = region.grant(b);
+    for round in 0..20_u32 {
+        scene.is_on(Transport::Rdma);
+        let mut writing = Vec::new();
+        for at in 0..40_u32 {
+            let mut buf = scene.fabrics[0].buffer(1000).expect("memory");
+            buf.fill((round + at) as u8);
+            writing.push(
+                a.rdma_write_imm(&token, u64::from(at) * 1000, buf.freeze(), round << 8 | at).expect("room"),
+            );
+            if at == 20 {
+                scene.world.break_queue_pair(scene.links[round as usize % 2].qp_num().expect("on RDMA"));
+            }
+        }
+        for writing in writing {
+            scene.fabrics[0].block_on(writing).expect("written");
+        }
+        for at in 0..40 {
+            let notice = scene.fabrics[1].block_on(b.recv()).expect("a notice").notice();
+            assert_eq!(notice, Some(round << 8 | at), "each once, and in order");
+            let mut byte = [0];
+            assert!(region.read(at as usize * 1000 + 999, &mut byte));
+            assert_eq!(byte[0], (round + at) as u8);
+        }
+    }
+}
+
+/// A peer that is gone for good is told, and not waited for longer than `move_timeout`.
+#[test]
+fn peer_gone() {
+    let Scene { world, fabrics: [a, b], links: [link, other], listener } = Scene::new();
+    link.post_bytes(0, b"hello").expect("room");
+    drop((other, listener, b));
+    let begun = Instant::now();
+    let ended = a.block_on(link.ended());
+    assert!(begun.elapsed() < Duration::from_secs(15), "{:?}", begun.elapsed());
+    drop((ended, world));
+}
+
+/// Any faults in any order. `FERRITE_SEED` replays them.
+#[test]
+#[expect(clippy::disallowed_types, reason = "a seed, which is no secret")]
+fn random_faults() {
+    let seed = std::env::var("FERRITE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
+        use std::hash::{BuildHasher, Hasher};
+        std::collections::hash_map::RandomState::new().build_hasher().finish() >> 40
+    });
+    println!("FERRITE_SEED={seed}");
+    let mut random = Random::new(seed);
+    let mut next = move |below: u64| random.below(below);
+    let scene = Scene::new();
+    let traffic = scene.traffic(seed);
+    for round in 0..40 {
+        let side = next(2) as usize;
+        let device = HOSTS[side].0;
+        match next(4) {
+            0 => {
+                if let Some(number) = scene.links[side].qp_num() {
+                    scene.world.break_queue_pair(number);
+                }
+            }
+            1 => {
+                scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
+                std::thread::sleep(Duration::from_millis(next(100)));
+                scene.world.heal(HOSTS[0].0, HOSTS[1].0);
+            }
+            2 => {
+                scene.world.device_down(device);
+                std::thread::sleep(Duration::from_millis(next(100)));
+                scene.world.device_up(device);
+            }
+            _ => {
+                scene.world.remove_device(device);
+                std::thread::sleep(Duration::from_millis(next(100)));
+                scene.world.add_device(spec(side));
+            }
+        }
+        traffic.flows(20 + next(50), PATIENCE, &format!("fault {round}"));
+    }
+    scene.is_on(Transport::Rdma);
+    let traffic_gap = traffic.take_longest_gap();
+    let counts = traffic.stop();
+    println!(
+        "{counts:?} messages, {} moves, at most {traffic_gap:?} without a message",
+        scene.links[0].stats().moves
+    );
+}

@@ -1,0 +1,210 @@
+//! A peer by plain verbs: it says what it likes.
+
+use std::net::SocketAddr;
+use std::time::Instant;
+
+use ferrite_fabric::Fabric;
+use ferrite_fabric::wire::{Control, Frame, GrantToken};
+use ferrite_verbs::cm::{self, Listener};
+use ferrite_verbs::{
+    Access, CmId, CompletionQueue, ConnectParams, Error, MemoryRegion, Operation, ProtectionDomain,
+    QueuePair, QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, Status, WorkCompletion,
+};
+
+use super::pair::pass;
+use super::{Fixture, Host, PATIENCE};
+
+const BLOCK: usize = 8 << 10;
+const RECEIVES: usize = 128;
+/// Requests that it may have with the device.
+const SENDS: usize = 512;
+
+/// The number of every receive has this bit.
+const RECEIVE: u64 = 1 << 32;
+
+pub(crate) struct VerbsPeer {
+    pub(crate) id: CmId,
+    pub(crate) qp: QueuePair,
+    cq: CompletionQueue,
+    region: MemoryRegion,
+    /// Where the next bytes are sent from.
+    next: usize,
+    /// Does not take what comes in: no receive is posted again.
+    pub(crate) deaf: bool,
+    /// Came in while something else was waited for.
+    early: Vec<Received>,
+    _domain: ProtectionDomain,
+}
+
+/// What came in: the immediate data, and the bytes.
+pub(crate) type Received = (Option<u32>, Vec<u8>);
+
+impl VerbsPeer {
+    fn new(fixture: &Fixture, host: &Host, id: CmId) -> Self {
+        let context = fixture.verbs().device(&host.device).and_then(|device| device.open()).expect("device");
+        let domain = context.allocate_protection_domain().expect("domain");
+        let cq = context.create_completion_queue((SENDS + RECEIVES) as u32, None, 0).expect("queue");
+        let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+        let region = domain.allocate((RECEIVES + 2) * BLOCK, access).expect("region");
+        let qp = domain
+            .create_queue_pair(&QueuePairConfig {
+                max_send_wr: SENDS as u32,
+                max_recv_wr: RECEIVES as u32,
+                ..QueuePairConfig::new(&cq)
+            })
+            .expect("queue pair");
+        Self { id, qp, cq, region, next: RECEIVES * BLOCK, deaf: false, early: Vec::new(), _domain: domain }
+    }
+
+    /// Calls a listener with these bytes, while fabrics are driven. Also what the listener answered.
+    pub(crate) fn call(
+        fixture: &Fixture,
+        to: SocketAddr,
+        private_data: &[u8],
+        fabrics: &[&Fabric],
+    ) -> Result<(Self, Vec<u8>), Error> {
+        let host = &fixture.hosts[1];
+        std::thread::scope(|scope| {
+            let calling = scope.spawn(|| {
+                let id = cm::resolve(fixture.verbs(), Some(host.any_port()), to, PATIENCE)?;
+                id.set_ack_timeout(14)?;
+                let verbs_peer = Self::new(fixture, host, id);
+                let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+                let answer =
+                    cm::connect(&verbs_peer.id, &verbs_peer.qp, access, &params(private_data), PATIENCE)?;
+                verbs_peer.post_receives();
+                Ok((verbs_peer, answer))
+            });
+            while !calling.is_finished() {
+                pass(fabrics);
+            }
+            calling.join().expect("no panic")
+        })
+    }
+
+    /// WaitSet for a call, and accepts it with these bytes, while `fabrics` are driven.
+    pub(crate) fn answer(
+        fixture: &Fixture,
+        listener: &Listener,
+        private_data: &[u8],
+        fabrics: &[&Fabric],
+    ) -> Result<Self, Error> {
+        std::thread::scope(|scope| {
+            let answering = scope.spawn(|| {
+                let request = listener.next_request(PATIENCE)?.expect("a request");
+                request.id.set_ack_timeout(14)?;
+                let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
+                let mut verbs_peer = Self::new(fixture, &fixture.hosts[0], request.id);
+                let request = ferrite_verbs::ConnectionRequest { id: verbs_peer.id, ..request };
+                let accepted = cm::accept(&request, &verbs_peer.qp, access, &params(private_data), PATIENCE);
+                verbs_peer.id = request.id;
+                accepted.map(|()| verbs_peer)
+            });
+            while !answering.is_finished() {
+                pass(fabrics);
+            }
+            answering.join().expect("no panic")
+        })
+    }
+
+    fn post_receives(&self) {
+        (0..RECEIVES).for_each(|at| self.post_receive(at));
+    }
+
+    fn post_receive(&self, at: usize) {
+        let place = [self.region.sge(at * BLOCK..(at + 1) * BLOCK)];
+        self.qp.post_recv(&[RecvRequest::new(RECEIVE | at as u64, &place)]).expect("post");
+    }
+
+    /// Sends bytes, with immediate data or without, and waits until they are there.
+    pub(crate) fn send(&mut self, imm: Option<u32>, bytes: &[u8], fabrics: &[&Fabric]) -> Status {
+        self.post(imm, bytes);
+        self.sent(fabrics)
+    }
+
+    /// Posts it only.
+    pub(crate) fn post(&mut self, imm: Option<u32>, bytes: &[u8]) {
+        // Each at another place: the device may not have read the one before.
+        if self.next + bytes.len() > self.region.len() {
+            self.next = RECEIVES * BLOCK;
+        }
+        let at = self.next;
+        self.next += bytes.len();
+        self.region.write(at, bytes);
+        let local = [self.region.sge(at..at + bytes.len())];
+        let local = if bytes.is_empty() { &local[..0] } else { &local[..] };
+        let operation = imm.map_or(Operation::Send, Operation::SendImm);
+        self.qp.post_send(&[SendRequest::new(0, operation, local).signaled()]).expect("post");
+    }
+
+    /// Reads memory of the peer's.
+    pub(crate) fn read(&mut self, token: &GrantToken, fabrics: &[&Fabric]) -> (Status, Vec<u8>) {
+        let len = token.len as usize;
+        let local = [self.region.sge(RECEIVES * BLOCK..RECEIVES * BLOCK + len)];
+        let from = RemoteSlice { addr: token.addr, len: token.len, rkey: token.rkey };
+        self.qp.post_send(&[SendRequest::read(0, &local, from).signaled()]).expect("post");
+        (self.sent(fabrics), self.region.to_vec(RECEIVES * BLOCK, len))
+    }
+
+    pub(crate) fn control(&mut self, control: Control, fabrics: &[&Fabric]) -> Status {
+        self.send(Some(frame(true, false, 0, 0)), &control.encode(), fabrics)
+    }
+
+    /// The next completion of a request that was posted.
+    fn sent(&mut self, fabrics: &[&Fabric]) -> Status {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let mut out = [WorkCompletion::default()];
+            if self.cq.poll(&mut out).expect("poll") == 0 {
+                pass(fabrics);
+                assert!(Instant::now() < deadline, "no completion in time");
+            } else if out[0].wr_id() & RECEIVE == 0 {
+                return out[0].status();
+            } else {
+                let received = self.take(&out[0]);
+                self.early.extend(received);
+            }
+        }
+    }
+
+    /// What came in since the last time; sends that completed are forgotten.
+    pub(crate) fn received(&mut self) -> Vec<Received> {
+        let mut received = std::mem::take(&mut self.early);
+        let mut out = [WorkCompletion::default()];
+        while self.cq.poll(&mut out).expect("poll") > 0 {
+            if out[0].wr_id() & RECEIVE != 0 {
+                received.extend(self.take(&out[0]));
+            }
+        }
+        received
+    }
+
+    fn take(&self, wc: &WorkCompletion) -> Option<Received> {
+        if wc.status() != Status::SUCCESS {
+            return None;
+        }
+        let at = (wc.wr_id() & !RECEIVE) as usize;
+        let received = (wc.imm(), self.region.to_vec(at * BLOCK, wc.byte_len() as usize));
+        if !self.deaf {
+            self.post_receive(at);
+        }
+        Some(received)
+    }
+}
+
+fn params(private_data: &[u8]) -> ConnectParams<'_> {
+    ConnectParams {
+        qp_num: 0,
+        srq: false,
+        private_data,
+        reads_in: 4,
+        reads_out: 4,
+        retries: 6,
+        rnr_retries: 7,
+    }
+}
+
+/// The immediate data of a frame.
+pub(crate) fn frame(control: bool, more: bool, channel: u16, consumed: u16) -> u32 {
+    Frame { control, more, channel, consumed }.to_imm()
+}

@@ -1,0 +1,183 @@
+//! Checked traffic in both directions: not one message may be lost, repeated, reordered or changed.
+
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use ferrite_fabric::{ErrorKind, Link};
+
+/// Messages of a link, from this side to the other and from there to here, until it is stopped.
+pub(crate) struct Traffic {
+    stop: Arc<AtomicBool>,
+    received: [Arc<AtomicU64>; 2],
+    longest_gap_us: Arc<AtomicU64>,
+    /// What ended it.
+    why: Arc<Mutex<Vec<String>>>,
+    threads: Vec<JoinHandle<Result<(), String>>>,
+}
+
+/// The bytes of message `number` on its channel: any length, and all depends on the number.
+fn content(number: u64, seed: u64) -> Vec<u8> {
+    let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    let len = match next() % 8 {
+        0..4 => next() % 64,
+        4..6 => next() % 1000,
+        6 => next() % 20_000,
+        _ => next() % 100_000,
+    };
+    let mut bytes = number.to_le_bytes().to_vec();
+    while (bytes.len() as u64) < len {
+        bytes.extend_from_slice(&next().to_le_bytes());
+    }
+    bytes
+}
+
+/// WaitSet on this thread: the fabrics have threads of their own.
+fn wait<F: std::future::Future>(future: F) -> F::Output {
+    struct Unpark(std::thread::Thread);
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Arc::new(Unpark(std::thread::current())).into();
+    let mut context = std::task::Context::from_waker(&waker);
+    let mut future = std::pin::pin!(future);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            std::task::Poll::Ready(output) => return output,
+            std::task::Poll::Pending => std::thread::park_timeout(Duration::from_millis(50)),
+        }
+    }
+}
+
+impl Traffic {
+    /// Between the two ends of a link. Both fabrics are driven by others.
+    pub(crate) fn start(ends: &[Link; 2], seed: u64) -> Self {
+        let stop = Arc::new(AtomicBool::new(false));
+        let received = [Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0))];
+        let longest_gap_us = Arc::new(AtomicU64::new(0));
+        let why = Arc::new(Mutex::new(Vec::new()));
+        let told = |why: &Arc<Mutex<Vec<String>>>, result: Result<(), String>| {
+            result.inspect_err(|error| lock(why).push(error.clone()))
+        };
+        let mut threads = Vec::new();
+        for (at, end) in ends.iter().enumerate() {
+            let (from, to) = (end.clone(), ends[1 - at].clone());
+            let seed = seed ^ at as u64;
+            let stopped = Arc::clone(&stop);
+            let reason = Arc::clone(&why);
+            threads.push(std::thread::spawn(move || told(&reason, send(&from, seed, &stopped))));
+            let (count, gap) = (Arc::clone(&received[1 - at]), Arc::clone(&longest_gap_us));
+            let reason = Arc::clone(&why);
+            threads.push(std::thread::spawn(move || told(&reason, receive(&to, seed, &count, &gap))));
+        }
+        Self { stop, received, longest_gap_us, why, threads }
+    }
+
+    /// Messages that came, at either end.
+    pub(crate) fn received(&self) -> [u64; 2] {
+        [0, 1].map(|at| self.received[at].load(Ordering::Relaxed))
+    }
+
+    fn ended(&self) -> Option<String> {
+        if !self.threads.iter().any(JoinHandle::is_finished) {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(300)); // for what the others have to say
+        Some(lock(&self.why).join("; "))
+    }
+
+    /// WaitSet until `more` have come at both ends; how long that took.
+    pub(crate) fn flows(&self, more: u64, patience: Duration, what: &str) -> Duration {
+        let (begun, before) = (Instant::now(), self.received());
+        loop {
+            let now = self.received();
+            if (0..2).all(|at| now[at] >= before[at] + more) {
+                return begun.elapsed();
+            }
+            if let Some(ended) = self.ended() {
+                panic!("{what}: the traffic has ended: {ended}");
+            }
+            assert!(begun.elapsed() < patience, "{what}: {before:?} messages, {now:?} after {patience:?}");
+            std::thread::sleep(Duration::from_millis(2));
+        }
+    }
+
+    /// The longest time without a message since this was last asked.
+    pub(crate) fn take_longest_gap(&self) -> Duration {
+        Duration::from_micros(self.longest_gap_us.swap(0, Ordering::Relaxed))
+    }
+
+    /// Ends it; whatever was sent must have come.
+    pub(crate) fn stop(mut self) -> [u64; 2] {
+        self.stop.store(true, Ordering::Relaxed);
+        for thread in std::mem::take(&mut self.threads) {
+            if let Err(what) = thread.join().expect("no panic") {
+                panic!("{what}");
+            }
+        }
+        self.received()
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+const CHANNEL: u16 = 3;
+
+fn send(link: &Link, seed: u64, stop: &AtomicBool) -> Result<(), String> {
+    let mut number = 0;
+    while !stop.load(Ordering::Relaxed) {
+        let bytes = content(number, seed);
+        let sent = if number % 3 == 0 { wait(link.send_bytes(CHANNEL, &bytes)) } else { post(link, &bytes) };
+        sent.map_err(|error| format!("message {number} was not sent: {error}"))?;
+        number += 1;
+    }
+    // The last: empty.
+    wait(link.send_bytes(CHANNEL, &[])).map_err(|error| format!("the last message: {error}"))
+}
+
+/// Posts it as soon as there is room.
+fn post(link: &Link, bytes: &[u8]) -> Result<(), ferrite_fabric::Error> {
+    loop {
+        match link.post_bytes(CHANNEL, bytes) {
+            Err(error) if error.kind() == ErrorKind::Full => std::thread::sleep(Duration::from_micros(200)),
+            posted => return posted,
+        }
+    }
+}
+
+fn receive(link: &Link, seed: u64, count: &AtomicU64, longest_gap_us: &AtomicU64) -> Result<(), String> {
+    let mut number = 0;
+    let mut last = Instant::now();
+    loop {
+        let message = wait(link.recv()).map_err(|error| format!("instead of message {number}: {error:?}"))?;
+        let gap = u64::try_from(last.elapsed().as_micros()).unwrap_or(u64::MAX);
+        longest_gap_us.fetch_max(gap, Ordering::Relaxed);
+        last = Instant::now();
+        if message.is_empty() {
+            return Ok(());
+        }
+        let bytes = message.to_vec();
+        let expected = content(number, seed);
+        if bytes != expected {
+            let got = bytes.first_chunk().map(|first| u64::from_le_bytes(*first));
+            return Err(format!(
+                "message {number} of {} bytes: {} bytes came, which say that they are message {got:?}",
+                expected.len(),
+                bytes.len()
+            ));
+        }
+        number += 1;
+        count.store(number, Ordering::Relaxed);
+    }
+}
