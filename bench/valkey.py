@@ -85,7 +85,7 @@ class Server:
     def commands(self):
         """How many it has answered. Of those that the module has called the engine does not count all."""
         if self.kind == "module":
-            return sum(self.number("ferrite", f"ferrite_commands_{lane}") for lane in ("called", "bridged"))
+            return sum(self.number("ferrite", f"ferrite_commands_{path}") for path in ("called", "proxied"))
         return self.number("stats", "total_commands_processed")
 
     @staticmethod

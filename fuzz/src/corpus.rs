@@ -1,4 +1,5 @@
-//! What each crate's test does with the committed corpora (`fuzz/corpus`). They include this file by its path.
+//! What each crate's test does with the committed corpora (`fuzz/corpus`). They include this file
+//! by its path.
 #![expect(clippy::print_stdout, reason = "the last input that is printed is the one that failed")]
 
 use std::collections::BTreeSet;
@@ -15,7 +16,8 @@ fn corpora() -> PathBuf {
 /// What a fuzzer once found fails here, without one.
 pub(crate) fn every_input_passes(checks: &[Check]) {
     for (name, check) in checks {
-        let inputs: Vec<_> = fs::read_dir(corpora().join(name)).expect("a corpus for each check").collect();
+        let inputs: Vec<_> =
+            fs::read_dir(corpora().join(name)).expect("a corpus for each check").collect();
         assert!(!inputs.is_empty(), "the corpus of {name} is empty");
         for input in inputs {
             let path = input.expect("a readable folder").path();

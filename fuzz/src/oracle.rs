@@ -1,5 +1,6 @@
-//! What another decoder, the crate redis-protocol, makes of the same replies. Where both take bytes, they must mean the same
-//! by them and end at the same place; where only one does, the reason is one of these:
+//! What another decoder, the crate redis-protocol, makes of the same replies. Where both take
+//! bytes, they must mean the same by them and end at the same place; where only one does, the
+//! reason is one of these:
 //!
 //! | only the other | because |
 //! |---|---|
@@ -27,7 +28,8 @@ use redis_protocol::resp3::types::{OwnedFrame as Frame3, Resp3Frame as _, Verbat
 /// The other decoder has no limit of depth, but a stack.
 const BYTES_MAX: usize = 4096;
 
-/// Compares all replies in the bytes, of which the first is not looked at: it is a seed of the other check.
+/// Compares all replies in the bytes, of which the first is not looked at: it is a seed of the
+/// other check.
 pub fn replies(bytes: &[u8]) {
     let Some((_, mut rest)) = bytes.split_first() else { return };
     if rest.len() > BYTES_MAX {
@@ -223,7 +225,8 @@ fn same_pairs<'a>(
         && ours.iter().all(|(key, _)| theirs.clone().any(|(other, _)| same_raw(other, key)))
 }
 
-/// The same but for attributes, by which the other does not tell keys apart, and but for which of the nans.
+/// The same but for attributes, by which the other does not tell keys apart, and but for which of
+/// the nans.
 fn same_raw(theirs: &Frame3, ours: &Value<'_>) -> bool {
     let ours = match ours {
         Value::Attributed { value, .. } => &**value,

@@ -1,7 +1,9 @@
-//! `cargo xtask conformance`: the one suite of links over every transport, and how many tests each has passed.
+//! `cargo xtask conformance`: the one suite of links over every transport, and how many tests each
+//! has passed.
 //!
-//! The fake provider, TCP and TLS run here, RDMA in the lab's guest. Tests about RDMA itself are counted apart: they are left
-//! out over TCP. What a target has beyond the suite (faults that only the fake knows) is run, and not counted.
+//! The fake provider, TCP and TLS run here, RDMA in the lab's guest. Tests about RDMA itself are
+//! counted apart: they are left out over TCP. What a target has beyond the suite (faults that only
+//! the fake knows) is run, and not counted.
 
 use std::collections::BTreeMap;
 use std::io::{BufRead as _, BufReader};
@@ -30,7 +32,8 @@ struct Counts {
 
 pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
     let mut counts = BTreeMap::new();
-    let here = ["nextest", "run", "--package", "ferrite-fabric", "--all-features", "--no-fail-fast"];
+    let here =
+        ["nextest", "run", "--package", "ferrite-fabric", "--all-features", "--no-fail-fast"];
     let targets = ["--test", "fake_links", "--test", "tcp_links", "--test", "tls_links"];
     count(root, &[&here[..], &targets].concat(), &mut counts)?;
     count(root, &["xtask", "lab-test", "ferrite-fabric::lab_links"], &mut counts)?;
@@ -48,7 +51,11 @@ pub(crate) fn run(root: &Path) -> anyhow::Result<ExitCode> {
 fn count(root: &Path, words: &[&str], counts: &mut BTreeMap<String, Counts>) -> anyhow::Result<()> {
     let (reader, writer) = std::io::pipe()?;
     let mut cargo = Command::new("cargo");
-    cargo.args(words).current_dir(root).env("NEXTEST_STATUS_LEVEL", "pass").env("CARGO_TERM_COLOR", "never");
+    cargo
+        .args(words)
+        .current_dir(root)
+        .env("NEXTEST_STATUS_LEVEL", "pass")
+        .env("CARGO_TERM_COLOR", "never");
     let mut running =
         cargo.stdout(writer.try_clone()?).stderr(writer).spawn().context("cannot start cargo")?;
     drop(cargo); // its end of the pipe
@@ -84,8 +91,9 @@ fn result_of(line: &str) -> Option<(&str, Kind, bool)> {
     let line = line.trim_start();
     // A second try that passes is a pass; what is said again at the end is no result.
     let passed = line.starts_with("PASS [") || line.starts_with("TRY 2 PASS [");
-    let failed =
-        line.starts_with("FAIL [") || line.starts_with("TIMEOUT [") || line.starts_with("TRY 2 FAIL [");
+    let failed = line.starts_with("FAIL [")
+        || line.starts_with("TIMEOUT [")
+        || line.starts_with("TRY 2 FAIL [");
     let after = line.split_once(") ferrite-fabric::")?.1;
     let (target, test) = after.split_once(' ')?;
     let module = test.split("::").next()?;
@@ -106,7 +114,8 @@ mod tests {
         let of = |line| result_of(line);
         let line = "        PASS [   0.010s] (1/5) ferrite-fabric::tcp_links life::dropping_closes";
         assert_eq!(of(line), Some(("tcp_links", Kind::Suite, true)));
-        let line = "  TRY 2 PASS [   0.010s] ( 1/5) ferrite-fabric::lab_links rdma::raw::writes_beside";
+        let line =
+            "  TRY 2 PASS [   0.010s] ( 1/5) ferrite-fabric::lab_links rdma::raw::writes_beside";
         assert_eq!(of(line), Some(("lab_links", Kind::RdmaOnly, true)));
         let line = "        FAIL [   0.010s] (1/5) ferrite-fabric::fake_links faults::cq_error";
         assert_eq!(of(line), Some(("fake_links", Kind::Other, false)));

@@ -1,10 +1,12 @@
-//! `cargo xtask fuzz [TARGET] [--seconds N | --runs N]`: any bytes into every decoder of what peers send.
-//! With `--runs` the inputs are the same each time, so that a gate fails for what a change has changed.
-//! The target `session-diff` is another kind of fuzzing, and runs only if it is named: `session_diff.rs`.
+//! `cargo xtask fuzz [TARGET] [--seconds N | --runs N]`: any bytes into every decoder of what peers
+//! send. With `--runs` the inputs are the same each time, so that a gate fails for what a change
+//! has changed. The target `session-diff` is another kind of fuzzing, and runs only if it is named:
+//! `session_diff.rs`.
 //!
-//! Builds the targets of `fuzz/` with the pinned compiler and libFuzzer, and runs them one by one: neither a nightly
-//! compiler nor cargo-fuzz is needed. What has to be told to LLVM for that is what cargo-fuzz tells it when no
-//! sanitizer is wanted: our decoders have no `unsafe`, so there is nothing for one to find.
+//! Builds the targets of `fuzz/` with the pinned compiler and libFuzzer, and runs them one by one:
+//! neither a nightly compiler nor cargo-fuzz is needed. What has to be told to LLVM for that is
+//! what cargo-fuzz tells it when no sanitizer is wanted: our decoders have no `unsafe`, so there is
+//! nothing for one to find.
 //!
 //! ```text
 //!   fuzz/corpus/TARGET           committed: where every run starts, and what `cargo test` replays
@@ -22,7 +24,8 @@ use anyhow::{Context as _, bail, ensure};
 use clap::Args;
 use serde_json::Value;
 
-/// Counters at every edge, and the operands of comparisons, by which the fuzzer finds magic numbers.
+/// Counters at every edge, and the operands of comparisons, by which the fuzzer finds magic
+/// numbers.
 const INSTRUMENTED: &[&str] = &[
     "--cfg=fuzzing",
     "-Cpasses=sancov-module",
@@ -47,7 +50,8 @@ pub(crate) struct Options {
     /// How long each target runs [default: 10]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     seconds: Option<u32>,
-    /// Try this many inputs of each target, the same each time, instead of as many as the time allows
+    /// Try this many inputs of each target, the same each time, instead of as many as the time
+    /// allows
     #[arg(long, conflicts_with = "seconds", value_parser = clap::value_parser!(u32).range(1..))]
     runs: Option<u32>,
     #[command(flatten)]
@@ -78,7 +82,10 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     if let Some(wanted) = &options.target {
         let known = targets.join(", ");
         let name = session_diff::NAME;
-        ensure!(targets.contains(wanted), "there is no target {wanted}; there are: {known}, {name}");
+        ensure!(
+            targets.contains(wanted),
+            "there is no target {wanted}; there are: {known}, {name}"
+        );
         targets = vec![wanted.clone()];
     }
     let host = host()?;
@@ -109,7 +116,8 @@ fn cargo(root: &Path) -> Command {
 
 /// The binaries of the fuzz crate.
 fn targets(metadata: &Value) -> anyhow::Result<Vec<String>> {
-    let targets = metadata["packages"][0]["targets"].as_array().context("the fuzz crate has no targets")?;
+    let targets =
+        metadata["packages"][0]["targets"].as_array().context("the fuzz crate has no targets")?;
     let is_binary = |target: &&Value| target["kind"][0] == "bin";
     let names = targets.iter().filter(is_binary).filter_map(|target| target["name"].as_str());
     Ok(names.map(Into::into).collect())
@@ -130,15 +138,21 @@ fn build(root: &Path, host: &str, target: Option<&str>) -> anyhow::Result<()> {
         .args(["build", "--quiet", "--locked", "--release", "--target", host, "--target-dir"])
         .arg(root.join("target/fuzz"))
         .args(chosen)
-        .env("CARGO_ENCODED_RUSTFLAGS", INSTRUMENTED.join("\x1F")) // goes before all other settings of flags
+        // goes before all other settings of flags
+        .env("CARGO_ENCODED_RUSTFLAGS", INSTRUMENTED.join("\x1F"))
         .status()?;
-    ensure!(status.success(), "the fuzz targets do not build (libFuzzer needs a C++ compiler: g++)");
+    ensure!(
+        status.success(),
+        "the fuzz targets do not build (libFuzzer needs a C++ compiler: g++)"
+    );
     Ok(())
 }
 
 fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Result<Output> {
     let (found, extent) = match extent {
-        Extent::Seconds(seconds) => ("target/fuzz/corpus", vec![format!("-max_total_time={seconds}")]),
+        Extent::Seconds(seconds) => {
+            ("target/fuzz/corpus", vec![format!("-max_total_time={seconds}")])
+        }
         // Where it starts and what it tries is the same each time.
         Extent::Runs(runs) => ("target/fuzz/runs", vec![format!("-runs={runs}"), "-seed=1".into()]),
     };
@@ -149,7 +163,8 @@ fn fuzz(root: &Path, program: &Path, target: &str, extent: Extent) -> anyhow::Re
     let seeds = root.join("fuzz/corpus").join(target);
     let artifacts = root.join("fuzz/artifacts").join(target);
     for folder in [&found, &artifacts] {
-        fs::create_dir_all(folder).with_context(|| format!("cannot create {}", folder.display()))?;
+        fs::create_dir_all(folder)
+            .with_context(|| format!("cannot create {}", folder.display()))?;
     }
     if !seeds.is_dir() {
         bail!("{target} has no corpus: put an input or two into fuzz/corpus/{target}");
@@ -186,8 +201,10 @@ enum Ending {
 /// Reads what libFuzzer says at its end.
 fn outcome(success: bool, said: &str) -> Outcome {
     let number = |text: &str| text.split_whitespace().next().and_then(|word| word.parse().ok());
-    let after = |label: &str| said.rsplit_once(label).and_then(|(_, rest)| number(rest)).unwrap_or(0);
-    let written = said.rsplit_once("Test unit written to ").and_then(|(_, rest)| rest.lines().next());
+    let after =
+        |label: &str| said.rsplit_once(label).and_then(|(_, rest)| number(rest)).unwrap_or(0);
+    let written =
+        said.rsplit_once("Test unit written to ").and_then(|(_, rest)| rest.lines().next());
     let result = match written {
         _ if success => Ending::Clean, // a slow input is written too, and is no failure
         Some(file) => Ending::Found(file.into()),
@@ -254,7 +271,10 @@ mod tests {
 
     #[test]
     fn a_fuzzer_that_does_not_start_is_a_failure() {
-        assert_eq!(outcome(false, "no such file"), Outcome { runs: 0, edges: 0, result: Ending::Broken });
+        assert_eq!(
+            outcome(false, "no such file"),
+            Outcome { runs: 0, edges: 0, result: Ending::Broken }
+        );
         assert_eq!(end_of("no such file"), "no such file");
     }
 }

@@ -1,11 +1,13 @@
-//! `cargo xtask instructions`: how many instructions a message costs us, held against what is recorded.
+//! `cargo xtask instructions`: how many instructions a message costs us, held against what is
+//! recorded.
 //!
-//! Runs `crates/ferrite-fabric/benches/instructions.rs` under callgrind, by gungraun, and reads callgrind's own output. What
-//! was spent inside the fake provider is taken off: callgrind notes for every call what it cost with all that followed from
-//! it, so the calls to the fake's entry points say it exactly. The same goes for what only the clock brings.
+//! Runs `crates/ferrite-fabric/benches/instructions.rs` under callgrind, by gungraun, and reads
+//! callgrind's own output. What was spent inside the fake provider is taken off: callgrind notes
+//! for every call what it cost with all that followed from it, so the calls to the fake's entry
+//! points say it exactly. The same goes for what only the clock brings.
 //!
-//! A figure that rose by more than [`RISE_MAX_PERCENT`] is a failure. `--record` writes the new ones, to be committed with
-//! the change that explains them.
+//! A figure that rose by more than [`RISE_MAX_PERCENT`] is a failure. `--record` writes the new
+//! ones, to be committed with the change that explains them.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -44,7 +46,8 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let measured = measure(root)?;
     let file = root.join(RECORDED);
     if options.record {
-        let figures: BTreeMap<_, _> = measured.iter().map(|(name, counts)| (name, counts.ours())).collect();
+        let figures: BTreeMap<_, _> =
+            measured.iter().map(|(name, counts)| (name, counts.ours())).collect();
         fs::write(&file, serde_json::to_string_pretty(&figures)? + "\n")?;
     }
     let recorded = fs::read_to_string(&file).with_context(|| format!("cannot read {RECORDED}"))?;
@@ -73,7 +76,8 @@ fn check_tools(root: &Path) -> anyhow::Result<()> {
 fn locked_version(lock: &str, package: &str) -> anyhow::Result<String> {
     let name = format!("name = \"{package}\"");
     let mut lines = lock.lines().skip_while(|line| *line != name);
-    let version = lines.nth(1).and_then(|line| line.strip_prefix("version = \"")?.strip_suffix('"'));
+    let version =
+        lines.nth(1).and_then(|line| line.strip_prefix("version = \"")?.strip_suffix('"'));
     Ok(version.with_context(|| format!("{package} is not in Cargo.lock"))?.to_owned())
 }
 
@@ -85,23 +89,35 @@ fn measure(root: &Path) -> anyhow::Result<BTreeMap<String, Counts>> {
     }
     let bench = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
         .current_dir(root)
-        .args(["bench", "--quiet", "--locked", "--package", "ferrite-fabric", "--bench", "instructions"])
+        .args([
+            "bench",
+            "--quiet",
+            "--locked",
+            "--package",
+            "ferrite-fabric",
+            "--bench",
+            "instructions",
+        ])
         .env("GUNGRAUN_HOME", &out)
         .env_remove("RUSTFLAGS")
         .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .output()?;
     if !bench.status.success() {
-        let (out, err) = (String::from_utf8_lossy(&bench.stdout), String::from_utf8_lossy(&bench.stderr));
+        let (out, err) =
+            (String::from_utf8_lossy(&bench.stdout), String::from_utf8_lossy(&bench.stderr));
         bail!("the benchmarks failed:\n{out}{err}");
     }
     // PACKAGE/BENCH/GROUP/BENCHMARK.ID/callgrind.BENCHMARK.ID.out
     let group = out.join("ferrite-fabric/instructions/messages");
     let mut measured = BTreeMap::new();
-    for folder in fs::read_dir(&group).with_context(|| format!("no results in {}", group.display()))? {
+    for folder in
+        fs::read_dir(&group).with_context(|| format!("no results in {}", group.display()))?
+    {
         let folder = folder?;
         let name = folder.file_name().to_string_lossy().into_owned();
         let file = folder.path().join(format!("callgrind.{name}.out"));
-        let profile = fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
+        let profile =
+            fs::read_to_string(&file).with_context(|| format!("cannot read {}", file.display()))?;
         let counts = counts(&profile).with_context(|| format!("in {}", file.display()))?;
         measured.insert(name.split('.').next().unwrap_or(&name).to_owned(), counts);
     }
@@ -128,10 +144,12 @@ fn per_message(instructions: u64) -> u64 {
     (instructions + MESSAGES / 2) / MESSAGES
 }
 
-/// Reads a profile of callgrind's (the format is in its manual; names are not compressed): the total, and what the calls
-/// to the functions above cost. Such a call is three lines, the last of which begins with the caller's line.
+/// Reads a profile of callgrind's (the format is in its manual; names are not compressed): the
+/// total, and what the calls to the functions above cost. Such a call is three lines, the last of
+/// which begins with the caller's line.
 fn counts(profile: &str) -> anyhow::Result<Counts> {
-    let all = profile.lines().find_map(|line| line.strip_prefix("summary: ")).context("no summary")?;
+    let all =
+        profile.lines().find_map(|line| line.strip_prefix("summary: ")).context("no summary")?;
     let mut counts = Counts { all: all.trim().parse()?, provider: 0, clocked: 0 };
     let mut lines = profile.lines();
     while let Some(line) = lines.next() {
@@ -143,7 +161,10 @@ fn counts(profile: &str) -> anyhow::Result<Counts> {
         } else {
             continue;
         };
-        let cost = lines.nth(1).and_then(|line| line.split(' ').nth(1)).context("a call without its cost")?;
+        let cost = lines
+            .nth(1)
+            .and_then(|line| line.split(' ').nth(1))
+            .context("a call without its cost")?;
         *sum += cost.parse::<u64>()?;
     }
     ensure!(
@@ -154,10 +175,15 @@ fn counts(profile: &str) -> anyhow::Result<Counts> {
 }
 
 /// The table, and whether nothing rose too far.
-fn compare(measured: &BTreeMap<String, Counts>, recorded: &BTreeMap<String, u64>) -> (String, bool) {
+fn compare(
+    measured: &BTreeMap<String, Counts>,
+    recorded: &BTreeMap<String, u64>,
+) -> (String, bool) {
     let (mut passed, mut fell) = (true, false);
-    let mut table =
-        format!("{:<18} {:>8} {:>9} {:>8}  {:>8}\n", "one message", "ours", "recorded", "change", "the fake");
+    let mut table = format!(
+        "{:<18} {:>8} {:>9} {:>8}  {:>8}\n",
+        "one message", "ours", "recorded", "change", "the fake"
+    );
     for (name, counts) in measured {
         let ours = counts.ours();
         let (known, change, verdict) = match recorded.get(name) {
@@ -170,7 +196,11 @@ fn compare(measured: &BTreeMap<String, Counts>, recorded: &BTreeMap<String, u64>
                 let rose = percent > RISE_MAX_PERCENT;
                 passed &= !rose;
                 fell |= percent < -RISE_MAX_PERCENT;
-                (known.to_string(), format!("{percent:+.1} %"), if rose { "  TOO MANY" } else { "" })
+                (
+                    known.to_string(),
+                    format!("{percent:+.1} %"),
+                    if rose { "  TOO MANY" } else { "" },
+                )
             }
         };
         let fake = per_message(counts.provider);

@@ -89,12 +89,15 @@ impl Suite {
         }
     }
 
-    /// The tests that cargo builds. Of the whole workspace, whose features are one set: all suites share what is built.
+    /// The tests that cargo builds. Of the whole workspace, whose features are one set: all suites
+    /// share what is built.
     fn targets(&self) -> &'static [&'static str] {
         match self {
             Self::Own => &["--workspace", "--test", "lab_*"],
             // The module is built with its own tests.
-            Self::Interop { .. } => &["--workspace", "--test", "lab_interop", "--test", "lab_module"],
+            Self::Interop { .. } => {
+                &["--workspace", "--test", "lab_interop", "--test", "lab_module"]
+            }
         }
     }
 
@@ -113,7 +116,8 @@ impl Suite {
 
 pub(crate) fn run(root: &Path, options: &Options, suite: &Suite) -> anyhow::Result<ExitCode> {
     // Of its own for every run, so that two runs at once do not mix.
-    let out = root.join("target/lab").join(format!("{}-{}", options.kernel.name(), std::process::id()));
+    let out =
+        root.join("target/lab").join(format!("{}-{}", options.kernel.name(), std::process::id()));
     fs::create_dir_all(&out).with_context(|| format!("cannot create {}", out.display()))?;
     let console = out.join("console.log");
     let result = run_in(root, &out, &console, options, suite);
@@ -141,7 +145,8 @@ fn run_in(
     let mut quarantine = OsString::from("quarantine:");
     quarantine.push(root.join(".config/quarantine.toml"));
     let nextest = |subcommand| {
-        let mut words: Vec<OsString> = ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
+        let mut words: Vec<OsString> =
+            ["cargo-nextest", "nextest", subcommand].map(Into::into).into();
         words.extend(["--profile", profile, "--binaries-metadata"].map(Into::into));
         words.extend([binaries.clone().into(), "--cargo-metadata".into(), metadata.clone().into()]);
         words.extend(["--tool-config-file".into(), quarantine.clone()]);
@@ -155,18 +160,23 @@ fn run_in(
     let selection = select(&list, options.filter.as_deref().unwrap_or_default())?;
     match &options.filter {
         Some(filter) if selection.count == 0 => bail!("no lab test has {filter:?} in its name"),
-        None if selection.count == 0 && options.expression.is_some() => bail!("the expression takes no test"),
+        None if selection.count == 0 && options.expression.is_some() => {
+            bail!("the expression takes no test")
+        }
         None if selection.count == 0 => bail!("there are no lab tests (crates/*/tests/lab_*.rs)"),
         _ => eprintln!("lab-test: {} tests on {}", selection.count, options.kernel.name()),
     }
     if matches!(suite, Suite::Own) {
-        eprintln!("lab-test: what needs Valkey's programs (lab_interop) is left out: `cargo xtask interop`");
+        eprintln!(
+            "lab-test: what needs Valkey's programs (lab_interop) is left out: `cargo xtask interop`"
+        );
     }
 
     let timeout_s = options.timeout.unwrap_or(default_timeout_s);
     let colour = if std::io::stderr().is_terminal() { "always" } else { "never" };
     // As cargo has it, so that a test which starts itself again can do the same.
-    let runner = options.runner.iter().map(|runner| format!("CARGO_TARGET_{TARGET}_RUNNER={runner}"));
+    let runner =
+        options.runner.iter().map(|runner| format!("CARGO_TARGET_{TARGET}_RUNNER={runner}"));
     let status = Command::new(root.join("lab/lab"))
         .current_dir(root)
         .args(["run", "-k", options.kernel.name()])
@@ -190,7 +200,8 @@ fn run_in(
 
 /// Builds the tests and the programs they may start; writes what nextest wants to know of them.
 fn build(root: &Path, binaries: &Path, metadata: &Path, suite: &Suite) -> anyhow::Result<()> {
-    let programs = cargo(root).args(["build", "--quiet", "--all-features"]).args(PROGRAMS).status()?;
+    let programs =
+        cargo(root).args(["build", "--quiet", "--all-features"]).args(PROGRAMS).status()?;
     ensure!(programs.success(), "the programs do not build");
     // The nextest that reads the list must be the one that wrote it: both are found by PATH.
     let list = Command::new("cargo-nextest")

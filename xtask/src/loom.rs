@@ -1,9 +1,10 @@
 //! `cargo xtask loom [--long]`: the tests that go through every order of a few threads.
 //!
-//! They are unit tests of ferrite-fabric whose names begin with `loom_`, built with `--cfg loom`, which puts loom's locks
-//! and flags in the place of the real ones (`crates/ferrite-fabric/src/sync.rs`). Without the feature `tokio`: to that crate
-//! the setting means something else. Every order is every order with so many preemptions; two find most of what there
-//! is to find, and each more takes about twenty times as long.
+//! They are unit tests of ferrite-fabric whose names begin with `loom_`, built with `--cfg loom`,
+//! which puts loom's locks and flags in the place of the real ones
+//! (`crates/ferrite-fabric/src/sync.rs`). Without the feature `tokio`: to that crate the setting
+//! means something else. Every order is every order with so many preemptions; two find most of what
+//! there is to find, and each more takes about twenty times as long.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -27,7 +28,8 @@ const LONG_PREEMPTIONS: u32 = 4;
 const LONG_SECONDS: u32 = 30;
 
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
-    let preemptions = options.preemptions.unwrap_or(if options.long { LONG_PREEMPTIONS } else { 2 });
+    let preemptions =
+        options.preemptions.unwrap_or(if options.long { LONG_PREEMPTIONS } else { 2 });
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command
         .current_dir(root)
@@ -52,16 +54,20 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     }
     let total: u64 = explored(&said).iter().map(|(_, executions, _)| executions).sum();
     anyhow::ensure!(total > 0, "no test has run");
-    println!("loom: {total} executions, {preemptions} preemptions, {} s", begun.elapsed().as_secs());
+    println!(
+        "loom: {total} executions, {preemptions} preemptions, {} s",
+        begun.elapsed().as_secs()
+    );
     Ok(ExitCode::SUCCESS)
 }
 
-/// What was explored, how many executions that were, and whether they were all there are. An exploration that is made
-/// several times, with different settings, is one line.
+/// What was explored, how many executions that were, and whether they were all there are. An
+/// exploration that is made several times, with different settings, is one line.
 fn explored(said: &str) -> Vec<(&str, u64, bool)> {
     let mut found: Vec<(&str, u64, bool)> = Vec::new();
     for line in said.lines() {
-        let Some((what, rest)) = line.strip_prefix("loom: ").and_then(|line| line.split_once(": ")) else {
+        let Some((what, rest)) = line.strip_prefix("loom: ").and_then(|line| line.split_once(": "))
+        else {
             continue;
         };
         let Some((executions, end)) = rest.split_once(" executions") else { continue };

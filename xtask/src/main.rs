@@ -32,19 +32,24 @@ enum Command {
     Tidy,
     /// Build the tests that need an RDMA device and run them in the lab's guest.
     LabTest(lab_test::Options),
-    /// Run the one suite of links over the fake provider, RDMA, TCP and TLS, and print the counts of each.
+    /// Run the one suite of links over the fake provider, RDMA, TCP and TLS, and print the counts
+    /// of each.
     Conformance,
-    /// Build Valkey from its Debian source package and run its programs against Ferrite in the lab's guest.
+    /// Build Valkey from its Debian source package and run its programs against Ferrite in the
+    /// lab's guest.
     Interop(lab_test::Options),
     /// Give every decoder of what peers send any bytes, for a while (needs a C++ compiler).
     Fuzz(fuzz::Options),
-    /// Count the instructions that a message costs, and compare with what is recorded (needs valgrind).
+    /// Count the instructions that a message costs, and compare with what is recorded (needs
+    /// valgrind).
     Instructions(instructions::Options),
-    /// Go through every order in which threads can meet at the engine's mailbox and a link's tickets.
+    /// Go through every order in which threads can meet at the engine's mailbox and a link's
+    /// tickets.
     Loom(loom::Options),
     /// Run tests of memory and links under Miri (needs a nightly toolchain that has it).
     Miri(miri::Options),
-    /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and clang).
+    /// Generate ferrite-verbs' bindings from the rdma-core headers (maintainers; needs bindgen and
+    /// clang).
     Bindings,
 }
 

@@ -1,14 +1,15 @@
 //! `cargo xtask miri [--long]`: the tests of memory, slots and links that Miri can run.
 //!
-//! Miri comes with nightly compilers only; any that is installed and has it will do, and the pinned one stays what it is.
-//! What to know of a run:
+//! Miri comes with nightly compilers only; any that is installed and has it will do, and the pinned
+//! one stays what it is. What to know of a run:
 //!
-//! - Target riscv64: where Miri cannot run the instruction by which a clock is read, a target that has none is taken. Its
-//!   C characters are unsigned, as on ARM.
-//! - The network card is the fake provider, which makes pointers of the addresses that it is given: hence the permissive
-//!   provenance. Files and clocks are the host's.
-//! - What Miri does not have is stepped around at `cfg!(miri)`: `timerfd`, `poll`, level-triggered `epoll`, limits. So who
-//!   would sleep looks again at once, and deadlines pass only while somebody looks.
+//! - Target riscv64: where Miri cannot run the instruction by which a clock is read, a target that
+//!   has none is taken. Its C characters are unsigned, as on ARM.
+//! - The network card is the fake provider, which makes pointers of the addresses that it is given:
+//!   hence the permissive provenance. Files and clocks are the host's.
+//! - What Miri does not have is stepped around at `cfg!(miri)`: `timerfd`, `poll`, level-triggered
+//!   `epoll`, limits. So who would sleep looks again at once, and deadlines pass only while
+//!   somebody looks.
 
 use std::path::Path;
 use std::process::{Command, ExitCode};
@@ -39,7 +40,8 @@ const SHORT: &[(&str, &[&str])] = &[
 const LONG: &[(&str, &[&str])] = &[("pool", &[]), ("corpus", &[])];
 
 /// The two models of who may have a reference to what.
-const MODELS: [(&str, &str); 2] = [("stacked borrows", ""), ("tree borrows", "-Zmiri-tree-borrows")];
+const MODELS: [(&str, &str); 2] =
+    [("stacked borrows", ""), ("tree borrows", "-Zmiri-tree-borrows")];
 
 pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
     let Some(toolchain) = toolchain()? else {
@@ -55,7 +57,8 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
             // Side by side: a run is one thread.
             let begun = Instant::now();
             let runs = MODELS.map(|(model, flag)| {
-                let mut run = command(root, &toolchain, test, filters, &format!("{flag} -Zmiri-seed={seed}"));
+                let mut run =
+                    command(root, &toolchain, test, filters, &format!("{flag} -Zmiri-seed={seed}"));
                 (model, thread::spawn(move || (run.output(), begun.elapsed().as_secs())))
             });
             for (model, run) in runs {
@@ -77,14 +80,24 @@ pub(crate) fn run(root: &Path, options: &Options) -> anyhow::Result<ExitCode> {
 
 fn command(root: &Path, toolchain: &str, test: &str, filters: &[&str], flags: &str) -> Command {
     let mut command = rustup(toolchain);
-    command.current_dir(root).args(["cargo", "miri", "test", "--quiet", "--locked", "--target", TARGET]);
-    command.args(["--target-dir", "target/miri", "--package", "ferrite-fabric", "--features", "fuzzing"]);
+    command
+        .current_dir(root)
+        .args(["cargo", "miri", "test", "--quiet", "--locked", "--target", TARGET]);
+    command.args([
+        "--target-dir",
+        "target/miri",
+        "--package",
+        "ferrite-fabric",
+        "--features",
+        "fuzzing",
+    ]);
     match test {
         "--lib" => command.arg("--lib"),
         test => command.args(["--test", test]),
     };
     command.arg("--").args(filters).args(["--test-threads=1"]);
-    command.env("MIRIFLAGS", format!("-Zmiri-disable-isolation -Zmiri-permissive-provenance {flags}"));
+    command
+        .env("MIRIFLAGS", format!("-Zmiri-disable-isolation -Zmiri-permissive-provenance {flags}"));
     command
 }
 
@@ -92,7 +105,8 @@ fn command(root: &Path, toolchain: &str, test: &str, filters: &[&str], flags: &s
 fn rustup(toolchain: &str) -> Command {
     let mut command = Command::new("rustup");
     command.args(["run", toolchain]);
-    for variable in ["CARGO", "RUSTC", "RUSTDOC", "RUSTUP_TOOLCHAIN", "RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS"]
+    for variable in
+        ["CARGO", "RUSTC", "RUSTDOC", "RUSTUP_TOOLCHAIN", "RUSTFLAGS", "CARGO_ENCODED_RUSTFLAGS"]
     {
         command.env_remove(variable);
     }
@@ -101,13 +115,18 @@ fn rustup(toolchain: &str) -> Command {
 
 /// An installed toolchain that has Miri and the sources of the standard library, which it needs.
 fn toolchain() -> anyhow::Result<Option<String>> {
-    let list = Command::new("rustup").args(["toolchain", "list"]).output().context("cannot start rustup")?;
+    let list = Command::new("rustup")
+        .args(["toolchain", "list"])
+        .output()
+        .context("cannot start rustup")?;
     let list = String::from_utf8_lossy(&list.stdout).into_owned();
     let names = list.lines().filter_map(|line| line.split_whitespace().next());
     let has_miri = |name: &&str| {
+        let installed = Command::new("rustup")
+            .args(["component", "list", "--installed", "--toolchain", name])
+            .output();
         let installed =
-            Command::new("rustup").args(["component", "list", "--installed", "--toolchain", name]).output();
-        let installed = installed.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
+            installed.map(|output| String::from_utf8_lossy(&output.stdout).into_owned());
         let installed = installed.unwrap_or_default();
         ["miri", "rust-src"].iter().all(|part| installed.lines().any(|line| line.starts_with(part)))
     };

@@ -37,7 +37,8 @@ const LINES_WARN: usize = 500;
 const LINES_FAIL: usize = 700;
 
 /// Directories in which someone's own files live. In pieces, or this file would break the rule.
-const MACHINE_DIRS: [&str; 3] = [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "home/")];
+const MACHINE_DIRS: [&str; 3] =
+    [concat!("/", "work/"), concat!("/", "root/"), concat!("/", "home/")];
 
 /// One broken rule.
 #[derive(Debug, PartialEq)]
@@ -133,7 +134,8 @@ fn check_file(file: &str, text: &str, findings: &mut Findings) {
     let words = source::words(&code);
     if !within(file, UNSAFE_ALLOWED) {
         for (line, _) in words.iter().filter(|(_, word)| *word == "unsafe") {
-            let remedy = "move it into one of the fenced places (UNSAFE_ALLOWED in xtask/src/tidy.rs)";
+            let remedy =
+                "move it into one of the fenced places (UNSAFE_ALLOWED in xtask/src/tidy.rs)";
             findings.fail(file, *line, "`unsafe` outside the fence", remedy);
         }
     }
@@ -149,7 +151,9 @@ fn check_file(file: &str, text: &str, findings: &mut Findings) {
 /// Name, opening and size of a source file.
 fn shape(file: &str, text: &str, findings: &mut Findings) {
     match file.rsplit('/').next() {
-        Some("mod.rs") => findings.fail(file, 1, "a mod.rs", "name it after its module: `foo.rs` + `foo/`"),
+        Some("mod.rs") => {
+            findings.fail(file, 1, "a mod.rs", "name it after its module: `foo.rs` + `foo/`")
+        }
         Some("utils.rs") => findings.fail(file, 1, "a utils.rs", "name it for what it does"),
         _ => {}
     }
@@ -217,7 +221,10 @@ mod tests {
     #[test]
     fn unsafe_only_inside_the_fence() {
         let text = "//! A file.\nfn f() {\n    unsafe { g() }\n}\n";
-        assert_eq!(found("crates/ferrite-proto/src/window.rs", text), ["3: `unsafe` outside the fence"]);
+        assert_eq!(
+            found("crates/ferrite-proto/src/window.rs", text),
+            ["3: `unsafe` outside the fence"]
+        );
         assert_eq!(found("crates/ferrite-verbs/tests/lab_x.rs", text).len(), 1);
         assert_eq!(found("crates/ferrite-fabric/src/fabric/slots.rs.rs", text).len(), 1);
         assert_eq!(found("crates/ferrite-verbs/src/table.rs", text), [""; 0]);
@@ -234,13 +241,22 @@ mod tests {
     fn bindings_stay_inside_verbs() {
         let what = "2: the bindings leave the crate";
         assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub mod sys;\n"), [what]);
-        assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub use crate::sys::ibv_wc;\n"), [what]);
-        assert_eq!(found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub(crate) mod sys;\n"), [""; 0]);
+        assert_eq!(
+            found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub use crate::sys::ibv_wc;\n"),
+            [what]
+        );
+        assert_eq!(
+            found("crates/ferrite-verbs/src/lib.rs", "//! V.\npub(crate) mod sys;\n"),
+            [""; 0]
+        );
     }
 
     #[test]
     fn files_introduce_themselves_and_are_named_for_what_they_do() {
-        assert_eq!(found("crates/a/src/lib.rs", "fn f() {}\n"), ["1: the file does not introduce itself"]);
+        assert_eq!(
+            found("crates/a/src/lib.rs", "fn f() {}\n"),
+            ["1: the file does not introduce itself"]
+        );
         assert_eq!(found("crates/ferrite-verbs/src/sys/verbs.rs", "fn f() {}\n"), [""; 0]);
         assert_eq!(found("crates/a/src/b/mod.rs", "//! B.\n"), ["1: a mod.rs"]);
         assert_eq!(found("crates/a/src/utils.rs", "//! U.\n"), ["1: a utils.rs"]);

@@ -1,6 +1,7 @@
 //! `--bigkeys` and `--memkeys`: the largest key of each type, and averages.
 //!
-//! SCAN, then TYPE of all keys it gave in one go, then their sizes in one go. A key that went meanwhile is passed over.
+//! SCAN, then TYPE of all keys it gave in one go, then their sizes in one go. A key that went
+//! meanwhile is passed over.
 
 use std::fmt::Write as _;
 use std::io::IsTerminal as _;
@@ -122,8 +123,9 @@ impl Found {
             let is_asked = self.ask_size(key, *kind, &mut bytes);
             asked.push(is_asked);
         }
-        let mut sizes =
-            replies(server, &bytes, asked.iter().filter(|is_asked| **is_asked).count()).await?.into_iter();
+        let mut sizes = replies(server, &bytes, asked.iter().filter(|is_asked| **is_asked).count())
+            .await?
+            .into_iter();
         for ((key, kind), is_asked) in measured.into_iter().zip(asked) {
             let mut size = 0;
             if is_asked {
@@ -154,7 +156,10 @@ impl Found {
             (Measure::Memory(None), _) => encode_command([b"MEMORY", &b"USAGE"[..], key], bytes),
             (Measure::Memory(Some(samples)), _) => {
                 let samples = samples.to_string();
-                encode_command([b"MEMORY", &b"USAGE"[..], key, b"SAMPLES", samples.as_bytes()], bytes);
+                encode_command(
+                    [b"MEMORY", &b"USAGE"[..], key, b"SAMPLES", samples.as_bytes()],
+                    bytes,
+                );
             }
             (Measure::Elements, Some(command)) => encode_command([command.as_bytes(), key], bytes),
             (Measure::Elements, None) => return false,
@@ -192,7 +197,11 @@ impl Found {
         }
         let _ = writeln!(text, "Sampled {} keys in the keyspace!", self.keys);
         let average = ratio(self.key_bytes, self.keys);
-        let _ = writeln!(text, "Total key length in bytes is {} (avg len {average:.2})\n", self.key_bytes);
+        let _ = writeln!(
+            text,
+            "Total key length in bytes is {} (avg len {average:.2})\n",
+            self.key_bytes
+        );
         for kind in &self.kinds {
             if let Some((key, size)) = &kind.biggest {
                 let _ = writeln!(
@@ -220,8 +229,10 @@ impl Found {
 
     /// For scripts.
     fn value(&self) -> Value<'_> {
-        let types =
-            self.kinds.iter().map(|kind| (Value::Bulk(kind.name.as_bytes()), kind.value(self.measure)));
+        let types = self
+            .kinds
+            .iter()
+            .map(|kind| (Value::Bulk(kind.name.as_bytes()), kind.value(self.measure)));
         Value::Map(vec![
             (Value::Bulk(b"keys"), integer(self.keys)),
             (Value::Bulk(b"key_bytes"), integer(self.key_bytes)),
@@ -244,7 +255,10 @@ impl Kind {
 
     fn value(&self, measure: Measure) -> Value<'_> {
         let biggest = self.biggest.as_ref().map_or(Value::Null, |(key, size)| {
-            Value::Map(vec![(Value::Bulk(b"key"), Value::Bulk(key)), (Value::Bulk(b"size"), integer(*size))])
+            Value::Map(vec![
+                (Value::Bulk(b"key"), Value::Bulk(key)),
+                (Value::Bulk(b"size"), integer(*size)),
+            ])
         });
         Value::Map(vec![
             (Value::Bulk(b"count"), integer(self.count)),

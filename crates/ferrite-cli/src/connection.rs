@@ -3,7 +3,9 @@
 use std::io;
 
 use ferrite_proto::resp::{Limits, Progress, ReplyError, ReplyFramer, Value, encode_command};
-use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf};
+use tokio::io::{
+    AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadHalf, WriteHalf,
+};
 
 /// Anything that carries bytes both ways.
 pub(crate) trait Duplex: AsyncRead + AsyncWrite + Unpin + Send {}
@@ -22,7 +24,8 @@ pub(crate) struct Connection {
 pub(crate) struct Replies {
     reader: ReadHalf<Box<dyn Duplex>>,
     framer: ReplyFramer,
-    /// What was read and belongs to no reply that was given out. `framed` bytes of it have been looked at.
+    /// What was read and belongs to no reply that was given out. `framed` bytes of it have been
+    /// looked at.
     bytes: Vec<u8>,
     framed: usize,
 }
@@ -101,7 +104,9 @@ fn closed() -> io::Error {
 /// The same words whether reading or writing finds out that the server hung up.
 fn in_words(error: io::Error) -> io::Error {
     match error.kind() {
-        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => closed(),
+        io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset if error.get_ref().is_none() => {
+            closed()
+        }
         _ => error,
     }
 }
@@ -112,7 +117,11 @@ const VALUE_BYTES: u64 = 64;
 fn limits(reply_bytes: u64) -> Limits {
     match reply_bytes {
         0 => Limits::default(),
-        most => Limits { reply_bytes: most, reply_values: (most / VALUE_BYTES).max(1), ..Limits::default() },
+        most => Limits {
+            reply_bytes: most,
+            reply_values: (most / VALUE_BYTES).max(1),
+            ..Limits::default()
+        },
     }
 }
 

@@ -14,8 +14,8 @@ use tokio::net::UnixStream;
 use crate::connection::Connection;
 use crate::settings::{Address, Settings};
 
-/// How long RDMA is tried when nobody asked for it. A host that does not know RDMA may never answer, and who did not ask
-/// should not wait for that long.
+/// How long RDMA is tried when nobody asked for it. A host that does not know RDMA may never
+/// answer, and who did not ask should not wait for that long.
 const UNASKED_PATIENCE: Duration = Duration::from_secs(1);
 
 /// Opens connections.
@@ -32,7 +32,7 @@ pub(crate) struct Dialer {
 
 /// What carries a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct Carrier {
+pub(crate) struct TransportInfo {
     /// For people.
     pub(crate) words: String,
     /// RDMA was preferred, and it is TCP.
@@ -41,20 +41,25 @@ pub(crate) struct Carrier {
     pub(crate) warning: Option<String>,
 }
 
-impl Carrier {
+impl TransportInfo {
     fn as_wished(words: String) -> Self {
         Self { words, is_fallback: false, warning: None }
     }
 }
 
 impl Dialer {
-    /// Whoever waits for people has no time for the fabric: then a thread drives it, else the runtime that dials.
+    /// Whoever waits for people has no time for the fabric: then a thread drives it, else the
+    /// runtime that dials.
     pub(crate) fn new(settings: &Settings, waits_for_people: bool) -> Self {
         let asked = settings.is_rdma_asked_for;
         Self {
             fabric: OnceCell::new(),
             rdma: settings.rdma,
-            rdma_patience: if asked { settings.timeout } else { settings.timeout.min(UNASKED_PATIENCE) },
+            rdma_patience: if asked {
+                settings.timeout
+            } else {
+                settings.timeout.min(UNASKED_PATIENCE)
+            },
             patience: settings.timeout,
             local: settings.local,
             max_reply_bytes: settings.max_reply_bytes,
@@ -79,7 +84,10 @@ impl Dialer {
     }
 
     /// Opens a connection.
-    pub(crate) async fn dial(&self, address: &Address) -> anyhow::Result<(Connection, Carrier)> {
+    pub(crate) async fn dial(
+        &self,
+        address: &Address,
+    ) -> anyhow::Result<(Connection, TransportInfo)> {
         let attempt = match address {
             Address::Unix(path) => self.dial_unix(path).await,
             Address::Net { host, port } => self.dial_net(host, *port).await,
@@ -87,14 +95,17 @@ impl Dialer {
         attempt.with_context(|| format!("Could not connect to Redis at {address}"))
     }
 
-    async fn dial_unix(&self, path: &std::path::Path) -> anyhow::Result<(Connection, Carrier)> {
+    async fn dial_unix(
+        &self,
+        path: &std::path::Path,
+    ) -> anyhow::Result<(Connection, TransportInfo)> {
         let stream = UnixStream::connect(path).await.map_err(without_number)?;
-        let carrier = Carrier::as_wished("over a Unix socket".into());
-        Ok((Connection::new(Box::new(stream), self.max_reply_bytes), carrier))
+        let transport_info = TransportInfo::as_wished("over a Unix socket".into());
+        Ok((Connection::new(Box::new(stream), self.max_reply_bytes), transport_info))
     }
 
     /// Tries the addresses of a name one after the other.
-    async fn dial_net(&self, host: &str, port: u16) -> anyhow::Result<(Connection, Carrier)> {
+    async fn dial_net(&self, host: &str, port: u16) -> anyhow::Result<(Connection, TransportInfo)> {
         let fabric = self.fabric()?;
         let found = tokio::net::lookup_host((host, port)).await;
         let mut addresses: Vec<_> = found.map_err(|error| anyhow!("{host}: {error}"))?.collect();
@@ -103,8 +114,11 @@ impl Dialer {
         let mut last = anyhow!("{host} has no address");
         for address in addresses {
             match self.dial_address(fabric, address).await {
-                Ok((session, carrier)) => {
-                    return Ok((Connection::new(Box::new(session), self.max_reply_bytes), carrier));
+                Ok((session, transport_info)) => {
+                    return Ok((
+                        Connection::new(Box::new(session), self.max_reply_bytes),
+                        transport_info,
+                    ));
                 }
                 Err(error) => last = error,
             }
@@ -112,14 +126,18 @@ impl Dialer {
         Err(last)
     }
 
-    async fn dial_address(&self, fabric: &Fabric, address: SocketAddr) -> anyhow::Result<(Session, Carrier)> {
+    async fn dial_address(
+        &self,
+        fabric: &Fabric,
+        address: SocketAddr,
+    ) -> anyhow::Result<(Session, TransportInfo)> {
         // Two ways with a time of their own each, so not one connector with the policy.
         let mut why_not_rdma = None;
         if self.rdma != Rdma::Forbid {
             match self.over_rdma(fabric, address).await {
                 Ok(session) => {
-                    let carrier = Carrier::as_wished(rdma_words(&session));
-                    return Ok((session, carrier));
+                    let transport_info = TransportInfo::as_wished(rdma_words(&session));
+                    return Ok((session, transport_info));
                 }
                 Err(error) if self.rdma == Rdma::Require => return Err(error.context("over RDMA")),
                 Err(error) => why_not_rdma = Some(error),
@@ -127,13 +145,14 @@ impl Dialer {
         }
         let connector = Connector::new(fabric).rdma(Rdma::Forbid).timeout(self.patience);
         match (connector.connect(address).await.map_err(without_number), why_not_rdma) {
-            (Ok(session), None) => Ok((session, Carrier::as_wished("over TCP".into()))),
+            (Ok(session), None) => Ok((session, TransportInfo::as_wished("over TCP".into()))),
             (Ok(session), Some(why)) => {
                 let why = with_remedy(&why);
                 let words = format!("over TCP: RDMA is unavailable: {why}");
-                let warning = (!address.ip().is_loopback())
-                    .then(|| format!("warning: RDMA is unavailable ({why}); using TCP without encryption"));
-                Ok((session, Carrier { words, is_fallback: true, warning }))
+                let warning = (!address.ip().is_loopback()).then(|| {
+                    format!("warning: RDMA is unavailable ({why}); using TCP without encryption")
+                });
+                Ok((session, TransportInfo { words, is_fallback: true, warning }))
             }
             // A host without RDMA has only one way, and its failure is all there is to say.
             (Err(tcp), why) => match why.filter(|_| fabric.absence().is_none()) {
@@ -179,7 +198,8 @@ pub(crate) fn with_remedy(error: &anyhow::Error) -> String {
             let _ = write!(text, ": {cause}");
         }
     }
-    let remedy = error.chain().find_map(|cause| cause.downcast_ref::<Error>().and_then(Error::remedy));
+    let remedy =
+        error.chain().find_map(|cause| cause.downcast_ref::<Error>().and_then(Error::remedy));
     if let Some(remedy) = remedy {
         let _ = write!(text, " (to do: {remedy})");
     }

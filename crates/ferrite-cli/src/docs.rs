@@ -1,5 +1,5 @@
-//! What the server says of its commands (`COMMAND DOCS`, Redis 7 and Valkey), for help, completion and hints. An older server knows
-//! only their names (`COMMAND`); then there are no hints.
+//! What the server says of its commands (`COMMAND DOCS`, Redis 7 and Valkey), for help, completion
+//! and hints. An older server knows only their names (`COMMAND`); then there are no hints.
 
 use std::fmt::Write as _;
 
@@ -76,7 +76,8 @@ impl Docs {
             Value::Array(facts) => text(facts.first()?),
             _ => None,
         });
-        let commands = named.map(|name| Command { name: name.to_uppercase(), ..Command::default() });
+        let commands =
+            named.map(|name| Command { name: name.to_uppercase(), ..Command::default() });
         Some(Self::sorted(commands.collect()))
     }
 
@@ -113,14 +114,18 @@ impl Docs {
     /// The parameters that were not typed yet.
     pub(crate) fn hint(&self, line: &str) -> Option<String> {
         let typed = split::split(line.as_bytes()).ok()?;
-        let typed: Vec<_> = typed.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();
+        let typed: Vec<_> =
+            typed.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();
         let begins = |command: &&Command| {
             let mut words = command.name.split(' ');
             words.clone().count() <= typed.len()
                 && words.by_ref().zip(&typed).all(|(word, typed)| word == typed)
         };
-        let command =
-            self.commands.iter().filter(begins).max_by_key(|command| command.name.split(' ').count())?;
+        let command = self
+            .commands
+            .iter()
+            .filter(begins)
+            .max_by_key(|command| command.name.split(' ').count())?;
         let arguments = typed.len() - command.name.split(' ').count();
         let mut rest = command.parameters.as_str();
         // As redis-cli: what is optional is shown to the end.
@@ -136,7 +141,8 @@ impl Docs {
 
     /// About a command, with all its subcommands, or about an `@group`.
     pub(crate) fn help(&self, words: &[Vec<u8>], colors: bool) -> String {
-        let words: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();
+        let words: Vec<_> =
+            words.iter().map(|word| String::from_utf8_lossy(word).to_uppercase()).collect();
         let Some(first) = words.first() else {
             return format!("ferrite-cli {}\n{HELP}", env!("CARGO_PKG_VERSION"));
         };
@@ -209,7 +215,8 @@ fn arguments(list: &Value<'_>, separator: &str) -> String {
 
 /// `[TOKEN name [name ...]]`, as the manual writes it.
 fn argument(about: &Value<'_>) -> String {
-    let (mut name, mut kind, mut token, mut parts) = (String::new(), String::new(), String::new(), None);
+    let (mut name, mut kind, mut token, mut parts) =
+        (String::new(), String::new(), String::new(), None);
     let (mut is_optional, mut is_multiple, mut repeats_token) = (false, false, false);
     for (key, fact) in pairs(about).unwrap_or_default() {
         let said = || text(fact).unwrap_or_default();
@@ -249,9 +256,9 @@ fn argument(about: &Value<'_>) -> String {
 fn pairs<'a, 'b>(value: &'a Value<'b>) -> Option<Vec<(&'a Value<'b>, &'a Value<'b>)>> {
     match value {
         Value::Map(pairs) => Some(pairs.iter().map(|(key, value)| (key, value)).collect()),
-        Value::Array(values) => {
-            Some(values.chunks_exact(2).filter_map(|pair| Some((pair.first()?, pair.get(1)?))).collect())
-        }
+        Value::Array(values) => Some(
+            values.chunks_exact(2).filter_map(|pair| Some((pair.first()?, pair.get(1)?))).collect(),
+        ),
         _ => None,
     }
 }
@@ -277,7 +284,8 @@ mod tests {
         let argument = |facts: Vec<(&'static str, Value<'static>)>| {
             Value::Map(facts.into_iter().map(|(name, fact)| (b(name), fact)).collect())
         };
-        let token = |word| argument(vec![("name", b("x")), ("type", b("pure-token")), ("token", b(word))]);
+        let token =
+            |word| argument(vec![("name", b("x")), ("type", b("pure-token")), ("token", b(word))]);
         let set = Value::Map(vec![
             (b("summary"), b("Set it")),
             (b("group"), b("string")),
@@ -303,7 +311,10 @@ mod tests {
         // As RESP2 has it.
         let config = Value::Array(vec![
             b("subcommands"),
-            Value::Array(vec![b("config|get"), Value::Map(vec![(b("arguments"), Value::Array(vec![get]))])]),
+            Value::Array(vec![
+                b("config|get"),
+                Value::Map(vec![(b("arguments"), Value::Array(vec![get]))]),
+            ]),
         ]);
         Docs::of_docs(&Value::Array(vec![b("set"), set, b("config"), config])).expect("docs")
     }
@@ -333,7 +344,10 @@ mod tests {
     fn help() {
         let docs = docs();
         let about = docs.help(&[b"set".to_vec()], false);
-        assert_eq!(about, "\n  SET key value [value ...] [NX|XX]\n  summary: Set it\n  group: string\n\n");
+        assert_eq!(
+            about,
+            "\n  SET key value [value ...] [NX|XX]\n  summary: Set it\n  group: string\n\n"
+        );
         assert_eq!(docs.help(&[b"config".to_vec()], false).matches("\n  CONFIG").count(), 2);
         assert!(docs.help(&[b"@string".to_vec()], true).contains("\x1b[1mSET\x1b[0m"));
         assert_eq!(docs.help(&[b"no".to_vec()], false), "no such command or group\n");

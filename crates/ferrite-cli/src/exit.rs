@@ -8,7 +8,8 @@ use crate::dial::with_remedy;
 use crate::output::{self, NobodyReads};
 use crate::pipe::Errors;
 
-/// RDMA is required and not to be had on this host (EX_UNAVAILABLE of sysexits.h): as the `ferrite` command has it.
+/// RDMA is required and not to be had on this host (EX_UNAVAILABLE of sysexits.h): as the `ferrite`
+/// command has it.
 const UNAVAILABLE: u8 = 69;
 
 /// A reply that is an error, where that is a failure (`-e`).

@@ -31,8 +31,8 @@ enum Course {
     Shutdown,
 }
 
-/// Runs a command `repeat` times, for ever if that is negative. An error is one of the connection's, or, where that is the end, a
-/// reply that is one (`-e`).
+/// Runs a command `repeat` times, for ever if that is negative. An error is one of the
+/// connection's, or, where that is the end, a reply that is one (`-e`).
 pub(crate) async fn run(
     server: &mut Server,
     words: &[Vec<u8>],
@@ -83,7 +83,12 @@ pub(crate) fn tell_refusal(connected: Result<(), ConnectError>) -> anyhow::Resul
     }
 }
 
-async fn once(server: &mut Server, words: &[Vec<u8>], is_text: bool, giver: Giver) -> anyhow::Result<()> {
+async fn once(
+    server: &mut Server,
+    words: &[Vec<u8>],
+    is_text: bool,
+    giver: Giver,
+) -> anyhow::Result<()> {
     loop {
         let mut frame = server.connection()?.frame().await?;
         if !frame.is_push() {
@@ -98,13 +103,15 @@ async fn once(server: &mut Server, words: &[Vec<u8>], is_text: bool, giver: Give
     }
 }
 
-/// What an engine without a section `rdma` of its own knows of RDMA: the module's, at whichever port, or nothing.
+/// What an engine without a section `rdma` of its own knows of RDMA: the module's, at whichever
+/// port, or nothing.
 async fn info_rdma(server: &mut Server) -> anyhow::Result<Frame> {
     let frame = server.ask(&["INFO", "ferrite_rdma"]).await?;
     if is_nothing(&frame.value()?) {
-        let carrier = server.carrier().map_or("", |carrier| carrier.words.as_str());
+        let transport_info =
+            server.transport_info().map_or("", |transport_info| transport_info.words.as_str());
         output::tell(format_args!(
-            "The engine knows nothing of RDMA: it has no Ferrite module (loadmodule ferrite.so). This connection: {carrier}"
+            "The engine knows nothing of RDMA: it has no Ferrite module (loadmodule ferrite.so). This connection: {transport_info}"
         ));
     }
     Ok(frame)
@@ -163,7 +170,11 @@ fn is_end(error: &anyhow::Error) -> bool {
     let kind = error.downcast_ref::<io::Error>().map(io::Error::kind);
     matches!(
         kind,
-        Some(io::ErrorKind::UnexpectedEof | io::ErrorKind::ConnectionReset | io::ErrorKind::BrokenPipe)
+        Some(
+            io::ErrorKind::UnexpectedEof
+                | io::ErrorKind::ConnectionReset
+                | io::ErrorKind::BrokenPipe
+        )
     )
 }
 

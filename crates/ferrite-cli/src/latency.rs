@@ -36,9 +36,12 @@ impl Samples {
     /// Whole milliseconds and their mean, as redis-cli has them; scripts get microseconds too.
     fn line(&self, style: Style) -> String {
         let Self { count, min, max, .. } = self;
-        let (min_ms, max_ms, mean_ms) = (min.as_millis(), max.as_millis(), self.mean().as_secs_f64() * 1e3);
+        let (min_ms, max_ms, mean_ms) =
+            (min.as_millis(), max.as_millis(), self.mean().as_secs_f64() * 1e3);
         match style {
-            Style::Human => format!("min: {min_ms}, max: {max_ms}, avg: {mean_ms:.2} ({count} samples)"),
+            Style::Human => {
+                format!("min: {min_ms}, max: {max_ms}, avg: {mean_ms:.2} ({count} samples)")
+            }
             Style::Csv => format!("{min_ms},{max_ms},{mean_ms:.2},{count}\n"),
             Style::Raw => format!("{min_ms} {max_ms} {mean_ms:.2} {count}\n"),
             Style::Json | Style::QuotedJson => format!(
@@ -52,7 +55,8 @@ impl Samples {
     }
 }
 
-/// For people: a line that changes, until interrupted. Else one line at the end of an interval; with history, one for each.
+/// For people: a line that changes, until interrupted. Else one line at the end of an interval;
+/// with history, one for each.
 pub(crate) async fn run(server: &mut Server, history: bool) -> anyhow::Result<()> {
     let style = server.settings.format.style;
     let default = if history { HISTORY_INTERVAL } else { UNATTENDED_INTERVAL };

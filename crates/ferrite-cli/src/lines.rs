@@ -72,7 +72,7 @@ fn number(word: &[u8]) -> Option<Option<i64>> {
 /// Until the end of stdin.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     connect(runtime, server);
-    crate::tell_carrier(server);
+    crate::report_transport(server);
     for line in std::io::stdin().lock().split(b'\n') {
         match Line::parse(&line.context("reading stdin")?) {
             Line::Empty | Line::Clear => {}
@@ -101,8 +101,13 @@ fn connect(runtime: &Runtime, server: &mut Server) {
     }
 }
 
-/// A command, and what it took if that was long. A failure of the connection is told, and only stdout's is one of ours.
-pub(crate) async fn command(server: &mut Server, words: &[Vec<u8>], repeat: i64) -> anyhow::Result<()> {
+/// A command, and what it took if that was long. A failure of the connection is told, and only
+/// stdout's is one of ours.
+pub(crate) async fn command(
+    server: &mut Server,
+    words: &[Vec<u8>],
+    repeat: i64,
+) -> anyhow::Result<()> {
     let begun = Instant::now();
     if let Err(error) = issue::run(server, words, repeat, Giver::Lines).await {
         if error.is::<output::NobodyReads>() {
@@ -135,7 +140,10 @@ mod tests {
             ("5", Line::Command(1, words("5"))),
             ("5x INCR", Line::Command(1, words("5x INCR"))),
             ("0 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
-            ("99999999999999999999 PING", Line::Wrong("Invalid redis-cli repeat command option value.")),
+            (
+                "99999999999999999999 PING",
+                Line::Wrong("Invalid redis-cli repeat command option value."),
+            ),
             ("GET 'a", Line::Wrong("Invalid argument(s)")),
             ("Quit", Line::Exit),
             ("exit now", Line::Exit),

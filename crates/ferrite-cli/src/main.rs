@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   options ─► Settings, Mode            what was typed, checked once
-//!   dial    ─► Connection, Carrier       RDMA, TCP or a Unix socket, and words for it
+//!   dial    ─► Connection, TransportInfo       RDMA, TCP or a Unix socket, and words for it
 //!   server     a connection that comes back; database, transaction, and what is replied to
 //!   issue      a command and its replies ─► format ─► stdout
 //!   prompt     people: history, completion, hints · lines: commands from a file
@@ -48,10 +48,15 @@ mod uri;
 fn main() -> ExitCode {
     // `-h` alone is what people type who want help, also where it means the host.
     let is_cry_for_help = std::env::args_os().skip(1).eq(["-h"]);
-    let options =
-        if is_cry_for_help { Options::parse_from(["ferrite-cli", "--help"]) } else { Options::parse() };
+    let options = if is_cry_for_help {
+        Options::parse_from(["ferrite-cli", "--help"])
+    } else {
+        Options::parse()
+    };
     let outcome = options.check().and_then(|asked| match asked {
-        Asked::Version => output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes()),
+        Asked::Version => {
+            output::write(format!("ferrite-cli {}\n", env!("CARGO_PKG_VERSION")).as_bytes())
+        }
         Asked::Run(settings, mode) => run(*settings, mode),
     });
     match outcome {
@@ -81,32 +86,38 @@ async fn unattended(server: &mut Server, mode: Mode) -> anyhow::Result<()> {
     let connected = server.connect().await;
     if let Mode::Command(words) = mode {
         issue::tell_refusal(connected)?;
-        tell_carrier(server);
+        report_transport(server);
         if matches!(words[0].to_ascii_lowercase().as_slice(), b"help" | b"?") {
             return output::write_own(
-                Docs::fetch(server).await.help(&words[1..], std::io::stdout().is_terminal()).as_bytes(),
+                Docs::fetch(server)
+                    .await
+                    .help(&words[1..], std::io::stdout().is_terminal())
+                    .as_bytes(),
             );
         }
         let repeat = server.settings.repeat;
         return issue::run(server, &words, repeat, Giver::CommandLine).await;
     }
     connected?;
-    tell_carrier(server);
+    report_transport(server);
     match mode {
         Mode::Pipe { patience } => pipe::run(server, patience).await,
         Mode::Latency { history } => latency::run(server, history).await,
         Mode::Stat => stat::run(server).await,
         Mode::Scan(scan) => scan::run(server, &scan).await,
         Mode::BigKeys(scan) => big_keys::run(server, &scan, Measure::Elements).await,
-        Mode::MemoryKeys(scan, samples) => big_keys::run(server, &scan, Measure::Memory(samples)).await,
+        Mode::MemoryKeys(scan, samples) => {
+            big_keys::run(server, &scan, Measure::Memory(samples)).await
+        }
         Mode::Prompt | Mode::Command(_) => Ok(()), // above
     }
 }
 
 /// What carries the connection, on stderr: if that was asked for, or if RDMA was and it became TCP.
-fn tell_carrier(server: &Server) {
-    let Some(carrier) = server.carrier() else { return };
-    if server.settings.verbose || (carrier.is_fallback && server.settings.is_rdma_asked_for) {
-        output::tell(&carrier.words);
+fn report_transport(server: &Server) {
+    let Some(transport_info) = server.transport_info() else { return };
+    if server.settings.verbose || (transport_info.is_fallback && server.settings.is_rdma_asked_for)
+    {
+        output::tell(&transport_info.words);
     }
 }

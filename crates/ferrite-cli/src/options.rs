@@ -1,4 +1,5 @@
-//! The command line: redis-cli's words, and those for RDMA. What is typed becomes [`Settings`] and a [`Mode`] here, checked once.
+//! The command line: redis-cli's words, and those for RDMA. What is typed becomes [`Settings`] and
+//! a [`Mode`] here, checked once.
 
 use std::ffi::OsString;
 use std::io::{IsTerminal as _, Read as _};
@@ -17,8 +18,9 @@ use crate::{output, split, uri};
 
 /// The command line of Redis and Valkey, over RDMA where there is some
 ///
-/// What redis-cli does, with its options and its output: commands as arguments, from stdin or at a prompt with history, completion
-/// and hints. Servers are reached over RDMA (a Ferrite gateway, or Valkey's own listener), TCP or a Unix socket.
+/// What redis-cli does, with its options and its output: commands as arguments, from stdin or at a
+/// prompt with history, completion and hints. Servers are reached over RDMA (a Ferrite gateway, or
+/// Valkey's own listener), TCP or a Unix socket.
 #[derive(Parser)]
 #[command(
     name = "ferrite-cli",
@@ -137,12 +139,19 @@ pub(crate) struct Options {
     #[arg(long, group = "mode", help_heading = "Modes")]
     pipe: bool,
     /// With --pipe: give up after so long without a reply, 0 for never
-    #[arg(long, value_name = "SECONDS", default_value_t = 30, requires = "pipe", help_heading = "Modes")]
+    #[arg(
+        long,
+        value_name = "SECONDS",
+        default_value_t = 30,
+        requires = "pipe",
+        help_heading = "Modes"
+    )]
     pipe_timeout: u64,
     /// Print server statistics every second (-i)
     #[arg(long, group = "mode", help_heading = "Modes")]
     stat: bool,
-    /// Round trips of PING in milliseconds, until interrupted; for a second (-i) where stdout is no terminal
+    /// Round trips of PING in milliseconds, until interrupted; for a second (-i) where stdout is no
+    /// terminal
     #[arg(long, group = "mode", help_heading = "Modes")]
     latency: bool,
     /// The same, begun anew every 15 seconds (-i)
@@ -321,7 +330,8 @@ impl Options {
         let mut words: Vec<_> = self.command.into_iter().map(OsString::into_vec).collect();
         if self.quoted_input {
             let plain: Result<_, _> = words.iter().map(|word| split::unquote(word)).collect();
-            words = plain.map_err(|_| anyhow!("--quoted-input: a word is not one quoted string"))?;
+            words =
+                plain.map_err(|_| anyhow!("--quoted-input: a word is not one quoted string"))?;
         }
         if let Some(file) = self.eval {
             words = eval(&file, words)?;
@@ -335,8 +345,9 @@ impl Options {
         } else if let Some(tag) = self.stdin_tag {
             let tag = tag.into_vec();
             let tagged = words.iter_mut().find(|word| **word == tag);
-            *tagged.with_context(|| format!("-X: no argument reads {}", String::from_utf8_lossy(&tag)))? =
-                stdin()?;
+            *tagged.with_context(|| {
+                format!("-X: no argument reads {}", String::from_utf8_lossy(&tag))
+            })? = stdin()?;
         }
         Ok(Mode::Command(words))
     }
@@ -350,11 +361,14 @@ fn stdin() -> anyhow::Result<Vec<u8>> {
 
 /// `EVAL SCRIPT NUMBER KEY… ARGUMENT…` of `KEY… , ARGUMENT…`.
 fn eval(file: &PathBuf, words: Vec<Vec<u8>>) -> anyhow::Result<Vec<Vec<u8>>> {
-    let script = std::fs::read(file).with_context(|| format!("cannot read the script {}", file.display()))?;
+    let script = std::fs::read(file)
+        .with_context(|| format!("cannot read the script {}", file.display()))?;
     let comma = words.iter().position(|word| word == b",");
     let keys = comma.unwrap_or(words.len());
     let mut command = vec![b"EVAL".to_vec(), script, keys.to_string().into_bytes()];
-    command.extend(words.into_iter().enumerate().filter(|(at, _)| Some(*at) != comma).map(|(_, word)| word));
+    command.extend(
+        words.into_iter().enumerate().filter(|(at, _)| Some(*at) != comma).map(|(_, word)| word),
+    );
     Ok(command)
 }
 
@@ -364,7 +378,8 @@ mod tests {
 
     fn run(words: &[&str]) -> (Box<Settings>, Mode) {
         let options = Options::try_parse_from([&["ferrite-cli"], words].concat());
-        match options.unwrap_or_else(|error| panic!("{error}")).check().expect("they fit together") {
+        match options.unwrap_or_else(|error| panic!("{error}")).check().expect("they fit together")
+        {
             Asked::Run(settings, mode) => (settings, mode),
             Asked::Version => panic!("{words:?}"),
         }
@@ -390,7 +405,10 @@ mod tests {
     fn the_last_style_wins() {
         assert_eq!(run(&["--csv", "--no-raw"]).0.format.style, Style::Human);
         let (settings, _) = run(&["--raw", "--json"]);
-        assert_eq!((settings.format.style, settings.protocol), (Style::Json, Protocol::Resp3IfKnown));
+        assert_eq!(
+            (settings.format.style, settings.protocol),
+            (Style::Json, Protocol::Resp3IfKnown)
+        );
         assert_eq!(run(&["-2", "--json"]).0.protocol, Protocol::Resp2);
     }
 
@@ -399,7 +417,10 @@ mod tests {
         let (settings, mode) = run(&["--no-auth-warning", "-u", "redis://me:p%20w@there:7000/4"]);
         assert!(matches!(mode, Mode::Prompt));
         assert_eq!(settings.server, Address::Net { host: "there".into(), port: 7000 });
-        assert_eq!((settings.user.as_deref(), settings.password.as_deref()), (Some("me"), Some("p w")));
+        assert_eq!(
+            (settings.user.as_deref(), settings.password.as_deref()),
+            (Some("me"), Some("p w"))
+        );
         assert_eq!(settings.database, 4);
     }
 

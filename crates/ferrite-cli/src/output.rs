@@ -1,7 +1,7 @@
 //! Stdout, which may be a pipe that nobody reads any more, and stderr.
 //!
-//! Nothing else writes to them. What goes to a terminal is made harmless here (`terminal.rs`), since
-//! most of it comes from a server; what goes elsewhere are the bytes.
+//! Nothing else writes to them. What goes to a terminal is made harmless here (`terminal.rs`),
+//! since most of it comes from a server; what goes elsewhere are the bytes.
 
 use std::borrow::Cow;
 use std::fmt::Display;
@@ -24,10 +24,15 @@ impl std::error::Error for NobodyReads {}
 
 /// Writes now: who reads may wait for it.
 pub(crate) fn write(bytes: &[u8]) -> anyhow::Result<()> {
-    write_own(&if io::stdout().is_terminal() { terminal::shown(bytes) } else { Cow::Borrowed(bytes) })
+    write_own(&if io::stdout().is_terminal() {
+        terminal::shown(bytes)
+    } else {
+        Cow::Borrowed(bytes)
+    })
 }
 
-/// The same for what has escape sequences of ours, and nothing of a server's that was not made harmless.
+/// The same for what has escape sequences of ours, and nothing of a server's that was not made
+/// harmless.
 pub(crate) fn write_own(bytes: &[u8]) -> anyhow::Result<()> {
     let mut stdout = io::stdout().lock();
     stdout.write_all(bytes).and_then(|()| stdout.flush()).map_err(|error| match error.kind() {

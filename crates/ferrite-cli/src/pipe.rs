@@ -1,7 +1,7 @@
 //! `--pipe`: stdin to the server as it is, as fast as it takes it, and its replies counted.
 //!
-//! How many replies there should be nobody knows, for nobody looks into what is sent. So the last command is an ECHO of ours, of
-//! something that nobody else says.
+//! How many replies there should be nobody knows, for nobody looks into what is sent. So the last
+//! command is an ECHO of ours, of something that nobody else says.
 
 use std::cell::Cell;
 use std::hash::{BuildHasher as _, Hasher as _};
@@ -31,8 +31,12 @@ struct Count {
 pub(crate) async fn run(server: &mut Server, patience: Option<Duration>) -> anyhow::Result<()> {
     let (mut replies, mut writer) = server.take_connection()?.split();
     let is_json = output::is_json(server.settings.format.style);
-    #[expect(clippy::disallowed_types, reason = "it must differ from other replies, and is no secret")]
-    let mark = format!("{:020x}", std::collections::hash_map::RandomState::new().build_hasher().finish());
+    #[expect(
+        clippy::disallowed_types,
+        reason = "it must differ from other replies, and is no secret"
+    )]
+    let mark =
+        format!("{:020x}", std::collections::hash_map::RandomState::new().build_hasher().finish());
     let is_all_sent = Cell::new(false);
     let sending = async {
         let mut stdin = tokio::io::stdin();

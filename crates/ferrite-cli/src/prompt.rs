@@ -27,7 +27,7 @@ const HISTORY_LINES: usize = 1000;
 /// Until the end.
 pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> {
     let mut prompt = Prompt::new()?;
-    server.tells_carrier = true; // below
+    server.reports_transport = true; // below
     prompt.connect(runtime, server);
     loop {
         prompt.learn(runtime, server);
@@ -46,7 +46,8 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
             Line::Own(words) => prompt.own(&words, server)?,
             Line::Help(words) => {
                 let colors = std::io::stdout().is_terminal();
-                let help = prompt.editor.helper().map(|assistant| assistant.docs.help(&words, colors));
+                let help =
+                    prompt.editor.helper().map(|assistant| assistant.docs.help(&words, colors));
                 output::write_own(help.unwrap_or_default().as_bytes())?;
             }
             Line::Connect(host, port) => {
@@ -61,11 +62,12 @@ pub(crate) fn run(runtime: &Runtime, server: &mut Server) -> anyhow::Result<()> 
                     }
                 })?;
                 if interrupted {
-                    // What was asked may still be answered, on a connection that nobody listens to any more.
+                    // What was asked may still be answered, on a connection that nobody listens to
+                    // any more.
                     output::write(b"\n")?;
                     prompt.connect(runtime, server);
                 } else {
-                    prompt.tell_carrier(server); // if it is another one than before
+                    prompt.report_transport(server); // if it is another one than before
                 }
             }
         }
@@ -97,19 +99,20 @@ impl Prompt {
     }
 
     fn connect(&mut self, runtime: &Runtime, server: &mut Server) {
-        if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) }) {
+        if let Err(error) = runtime.block_on(async { issue::tell_refusal(server.connect().await) })
+        {
             output::tell(exit::line(&error)); // each command tries again
         }
-        self.tell_carrier(server);
+        self.report_transport(server);
     }
 
     /// People are always told what carries their connection, and when that changes.
-    fn tell_carrier(&mut self, server: &Server) {
-        if let Some(carrier) = server.carrier()
-            && carrier.words != self.told
+    fn report_transport(&mut self, server: &Server) {
+        if let Some(transport_info) = server.transport_info()
+            && transport_info.words != self.told
         {
-            output::tell(&carrier.words);
-            self.told.clone_from(&carrier.words);
+            output::tell(&transport_info.words);
+            self.told.clone_from(&transport_info.words);
         }
     }
 
@@ -142,7 +145,8 @@ impl Prompt {
 
     /// `:set hints`, `:transport`.
     fn own(&self, words: &[Vec<u8>], server: &Server) -> anyhow::Result<()> {
-        let lower: Vec<_> = words.iter().map(|word| String::from_utf8_lossy(word).to_lowercase()).collect();
+        let lower: Vec<_> =
+            words.iter().map(|word| String::from_utf8_lossy(word).to_lowercase()).collect();
         let words: Vec<_> = lower.iter().map(String::as_str).collect();
         let set_hints = |shows| {
             if let Some(assistant) = self.editor.helper() {
@@ -153,12 +157,15 @@ impl Prompt {
             [":set", "hints"] => set_hints(true),
             [":set", "nohints"] => set_hints(false),
             [":transport"] => {
-                let words = server.carrier().map_or("not connected", |carrier| &carrier.words);
+                let words = server
+                    .transport_info()
+                    .map_or("not connected", |transport_info| &transport_info.words);
                 output::write(format!("{words}\n").as_bytes())?;
             }
             _ => {
                 let name = words.join(" ");
-                let line = format!("{name}: unknown; there are :transport, :set hints and :set nohints\n");
+                let line =
+                    format!("{name}: unknown; there are :transport, :set hints and :set nohints\n");
                 output::write(line.as_bytes())?;
             }
         }

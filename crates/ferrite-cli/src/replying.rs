@@ -1,4 +1,5 @@
-//! CLIENT REPLY: which commands the server replies to, so that nobody waits for what does not come. redis-cli waits, for ever.
+//! CLIENT REPLY: which commands the server replies to, so that nobody waits for what does not come.
+//! redis-cli waits, for ever.
 
 /// What the server was told last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

@@ -20,7 +20,10 @@ impl<'a> Cursor<'a> {
     }
 
     /// Some keys, maybe none, and whether there may be more.
-    pub(crate) async fn step(&mut self, server: &mut Server) -> anyhow::Result<(Vec<Vec<u8>>, bool)> {
+    pub(crate) async fn step(
+        &mut self,
+        server: &mut Server,
+    ) -> anyhow::Result<(Vec<Vec<u8>>, bool)> {
         let mut words = vec![b"SCAN".to_vec(), self.at.clone()];
         if let Some(pattern) = &self.scan.pattern {
             words.extend([b"MATCH".to_vec(), pattern.clone()]);

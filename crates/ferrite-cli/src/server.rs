@@ -7,7 +7,7 @@ use anyhow::{Context as _, bail, ensure};
 use ferrite_proto::resp::Value;
 
 use crate::connection::{Connection, Frame};
-use crate::dial::{Carrier, Dialer};
+use crate::dial::{Dialer, TransportInfo};
 use crate::format::error_of;
 use crate::output;
 use crate::replying::Replying;
@@ -23,7 +23,7 @@ pub(crate) struct Server {
     pub(crate) settings: Settings,
     dialer: Dialer,
     connection: Option<Connection>,
-    carrier: Option<Carrier>,
+    transport_info: Option<TransportInfo>,
     /// Where the connection is.
     database: u32,
     /// Where it should be, also when it comes back.
@@ -34,7 +34,7 @@ pub(crate) struct Server {
     /// Nothing has come since the last command that is not replied to.
     is_unanswered: bool,
     /// Whoever runs it says what carries the connection: no warning is needed, or no other one.
-    pub(crate) tells_carrier: bool,
+    pub(crate) reports_transport: bool,
 }
 
 /// Why there is no connection, or none as wished.
@@ -58,18 +58,18 @@ impl From<ConnectError> for anyhow::Error {
 impl Server {
     pub(crate) fn new(settings: Settings, dialer: Dialer) -> Self {
         let wanted_database = settings.database;
-        let tells_carrier = settings.verbose || settings.is_rdma_asked_for;
+        let reports_transport = settings.verbose || settings.is_rdma_asked_for;
         Self {
             settings,
             dialer,
             connection: None,
-            carrier: None,
+            transport_info: None,
             database: 0,
             wanted_database,
             transaction: None,
             replying: Replying::On,
             is_unanswered: false,
-            tells_carrier,
+            reports_transport,
         }
     }
 
@@ -77,8 +77,8 @@ impl Server {
     pub(crate) async fn connect(&mut self) -> Result<(), ConnectError> {
         self.disconnect();
         let dialed = self.dialer.dial(&self.settings.server).await;
-        let (connection, carrier) = dialed.map_err(ConnectError::Unreachable)?;
-        (self.connection, self.carrier) = (Some(connection), Some(carrier));
+        let (connection, transport_info) = dialed.map_err(ConnectError::Unreachable)?;
+        (self.connection, self.transport_info) = (Some(connection), Some(transport_info));
         // Before the password is sent.
         if self.settings.password.is_some() || io::stderr().is_terminal() {
             self.warn_of_clear_text();
@@ -88,10 +88,11 @@ impl Server {
 
     /// Says once that TCP carries what RDMA should have, where others could listen.
     fn warn_of_clear_text(&mut self) {
-        let warning = self.carrier.as_ref().and_then(|carrier| carrier.warning.as_ref());
-        if let Some(warning) = warning.filter(|_| !self.tells_carrier) {
+        let warning =
+            self.transport_info.as_ref().and_then(|transport_info| transport_info.warning.as_ref());
+        if let Some(warning) = warning.filter(|_| !self.reports_transport) {
             output::tell(warning);
-            self.tells_carrier = true;
+            self.reports_transport = true;
         }
     }
 
@@ -107,10 +108,12 @@ impl Server {
             Protocol::Resp2 => {}
             Protocol::Resp3 => self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await?,
             // As redis-cli: a server that knows none is told of, and will do.
-            Protocol::Resp3IfKnown => match self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await {
-                Err(ConnectError::Refused(text)) => output::tell(text),
-                other => other?,
-            },
+            Protocol::Resp3IfKnown => {
+                match self.expect("HELLO 3", &["HELLO".into(), "3".into()]).await {
+                    Err(ConnectError::Refused(text)) => output::tell(text),
+                    other => other?,
+                }
+            }
         }
         Ok(())
     }
@@ -129,9 +132,10 @@ impl Server {
         let reply = self.ask(words).await.map_err(ConnectError::Unreachable)?;
         let value = reply.value().map_err(|error| ConnectError::Unreachable(error.into()))?;
         match error_of(&value) {
-            Some(text) => {
-                Err(ConnectError::Refused(format!("{name} failed: {}", String::from_utf8_lossy(text))))
-            }
+            Some(text) => Err(ConnectError::Refused(format!(
+                "{name} failed: {}",
+                String::from_utf8_lossy(text)
+            ))),
             None => Ok(()),
         }
     }
@@ -151,7 +155,8 @@ impl Server {
         }
     }
 
-    /// The same, and a connection that is lost is opened again for as long as it takes: for who watches a server.
+    /// The same, and a connection that is lost is opened again for as long as it takes: for who
+    /// watches a server.
     pub(crate) async fn ask_persistently(&mut self, words: &[&str]) -> anyhow::Result<Frame> {
         loop {
             let lost = match self.ask(words).await {
@@ -183,9 +188,13 @@ impl Server {
         Ok(is_replied_to)
     }
 
-    /// A server that does not know or does not allow CLIENT REPLY would reply to one that asks for no reply, and the next command
-    /// would be taken to be replied to by that. So it is asked to reply first, which is always replied to: with this, if it refuses.
-    pub(crate) async fn refusal_of_silence(&mut self, words: &[Vec<u8>]) -> anyhow::Result<Option<Frame>> {
+    /// A server that does not know or does not allow CLIENT REPLY would reply to one that asks for
+    /// no reply, and the next command would be taken to be replied to by that. So it is asked to
+    /// reply first, which is always replied to: with this, if it refuses.
+    pub(crate) async fn refusal_of_silence(
+        &mut self,
+        words: &[Vec<u8>],
+    ) -> anyhow::Result<Option<Frame>> {
         let (is_replied_to, _) = self.replying.after(words);
         if self.replying != Replying::On || is_replied_to || self.is_in_transaction() {
             return Ok(None);
@@ -195,7 +204,8 @@ impl Server {
         Ok(is_refused.then_some(frame))
     }
 
-    /// At the end: what was not replied to is carried out, as far as the server is concerned, before the connection goes.
+    /// At the end: what was not replied to is carried out, as far as the server is concerned,
+    /// before the connection goes.
     pub(crate) async fn settle(&mut self) -> anyhow::Result<()> {
         if !self.is_unanswered || !self.is_connected() {
             return Ok(());
@@ -203,17 +213,23 @@ impl Server {
         let patience = self.settings.timeout;
         match tokio::time::timeout(patience, self.ask(&REPLY)).await {
             Ok(reply) => reply.map(drop).context("after commands without reply"),
-            Err(_) => bail!("whether the server took the last commands, it does not say in {patience:?}"),
+            Err(_) => {
+                bail!("whether the server took the last commands, it does not say in {patience:?}")
+            }
         }
     }
 
     pub(crate) fn connection(&mut self) -> io::Result<&mut Connection> {
-        self.connection.as_mut().ok_or_else(|| io::Error::new(io::ErrorKind::NotConnected, "not connected"))
+        self.connection
+            .as_mut()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::NotConnected, "not connected"))
     }
 
     /// The connection, for who wants it alone.
     pub(crate) fn take_connection(&mut self) -> io::Result<Connection> {
-        self.connection.take().ok_or_else(|| io::Error::new(io::ErrorKind::NotConnected, "not connected"))
+        self.connection
+            .take()
+            .ok_or_else(|| io::Error::new(io::ErrorKind::NotConnected, "not connected"))
     }
 
     pub(crate) fn is_connected(&self) -> bool {
@@ -225,13 +241,13 @@ impl Server {
     }
 
     /// What carries the connection.
-    pub(crate) fn carrier(&self) -> Option<&Carrier> {
-        self.carrier.as_ref()
+    pub(crate) fn transport_info(&self) -> Option<&TransportInfo> {
+        self.transport_info.as_ref()
     }
 
     pub(crate) fn disconnect(&mut self) {
         self.connection = None;
-        self.carrier = None;
+        self.transport_info = None;
         self.database = 0;
         self.transaction = None;
         self.replying = Replying::On;
@@ -253,18 +269,24 @@ impl Server {
             Address::Unix(path) => format!("redis {}", path.display()),
             net => net.to_string(),
         };
-        let database = if self.database == 0 { String::new() } else { format!("[{}]", self.database) };
+        let database =
+            if self.database == 0 { String::new() } else { format!("[{}]", self.database) };
         let transaction = if self.transaction.is_some() { "(TX)" } else { "" };
         format!("{place}{database}{transaction}> ")
     }
 
     /// What a command that was replied to has changed.
-    pub(crate) async fn note(&mut self, words: &[Vec<u8>], reply: &Value<'_>) -> Result<(), ConnectError> {
+    pub(crate) async fn note(
+        &mut self,
+        words: &[Vec<u8>],
+        reply: &Value<'_>,
+    ) -> Result<(), ConnectError> {
         let failed = error_of(reply).is_some();
         let name = words.first().map(|word| word.to_ascii_lowercase()).unwrap_or_default();
         match (name.as_slice(), words) {
             (b"select", [_, number]) if !failed => {
-                let number = std::str::from_utf8(number).ok().and_then(|number| number.parse().ok());
+                let number =
+                    std::str::from_utf8(number).ok().and_then(|number| number.parse().ok());
                 self.be_in(number.unwrap_or(self.database));
             }
             (b"auth", [_, _] | [_, _, _]) => return self.select().await,

@@ -1,7 +1,8 @@
 //! Lines as people type them, cut into arguments: blanks separate, quotes hold together.
 //!
-//! In double quotes `\n \r \t \b \a` and `\xff` are one byte each, and any other byte after a backslash is itself; in single
-//! quotes only `\'` is special. A closing quote ends the argument: something must separate it from the next.
+//! In double quotes `\n \r \t \b \a` and `\xff` are one byte each, and any other byte after a
+//! backslash is itself; in single quotes only `\'` is special. A closing quote ends the argument:
+//! something must separate it from the next.
 
 /// Quotes that do not end, or that do not end an argument.
 #[derive(Debug, PartialEq, Eq)]
@@ -38,7 +39,8 @@ fn next(line: &[u8]) -> Result<(Vec<u8>, &[u8]), Unbalanced> {
     let mut rest = line;
     while let Some((byte, behind)) = rest.split_first() {
         match byte {
-            // A vertical tab or a form feed separates arguments only where one could begin: redis-cli has it so.
+            // A vertical tab or a form feed separates arguments only where one could begin:
+            // redis-cli has it so.
             b' ' | b'\n' | b'\r' | b'\t' => break,
             b'"' => return double_quoted(argument, behind),
             b'\'' => return single_quoted(argument, behind),

@@ -33,7 +33,8 @@ impl Sample {
     fn of(info: &str) -> Self {
         let field = |name: &str| {
             let values = info.lines().filter_map(|line| line.split_once(':'));
-            let value = values.filter(|(field, _)| *field == name).map(|(_, value)| value.trim()).next();
+            let value =
+                values.filter(|(field, _)| *field == name).map(|(_, value)| value.trim()).next();
             value.and_then(|value| value.parse().ok()).unwrap_or(0)
         };
         // db0:keys=2,expires=0,avg_ttl=0
@@ -47,8 +48,11 @@ impl Sample {
             blocked: field("blocked_clients"),
             requests: field("total_commands_processed"),
             connections: field("total_connections_received"),
-            child: match (is_on("rdb_bgsave_in_progress"), is_on("aof_rewrite_in_progress"), is_on("loading"))
-            {
+            child: match (
+                is_on("rdb_bgsave_in_progress"),
+                is_on("aof_rewrite_in_progress"),
+                is_on("loading"),
+            ) {
                 (_, _, true) => "LOAD",
                 (true, true, _) => "SAVE+AOF",
                 (true, ..) => "SAVE",
@@ -133,7 +137,10 @@ mod tests {
             total_commands_processed:1000\r\ntotal_connections_received:77\r\nrdb_bgsave_in_progress:1\r\n\
             aof_rewrite_in_progress:0\r\nloading:0\r\ndb0:keys=40,expires=1\r\ndb3:keys=2,expires=0\r\n";
         let line = Sample::of(info).line(10);
-        assert_eq!(line, "42         1.50M    12      1       1000 (+10)          77          SAVE\n");
+        assert_eq!(
+            line,
+            "42         1.50M    12      1       1000 (+10)          77          SAVE\n"
+        );
     }
 
     #[test]

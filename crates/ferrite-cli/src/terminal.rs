@@ -2,8 +2,8 @@
 //! cursor, change the title, or type for the user.
 //!
 //! Control characters are written as people can read them, and so is what looks like text and
-//! reorders it. Line ends and tabs stay, and every other character of UTF-8. Files and pipes get the
-//! bytes as they are: see `output.rs`.
+//! reorders it. Line ends and tabs stay, and every other character of UTF-8. Files and pipes get
+//! the bytes as they are: see `output.rs`.
 
 use std::borrow::Cow;
 use std::fmt::Write as _;

@@ -16,11 +16,15 @@ impl FromStr for Uri {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let scheme = text.split_once("://").map(|(scheme, rest)| (scheme.to_ascii_lowercase(), rest));
+        let scheme =
+            text.split_once("://").map(|(scheme, rest)| (scheme.to_ascii_lowercase(), rest));
         let rest = match &scheme {
             Some((scheme, rest)) if scheme == "redis" || scheme == "valkey" => *rest,
             Some((scheme, _)) if scheme == "rediss" || scheme == "valkeys" => {
-                return Err("TLS is not supported; use redis:// through a tunnel, or redis-cli --tls".into());
+                return Err(
+                    "TLS is not supported; use redis:// through a tunnel, or redis-cli --tls"
+                        .into(),
+                );
             }
             _ => return Err("expected redis://[[USER:]PASSWORD@]HOST[:PORT][/DATABASE]".into()),
         };
@@ -43,13 +47,15 @@ impl FromStr for Uri {
             Some((host, port)) if !port.contains(']') => (host, Some(port)),
             _ => (place, None),
         };
-        uri.port =
-            port.map(|port| port.parse().map_err(|_| format!("{port:?} is not a port"))).transpose()?;
+        uri.port = port
+            .map(|port| port.parse().map_err(|_| format!("{port:?} is not a port")))
+            .transpose()?;
         let host = host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host);
         uri.host = Some(host).filter(|host| !host.is_empty()).map(str::to_owned);
         if !path.is_empty() {
-            uri.database =
-                Some(path.parse().map_err(|_| format!("{path:?} is not the number of a database"))?);
+            uri.database = Some(
+                path.parse().map_err(|_| format!("{path:?} is not the number of a database"))?,
+            );
         }
         Ok(uri)
     }

@@ -1,4 +1,5 @@
-//! The program against a real `redis-server` on this host, RDMA or not: ways to a server, modes, ends, and the prompt.
+//! The program against a real `redis-server` on this host, RDMA or not: ways to a server, modes,
+//! ends, and the prompt.
 
 #[path = "compare/redis.rs"]
 mod redis;
@@ -54,13 +55,22 @@ fn over_tcp_and_told_why() {
     // Nobody asked about RDMA: nothing is said, whatever this host has.
     let quiet = cli(&["-h", "localhost", "-p", &port, "PING"]).output().expect("it starts");
     assert_eq!((stdout(&quiet).as_str(), stderr(&quiet).as_str()), ("PONG\n", ""));
-    let forbidden = cli(&["-p", &port, "--rdma", "forbid", "--verbose", "PING"]).output().expect("it starts");
-    assert_eq!((stdout(&forbidden).as_str(), stderr(&forbidden).as_str()), ("PONG\n", "over TCP\n"));
+    let forbidden =
+        cli(&["-p", &port, "--rdma", "forbid", "--verbose", "PING"]).output().expect("it starts");
+    assert_eq!(
+        (stdout(&forbidden).as_str(), stderr(&forbidden).as_str()),
+        ("PONG\n", "over TCP\n")
+    );
     let preferred = cli(&["-p", &port, "--rdma", "prefer", "PING"]).output().expect("it starts");
     assert_eq!(stdout(&preferred), "PONG\n");
-    assert!(stderr(&preferred).starts_with("over TCP: RDMA is unavailable: "), "{}", stderr(&preferred));
+    assert!(
+        stderr(&preferred).starts_with("over TCP: RDMA is unavailable: "),
+        "{}",
+        stderr(&preferred)
+    );
     let uri = format!("redis://127.0.0.1:{port}/5");
-    let by_uri = cli(&["-u", &uri, "--rdma", "forbid", "CLIENT", "INFO"]).output().expect("it starts");
+    let by_uri =
+        cli(&["-u", &uri, "--rdma", "forbid", "CLIENT", "INFO"]).output().expect("it starts");
     assert!(stdout(&by_uri).contains(" db=5 "), "{}", stdout(&by_uri));
 }
 
@@ -69,10 +79,14 @@ fn over_tcp_and_told_why() {
 fn info_rdma_of_an_engine_without_the_module() {
     let (_redis, port) = with_port("info");
     for protocol in ["-2", "-3"] {
-        let asked =
-            cli(&["-p", &port, "--rdma", "forbid", protocol, "INFO", "rdma"]).output().expect("it starts");
+        let asked = cli(&["-p", &port, "--rdma", "forbid", protocol, "INFO", "rdma"])
+            .output()
+            .expect("it starts");
         let said = (stdout(&asked), stderr(&asked));
-        assert!(said.0.trim().is_empty() && said.1.ends_with("This connection: over TCP\n"), "{said:?}");
+        assert!(
+            said.0.trim().is_empty() && said.1.ends_with("This connection: over TCP\n"),
+            "{said:?}"
+        );
         assert!(said.1.contains("loadmodule ferrite.so"), "{said:?}");
     }
     let other = cli(&["-p", &port, "INFO", "nothing"]).output().expect("it starts");
@@ -84,8 +98,14 @@ fn required_and_not_to_be_had() {
     let has_device =
         Path::new("/sys/class/infiniband").read_dir().is_ok_and(|mut found| found.next().is_some());
     let (_redis, port) = with_port("required");
-    let required = cli(&["-p", &port, "--rdma", "require", "-t", "1", "PING"]).output().expect("it starts");
-    assert_eq!(required.status.code(), Some(if has_device { 1 } else { 69 }), "{}", stderr(&required));
+    let required =
+        cli(&["-p", &port, "--rdma", "require", "-t", "1", "PING"]).output().expect("it starts");
+    assert_eq!(
+        required.status.code(),
+        Some(if has_device { 1 } else { 69 }),
+        "{}",
+        stderr(&required)
+    );
     assert_eq!(stdout(&required), "");
     assert_eq!(stderr(&required).lines().count(), 1, "{}", stderr(&required));
 }
@@ -98,7 +118,9 @@ fn nobody_there() {
     let missing = cli(&["-s", "/nonexistent/socket", "PING"]).output().expect("it starts");
     let said = "Could not connect to Redis at /nonexistent/socket: No such file or directory\n";
     assert_eq!(stderr(&missing), said);
-    for wrong in [&["--no-such-option"][..], &["-2", "-3"], &["--scan", "--stat"], &["-u", "rediss://host"]] {
+    for wrong in
+        [&["--no-such-option"][..], &["-2", "-3"], &["--scan", "--stat"], &["-u", "rediss://host"]]
+    {
         assert_eq!(cli(wrong).output().expect("it starts").status.code(), Some(2), "{wrong:?}");
     }
     assert!(stdout(&cli(&["-h"]).output().expect("it starts")).contains("Exit codes:"));
@@ -149,24 +171,32 @@ fn pipe() {
     let mut input = Vec::new();
     for key in 0..50_000 {
         input.extend(
-            format!("*3\r\n$3\r\nSET\r\n${}\r\nkey:{key}\r\n$5\r\nvalue\r\n", 4 + key.to_string().len())
-                .bytes(),
+            format!(
+                "*3\r\n$3\r\nSET\r\n${}\r\nkey:{key}\r\n$5\r\nvalue\r\n",
+                4 + key.to_string().len()
+            )
+            .bytes(),
         );
     }
     let all = fed(&redis, &["--pipe"], &input);
-    let said = "All data transferred. Waiting for the last reply...\nLast reply received from server.\n";
+    let said =
+        "All data transferred. Waiting for the last reply...\nLast reply received from server.\n";
     assert_eq!(stdout(&all), format!("{said}errors: 0, replies: 50000\n"));
     assert_eq!(stdout(&at(&redis, &["DBSIZE"])), "50000\n");
     let some = fed(&redis, &["--pipe"], b"INCR key:1\r\nSET a 1\r\nINCR a\r\nGET a");
     assert!(stdout(&some).ends_with("errors: 1, replies: 4\n"), "{}", stdout(&some));
     assert_eq!((some.status.code(), stderr(&some).lines().count()), (Some(1), 1));
-    assert_eq!(stdout(&fed(&redis, &["--pipe", "--json"], b"PING\n")), "{\"errors\":0,\"replies\":1}\n");
+    assert_eq!(
+        stdout(&fed(&redis, &["--pipe", "--json"], b"PING\n")),
+        "{\"errors\":0,\"replies\":1}\n"
+    );
 }
 
 #[test]
 fn looking_at_keys() {
     let redis = Redis::start("keys");
-    let commands = b"MSET a 1 b 22 \"c d\" 333\nRPUSH list 1 2 3 4\nHSET hash f v\nXADD stream 1-1 f v\n";
+    let commands =
+        b"MSET a 1 b 22 \"c d\" 333\nRPUSH list 1 2 3 4\nHSET hash f v\nXADD stream 1-1 f v\n";
     assert!(fed(&redis, &[], commands).status.success());
     let scanned = stdout(&at(&redis, &["--scan", "--count", "2"]));
     let mut keys: Vec<_> = scanned.lines().collect();
@@ -185,14 +215,18 @@ fn looking_at_keys() {
     }
     let object: serde_json::Value =
         serde_json::from_slice(&at(&redis, &["--memkeys", "--json"]).stdout).expect("JSON");
-    assert_eq!((&object["keys"], &object["types"]["list"]["biggest"]["key"]), (&6.into(), &"list".into()));
+    assert_eq!(
+        (&object["keys"], &object["types"]["list"]["biggest"]["key"]),
+        (&6.into(), &"list".into())
+    );
 }
 
 #[test]
 fn watching() {
     let redis = Redis::start("watching");
     let object: serde_json::Value =
-        serde_json::from_slice(&at(&redis, &["--latency", "--json", "-i", "0.1"]).stdout).expect("JSON");
+        serde_json::from_slice(&at(&redis, &["--latency", "--json", "-i", "0.1"]).stdout)
+            .expect("JSON");
     assert!(object["count"].as_u64().is_some_and(|count| count > 1), "{object}");
     assert!(object["max_us"].as_u64() >= object["min_us"].as_u64(), "{object}");
     let mut stat = Streaming::start(&redis, &["--stat", "-i", "0.05"]);
@@ -231,13 +265,15 @@ fn invalidations_are_pushes() {
 #[test]
 fn a_lost_connection_comes_back() {
     let redis = Redis::start("lost");
-    let output = fed(&redis, &["-n", "2"], b"SET k v\nCLIENT KILL TYPE normal SKIPME no\nGET k\nGET k\n");
+    let output =
+        fed(&redis, &["-n", "2"], b"SET k v\nCLIENT KILL TYPE normal SKIPME no\nGET k\nGET k\n");
     // The reply to the killer may still come, or not.
     assert!(stdout(&output).ends_with("v\n"), "{}", stdout(&output));
     assert_eq!(stderr(&output), "Error: Server closed the connection\n");
 }
 
-/// What is not replied to is not waited for (redis-cli waits, for ever), and is carried out before the end.
+/// What is not replied to is not waited for (redis-cli waits, for ever), and is carried out before
+/// the end.
 #[test]
 fn client_reply() {
     let redis = Redis::start("reply");
@@ -268,10 +304,14 @@ fn client_reply() {
     assert_eq!(stdout(&queued), "OK\nQUEUED\nOK\n4\n");
     let left_open = fed(&redis, &["-t", "0.2"], b"CLIENT REPLY OFF\nMULTI\nSET a 5\n");
     assert_eq!(left_open.status.code(), Some(1));
-    assert!(stderr(&left_open).contains("whether the server took the last commands"), "{left_open:?}");
+    assert!(
+        stderr(&left_open).contains("whether the server took the last commands"),
+        "{left_open:?}"
+    );
 
     at(&redis, &["ACL", "SETUSER", "mute", "on", ">secret", "~*", "+@all", "-client"]);
-    let refused = fed(&redis, &["--user", "mute", "--pass", "secret"], b"CLIENT REPLY OFF\nGET a\n");
+    let refused =
+        fed(&redis, &["--user", "mute", "--pass", "secret"], b"CLIENT REPLY OFF\nGET a\n");
     let said = stdout(&refused);
     assert!(said.starts_with("NOPERM ") && said.ends_with("\n4\n"), "{said}");
 }
@@ -345,8 +385,10 @@ struct Streaming(Child, BufReader<std::process::ChildStdout>);
 impl Streaming {
     fn start(redis: &Redis, words: &[&str]) -> Self {
         let socket = redis.socket.to_str().expect("a path");
-        let mut child =
-            cli(&[&["-s", socket], words].concat()).stdout(Stdio::piped()).spawn().expect("it starts");
+        let mut child = cli(&[&["-s", socket], words].concat())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("it starts");
         let stdout = BufReader::new(child.stdout.take().expect("piped"));
         Self(child, stdout)
     }

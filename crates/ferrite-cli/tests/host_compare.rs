@@ -1,5 +1,6 @@
-//! ferrite-cli against redis-cli: the same commands, to the same `redis-server`, in every style. What differs is listed in
-//! `compare/commands.txt`, with the reason; what is listed and does not differ is a failure too.
+//! ferrite-cli against redis-cli: the same commands, to the same `redis-server`, in every style.
+//! What differs is listed in `compare/commands.txt`, with the reason; what is listed and does not
+//! differ is a failure too.
 #![expect(clippy::print_stdout, reason = "the counts are what is asked for")]
 
 #[path = "compare/harness.rs"]
@@ -48,7 +49,8 @@ fn as_arguments() {
     let cases = cases();
     let mut wrong = String::new();
     for style in [RAW, HUMAN, JSON, HUMAN3] {
-        let shots = cases.iter().filter(|case| arguments(case).is_some() && !case.is_left_out(style.0));
+        let shots =
+            cases.iter().filter(|case| arguments(case).is_some() && !case.is_left_out(style.0));
         let shots: Vec<_> = shots.collect();
         let all = |program: Program| {
             redis.empty();
@@ -93,6 +95,7 @@ fn arguments(case: &Case) -> Option<Vec<Vec<u8>>> {
 fn shot(program: &Program, style: Style, case: &Case) -> String {
     let arguments = arguments(case).expect("one command");
     let arguments = arguments.iter().map(|word| OsStr::from_bytes(word));
-    let output = program.start(style.1).args(arguments).stdin(Stdio::null()).output().expect("it starts");
+    let output =
+        program.start(style.1).args(arguments).stdin(Stdio::null()).output().expect("it starts");
     format!("{}{}{:?}", escaped(&output.stdout), escaped(&output.stderr), output.status.code())
 }

@@ -1,5 +1,5 @@
-//! A server that means harm: what it says reaches the terminal harmless, and its replies have an end.
-//! And a network that others listen to: a password is not sent in clear text without a word.
+//! A server that means harm: what it says reaches the terminal harmless, and its replies have an
+//! end. And a network that others listen to: a password is not sent in clear text without a word.
 
 #[path = "compare/redis.rs"]
 mod redis;
@@ -111,20 +111,28 @@ fn replies_without_end_have_one() {
     }
 }
 
-/// An address of this host that is not loopback, so that others could listen in principle. Nothing is sent.
+/// An address of this host that is not loopback, so that others could listen in principle. Nothing
+/// is sent.
 fn address() -> Option<IpAddr> {
     let socket = UdpSocket::bind("0.0.0.0:0").ok()?;
     socket.connect("192.0.2.1:9").ok()?;
-    socket.local_addr().ok().map(|own| own.ip()).filter(|ip| !ip.is_loopback() && !ip.is_unspecified())
+    socket
+        .local_addr()
+        .ok()
+        .map(|own| own.ip())
+        .filter(|ip| !ip.is_loopback() && !ip.is_unspecified())
 }
 
 #[test]
 fn warns_before_a_password_goes_out_in_clear_text() {
     let Some(ip) = address().map(|ip| ip.to_string()) else { return }; // it has loopback alone
-    let free = TcpListener::bind((ip.as_str(), 0)).and_then(|bound| bound.local_addr()).expect("a port");
+    let free =
+        TcpListener::bind((ip.as_str(), 0)).and_then(|bound| bound.local_addr()).expect("a port");
     let port = free.port().to_string();
-    let _redis =
-        Redis::start_with("clear", &["--bind", &ip, "127.0.0.1", "--port", &port, "--requirepass", "pw"]);
+    let _redis = Redis::start_with(
+        "clear",
+        &["--bind", &ip, "127.0.0.1", "--port", &port, "--requirepass", "pw"],
+    );
     let run = |host: &str, words: &[&str], input: &str| {
         let mut command = Command::new(CLI);
         command.args(["-h", host, "-p", &port]).args(words).env_remove("REDISCLI_AUTH");
@@ -139,7 +147,8 @@ fn warns_before_a_password_goes_out_in_clear_text() {
         match lines.as_slice() {
             [] => false,
             [line] => {
-                let (begin, end) = ("warning: RDMA is unavailable (", "); using TCP without encryption");
+                let (begin, end) =
+                    ("warning: RDMA is unavailable (", "); using TCP without encryption");
                 assert!(line.starts_with(begin) && line.ends_with(end), "{line}");
                 true
             }

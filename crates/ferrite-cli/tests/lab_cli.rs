@@ -1,5 +1,5 @@
-//! The program over RDMA, in the lab's guest (`cargo xtask lab-test ferrite-cli::`): through a gateway on 10.0.0.1 (rxe1), called
-//! from 10.0.0.2 (rxe2), with a real `redis-server` behind it.
+//! The program over RDMA, in the lab's guest (`cargo xtask lab-test ferrite-cli::`): through a
+//! gateway on 10.0.0.1 (rxe1), called from 10.0.0.2 (rxe2), with a real `redis-server` behind it.
 #![expect(clippy::print_stdout, reason = "the counts are what is asked for")]
 
 #[path = "compare/harness.rs"]
@@ -35,18 +35,21 @@ struct Scene {
 impl Scene {
     fn start(name: &str) -> Self {
         let redis = Redis::start(name);
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+        let runtime =
+            tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("a runtime");
         let entered = runtime.enter();
         let verbs = Verbs::system().expect("rdma-core");
-        let fabric = Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require).build().expect("a fabric");
+        let fabric =
+            Fabric::builder(&verbs).device("rxe1").rdma(Rdma::Require).build().expect("a fabric");
         tokio::spawn(fabric.drive());
         let options = ListenOptions::new().accept_foreign_peers();
         let at = "10.0.0.1:0".parse().expect("an address");
         let listener = fabric.listen_with(at, &options).expect("it listens");
         let port = listener.local_addr().port().to_string();
         let address = EngineAddress::Unix(redis.socket.clone());
-        let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
+        let gateway =
+            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
         let (end, ended) = oneshot::channel();
         let serving = tokio::spawn(async move {
             gateway.serve(listener, async { drop(ended.await) }).await.expect("it served");
@@ -57,13 +60,15 @@ impl Scene {
 
     /// ferrite-cli over RDMA, or not at all.
     fn over_rdma(&self) -> Program {
-        let reach = ["-h", "10.0.0.1", "-p", &self.port, "--local", "10.0.0.2", "--rdma", "require"];
+        let reach =
+            ["-h", "10.0.0.1", "-p", &self.port, "--local", "10.0.0.2", "--rdma", "require"];
         Program { reach: reach.map(str::to_owned).into(), ..Program::ours(&self.redis) }
     }
 
     fn end(self) {
         let _ = self.end.send(());
-        let ended = self.runtime.block_on(async { tokio::time::timeout(PATIENCE, self.serving).await });
+        let ended =
+            self.runtime.block_on(async { tokio::time::timeout(PATIENCE, self.serving).await });
         ended.expect("in time").expect("no panic");
     }
 }
@@ -118,13 +123,16 @@ fn modes() {
     scene.end();
 }
 
-/// A server without RDMA: required, that is an error; preferred, TCP carries it and the reason is told.
+/// A server without RDMA: required, that is an error; preferred, TCP carries it and the reason is
+/// told.
 #[test]
 fn falls_back() {
     let free = std::net::TcpListener::bind("10.0.0.1:0").and_then(|bound| bound.local_addr());
     let port = free.expect("a free port").port().to_string();
-    let redis =
-        Redis::start_with("falls", &["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port]);
+    let redis = Redis::start_with(
+        "falls",
+        &["--bind", "10.0.0.1", "--protected-mode", "no", "--port", &port],
+    );
     let run = |more: &[&str]| {
         let reach = ["-h", "10.0.0.1", "-p", &port, "--local", "10.0.0.2", "-t", "2"];
         let program = Program { reach: reach.map(str::to_owned).into(), ..Program::ours(&redis) };
@@ -140,6 +148,9 @@ fn falls_back() {
     );
     let (code, pong, said) = run(&["--rdma", "prefer"]);
     assert_eq!((code, pong.as_str()), (Some(0), "PONG\n"), "{said}");
-    assert!(said.starts_with("over TCP: RDMA is unavailable: ") && said.lines().count() == 1, "{said}");
+    assert!(
+        said.starts_with("over TCP: RDMA is unavailable: ") && said.lines().count() == 1,
+        "{said}"
+    );
     assert_eq!(run(&[]), (Some(0), "PONG\n".into(), String::new()));
 }

@@ -12,7 +12,7 @@ use redis::aio::MultiplexedConnection;
 use redis::{AsyncConnectionConfig, RedisConnectionInfo, RedisError, RedisResult};
 use tokio::time::sleep;
 
-use crate::connection::{Carrier, Connection};
+use crate::connection::{Connection, TransportInfo};
 use crate::pool::Pool;
 
 /// Opens connections to one server. Cheap to clone.
@@ -25,7 +25,7 @@ use crate::pool::Pool;
 /// let client = Client::open("10.0.0.1:6380".parse()?)?;
 /// let mut connection = client.connect().await?;
 /// let () = connection.set("greeting", "hello").await?;
-/// println!("{} over {}", connection.get::<_, String>("greeting").await?, connection.carrier().transport);
+/// println!("{} over {}", connection.get::<_, String>("greeting").await?, connection.transport_info().transport);
 /// # Ok(()) }
 /// ```
 #[derive(Clone)]
@@ -61,7 +61,8 @@ pub struct ClientBuilder {
 }
 
 impl Client {
-    /// With a fabric of its own, which the calling tokio runtime drives: RDMA where there is some, else TCP.
+    /// With a fabric of its own, which the calling tokio runtime drives: RDMA where there is some,
+    /// else TCP.
     ///
     /// # Errors
     /// The fabric cannot be made.
@@ -71,7 +72,8 @@ impl Client {
         Ok(Self::builder(&fabric, server).build())
     }
 
-    /// On a fabric that somebody drives. One made for this has [`client_config`]: large values are faster by it.
+    /// On a fabric that somebody drives. One made for this has [`client_config`]: large values are
+    /// faster by it.
     pub fn builder(fabric: &Fabric, server: SocketAddr) -> ClientBuilder {
         ClientBuilder {
             connector: Connector::new(fabric),
@@ -91,11 +93,12 @@ impl Client {
     /// # Errors
     /// The server is not to be had, or does not let us in.
     pub async fn connect(&self) -> RedisResult<Connection> {
-        let (connection, carrier) = self.dial().await?;
-        Ok(Connection::new(self.clone(), connection, carrier))
+        let (connection, transport_info) = self.dial().await?;
+        Ok(Connection::new(self.clone(), connection, transport_info))
     }
 
-    /// A pool of up to `size` connections (at least one), each of which is opened when it is first needed.
+    /// A pool of up to `size` connections (at least one), each of which is opened when it is first
+    /// needed.
     #[must_use]
     pub fn pool(&self, size: usize) -> Pool {
         Pool::new(self, size)
@@ -103,11 +106,13 @@ impl Client {
 
     /// As [`Client::connect`], as often as a lost connection would be tried.
     pub(crate) async fn connect_patiently(&self) -> RedisResult<Connection> {
-        let (connection, carrier) = self.dial_patiently().await?;
-        Ok(Connection::new(self.clone(), connection, carrier))
+        let (connection, transport_info) = self.dial_patiently().await?;
+        Ok(Connection::new(self.clone(), connection, transport_info))
     }
 
-    pub(crate) async fn dial_patiently(&self) -> RedisResult<(MultiplexedConnection, Carrier)> {
+    pub(crate) async fn dial_patiently(
+        &self,
+    ) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
         let Reconnect { tries, mut wait, wait_max } = self.0.reconnect;
         let mut tried = 1;
         loop {
@@ -120,10 +125,10 @@ impl Client {
         }
     }
 
-    async fn dial(&self) -> RedisResult<(MultiplexedConnection, Carrier)> {
+    async fn dial(&self) -> RedisResult<(MultiplexedConnection, TransportInfo)> {
         let Settings { connector, server, info, config, .. } = &*self.0;
         let session = connector.connect(*server).await?;
-        let carrier = Carrier {
+        let transport_info = TransportInfo {
             transport: session.transport(),
             device: session.device(),
             fallback: session.fallback().cloned(),
@@ -131,7 +136,7 @@ impl Client {
         let made = MultiplexedConnection::new_with_config(info, session, config.clone()).await;
         let (connection, driver) = made?;
         tokio::spawn(driver);
-        Ok((connection, carrier))
+        Ok((connection, transport_info))
     }
 
     pub(crate) fn without_response_timeout(&self) -> Self {
@@ -169,17 +174,20 @@ impl ClientBuilder {
         self
     }
 
-    /// TLS on TCP (`rediss`), with a server whose certificate is for this name. RDMA encrypts nothing: with this it is not
-    /// tried where it is preferred ([`Carrier::fallback`](crate::Carrier::fallback) says so) and connecting fails where it is
-    /// required, unless [`ClientBuilder::plain_rdma_beside_tls`] allows it.
+    /// TLS on TCP (`rediss`), with a server whose certificate is for this name. RDMA encrypts
+    /// nothing: with this it is not tried where it is preferred
+    /// ([`TransportInfo::fallback`](crate::TransportInfo::fallback) says so) and connecting fails
+    /// where it is required, unless [`ClientBuilder::plain_rdma_beside_tls`] allows it.
     ///
-    /// `rustls` is [`ferrite_fabric::rustls`]; its cryptography is the caller's choice (its feature `ring` or `aws-lc-rs`).
+    /// `rustls` is [`ferrite_fabric::rustls`]; its cryptography is the caller's choice (its feature
+    /// `ring` or `aws-lc-rs`).
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.connector = self.connector.tls(config, name);
         self
     }
 
-    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only friends can listen to.
+    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only
+    /// friends can listen to.
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.connector = self.connector.plain_rdma_beside_tls();
         self
@@ -197,7 +205,8 @@ impl ClientBuilder {
         self
     }
 
-    /// Tries to open a lost connection before a command fails, and the time before the second; it doubles up to 2 s. 6 and 50 ms.
+    /// Tries to open a lost connection before a command fails, and the time before the second; it
+    /// doubles up to 2 s. 6 and 50 ms.
     pub fn reconnect(mut self, tries: u32, wait: Duration) -> Self {
         (self.reconnect.tries, self.reconnect.wait) = (tries, wait);
         self

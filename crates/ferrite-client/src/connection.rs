@@ -1,7 +1,8 @@
 //! A connection that outlives the one below it.
 //!
-//! A command that was under way when the connection broke fails: it may have been carried out, and only the caller knows
-//! whether it may be said twice. The next one finds a new connection, or waits for it.
+//! A command that was under way when the connection broke fails: it may have been carried out, and
+//! only the caller knows whether it may be said twice. The next one finds a new connection, or
+//! waits for it.
 
 use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
@@ -17,7 +18,7 @@ use crate::client::{Client, is_of_the_connection};
 /// What carries a connection.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
-pub struct Carrier {
+pub struct TransportInfo {
     /// RDMA to a Ferrite peer or a Valkey server, or TCP, with TLS or without.
     pub transport: SessionTransport,
     /// The device, on RDMA.
@@ -26,7 +27,8 @@ pub struct Carrier {
     pub fallback: Option<Fallback>,
 }
 
-/// A connection to a server, for any number of tasks at a time: a `redis::aio::ConnectionLike`. Clones share it.
+/// A connection to a server, for any number of tasks at a time: a `redis::aio::ConnectionLike`.
+/// Clones share it.
 #[derive(Clone)]
 pub struct Connection(Arc<Shared>);
 
@@ -39,22 +41,27 @@ struct Shared {
 
 struct Current {
     connection: MultiplexedConnection,
-    carrier: Carrier,
+    transport_info: TransportInfo,
     /// Of how many.
     number: u64,
     is_lost: bool,
 }
 
 impl Connection {
-    pub(crate) fn new(client: Client, connection: MultiplexedConnection, carrier: Carrier) -> Self {
-        let current = RwLock::new(Current { connection, carrier, number: 0, is_lost: false });
+    pub(crate) fn new(
+        client: Client,
+        connection: MultiplexedConnection,
+        transport_info: TransportInfo,
+    ) -> Self {
+        let current =
+            RwLock::new(Current { connection, transport_info, number: 0, is_lost: false });
         Self(Arc::new(Shared { client, current, opening: Mutex::default() }))
     }
 
     /// What carries it now.
     #[must_use]
-    pub fn carrier(&self) -> Carrier {
-        self.current(|current| current.carrier.clone())
+    pub fn transport_info(&self) -> TransportInfo {
+        self.current(|current| current.transport_info.clone())
     }
 
     /// How often it was opened again.
@@ -73,7 +80,8 @@ impl Connection {
 
     /// A connection that is not known to be lost, and its number.
     async fn usable(&self) -> RedisResult<(MultiplexedConnection, u64)> {
-        let usable = || self.current(|now| (!now.is_lost).then(|| (now.connection.clone(), now.number)));
+        let usable =
+            || self.current(|now| (!now.is_lost).then(|| (now.connection.clone(), now.number)));
         if let Some(usable) = usable() {
             return Ok(usable);
         }
@@ -81,10 +89,11 @@ impl Connection {
         if let Some(usable) = usable() {
             return Ok(usable); // somebody else has opened it meanwhile
         }
-        let (connection, carrier) = self.0.client.dial_patiently().await?;
+        let (connection, transport_info) = self.0.client.dial_patiently().await?;
         self.change(|now| {
             let number = now.number + 1;
-            *now = Current { connection: connection.clone(), carrier, number, is_lost: false };
+            *now =
+                Current { connection: connection.clone(), transport_info, number, is_lost: false };
         });
         Ok((connection, self.reconnects()))
     }
@@ -131,6 +140,8 @@ impl ConnectionLike for Connection {
 
 impl fmt::Debug for Connection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Connection").field("carrier", &self.carrier()).finish_non_exhaustive()
+        f.debug_struct("Connection")
+            .field("transport_info", &self.transport_info())
+            .finish_non_exhaustive()
     }
 }

@@ -1,8 +1,9 @@
 //! Several connections to one server.
 //!
-//! One connection has any number of commands under way, so one is enough for most programs. More of them help where values
-//! are large, because answers come in the order of their commands: a small one waits for a large one before it. And a command
-//! that waits inside the server (BLPOP) makes wait whatever was said after it on the same connection.
+//! One connection has any number of commands under way, so one is enough for most programs. More of
+//! them help where values are large, because answers come in the order of their commands: a small
+//! one waits for a large one before it. And a command that waits inside the server (BLPOP) makes
+//! wait whatever was said after it on the same connection.
 //!
 //! ```text
 //!   Pool ── commands ──► the shared connection with the fewest under way ──┐
@@ -18,14 +19,16 @@ use redis::{Cmd, Pipeline, RedisError, RedisFuture, RedisResult, Value};
 use tokio::sync::{OnceCell, OwnedSemaphorePermit, Semaphore};
 
 use crate::client::Client;
-use crate::connection::{Carrier, Connection};
+use crate::connection::{Connection, TransportInfo};
 
-/// Connections that share the work: a `redis::aio::ConnectionLike`, for any number of tasks at a time. Clones are the same pool.
+/// Connections that share the work: a `redis::aio::ConnectionLike`, for any number of tasks at a
+/// time. Clones are the same pool.
 ///
-/// A command goes to the connection with the fewest commands under way; a further one is opened when all have some. Commands
-/// that are under way together have no order among them. Those that change the connection itself (SELECT, WATCH, SUBSCRIBE)
-/// or wait in the server (BLPOP) have no place here: the next on that connection would feel it. [`Pool::dedicated`] is for
-/// them. A pipeline goes to one connection as a whole.
+/// A command goes to the connection with the fewest commands under way; a further one is opened
+/// when all have some. Commands that are under way together have no order among them. Those that
+/// change the connection itself (SELECT, WATCH, SUBSCRIBE) or wait in the server (BLPOP) have no
+/// place here: the next on that connection would feel it. [`Pool::dedicated`] is for them. A
+/// pipeline goes to one connection as a whole.
 ///
 /// ```no_run
 /// # async fn show() -> Result<(), Box<dyn std::error::Error>> {
@@ -79,11 +82,12 @@ impl Pool {
         }))
     }
 
-    /// A connection that nobody else has, until it is dropped: for commands that wait inside the server (BLPOP, XREAD BLOCK,
-    /// WAIT), and for those that change the connection. An answer may take as long as it likes, whatever the client's
-    /// settings say.
+    /// A connection that nobody else has, until it is dropped: for commands that wait inside the
+    /// server (BLPOP, XREAD BLOCK, WAIT), and for those that change the connection. An answer may
+    /// take as long as it likes, whatever the client's settings say.
     ///
-    /// These are apart from the shared ones, and there are at most as many: who wants one more waits until one is dropped.
+    /// These are apart from the shared ones, and there are at most as many: who wants one more
+    /// waits until one is dropped.
     ///
     /// # Errors
     /// The server is not to be had, or does not let us in.
@@ -99,8 +103,13 @@ impl Pool {
 
     /// What carries the shared connections that have been opened so far.
     #[must_use]
-    pub fn carriers(&self) -> Vec<Carrier> {
-        self.0.slots.iter().filter_map(|slot| slot.connection.get()).map(Connection::carrier).collect()
+    pub fn transports(&self) -> Vec<TransportInfo> {
+        self.0
+            .slots
+            .iter()
+            .filter_map(|slot| slot.connection.get())
+            .map(Connection::transport_info)
+            .collect()
     }
 
     fn idle<R>(&self, change: impl FnOnce(&mut Vec<Connection>) -> R) -> R {
@@ -114,7 +123,8 @@ impl Pool {
         let slot = self.0.slots.iter().min_by_key(under_way).expect("a pool has a slot");
         slot.under_way.fetch_add(1, Ordering::Relaxed);
         let guard = UnderWay(slot);
-        let connection = slot.connection.get_or_try_init(|| self.0.client.connect_patiently()).await?;
+        let connection =
+            slot.connection.get_or_try_init(|| self.0.client.connect_patiently()).await?;
         Ok((connection.clone(), guard))
     }
 }
@@ -150,28 +160,33 @@ impl ConnectionLike for Pool {
 
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let open = self.carriers().len();
-        f.debug_struct("Pool").field("client", &self.0.client).field("open", &open).finish_non_exhaustive()
+        let open = self.transports().len();
+        f.debug_struct("Pool")
+            .field("client", &self.0.client)
+            .field("open", &open)
+            .finish_non_exhaustive()
     }
 }
 
 /// A connection of a [`Pool`] that nobody else has: a `redis::aio::ConnectionLike`.
 ///
-/// Dropped, it goes back to the pool as it is: who has said WATCH or SELECT takes it back, or says [`Dedicated::discard`]. One
-/// whose last command was given up is closed instead, because the server may still be at it.
+/// Dropped, it goes back to the pool as it is: who has said WATCH or SELECT takes it back, or says
+/// [`Dedicated::discard`]. One whose last command was given up is closed instead, because the
+/// server may still be at it.
 pub struct Dedicated {
     connection: Connection,
     /// A command is under way, or was given up.
     is_busy: bool,
     pool: Pool,
-    _permit: OwnedSemaphorePermit, // given back after the connection: fields are dropped after `drop`
+    // given back after the connection: fields are dropped after `drop`
+    _permit: OwnedSemaphorePermit,
 }
 
 impl Dedicated {
     /// What carries it now.
     #[must_use]
-    pub fn carrier(&self) -> Carrier {
-        self.connection.carrier()
+    pub fn transport_info(&self) -> TransportInfo {
+        self.connection.transport_info()
     }
 
     /// Closes it: the pool opens another when it needs one.

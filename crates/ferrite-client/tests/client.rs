@@ -1,4 +1,5 @@
-//! The client against a gateway with a real `redis-server` behind it: `fake_client` anywhere, `lab_client` in the lab.
+//! The client against a gateway with a real `redis-server` behind it: `fake_client` anywhere,
+//! `lab_client` in the lab.
 
 #[path = "../../ferrite-session/tests/redis_server.rs"]
 mod redis_server;
@@ -24,7 +25,8 @@ pub(crate) const HOSTS: [&str; 2] = ["10.0.0.1", "10.0.0.2"];
 
 /// Runs a test, which must end in time.
 pub(crate) fn run(verbs: &Verbs, test: impl AsyncFnOnce(&Verbs)) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
     runtime.block_on(async { tokio::time::timeout(PATIENCE, test(verbs)).await.expect("in time") });
     let begun = Instant::now();
@@ -60,7 +62,8 @@ impl Served {
             .expect("listen");
         let at = listener.local_addr();
         let address = EngineAddress::Unix(redis.socket.clone());
-        let gateway = Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
+        let gateway =
+            Gateway::new(GatewayConfig { protected_mode: false, ..GatewayConfig::new(address) });
         let (end, ended) = oneshot::channel();
         let serves = gateway.clone();
         let serving = tokio::spawn(async move {
@@ -92,10 +95,14 @@ pub(crate) async fn commands(verbs: &Verbs) {
     let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3).set_db(3);
     let client = builder(verbs, served.at).info(info).build();
     let mut connection = client.connect().await.expect("a connection");
-    assert_eq!(connection.carrier().transport, SessionTransport::FerriteRdma);
-    assert!(connection.carrier().device.is_some() && connection.carrier().fallback.is_none());
+    assert_eq!(connection.transport_info().transport, SessionTransport::FerriteRdma);
+    assert!(
+        connection.transport_info().device.is_some()
+            && connection.transport_info().fallback.is_none()
+    );
     let () = connection.hset_multiple("hash", &[("a", 1), ("b", 2)]).await.expect("HSET");
-    let all: std::collections::BTreeMap<String, i64> = connection.hgetall("hash").await.expect("HGETALL");
+    let all: std::collections::BTreeMap<String, i64> =
+        connection.hgetall("hash").await.expect("HGETALL");
     assert_eq!(all, [("a".to_owned(), 1), ("b".to_owned(), 2)].into());
     let adding = (0..50).map(|_| {
         let mut connection = connection.clone();
@@ -146,33 +153,37 @@ pub(crate) async fn reconnects(verbs: &Verbs) {
 pub(crate) async fn falls_back(verbs: &Verbs) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
     let at = free.expect("a free port");
-    let redis = Redis::start("falls", &["--bind", "127.0.0.1", "--port", &at.port().to_string()]).await;
+    let redis =
+        Redis::start("falls", &["--bind", "127.0.0.1", "--port", &at.port().to_string()]).await;
     let fabric = fabric(verbs, 1);
     let client = Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1));
     let error = client.rdma(Rdma::Require).reconnect(1, Duration::ZERO).build().connect().await;
     let error = error.expect_err("no RDMA there");
     assert!(error.is_io_error(), "{error}");
-    let client = Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1)).rdma(Rdma::Prefer);
+    let client =
+        Client::builder(&fabric, at).connect_timeout(Duration::from_secs(1)).rdma(Rdma::Prefer);
     let mut connection = client.build().connect().await.expect("over TCP");
-    let carrier = connection.carrier();
-    assert_eq!(carrier.transport, SessionTransport::Tcp);
-    assert!(carrier.fallback.is_some());
+    let transport_info = connection.transport_info();
+    assert_eq!(transport_info.transport, SessionTransport::Tcp);
+    assert!(transport_info.fallback.is_some());
     let () = connection.set("a", "b").await.expect("SET");
     drop((connection, redis));
 }
 
-/// A pool opens what it needs and no more than it may; one command that waits in the server does not hold up the others.
+/// A pool opens what it needs and no more than it may; one command that waits in the server does
+/// not hold up the others.
 pub(crate) async fn pool_shares(verbs: &Verbs) {
     let redis = Redis::start("pool", &[]).await;
     let served = Served::start(verbs, &redis);
     let mut pool = builder(verbs, served.at).build().pool(3);
-    assert_eq!((served.sessions(), pool.carriers().len()), (0, 0), "before it is needed");
+    assert_eq!((served.sessions(), pool.transports().len()), (0, 0), "before it is needed");
     for expected in 1..=10 {
         assert_eq!(pool.incr::<_, _, i64>("counter", 1).await.expect("INCR"), expected);
     }
     assert_eq!(served.sessions(), 1, "one at a time needs one");
     let mut blocked = pool.clone();
-    let blocked = tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
+    let blocked =
+        tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
     while connections_that_wait(&mut pool).await == 0 {}
     for expected in 11..=20 {
         assert_eq!(pool.incr::<_, _, i64>("counter", 1).await.expect("INCR"), expected);
@@ -189,9 +200,13 @@ pub(crate) async fn pool_shares(verbs: &Verbs) {
         adding.await.expect("no panic").expect("INCR");
     }
     assert_eq!(pool.get::<_, i64>("counter").await.expect("GET"), 120);
-    let open = pool.carriers().len();
+    let open = pool.transports().len();
     assert!((2..=3).contains(&open) && served.sessions() == open as u64, "{open} connections");
-    assert!(pool.carriers().iter().all(|carrier| carrier.transport == SessionTransport::FerriteRdma));
+    assert!(
+        pool.transports()
+            .iter()
+            .all(|transport_info| transport_info.transport == SessionTransport::FerriteRdma)
+    );
     drop(pool);
     served.end().await;
 }
@@ -203,7 +218,8 @@ async fn connections_that_wait(pool: &mut Pool) -> u64 {
     line.trim().parse().expect("a number")
 }
 
-/// A dedicated connection is its holder's alone, comes back, and does not when its command was given up.
+/// A dedicated connection is its holder's alone, comes back, and does not when its command was
+/// given up.
 pub(crate) async fn pool_dedicates(verbs: &Verbs) {
     let redis = Redis::start("dedicated", &[]).await;
     let served = Served::start(verbs, &redis);
@@ -216,7 +232,9 @@ pub(crate) async fn pool_dedicates(verbs: &Verbs) {
         (answer, dedicated)
     });
     while connections_that_wait(&mut pool).await == 0 {}
-    tokio::time::timeout(Duration::from_millis(50), pool.dedicated()).await.expect_err("there is one");
+    tokio::time::timeout(Duration::from_millis(50), pool.dedicated())
+        .await
+        .expect_err("there is one");
     tokio::time::sleep(Duration::from_secs(6)).await;
     let () = pool.rpush("list", 7).await.expect("RPUSH");
     let (answer, dedicated) = waits.await.expect("no panic");
@@ -237,8 +255,10 @@ pub(crate) async fn pool_dedicates(verbs: &Verbs) {
     let () = redis::cmd("PING").query_async(&mut dedicated).await.expect("PING");
     assert_eq!(served.sessions(), 3, "it was closed");
     dedicated.discard();
-    let () =
-        redis::cmd("PING").query_async(&mut pool.dedicated().await.expect("another")).await.expect("PING");
+    let () = redis::cmd("PING")
+        .query_async(&mut pool.dedicated().await.expect("another"))
+        .await
+        .expect("PING");
     assert_eq!(served.sessions(), 4, "it was discarded");
     drop(pool);
     served.end().await;
@@ -250,7 +270,8 @@ pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     let served = Served::start(verbs, &redis);
     let mut pool = builder(verbs, served.at).build().pool(2);
     let mut blocked = pool.clone();
-    let blocked = tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
+    let blocked =
+        tokio::spawn(async move { blocked.blpop::<_, (String, i64)>("list", 25.0).await });
     while connections_that_wait(&mut pool).await == 0 {}
     assert_eq!(served.sessions(), 2);
     let kill = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "no"]).clone();
@@ -259,13 +280,16 @@ pub(crate) async fn pool_reconnects(verbs: &Verbs) {
     let begun = Instant::now();
     while served.sessions() < 4 {
         let (mut one, mut other) = (pool.clone(), pool.clone());
-        let _ = tokio::join!(one.incr::<_, _, i64>("counter", 1), other.incr::<_, _, i64>("counter", 1));
+        let _ = tokio::join!(
+            one.incr::<_, _, i64>("counter", 1),
+            other.incr::<_, _, i64>("counter", 1)
+        );
         assert!(begun.elapsed() < PATIENCE, "{} sessions", served.sessions());
     }
     for _ in 0..10 {
         let _: i64 = pool.incr("counter", 1).await.expect("INCR");
     }
-    assert_eq!((served.sessions(), pool.carriers().len()), (4, 2));
+    assert_eq!((served.sessions(), pool.transports().len()), (4, 2));
     drop(pool);
     served.end().await;
 }
@@ -287,7 +311,8 @@ fn pem(label: &str, der: &[u8]) -> String {
         if number % 16 == 0 {
             text.push('\n');
         }
-        let bits = (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
+        let bits =
+            (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
         for digit in 0..4 {
             let is_padding = digit > group.len();
             text.push(if is_padding { '=' } else { DIGITS[bits >> (18 - 6 * digit) & 63].into() });
@@ -315,35 +340,45 @@ pub(crate) async fn tls(verbs: &Verbs) {
     let patient = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
     let client = Client::builder(&fabric, at).config(patient).tls(Arc::clone(&config), name());
     let mut connection = client.rdma(Rdma::Prefer).build().connect().await.expect("a connection");
-    let carrier = connection.carrier();
-    assert_eq!(carrier.transport, SessionTransport::Tls);
-    let fallback = carrier.fallback.expect("RDMA was preferred, and it is said why it is not");
+    let transport_info = connection.transport_info();
+    assert_eq!(transport_info.transport, SessionTransport::Tls);
+    let fallback =
+        transport_info.fallback.expect("RDMA was preferred, and it is said why it is not");
     assert_eq!(fallback.cause, FallbackCause::Encryption);
     assert!(
         fallback.to_string().contains("to do: allow RDMA beside TLS (plain_rdma_beside_tls)"),
         "{fallback}"
     );
-    let counted = |fabric: &Fabric| fabric.stats().fallbacks.map(|(_, count)| count).iter().sum::<u64>();
+    let counted =
+        |fabric: &Fabric| fabric.stats().fallbacks.map(|(_, count)| count).iter().sum::<u64>();
     assert_eq!(counted(&fabric), 1);
     assert!(fabric.stats().fallbacks.contains(&(FallbackCause::Encryption, 1)));
-    let forbidden = Client::builder(&fabric, at).rdma(Rdma::Forbid).tls(Arc::clone(&config), name());
+    let forbidden =
+        Client::builder(&fabric, at).rdma(Rdma::Forbid).tls(Arc::clone(&config), name());
     let forbidden = forbidden.build().connect().await.expect("a connection");
-    assert!(forbidden.carrier().fallback.is_none() && counted(&fabric) == 1, "as it was wanted");
+    assert!(
+        forbidden.transport_info().fallback.is_none() && counted(&fabric) == 1,
+        "as it was wanted"
+    );
     let value = vec![7; 3 << 20];
     let () = connection.set("a", &value).await.expect("SET");
     assert!(connection.get::<_, Vec<u8>>("a").await.expect("GET") == value, "another value");
 
     let foreign_peer = builder(verbs, at).rdma(Rdma::Forbid).tls(certified().1, name()).build();
     let error = foreign_peer.connect().await.expect_err("nobody it trusts").to_string();
-    assert!(error.contains("TLS with 127.0.0.1") && error.contains("invalid peer certificate"), "{error}");
+    assert!(
+        error.contains("TLS with 127.0.0.1") && error.contains("invalid peer certificate"),
+        "{error}"
+    );
 
     let served = Served::start(verbs, &redis);
-    let required = || builder(verbs, served.at).rdma(Rdma::Require).tls(Arc::clone(&config), name());
+    let required =
+        || builder(verbs, served.at).rdma(Rdma::Require).tls(Arc::clone(&config), name());
     let error = required().build().connect().await.expect_err("a contradiction").to_string();
     assert!(error.contains("RDMA is not encrypted"), "{error}");
     let beside = required().plain_rdma_beside_tls().build().connect().await.expect("allowed");
-    assert_eq!(beside.carrier().transport, SessionTransport::FerriteRdma);
-    assert!(beside.carrier().fallback.is_none());
+    assert_eq!(beside.transport_info().transport, SessionTransport::FerriteRdma);
+    assert!(beside.transport_info().fallback.is_none());
     drop((connection, forbidden, beside));
     served.end().await;
     for file in [cert, key] {

@@ -1,6 +1,7 @@
 //! gRPC over RDMA: tonic on both ends, over a connector of ours.
 //!
-//! The service is written by hand where `protoc` would write it, so that none is needed to build this.
+//! The service is written by hand where `protoc` would write it, so that none is needed to build
+//! this.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/grpc 10.0.0.1 10.0.0.2
@@ -56,8 +57,9 @@ fn main() -> anyhow::Result<()> {
         });
         let serving = tokio::spawn(Server::builder().serve_with_incoming(Echo, incoming.boxed()));
         let to_server = ToServer { connector: hosts.connector(), server };
-        let channel =
-            Endpoint::from_shared(format!("http://{server}"))?.connect_with_connector(to_server).await?;
+        let channel = Endpoint::from_shared(format!("http://{server}"))?
+            .connect_with_connector(to_server)
+            .await?;
         ask(channel).await?;
         serving.abort();
         Ok(LARGE as u64)
@@ -185,7 +187,11 @@ impl AsyncRead for Carried {
 }
 
 impl AsyncWrite for Carried {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.0).poll_write(cx, bytes)
     }
 

@@ -49,7 +49,9 @@ async fn serve(listener: StreamListener, version: Version) -> std::io::Result<()
         tokio::spawn(async move {
             match version {
                 Version::One => {
-                    hyper::server::conn::http1::Builder::new().serve_connection(io, service_fn(answer)).await
+                    hyper::server::conn::http1::Builder::new()
+                        .serve_connection(io, service_fn(answer))
+                        .await
                 }
                 Version::Two => {
                     let builder = hyper::server::conn::http2::Builder::new(TokioExecutor::new());
@@ -61,10 +63,14 @@ async fn serve(listener: StreamListener, version: Version) -> std::io::Result<()
 }
 
 /// A greeting, or the body that came.
-async fn answer(request: Request<Incoming>) -> Result<Response<BoxBody<Bytes, hyper::Error>>, Infallible> {
+async fn answer(
+    request: Request<Incoming>,
+) -> Result<Response<BoxBody<Bytes, hyper::Error>>, Infallible> {
     Ok(Response::new(match request.uri().path() {
         "/echo" => request.into_body().boxed(), // piece by piece, as it comes
-        path => Full::new(Bytes::from(format!("hello {path}"))).map_err(|never| match never {}).boxed(),
+        path => {
+            Full::new(Bytes::from(format!("hello {path}"))).map_err(|never| match never {}).boxed()
+        }
     }))
 }
 
@@ -101,7 +107,12 @@ async fn ask(connector: &Connector, server: SocketAddr, version: Version) -> any
     Ok(())
 }
 
-async fn send(sender: &mut Sender, server: SocketAddr, path: &str, body: Bytes) -> anyhow::Result<Bytes> {
+async fn send(
+    sender: &mut Sender,
+    server: SocketAddr,
+    path: &str,
+    body: Bytes,
+) -> anyhow::Result<Bytes> {
     let request = Request::builder().method("POST").header("host", server.to_string());
     let response = match sender {
         Sender::One(sender) => {
@@ -117,6 +128,9 @@ async fn send(sender: &mut Sender, server: SocketAddr, path: &str, body: Bytes) 
     ensure!(response.status().is_success(), "{}", response.status());
     let expected = response.body().size_hint().exact();
     let bytes = response.into_body().collect().await?.to_bytes();
-    ensure!(expected.is_none_or(|expected| expected == bytes.len() as u64), "a body that ends too early");
+    ensure!(
+        expected.is_none_or(|expected| expected == bytes.len() as u64),
+        "a body that ends too early"
+    );
     Ok(bytes)
 }

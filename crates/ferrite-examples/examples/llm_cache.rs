@@ -1,5 +1,5 @@
-//! A cache of large values, as a server of language models keeps for prompts it has seen: blobs of 1 to 64 MiB, written, read
-//! back and compared.
+//! A cache of large values, as a server of language models keeps for prompts it has seen: blobs of
+//! 1 to 64 MiB, written, read back and compared.
 //!
 //! ```text
 //! cargo run --release --example llm_cache -- SERVER [LOCAL]      # 10.0.0.1:6380; the local IP address chooses the device
@@ -19,8 +19,12 @@ const MIB: usize = 1 << 20;
 async fn main() -> anyhow::Result<()> {
     let config = patient_config(); // 64 MiB may take longer than redis-rs waits by itself
     let mut connection = client_by_arguments()?.config(config).build().connect().await?;
-    let carrier = connection.carrier();
-    println!("over {}, device {}", carrier.transport, carrier.device.as_deref().unwrap_or("none"));
+    let transport_info = connection.transport_info();
+    println!(
+        "over {}, device {}",
+        transport_info.transport,
+        transport_info.device.as_deref().unwrap_or("none")
+    );
     // What nobody asks for any more goes by itself.
     let options = SetOptions::default().with_expiration(SetExpiry::EX(600));
     for mib in [1, 4, 16, 64] {

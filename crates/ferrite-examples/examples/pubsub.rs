@@ -1,4 +1,5 @@
-//! Publish and subscribe: RESP3 sends what is published between the answers, so a subscriber is an ordinary connection.
+//! Publish and subscribe: RESP3 sends what is published between the answers, so a subscriber is an
+//! ordinary connection.
 //!
 //! ```text
 //! cargo run --example pubsub -- SERVER [LOCAL]                   # 10.0.0.1:6380; the local IP address chooses the device
@@ -9,7 +10,9 @@ use std::time::Duration;
 
 use anyhow::{Context as _, ensure};
 use ferrite_client::redis::AsyncCommands as _;
-use ferrite_client::redis::{ProtocolVersion, PushKind, RedisConnectionInfo, cmd, from_redis_value};
+use ferrite_client::redis::{
+    ProtocolVersion, PushKind, RedisConnectionInfo, cmd, from_redis_value,
+};
 use ferrite_examples::{client_by_arguments, patient_config};
 use tokio::sync::mpsc;
 use tokio::time::timeout;
@@ -25,7 +28,7 @@ async fn main() -> anyhow::Result<()> {
     let client = client_by_arguments()?.info(info).config(config).build();
 
     let mut subscriber = client.connect().await?;
-    println!("over {}", subscriber.carrier().transport);
+    println!("over {}", subscriber.transport_info().transport);
     cmd("SUBSCRIBE").arg(CHANNEL).exec_async(&mut subscriber).await?;
     let mut publisher = client.connect().await?;
     let publishing = tokio::spawn(async move {
@@ -33,12 +36,14 @@ async fn main() -> anyhow::Result<()> {
             let heard_by: u64 = publisher.publish(CHANNEL, format!("message {number}")).await?;
             ensure!(heard_by == 1, "{heard_by} subscribers");
         }
-        Ok(publisher) // whose end would be told as the subscriber's is: they have one sender of pushes
+        // whose end would be told as the subscriber's is: they have one sender of pushes
+        Ok(publisher)
     });
 
     let mut received = 0;
     while received < MESSAGES {
-        let push = timeout(Duration::from_secs(30), pushed.recv()).await?.context("no more pushes")?;
+        let push =
+            timeout(Duration::from_secs(30), pushed.recv()).await?.context("no more pushes")?;
         match push.kind {
             PushKind::Message => {
                 let [_channel, payload] =
@@ -47,7 +52,8 @@ async fn main() -> anyhow::Result<()> {
                 ensure!(payload == format!("message {received}"), "out of order: {payload}");
                 received += 1;
             }
-            // A connection that is opened again has no subscriptions: a program that stays subscribes anew.
+            // A connection that is opened again has no subscriptions: a program that stays
+            // subscribes anew.
             PushKind::Disconnection => anyhow::bail!("lost the server"),
             _ => {}
         }

@@ -1,4 +1,5 @@
-//! redis-rs over RDMA to a real `redis-server`, which knows only sockets: a relay of ten lines stands before it.
+//! redis-rs over RDMA to a real `redis-server`, which knows only sockets: a relay of ten lines
+//! stands before it.
 //!
 //! ```text
 //! lab/lab run -n 2 -- target/debug/examples/redis 10.0.0.1 10.0.0.2
@@ -26,10 +27,13 @@ fn main() -> anyhow::Result<()> {
         let server = listener.local_addr();
         let relaying = tokio::spawn(relay(listener, redis.socket.clone()));
         let stream = hosts.connector().connect(server).await?;
-        // Half a second is what it gives a server by itself: too little for one in an emulated guest.
-        let config = AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
+        // Half a second is what it gives a server by itself: too little for one in an emulated
+        // guest.
+        let config =
+            AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(30)));
         let info = RedisConnectionInfo::default();
-        let (connection, driver) = MultiplexedConnection::new_with_config(&info, stream, config).await?;
+        let (connection, driver) =
+            MultiplexedConnection::new_with_config(&info, stream, config).await?;
         tokio::spawn(driver);
         ask(connection).await?;
         relaying.abort();
@@ -85,7 +89,8 @@ struct Redis {
 
 impl Redis {
     async fn start() -> anyhow::Result<Self> {
-        let socket = std::env::temp_dir().join(format!("ferrite-redis-{}.sock", std::process::id()));
+        let socket =
+            std::env::temp_dir().join(format!("ferrite-redis-{}.sock", std::process::id()));
         let process = Command::new("redis-server")
             .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
             .arg(&socket)

@@ -1,4 +1,5 @@
-//! A web server, by axum, that counts the views of its pages in the engine: every handler has a clone of one pool.
+//! A web server, by axum, that counts the views of its pages in the engine: every handler has a
+//! clone of one pool.
 //!
 //! ```text
 //! cargo run --example web -- SERVER [LOCAL]                      # 10.0.0.1:6380; the local IP address chooses the device
@@ -30,8 +31,9 @@ async fn page(
     State(mut pool): State<Pool>,
 ) -> Result<String, (StatusCode, String)> {
     let views: u64 = pool.incr(format!("views:{page}"), 1).await.map_err(unavailable)?;
-    let carrier = pool.carriers().first().map(|carrier| carrier.transport.to_string());
-    Ok(format!("{page}: {views} views, counted over {}\n", carrier.unwrap_or_default()))
+    let transport_info =
+        pool.transports().first().map(|transport_info| transport_info.transport.to_string());
+    Ok(format!("{page}: {views} views, counted over {}\n", transport_info.unwrap_or_default()))
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "as map_err hands it over")]

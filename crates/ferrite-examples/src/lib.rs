@@ -1,7 +1,9 @@
-//! What the examples share: two hosts in one process, and what their links carried; a client of the server in the arguments.
+//! What the examples share: two hosts in one process, and what their links carried; a client of the
+//! server in the arguments.
 //!
-//! Each example of streams is client and server at once, so that one command shows it: a fabric for each end, on the device that has
-//! the end's address. All bytes between the two go through the devices.
+//! Each example of streams is client and server at once, so that one command shows it: a fabric for
+//! each end, on the device that has the end's address. All bytes between the two go through the
+//! devices.
 #![forbid(unsafe_code)]
 #![expect(clippy::print_stdout, reason = "examples talk to people")]
 
@@ -24,18 +26,23 @@ pub struct Hosts {
     client_ip: IpAddr,
 }
 
-/// Runs an example under tokio. Its arguments are the server's address and the client's. It returns how many bytes must have
-/// gone each way, which is held against what the links counted.
+/// Runs an example under tokio. Its arguments are the server's address and the client's. It returns
+/// how many bytes must have gone each way, which is held against what the links counted.
 ///
 /// # Errors
 /// Those of the example, and of a host without RDMA.
 pub fn run(example: impl AsyncFnOnce(&Hosts) -> anyhow::Result<u64>) -> anyhow::Result<()> {
     let mut addresses = std::env::args().skip(1).map(|text| text.parse::<IpAddr>());
-    let mut next =
-        || addresses.next().context("say the server's IP address and the client's")?.context("an IP address");
+    let mut next = || {
+        addresses
+            .next()
+            .context("say the server's IP address and the client's")?
+            .context("an IP address")
+    };
     let (server_ip, client_ip) = (next()?, next()?);
     let verbs = Verbs::system()?;
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     runtime.block_on(async {
         let fabric = || {
             let fabric = Fabric::builder(&verbs).build()?;
@@ -48,7 +55,10 @@ pub fn run(example: impl AsyncFnOnce(&Hosts) -> anyhow::Result<u64>) -> anyhow::
         hosts.print();
         let totals = hosts.client.stats().totals;
         let least = totals.send_bytes.min(totals.recv_bytes);
-        ensure!(least >= payload, "the links carried {least} bytes of {payload}: the rest went another way");
+        ensure!(
+            least >= payload,
+            "the links carried {least} bytes of {payload}: the rest went another way"
+        );
         Ok(())
     })
 }
@@ -107,8 +117,8 @@ impl Connector {
     }
 }
 
-/// A client of the server that the first argument names, from the IP address in the second if there is one. The calling tokio
-/// runtime drives its fabric.
+/// A client of the server that the first argument names, from the IP address in the second if there
+/// is one. The calling tokio runtime drives its fabric.
 ///
 /// # Errors
 /// Arguments that are none; a fabric that cannot be made.
@@ -117,12 +127,14 @@ pub fn client_by_arguments() -> anyhow::Result<ClientBuilder> {
     let server = arguments.next().context("say the server's address: 10.0.0.1:6380")?;
     let fabric = Fabric::system().config(client_config()).build()?;
     tokio::spawn(fabric.drive());
-    let builder = Client::builder(&fabric, server.parse().context("the server's IP address and port")?);
+    let builder =
+        Client::builder(&fabric, server.parse().context("the server's IP address and port")?);
     let Some(local) = arguments.next() else { return Ok(builder) };
     Ok(builder.local(SocketAddr::new(local.parse().context("the local IP address")?, 0)))
 }
 
-/// redis-rs's settings, with 60 s for an answer instead of half a second: an emulated guest is slow.
+/// redis-rs's settings, with 60 s for an answer instead of half a second: an emulated guest is
+/// slow.
 #[must_use]
 pub fn patient_config() -> AsyncConnectionConfig {
     AsyncConnectionConfig::new().set_response_timeout(Some(Duration::from_secs(60)))

@@ -1,4 +1,5 @@
-//! The examples of ferrite-client as a reader would run them: `tcp_examples` anywhere, `lab_client_examples` in the lab.
+//! The examples of ferrite-client as a reader would run them: `tcp_examples` anywhere,
+//! `lab_client_examples` in the lab.
 #![expect(clippy::print_stdout, reason = "what they said is worth a look: `-- --no-capture`")]
 
 #[path = "../../ferrite-session/tests/redis_server.rs"]
@@ -15,11 +16,19 @@ struct Running(Child);
 impl Running {
     fn start(name: &str, arguments: &[String]) -> Self {
         let test = std::env::current_exe().expect("the test's own path");
-        let built: PathBuf =
-            test.parent().and_then(|deps| deps.parent()).expect("target").join("examples").join(name);
+        let built: PathBuf = test
+            .parent()
+            .and_then(|deps| deps.parent())
+            .expect("target")
+            .join("examples")
+            .join(name);
         // `timeout` ends with what it runs, and ends that when it is ended itself.
-        let child =
-            Command::new("timeout").arg("120").arg(built).args(arguments).stdout(Stdio::piped()).spawn();
+        let child = Command::new("timeout")
+            .arg("120")
+            .arg(built)
+            .args(arguments)
+            .stdout(Stdio::piped())
+            .spawn();
         Self(child.expect("it runs"))
     }
 
@@ -58,15 +67,25 @@ pub(crate) fn pubsub(arguments: &[String], transport: &str) {
 pub(crate) fn web(arguments: &[String], transport: &str) {
     let mut web = Running::start("web", arguments);
     let mut line = String::new();
-    BufReader::new(web.0.stdout.as_mut().expect("piped")).read_line(&mut line).expect("its address");
-    let at = line.trim().strip_prefix("http://").and_then(|rest| rest.strip_suffix('/')).expect("an address");
+    BufReader::new(web.0.stdout.as_mut().expect("piped"))
+        .read_line(&mut line)
+        .expect("its address");
+    let at = line
+        .trim()
+        .strip_prefix("http://")
+        .and_then(|rest| rest.strip_suffix('/'))
+        .expect("an address");
     for views in 1..=3 {
         let mut page = TcpStream::connect(at).expect("it listens");
-        page.write_all(b"GET /a/page HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n").expect("asked");
+        page.write_all(b"GET /a/page HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n")
+            .expect("asked");
         let mut answer = String::new();
         page.read_to_string(&mut answer).expect("an answer");
         let expected = format!("a/page: {views} views, counted over {transport}\n");
-        assert!(answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with(&expected), "{answer}");
+        assert!(
+            answer.starts_with("HTTP/1.1 200 OK\r\n") && answer.ends_with(&expected),
+            "{answer}"
+        );
     }
 }
 

@@ -29,7 +29,10 @@ fn carried(said: &str) -> u64 {
 #[test]
 fn http() {
     let said = run("http");
-    assert!(said.contains("HTTP, One: 11 requests") && said.contains("HTTP, Two: 11 requests"), "{said}");
+    assert!(
+        said.contains("HTTP, One: 11 requests") && said.contains("HTTP, Two: 11 requests"),
+        "{said}"
+    );
     assert!(carried(&said) > 8 << 20, "{said}");
 }
 

@@ -8,7 +8,8 @@ use client_examples::run_suite;
 fn run(test: fn(&[String], &str)) {
     let free = std::net::TcpListener::bind("127.0.0.1:0").and_then(|bound| bound.local_addr());
     let at = free.expect("a free port");
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     let name = format!("tcp-examples-{}", at.port());
     let port = at.port().to_string();
     let _redis = runtime.block_on(Redis::start(&name, &["--bind", "127.0.0.1", "--port", &port]));

@@ -1,11 +1,14 @@
-//! Instructions in user space for one message or operation, from the post to the reaped completion: ours alone.
+//! Instructions in user space for one message or operation, from the post to the reaped completion:
+//! ours alone.
 //!
-//! `cargo xtask instructions` runs this under callgrind and holds the figures against those in `instructions.json`. Both
-//! ends are fabrics on the fake provider, on one thread; warm-up is over before callgrind counts.
+//! `cargo xtask instructions` runs this under callgrind and holds the figures against those in
+//! `instructions.json`. Both ends are fabrics on the fake provider, on one thread; warm-up is over
+//! before callgrind counts.
 //!
-//! What is ours: everything between the caller and the provider's functions, and from there to the received message. What
-//! callgrind counted inside the fake's functions is taken off, by the calls into them (`xtask/src/instructions.rs`), and
-//! so is the look at descriptors, which the clock brings once in a millisecond and valgrind's slowness far more often.
+//! What is ours: everything between the caller and the provider's functions, and from there to the
+//! received message. What callgrind counted inside the fake's functions is taken off, by the calls
+//! into them (`xtask/src/instructions.rs`), and so is the look at descriptors, which the clock
+//! brings once in a millisecond and valgrind's slowness far more often.
 #![expect(missing_docs, reason = "of what gungraun's macros make")]
 
 use std::hint::black_box;
@@ -16,7 +19,9 @@ use ferrite_fabric::mem::{Buf, BufMut};
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Fabric, Link, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
-use gungraun::{Callgrind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main};
+use gungraun::{
+    Callgrind, LibraryBenchmarkConfig, library_benchmark, library_benchmark_group, main,
+};
 
 /// Counted in each run; `cargo xtask instructions` divides by it.
 const MESSAGES: usize = 1000;
@@ -43,7 +48,11 @@ impl Pair {
             world.add_device(DeviceSpec::new(name, address.into()));
         }
         let fabric = |name: &str| {
-            Fabric::builder(&world.verbs()).rdma(Rdma::Require).device(name).build().expect("a fabric")
+            Fabric::builder(&world.verbs())
+                .rdma(Rdma::Require)
+                .device(name)
+                .build()
+                .expect("a fabric")
         };
         let (near, far) = (fabric("near"), fabric("far"));
         let mut listener = far.listen(([10, 0, 0, 2], 0).into()).expect("to listen");
@@ -54,7 +63,8 @@ impl Pair {
                 break (sender, receiver);
             }
             if sender.is_none()
-                && let Poll::Ready(link) = connecting.as_mut().poll(&mut Context::from_waker(Waker::noop()))
+                && let Poll::Ready(link) =
+                    connecting.as_mut().poll(&mut Context::from_waker(Waker::noop()))
             {
                 sender = Some(link.expect("a link"));
             }
@@ -65,7 +75,8 @@ impl Pair {
         let mut buf = far.buffer(LARGE).expect("a buffer");
         buf.fill(0);
         let rights = Rights::READ | Rights::WRITE;
-        let region = receiver.register_memory(buf, rights).map_err(|(_, error)| error).expect("a region");
+        let region =
+            receiver.register_memory(buf, rights).map_err(|(_, error)| error).expect("a region");
         let grant = region.grant(&receiver);
         Self { near, far, sender, receiver, grant, _region: region, _world: world }
     }

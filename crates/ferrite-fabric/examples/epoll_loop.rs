@@ -4,9 +4,9 @@
 //! cargo run --example epoll_loop -- 10.0.0.1:7471        # an echo server; a line on standard input ends it
 //! ```
 //!
-//! The rules: watch the fabric's descriptor; when it is readable, call `progress()`, then take what has come with
-//! `try_recv`; call `progress()` once more after giving the fabric work and before waiting. This is how a database would
-//! drive it beside its own sockets.
+//! The rules: watch the fabric's descriptor; when it is readable, call `progress()`, then take what
+//! has come with `try_recv`; call `progress()` once more after giving the fabric work and before
+//! waiting. This is how a database would drive it beside its own sockets.
 #![expect(clippy::print_stdout, reason = "an example")]
 
 use std::error::Error;
@@ -67,7 +67,8 @@ fn echo(link: &Link) -> Result<u64, ferrite_fabric::Error> {
     while let Some(message) = link.try_recv()? {
         match link.post_bytes(message.channel(), &message.to_vec()) {
             Ok(()) => count += 1,
-            // The peer sends and does not take. A database would keep the answer; an example may lose it.
+            // The peer sends and does not take. A database would keep the answer; an example may
+            // lose it.
             Err(error) if error.kind() == ErrorKind::Full => {}
             Err(error) => return Err(error),
         }

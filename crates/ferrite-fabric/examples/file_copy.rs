@@ -5,9 +5,9 @@
 //! cargo run --example file_copy -- send 10.0.0.2:0 10.0.0.1:7471 FILE
 //! ```
 //!
-//! The receiver grants a few places of 1 MiB. The sender writes the next piece of the file into a free place and says so
-//! with the same request (`rdma_write_imm`: place and length in 32 bits). When the piece is on the disk, the receiver says
-//! in a message that the place is free again.
+//! The receiver grants a few places of 1 MiB. The sender writes the next piece of the file into a
+//! free place and says so with the same request (`rdma_write_imm`: place and length in 32 bits).
+//! When the piece is on the disk, the receiver says in a message that the place is free again.
 #![expect(clippy::print_stdout, reason = "an example")]
 
 use std::error::Error;
@@ -39,7 +39,11 @@ fn main() -> Result<(), Box<dyn Error>> {
     }
 }
 
-async fn receive(fabric: &Fabric, local: SocketAddr, directory: &Path) -> Result<(), Box<dyn Error>> {
+async fn receive(
+    fabric: &Fabric,
+    local: SocketAddr,
+    directory: &Path,
+) -> Result<(), Box<dyn Error>> {
     let mut listener = fabric.listen(local)?;
     println!("listening on {}", listener.local_addr());
     let link = listener.accept().await?;
@@ -95,7 +99,8 @@ async fn send(
     let name = path.file_name().and_then(|name| name.to_str()).ok_or("no file name")?;
     link.send_bytes(0, name.as_bytes()).await?;
     let tokens = link.recv().await?.to_vec();
-    let places = tokens.chunks(GRANT_BYTES).map(GrantToken::decode).collect::<Result<Vec<_>, _>>()?;
+    let places =
+        tokens.chunks(GRANT_BYTES).map(GrantToken::decode).collect::<Result<Vec<_>, _>>()?;
 
     let mut free: Vec<u32> = (0..places.len() as u32).collect();
     loop {
@@ -110,8 +115,14 @@ async fn send(
         let mut buf = fabric.buffer(PLACE_BYTES)?;
         let len = fill(&mut file, &mut buf)?;
         buf.set_len(len);
-        // Not awaited: the next piece is read from the disk meanwhile. The link keeps the buffer until it has arrived.
-        drop(link.rdma_write_imm(&places[place as usize], 0, buf, (len as u32) << LEN_SHIFT | place)?);
+        // Not awaited: the next piece is read from the disk meanwhile. The link keeps the buffer
+        // until it has arrived.
+        drop(link.rdma_write_imm(
+            &places[place as usize],
+            0,
+            buf,
+            (len as u32) << LEN_SHIFT | place,
+        )?);
         if len == 0 {
             break;
         }

@@ -1,12 +1,13 @@
-//! A hash table that clients read without the server's CPU: one-sided reads of buckets that the server keeps writing.
+//! A hash table that clients read without the server's CPU: one-sided reads of buckets that the
+//! server keeps writing.
 //!
 //! ```text
 //! cargo run --example remote_table -- serve 10.0.0.1:7471
 //! cargo run --example remote_table -- ask 10.0.0.2:0 10.0.0.1:7471 apple pear plum
 //! ```
 //!
-//! A bucket has a checksum over the rest. A reader that meets the server in the middle of a change sees that it is
-//! wrong, and reads again: no lock, no message, no wait at the server.
+//! A bucket has a checksum over the rest. A reader that meets the server in the middle of a change
+//! sees that it is wrong, and reads again: no lock, no message, no wait at the server.
 //!
 //! ```text
 //!   0        8          16      17     18             40          64
@@ -52,7 +53,8 @@ async fn serve(fabric: &Fabric, local: SocketAddr) -> Result<(), Box<dyn Error>>
     }
     link.send_bytes(0, &table.grant(&link).encode()).await?;
 
-    // Whatever the client reads, this side hears nothing of it. It goes on changing things until the client leaves.
+    // Whatever the client reads, this side hears nothing of it. It goes on changing things until
+    // the client leaves.
     let mut version = 1;
     loop {
         version += 1;
@@ -92,8 +94,8 @@ async fn ask(
                 None => torn += 1,
             }
         };
-        let value =
-            value.map_or_else(|| "(none)".into(), |value| String::from_utf8_lossy(&value).into_owned());
+        let value = value
+            .map_or_else(|| "(none)".into(), |value| String::from_utf8_lossy(&value).into_owned());
         println!("{key} = {value} ({torn} torn reads)");
     }
     link.close().await?;
@@ -118,7 +120,8 @@ fn encode(version: u64, key: &[u8], value: &[u8]) -> [u8; BUCKET_BYTES] {
     bucket
 }
 
-/// Key and value, both empty in a bucket that was never written; `None` if the server was writing it.
+/// Key and value, both empty in a bucket that was never written; `None` if the server was writing
+/// it.
 fn decode(bucket: &[u8]) -> Option<(&[u8], &[u8])> {
     if bucket.iter().all(|byte| *byte == 0) {
         return Some((&[], &[]));
@@ -133,9 +136,9 @@ fn decode(bucket: &[u8]) -> Option<(&[u8], &[u8])> {
 
 /// FNV-1a.
 fn checksum(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |sum, byte| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |sum, byte| {
+        (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 /// Lets the fabric look at its link.

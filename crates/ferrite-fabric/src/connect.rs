@@ -1,8 +1,10 @@
-//! Handshake a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an established link's identifier.
+//! Handshake a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an
+//! established link's identifier.
 //!
-//! Everything here runs in the poller's pass and never waits: each event of the connection manager moves a handshake one
-//! step, and the clock ends those that get nowhere. What a step asks of the kernel or the device is a command
-//! (`fabric/commands.rs`), which has the identifier meanwhile; events that come before its result wait for that.
+//! Everything here runs in the poller's pass and never waits: each event of the connection manager
+//! moves a handshake one step, and the clock ends those that get nowhere. What a step asks of the
+//! kernel or the device is a command (`fabric/commands.rs`), which has the identifier meanwhile;
+//! events that come before its result wait for that.
 //!
 //! ```text
 //!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello) ─► establish ─► link
@@ -27,7 +29,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{
-    Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, Mtu, QueuePair, State,
+    Access, CmEvent, CmEventKind, CmId, CmKey, ConnectParams, Context, EventChannel, Mtu,
+    QueuePair, State,
 };
 
 use crate::error::{Error, ErrorKind};
@@ -103,7 +106,9 @@ pub(crate) struct Handshakes {
 impl Handshakes {
     fn put(&mut self, key: CmKey, handshake: Handshake) {
         match handshake {
-            Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => self.outgoing += 1,
+            Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => {
+                self.outgoing += 1
+            }
             Handshake::Commanded { is_incoming: true, .. } => self.commanded += 1,
             _ => {}
         }
@@ -113,7 +118,9 @@ impl Handshakes {
     pub(crate) fn take(&mut self, key: CmKey) -> Option<Handshake> {
         let handshake = self.by_key.remove(&key)?;
         match handshake {
-            Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => self.outgoing -= 1,
+            Handshake::Outgoing(_) | Handshake::Commanded { is_incoming: false, .. } => {
+                self.outgoing -= 1
+            }
             Handshake::Incoming { .. } => drop(self.incoming.leave(key)),
             Handshake::Commanded { is_incoming: true, .. } => self.commanded -= 1,
             _ => {}
@@ -125,7 +132,8 @@ impl Handshakes {
         self.put(key, listening);
     }
 
-    /// Hears of the device of `device` by `id`, and not any more by the one before, whose device has gone.
+    /// Hears of the device of `device` by `id`, and not any more by the one before, whose device
+    /// has gone.
     pub(crate) fn watch(&mut self, id: CmId, device: usize) {
         self.by_key.retain(
             |_, handshake| !matches!(handshake, Handshake::Watching { device: of, .. } if *of == device),
@@ -142,7 +150,9 @@ impl Handshakes {
 
     /// Tells the peer that the link is over.
     pub(crate) fn hang_up(&mut self, key: CmKey) {
-        if let Some(Handshake::Linked { id, .. } | Handshake::Incoming { id, .. }) = self.by_key.get(&key) {
+        if let Some(Handshake::Linked { id, .. } | Handshake::Incoming { id, .. }) =
+            self.by_key.get(&key)
+        {
             let _ = id.disconnect(); // there may be no connection any more
         }
     }
@@ -150,7 +160,8 @@ impl Handshakes {
 
 /// RNR timer: a peer that meets no receive waits 640 µs (the CM's own choice would be 655 ms).
 const RNR_TIMER: u8 = 12;
-/// Repeats for ever to a peer without receives: it has stopped taking, which is back-pressure, not failure.
+/// Repeats for ever to a peer without receives: it has stopped taking, which is back-pressure, not
+/// failure.
 const RNR_RETRIES: u8 = 7;
 pub(crate) const UNKNOWN_PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 
@@ -188,7 +199,9 @@ impl Poller {
             Handshake::Linked { id, link } => {
                 self.on_link_event(shared, &event, link);
                 // Until the link is torn down, unless its device must be let go of.
-                if event.kind != CmEventKind::DEVICE_REMOVAL && self.link_named(shared, link).is_some() {
+                if event.kind != CmEventKind::DEVICE_REMOVAL
+                    && self.link_named(shared, link).is_some()
+                {
                     self.handshakes.put(key, Handshake::Linked { id, link });
                 }
             }
@@ -241,7 +254,8 @@ impl Poller {
         }
     }
 
-    /// A command that had the identifier of a handshake has ended: goes on with `handshake`, and with what came meanwhile.
+    /// A command that had the identifier of a handshake has ended: goes on with `handshake`, and
+    /// with what came meanwhile.
     fn resume(&mut self, shared: &Shared, key: CmKey, handshake: Option<Handshake>) {
         let events = match self.handshakes.take(key) {
             Some(Handshake::Commanded { events, .. }) => events,
@@ -273,7 +287,11 @@ impl Poller {
     }
 
     /// What makes a queue pair on `device`; [`Poller::end_making`] when it has, or has not.
-    fn begin_making(&mut self, shared: &Shared, device: &Arc<SharedDevice>) -> Result<Maker, Error> {
+    fn begin_making(
+        &mut self,
+        shared: &Shared,
+        device: &Arc<SharedDevice>,
+    ) -> Result<Maker, Error> {
         let objects = self.device_objects[device.index].as_mut().filter(|_| !device.is_gone());
         let Some(objects) = objects else {
             return Err(device.absence());
@@ -301,7 +319,8 @@ impl Poller {
         });
     }
 
-    /// A link on `device` over a queue pair that was made for it, entered where completions find it.
+    /// A link on `device` over a queue pair that was made for it, entered where completions find
+    /// it.
     fn make_link(
         &mut self,
         shared: &Shared,
@@ -446,10 +465,12 @@ fn params<'a>(
     }
 }
 
-/// Reads of a peer's that a queue pair of this device serves at a time, and that it may have outstanding.
+/// Reads of a peer's that a queue pair of this device serves at a time, and that it may have
+/// outstanding.
 fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
     let limits = device.limits();
-    let max = |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
+    let max =
+        |device: u32| u8::try_from(device).unwrap_or(u8::MAX).min(shared.config.max_reads).max(1);
     (max(limits.max_qp_rd_atom), max(limits.max_qp_init_rd_atom))
 }
 
@@ -457,8 +478,8 @@ fn initialise(id: &CmId, qp: &QueuePair) -> Result<(), Error> {
     Ok(qp.modify(&id.queue_pair_attributes(State::INIT)?.access(Access::LOCAL))?)
 }
 
-/// Ready to receive, then to send, as the connection manager agreed; the largest packet of the path.
-/// `rights` is what the peer may do to our memory.
+/// Ready to receive, then to send, as the connection manager agreed; the largest packet of the
+/// path. `rights` is what the peer may do to our memory.
 fn bring_up(
     id: &CmId,
     qp: &QueuePair,
@@ -467,7 +488,8 @@ fn bring_up(
 ) -> Result<Option<Mtu>, Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     qp.modify(&receive.access(rights).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
-    // The peer's settings would decide how often it is repeated that it has no receives; some say never.
+    // The peer's settings would decide how often it is repeated that it has no receives; some say
+    // never.
     let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out);
     qp.modify(&send.rnr_retries(RNR_RETRIES))?;
     Ok(qp.path().ok().map(|path| path.mtu))

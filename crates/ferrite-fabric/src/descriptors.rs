@@ -1,7 +1,8 @@
 //! Which numbers the descriptors of connections have.
 //!
-//! For a library that is a guest in another program: the kernel gives the lowest number that is free, and the program may
-//! need the low ones (an event loop with a table by number, `select`). Numbers are the process's, and so is this setting.
+//! For a library that is a guest in another program: the kernel gives the lowest number that is
+//! free, and the program may need the low ones (an event loop with a table by number, `select`).
+//! Numbers are the process's, and so is this setting.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
@@ -9,7 +10,8 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 static FIRST: AtomicI32 = AtomicI32::new(0);
 
-/// Connections that come from now on have descriptors from this number on. If there is none, they are refused.
+/// Connections that come from now on have descriptors from this number on. If there is none, they
+/// are refused.
 pub fn set_first(number: RawFd) {
     FIRST.store(number, Ordering::Relaxed);
 }

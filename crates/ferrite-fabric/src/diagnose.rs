@@ -1,8 +1,9 @@
 //! Why a link failed: the likely causes, ranked by what was measured.
 //!
-//! A completion says "transport retry exceeded" and nothing more. But the host knows a lot beyond that: how the
-//! own port is, what its counters did meanwhile, whether the route leads there, whether the next host answers ARP.
-//! [`causes`] looks at all of it and says what it means, with the evidence and a remedy.
+//! A completion says "transport retry exceeded" and nothing more. But the host knows a lot beyond
+//! that: how the own port is, what its counters did meanwhile, whether the route leads there,
+//! whether the next host answers ARP. [`causes`] looks at all of it and says what it means, with
+//! the evidence and a remedy.
 //!
 //! ```text
 //! Baseline::take ── link is well ──┐
@@ -19,8 +20,9 @@
 //! | `facts.rs` | what was measured about one link: plain data |
 //! | `rank.rs` `own_side.rs` | from facts to causes: no input or output |
 //!
-//! It is called on threads that must not stop. Files of the kernel are read and the device is queried; nothing is
-//! sent and nothing is waited for. Links that fail together share what was seen.
+//! It is called on threads that must not stop. Files of the kernel are read and the device is
+//! queried; nothing is sent and nothing is waited for. Links that fail together share what was
+//! seen.
 
 mod baseline;
 mod counters;
@@ -119,10 +121,12 @@ impl fmt::Display for Cause {
     }
 }
 
-/// The likely causes of a failure, the best first, five at most. Where one is certain, only such are returned.
+/// The likely causes of a failure, the best first, five at most. Where one is certain, only such
+/// are returned.
 ///
-/// It reads about fifty small files of the kernel and asks the device a few times: well under a millisecond on a
-/// host, some milliseconds in the lab. What was seen serves all links that fail within the next 20 ms.
+/// It reads about fifty small files of the kernel and asks the device a few times: well under a
+/// millisecond on a host, some milliseconds in the lab. What was seen serves all links that fail
+/// within the next 20 ms.
 ///
 /// ```
 /// use ferrite_fabric::diagnose::{Baseline, Failure, Likelihood, Subject, causes};

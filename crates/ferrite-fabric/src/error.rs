@@ -1,7 +1,7 @@
 //! What can go wrong on the fabric, and what to do about it.
 //!
-//! A link fails once. Its first failure is kept, and everything that was under way gets a clone of it: the flush that
-//! follows is never shown.
+//! A link fails once. Its first failure is kept, and everything that was under way gets a clone of
+//! it: the flush that follows is never shown.
 
 mod io;
 
@@ -20,7 +20,8 @@ use crate::wire::Refusal;
 pub enum ErrorKind {
     /// RDMA is not to be had here: use another transport. See [`Error::absence`].
     Absent,
-    /// The host or the device has nothing left of something: the text has the figures. Free some, or raise the limit.
+    /// The host or the device has nothing left of something: the text has the figures. Free some,
+    /// or raise the limit.
     Resources,
     /// A queue is full: back-pressure. Go on when something has been taken out.
     Full,
@@ -42,7 +43,8 @@ pub enum ErrorKind {
     Denied,
     /// More than the peer or the configuration allows.
     TooLarge,
-    /// The local device was removed or failed: reconnect over another, or over the same when it is back.
+    /// The local device was removed or failed: reconnect over another, or over the same when it is
+    /// back.
     DeviceGone,
     /// The call was wrong: a bug in the caller.
     Misuse,
@@ -104,7 +106,14 @@ impl Error {
     /// A work request of a link ended with `status`.
     pub(crate) fn completion(kind: ErrorKind, what: String, status: Status) -> Self {
         let causes = OnceLock::new();
-        Self(Arc::new(Inner { kind, what, status: Some(status), refusal: None, causes, source: None }))
+        Self(Arc::new(Inner {
+            kind,
+            what,
+            status: Some(status),
+            refusal: None,
+            causes,
+            source: None,
+        }))
     }
 
     pub(crate) fn refused(peer: &str, refusal: Refusal) -> Self {
@@ -122,7 +131,8 @@ impl Error {
         }))
     }
 
-    /// Why RDMA is not even tried where the payload must be encrypted; `remedy` is how the caller can allow it all the same. For
+    /// Why RDMA is not even tried where the payload must be encrypted; `remedy` is how the caller
+    /// can allow it all the same. For
     /// [`Fabric::fell_back_to_tcp`](crate::Fabric::fell_back_to_tcp).
     #[must_use]
     pub fn clear_text(remedy: &'static str) -> Self {
@@ -148,7 +158,8 @@ impl Error {
         }))
     }
 
-    /// A device wanted a TCP port of the host's to listen for RDMA, as iWARP does, and our own TCP listener has it.
+    /// A device wanted a TCP port of the host's to listen for RDMA, as iWARP does, and our own TCP
+    /// listener has it.
     pub(crate) fn port_is_tcps(local: std::net::SocketAddr) -> Self {
         Self(Arc::new(Inner {
             kind: ErrorKind::Absent,
@@ -214,7 +225,8 @@ impl Error {
     }
 
     /// Likely causes by what was measured when it happened, the likeliest first. A fabric with
-    /// [command threads](crate::Builder::command_threads) measures there: then they are known a moment after the error.
+    /// [command threads](crate::Builder::command_threads) measures there: then they are known a
+    /// moment after the error.
     #[must_use]
     pub fn causes(&self) -> &[Cause] {
         self.0.causes.get().map_or(&[], Vec::as_slice)
@@ -266,7 +278,14 @@ impl From<ferrite_verbs::Error> for Error {
             _ => ErrorKind::System,
         };
         let (what, source) = (error.to_string(), Some(Source::Verbs(error)));
-        Self(Arc::new(Inner { kind, what, status: None, refusal: None, causes: OnceLock::new(), source }))
+        Self(Arc::new(Inner {
+            kind,
+            what,
+            status: None,
+            refusal: None,
+            causes: OnceLock::new(),
+            source,
+        }))
     }
 }
 
@@ -280,7 +299,14 @@ impl From<PoolError> for Error {
             Pool::Misuse => ErrorKind::Misuse,
         };
         let (what, source) = (error.to_string(), Some(Source::Pool(error)));
-        Self(Arc::new(Inner { kind, what, status: None, refusal: None, causes: OnceLock::new(), source }))
+        Self(Arc::new(Inner {
+            kind,
+            what,
+            status: None,
+            refusal: None,
+            causes: OnceLock::new(),
+            source,
+        }))
     }
 }
 

@@ -1,4 +1,5 @@
-//! The fabric: devices, completions, links, and one descriptor to wait on. It has no thread and no runtime of its own.
+//! The fabric: devices, completions, links, and one descriptor to wait on. It has no thread and no
+//! runtime of its own.
 //!
 //! | file | what it is |
 //! |---|---|
@@ -73,9 +74,9 @@ use wait_set::WaitSet;
 
 /// Drives links over one or more devices. Clones share it.
 ///
-/// It does nothing by itself: it is driven by [`Fabric::block_on`], by a tokio task ([`Fabric::drive`]), by a thread
-/// ([`Fabric::spawn_thread`]), or by hand from any event loop: wait until its descriptor ([`AsFd`]) is readable, then call
-/// [`Fabric::progress`].
+/// It does nothing by itself: it is driven by [`Fabric::block_on`], by a tokio task
+/// ([`Fabric::drive`]), by a thread ([`Fabric::spawn_thread`]), or by hand from any event loop:
+/// wait until its descriptor ([`AsFd`]) is readable, then call [`Fabric::progress`].
 ///
 /// ```
 /// use ferrite_fabric::{Config, Fabric};
@@ -98,7 +99,8 @@ use wait_set::WaitSet;
 #[derive(Clone)]
 pub struct Fabric(Arc<Handle>);
 
-/// What all users of a fabric have; the driver has [`Shared`] alone, and sees when the last of these is gone.
+/// What all users of a fabric have; the driver has [`Shared`] alone, and sees when the last of
+/// these is gone.
 struct Handle {
     shared: Arc<Shared>,
 }
@@ -132,7 +134,8 @@ pub(crate) struct Shared {
     instance: u64,
     /// Nobody but the driver has the fabric any more.
     abandoned: AtomicBool,
-    /// Tasks and threads that drive it, those in `block_on` included, and one for a loop that calls `progress`.
+    /// Tasks and threads that drive it, those in `block_on` included, and one for a loop that calls
+    /// `progress`.
     drivers: AtomicUsize,
     has_foreign_loop: AtomicBool,
     busy_poll_us: AtomicU32,
@@ -145,7 +148,8 @@ impl Drop for Shared {
     fn drop(&mut self) {
         // First: a command may have a queue pair whose requests are in a link.
         self.commands.close();
-        // Futures may outlive the fabric: nobody would answer them any more. Peers hear of it first.
+        // Futures may outlive the fabric: nobody would answer them any more. Peers hear of it
+        // first.
         let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         poller.hang_up();
         let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -199,8 +203,8 @@ impl Fabric {
         Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
     }
 
-    /// For who opens connections of other protocols and had to do so over TCP, though RDMA was preferred: warns and counts, as
-    /// for links.
+    /// For who opens connections of other protocols and had to do so over TCP, though RDMA was
+    /// preferred: warns and counts, as for links.
     #[must_use]
     pub fn fell_back_to_tcp(&self, peer: SocketAddr, error: Error) -> Fallback {
         let fallback = Fallback::new(error);
@@ -244,9 +248,9 @@ impl Fabric {
         &self.shared().unused
     }
 
-    /// Its devices that were removed or failed and are not back, each with what was found when it was last looked for. An
-    /// fabric looks for them by itself, after a second at first and every 8 seconds later, and goes on with a device of the
-    /// same name.
+    /// Its devices that were removed or failed and are not back, each with what was found when it
+    /// was last looked for. An fabric looks for them by itself, after a second at first and every 8
+    /// seconds later, and goes on with a device of the same name.
     #[must_use]
     pub fn missing_devices(&self) -> Vec<Error> {
         self.shared()
@@ -263,7 +267,8 @@ impl Fabric {
         &self.shared().config
     }
 
-    /// Registers `buf` on a device so that peers may reach it there with a grant ([`Region::grant`]), within `rights`.
+    /// Registers `buf` on a device so that peers may reach it there with a grant
+    /// ([`Region::grant`]), within `rights`.
     ///
     /// **Peers see what is in the buffer**: overwrite what its last user left there.
     ///
@@ -277,7 +282,10 @@ impl Fabric {
     ) -> Result<Region, (BufMut, Error)> {
         match self.shared().devices.iter().find(|shared| shared.name == device) {
             Some(device) => self.register_on(Some(device), buf, rights),
-            None => Err((buf, Error::new(ErrorKind::Misuse, format!("the fabric has no device {device}")))),
+            None => Err((
+                buf,
+                Error::new(ErrorKind::Misuse, format!("the fabric has no device {device}")),
+            )),
         }
     }
 
@@ -301,7 +309,8 @@ impl Shared {
         absence.unwrap_or_else(|| ferrite_verbs::Error::from(Absence::NoDevice).into())
     }
 
-    /// A link is well: what the port looks like now is kept for a diagnosis. That reads files of the kernel's.
+    /// A link is well: what the port looks like now is kept for a diagnosis. That reads files of
+    /// the kernel's.
     pub(crate) fn is_well(&self, link: &Arc<LinkShared>) {
         let link = Arc::clone(link);
         if self.commands.has_room(None) {
@@ -309,8 +318,8 @@ impl Shared {
         }
     }
 
-    /// Has the likely causes of an error of `link` looked for, where that may wait: in files of the kernel, and at the device.
-    /// Who has the error sees them when they are found.
+    /// Has the likely causes of an error of `link` looked for, where that may wait: in files of the
+    /// kernel, and at the device. Who has the error sees them when they are found.
     #[cold]
     pub(crate) fn diagnose(&self, link: &LinkShared, error: Error, failure: Failure) -> Error {
         let (source, told) = (link.source(), error.clone());
@@ -341,22 +350,25 @@ impl Shared {
         }
     }
 
-    /// What this side says of itself on its next link. The window shrinks when so many links could ask for more memory
-    /// than there is for receives.
+    /// What this side says of itself on its next link. The window shrinks when so many links could
+    /// ask for more memory than there is for receives.
     pub(crate) fn hello(&self, links: usize, moves: bool) -> Hello {
         let config = &self.config;
         let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
         let fits = each / u64::from(config.recv_buffer_size);
-        // A message lies in receives until it is whole, twice as many as it needs if its frames are short: one that takes
-        // them all would stop every link.
-        let largest = (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
+        // A message lies in receives until it is whole, twice as many as it needs if its frames are
+        // short: one that takes them all would stop every link.
+        let largest =
+            (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
         Hello {
             version: Version::CURRENT,
             features: Features::WRITE_IMM
                 | Features::ONE_SIDED
                 | if moves { Features::MOVE } else { Features::NONE },
             segment_bytes: config.recv_buffer_size,
-            window: u16::try_from(fits).unwrap_or(u16::MAX).clamp(*Hello::WINDOW.start(), config.window),
+            window: u16::try_from(fits)
+                .unwrap_or(u16::MAX)
+                .clamp(*Hello::WINDOW.start(), config.window),
             channels: config.channels,
             max_message_bytes: config.max_message_bytes.min(largest),
             instance: self.instance,

@@ -1,4 +1,5 @@
-//! A way in for the fuzz targets (`fuzz/`), behind the feature of the same name. No part of the interface.
+//! A way in for the fuzz targets (`fuzz/`), behind the feature of the same name. No part of the
+//! interface.
 
 use crate::link::inbox;
 use crate::link::message::Parts;

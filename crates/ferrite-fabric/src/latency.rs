@@ -58,12 +58,16 @@ impl LatencyStats {
 
     /// Each bucket's upper bound, and how many it counts; empty ones are left out.
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
-        let bounds =
-            self.buckets.iter().enumerate().map(|(at, count)| (Duration::from_nanos(1 << at), *count));
+        let bounds = self
+            .buckets
+            .iter()
+            .enumerate()
+            .map(|(at, count)| (Duration::from_nanos(1 << at), *count));
         bounds.filter(|(_, count)| *count > 0)
     }
 
-    /// A time within which so many percent were done: exact to a factor of two. Zero if there were none.
+    /// A time within which so many percent were done: exact to a factor of two. Zero if there were
+    /// none.
     #[must_use]
     pub fn within(&self, percent: f64) -> Duration {
         let wanted = self.count() as f64 * percent / 100.0;
@@ -97,7 +101,8 @@ mod tests {
         }
         let stats = histogram.snapshot();
         assert_eq!(stats.count(), 7);
-        let buckets: Vec<_> = stats.buckets().map(|(bound, count)| (bound.as_nanos(), count)).collect();
+        let buckets: Vec<_> =
+            stats.buckets().map(|(bound, count)| (bound.as_nanos(), count)).collect();
         assert_eq!(buckets, [(1, 1), (2, 1), (4, 1), (1024, 2), (2048, 1), (1 << 40, 1)]);
         assert_eq!(stats.within(50.0), Duration::from_nanos(1024));
         assert_eq!(stats.within(100.0), Duration::from_nanos(1 << 40));

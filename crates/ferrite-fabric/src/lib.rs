@@ -12,9 +12,9 @@
 //! | [`wire`] | what links say to each other |
 //! | [`diagnose`] | why a link failed, by what can be measured |
 //!
-//! Safety in one paragraph: a buffer is a value. Whoever has it may use its memory; the device may use it only
-//! while an operation owns the value. `unsafe` stands in `src/mem` and in `src/fabric/slots.rs`, where requests in flight
-//! own their buffers.
+//! Safety in one paragraph: a buffer is a value. Whoever has it may use its memory; the device may
+//! use it only while an operation owns the value. `unsafe` stands in `src/mem` and in
+//! `src/fabric/slots.rs`, where requests in flight own their buffers.
 
 mod connect;
 pub mod descriptors;
@@ -38,16 +38,20 @@ mod stream;
 mod sync;
 pub mod wire;
 
-pub use connect::{ConnectOptions, Connecting, ConnectingAny, ConnectingEither, ConnectingRaw, Met};
+pub use connect::{
+    ConnectOptions, Connecting, ConnectingAny, ConnectingEither, ConnectingRaw, Met,
+};
 pub use error::{Error, ErrorKind};
 pub use fabric::{Builder, Config, Fabric, FabricStats};
 pub use ferrite_verbs::Status; // of errors, and counted by fabrics
 pub use latency::LatencyStats;
 pub use link::{
-    Arrival, Done, Ending, Link, LinkStats, Message, Preparing, RawConnection, ReadError, Reading, Receiving,
-    Sending, Transport, Writing,
+    Arrival, Done, Ending, Link, LinkStats, Message, Preparing, RawConnection, ReadError, Reading,
+    Receiving, Sending, Transport, Writing,
 };
-pub use listener::{Accepting, ForeignPeers, ForeignTcpPeer, ForeignTcpPeers, ListenOptions, Listener};
+pub use listener::{
+    Accepting, ForeignPeers, ForeignTcpPeer, ForeignTcpPeers, ListenOptions, Listener,
+};
 pub use log_limit::{LogLimit, Suppressed};
 pub use one_sided::{Region, Revoking};
 pub use policy::{Fallback, FallbackCause, Meet, Rdma};

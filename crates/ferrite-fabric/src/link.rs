@@ -66,10 +66,11 @@ impl fmt::Display for Transport {
     }
 }
 
-/// A connection to a peer. Clones share it; when the last is dropped, what was sent is delivered and the link closes.
+/// A connection to a peer. Clones share it; when the last is dropped, what was sent is delivered
+/// and the link closes.
 ///
-/// Messages on one channel arrive in order, each once, or the link is down. A large message does not hold up those on
-/// other channels.
+/// Messages on one channel arrive in order, each once, or the link is down. A large message does
+/// not hold up those on other channels.
 ///
 /// ```no_run
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
@@ -109,7 +110,8 @@ impl Link {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Sends a message on a channel: waits for room in the queue, then until the peer's device has it.
+    /// Sends a message on a channel: waits for room in the queue, then until the peer's device has
+    /// it.
     pub fn send(&self, channel: u16, buf: impl Into<Buf>) -> Sending {
         self.send_parts(channel, vec![buf.into()])
     }
@@ -119,7 +121,8 @@ impl Link {
         Sending::new(Arc::clone(self.shared()), channel, parts)
     }
 
-    /// WaitSet until the queue takes something: for [`Link::post`] and the one-sided operations, which do not wait.
+    /// WaitSet until the queue takes something: for [`Link::post`] and the one-sided operations,
+    /// which do not wait.
     ///
     /// # Errors
     /// The link is down or closing.
@@ -136,7 +139,8 @@ impl Link {
         self.send_parts(channel, parts).await
     }
 
-    /// Sends a message and forgets it: delivered in its turn, or the link goes down. Allocates nothing.
+    /// Sends a message and forgets it: delivered in its turn, or the link goes down. Allocates
+    /// nothing.
     ///
     /// # Errors
     /// The buffer comes back, with kind [`ErrorKind::Full`] when the queue is: back-pressure.
@@ -166,8 +170,8 @@ impl Link {
         copied.collect()
     }
 
-    /// The next message. Messages that came before the link ended are still delivered; then it fails, with kind
-    /// [`ErrorKind::Closed`] after a close in good order.
+    /// The next message. Messages that came before the link ended are still delivered; then it
+    /// fails, with kind [`ErrorKind::Closed`] after a close in good order.
     pub fn recv(&self) -> Receiving<'_> {
         Receiving(self.shared())
     }
@@ -183,9 +187,14 @@ impl Link {
     /// Reads `buf.len()` bytes at `offset` of what the peer has granted.
     ///
     /// # Errors
-    /// At once, with the buffer: [`ErrorKind::Denied`] if the grant does not cover it, [`ErrorKind::Full`] if the queue
-    /// is. Later through [`Reading`].
-    pub fn rdma_read(&self, grant: &GrantToken, offset: u64, buf: BufMut) -> Result<Reading, ReadError> {
+    /// At once, with the buffer: [`ErrorKind::Denied`] if the grant does not cover it,
+    /// [`ErrorKind::Full`] if the queue is. Later through [`Reading`].
+    pub fn rdma_read(
+        &self,
+        grant: &GrantToken,
+        offset: u64,
+        buf: BufMut,
+    ) -> Result<Reading, ReadError> {
         self.shared()
             .one_sided(grant, Rights::READ, offset, Held::Unique(buf), (Kind::Read, 0))
             .map(|ticket| Reading::new(Arc::clone(self.shared()), ticket))
@@ -196,7 +205,12 @@ impl Link {
     ///
     /// # Errors
     /// As for [`Link::rdma_read`].
-    pub fn rdma_write(&self, grant: &GrantToken, offset: u64, buf: impl Into<Buf>) -> Result<Writing, Error> {
+    pub fn rdma_write(
+        &self,
+        grant: &GrantToken,
+        offset: u64,
+        buf: impl Into<Buf>,
+    ) -> Result<Writing, Error> {
         self.write(grant, offset, buf.into(), (Kind::Write, 0))
     }
 
@@ -214,15 +228,21 @@ impl Link {
         self.write(grant, offset, buf.into(), (Kind::Notice, imm))
     }
 
-    fn write(&self, grant: &GrantToken, offset: u64, buf: Buf, kind: (Kind, u32)) -> Result<Writing, Error> {
+    fn write(
+        &self,
+        grant: &GrantToken,
+        offset: u64,
+        buf: Buf,
+        kind: (Kind, u32),
+    ) -> Result<Writing, Error> {
         self.shared()
             .one_sided(grant, Rights::WRITE, offset, Held::Shared(buf), kind)
             .map(|ticket| Writing::new(Arc::clone(self.shared()), ticket))
             .map_err(|(_, error)| error)
     }
 
-    /// Registers `buf` so that peers may reach it: see [`Fabric::register_memory`]. It is reachable through this link's
-    /// device.
+    /// Registers `buf` so that peers may reach it: see [`Fabric::register_memory`]. It is reachable
+    /// through this link's device.
     ///
     /// # Errors
     /// The buffer comes back, with what the device or the locked-memory limit said.
@@ -230,11 +250,12 @@ impl Link {
         self.0.fabric.register_on(self.shared().device().as_ref(), buf, rights)
     }
 
-    /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The peer's messages that came
-    /// before can still be received. It goes on if this is not awaited.
+    /// Closes: nothing new is taken, what was sent is delivered, then both sides hang up. The
+    /// peer's messages that came before can still be received. It goes on if this is not awaited.
     ///
     /// # Errors
-    /// How the link ended if not in good order, [`ErrorKind::Timeout`] if the peer did not take what was sent in time.
+    /// How the link ended if not in good order, [`ErrorKind::Timeout`] if the peer did not take
+    /// what was sent in time.
     pub fn close(&self) -> Ending {
         self.shared().close();
         Ending(Arc::clone(self.shared()))
@@ -250,8 +271,9 @@ impl Link {
         self.shared().fail(Error::new(ErrorKind::Closed, "the link was aborted on this side"));
     }
 
-    /// Leaves RDMA for TCP now, as if the path were lost: before work on a network card, or to see what happens. Nothing is
-    /// lost. It goes back by itself, after `upgrade_after` at the earliest. `false` if it cannot move or is not on RDMA.
+    /// Leaves RDMA for TCP now, as if the path were lost: before work on a network card, or to see
+    /// what happens. Nothing is lost. It goes back by itself, after `upgrade_after` at the
+    /// earliest. `false` if it cannot move or is not on RDMA.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn leave_rdma(&self) -> bool {
         self.shared().with(|state, _, _| state.leave())

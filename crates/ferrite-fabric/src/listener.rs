@@ -29,9 +29,9 @@ use rdma::Half;
 /// Links that are open and that nobody has accepted yet.
 const BACKLOG: usize = 1024;
 /// Requests of peers without a hello that nobody has looked at yet.
-const STRANGERS: usize = 64;
+const FOREIGN_PEERS: usize = 64;
 /// The same over TCP, where they cost less.
-const TCP_STRANGERS: usize = 1024;
+const FOREIGN_TCP_PEERS: usize = 1024;
 
 pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
@@ -102,8 +102,9 @@ impl ListenerShared {
         .await
     }
 
-    /// Whether a connection that came for this address is for the listener. The kernel is not always so strict: a listener on
-    /// 127.0.0.1 hears of whoever calls any address of the device that the kernel chose for it.
+    /// Whether a connection that came for this address is for the listener. The kernel is not
+    /// always so strict: a listener on 127.0.0.1 hears of whoever calls any address of the device
+    /// that the kernel chose for it.
     pub(crate) fn is_at(&self, local: Option<SocketAddr>) -> bool {
         let ip = self.ip.to_canonical();
         ip.is_unspecified() || local.is_some_and(|local| local.ip().to_canonical() == ip)
@@ -126,7 +127,7 @@ impl ListenerShared {
         wakes: &mut Wakes,
     ) -> Result<(), Box<ConnectionRequest>> {
         let mut queue = lock(&self.queue);
-        if !queue.foreign_peers.have_room(STRANGERS) {
+        if !queue.foreign_peers.have_room(FOREIGN_PEERS) {
             return Err(Box::new(request));
         }
         queue.foreign_peers.push(request, wakes);
@@ -134,7 +135,7 @@ impl ListenerShared {
     }
 
     pub(crate) fn accepts_foreign_tcp_peers(&self) -> bool {
-        lock(&self.queue).foreign_tcp_peers.have_room(TCP_STRANGERS)
+        lock(&self.queue).foreign_tcp_peers.have_room(FOREIGN_TCP_PEERS)
     }
 
     pub(crate) fn foreign_tcp_peer(&self, foreign_peer: ForeignTcpPeer, wakes: &mut Wakes) {
@@ -204,21 +205,23 @@ impl ListenOptions {
         self
     }
 
-    /// Every peer that comes over RDMA is a foreign peer, what it says of itself notwithstanding: see [`Listener::foreign peers`]. For
-    /// who speaks another protocol and nothing else.
+    /// Every peer that comes over RDMA is a foreign peer, what it says of itself notwithstanding:
+    /// see [`Listener::foreign peers`]. For who speaks another protocol and nothing else.
     pub fn foreign_peers_only(mut self) -> Self {
         self.foreign_peers_only = true;
         self
     }
 
-    /// Foreign peers are welcome from the start: who takes them ([`Listener::foreign peers`], [`Listener::foreign_tcp_peers`]) finds those that
-    /// came before it was ready. Otherwise they are refused until then.
+    /// Foreign peers are welcome from the start: who takes them ([`Listener::foreign peers`],
+    /// [`Listener::foreign_tcp_peers`]) finds those that came before it was ready. Otherwise they
+    /// are refused until then.
     pub fn accept_foreign_peers(mut self) -> Self {
         self.accept_foreign_peers = true;
         self
     }
 
-    /// `[::]` takes IPv6 alone, so that another listener can have `0.0.0.0` at the same port. Otherwise it takes both.
+    /// `[::]` takes IPv6 alone, so that another listener can have `0.0.0.0` at the same port.
+    /// Otherwise it takes both.
     pub fn one_family(mut self) -> Self {
         self.one_family = true;
         self
@@ -230,7 +233,8 @@ impl ListenOptions {
         self
     }
 
-    /// Nothing in clear text. RDMA payload is, so only TCP with TLS is taken: see [`ListenOptions::tls`].
+    /// Nothing in clear text. RDMA payload is, so only TCP with TLS is taken: see
+    /// [`ListenOptions::tls`].
     pub fn require_encryption(mut self) -> Self {
         self.require_encryption = true;
         self
@@ -238,15 +242,17 @@ impl ListenOptions {
 }
 
 impl Fabric {
-    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one, the same for both. A loopback
-    /// address takes TCP alone: RDMA has none, and the kernel would open the port to other hosts. A
-    /// listener on the address of a device that is removed or reset goes on with TCP, and takes RDMA again some seconds after
-    /// the device is back; one for RDMA alone ends. One on all addresses (`0.0.0.0` or `[::]`) is never lost.
+    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one,
+    /// the same for both. A loopback address takes TCP alone: RDMA has none, and the kernel would
+    /// open the port to other hosts. A listener on the address of a device that is removed or reset
+    /// goes on with TCP, and takes RDMA again some seconds after the device is back; one for RDMA
+    /// alone ends. One on all addresses (`0.0.0.0` or `[::]`) is never lost.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or not of this host. Where RDMA is required:
-    /// [`ErrorKind::Absent`](crate::ErrorKind::Absent) without a connection manager,
-    /// [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no RDMA device has the address.
+    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or not of this
+    /// host. Where RDMA is required: [`ErrorKind::Absent`](crate::ErrorKind::Absent) without a
+    /// connection manager, [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no RDMA
+    /// device has the address.
     pub fn listen(&self, local: SocketAddr) -> Result<Listener, Error> {
         self.listen_with(local, &ListenOptions::new())
     }
@@ -255,7 +261,11 @@ impl Fabric {
     ///
     /// # Errors
     /// As [`Fabric::listen`].
-    pub fn listen_with(&self, local: SocketAddr, options: &ListenOptions) -> Result<Listener, Error> {
+    pub fn listen_with(
+        &self,
+        local: SocketAddr,
+        options: &ListenOptions,
+    ) -> Result<Listener, Error> {
         /// A port that TCP has free may be taken for RDMA.
         const TRIES: usize = 8;
         let policy = match options.rdma.unwrap_or(self.config().rdma) {
@@ -268,7 +278,8 @@ impl Fabric {
         };
         let tls = options.tls.clone().or_else(|| self.shared().tls.server.clone());
         if options.require_encryption && tls.is_none() {
-            let what = "encryption is required, and there is no TLS configuration (ListenOptions::tls)";
+            let what =
+                "encryption is required, and there is no TLS configuration (ListenOptions::tls)";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let listener = Arc::new(ListenerShared {
@@ -280,7 +291,8 @@ impl Fabric {
         });
         {
             let mut queue = lock(&listener.queue);
-            queue.foreign_peers.are_welcome = options.accept_foreign_peers || options.foreign_peers_only;
+            queue.foreign_peers.are_welcome =
+                options.accept_foreign_peers || options.foreign_peers_only;
             queue.foreign_tcp_peers.are_welcome = options.accept_foreign_peers;
         }
         let one_family = options.one_family && local.is_ipv6();
@@ -290,8 +302,12 @@ impl Fabric {
                 let (tcp, bound) = match policy {
                     Rdma::Require => (None, local),
                     Rdma::Prefer | Rdma::Forbid => {
-                        let (tcp, bound) =
-                            poller.listen_tcp(shared, (local, one_family), tls.clone(), &listener)?;
+                        let (tcp, bound) = poller.listen_tcp(
+                            shared,
+                            (local, one_family),
+                            tls.clone(),
+                            &listener,
+                        )?;
                         (Some(tcp), bound)
                     }
                 };
@@ -322,17 +338,27 @@ impl Fabric {
                     if has_rdma && (options.accept_foreign_peers || options.foreign_peers_only) {
                         self.warn_of_shared_memory(local);
                     }
-                    return Ok(Listener { fabric: self.clone(), shared: listener, tcp, local, absence });
+                    return Ok(Listener {
+                        fabric: self.clone(),
+                        shared: listener,
+                        tcp,
+                        local,
+                        absence,
+                    });
                 }
                 Err(error)
-                    if policy == Rdma::Prefer && local.port() == 0 && error.kind() == ErrorKind::Misuse =>
+                    if policy == Rdma::Prefer
+                        && local.port() == 0
+                        && error.kind() == ErrorKind::Misuse =>
                 {
                     last = Some(error);
                 }
                 Err(error) => return Err(error),
             }
         }
-        Err(last.unwrap_or_else(|| Error::new(ErrorKind::System, "no port is free for both RDMA and TCP")))
+        Err(last.unwrap_or_else(|| {
+            Error::new(ErrorKind::System, "no port is free for both RDMA and TCP")
+        }))
     }
 }
 
@@ -364,14 +390,16 @@ impl Fabric {
 }
 
 impl Listener {
-    /// The descriptors that hold its port: of the TCP socket, and of the connection manager for RDMA. For a process that forks
-    /// without exec: a child that keeps them keeps the port when its parent has ended.
+    /// The descriptors that hold its port: of the TCP socket, and of the connection manager for
+    /// RDMA. For a process that forks without exec: a child that keeps them keeps the port when its
+    /// parent has ended.
     #[must_use]
     pub fn descriptors(&self) -> Vec<RawFd> {
         self.fabric.shared().with_poller(|poller, _| {
             let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
             let has_rdma = lock(&self.shared.rdma).is_some(); // or had, and will have it again
-            let cm = poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
+            let cm =
+                poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
             tcp.into_iter().chain(cm).collect()
         })
     }
@@ -474,12 +502,21 @@ mod tests {
             moves: false,
             foreign_peers_only: false,
         };
-        let called = |address: &str| Some(SocketAddr::new(address.parse().expect("an address"), 6380));
-        assert!(at("10.0.0.1").is_at(called("10.0.0.1")) && at("10.0.0.1").is_at(called("::ffff:10.0.0.1")));
-        assert!(!at("10.0.0.1").is_at(called("10.0.0.2")) && !at("127.0.0.1").is_at(called("10.0.0.1")));
+        let called =
+            |address: &str| Some(SocketAddr::new(address.parse().expect("an address"), 6380));
+        assert!(
+            at("10.0.0.1").is_at(called("10.0.0.1"))
+                && at("10.0.0.1").is_at(called("::ffff:10.0.0.1"))
+        );
+        assert!(
+            !at("10.0.0.1").is_at(called("10.0.0.2")) && !at("127.0.0.1").is_at(called("10.0.0.1"))
+        );
         assert!(!at("10.0.0.1").is_at(None), "when in doubt, no");
         for all in ["0.0.0.0", "::"] {
-            assert!(at(all).is_at(called("10.0.0.1")) && at(all).is_at(called("2001:db8::1")), "{all}");
+            assert!(
+                at(all).is_at(called("10.0.0.1")) && at(all).is_at(called("2001:db8::1")),
+                "{all}"
+            );
         }
     }
 }

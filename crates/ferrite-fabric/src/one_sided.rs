@@ -1,13 +1,14 @@
 //! Memory that peers reach without asking each time: regions, grants and their end.
 //!
-//! A [`Region`] is a buffer registered for remote access. A peer learns of it by a [`GrantToken`], which the application
-//! sends like any bytes. Taking it back has two steps, because a device cannot be asked to stop an access in the middle
-//! without breaking the peer's connection:
+//! A [`Region`] is a buffer registered for remote access. A peer learns of it by a [`GrantToken`],
+//! which the application sends like any bytes. Taking it back has two steps, because a device
+//! cannot be asked to stop an access in the middle without breaking the peer's connection:
 //!
-//! 1. Every link that was given the grant is told. The peer's fabric starts nothing new with it, waits for what it has
-//!    under way, and says so.
-//! 2. When all have answered, or their time is over, the registration ends. From then on the device refuses the key,
-//!    whoever has it. A peer that did not listen loses its link by its next access; others notice nothing.
+//! 1. Every link that was given the grant is told. The peer's fabric starts nothing new with it,
+//!    waits for what it has under way, and says so.
+//! 2. When all have answered, or their time is over, the registration ends. From then on the device
+//!    refuses the key, whoever has it. A peer that did not listen loses its link by its next
+//!    access; others notice nothing.
 //!
 //! Where the device has memory windows of type 2, each link that is given a grant has a window of
 //! its own, bound to its queue pair: a token that is handed on is worth nothing on another link.
@@ -103,7 +104,12 @@ pub(crate) enum Door {
 
 impl Door {
     /// `None` if the device or the host refuses.
-    fn open(pool: &Pool, exposed: &mut Exposed, device: &SharedDevice, access: Access) -> Option<Self> {
+    fn open(
+        pool: &Pool,
+        exposed: &mut Exposed,
+        device: &SharedDevice,
+        access: Access,
+    ) -> Option<Self> {
         match device.has_windows() {
             true => pool.open_window(exposed, device.index, access).ok().map(Self::Window),
             false => pool.expose_also(exposed, device.index, access).ok().map(Self::Shared),
@@ -134,7 +140,9 @@ impl Region {
     ) -> Result<Self, (BufMut, Error)> {
         let exposed = match device {
             // Each link that it is granted to has a window of its own on it.
-            Some(device) if device.has_windows() => fabric.pool().expose(buf, device.index, Access::WINDOWS),
+            Some(device) if device.has_windows() => {
+                fabric.pool().expose(buf, device.index, Access::WINDOWS)
+            }
             Some(device) => fabric.pool().expose(buf, device.index, access_of(rights)),
             None => fabric.pool().expose_without_device(buf),
         };
@@ -150,7 +158,8 @@ impl Region {
         });
         lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
         if let Some(device) = device.filter(|device| device.is_gone()) {
-            // Since the pool gave us its domain: this may have been too late to be ended with the others.
+            // Since the pool gave us its domain: this may have been too late to be ended with the
+            // others.
             let mut wakes = Wakes::new();
             regions.on_device_gone(device, fabric.shared().config.rdma == Rdma::Prefer, &mut wakes);
             wakes.into_iter().for_each(Waker::wake);
@@ -174,7 +183,9 @@ impl Region {
         });
         let mut door = None;
         if let State::Live { granted, exposed } = &mut *lock(&self.shared.state) {
-            door = device.as_ref().and_then(|device| Door::open(self.fabric.pool(), exposed, device, access));
+            door = device
+                .as_ref()
+                .and_then(|device| Door::open(self.fabric.pool(), exposed, device, access));
             let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link));
             if !known {
                 granted.retain(|link| link.strong_count() > 0);
@@ -225,7 +236,8 @@ impl Region {
         matches!(&*lock(&self.shared.state), State::Live { .. })
     }
 
-    /// Copies bytes out. What a peer writes meanwhile may be seen in part. `false` when it is revoked.
+    /// Copies bytes out. What a peer writes meanwhile may be seen in part. `false` when it is
+    /// revoked.
     ///
     /// # Panics
     /// If they are not within it.
@@ -255,14 +267,16 @@ impl Region {
         }
     }
 
-    /// Takes it back from all peers: when this is ready, none can read or write a byte of it any more. Peers have
-    /// `peer_timeout` to finish what they have under way.
+    /// Takes it back from all peers: when this is ready, none can read or write a byte of it any
+    /// more. Peers have `peer_timeout` to finish what they have under way.
     ///
     /// # Errors
     /// What the device said if it did not let go; the memory is then never used again.
     pub fn revoke(self) -> Revoking {
         let shared = Arc::clone(&self.shared);
-        self.fabric.shared().with_poller(|poller, fabric| fabric.regions.begin(poller, fabric, &shared));
+        self.fabric
+            .shared()
+            .with_poller(|poller, fabric| fabric.regions.begin(poller, fabric, &shared));
         Revoking { region: self }
     }
 }
@@ -315,7 +329,9 @@ impl Regions {
     /// Carries out what the peer of `link` asks over TCP; `false` if it was not granted.
     pub(crate) fn serve(&self, link: &Arc<LinkShared>, request: Request<'_>) -> bool {
         let (grant, offset, len, needs) = match &request {
-            Request::Write { grant, offset, bytes } => (*grant, *offset, bytes.len(), Rights::WRITE),
+            Request::Write { grant, offset, bytes } => {
+                (*grant, *offset, bytes.len(), Rights::WRITE)
+            }
             Request::Read { grant, offset, into } => (*grant, *offset, into.len(), Rights::READ),
         };
         let Some(region) = self.get(grant).filter(|region| region.rights.contains(needs)) else {
@@ -329,7 +345,9 @@ impl Regions {
                 given.then_some(exposed)
             }
             // Until it has let go.
-            State::Revoking { exposed, waiting, .. } => waiting.contains(&link.index).then_some(exposed),
+            State::Revoking { exposed, waiting, .. } => {
+                waiting.contains(&link.index).then_some(exposed)
+            }
             State::Revoked(_) | State::Failed(_) => None,
         };
         let Some(exposed) = exposed.filter(|_| within) else { return false };
@@ -340,8 +358,8 @@ impl Regions {
         true
     }
 
-    /// How the regions that `link` was granted are reached on `device`: registered there too, if they
-    /// were not.
+    /// How the regions that `link` was granted are reached on `device`: registered there too, if
+    /// they were not.
     pub(crate) fn doors_for(
         &self,
         shared: &Shared,
@@ -379,7 +397,9 @@ impl Regions {
         }
         region.wait_for(told);
         region.finish_if_released(&mut poller.wakes, false);
-        poller.timers.add(Instant::now() + shared.config.peer_timeout, Timer::Revocation(region.id));
+        poller
+            .timers
+            .add(Instant::now() + shared.config.peer_timeout, Timer::Revocation(region.id));
     }
 
     /// The time of a grant is over.
@@ -451,7 +471,9 @@ impl RegionShared {
         let state = &mut *lock(&self.state);
         let live = std::mem::replace(state, State::Revoked(None));
         *state = match live {
-            State::Live { exposed, .. } => State::Revoking { exposed, waiting: links, wakes: Wakes::new() },
+            State::Live { exposed, .. } => {
+                State::Revoking { exposed, waiting: links, wakes: Wakes::new() }
+            }
             other => other,
         };
     }
@@ -463,7 +485,8 @@ impl RegionShared {
             State::Revoking { waiting, .. } if waiting.is_empty() || at_all_events => {}
             _ => return,
         }
-        let State::Revoking { exposed, wakes: waiting, .. } = std::mem::replace(state, State::Revoked(None))
+        let State::Revoking { exposed, wakes: waiting, .. } =
+            std::mem::replace(state, State::Revoked(None))
         else {
             return;
         };

@@ -62,10 +62,11 @@ impl FromStr for Rdma {
 pub enum Meet {
     /// By RDMA CM.
     Cm,
-    /// Over a TCP connection, which stays open: as the way back, and because its end is how a peer is heard to go. For
-    /// networks where RDMA CM does not get through.
+    /// Over a TCP connection, which stays open: as the way back, and because its end is how a peer
+    /// is heard to go. For networks where RDMA CM does not get through.
     TcpFirst,
-    /// By RDMA CM; where RDMA is preferred and that does not work, over TCP, from where the link upgrades when it can.
+    /// By RDMA CM; where RDMA is preferred and that does not work, over TCP, from where the link
+    /// upgrades when it can.
     #[default]
     Auto,
 }
@@ -155,9 +156,10 @@ impl FallbackCause {
             ErrorKind::Absent => Self::NoDevice,
             ErrorKind::Resources | ErrorKind::Full => Self::Resources,
             ErrorKind::Refused => Self::Refused,
-            ErrorKind::Unreachable | ErrorKind::Timeout | ErrorKind::LinkDown | ErrorKind::PeerStalled => {
-                Self::Unreachable
-            }
+            ErrorKind::Unreachable
+            | ErrorKind::Timeout
+            | ErrorKind::LinkDown
+            | ErrorKind::PeerStalled => Self::Unreachable,
             ErrorKind::DeviceGone => Self::DeviceGone,
             _ => Self::Other,
         }

@@ -1,9 +1,9 @@
 //! Numbers that nobody can guess, from the operating system's generator.
 //!
-//! Whoever knows the session ids of a link may take it over, whoever knows a queue pair's next packet
-//! number may forge packets, and whoever knows the token of a module's session may pass for its
-//! connection to the fabric. The standard library's `RandomState` is seeded once per thread
-//! and counts from there: good for hash tables, no secret.
+//! Whoever knows the session ids of a link may take it over, whoever knows a queue pair's next
+//! packet number may forge packets, and whoever knows the token of a module's session may pass for
+//! its connection to the fabric. The standard library's `RandomState` is seeded once per thread and
+//! counts from there: good for hash tables, no secret.
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};

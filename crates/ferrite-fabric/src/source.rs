@@ -1,11 +1,12 @@
-//! Who a peer is, wherever peers are counted, limited or held to account: handshakes under way, commands, memory, requests
-//! that a device refused.
+//! Who a peer is, wherever peers are counted, limited or held to account: handshakes under way,
+//! commands, memory, requests that a device refused.
 //!
 //! One meaning for all, because a peer that is two sources in one place has twice its share there.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Where a peer is: an IPv4 address, or the first 64 bits of an IPv6 address, of which one host may use all.
+/// Where a peer is: an IPv4 address, or the first 64 bits of an IPv6 address, of which one host may
+/// use all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Source(IpAddr);
 
@@ -40,7 +41,8 @@ pub(crate) mod tests {
         assert_eq!(source("2001:db8::1"), source("2001:db8::ffff:0:1"), "one host has a whole /64");
         assert_ne!(source("2001:db8::1"), source("2001:db8:0:1::1"));
         assert_ne!(source("10.0.0.1"), source("10.0.0.2"));
-        let scoped = |scope| Source::of(format!("[fe80::1%{scope}]:1").parse().expect("an address"));
+        let scoped =
+            |scope| Source::of(format!("[fe80::1%{scope}]:1").parse().expect("an address"));
         assert_eq!(scoped(1), scoped(2), "whatever the interface");
         assert_eq!(Source::of_any(None), Source::UNKNOWN);
     }

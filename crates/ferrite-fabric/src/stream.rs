@@ -7,10 +7,12 @@
 //! | `split.rs` | the two directions apart |
 //! | `listener.rs` | where streams come in |
 //!
-//! Bytes travel as messages on channel 0, cut as the writer likes: where one ends means nothing. An empty message says that
-//! the sender writes no more; the other direction goes on. A peer that closes the link in good order ends both.
+//! Bytes travel as messages on channel 0, cut as the writer likes: where one ends means nothing. An
+//! empty message says that the sender writes no more; the other direction goes on. A peer that
+//! closes the link in good order ends both.
 //!
-//! The end of a stream and a failure are never mixed up: a reader sees the end only if the peer said so.
+//! The end of a stream and a failure are never mixed up: a reader sees the end only if the peer
+//! said so.
 
 mod listener;
 mod reader;
@@ -41,12 +43,12 @@ const CHANNEL: u16 = 0;
 
 /// A connection as a stream of bytes: stands in for `tokio::net::TcpStream`.
 ///
-/// A write copies and returns: many are under way at a time, and a peer that does not read stops the writer when the
-/// link's queue is full. Nothing has to be flushed. Dropping the stream delivers what was written, as far as the fabric is
-/// driven on; then the peer reads the end.
+/// A write copies and returns: many are under way at a time, and a peer that does not read stops
+/// the writer when the link's queue is full. Nothing has to be flushed. Dropping the stream
+/// delivers what was written, as far as the fabric is driven on; then the peer reads the end.
 ///
-/// Reads and writes may be cancelled: bytes that were not returned were not taken, and a write that was not ready has sent
-/// nothing.
+/// Reads and writes may be cancelled: bytes that were not returned were not taken, and a write that
+/// was not ready has sent nothing.
 ///
 /// ```
 /// use ferrite_fabric::{Fabric, Stream, StreamListener};
@@ -101,14 +103,15 @@ impl Stream {
         Ok(Self::new(fabric.connect_with(peer, options).await?))
     }
 
-    /// A stream over a link, which both sides must take for one. What else is sent on channel 0 would be taken for bytes;
-    /// what comes on other channels is dropped.
+    /// A stream over a link, which both sides must take for one. What else is sent on channel 0
+    /// would be taken for bytes; what comes on other channels is dropped.
     #[must_use]
     pub fn new(link: Link) -> Self {
         Self { writer: Writer::new(link.clone()), reader: Reader::new(link) }
     }
 
-    /// The link below: its counts, its addresses, and [`Link::abort`] for an end that the peer takes for a failure.
+    /// The link below: its counts, its addresses, and [`Link::abort`] for an end that the peer
+    /// takes for a failure.
     #[must_use]
     pub fn link(&self) -> &Link {
         &self.reader.link
@@ -138,7 +141,8 @@ impl Stream {
 
     /// The next bytes where the device put them, without a copy; empty at the end.
     ///
-    /// They keep memory of the receive reserve, a block of `recv_buffer_size` for a frame: for passing on, not for keeping.
+    /// They keep memory of the receive reserve, a block of `recv_buffer_size` for a frame: for
+    /// passing on, not for keeping.
     ///
     /// # Errors
     /// How the link failed.
@@ -146,7 +150,8 @@ impl Stream {
         poll_fn(|cx| self.reader.poll_bytes(cx)).await
     }
 
-    /// As [`AsyncWrite::poll_write`], but what is in the memory of the link's fabric leaves from where it lies, without a copy.
+    /// As [`AsyncWrite::poll_write`], but what is in the memory of the link's fabric leaves from
+    /// where it lies, without a copy.
     ///
     /// # Errors
     /// How the link failed.
@@ -166,7 +171,11 @@ impl AsyncRead for Stream {
 }
 
 impl AsyncWrite for Stream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.writer.poll_write(cx, &[IoSlice::new(bytes)])
     }
 

@@ -14,8 +14,8 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Runs `act` in every order that the bounds allow (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`), and says how many these
-/// were.
+/// Runs `act` in every order that the bounds allow (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`),
+/// and says how many these were.
 #[cfg(all(test, loom))]
 #[expect(clippy::print_stdout, reason = "what `cargo xtask loom` reads")]
 pub(crate) fn explore(what: &str, act: impl Fn() + Send + Sync + 'static) {

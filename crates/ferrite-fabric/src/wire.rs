@@ -1,4 +1,5 @@
-//! What links say to each other: pure values and their bytes, no I/O. For peers in other languages: `docs/wire.md`.
+//! What links say to each other: pure values and their bytes, no I/O. For peers in other languages:
+//! `docs/wire.md`.
 //!
 //! | message | where it travels |
 //! |---|---|
@@ -9,9 +10,9 @@
 //! | [`TcpFrame`] | before everything on a TCP path |
 //! | [`GrantToken`] | anywhere in the application's messages |
 //!
-//! Rules of all layouts: integers are little-endian; reserved bytes are sent as zeros and ignored when received; so is
-//! whatever follows a layout, because the CM pads private data. A decoder takes any bytes, never panics, and never
-//! allocates by a number of the peer's.
+//! Rules of all layouts: integers are little-endian; reserved bytes are sent as zeros and ignored
+//! when received; so is whatever follows a layout, because the CM pads private data. A decoder
+//! takes any bytes, never panics, and never allocates by a number of the peer's.
 
 mod address;
 mod control;
@@ -29,14 +30,15 @@ pub use grant::{GRANT_BYTES, GrantError, GrantToken, Rights};
 pub use greeting::{GREETING_BYTES, Greeting, Resume};
 pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
 pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};
-pub use tcp_frame::{PARCEL_BYTES, TcpFrame, TcpFrameKind};
+pub use tcp_frame::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
 /// The `N` bytes of a field, if the message is long enough.
 fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk().copied()
 }
 
-/// Writes a field of a message that we lay out ourselves: `at` and the length are constants of the layout.
+/// Writes a field of a message that we lay out ourselves: `at` and the length are constants of the
+/// layout.
 fn put<const N: usize>(bytes: &mut [u8], at: usize, field: [u8; N]) {
     bytes[at..at + N].copy_from_slice(&field);
 }

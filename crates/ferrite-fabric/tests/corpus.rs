@@ -1,5 +1,5 @@
-//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`): what a fuzzer once found fails here, without
-//! one.
+//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`): what a fuzzer once found
+//! fails here, without one.
 
 #[path = "../../../fuzz/src/fabric/checks.rs"]
 pub mod checks;

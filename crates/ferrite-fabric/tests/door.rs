@@ -1,4 +1,5 @@
-//! Who may come in over TCP: connections that say nothing, too little or too much keep nobody else out.
+//! Who may come in over TCP: connections that say nothing, too little or too much keep nobody else
+//! out.
 #![cfg(not(miri))] // which has no network
 
 #[expect(dead_code, unused_imports, unused_macros, reason = "what is for tests of links")]
@@ -9,7 +10,9 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
-use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, Resume, TcpFrame, TcpFrameKind};
+use ferrite_fabric::wire::{
+    Features, GREETING_BYTES, Greeting, Hello, Resume, TcpFrame, TcpFrameKind,
+};
 use ferrite_fabric::{Config, ErrorKind, Fabric, ListenOptions, Listener, Rdma};
 use futures_util::{FutureExt as _, join};
 use links::hello::HELLO;
@@ -51,7 +54,7 @@ fn silent_connections_keep_nobody_out() {
     let mut listener = listen(&fabric);
     let held: Vec<_> = (0..200).map(|_| connect(&fabric, listener.local_addr(), b"")).collect();
     is_served(&fabric, &mut listener);
-    until(&[&fabric], "most were ended", || fabric.stats().crowded_out >= 200 - 32);
+    until(&[&fabric], "most were ended", || fabric.stats().handshakes_displaced >= 200 - 32);
     drop(held);
 }
 
@@ -64,7 +67,8 @@ fn half_a_hello_keeps_nobody_out() {
     drop(held);
 }
 
-/// A client is one by its first byte that no hello has there: its session begins then, as at the fabric's own port.
+/// A client is one by its first byte that no hello has there: its session begins then, as at the
+/// fabric's own port.
 #[test]
 fn hands_clients_over_at_the_first_byte_that_no_hello_has() {
     let fabric = fabric(small());
@@ -82,7 +86,8 @@ fn hands_clients_over_at_the_first_byte_that_no_hello_has() {
     assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"FRE");
 }
 
-/// A client of a pool says nothing for long, and is served when it does. There is no limit for those but that of sessions.
+/// A client of a pool says nothing for long, and is served when it does. There is no limit for
+/// those but that of sessions.
 #[test]
 fn hands_over_silent_clients_when_many_wait() {
     let fabric = fabric(small());
@@ -97,25 +102,30 @@ fn hands_over_silent_clients_when_many_wait() {
         taken.len() >= held.len() - 32
     });
     assert!(taken.iter().all(|foreign_peer| foreign_peer.heard.is_empty()));
-    let firsts: Vec<_> = held.iter().take(taken.len()).map(|socket| socket.local_addr().ok()).collect();
+    let firsts: Vec<_> =
+        held.iter().take(taken.len()).map(|socket| socket.local_addr().ok()).collect();
     let peers: Vec<_> = taken.iter().map(|foreign_peer| Some(foreign_peer.peer)).collect();
     assert_eq!(peers, firsts, "the oldest first, and none was lost");
 }
 
-/// Both know MOVE, and RDMA has not carried the link: a `Resume` then is against the rules (docs/wire.md).
+/// Both know MOVE, and RDMA has not carried the link: a `Resume` then is against the rules
+/// (docs/wire.md).
 #[test]
 fn rejects_a_resume_without_a_move() {
     let fabric = fabric(Config::default());
     let how = ListenOptions::new().rdma(Rdma::Prefer);
-    let mut listener = fabric.listen_with("127.0.0.1:0".parse().expect("an address"), &how).expect("listen");
+    let mut listener =
+        fabric.listen_with("127.0.0.1:0".parse().expect("an address"), &how).expect("listen");
     let hello = Hello { features: Features::MOVE, session: 9, ..HELLO };
-    let mut peer = connect(&fabric, listener.local_addr(), &Greeting { hello, resume: None }.encode());
+    let mut peer =
+        connect(&fabric, listener.local_addr(), &Greeting { hello, resume: None }.encode());
     let link = drive(&[&fabric], listener.accept()).expect("a link");
     let mut theirs = [0; GREETING_BYTES];
     peer.read_exact(&mut theirs).expect("a greeting");
     let theirs = Greeting::decode(&theirs).expect("a greeting");
     assert!(theirs.hello.features.contains(Features::MOVE), "{theirs:?}");
-    let resume = TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+    let resume =
+        TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
     peer.write_all(&resume.encode().repeat(1000)).expect("said");
     let error = drive(&[&fabric], link.recv()).expect_err("the link is over");
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
@@ -127,8 +137,9 @@ fn rejects_a_resume_without_a_move() {
     until(&[&fabric], "it is refused", || fabric.stats().refused == 1);
 }
 
-/// Links of one source that never end a message, or begin a write, hold little of the receive memory, and what they do not get
-/// is no loss to others; nor to another link of theirs that is honest.
+/// Links of one source that never end a message, or begin a write, hold little of the receive
+/// memory, and what they do not get is no loss to others; nor to another link of theirs that is
+/// honest.
 #[test]
 fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
@@ -136,12 +147,15 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     let mut listener = listen(&fabric);
     let greeting = Greeting { hello: HELLO, resume: None }.encode();
     let frame = |len: u32, more: bool| {
-        let imm = ferrite_fabric::wire::Frame { control: false, more, channel: 0, consumed: 0 }.to_imm();
-        let tcp_frame = TcpFrame { kind: TcpFrameKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
+        let imm =
+            ferrite_fabric::wire::Frame { control: false, more, channel: 0, consumed: 0 }.to_imm();
+        let tcp_frame =
+            TcpFrame { kind: TcpFrameKind::Frame, imm, len, op: 0, grant: 0, offset: 0 };
         [&tcp_frame.encode()[..], &vec![7; len as usize]].concat()
     };
     // Half a message, and messages that nobody takes.
-    let words = [&greeting[..], &frame(32 << 10, true), &frame(32 << 10, false).repeat(15)].concat();
+    let words =
+        [&greeting[..], &frame(32 << 10, true), &frame(32 << 10, false).repeat(15)].concat();
     let mut held = Vec::new();
     for _ in 0..300 {
         let mut peer = connect(&fabric, listener.local_addr(), &greeting);
@@ -158,7 +172,8 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     let used = fabric.stats().memory.receive.in_use_bytes;
     assert!(used <= reserve / 8 + 300 * (192 << 10), "{} MiB", used >> 20);
     is_served(&fabric, &mut listener);
-    let large = TcpFrame { kind: TcpFrameKind::Write, imm: 0, len: 2 << 20, op: 1, grant: 1, offset: 0 };
+    let large =
+        TcpFrame { kind: TcpFrameKind::Write, imm: 0, len: 2 << 20, op: 1, grant: 1, offset: 0 };
     let mut peer = connect(&fabric, listener.local_addr(), &greeting);
     let link = drive(&[&fabric], listener.accept()).expect("a link");
     peer.write_all(&large.encode()).expect("said");
@@ -168,20 +183,26 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     until(&[&fabric], "all of it comes back", || fabric.stats().memory.receive.in_use_bytes == 0);
 }
 
-/// Links that hold all that they may are looked at again when some of it comes back, and not before: the fabric sleeps.
+/// Links that hold all that they may are looked at again when some of it comes back, and not
+/// before: the fabric sleeps.
 #[test]
 fn links_over_their_budget_wait_until_some_of_it_is_back() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
     let memory = PoolConfig { receive_reserve: 8 << 20, ..config.memory.clone() };
     let fabric = fabric(Config { memory, busy_poll_us: 0, ..config });
     let mut listener = listen(&fabric);
-    let imm = ferrite_fabric::wire::Frame { control: false, more: false, channel: 0, consumed: 0 }.to_imm();
-    let frame = TcpFrame { kind: TcpFrameKind::Frame, imm, len: 32 << 10, op: 0, grant: 0, offset: 0 };
+    let imm = ferrite_fabric::wire::Frame { control: false, more: false, channel: 0, consumed: 0 }
+        .to_imm();
+    let frame =
+        TcpFrame { kind: TcpFrameKind::Frame, imm, len: 32 << 10, op: 0, grant: 0, offset: 0 };
     let frame = [&frame.encode()[..], &[7; 32 << 10]].concat();
     let links: Vec<_> = (0..10)
         .map(|_| {
-            let peer =
-                connect(&fabric, listener.local_addr(), &Greeting { hello: HELLO, resume: None }.encode());
+            let peer = connect(
+                &fabric,
+                listener.local_addr(),
+                &Greeting { hello: HELLO, resume: None }.encode(),
+            );
             let link = drive(&[&fabric], listener.accept()).expect("a link");
             peer.set_nonblocking(true).expect("a mode");
             (peer, link)
@@ -217,7 +238,10 @@ fn links_over_their_budget_wait_until_some_of_it_is_back() {
                 if let Some(message) = link.recv().now_or_never() {
                     break message.expect("a message");
                 }
-                assert!(begun.elapsed() < Duration::from_secs(60), "nothing comes, in round {round}");
+                assert!(
+                    begun.elapsed() < Duration::from_secs(60),
+                    "nothing comes, in round {round}"
+                );
             };
             assert_eq!(message.len(), 32 << 10);
         }
@@ -235,7 +259,8 @@ fn accepts_again_when_there_are_descriptors_again() {
     let address = listener.local_addr();
     let client = TcpStream::connect(address).expect("a connection");
     let was = getrlimit(Resource::Nofile);
-    let spare: Vec<_> = (0..4).map(|_| TcpListener::bind("127.0.0.1:0").expect("a descriptor")).collect();
+    let spare: Vec<_> =
+        (0..4).map(|_| TcpListener::bind("127.0.0.1:0").expect("a descriptor")).collect();
     let used = std::fs::read_dir("/proc/self/fd").expect("descriptors").count() as u64;
     setrlimit(Resource::Nofile, Rlimit { current: Some(used - 1), ..was }).expect("a limit");
     let full: Vec<_> = std::iter::from_fn(|| TcpListener::bind("127.0.0.1:0").ok()).collect();

@@ -1,5 +1,5 @@
-//! Several that drive one fabric at a time: whoever waits for something learns of it, also when another took the event
-//! that told of it.
+//! Several that drive one fabric at a time: whoever waits for something learns of it, also when
+//! another took the event that told of it.
 
 use std::future::Future;
 use std::pin::pin;
@@ -26,8 +26,11 @@ fn scene(busy_poll_us: u32) -> Scene {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", [10, 0, 0, 1].into()));
     let config = Config { busy_poll_us, recv_queue_depth: 32, cq_size: 256, ..Config::default() };
-    let fabric =
-        Fabric::builder(&world.verbs()).rdma(Rdma::Require).config(config).build().expect("a fabric");
+    let fabric = Fabric::builder(&world.verbs())
+        .rdma(Rdma::Require)
+        .config(config)
+        .build()
+        .expect("a fabric");
     let mut listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
     let address = listener.local_addr();
     let (there, here) =
@@ -140,7 +143,8 @@ fn two_drivers_both_end() {
     });
 }
 
-/// Links come and go while their driver sleeps: events of the connection manager, calls and the clock at once.
+/// Links come and go while their driver sleeps: events of the connection manager, calls and the
+/// clock at once.
 fn come_and_go(scene: &Scene) {
     let mut listener = scene.fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
     let address = listener.local_addr();

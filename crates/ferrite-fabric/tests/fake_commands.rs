@@ -1,4 +1,5 @@
-//! Which calls the thread that drives a fabric makes by itself, on the fake provider, if the fabric has command threads.
+//! Which calls the thread that drives a fabric makes by itself, on the fake provider, if the fabric
+//! has command threads.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
@@ -25,7 +26,8 @@ const QUICK: [&str; 10] = [
     "rdma_get_cm_event",
 ];
 
-/// To ERROR, which a link that fails does itself, whoever finds that out: the device is to take nothing more from then on.
+/// To ERROR, which a link that fails does itself, whoever finds that out: the device is to take
+/// nothing more from then on.
 const STOP: &str = "ibv_modify_qp";
 
 fn address(host: &str) -> SocketAddr {
@@ -113,7 +115,8 @@ fn driving_thread_makes_no_call_that_may_wait() {
         beside(&server, &client, move |client| drop(client.block_on(there.close())));
         drive(&server, "the link ends", || here.failure().is_some());
     }
-    // Peers of another protocol: one that gets memory to write to, and one that is gone before it is taken.
+    // Peers of another protocol: one that gets memory to write to, and one that is gone before it
+    // is taken.
     let foreign_peers = listener.foreign_peers();
     for is_patient in [true, false] {
         let raw = beside(&server, &client, move |client| {
@@ -126,7 +129,8 @@ fn driving_thread_makes_no_call_that_may_wait() {
         });
         if is_patient {
             let request = server.block_on(foreign_peers.next()).expect("a request");
-            let here: RawConnection = server.block_on(foreign_peers.accept(request)).expect("a connection");
+            let here: RawConnection =
+                server.block_on(foreign_peers.accept(request)).expect("a connection");
             let window = server.block_on(here.prepare(1 << 20)).expect("memory");
             assert_eq!(window.len(), 1 << 20);
             drop(window);
@@ -136,7 +140,9 @@ fn driving_thread_makes_no_call_that_may_wait() {
     }
     drive(&server, "all links end", || server.stats().links == 0);
     let calls = world.calls_of(std::thread::current().id());
-    let slow: Vec<_> =
-        calls.iter().filter(|call| !call.is_empty() && **call != STOP && !QUICK.contains(call)).collect();
+    let slow: Vec<_> = calls
+        .iter()
+        .filter(|call| !call.is_empty() && **call != STOP && !QUICK.contains(call))
+        .collect();
     assert!(slow.is_empty(), "{slow:?}");
 }

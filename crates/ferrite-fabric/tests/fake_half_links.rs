@@ -1,5 +1,5 @@
-//! Handshakes that a peer does not finish, or breaks a rule in: nothing of them is left, and nobody else
-//! notices. On the fake provider.
+//! Handshakes that a peer does not finish, or breaks a rule in: nothing of them is left, and nobody
+//! else notices. On the fake provider.
 
 #[path = "links/hello.rs"]
 mod hello;
@@ -12,8 +12,8 @@ use ferrite_fabric::wire::Refusal;
 use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
-    Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
-    QueuePair, QueuePairConfig, RemoteSlice, SendRequest, State, cm,
+    Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation,
+    ProtectionDomain, QueuePair, QueuePairConfig, RemoteSlice, SendRequest, State, cm,
 };
 use hello::HELLO;
 
@@ -72,14 +72,20 @@ impl HalfPeer {
         let domain = context.allocate_protection_domain().expect("a domain");
         let cq = context.create_completion_queue(64, None, 0).expect("a queue");
         let region = domain.allocate(16 << 10, Access::REMOTE_WRITE).expect("memory");
-        let config = QueuePairConfig { max_send_wr: 8, max_recv_wr: 8, ..QueuePairConfig::new(&cq) };
+        let config =
+            QueuePairConfig { max_send_wr: 8, max_recv_wr: 8, ..QueuePairConfig::new(&cq) };
         let qp = domain.create_queue_pair(&config).expect("a queue pair");
         let attributes = |state| id.queue_pair_attributes(state).expect("attributes");
         let modified = qp.modify(&attributes(State::INIT).access(Access::REMOTE_WRITE));
         modified.expect("initialised");
         id.connect(&ConnectParams { qp_num: qp.number(), ..params(hello) }).expect("a request");
         let event = id.channel().wait_event(PATIENCE).expect("a channel").expect("an answer");
-        assert_eq!(event.kind, CmEventKind::CONNECT_RESPONSE, "{:?}", Refusal::decode(&event.private_data));
+        assert_eq!(
+            event.kind,
+            CmEventKind::CONNECT_RESPONSE,
+            "{:?}",
+            Refusal::decode(&event.private_data)
+        );
         let receives = attributes(State::READY_TO_RECEIVE).access(Access::REMOTE_WRITE);
         qp.modify(&receives.reads_in(4).rnr_timer(12)).expect("ready to receive");
         qp.modify(&attributes(State::READY_TO_SEND).reads_out(4)).expect("ready to send");
@@ -92,8 +98,8 @@ impl HalfPeer {
     }
 }
 
-/// A peer that breaks the protocol before it finishes the handshake, then finishes it, then hangs up: its
-/// number belongs to another link by then, which must not be taken for it.
+/// A peer that breaks the protocol before it finishes the handshake, then finishes it, then hangs
+/// up: its number belongs to another link by then, which must not be taken for it.
 #[test]
 fn a_link_that_fails_before_it_is_established_concerns_nobody_else() {
     let world = world(3);
@@ -133,7 +139,8 @@ fn a_source_whose_handshakes_wait_keeps_no_other_out() {
     let (to, verbs) = (listener.local_addr(), world.verbs());
     let request = |from: &str| {
         let id = cm::resolve(&verbs, Some(address(from)), to, PATIENCE).expect("a route");
-        id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
+        id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
+            .expect("a request");
         id
     };
     world.hold("ibv_modify_qp");
@@ -160,7 +167,8 @@ fn handshakes_begin_while_those_of_other_sources_wait() {
     for host in 2..=6 {
         let from = address(&format!("10.0.0.{host}:0"));
         let id = cm::resolve(&verbs, Some(from), to, PATIENCE).expect("a route");
-        id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
+        id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
+            .expect("a request");
         requests.push(id);
         // Its queue pair is made, then waits to be modified.
         let made = || world.objects().queue_pairs - before;
@@ -176,7 +184,8 @@ fn handshakes_begin_while_those_of_other_sources_wait() {
     world.let_go("ibv_modify_qp");
 }
 
-/// What is left of a handshake is taken away in the peer's turn, and holds up nothing of the server's own.
+/// What is left of a handshake is taken away in the peer's turn, and holds up nothing of the
+/// server's own.
 #[test]
 fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
     let world = world(3);
@@ -212,7 +221,8 @@ fn refused_accesses_before_the_end_of_the_handshake_count() {
     let server = fabric(&world, 1, false);
     let how = ListenOptions::new().foreign_peers_only();
     let listener = server.listen_with(address("10.0.0.1:0"), &how).expect("a listener");
-    let (to, foreign_peers, accepting) = (listener.local_addr(), listener.foreign_peers(), server.clone());
+    let (to, foreign_peers, accepting) =
+        (listener.local_addr(), listener.foreign_peers(), server.clone());
     std::thread::spawn(move || {
         while let Ok(request) = accepting.block_on(foreign_peers.next()) {
             std::mem::forget(foreign_peers.accept(request));
@@ -267,7 +277,8 @@ fn accounts_agree_whoever_charges_them_at_a_time() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..20_000 {
-                let _ = pool.take(64 << 10, Purpose::Receive, &link); // beyond what is its own: refused
+                // beyond what is its own: refused
+                let _ = pool.take(64 << 10, Purpose::Receive, &link);
             }
         });
         for _ in 0..20_000 {

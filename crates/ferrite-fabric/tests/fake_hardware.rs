@@ -25,7 +25,8 @@ fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
     (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
 }
 
-/// bnxt_re: the kernel says that there are windows, and the provider makes none. As where there are none.
+/// bnxt_re: the kernel says that there are windows, and the provider makes none. As where there are
+/// none.
 #[test]
 fn windows_that_cannot_be_made_are_none() {
     let (_world, fixture) = world(|device| device.windows_only_in_kernel = true);
@@ -62,8 +63,10 @@ fn windows_of_which_the_device_does_not_say_how_many() {
 /// (`BNXT_RE_MAX_INLINE_SIZE`, `bnxt_re_check_qp_limits` in `providers/bnxt_re`).
 #[test]
 fn links_come_up_where_too_much_inline_is_refused_without_a_reason() {
-    let (_world, fixture) = world(|device| (device.max_inline, device.refuses_silently) = (96, true));
-    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let (_world, fixture) =
+        world(|device| (device.max_inline, device.refuses_silently) = (96, true));
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
 }
@@ -84,7 +87,8 @@ fn few_windows() {
 fn a_port_that_comes_up_after_the_start_is_used() {
     let (world, fixture) = world(|_| ());
     world.device_down("fake1");
-    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     world.device_up("fake1");
     let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
@@ -106,13 +110,15 @@ fn messages_on_the_smallest_device() {
 /// A link to a listener by a fabric that has no RDMA.
 fn over_tcp(client: &Fabric, server: &Fabric, listener: &mut Listener) -> [Link; 2] {
     let calling = client.connect(listener.local_addr());
-    let (there, here) = drive(&[client, server], async { futures_util::join!(calling, listener.accept()) });
+    let (there, here) =
+        drive(&[client, server], async { futures_util::join!(calling, listener.accept()) });
     let links = [there.expect("connected over TCP"), here.expect("accepted over TCP")];
     assert_eq!(links.each_ref().map(Link::transport), [Transport::Tcp; 2]);
     links
 }
 
-/// A card is reset (firmware update, `devlink dev reload`): at its own address TCP goes on, and RDMA is back with it.
+/// A card is reset (firmware update, `devlink dev reload`): at its own address TCP goes on, and
+/// RDMA is back with it.
 #[test]
 fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
     let (world, fixture) = world(|_| ());
@@ -127,7 +133,8 @@ fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
         world.disassociate_device("fake1");
         until(&[&server, &plain], "the device is gone", || server.stats().devices_lost == round);
         over_tcp(&plain, &server, &mut listener);
-        let talking = async { futures_util::join!(before[0].send_bytes(0, b"still here"), before[1].recv()) };
+        let talking =
+            async { futures_util::join!(before[0].send_bytes(0, b"still here"), before[1].recv()) };
         let (sent, got) = drive(&[&plain, &server], talking);
         sent.expect("sent");
         assert_eq!(got.expect("a message").to_vec(), b"still here");
@@ -161,7 +168,8 @@ fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
 fn a_listener_for_rdma_alone_ends_with_its_device() {
     let (world, fixture) = world(|_| ());
     let verbs = fixture.verbs.as_ref().expect("a world");
-    let server = Fabric::builder(verbs).rdma(Rdma::Require).device("fake1").build().expect("a fabric");
+    let server =
+        Fabric::builder(verbs).rdma(Rdma::Require).device("fake1").build().expect("a fabric");
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     world.disassociate_device("fake1");
     let error = drive(&[&server], listener.accept()).expect_err("its device is gone");
@@ -169,8 +177,9 @@ fn a_listener_for_rdma_alone_ends_with_its_device() {
 }
 
 /// Software iWARP takes a port of the host's TCP to listen (`siw_create_listen` in the kernel's
-/// `drivers/infiniband/sw/siw/siw_cm.c`), which is that of our own TCP listener. One such device is enough for EADDRINUSE at
-/// `0.0.0.0`, where the kernel listens on all devices or on none (`cma_listen_on_all`).
+/// `drivers/infiniband/sw/siw/siw_cm.c`), which is that of our own TCP listener. One such device is
+/// enough for EADDRINUSE at `0.0.0.0`, where the kernel listens on all devices or on none
+/// (`cma_listen_on_all`).
 #[test]
 fn tcp_is_taken_where_a_device_wants_the_port_for_itself() {
     const EADDRINUSE: i32 = 98;
@@ -179,7 +188,8 @@ fn tcp_is_taken_where_a_device_wants_the_port_for_itself() {
     let server = Fabric::builder(verbs).device("fake1").build().expect("a fabric");
     for ip in ["0.0.0.0", "127.0.0.1"] {
         world.fail_next("rdma_listen", EADDRINUSE);
-        let listener = server.listen(format!("{ip}:0").parse().expect("an address")).expect("TCP is free");
+        let listener =
+            server.listen(format!("{ip}:0").parse().expect("an address")).expect("TCP is free");
         let absence = listener.absence().expect("no RDMA");
         assert!(absence.remedy().is_some_and(|remedy| remedy.contains("iWARP")), "{absence}");
     }

@@ -45,7 +45,10 @@ fn rejects_foreign_peers_on_a_device_without_windows() {
     let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
     let [with, without] = [true, false];
     for (host, queue_pair_windows) in hosts.iter().zip([without, with]) {
-        world.add_device(DeviceSpec { queue_pair_windows, ..DeviceSpec::new(&host.device, host.ip) });
+        world.add_device(DeviceSpec {
+            queue_pair_windows,
+            ..DeviceSpec::new(&host.device, host.ip)
+        });
     }
     let verbs = world.verbs();
     let fixture = Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 };

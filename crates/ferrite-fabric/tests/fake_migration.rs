@@ -9,7 +9,9 @@ mod traffic;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::Rights;
-use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport};
+use ferrite_fabric::{
+    Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport,
+};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use random::Random;
 use traffic::Traffic;
@@ -60,12 +62,14 @@ impl Scene {
             fabric.spawn_thread().expect("a thread");
             fabric
         });
-        let mut listener =
-            fabrics[1].listen(format!("{}:0", HOSTS[1].1).parse().expect("an address")).expect("listen");
+        let mut listener = fabrics[1]
+            .listen(format!("{}:0", HOSTS[1].1).parse().expect("an address"))
+            .expect("listen");
         let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
         let options = ConnectOptions::new().local(local).meet(meet);
         let connecting = fabrics[0].connect_with(listener.local_addr(), &options);
-        let (a, b) = fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
+        let (a, b) =
+            fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
         let links = [a.expect("connect"), b.expect("accept")];
         Self { world, fabrics, links, listener }
     }
@@ -86,7 +90,8 @@ impl Scene {
     }
 }
 
-/// A peer with a large window that never takes anything does not decide how much this side keeps for it.
+/// A peer with a large window that never takes anything does not decide how much this side keeps
+/// for it.
 #[test]
 fn frames_that_are_kept_have_a_limit_of_ours() {
     let world = World::new();
@@ -103,8 +108,8 @@ fn frames_that_are_kept_have_a_limit_of_ours() {
     let at = format!("{}:0", HOSTS[1].1).parse().expect("an address");
     let mut listener = fabrics[1].listen(at).expect("listen");
     let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
-    let connecting =
-        fabrics[0].connect_with(listener.local_addr(), &ConnectOptions::new().local(local).meet(Meet::Cm));
+    let connecting = fabrics[0]
+        .connect_with(listener.local_addr(), &ConnectOptions::new().local(local).meet(Meet::Cm));
     let (a, b) = fabrics[0].block_on(async { futures_util::join!(connecting, listener.accept()) });
     let (a, b) = (a.expect("connect"), b.expect("accept"));
     let mut sent = 0;
@@ -143,8 +148,8 @@ fn queue_pair_breaks() {
     drop(scene.listener);
 }
 
-/// M2: a peer that calls for its link is told what has come when the queue pair has taken its last receive, and not before.
-/// The device does not say when that is, so that it takes 100 ms.
+/// M2: a peer that calls for its link is told what has come when the queue pair has taken its last
+/// receive, and not before. The device does not say when that is, so that it takes 100 ms.
 #[test]
 fn a_peer_that_wants_its_link_back_waits_for_the_last_receive() {
     let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
@@ -159,7 +164,8 @@ fn a_peer_that_wants_its_link_back_waits_for_the_last_receive() {
     scene.is_on(Transport::Rdma);
 }
 
-/// On RDMA before anyone has the link, without the connection manager; and the connection that stays is how a peer is heard to go.
+/// On RDMA before anyone has the link, without the connection manager; and the connection that
+/// stays is how a peer is heard to go.
 #[test]
 fn tcp_first() {
     let scene = Scene::by(Meet::TcpFirst);
@@ -183,7 +189,8 @@ fn tcp_first() {
 fn retries() {
     let scene = Scene::new();
     let builder = |rdma| {
-        let config = Config { connection_retries: 3, retry_delay: Duration::from_millis(100), ..config() };
+        let config =
+            Config { connection_retries: 3, retry_delay: Duration::from_millis(100), ..config() };
         let verbs = scene.world.verbs();
         let builder = Fabric::builder(&verbs).device(HOSTS[0].0).rdma(rdma).config(config);
         builder.command_threads().build().expect("a fabric")
@@ -215,11 +222,14 @@ fn several_addresses() {
     let good = scene.listener.local_addr();
     let dead = ["127.0.0.7:9", "127.0.0.8:9"].map(|addr| addr.parse().expect("an address"));
     let options = ConnectOptions::new().timeout(Duration::from_secs(2));
-    let link = scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&[dead[0], good, dead[1]], &options));
+    let link = scene.fabrics[0]
+        .block_on(scene.fabrics[0].connect_any(&[dead[0], good, dead[1]], &options));
     assert_eq!(link.expect("one of them").peer_addr(), Some(good));
-    let error = scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&dead, &options)).expect_err("none");
+    let error =
+        scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&dead, &options)).expect_err("none");
     assert!(error.to_string().contains("none of 2 addresses works: 127.0.0."), "{error}");
-    let error = scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&[], &options)).expect_err("none");
+    let error =
+        scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&[], &options)).expect_err("none");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
 }
 
@@ -262,15 +272,18 @@ fn grants_survive() {
     let [a, b] = &scene.links;
     let mut buf = scene.fabrics[1].buffer(10_000).expect("memory");
     buf.fill(1);
-    let region =
-        b.register_memory(buf, Rights::READ | Rights::WRITE).map_err(|(_, error)| error).expect("a region");
+    let region = b
+        .register_memory(buf, Rights::READ | Rights::WRITE)
+        .map_err(|(_, error)| error)
+        .expect("a region");
     let token = region.grant(b);
     let round = |number: u8| {
         let mut write = scene.fabrics[0].buffer(5000).expect("memory");
         write.fill(number);
         let written = a.rdma_write(&token, 100, write.freeze()).expect("room");
         scene.fabrics[0].block_on(written).expect("written");
-        let read = a.rdma_read(&token, 99, scene.fabrics[0].buffer(5002).expect("memory")).expect("room");
+        let read =
+            a.rdma_read(&token, 99, scene.fabrics[0].buffer(5002).expect("memory")).expect("room");
         let read = scene.fabrics[0].block_on(read).expect("read");
         assert!(
             read[0] == 1 && read[5001] == 1 && read[1..5001].iter().all(|byte| *byte == number),
@@ -288,8 +301,8 @@ fn grants_survive() {
     assert_eq!(buf[100], 8);
 }
 
-/// A grant that is given when the path is lost and nobody has looked yet: nothing of it is left for the next path, where it
-/// gets a window of its own.
+/// A grant that is given when the path is lost and nobody has looked yet: nothing of it is left for
+/// the next path, where it gets a window of its own.
 #[test]
 fn a_grant_on_a_path_that_was_lost() {
     let world = World::new();
@@ -304,10 +317,12 @@ fn a_grant_on_a_path_that_was_lost() {
     let local = format!("{}:0", HOSTS[0].1).parse().expect("an address");
     let options = ConnectOptions::new().local(local).meet(Meet::Cm);
     let connecting = client.connect_with(listener.local_addr(), &options);
-    let (there, here) = server.block_on(async { futures_util::join!(connecting, listener.accept()) });
+    let (there, here) =
+        server.block_on(async { futures_util::join!(connecting, listener.accept()) });
     let (there, here) = (there.expect("connect"), here.expect("accept"));
     let buf = server.buffer(1000).expect("memory");
-    let region = here.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
+    let region =
+        here.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
     let first = region.grant(&here);
     assert_eq!(here.stats().binds_dropped, 0);
     // From here on nobody drives the server.
@@ -316,7 +331,8 @@ fn a_grant_on_a_path_that_was_lost() {
     assert_eq!(here.stats().binds_dropped, 1);
     let reads = || {
         for token in [&first, &token] {
-            let read = there.rdma_read(token, 0, client.buffer(1000).expect("memory")).expect("room");
+            let read =
+                there.rdma_read(token, 0, client.buffer(1000).expect("memory")).expect("room");
             server.block_on(read).map_err(|error| error.error).expect("read");
         }
     };
@@ -336,7 +352,8 @@ fn operations_under_way() {
     let scene = Scene::new();
     let [a, b] = &scene.links;
     let buf = scene.fabrics[1].buffer(1 << 20).expect("memory");
-    let region = b.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error).expect("a region");
+    let region =
+        b.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error).expect("a region");
     let token = region.grant(b);
     for round in 0..20_u32 {
         scene.is_on(Transport::Rdma);
@@ -345,10 +362,13 @@ fn operations_under_way() {
             let mut buf = scene.fabrics[0].buffer(1000).expect("memory");
             buf.fill((round + at) as u8);
             writing.push(
-                a.rdma_write_imm(&token, u64::from(at) * 1000, buf.freeze(), round << 8 | at).expect("room"),
+                a.rdma_write_imm(&token, u64::from(at) * 1000, buf.freeze(), round << 8 | at)
+                    .expect("room"),
             );
             if at == 20 {
-                scene.world.break_queue_pair(scene.links[round as usize % 2].qp_num().expect("on RDMA"));
+                scene
+                    .world
+                    .break_queue_pair(scene.links[round as usize % 2].qp_num().expect("on RDMA"));
             }
         }
         for writing in writing {
@@ -380,10 +400,13 @@ fn peer_gone() {
 #[test]
 #[expect(clippy::disallowed_types, reason = "a seed, which is no secret")]
 fn random_faults() {
-    let seed = std::env::var("FERRITE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
-        use std::hash::{BuildHasher, Hasher};
-        std::collections::hash_map::RandomState::new().build_hasher().finish() >> 40
-    });
+    let seed = std::env::var("FERRITE_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or_else(|| {
+            use std::hash::{BuildHasher, Hasher};
+            std::collections::hash_map::RandomState::new().build_hasher().finish() >> 40
+        });
     println!("FERRITE_SEED={seed}");
     let mut random = Random::new(seed);
     let mut next = move |below: u64| random.below(below);

@@ -1,4 +1,5 @@
-//! Offers to go on over RDMA from a TCP client that does not keep to the rules, on the fake provider.
+//! Offers to go on over RDMA from a TCP client that does not keep to the rules, on the fake
+//! provider.
 
 #[path = "links/hello.rs"]
 mod hello;
@@ -9,7 +10,9 @@ use std::io::{ErrorKind as IoErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use ferrite_fabric::wire::{Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, TcpFrame, TcpFrameKind};
+use ferrite_fabric::wire::{
+    Features, GREETING_BYTES, Greeting, Hello, TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind,
+};
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Transport};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use hello::HELLO;
@@ -19,7 +22,8 @@ const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// A server with a device, and a TCP client that has said hello and says what it likes from then on.
+/// A server with a device, and a TCP client that has said hello and says what it likes from then
+/// on.
 struct Scene {
     world: World,
     fabric: Fabric,
@@ -66,13 +70,14 @@ impl Scene {
     }
 
     fn withdraw(&mut self) {
-        let tcp_frame = TcpFrame { kind: TcpFrameKind::Withdraw, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+        let tcp_frame =
+            TcpFrame { kind: TcpFrameKind::Withdraw, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
         self.client.write_all(&tcp_frame.encode()).expect("to write");
     }
 
     /// The next thing that the server says.
     fn heard(&mut self) -> TcpFrame {
-        let mut bytes = [0; PARCEL_BYTES];
+        let mut bytes = [0; TCP_FRAME_HEADER_BYTES];
         self.client.read_exact(&mut bytes).expect("an answer");
         let tcp_frame = TcpFrame::decode(&bytes).expect("a tcp_frame");
         let mut rest = vec![0; tcp_frame.follows()];
@@ -95,7 +100,8 @@ impl Scene {
 
 fn call(to: SocketAddr) -> TcpStream {
     use rustix::net::{AddressFamily, SocketType};
-    let socket = rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
+    let socket =
+        rustix::net::socket(AddressFamily::INET, SocketType::STREAM, None).expect("a socket");
     let from = SocketAddr::new(CLIENT.parse().expect("an address"), 0);
     rustix::net::bind(&socket, &from).expect("to bind");
     rustix::net::connect(&socket, &to).expect("to connect");
@@ -116,7 +122,9 @@ fn rejects_an_address_that_is_not_the_tcp_peers() {
     let mut scene = Scene::new();
     greeting(&mut scene);
     let queue_pairs = scene.world.objects().queue_pairs;
-    for (number, address) in ["10.0.0.250", "127.0.0.3", "fe80::5054:ff:fe12:3456", "::"].iter().enumerate() {
+    for (number, address) in
+        ["10.0.0.250", "127.0.0.3", "fe80::5054:ff:fe12:3456", "::"].iter().enumerate()
+    {
         scene.offer(address);
         assert_eq!(scene.heard().kind, TcpFrameKind::Withdraw, "{address}");
         assert_eq!(scene.fabric.stats().offers_refused, number as u64 + 1, "{address}");
@@ -150,7 +158,8 @@ fn takes_another_offer_after_one_was_withdrawn() {
         assert_eq!(scene.heard().kind, TcpFrameKind::Answer);
         scene.withdraw();
     }
-    // Withdrawn before it was answered: whether it still is depends on who was quicker, so this is the last.
+    // Withdrawn before it was answered: whether it still is depends on who was quicker, so this is
+    // the last.
     scene.offer(CLIENT);
     scene.withdraw();
     scene.offer(CLIENT);
@@ -168,7 +177,8 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     let other = other.expect("a fabric");
     other.spawn_thread().expect("a thread");
     let connecting = other.connect(scene.listener.local_addr());
-    let (there, here) = other.block_on(async { futures_util::join!(connecting, scene.listener.accept()) });
+    let (there, here) =
+        other.block_on(async { futures_util::join!(connecting, scene.listener.accept()) });
     let (there, here) = (there.expect("connect"), here.expect("accept"));
     assert_eq!(there.transport(), Transport::Rdma);
 
@@ -183,7 +193,8 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     assert_eq!(scene.heard().kind, TcpFrameKind::Answer);
 }
 
-/// A fabric that ends while a link goes up to RDMA lets go of the queue pair there, and so of its receives.
+/// A fabric that ends while a link goes up to RDMA lets go of the queue pair there, and so of its
+/// receives.
 #[test]
 fn leaves_nothing_when_the_fabric_ends_during_an_offer() {
     let world = world();

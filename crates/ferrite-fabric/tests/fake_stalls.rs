@@ -1,12 +1,14 @@
-//! Calls to the kernel or the firmware that do not return, on the fake provider: a fabric with command threads serves
-//! everybody else meanwhile.
+//! Calls to the kernel or the firmware that do not return, on the fake provider: a fabric with
+//! command threads serves everybody else meanwhile.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::{Pool, Purpose};
-use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport};
+use ferrite_fabric::{
+    Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Meet, Rdma, Transport,
+};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
@@ -62,13 +64,15 @@ impl Rig {
         for (device, host) in [("fake1", SERVER), ("fake2", TROUBLED), ("fake3", HONEST)] {
             world.add_device(DeviceSpec::new(device, host.parse().expect("an address")));
         }
-        let [server, troubled, honest] = ["fake1", "fake2", "fake3"].map(|device| fabric(&world, device));
+        let [server, troubled, honest] =
+            ["fake1", "fake2", "fake3"].map(|device| fabric(&world, device));
         let mut listener = server.listen(address(SERVER)).expect("listen");
         let pair = meet(&honest, HONEST, &mut listener, &server);
         Self { world, server, honest, troubled, listener, pair }
     }
 
-    /// Messages go to and fro between the honest client and the server, which a driver that waits would not let happen.
+    /// Messages go to and fro between the honest client and the server, which a driver that waits
+    /// would not let happen.
     fn serves_the_honest(&self) {
         let (server, honest) = (self.server.clone(), self.honest.clone());
         let (there, here) = self.pair.clone();
@@ -116,7 +120,9 @@ fn takes_cm_events_while_a_cm_call_waits() {
     let mut connecting = Vec::new();
     for (number, (client, host)) in (1..).zip([(&rig.troubled, TROUBLED), (&another, ANOTHER)]) {
         connecting.push((client, client.connect_with(to, &options(host))));
-        until("the request is taken and answered", || rig.world.waiting_in("rdma_accept") == number);
+        until("the request is taken and answered", || {
+            rig.world.waiting_in("rdma_accept") == number
+        });
         rig.serves_the_honest();
     }
     drop(held);
@@ -126,7 +132,8 @@ fn takes_cm_events_while_a_cm_call_waits() {
     }
 }
 
-/// The path of a link breaks, which its peer can cause: the queue pair is destroyed before the link goes on over TCP.
+/// The path of a link breaks, which its peer can cause: the queue pair is destroyed before the link
+/// goes on over TCP.
 #[test]
 fn serves_others_while_a_lost_path_is_destroyed() {
     let mut rig = Rig::new();
@@ -160,7 +167,8 @@ fn forgets_a_link_that_ends_while_its_lost_path_is_destroyed() {
     rig.serves_the_honest();
 }
 
-/// A peer vanishes, and the device is asked why a request failed: the link fails at once, and its causes are known later.
+/// A peer vanishes, and the device is asked why a request failed: the link fails at once, and its
+/// causes are known later.
 #[test]
 fn serves_others_while_a_failure_is_diagnosed() {
     let mut rig = Rig::new();
@@ -194,12 +202,14 @@ fn tells_what_is_in_use_while_memory_is_registered() {
     assert_eq!((pool.stats().growths, in_use), (0, 2 << 20));
     let held = Held::new(&world, "ibv_reg_mr");
     std::thread::scope(|scope| {
-        let growing = scope.spawn(|| pool.take_uncharged(2 << 20, Purpose::Receive).expect("more").len());
+        let growing =
+            scope.spawn(|| pool.take_uncharged(2 << 20, Purpose::Receive).expect("more").len());
         until("it grows", || world.waiting_in("ibv_reg_mr") == 1);
         let (tell, told) = channel();
         let asking = pool.clone();
         std::thread::spawn(move || {
-            let numbers = (asking.in_use_bytes(Purpose::Receive), asking.stats().receive.in_use_bytes);
+            let numbers =
+                (asking.in_use_bytes(Purpose::Receive), asking.stats().receive.in_use_bytes);
             let _ = tell.send((numbers, asking.domains().len()));
         });
         let told = told.recv_timeout(PATIENCE);

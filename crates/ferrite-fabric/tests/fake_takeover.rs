@@ -9,7 +9,8 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::time::Duration;
 
 use ferrite_fabric::wire::{
-    Address, Features, GREETING_BYTES, Greeting, Hello, PARCEL_BYTES, Resume, TcpFrame, TcpFrameKind,
+    Address, Features, GREETING_BYTES, Greeting, Hello, Resume, TCP_FRAME_HEADER_BYTES, TcpFrame,
+    TcpFrameKind,
 };
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Meet, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -37,7 +38,8 @@ fn world() -> (World, Verbs) {
 }
 
 fn fabric(verbs: &Verbs) -> Fabric {
-    let fabric = Fabric::builder(verbs).device("fake1").config(Config::default()).build().expect("a fabric");
+    let fabric =
+        Fabric::builder(verbs).device("fake1").config(Config::default()).build().expect("a fabric");
     fabric.spawn_thread().expect("a thread");
     fabric
 }
@@ -54,7 +56,7 @@ fn answer(listener: &TcpListener) -> (TcpStream, Greeting) {
 /// The body of the next TCP frame of this kind.
 fn until(socket: &mut TcpStream, kind: TcpFrameKind) -> Vec<u8> {
     loop {
-        let mut head = [0; PARCEL_BYTES];
+        let mut head = [0; TCP_FRAME_HEADER_BYTES];
         socket.read_exact(&mut head).expect("a tcp_frame");
         let tcp_frame = TcpFrame::decode(&head).expect("a kind that is known");
         let mut body = vec![0; tcp_frame.follows()];
@@ -90,8 +92,8 @@ fn packet_numbers_differ_from_connection_to_connection() {
     assert!(distinct.len() >= 3, "{numbers:?}");
 }
 
-/// Opens a link over RDMA to a peer by plain verbs, breaks it, and answers the fabric's call over TCP
-/// with `reply`. The connection of that call, and the link.
+/// Opens a link over RDMA to a peer by plain verbs, breaks it, and answers the fabric's call over
+/// TCP with `reply`. The connection of that call, and the link.
 fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fabric) {
     let (world, verbs) = world();
     let fabric = fabric(&verbs);
@@ -107,7 +109,11 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fa
     let cq = context.create_completion_queue(64, None, 0).expect("queue");
     let region = domain.allocate(16 << 10, Access::REMOTE_WRITE).expect("region");
     let qp = domain
-        .create_queue_pair(&QueuePairConfig { max_send_wr: 8, max_recv_wr: 8, ..QueuePairConfig::new(&cq) })
+        .create_queue_pair(&QueuePairConfig {
+            max_send_wr: 8,
+            max_recv_wr: 8,
+            ..QueuePairConfig::new(&cq)
+        })
         .expect("queue pair");
     let hello = HELLO.encode();
     let params = ConnectParams {

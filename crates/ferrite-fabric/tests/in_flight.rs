@@ -1,5 +1,5 @@
-//! Memory that devices have: whatever becomes of futures, links and fabrics meanwhile, it stays until they are done
-//! with it. Small, so that Miri can go through it (`cargo xtask miri`).
+//! Memory that devices have: whatever becomes of futures, links and fabrics meanwhile, it stays
+//! until they are done with it. Small, so that Miri can go through it (`cargo xtask miri`).
 
 use std::future::Future;
 use std::pin::pin;
@@ -45,12 +45,15 @@ impl Pair {
             close_timeout: HOUR,
             ..Config::default()
         };
-        let fabrics = [("fake1", [10, 0, 0, 1]), ("fake2", [10, 0, 0, 2])].map(|(name, address)| {
-            world.add_device(DeviceSpec::new(name, address.into()));
-            let builder =
-                Fabric::builder(&world.verbs()).rdma(Rdma::Require).device(name).config(config.clone());
-            builder.build().expect("a fabric")
-        });
+        let fabrics =
+            [("fake1", [10, 0, 0, 1]), ("fake2", [10, 0, 0, 2])].map(|(name, address)| {
+                world.add_device(DeviceSpec::new(name, address.into()));
+                let builder = Fabric::builder(&world.verbs())
+                    .rdma(Rdma::Require)
+                    .device(name)
+                    .config(config.clone());
+                builder.build().expect("a fabric")
+            });
         let mut listener = fabrics[1].listen(([10, 0, 0, 2], 0).into()).expect("to listen");
         let (near, far) = drive(&fabrics, async {
             futures_util::join!(fabrics[0].connect(listener.local_addr()), listener.accept())
@@ -67,7 +70,8 @@ impl Pair {
         (&self.links[0], &self.links[1])
     }
 
-    /// A buffer of [`LEN`], in a block as long as a receive: another size class would cost Miri seconds.
+    /// A buffer of [`LEN`], in a block as long as a receive: another size class would cost Miri
+    /// seconds.
     fn buffer(&self, end: usize, fill: u8) -> BufMut {
         let mut buf = self.fabrics[end].buffer(SEGMENT).expect("a buffer");
         buf.set_len(LEN);
@@ -153,7 +157,10 @@ fn reads_and_writes_of_granted_memory() {
         assert_eq!(pair.drive(far.recv()).expect("a notice").notice(), Some(77));
         let copy = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
         let copy = pair.drive(copy).expect("bytes");
-        assert_eq!((&copy[..2], &copy[2..5], &copy[5..]), (&[9; 2][..], &[1; 3][..], &[9; LEN - 5][..]));
+        assert_eq!(
+            (&copy[..2], &copy[2..5], &copy[5..]),
+            (&[9; 2][..], &[1; 3][..], &[9; LEN - 5][..])
+        );
         let buf = pair.drive(region.revoke()).expect("the buffer");
         assert_eq!(buf[..], copy[..]);
         let late = near.rdma_read(&grant, 0, copy).map(drop);

@@ -1,7 +1,8 @@
-//! Causes of failures on real devices: Soft-RoCE in the lab's guest (`cargo xtask lab-test diagnose`).
+//! Causes of failures on real devices: Soft-RoCE in the lab's guest (`cargo xtask lab-test
+//! diagnose`).
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something by the tools an
-//! operator has, and mends it when it ends, however it ends.
+//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something by
+//! the tools an operator has, and mends it when it ends, however it ends.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::process::Command;
@@ -9,8 +10,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::diagnose::{Baseline, Cause, Failure, Likelihood, Subject, causes};
 use ferrite_verbs::{
-    Access, CompletionQueue, Context, MemoryRegion, Path, PeerAddress, QueuePair, QueuePairAttributes,
-    QueuePairConfig, SendRequest, Status, Verbs, WorkCompletion, cm,
+    Access, CompletionQueue, Context, MemoryRegion, Path, PeerAddress, QueuePair,
+    QueuePairAttributes, QueuePairConfig, SendRequest, Status, Verbs, WorkCompletion, cm,
 };
 
 const HOSTS: [(&str, &str); 2] = [("rxe2", "10.0.0.2"), ("rxe1", "10.0.0.1")];
@@ -37,11 +38,13 @@ struct Mend(&'static str);
 
 impl Drop for Mend {
     fn drop(&mut self) {
-        let mended = Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
+        let mended =
+            Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
         // The port comes back, and with it the address, a moment later.
         let deadline = Instant::now() + PATIENCE;
-        while Instant::now() < deadline && !HOSTS.into_iter().all(|(device, ip)| is_up(device, ip)) {
+        while Instant::now() < deadline && !HOSTS.into_iter().all(|(device, ip)| is_up(device, ip))
+        {
             std::thread::sleep(Duration::from_millis(50));
         }
     }
@@ -50,7 +53,9 @@ impl Drop for Mend {
 fn is_up(device: &str, ip: &str) -> bool {
     let Ok(context) = verbs().device(device).and_then(|device| device.open()) else { return false };
     context.active_port().is_ok()
-        && context.gids().is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
+        && context
+            .gids()
+            .is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
 }
 
 /// One end of a link.
@@ -73,8 +78,12 @@ impl End {
 
     fn address(&self, (_, ip): (&str, &str)) -> (PeerAddress, u8) {
         let gids = self.context.gids().expect("addresses");
-        let entry = gids.iter().find(|entry| entry.gid.ip().to_string() == ip).expect("its address");
-        (PeerAddress { qp_num: self.qp.number(), psn: 1, gid: entry.gid, lid: 0 }, entry.index as u8)
+        let entry =
+            gids.iter().find(|entry| entry.gid.ip().to_string() == ip).expect("its address");
+        (
+            PeerAddress { qp_num: self.qp.number(), psn: 1, gid: entry.gid, lid: 0 },
+            entry.index as u8,
+        )
     }
 
     /// Posts a request, and says how it ended.
@@ -108,11 +117,16 @@ impl Link {
         {
             let (target, index) = (other.address(other_at).0, end.address(at).1);
             end.qp.modify(&QueuePairAttributes::init(1, Access::REMOTE_WRITE)).expect("init");
-            end.qp.modify(&QueuePairAttributes::connect_to(&target, 1, index, &path, 1)).expect("RTR");
+            end.qp
+                .modify(&QueuePairAttributes::connect_to(&target, 1, index, &path, 1))
+                .expect("RTR");
             end.qp.modify(&QueuePairAttributes::ready_to_send(1, &path, 1)).expect("RTS");
         }
         let local = [own.region.sge(0..64)];
-        assert_eq!(own.run(SendRequest::write(1, &local, peer.region.remote(0..64))), Status::SUCCESS);
+        assert_eq!(
+            own.run(SendRequest::write(1, &local, peer.region.remote(0..64))),
+            Status::SUCCESS
+        );
         counters_settle();
         let baseline = Baseline::take(&own.context, 1);
         Self { own, peer, baseline }
@@ -132,7 +146,10 @@ impl Link {
     }
 
     fn causes(&self, failure: Failure) -> Vec<Cause> {
-        causes(&Subject { baseline: Some(&self.baseline), ..subject(&self.own.context, at(1), failure) })
+        causes(&Subject {
+            baseline: Some(&self.baseline),
+            ..subject(&self.own.context, at(1), failure)
+        })
     }
 }
 
@@ -159,10 +176,17 @@ fn interface_of_the_peer_down() {
     let _fault = fault("ip link set h1 down", "ip link set h1 up");
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
-    expect(&link.causes(failure), Likelihood::Certain, &["the peer's interface h1 is down"], "on rxe1");
+    expect(
+        &link.causes(failure),
+        Likelihood::Certain,
+        &["the peer's interface h1 is down"],
+        "on rxe1",
+    );
     // On another host, its interface could not be seen: only that it is silent.
-    let remote = Subject { baseline: Some(&link.baseline), ..subject(&link.own.context, None, failure) };
-    let silent = ["nothing arrives here, from the peer or anybody else", "the peer does not answer"];
+    let remote =
+        Subject { baseline: Some(&link.baseline), ..subject(&link.own.context, None, failure) };
+    let silent =
+        ["nothing arrives here, from the peer or anybody else", "the peer does not answer"];
     expect(&causes(&remote), Likelihood::Likely, &silent, "h2 has transport");
 }
 
@@ -173,9 +197,15 @@ fn black_hole() {
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
     // Frames of other protocols may arrive or not.
-    let silent = ["nothing arrives here, from 10.0.0.1 or anybody else", "10.0.0.1 does not answer"];
+    let silent =
+        ["nothing arrives here, from 10.0.0.1 or anybody else", "10.0.0.1 does not answer"];
     let causes = link.causes(failure);
-    expect(&causes, Likelihood::Likely, &silent, "packets and received none; completer_retry_err +");
+    expect(
+        &causes,
+        Likelihood::Likely,
+        &silent,
+        "packets and received none; completer_retry_err +",
+    );
     expect(&causes, Likelihood::Likely, &silent, "the next host on the way is in the ARP table");
 }
 
@@ -184,7 +214,12 @@ fn own_interface_down() {
     let link = Link::up();
     let _fault = fault("ip link set h2 down", "ip link set h2 up");
     let failure = link.failure();
-    expect(&link.causes(failure), Likelihood::Certain, &["the own interface h2 is down"], "rxe2 is down");
+    expect(
+        &link.causes(failure),
+        Likelihood::Certain,
+        &["the own interface h2 is down"],
+        "rxe2 is down",
+    );
 }
 
 #[test]
@@ -192,7 +227,12 @@ fn own_carrier_lost() {
     let link = Link::up();
     let _fault = fault("ip link set p2 down", "ip link set p2 up");
     let failure = link.failure();
-    expect(&link.causes(failure), Likelihood::Certain, &["h2 has no transport"], "h2 is lowerlayerdown");
+    expect(
+        &link.causes(failure),
+        Likelihood::Certain,
+        &["h2 has no transport"],
+        "h2 is lowerlayerdown",
+    );
 }
 
 #[test]
@@ -207,7 +247,8 @@ fn own_address_removed() {
 #[test]
 fn grant_revoked() {
     let link = Link::up();
-    let granted = link.peer.qp.domain().allocate(64, Access::LOCAL | Access::REMOTE_WRITE).expect("region");
+    let granted =
+        link.peer.qp.domain().allocate(64, Access::LOCAL | Access::REMOTE_WRITE).expect("region");
     let target = granted.remote(0..64);
     drop(granted);
     let status = link.own.run(SendRequest::write(1, &[link.own.region.sge(0..64)], target));
@@ -223,7 +264,12 @@ fn receives_are_missing() {
     assert_eq!(status, Status::RNR_RETRY_EXCEEDED);
     counters_settle();
     let causes = link.causes(Failure::Completion(status));
-    expect(&causes, Likelihood::Likely, &["the process at 10.0.0.1 posts no receives"], "rcvd_rnr_err +");
+    expect(
+        &causes,
+        Likelihood::Likely,
+        &["the process at 10.0.0.1 posts no receives"],
+        "rcvd_rnr_err +",
+    );
 }
 
 #[test]
@@ -233,7 +279,12 @@ fn stopped_by_this_side() {
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::FLUSHED));
     let causes = link.causes(failure);
-    expect(&causes, Likelihood::Likely, &["this side stopped the queue pair"], "the own port is active");
+    expect(
+        &causes,
+        Likelihood::Likely,
+        &["this side stopped the queue pair"],
+        "the own port is active",
+    );
 }
 
 #[test]

@@ -78,15 +78,20 @@ fn file_copy() {
     let directory = std::env::temp_dir().join(format!("ferrite-file-copy-{}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory");
     let source = directory.join("weights.bin");
-    let bytes: Vec<u8> = (0..5_000_011_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
+    let bytes: Vec<u8> =
+        (0..5_000_011_u32).map(|at| (at.wrapping_mul(2_654_435_761) >> 13) as u8).collect();
     std::fs::write(&source, &bytes).expect("the file");
     let target = directory.join("there");
     std::fs::create_dir(&target).expect("a directory");
-    let server = Server::start("file_copy", &["receive", "10.0.0.1:0", target.to_str().expect("UTF-8")]);
+    let server =
+        Server::start("file_copy", &["receive", "10.0.0.1:0", target.to_str().expect("UTF-8")]);
     run("file_copy", &["send", "10.0.0.2:0", &server.addr, source.to_str().expect("UTF-8")]);
     let said = server.finish();
     assert!(said.contains("5000011 bytes in weights.bin"), "{said}");
-    assert!(std::fs::read(target.join("weights.bin")).expect("the copy") == bytes, "the same bytes");
+    assert!(
+        std::fs::read(target.join("weights.bin")).expect("the copy") == bytes,
+        "the same bytes"
+    );
     let _ = std::fs::remove_dir_all(&directory);
 }
 

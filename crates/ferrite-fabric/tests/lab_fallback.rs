@@ -1,8 +1,10 @@
-//! The fallback matrix: {fault} × {prefer, require, forbid} × {cm, tcp-first}, on real devices (`cargo xtask lab-test fallback`).
+//! The fallback matrix: {fault} × {prefer, require, forbid} × {cm, tcp-first}, on real devices
+//! (`cargo xtask lab-test fallback`).
 //!
-//! In each cell a link is opened from 10.0.0.2 to 10.0.0.1 while something is wrong. `prefer` must give a link on TCP that says why,
-//! with a counter moved, and is on RDMA once the fault is lifted; `require` an error of the right kind; `forbid` a link on TCP
-//! without a word. All within the deadline.
+//! In each cell a link is opened from 10.0.0.2 to 10.0.0.1 while something is wrong. `prefer` must
+//! give a link on TCP that says why, with a counter moved, and is on RDMA once the fault is lifted;
+//! `require` an error of the right kind; `forbid` a link on TCP without a word. All within the
+//! deadline.
 #![expect(clippy::print_stdout, reason = "the matrix is for people to read")]
 
 #[path = "lab_faults/net.rs"]
@@ -18,7 +20,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{
-    Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma, Transport,
+    Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma,
+    Transport,
 };
 use net::{Mend, Renewal, Wire, fault};
 use rig::{OWN, PEER, any_port, pace, until, within};
@@ -57,7 +60,9 @@ fn peer(rdma: Rdma) -> (Fabric, SocketAddr) {
 
 fn echo(link: &Link) {
     while let Ok(message) = within(Duration::from_secs(600), "a message", link.recv()) {
-        if within(Duration::from_secs(60), "an answer", link.send_bytes(0, &message.to_vec())).is_err() {
+        if within(Duration::from_secs(60), "an answer", link.send_bytes(0, &message.to_vec()))
+            .is_err()
+        {
             return;
         }
     }
@@ -70,7 +75,8 @@ fn answers(link: &Link, what: &str) {
     });
 }
 
-/// Goes through the cells of one fault. `lift` ends it in the cell of `prefer`, `again` brings it back.
+/// Goes through the cells of one fault. `lift` ends it in the cell of `prefer`, `again` brings it
+/// back.
 fn cells(
     name: &str,
     target: SocketAddr,
@@ -90,7 +96,10 @@ fn cells(
                         rdma == Rdma::Require && kinds.contains(&error.kind()),
                         "{name} {rdma}: {error:?}"
                     );
-                    println!("{name:18} {rdma:8} {meet:10} {:5.2?}  refused: {error}", begun.elapsed());
+                    println!(
+                        "{name:18} {rdma:8} {meet:10} {:5.2?}  refused: {error}",
+                        begun.elapsed()
+                    );
                     continue;
                 }
             };
@@ -108,7 +117,8 @@ fn cells(
                         "{name} {meet}: {:?} {fallback}",
                         fallback.cause
                     );
-                    let counted: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
+                    let counted: u64 =
+                        fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
                     assert_eq!(counted, 1, "{name} {meet}");
                     let lifted = Instant::now();
                     let back = if lift(true) {
@@ -198,7 +208,8 @@ fn memlock() {
 
 #[test]
 fn no_device() {
-    let _again = Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+    let _again =
+        Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
     net::sh("rdma link delete rxe2"); // before this process holds it
     let (_peer, addr) = peer(Rdma::Prefer);
     let kinds = [ErrorKind::Absent, ErrorKind::DeviceGone];
@@ -251,11 +262,15 @@ fn packets_dropped() {
 
 #[test]
 fn peer_without_rdma() {
-    let _again = Mend("rdma link show rxe1/1 >/dev/null 2>&1 || rdma link add rxe1 type rxe netdev h1");
+    let _again =
+        Mend("rdma link show rxe1/1 >/dev/null 2>&1 || rdma link add rxe1 type rxe netdev h1");
     let (peer, addr) = peer(Rdma::Prefer);
     let remove = || {
-        let mut removal = Command::new("rdma").args(["link", "delete", PEER.0]).spawn().expect("rdma");
-        until(BACK * pace(), "the removal ends", || removal.try_wait().expect("a status").is_some());
+        let mut removal =
+            Command::new("rdma").args(["link", "delete", PEER.0]).spawn().expect("rdma");
+        until(BACK * pace(), "the removal ends", || {
+            removal.try_wait().expect("a status").is_some()
+        });
         until(BACK * pace(), "the peer has lost it", || !peer.missing_devices().is_empty());
     };
     remove();
@@ -277,12 +292,16 @@ fn queue_pair_error() {
     let (_peer, addr) = peer(Rdma::Prefer);
     for meet in [Meet::Cm, Meet::TcpFirst] {
         for rdma in [Rdma::Prefer, Rdma::Require] {
-            let fabric =
-                Fabric::system().device(OWN.0).rdma(rdma).config(config()).build().expect("a fabric");
+            let fabric = Fabric::system()
+                .device(OWN.0)
+                .rdma(rdma)
+                .config(config())
+                .build()
+                .expect("a fabric");
             fabric.spawn_thread().expect("a thread");
             let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
-            let link =
-                within(DEADLINE * pace(), "a link", fabric.connect_with(addr, &options)).expect("a link");
+            let link = within(DEADLINE * pace(), "a link", fabric.connect_with(addr, &options))
+                .expect("a link");
             assert_eq!(link.transport(), Transport::Rdma, "{rdma} {meet}");
             answers(&link, "at first");
             let begun = Instant::now();

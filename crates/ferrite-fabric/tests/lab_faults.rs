@@ -1,9 +1,11 @@
-//! Faults under links on real devices: each ends in success or in a typed error, in time, and leaves nothing behind
-//! (`cargo xtask lab-test faults`; `-- --success-output immediate` shows how the errors read).
+//! Faults under links on real devices: each ends in success or in a typed error, in time, and
+//! leaves nothing behind (`cargo xtask lab-test faults`; `-- --success-output immediate` shows how
+//! the errors read).
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2), called "own", to 10.0.0.1 (rxe1 on h1), called "peer". Where the fault is about
-//! a process, the peer is one: the test runs itself again in another role. Every wait has a deadline, stated as a
-//! constant with its reason. All tests work on all kernels of the lab: none needs a network namespace of its own.
+//! The link is from 10.0.0.2 (rxe2 on h2), called "own", to 10.0.0.1 (rxe1 on h1), called "peer".
+//! Where the fault is about a process, the peer is one: the test runs itself again in another role.
+//! Every wait has a deadline, stated as a constant with its reason. All tests work on all kernels
+//! of the lab: none needs a network namespace of its own.
 //!
 //! | file | what |
 //! |---|---|

@@ -29,7 +29,10 @@ fn huge_pages_or_the_next_best() {
     if reserved.trim().parse().unwrap_or(0) == 0 {
         assert_eq!(pages.huge_bytes, 0, "{pages:?}");
     }
-    assert_eq!(pages.normal_bytes + pages.transparent_bytes + pages.huge_bytes, pool.stats().mapped_bytes);
+    assert_eq!(
+        pages.normal_bytes + pages.transparent_bytes + pages.huge_bytes,
+        pool.stats().mapped_bytes
+    );
     let mut buf = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
     buf.fill(1);
 }
@@ -65,7 +68,8 @@ fn a_peer_writes_until_it_is_revoked() {
     let pool = Pool::builder(std::slice::from_ref(&host.domain)).build().expect("pool");
     let mut buf = pool.take_uncharged(10_000, Purpose::Receive).expect("memory");
     buf.fill(0);
-    let mut exposed = pool.expose(buf, 0, Access::REMOTE_WRITE | Access::REMOTE_READ).expect("exposed");
+    let mut exposed =
+        pool.expose(buf, 0, Access::REMOTE_WRITE | Access::REMOTE_READ).expect("exposed");
     let target = exposed.remote();
     let bytes: Vec<u8> = (0..10_000_u32).map(|at| (at % 251) as u8).collect();
     assert_eq!(peer.write(&bytes, target), Status::SUCCESS);
@@ -107,7 +111,8 @@ fn memlock_is_explained() {
         // What was there before still works.
         drop(taken);
         pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-        let error = Pool::builder(&domains).memory_pool_initial(64 * MIB).build().expect_err("too much");
+        let error =
+            Pool::builder(&domains).memory_pool_initial(64 * MIB).build().expect_err("too much");
         assert!(error.to_string().contains("32 MiB needed"), "{error}");
         return;
     }

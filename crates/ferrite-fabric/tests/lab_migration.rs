@@ -1,7 +1,8 @@
 //! Links that lose their RDMA path and go on, on real devices (`cargo xtask lab-test moves`).
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1), in one guest: TCP between the two takes the guest's loopback,
-//! so that a fault of an interface or of a wire is one of RDMA alone.
+//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1), in one guest: TCP between the
+//! two takes the guest's loopback, so that a fault of an interface or of a wire is one of RDMA
+//! alone.
 #![expect(clippy::print_stdout, reason = "how long each fault took is for people to judge")]
 
 #[path = "lab_faults/net.rs"]
@@ -23,8 +24,8 @@ use random::Random;
 use rig::{OWN, PEER, any_port, pace, until, verbs, within};
 use traffic::Traffic;
 
-/// Longer than any of these faults: the device's retries (about half a second), or the next look for a device (8 s), and the way
-/// back up.
+/// Longer than any of these faults: the device's retries (about half a second), or the next look
+/// for a device (8 s), and the way back up.
 const PATIENCE: Duration = Duration::from_secs(40);
 
 struct Scene {
@@ -41,12 +42,14 @@ impl Scene {
     fn new() -> Self {
         let verbs = verbs();
         let fabrics = [OWN, PEER].map(|(device, _)| {
-            let fabric = Fabric::builder(&verbs).device(device).config(config()).build().expect("a fabric");
+            let fabric =
+                Fabric::builder(&verbs).device(device).config(config()).build().expect("a fabric");
             fabric.spawn_thread().expect("a thread");
             fabric
         });
         // All addresses, so that it outlives its device.
-        let mut listener = fabrics[1].listen("0.0.0.0:0".parse().expect("an address")).expect("to listen");
+        let mut listener =
+            fabrics[1].listen("0.0.0.0:0".parse().expect("an address")).expect("to listen");
         let mut to = any_port(PEER);
         to.set_port(listener.local_addr().port());
         let connecting = fabrics[0].connect_with(to, &ConnectOptions::new().local(any_port(OWN)));
@@ -117,7 +120,8 @@ fn device_removed_and_added() {
     traffic.stop();
 }
 
-/// Random faults under checked traffic: 10 by default, 200 with `FERRITE_FAULTS=200`. `FERRITE_SEED` replays them.
+/// Random faults under checked traffic: 10 by default, 200 with `FERRITE_FAULTS=200`.
+/// `FERRITE_SEED` replays them.
 #[test]
 fn random_faults() {
     let number = |name: &str| std::env::var(name).ok().and_then(|value| value.parse::<u64>().ok());
@@ -169,7 +173,9 @@ fn random_faults() {
             _ => {
                 let (device, netdev) = [(OWN.0, "h2"), (PEER.0, "h1")][side];
                 let mut removal = remove(device);
-                until(PATIENCE, "the removal ends", || removal.try_wait().expect("a status").is_some());
+                until(PATIENCE, "the removal ends", || {
+                    removal.try_wait().expect("a status").is_some()
+                });
                 std::thread::sleep(pause);
                 net::sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
                 "device removed"

@@ -14,7 +14,12 @@ use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 fn run(test: impl Test) {
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     let hosts = [Host::new("rxe1", "10.0.0.1"), Host::new("rxe2", "10.0.0.2")];
-    streams::run(Some(Verbs::system().expect("rdma-core")), hosts, if emulated { 20 } else { 2 }, test);
+    streams::run(
+        Some(Verbs::system().expect("rdma-core")),
+        hosts,
+        if emulated { 20 } else { 2 },
+        test,
+    );
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
@@ -47,7 +52,10 @@ fn killed_peer_is_no_end() {
                 Err(error) => break error,
             }
         };
-        assert!(matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::TimedOut), "{error:?}");
+        assert!(
+            matches!(error.kind(), ErrorKind::ConnectionReset | ErrorKind::TimedOut),
+            "{error:?}"
+        );
         drop(stream);
         fabrics.clear().await;
     });

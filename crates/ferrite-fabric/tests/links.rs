@@ -1,7 +1,8 @@
 //! One suite for links on every provider: what two fabrics must be able to do to each other.
 //!
-//! `lab_links` runs it on Soft-RoCE devices in the lab's guest, `fake_links` on the fake provider. A test is a function of
-//! a [`Fixture`]; [`run_suite`] makes it a `#[test]` of the target that calls it.
+//! `lab_links` runs it on Soft-RoCE devices in the lab's guest, `fake_links` on the fake provider.
+//! A test is a function of a [`Fixture`]; [`run_suite`] makes it a `#[test]` of the target that
+//! calls it.
 
 pub(crate) mod drivers;
 pub(crate) mod fabrics;
@@ -97,7 +98,8 @@ impl Fixture {
     }
 }
 
-/// Makes every test of the suite a test of the calling target; or only those that are not about RDMA itself.
+/// Makes every test of the suite a test of the calling target; or only those that are not about
+/// RDMA itself.
 macro_rules! run_suite {
     ($run:path) => {
         run_suite!(over any transport: $run);

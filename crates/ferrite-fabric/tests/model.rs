@@ -1,4 +1,5 @@
-//! Everything that can be done with buffers, in random order, against a model that keeps the books by hand.
+//! Everything that can be done with buffers, in random order, against a model that keeps the books
+//! by hand.
 
 use std::collections::BTreeMap;
 
@@ -155,17 +156,28 @@ impl Model {
         };
         match result {
             Ok(mut buf) => {
-                assert_eq!((buf.len(), buf.capacity(), buf.purpose()), (len, class.bytes(), purpose));
+                assert_eq!(
+                    (buf.len(), buf.capacity(), buf.purpose()),
+                    (len, class.bytes(), purpose)
+                );
                 buf.fill(len as u8);
                 let block = self.next_block;
                 self.next_block += 1;
                 self.blocks.insert(block, Block { class, purpose, account, handles: 1 });
-                self.items.push(Item { handle: Handle::Unique(buf), block, bytes: vec![len as u8; len] });
+                self.items.push(Item {
+                    handle: Handle::Unique(buf),
+                    block,
+                    bytes: vec![len as u8; len],
+                });
             }
             Err(PoolError::OverBudget { asked, limit, used, which }) => {
                 assert_eq!(asked, class.bytes() as u64);
                 if limit == 8 * MIB as u64 {
-                    assert_eq!(self.pool.stats().heap(purpose).mapped_bytes, limit, "{which} could grow");
+                    assert_eq!(
+                        self.pool.stats().heap(purpose).mapped_bytes,
+                        limit,
+                        "{which} could grow"
+                    );
                 } else {
                     assert!(used + asked > limit, "{which}: {used} + {asked}");
                 }
@@ -281,7 +293,10 @@ impl Model {
         }
         for (at, account) in self.accounts.iter().enumerate() {
             let charged = self.blocks.values().filter(|block| block.account == Some(at));
-            assert_eq!(account.used_bytes(), charged.map(|block| block.class.bytes() as u64).sum::<u64>());
+            assert_eq!(
+                account.used_bytes(),
+                charged.map(|block| block.class.bytes() as u64).sum::<u64>()
+            );
         }
     }
 }

@@ -51,7 +51,8 @@ fn exhaust(pool: &Pool, len: usize, purpose: Purpose) -> (Vec<BufMut>, PoolError
     }
 }
 
-/// What a burst took goes back to the system when nobody has used it for a while, and can be had again.
+/// What a burst took goes back to the system when nobody has used it for a while, and can be had
+/// again.
 #[test]
 fn memory_goes_back_when_the_load_is_gone() {
     let (_world, pool) = small_pool();
@@ -96,10 +97,16 @@ fn in_use(pool: &Pool) -> u64 {
     let stats = pool.stats();
     for purpose in Purpose::ALL {
         let heap = stats.heap(purpose);
-        assert_eq!(heap.mapped_bytes, heap.in_use_bytes + heap.cached_bytes + heap.free_bytes, "{stats:#?}");
+        assert_eq!(
+            heap.mapped_bytes,
+            heap.in_use_bytes + heap.cached_bytes + heap.free_bytes,
+            "{stats:#?}"
+        );
     }
-    let without_locks = Purpose::ALL.map(|purpose| (pool.in_use_bytes(purpose), pool.max_bytes(purpose)));
-    let [send, receive] = [&stats.send, &stats.receive].map(|heap| (heap.in_use_bytes, heap.max_bytes));
+    let without_locks =
+        Purpose::ALL.map(|purpose| (pool.in_use_bytes(purpose), pool.max_bytes(purpose)));
+    let [send, receive] =
+        [&stats.send, &stats.receive].map(|heap| (heap.in_use_bytes, heap.max_bytes));
     assert_eq!(without_locks, [send, receive]);
     stats.send.in_use_bytes + stats.receive.in_use_bytes
 }
@@ -145,7 +152,10 @@ fn senders_never_starve_receives() {
         let _ = exhaust(&pool, 2 * MIB, Purpose::Send);
         let (received, error) = exhaust(&pool, 2 * MIB, Purpose::Receive);
         assert_eq!(received.len(), 4, "after sends of {len}");
-        assert!(matches!(error, PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. }));
+        assert!(matches!(
+            error,
+            PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. }
+        ));
     }
 }
 
@@ -185,7 +195,9 @@ fn threads_pass_buffers_on() {
             scope.spawn(move || {
                 for round in 0..if cfg!(miri) { 10 } else { 500_usize } {
                     let purpose = Purpose::ALL[round % 2];
-                    let Ok(mut buf) = pool.take(1 + round * 37 % 9000, purpose, account) else { continue };
+                    let Ok(mut buf) = pool.take(1 + round * 37 % 9000, purpose, account) else {
+                        continue;
+                    };
                     buf.fill(number);
                     let buf = buf.freeze();
                     sender.send((number, buf.clone())).expect("somebody listens");
@@ -196,7 +208,10 @@ fn threads_pass_buffers_on() {
         drop(sender);
         scope.spawn(move || {
             for (number, buf) in receiver {
-                assert!(buf.iter().all(|byte| *byte == number), "a buffer was reused while it was shared");
+                assert!(
+                    buf.iter().all(|byte| *byte == number),
+                    "a buffer was reused while it was shared"
+                );
             }
         });
     });
@@ -243,8 +258,9 @@ fn a_pool_leaves_nothing_behind() {
 fn a_pool_may_go_at_any_moment() {
     for round in 0..if cfg!(miri) { 5 } else { 300 } {
         let (world, pool) = small_pool();
-        let mut taken: Vec<_> =
-            (0..60).map(|n| pool.take_uncharged(200 * (n % 3), Purpose::Send).expect("memory")).collect();
+        let mut taken: Vec<_> = (0..60)
+            .map(|n| pool.take_uncharged(200 * (n % 3), Purpose::Send).expect("memory"))
+            .collect();
         let others: Vec<Buf> = taken.split_off(30).into_iter().map(BufMut::freeze).collect();
         let shared = others.clone();
         let threads = [
@@ -291,7 +307,8 @@ fn ranges_outside_are_refused() {
     let (_world, pool) = small_pool();
     let buf = pool.take_uncharged(100, Purpose::Send).expect("memory").freeze();
     for range in [0..101, 101..101, 5..usize::MAX] {
-        let sliced = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| buf.slice(range.clone())));
+        let sliced =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| buf.slice(range.clone())));
         assert!(sliced.is_err(), "{range:?}");
     }
     let longer = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
@@ -310,7 +327,9 @@ fn accounts_are_charged_by_block_and_the_charge_moves() {
     posted.charge_to(&one).expect("fits");
     assert_eq!(one.used_bytes(), 8 * KIB as u64);
     let error = pool.take(3 * KIB, Purpose::Receive, &one).expect_err("8 + 8 KiB are more than 10");
-    let PoolError::OverBudget { which: Budget::Account(name), used, .. } = &error else { panic!("{error}") };
+    let PoolError::OverBudget { which: Budget::Account(name), used, .. } = &error else {
+        panic!("{error}")
+    };
     assert_eq!((&**name, *used), ("one", 8 * KIB as u64));
     let small = pool.take(1, Purpose::Send, &one).expect("256 bytes fit");
     posted.charge_to(&other).expect("fits");
@@ -415,14 +434,21 @@ fn a_device_comes_back_wholly_or_not_at_all() {
     pool.retire_domain(1);
     // A device that has room for one of the two arenas.
     world.remove_device("fake2");
-    let small = DeviceSpec { max_mr: 1, ..DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address")) };
+    let small = DeviceSpec {
+        max_mr: 1,
+        ..DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address"))
+    };
     world.add_device(small);
     let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
     let too_small = context.allocate_protection_domain().expect("domain");
     let error = pool.restore_domain(1, &too_small).expect_err("there is no room");
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("fake2"), "{error}");
-    assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1), "nothing of it is left");
+    assert_eq!(
+        (world.objects().memory_regions, pool.domains().len()),
+        (2, 1),
+        "nothing of it is left"
+    );
     drop((too_small, context));
     let again = domain_again(&world, "fake2", "10.0.0.2");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1));
@@ -437,7 +463,8 @@ fn nonsense_is_refused() {
     let plain = Pool::builder(&[]).build().expect("memory without a device");
     assert_eq!(plain.take_uncharged(5, Purpose::Send).expect("a buffer").len(), 5);
     let world = World::new();
-    let error = small(&world).receive_reserve(16 * MIB).build().expect_err("nothing left for sends");
+    let error =
+        small(&world).receive_reserve(16 * MIB).build().expect_err("nothing left for sends");
     assert!(error.to_string().contains("memory_pool_max"), "{error}");
 
     let (world, pool) = small_pool();
@@ -455,7 +482,8 @@ fn nonsense_is_refused() {
 
 const HOSTS: [(&str, &str); 2] = [("fake1", "10.0.0.1"), ("fake2", "10.0.0.2")];
 
-/// The host under test with its pool, and a peer; a new connection for each, because a refusal ends one.
+/// The host under test with its pool, and a peer; a new connection for each, because a refusal ends
+/// one.
 fn with_peer() -> (World, wire::End, wire::End, Pool) {
     let world = World::new();
     for (name, ip) in HOSTS {
@@ -471,8 +499,12 @@ fn a_peer_writes_until_it_is_revoked() {
     let (world, host, peer, pool) = with_peer();
     let mut buf = pool.take_uncharged(4096, Purpose::Receive).expect("memory");
     buf.fill(0);
-    let mut exposed = pool.expose(buf, 0, Access::REMOTE_WRITE | Access::REMOTE_READ).expect("exposed");
-    assert_eq!((exposed.len(), pool.stats().exposed_bytes, world.objects().memory_regions), (4096, 4096, 3));
+    let mut exposed =
+        pool.expose(buf, 0, Access::REMOTE_WRITE | Access::REMOTE_READ).expect("exposed");
+    assert_eq!(
+        (exposed.len(), pool.stats().exposed_bytes, world.objects().memory_regions),
+        (4096, 4096, 3)
+    );
     let target = exposed.remote();
     assert_eq!(peer.write(b"from the peer", target), Status::SUCCESS);
     let mut copy = [0; 13];
@@ -498,11 +530,13 @@ fn a_peer_reaches_exactly_what_is_exposed() {
         (100, Access::REMOTE_WRITE), // one byte behind, though the block goes on
     ] {
         let (_world, _host, peer, pool) = with_peer();
-        let _neighbours = [0; 8].map(|_: i32| pool.take_uncharged(100, Purpose::Receive).expect("memory"));
+        let _neighbours =
+            [0; 8].map(|_: i32| pool.take_uncharged(100, Purpose::Receive).expect("memory"));
         let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
         let exposed = pool.expose(buf, 0, rights).expect("exposed");
         let remote = exposed.remote();
-        let target = RemoteSlice { addr: remote.addr.wrapping_add_signed(offset), len: 1, ..remote };
+        let target =
+            RemoteSlice { addr: remote.addr.wrapping_add_signed(offset), len: 1, ..remote };
         assert_eq!(peer.write(b"!", target), Status::REMOTE_ACCESS, "{offset}");
     }
 }
@@ -533,10 +567,16 @@ fn what_the_device_keeps_is_not_used_again() {
     world.fail_next("ibv_dereg_mr", EIO);
     drop(exposed);
     let stats = pool.stats();
-    assert_eq!((stats.exposed_bytes, stats.quarantined_bytes, stats.failures.deregister), (0, 256, 2));
+    assert_eq!(
+        (stats.exposed_bytes, stats.quarantined_bytes, stats.failures.deregister),
+        (0, 256, 2)
+    );
     assert_eq!((in_use(&pool), peer.used_bytes()), (256, 256));
     for _ in 0..1000 {
-        assert_ne!(pool.take_uncharged(100, Purpose::Receive).expect("memory").raw_parts(0).addr, addr);
+        assert_ne!(
+            pool.take_uncharged(100, Purpose::Receive).expect("memory").raw_parts(0).addr,
+            addr
+        );
     }
     world.fail_next("ibv_dereg_mr", EIO);
     assert_eq!((pool.retry_quarantined(), pool.stats().quarantined_bytes), (0, 256));
@@ -612,7 +652,8 @@ fn every_counter_moves() {
 
     // More than any address space has.
     let world = World::new();
-    let huge = small(&world).memory_pool_max(1 << 50).memory_pool_increase(1 << 49).huge_pages(true);
+    let huge =
+        small(&world).memory_pool_max(1 << 50).memory_pool_increase(1 << 49).huge_pages(true);
     let pool = huge.build().expect("pool");
     let (_taken, error) = exhaust(&pool, 2 * MIB, Purpose::Send);
     assert!(matches!(error, PoolError::Map { .. }), "{error}");
@@ -624,7 +665,9 @@ fn every_counter_moves() {
 
     // What a host has of huge pages is its own business: one of the three must have it.
     let pages = ["normal_pages_bytes", "transparent_pages_bytes", "huge_pages_bytes"];
-    assert!(moved.iter().filter(|(name, value)| pages.contains(&&***name) && **value > 0).count() >= 1);
+    assert!(
+        moved.iter().filter(|(name, value)| pages.contains(&&***name) && **value > 0).count() >= 1
+    );
     let never: Vec<_> =
         moved.iter().filter(|(name, value)| **value == 0 && !pages.contains(&&***name)).collect();
     assert!(never.is_empty(), "never moved: {never:?}");

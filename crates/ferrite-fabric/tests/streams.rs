@@ -1,7 +1,8 @@
 //! One suite for streams on every provider: what software that knows TCP relies on.
 //!
-//! `lab_streams` runs it on Soft-RoCE devices in the lab's guest, `fake_streams` on the fake provider, `tcp_streams` over TCP. A test is an async
-//! function of a [`Scene`], run by tokio on two threads, with a fabric on each of two hosts.
+//! `lab_streams` runs it on Soft-RoCE devices in the lab's guest, `fake_streams` on the fake
+//! provider, `tcp_streams` over TCP. A test is an async function of a [`Scene`], run by tokio on
+//! two threads, with a fabric on each of two hosts.
 
 pub(crate) mod bytes;
 pub(crate) mod ends;
@@ -54,7 +55,8 @@ impl<F: AsyncFnOnce(Scene)> Test for F {}
 
 /// Runs a test, which must end in time.
 pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], slower: usize, test: impl Test) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
     let scene = Scene { verbs, hosts, slower };
     runtime.block_on(async { tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time") });
@@ -157,7 +159,9 @@ impl Pair {
 
 /// Bytes that differ by their place in the stream, from a place on.
 pub(crate) fn pattern(from: usize, len: usize) -> Vec<u8> {
-    (from..from + len).map(|at| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0]).collect()
+    (from..from + len)
+        .map(|at| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0])
+        .collect()
 }
 
 /// Numbers that choose an order, and can be replayed by their seed: xorshift64*.

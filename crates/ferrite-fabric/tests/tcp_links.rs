@@ -1,4 +1,5 @@
-//! The suite of links over TCP, on this host's own network: everything in it that is not about RDMA itself.
+//! The suite of links over TCP, on this host's own network: everything in it that is not about RDMA
+//! itself.
 
 #[expect(dead_code, reason = "what is about RDMA alone")]
 mod links;

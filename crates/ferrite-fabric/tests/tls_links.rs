@@ -19,8 +19,9 @@ fn certified(hosts: &[Host; 2]) -> (Arc<ClientConfig>, Arc<ServerConfig>) {
     roots.add(cert.der().clone()).expect("a root");
     let client = ClientConfig::builder().with_root_certificates(roots).with_no_client_auth();
     let key = PrivateKeyDer::from(PrivatePkcs8KeyDer::from(signing_key.serialize_der()));
-    let server =
-        ServerConfig::builder().with_no_client_auth().with_single_cert(vec![cert.der().clone()], key);
+    let server = ServerConfig::builder()
+        .with_no_client_auth()
+        .with_single_cert(vec![cert.der().clone()], key);
     (Arc::new(client), Arc::new(server.expect("a server")))
 }
 

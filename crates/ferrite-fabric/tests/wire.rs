@@ -3,8 +3,8 @@
 use std::time::Duration;
 
 use ferrite_verbs::{
-    Access, CompletionQueue, Context, Path, PeerAddress, ProtectionDomain, QueuePair, QueuePairAttributes,
-    QueuePairConfig, RemoteSlice, SendRequest, Status, Verbs, WorkCompletion,
+    Access, CompletionQueue, Context, Path, PeerAddress, ProtectionDomain, QueuePair,
+    QueuePairAttributes, QueuePairConfig, RemoteSlice, SendRequest, Status, Verbs, WorkCompletion,
 };
 
 /// Longer than anything here takes, on the slowest kernel.
@@ -29,7 +29,10 @@ pub(crate) fn connect(verbs: &Verbs, hosts: [(&str, &str); 2]) -> [End; 2] {
     let addresses = [0, 1].map(|at| {
         let End { context, qp, .. } = &ends[at];
         let gids = context.gids().expect("addresses");
-        let gid = gids.iter().find(|entry| entry.gid.ip().to_string() == hosts[at].1).expect("its address");
+        let gid = gids
+            .iter()
+            .find(|entry| entry.gid.ip().to_string() == hosts[at].1)
+            .expect("its address");
         (PeerAddress { qp_num: qp.number(), psn: 1, gid: gid.gid, lid: 0 }, gid.index as u8)
     });
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -37,7 +40,8 @@ pub(crate) fn connect(verbs: &Verbs, hosts: [(&str, &str); 2]) -> [End; 2] {
         let End { context, qp, .. } = &ends[own];
         let path = Path { mtu: context.port(1).expect("port").active_mtu, ..Path::default() };
         qp.modify(&QueuePairAttributes::init(1, access)).expect("init");
-        let to_peer = QueuePairAttributes::connect_to(&addresses[peer].0, 1, addresses[own].1, &path, 1);
+        let to_peer =
+            QueuePairAttributes::connect_to(&addresses[peer].0, 1, addresses[own].1, &path, 1);
         qp.modify(&to_peer).expect("RTR");
         qp.modify(&QueuePairAttributes::ready_to_send(1, &path, 1)).expect("RTS");
     }

@@ -1,8 +1,12 @@
 //! The engine's module API: safe calls of the functions in `table.rs`.
 //!
-//! Handles ([`Context`], [`Info`]) live as long as the callback that they were given to. Everything but [`log`] is for the
-//! engine's main thread; the handles cannot leave it, since pointers are not [`Send`].
-#![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
+//! Handles ([`Context`], [`Info`]) live as long as the callback that they were given to. Everything
+//! but [`log`] is for the engine's main thread; the handles cannot leave it, since pointers are not
+//! [`Send`].
+#![expect(
+    unsafe_code,
+    reason = "calls by function pointers, with pointers that the engine gave us"
+)]
 
 pub(crate) mod calls;
 pub(crate) mod clients;
@@ -17,7 +21,9 @@ use std::os::fd::RawFd;
 use std::ptr;
 use std::sync::OnceLock;
 
-use table::{Api, EventFn, FdFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find};
+use table::{
+    Api, EventFn, FdFn, GetChoice, GetNumber, GetText, InfoFn, SetChoice, SetNumber, SetText, find,
+};
 pub(crate) use table::{CommandFn, RawContext, RawEvent, RawInfo, RawString};
 
 pub(crate) const OK: c_int = 0;
@@ -43,7 +49,8 @@ pub(crate) mod flag {
     pub(crate) const READABLE: i32 = 1;
 }
 
-/// Of this process for ever: an engine's functions do not move, also if the module is loaded a second time.
+/// Of this process for ever: an engine's functions do not move, also if the module is loaded a
+/// second time.
 static API: OnceLock<Api> = OnceLock::new();
 
 /// The table, from the moment it was found on. Whoever has a handle has it.
@@ -57,8 +64,9 @@ pub(crate) fn log(level: &CStr, text: &str) {
     // The engine cuts lines at 1,024 bytes, and knows no line ends.
     for line in text.lines() {
         let line = c_string(&format!("ferrite: {line}"));
-        // SAFETY: the format takes one string, which is there. No context: those of a load that is refused are gone by the time
-        // that a thread speaks; the engine allows it for this call alone.
+        // SAFETY: the format takes one string, which is there. No context: those of a load that is
+        // refused are gone by the time that a thread speaks; the engine allows it for this call
+        // alone.
         unsafe { (api.log)(ptr::null_mut(), level.as_ptr(), c"%s".as_ptr(), line.as_ptr()) };
     }
 }
@@ -68,9 +76,11 @@ fn c_string(text: &str) -> CString {
     CString::new(text.replace('\0', "?")).unwrap_or_default()
 }
 
-/// From now on the engine's loop calls this when the descriptor is readable, on the main thread. Whether the engine takes it.
+/// From now on the engine's loop calls this when the descriptor is readable, on the main thread.
+/// Whether the engine takes it.
 pub(crate) fn listen_to(descriptor: RawFd, call: FdFn) -> bool {
-    // SAFETY: the function stays; it is given no pointer of ours. A descriptor that is closed is told of no more.
+    // SAFETY: the function stays; it is given no pointer of ours. A descriptor that is closed is
+    // told of no more.
     unsafe { (api().event_loop_add)(descriptor, flag::READABLE, call, ptr::null_mut()) == OK }
 }
 
@@ -94,12 +104,14 @@ pub(crate) struct Context<'a>(ptr::NonNull<RawContext>, PhantomData<&'a ()>);
 
 impl<'a> Context<'a> {
     /// # Safety
-    /// The engine gave it to a callback that runs on its main thread and outlives `'a`; it is not null.
+    /// The engine gave it to a callback that runs on its main thread and outlives `'a`; it is not
+    /// null.
     pub(crate) unsafe fn new(raw: *mut RawContext) -> Option<Self> {
         ptr::NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// Finds the functions of the API: the first thing to do. The names of those that are missing otherwise.
+    /// Finds the functions of the API: the first thing to do. The names of those that are missing
+    /// otherwise.
     pub(crate) fn find_api(self) -> Result<(), Vec<&'static str>> {
         // SAFETY: a context begins with this function, which is the engine's.
         let found = unsafe { Api::find(self.0.as_ref().get_api) };
@@ -111,7 +123,8 @@ impl<'a> Context<'a> {
         type Log = unsafe extern "C" fn(*mut RawContext, *const c_char, *const c_char, ...);
         // SAFETY: as in `find_api`; the type is that of the function in the table.
         let log: Option<Log> = unsafe {
-            find(self.0.as_ref().get_api, "RedisModule_Log\0").map(|found| std::mem::transmute(found))
+            find(self.0.as_ref().get_api, "RedisModule_Log\0")
+                .map(|found| std::mem::transmute(found))
         };
         if let Some(log) = log {
             let text = c_string(text);
@@ -126,7 +139,8 @@ impl<'a> Context<'a> {
 
     /// Takes the module's name; false if another has it.
     pub(crate) fn set_name(self, name: &CStr, version: i32) -> bool {
-        // SAFETY: a name that ends with a zero, which the engine copies; the context is the engine's.
+        // SAFETY: a name that ends with a zero, which the engine copies; the context is the
+        // engine's.
         unsafe {
             if (api().is_module_name_busy)(name.as_ptr()) != 0 {
                 return false;
@@ -153,11 +167,17 @@ impl<'a> Context<'a> {
     /// One of the engine's own settings; `None` if it has none of this name, or does not say.
     pub(crate) fn config(self, name: &CStr) -> Option<String> {
         let api = api();
-        // E: Valkey 9.1 crashes when it refuses a call (CONFIG is renamed, say) that does not take errors as replies.
-        // SAFETY: two strings for the two in the format. The reply, and what is looked at of it, is used before it is freed.
+        // E: Valkey 9.1 crashes when it refuses a call (CONFIG is renamed, say) that does not take
+        // errors as replies. SAFETY: two strings for the two in the format. The reply, and what is
+        // looked at of it, is used before it is freed.
         unsafe {
-            let reply =
-                (api.call)(self.raw(), c"CONFIG".as_ptr(), c"Ecc".as_ptr(), c"GET".as_ptr(), name.as_ptr());
+            let reply = (api.call)(
+                self.raw(),
+                c"CONFIG".as_ptr(),
+                c"Ecc".as_ptr(),
+                c"GET".as_ptr(),
+                name.as_ptr(),
+            );
             if reply.is_null() {
                 return None;
             }
@@ -180,8 +200,9 @@ impl<'a> Context<'a> {
     /// A command that is nothing but its subcommands.
     pub(crate) fn create_container(self, name: &CStr, flags: &CStr) -> bool {
         // SAFETY: strings that the engine copies; a command without a function has subcommands.
-        let made =
-            unsafe { (api().create_command)(self.raw(), name.as_ptr(), None, flags.as_ptr(), 0, 0, 0) };
+        let made = unsafe {
+            (api().create_command)(self.raw(), name.as_ptr(), None, flags.as_ptr(), 0, 0, 0)
+        };
         made == OK
     }
 
@@ -199,7 +220,15 @@ impl<'a> Context<'a> {
         unsafe {
             let parent = (api().get_command)(self.raw(), of.as_ptr());
             if parent.is_null()
-                || (api().create_subcommand)(parent, name.as_ptr(), Some(call), flags.as_ptr(), 0, 0, 0) != OK
+                || (api().create_subcommand)(
+                    parent,
+                    name.as_ptr(),
+                    Some(call),
+                    flags.as_ptr(),
+                    0,
+                    0,
+                    0,
+                ) != OK
             {
                 return false;
             }
@@ -216,10 +245,13 @@ impl<'a> Context<'a> {
         unsafe { (api().register_info_func)(self.raw(), call) == OK }
     }
 
-    /// From now on, or (`None`) no longer. Not before the load can only succeed: a refused one leaves subscriptions behind.
+    /// From now on, or (`None`) no longer. Not before the load can only succeed: a refused one
+    /// leaves subscriptions behind.
     pub(crate) fn subscribe(self, id: u64, call: Option<EventFn>) -> bool {
         // SAFETY: the function stays. Version 1 of each event is all that we take.
-        unsafe { (api().subscribe_to_server_event)(self.raw(), RawEvent { id, version: 1 }, call) == OK }
+        unsafe {
+            (api().subscribe_to_server_event)(self.raw(), RawEvent { id, version: 1 }, call) == OK
+        }
     }
 
     pub(crate) fn register_number(
@@ -232,7 +264,8 @@ impl<'a> Context<'a> {
         index: usize,
     ) -> bool {
         let private = ptr::without_provenance_mut(index);
-        // SAFETY: strings that the engine copies; functions that stay; a number instead of a pointer to what is private.
+        // SAFETY: strings that the engine copies; functions that stay; a number instead of a
+        // pointer to what is private.
         let made = unsafe {
             (api().register_numeric_config)(
                 self.raw(),
@@ -308,7 +341,8 @@ impl<'a> Context<'a> {
         made == OK
     }
 
-    /// Sets all that was registered, from the configuration file or by default; false if a value was refused.
+    /// Sets all that was registered, from the configuration file or by default; false if a value
+    /// was refused.
     pub(crate) fn load_configs(self) -> bool {
         // SAFETY: the context is the engine's.
         unsafe { (api().load_configs)(self.raw()) == OK }
@@ -322,11 +356,14 @@ impl<'a> Context<'a> {
 
     pub(crate) fn reply(self, reply: &Reply) {
         let api = api();
-        // SAFETY: the context is that of a command; strings end with a zero or come with their length, and are copied.
+        // SAFETY: the context is that of a command; strings end with a zero or come with their
+        // length, and are copied.
         unsafe {
             match reply {
                 Reply::Error(text) => (api.reply_with_error)(self.raw(), c_string(text).as_ptr()),
-                Reply::Simple(text) => (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr()),
+                Reply::Simple(text) => {
+                    (api.reply_with_simple_string)(self.raw(), c_string(text).as_ptr())
+                }
                 Reply::Text(text) => {
                     (api.reply_with_verbatim_string)(self.raw(), text.as_ptr().cast(), text.len())
                 }
@@ -340,14 +377,20 @@ impl<'a> Context<'a> {
                 Reply::Map(fields) => {
                     let answer = (api.reply_with_map)(self.raw(), fields.len() as c_long);
                     for (name, value) in fields {
-                        (api.reply_with_string_buffer)(self.raw(), name.as_ptr().cast(), name.len());
+                        (api.reply_with_string_buffer)(
+                            self.raw(),
+                            name.as_ptr().cast(),
+                            name.len(),
+                        );
                         match value {
                             Value::Number(number) => {
                                 (api.reply_with_long_long)(self.raw(), (*number).cast_signed())
                             }
-                            Value::Text(text) => {
-                                (api.reply_with_string_buffer)(self.raw(), text.as_ptr().cast(), text.len())
-                            }
+                            Value::Text(text) => (api.reply_with_string_buffer)(
+                                self.raw(),
+                                text.as_ptr().cast(),
+                                text.len(),
+                            ),
                         };
                     }
                     answer
@@ -386,7 +429,8 @@ impl Info<'_> {
         ptr::NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
-    /// The engine puts our name before the section's and before each field's, and drops sections that nobody asked for.
+    /// The engine puts our name before the section's and before each field's, and drops sections
+    /// that nobody asked for.
     pub(crate) fn section(&self, name: &CStr, fields: &[(String, Value)]) {
         // SAFETY: strings that the engine copies.
         unsafe {
@@ -396,10 +440,14 @@ impl Info<'_> {
             for (name, value) in fields {
                 let name = c_string(name);
                 match value {
-                    Value::Number(number) => (api().info_add_number)(self.0.as_ptr(), name.as_ptr(), *number),
-                    Value::Text(text) => {
-                        (api().info_add_text)(self.0.as_ptr(), name.as_ptr(), c_string(text).as_ptr())
+                    Value::Number(number) => {
+                        (api().info_add_number)(self.0.as_ptr(), name.as_ptr(), *number)
                     }
+                    Value::Text(text) => (api().info_add_text)(
+                        self.0.as_ptr(),
+                        name.as_ptr(),
+                        c_string(text).as_ptr(),
+                    ),
                 };
             }
         }

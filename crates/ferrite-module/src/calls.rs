@@ -1,21 +1,24 @@
-//! Commands that run by a call within the engine's own loop, instead of over a connection to its socket.
+//! Commands that run by a call within the engine's own loop, instead of over a connection to its
+//! socket.
 //!
-//! `RedisModule_Call` skips what the engine checks before it runs a client's command. Here is what stands for that, so that a call
-//! never does what the same command on a connection would not:
+//! `RedisModule_Call` skips what the engine checks before it runs a client's command. Here is what
+//! stands for that, so that a call never does what the same command on a connection would not:
 //!
 //! | the engine checks | here |
 //! |---|---|
 //! | loading, a script that runs, paused clients | [`Calls::begin`] gives no batch |
 //! | NOAUTH, the user's rights | no batch unless the engine says that the client is still there and still this user; each call is held to the user's rights |
 //! | READONLY, MASTERDOWN, redirects of a cluster | no batch on replicas and in clusters |
-//! | MISCONF, NOREPLICAS, memory | each call; memory is freed by eviction on the bridge alone |
+//! | MISCONF, NOREPLICAS, memory | each call; memory is freed by eviction on the proxy path alone |
 //! | unknown commands, arity | each call |
 //! | `timeout` | no batch: the session's own connection would be silent |
 //! | what needs a client | [`Router`] |
 //!
-//! A GET of a long value is read by its key instead ([`Keys`]), with the same checks and a copy less.
+//! A GET of a long value is read by its key instead ([`Keys`]), with the same checks and a copy
+//! less.
 //!
-//! What a call refuses has not run, and goes over the bridge: there the engine gives its own answer, or frees memory, or redirects.
+//! What a call refuses has not run, and goes over the proxy connection: there the engine gives its
+//! own answer, or frees memory, or redirects.
 
 use std::time::Duration;
 
@@ -29,8 +32,8 @@ use crate::clients::{ClientRecord, DEFAULT_USER};
 use crate::keys::Keys;
 use crate::router::Router;
 
-/// While the engine is at any of these, nothing is called. The last two are states that calls could serve in part; their checks
-/// are many, and the bridge has them all.
+/// While the engine is at any of these, nothing is called. The last two are states that calls could
+/// serve in part; their checks are many, and the proxy path has them all.
 const NOT_NOW: i32 = state::SCRIPT
     | state::MULTI
     | state::LOADING
@@ -52,8 +55,9 @@ pub(crate) struct Calls {
     keys: Keys,
     /// Who spoke last: most batches are of one user.
     user: Option<(Box<[u8]>, Text)>,
-    /// Users who have been denied something. A call that is denied goes into ACL LOG, and the bridge's denial does once more: who is
-    /// here is asked for before, at some cost, so that it happens to each of them once.
+    /// Users who have been denied something. A call that is denied goes into ACL LOG, and the proxy
+    /// path's denial does once more: who is here is asked for before, at some cost, so that it
+    /// happens to each of them once.
     denied: Vec<Box<[u8]>>,
     /// Whether the engine shows that a client has authenticated.
     shows_authenticated: bool,
@@ -64,22 +68,27 @@ pub(crate) struct Calls {
     syncs_always: bool,
     /// The engine tells of its loop's turns, for which replies wait.
     hears_turns: bool,
-    /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose commands are called would be.
+    /// The engine hangs up on who is silent for long (`timeout`). Connections of sessions whose
+    /// commands are called would be.
     ends_the_silent: bool,
 }
 
 impl Calls {
-    /// An error if this engine cannot be called: all goes over the bridge then.
+    /// An error if this engine cannot be called: all goes over the proxy connection then.
     pub(crate) fn new(context: Context<'_>) -> Result<Self, String> {
         let server = context.server();
         let (ends_the_silent, syncs_always) = (ends_the_silent(context), syncs_always(context));
         let client_limits = client_limits(context);
-        let context = CallContext::new(context)
-            .ok_or("the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)")?;
+        let context = CallContext::new(context).ok_or(
+            "the engine cannot hold a call to a user's rights (Redis 7.0.6 is the first that can)",
+        )?;
         let router = Router::new(|names| context.ask(c"COMMAND", names))?;
         let keys = Keys::new(server).ok_or("no memory")?;
-        let batch_key =
-            if server.version < PROPAGATES { Some(Text::new("ferrite").ok_or("no memory")?) } else { None };
+        let batch_key = if server.version < PROPAGATES {
+            Some(Text::new("ferrite").ok_or("no memory")?)
+        } else {
+            None
+        };
         let has_aof = context.state() & state::AOF != 0;
         Ok(Self {
             context,
@@ -152,8 +161,8 @@ impl Calls {
         Access::Proxy { in_transaction, is_authenticated }
     }
 
-    /// Returns whether only a command that needs a login can tell whether the client has one, and the
-    /// client may run it.
+    /// Returns whether only a command that needs a login can tell whether the client has one, and
+    /// the client may run it.
     pub(crate) fn needs_attestation(&mut self, client: &ClientRecord) -> bool {
         let (is_default, is_proven) = {
             let state = client.state();
@@ -169,15 +178,17 @@ impl Calls {
             return false;
         }
         let words: [&[u8]; 3] = [b"FERRITE", b"ATTEST", b""];
-        let acting =
-            Text::of(DEFAULT_USER).and_then(|user| Some(self.context.act_as(&user)?.may(words.into_iter())));
+        let acting = Text::of(DEFAULT_USER)
+            .and_then(|user| Some(self.context.act_as(&user)?.may(words.into_iter())));
         acting.unwrap_or(false)
     }
 
-    /// Begins a batch of calls for a client, if all that the engine would check of its next command allows
-    /// calls now. [`NoBatch::Closed`]: everything is proxied for now.
+    /// Begins a batch of calls for a client, if all that the engine would check of its next command
+    /// allows calls now. [`NoBatch::Closed`]: everything is proxied for now.
     pub(crate) fn begin(&mut self, client: &ClientRecord) -> Result<Batch<'_>, NoBatch> {
-        let Some(id) = client.id().filter(|_| !client.is_gone()) else { return Err(NoBatch::Stale) };
+        let Some(id) = client.id().filter(|_| !client.is_gone()) else {
+            return Err(NoBatch::Stale);
+        };
         let speaker = client.state();
         // The engine may have freed the client, or have deleted its user, since it was last asked.
         let is_same = self.context.with_user_name(id, |name| *name == *speaker.user);
@@ -213,9 +224,10 @@ impl Calls {
         })
     }
 
-    /// Whether replies of a batch may leave only after the loop's next turn. The AOF is written, and with `appendfsync always`
-    /// synchronised, when a turn ends: before, an answer to a write could be one to a write that is lost, and with `always` one to a read
-    /// could tell of such a write. As of the last batch.
+    /// Whether replies of a batch may leave only after the loop's next turn. The AOF is written,
+    /// and with `appendfsync always` synchronised, when a turn ends: before, an answer to a write
+    /// could be one to a write that is lost, and with `always` one to a read could tell of such a
+    /// write. As of the last batch.
     pub(crate) fn replies_wait(&mut self, wrote: bool) -> bool {
         let wait = self.has_aof && (wrote || self.syncs_always);
         if wait && !std::mem::replace(&mut self.hears_turns, true) {
@@ -224,8 +236,8 @@ impl Calls {
         wait
     }
 
-    /// Returns whether a client that connects now is the user `default` without a password. `None`: the
-    /// engine does not tell (ACL is renamed, say).
+    /// Returns whether a client that connects now is the user `default` without a password. `None`:
+    /// the engine does not tell (ACL is renamed, say).
     pub(crate) fn default_user_is_open(&self) -> Option<bool> {
         self.context.ask(c"ACL", &[b"GETUSER", b"default"]).as_deref().map(is_open)
     }
@@ -233,8 +245,9 @@ impl Calls {
     /// Returns how many clients the engine has, if it tells.
     pub(crate) fn connected_clients(&self) -> Option<u64> {
         let info = self.context.ask(c"INFO", &[b"clients"])?;
-        let field =
-            info.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(b"connected_clients:"))?;
+        let field = info
+            .split(|byte| *byte == b'\n')
+            .find_map(|line| line.strip_prefix(b"connected_clients:"))?;
         std::str::from_utf8(field).ok()?.trim_end().parse().ok()
     }
 
@@ -280,9 +293,11 @@ fn client_limits(context: Context<'_>) -> ClientLimits {
         silent_time: Duration::ZERO,
         all_clients_bytes: 0,
     };
-    let output = context.config(c"client-output-buffer-limit").and_then(|text| output_limits(&text));
+    let output =
+        context.config(c"client-output-buffer-limit").and_then(|text| output_limits(&text));
     let maxmemory = context.config(c"maxmemory").and_then(|text| text.parse().ok()).unwrap_or(0);
-    let all = context.config(c"maxmemory-clients").map_or(0, |text| memory_or_percent(&text, maxmemory));
+    let all =
+        context.config(c"maxmemory-clients").map_or(0, |text| memory_or_percent(&text, maxmemory));
     let query = context.config(c"client-query-buffer-limit").and_then(|text| text.parse().ok());
     let query_bytes = query.unwrap_or(UNKNOWN.query_bytes);
     let silent = context.config(c"timeout").and_then(|text| text.parse().ok()).unwrap_or(0);
@@ -323,9 +338,13 @@ fn syncs_always(context: Context<'_>) -> bool {
 /// Whether a reply to ACL GETUSER is of a user who needs no password.
 fn is_open(reply: &[u8]) -> bool {
     let Ok(Value::Array(fields)) = Value::parse(reply) else { return false };
-    let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else { return false };
+    let Some([Value::Bulk(b"flags"), Value::Array(flags)]) = fields.first_chunk() else {
+        return false;
+    };
     let has = |wanted: &[u8]| {
-        flags.iter().any(|flag| matches!(flag, Value::Bulk(it) | Value::Simple(it) if *it == wanted))
+        flags
+            .iter()
+            .any(|flag| matches!(flag, Value::Bulk(it) | Value::Simple(it) if *it == wanted))
     };
     has(b"on") && has(b"nopass")
 }
@@ -341,17 +360,19 @@ pub(crate) struct Batch<'a> {
     keys: &'a mut Keys,
     batch_key: Option<&'a Text>,
     resp3: bool,
-    /// A call may have left something for AOF and replicas. Reads do: they delete keys whose time is over.
+    /// A call may have left something for AOF and replicas. Reads do: they delete keys whose time
+    /// is over.
     leaves: bool,
     wrote: bool,
 }
 
 impl Batch<'_> {
-    /// Runs a command and appends its reply to `out`. False: it was refused before execution, nothing was appended, and it must go
-    /// over the bridge, which gives the exact native answer.
+    /// Runs a command and appends its reply to `out`. False: it was refused before execution,
+    /// nothing was appended, and it must go over the proxy connection, which gives the exact native
+    /// answer.
     pub(crate) fn call(&mut self, callable: Callable, words: Words<'_>, out: &mut Replies) -> bool {
-        // The engine must not be asked for a user's right to a command that has too few words: Redis 7.0 looks for keys beyond
-        // them, and dies.
+        // The engine must not be asked for a user's right to a command that has too few words:
+        // Redis 7.0 looks for keys beyond them, and dies.
         if !callable.takes(words.len()) || (self.is_wary && !self.acting.may(words.iter())) {
             return false;
         }
@@ -407,7 +428,8 @@ mod tests {
 
     #[test]
     fn reads_the_engines_limits() {
-        let read = output_limits("normal 1048576 524288 10 slave 268435456 67108864 60 pubsub 1 2 3");
+        let read =
+            output_limits("normal 1048576 524288 10 slave 268435456 67108864 60 pubsub 1 2 3");
         let expected = ClientLimits {
             hard_bytes: 1 << 20,
             soft_bytes: 512 << 10,

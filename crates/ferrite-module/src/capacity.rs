@@ -1,9 +1,9 @@
 //! Whether the engine had a place (`maxclients`) for a client when the client came.
 //!
-//! The engine decides when it accepts a connection. A session's proxy connection is made some turns of the
-//! loop later, when the client has spoken: a place that became free meanwhile would go to a client that the
-//! engine's own port refuses, and not to one that came before it. So the engine's events tell when it was
-//! full. Everything here is on the engine's main thread.
+//! The engine decides when it accepts a connection. A session's proxy connection is made some turns
+//! of the loop later, when the client has spoken: a place that became free meanwhile would go to a
+//! client that the engine's own port refuses, and not to one that came before it. So the engine's
+//! events tell when it was full. Everything here is on the engine's main thread.
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -80,7 +80,8 @@ pub(crate) fn on_disconnected() {
     change(|Capacity { clients, max, .. }| (clients.saturating_sub(1), max));
 }
 
-/// Returns whether the engine would have refused a client that was accepted and heard at these times.
+/// Returns whether the engine would have refused a client that was accepted and heard at these
+/// times.
 pub(crate) fn was_full(accepted: Instant, heard: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
         && let Some(clients) = event_loop::connected_clients()

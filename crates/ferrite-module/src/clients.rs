@@ -1,4 +1,5 @@
-//! The engine's clients behind sessions: each session's proxy connection, by the engine's own client id.
+//! The engine's clients behind sessions: each session's proxy connection, by the engine's own
+//! client id.
 //!
 //! ```text
 //!   session opens its proxy connection and sends FERRITE BIND token
@@ -10,12 +11,13 @@
 //! What is kept here is what the engine said when it was last asked. Two things are kept because no
 //! engine, or not every engine, can be asked about them:
 //!
-//! - The protocol version. The engine shows it to a command of the client only, so FERRITE BIND notes it.
-//! - Whether a client of the user `default` has authenticated (before Valkey 9.1). A name other than
-//!   `default` is proof of a login; `default` is also the name of clients that never authenticated, and
-//!   of those whose user was just deleted. It counts as proven if the engine let everybody in when the
-//!   client connected, or has run FERRITE ATTEST for it, which it does not for clients that have not
-//!   authenticated.
+//! - The protocol version. The engine shows it to a command of the client only, so FERRITE BIND
+//!   notes it.
+//! - Whether a client of the user `default` has authenticated (before Valkey 9.1). A name other
+//!   than `default` is proof of a login; `default` is also the name of clients that never
+//!   authenticated, and of those whose user was just deleted. It counts as proven if the engine let
+//!   everybody in when the client connected, or has run FERRITE ATTEST for it, which it does not
+//!   for clients that have not authenticated.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -86,7 +88,8 @@ impl ClientRecord {
     pub(crate) fn new(peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<Self> {
         // Without random bits there is no record that anybody could claim: the session is refused.
         let token = token().unwrap_or_default();
-        let state = Mutex::new(ClientState { is_new: true, is_unnamed: true, ..ClientState::default() });
+        let state =
+            Mutex::new(ClientState { is_new: true, is_unnamed: true, ..ClientState::default() });
         let (id, is_gone) = (AtomicU64::new(0), AtomicBool::new(false));
         let record = Arc::new(Self { token, peer, id, is_gone, gone, state });
         if !record.token.is_empty() {
@@ -169,8 +172,8 @@ impl ProxyClient for ClientRecord {
     }
 }
 
-/// FERRITE BIND and ATTEST: the client that runs the command is the proxy connection of the session that
-/// has this token. Returns false if there is no such session, or it has another connection.
+/// FERRITE BIND and ATTEST: the client that runs the command is the proxy connection of the session
+/// that has this token. Returns false if there is no such session, or it has another connection.
 pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> bool {
     let id = context.client_id();
     // Not under the lock for longer: a record that is dropped takes it.
@@ -195,9 +198,10 @@ pub(crate) fn identify(context: Context<'_>, token: &str, is_attested: bool) -> 
     true
 }
 
-/// FERRITE MARK: what calls of this client's session have written is replicated before this, as far as
-/// WAIT on the connection is concerned. Returns false if the client is no session's proxy connection, or
-/// its session has written nothing: clients can send the command, too, without any right to write.
+/// FERRITE MARK: what calls of this client's session have written is replicated before this, as far
+/// as WAIT on the connection is concerned. Returns false if the client is no session's proxy
+/// connection, or its session has written nothing: clients can send the command, too, without any
+/// right to write.
 pub(crate) fn mark(context: Context<'_>) -> bool {
     let record = registry().by_id.get(&context.client_id()).and_then(Weak::upgrade);
     record.is_some_and(|record| {
@@ -225,7 +229,8 @@ mod tests {
     #[test]
     fn each_session_has_a_token_of_its_own() {
         let [one, other] = [(); 2].map(|()| ClientRecord::new(None, Arc::default()));
-        let is_token = |token: &str| token.len() == 32 && token.bytes().all(|byte| byte.is_ascii_hexdigit());
+        let is_token =
+            |token: &str| token.len() == 32 && token.bytes().all(|byte| byte.is_ascii_hexdigit());
         assert!(is_token(&one.token) && is_token(&other.token), "{} {}", one.token, other.token);
         assert_ne!(one.token, other.token);
     }

@@ -8,9 +8,10 @@ use ferrite_session::{SessionInfo, SessionTransport};
 use crate::api::Reply;
 use crate::event_loop;
 use crate::info;
-use crate::module::{Module, Service, lanes};
+use crate::module::{Module, Service, command_paths};
 
-/// A subcommand: its name, the engine's flags for it, and what it does with the words after its name.
+/// A subcommand: its name, the engine's flags for it, and what it does with the words after its
+/// name.
 pub(crate) struct Subcommand {
     pub(crate) name: &'static CStr,
     pub(crate) flags: &'static CStr,
@@ -22,11 +23,13 @@ pub(crate) struct Subcommand {
 }
 
 const ADMIN: &CStr = c"admin deny-script allow-loading allow-stale";
-/// Before a login, and whatever the client's rights are: the command is about the connection itself. Its
-/// argument is a secret.
-const BIND: &CStr = c"no-auth deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
+/// Before a login, and whatever the client's rights are: the command is about the connection
+/// itself. Its argument is a secret.
+const BIND: &CStr =
+    c"no-auth deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
 /// As BIND, but not before a login: that the engine runs it is proof of one.
-const ATTEST: &CStr = c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
+const ATTEST: &CStr =
+    c"deny-script allow-loading allow-stale allow-busy no-monitor no-slowlog fast";
 /// Whatever the client's rights are: without it WAIT would count older writes only.
 const MARK: &CStr = c"no-auth write deny-script fast";
 /// For those who may administer.
@@ -104,8 +107,9 @@ fn clients(module: &mut Module, words: &[String]) -> Reply {
 
 /// As CLIENT LIST has it.
 fn line(session: &SessionInfo) -> String {
-    let address =
-        |address: Option<std::net::SocketAddr>| address.map_or("?".into(), |address| address.to_string());
+    let address = |address: Option<std::net::SocketAddr>| {
+        address.map_or("?".into(), |address| address.to_string())
+    };
     let transport = match session.transport {
         SessionTransport::FerriteRdma => "rdma-ferrite",
         SessionTransport::ValkeyRdma => "rdma-valkey",
@@ -113,7 +117,7 @@ fn line(session: &SessionInfo) -> String {
         _ => "tcp",
     };
     format!(
-        "id={} client-id={} user={} addr={} laddr={} transport={transport} device={} lane={} age={} held={} \
+        "id={} client-id={} user={} addr={} laddr={} transport={transport} device={} path={} age={} held={} \
          tot-net-in={} tot-net-out={}\n",
         session.id,
         session.client_id.map_or(String::new(), |id| id.to_string()),
@@ -121,7 +125,7 @@ fn line(session: &SessionInfo) -> String {
         address(session.peer),
         address(session.local),
         session.device.as_deref().unwrap_or(""),
-        if session.is_called { "call" } else { "bridge" },
+        if session.is_called { "call" } else { "proxy" },
         session.age.as_secs(),
         session.held_bytes,
         session.to_engine_bytes,
@@ -168,13 +172,18 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                 _ if !transport.is_alive() => {
                     say(false, "the transport has ended: the engine's log says why");
                 }
-                Some(why) => say(false, &format!("{}: TCP only, no RDMA: {why}", begun.places(true))),
-                None => say(true, &format!("{}: RDMA on {}", begun.places(false), begun.devices.join(", "))),
+                Some(why) => {
+                    say(false, &format!("{}: TCP only, no RDMA: {why}", begun.places(true)))
+                }
+                None => say(
+                    true,
+                    &format!("{}: RDMA on {}", begun.places(false), begun.devices.join(", ")),
+                ),
             }
             for unused in begun.unserved.iter().chain(&begun.unused) {
                 say(false, unused);
             }
-            say(true, &lanes(&config.engine));
+            say(true, &command_paths(&config.engine));
             if !config.protected_mode {
                 say(
                     false,
@@ -198,8 +207,12 @@ fn doctor(module: &mut Module, words: &[String]) -> Reply {
                     stats.memory.exposed_bytes
                 ),
             );
-            let exhausted = stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
-            say(exhausted == 0, &format!("allocations that failed for lack of RDMA memory: {exhausted}"));
+            let exhausted =
+                stats.memory.failures.send_exhausted + stats.memory.failures.receive_exhausted;
+            say(
+                exhausted == 0,
+                &format!("allocations that failed for lack of RDMA memory: {exhausted}"),
+            );
             let apart = stats.devices_without_windows;
             say(
                 apart == 0,
@@ -251,7 +264,10 @@ mod tests {
     fn help_names_every_subcommand() {
         for subcommand in &SUBCOMMANDS {
             let name = subcommand.name.to_string_lossy().to_uppercase();
-            assert!(HELP.iter().any(|line| line.split([' ', ',']).any(|word| word == name)), "{name}");
+            assert!(
+                HELP.iter().any(|line| line.split([' ', ',']).any(|word| word == name)),
+                "{name}"
+            );
         }
     }
 }

@@ -1,8 +1,9 @@
 //! Descriptors of sessions have numbers above those that the engine needs.
 //!
-//! The engine's loop has a table by descriptor, of `maxclients` and a few more. A client whose descriptor is
-//! beyond it is accepted and never heard. The kernel gives the lowest number that is free: connections of the
-//! module's port, which need not even log in, would take those of the engine's own clients, files and replicas.
+//! The engine's loop has a table by descriptor, of `maxclients` and a few more. A client whose
+//! descriptor is beyond it is accepted and never heard. The kernel gives the lowest number that is
+//! free: connections of the module's port, which need not even log in, would take those of the
+//! engine's own clients, files and replicas.
 
 use ferrite_fabric::descriptors;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
@@ -16,8 +17,8 @@ const SESSION: u64 = 2;
 /// Connections that are no sessions yet.
 const AT_THE_DOOR: u64 = 2048;
 
-/// Follows the engine's `maxclients` (zero: not known) and our own `max-clients`. Raises the limit of the process as far
-/// as that may be.
+/// Follows the engine's `maxclients` (zero: not known) and our own `max-clients`. Raises the limit
+/// of the process as far as that may be.
 pub(crate) fn follow(engine_clients: u64, sessions: usize) {
     let engine = ENGINE_OWN + if engine_clients > 0 { engine_clients } else { ENGINE_CLIENTS };
     let wanted = engine + SESSION * sessions as u64 + AT_THE_DOOR;

@@ -1,7 +1,7 @@
 //! What the engine calls. Every function here is behind [`guard`]: no panic leaves it.
 //!
-//! The order in `load` matters. A module that is refused is freed by the engine, but for its subscriptions to events: those
-//! come last, when nothing can fail any more.
+//! The order in `load` matters. A module that is refused is freed by the engine, but for its
+//! subscriptions to events: those come last, when nothing can fail any more.
 #![expect(unsafe_code, reason = "functions that C calls, and the pointers that it gives them")]
 
 use std::ffi::{c_char, c_int, c_longlong, c_void};
@@ -9,7 +9,9 @@ use std::os::fd::RawFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 
-use crate::api::{self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, RawString, Reply, flag};
+use crate::api::{
+    self, Context, ERR, Info, OK, RawContext, RawEvent, RawInfo, RawString, Reply, flag,
+};
 use crate::capacity;
 use crate::clients;
 use crate::command::{self, SUBCOMMANDS, Subcommand};
@@ -121,7 +123,9 @@ fn begin(context: Context<'_>, options: &Options) -> Result<(), String> {
         return Err("the engine takes no INFO section".into());
     }
     with_module(|module| module.begin(context)).unwrap_or(Ok(()))?;
-    for event in [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP] {
+    for event in
+        [flag::EVENT_CLIENT, flag::EVENT_SHUTDOWN, flag::EVENT_CONFIG, flag::EVENT_CRON_LOOP]
+    {
         subscribe(context, event);
     }
     Ok(())
@@ -134,8 +138,8 @@ fn subscribe(context: Context<'_>, event: u64) {
     }
 }
 
-/// From now on [`event_loop::turned`] hears of the loop's turns. Not earlier than somebody waits for one: it costs each turn as much as
-/// a small command.
+/// From now on [`event_loop::turned`] hears of the loop's turns. Not earlier than somebody waits
+/// for one: it costs each turn as much as a small command.
 pub(crate) fn listen_to_turns(context: Context<'_>) {
     subscribe(context, flag::EVENT_LOOP);
 }
@@ -198,11 +202,18 @@ unsafe fn words(argv: *mut *mut RawString, argc: c_int) -> Vec<String> {
 }
 
 /// FERRITE, whatever the subcommand.
-unsafe extern "C" fn on_command(raw: *mut RawContext, argv: *mut *mut RawString, argc: c_int) -> c_int {
+unsafe extern "C" fn on_command(
+    raw: *mut RawContext,
+    argv: *mut *mut RawString,
+    argc: c_int,
+) -> c_int {
     guard("a command", ERR, || {
-        // SAFETY: the engine's context and arguments, for the length of this call, on its main thread.
+        // SAFETY: the engine's context and arguments, for the length of this call, on its main
+        // thread.
         let (context, words) = unsafe { (Context::new(raw), words(argv, argc)) };
-        let (Some(context), [_, name, words @ ..]) = (context, words.as_slice()) else { return ERR };
+        let (Some(context), [_, name, words @ ..]) = (context, words.as_slice()) else {
+            return ERR;
+        };
         let found = SUBCOMMANDS
             .iter()
             .find(|subcommand| subcommand.name.to_bytes().eq_ignore_ascii_case(name.as_bytes()));
@@ -223,8 +234,8 @@ unsafe extern "C" fn on_command(raw: *mut RawContext, argv: *mut *mut RawString,
     })
 }
 
-/// The commands that sessions send over their proxy connections. They are about the client that runs
-/// them, and answer anybody else with an error.
+/// The commands that sessions send over their proxy connections. They are about the client that
+/// runs them, and answer anybody else with an error.
 fn internal_command(context: Context<'_>, name: &str, words: &[String]) -> Option<Reply> {
     let is = |other| name.eq_ignore_ascii_case(other);
     let is_done = match words {
@@ -253,7 +264,12 @@ unsafe extern "C" fn on_info(raw: *mut RawInfo, for_crash_report: c_int) {
 }
 
 /// A client's end, shutdown, CONFIG SET of anybody's settings, and the engine's heartbeat.
-unsafe extern "C" fn on_event(raw: *mut RawContext, event: RawEvent, subevent: u64, data: *mut c_void) {
+unsafe extern "C" fn on_event(
+    raw: *mut RawContext,
+    event: RawEvent,
+    subevent: u64,
+    data: *mut c_void,
+) {
     guard("an event", (), || {
         if event.id == flag::EVENT_CLIENT {
             match subevent {
@@ -308,7 +324,8 @@ fn get(private: *mut c_void) -> Option<SettingValue> {
 /// Sets it, or tells the engine why not.
 fn set(private: *mut c_void, value: SettingValue, why_not: *mut *mut RawString) -> c_int {
     let index = private.addr();
-    let set = if index < SETTINGS.len() { with_module(|module| module.set(index, value)) } else { None };
+    let set =
+        if index < SETTINGS.len() { with_module(|module| module.set(index, value)) } else { None };
     match set.unwrap_or_else(|| Err("not now".into())) {
         Ok(()) => OK,
         Err(text) => {
@@ -353,8 +370,8 @@ unsafe extern "C" fn set_choice(
     guard("CONFIG SET", ERR, || set(private, SettingValue::Number(value.into()), why_not))
 }
 
-/// The strings that CONFIG GET was last answered with, by setting: they are ours to keep until the next answer. Addresses of
-/// [`RawString`]s that [`api::new_string`] made.
+/// The strings that CONFIG GET was last answered with, by setting: they are ours to keep until the
+/// next answer. Addresses of [`RawString`]s that [`api::new_string`] made.
 static ANSWERS: Mutex<[usize; SETTINGS.len()]> = Mutex::new([0; SETTINGS.len()]);
 
 unsafe extern "C" fn get_text(_: *const c_char, private: *mut c_void) -> *mut RawString {
@@ -411,7 +428,12 @@ mod tests {
                 (0, 0)
             );
             on_info(std::ptr::null_mut(), 1);
-            on_event(std::ptr::null_mut(), RawEvent { id: flag::EVENT_SHUTDOWN, version: 1 }, 0, nothing);
+            on_event(
+                std::ptr::null_mut(),
+                RawEvent { id: flag::EVENT_SHUTDOWN, version: 1 },
+                0,
+                nothing,
+            );
         }
         assert_eq!(RedisModule_OnUnload(std::ptr::null_mut()), ERR);
     }

@@ -1,4 +1,5 @@
-//! Sessions on the engine's main thread: its event loop drives the fabric by one descriptor, runs sessions, and makes their calls.
+//! Sessions on the engine's main thread: its event loop drives the fabric by one descriptor, runs
+//! sessions, and makes their calls.
 //!
 //! ```text
 //!   the loop: fabric or bell is readable ──► turn ──► completions ──► sessions ──► calls, replies ─┐
@@ -18,7 +19,8 @@ use ferrite_fabric::Fabric;
 use ferrite_proto::SessionCommand;
 use ferrite_proto::resp::Args;
 use ferrite_session::{
-    Access, Called, ClientLimits, CommandKind, Commands, InProcessEngine, ProxyClient, Replies, SessionFuture,
+    Access, Called, ClientLimits, CommandKind, Commands, InProcessEngine, ProxyClient, Replies,
+    SessionFuture,
 };
 use quanta::Instant;
 use tokio::runtime::Handle;
@@ -31,19 +33,22 @@ use crate::clients::ClientRecord;
 use crate::tasks::{TaskQueue, Tasks};
 
 thread_local! {
-    // Only the engine's main thread ever has one. Two, since calls are made while the first is in use.
+    // Only the engine's main thread ever has one. Two, since calls are made while the first is in
+    // use.
     static EVENT_LOOP: RefCell<Option<EventLoop>> = const { RefCell::new(None) };
     static CALLS: RefCell<Option<Calls>> = const { RefCell::new(None) };
-    /// After this the engine's other clients have their turn (`turn-us`). What sessions do takes very different time: a command, a MiB
-    /// of values, and on Soft-RoCE all that a card would do.
+    /// After this the engine's other clients have their turn (`slice-us`). What sessions do takes
+    /// very different time: a command, a MiB of values, and on Soft-RoCE all that a card would do.
     static TURN: Cell<Duration> = const { Cell::new(Duration::ZERO) };
     /// When this turn began, from the module's begin.
     static SECONDS: Cell<u64> = const { Cell::new(0) };
     /// When this turn is over.
     static END: Cell<Option<Instant>> = const { Cell::new(None) };
-    /// Something went over a client's own connection in this turn, or was written that others may wait for.
+    /// Something went over a client's own connection in this turn, or was written that others may
+    /// wait for.
     static HAS_BRIDGED: Cell<bool> = const { Cell::new(false) };
-    /// A turn was broken off: the next is that of [`EventLoop::main_descriptor`], which lets so many pass.
+    /// A turn was broken off: the next is that of [`EventLoop::main_descriptor`], which lets so
+    /// many pass.
     static HELD: Cell<Option<u8>> = const { Cell::new(None) };
 }
 
@@ -76,7 +81,8 @@ pub(crate) fn begin(queue: Arc<TaskQueue>, fabric: Option<Fabric>, runtime: Hand
     let event_loop = EventLoop { tasks, fabric, queue, runtime, begun: Instant::now() };
     let descriptors = event_loop.descriptors();
     HELD.set(None);
-    // The loop runs the first turn: this may be inside an event of the engine's, where no call is made.
+    // The loop runs the first turn: this may be inside an event of the engine's, where no call is
+    // made.
     event_loop.queue.ring();
     EVENT_LOOP.set(Some(event_loop));
     descriptors
@@ -91,8 +97,8 @@ pub(crate) fn end() {
     }
 }
 
-/// A descriptor is readable. Nothing happens in a turn within another: a call may have brought the engine to look at its
-/// descriptors.
+/// A descriptor is readable. Nothing happens in a turn within another: a call may have brought the
+/// engine to look at its descriptors.
 pub(crate) fn turn(descriptor: RawFd) {
     EVENT_LOOP.with(|event_loop| {
         let Ok(mut event_loop) = event_loop.try_borrow_mut() else { return };
@@ -129,8 +135,8 @@ pub(crate) fn turn(descriptor: RawFd) {
         if !is_broken_off {
             return tasks.rest();
         }
-        // The loop tells of both descriptors one after the other: that would be two turns before others have theirs. And it
-        // may tell of ours before the sockets that were written to.
+        // The loop tells of both descriptors one after the other: that would be two turns before
+        // others have theirs. And it may tell of ours before the sockets that were written to.
         HELD.set(Some(HAS_BRIDGED.get().into()));
         if fabric.is_none() {
             queue.ring(); // otherwise the fabric's is readable
@@ -210,8 +216,8 @@ pub(crate) fn call(client: &ClientRecord, commands: Commands<'_>, replies: &mut 
             has_unblocked = callable.unblocks;
         }
         if has_unblocked {
-            // The engine serves clients that wait for the key before its loop sleeps. Until then no other
-            // command may run, or it could take what they are due.
+            // The engine serves clients that wait for the key before its loop sleeps. Until then no
+            // other command may run, or it could take what they are due.
             HAS_BRIDGED.set(true);
         }
         called.wrote = batch.wrote();
@@ -262,10 +268,14 @@ impl InProcessEngine for EngineHandle {
         with_calls(|calls| calls.look_up(name, first)).unwrap_or(unknown)
     }
 
-    /// `INFO rdma` is about the session's own side here: the engine knows the section by a longer name.
+    /// `INFO rdma` is about the session's own side here: the engine knows the section by a longer
+    /// name.
     fn instead(&self, mut words: Args<'_>) -> Option<&'static [u8]> {
-        let is = |word: Option<&[u8]>, name: &[u8]| word.is_some_and(|word| word.eq_ignore_ascii_case(name));
-        let is_info_rdma = words.len() == 2 && is(words.next(), b"info") && is(words.next(), b"rdma");
+        let is = |word: Option<&[u8]>, name: &[u8]| {
+            word.is_some_and(|word| word.eq_ignore_ascii_case(name))
+        };
+        let is_info_rdma =
+            words.len() == 2 && is(words.next(), b"info") && is(words.next(), b"rdma");
         is_info_rdma.then_some(b"*2\r\n$4\r\nINFO\r\n$12\r\nferrite_rdma\r\n")
     }
 

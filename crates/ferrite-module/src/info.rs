@@ -52,15 +52,20 @@ pub(crate) fn sections(module: &mut Module, in_crash: bool) -> Sections {
 }
 
 fn sessions(out: &mut Fields, sessions: &[SessionInfo]) {
-    let of = |transport| sessions.iter().filter(|session| session.transport == transport).count() as u64;
+    let of =
+        |transport| sessions.iter().filter(|session| session.transport == transport).count() as u64;
     number(out, "sessions", sessions.len() as u64);
     number(out, "sessions_rdma_ferrite", of(SessionTransport::FerriteRdma));
     number(out, "sessions_rdma_valkey", of(SessionTransport::ValkeyRdma));
     number(out, "sessions_tcp", of(SessionTransport::Tcp));
     let called = sessions.iter().filter(|session| session.is_called).count() as u64;
-    number(out, "sessions_held_bytes", sessions.iter().map(|session| session.held_bytes as u64).sum());
-    number(out, "sessions_lane_call", called);
-    number(out, "sessions_lane_bridge", sessions.len() as u64 - called);
+    number(
+        out,
+        "sessions_held_bytes",
+        sessions.iter().map(|session| session.held_bytes as u64).sum(),
+    );
+    number(out, "sessions_in_process", called);
+    number(out, "sessions_proxied", sessions.len() as u64 - called);
 }
 
 fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
@@ -71,8 +76,8 @@ fn gateway(out: &mut Fields, stats: &ferrite_session::GatewayStats) {
     number(out, "killed", stats.killed);
     number(out, "engine_failures", stats.engine_failures);
     number(out, "commands_called", stats.called);
-    number(out, "commands_bridged", stats.bridged);
-    number(out, "sessions_stayed", stats.stayed);
+    number(out, "commands_proxied", stats.proxied);
+    number(out, "sessions_pinned", stats.stayed);
     number(out, "sessions_evicted", stats.evicted);
     number(out, "input_bytes", stats.to_engine_bytes);
     number(out, "output_bytes", stats.to_client_bytes);
@@ -110,9 +115,9 @@ fn fabric(out: &mut Fields, stats: &FabricStats, sessions: &[SessionInfo]) {
         ("rdma_shared_windows", stats.shared_windows),
         ("rdma_devices_without_windows", stats.devices_without_windows),
         ("rdma_refused_other_address", stats.misdirected),
-        ("rdma_crowded_out", stats.crowded_out),
+        ("rdma_handshakes_displaced", stats.handshakes_displaced),
         ("rdma_accept_failures", stats.accept_failures),
-        ("rdma_moves", totals.moves),
+        ("rdma_migrations", totals.moves),
         ("rdma_upgrades", stats.upgrades),
         ("rdma_offers_refused", stats.offers_refused),
         ("rdma_devices_lost", stats.devices_lost),
@@ -135,7 +140,9 @@ fn fabric(out: &mut Fields, stats: &FabricStats, sessions: &[SessionInfo]) {
 
 /// For the name of a field.
 fn word(text: &str) -> String {
-    text.chars().map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' }).collect()
+    text.chars()
+        .map(|c| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '_' })
+        .collect()
 }
 
 fn one_line(text: &str) -> String {

@@ -1,8 +1,10 @@
-//! GET by its key: the value is copied from where it lies to where it leaves from, where a call makes three copies of it.
+//! GET by its key: the value is copied from where it lies to where it leaves from, where a call
+//! makes three copies of it.
 //!
-//! It answers what GET answers, with the same rights, and counts as a hit or a miss of the keyspace. It is not a command: it is
-//! not in MONITOR, the slow log and the statistics of commands. A short value has to be called for, and a look at its key before would
-//! count it twice; so a key is looked at only if it was long when it was last called for.
+//! It answers what GET answers, with the same rights, and counts as a hit or a miss of the
+//! keyspace. It is not a command: it is not in MONITOR, the slow log and the statistics of
+//! commands. A short value has to be called for, and a look at its key before would count it twice;
+//! so a key is looked at only if it was long when it was last called for.
 
 use ferrite_session::Replies;
 
@@ -29,7 +31,8 @@ impl Keys {
         Some(Self { command: Text::new("GET")?, long_from, long: Box::new([0; PLACES / 64]) })
     }
 
-    /// Appends the answer to GET of this key, and says whether it is there. `None`: nothing was appended, and it has to be called for.
+    /// Appends the answer to GET of this key, and says whether it is there. `None`: nothing was
+    /// appended, and it has to be called for.
     pub(crate) fn read(
         &mut self,
         acting: &mut Acting<'_>,
@@ -41,7 +44,8 @@ impl Keys {
         if self.long[word] & bit == 0 {
             return None;
         }
-        let found = acting.read_string(&self.command, key, self.long_from, |value| out.push_string(value));
+        let found =
+            acting.read_string(&self.command, key, self.long_from, |value| out.push_string(value));
         if found != Found::Long {
             self.long[word] &= !bit;
         }
@@ -61,20 +65,22 @@ impl Keys {
     }
 }
 
-/// Strings of up to 44 bytes lie in one piece with what the engine knows of them; since Valkey 8.1, longer ones together with their key.
+/// Strings of up to 44 bytes lie in one piece with what the engine knows of them; since Valkey 8.1,
+/// longer ones together with their key.
 fn long_from(server: Server) -> usize {
     let embeds_keys = server.version >= if server.is_valkey { 0x0008_0100 } else { 0x0008_0000 };
     if embeds_keys { 257 } else { 45 }
 }
 
 fn place(key: &[u8]) -> (usize, u64) {
-    // A mix of the length and eight bytes from either end: names differ there. Who chooses keys that share a place makes them slow
-    // for himself.
+    // A mix of the length and eight bytes from either end: names differ there. Who chooses keys
+    // that share a place makes them slow for himself.
     let (first, last) = match (key.first_chunk(), key.last_chunk()) {
         (Some(first), Some(last)) => (u64::from_le_bytes(*first), u64::from_le_bytes(*last)),
         _ => (0, key.iter().fold(0, |all, byte| all << 8 | u64::from(*byte))),
     };
-    let mixed = (first ^ key.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32) ^ last;
+    let mixed =
+        (first ^ key.len() as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32) ^ last;
     let place = (mixed.wrapping_mul(0xf39c_c060_5ced_c835) >> 48) as usize; // 16 bits
     (place / 64, 1 << (place % 64))
 }

@@ -1,5 +1,5 @@
-//! Where clients come in: at the addresses that were named, else at those that the engine itself listens on, and nowhere if
-//! the engine serves nobody without TLS.
+//! Where clients come in: at the addresses that were named, else at those that the engine itself
+//! listens on, and nowhere if the engine serves nobody without TLS.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs as _};
 
@@ -37,8 +37,9 @@ impl Wanted {
         Self { said, addresses: Ok(addresses) }
     }
 
-    /// The engine says this now: the addresses, if they are others than before. They are looked for only if it says
-    /// something else: names in them are looked up, for as long as the system takes.
+    /// The engine says this now: the addresses, if they are others than before. They are looked for
+    /// only if it says something else: names in them are looked up, for as long as the system
+    /// takes.
     pub(crate) fn follow(
         &mut self,
         says: &Sockets,
@@ -66,8 +67,11 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     }
     let port = options.port();
     if let Some(named) = options.bind() {
-        let named =
-            named.map(|ip| Address { at: SocketAddr::new(ip, port), may_be_absent: false, is_named: true });
+        let named = named.map(|ip| Address {
+            at: SocketAddr::new(ip, port),
+            may_be_absent: false,
+            is_named: true,
+        });
         return Ok(named.collect());
     }
     let (Some(engine_port), Some(bind)) = (&sockets.port, &sockets.bind) else {
@@ -84,7 +88,8 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     }
     let mut found: Vec<Address> = Vec::new();
     for word in bind.split_whitespace() {
-        let (word, may_be_absent) = word.strip_prefix('-').map_or((word, false), |word| (word, true));
+        let (word, may_be_absent) =
+            word.strip_prefix('-').map_or((word, false), |word| (word, true));
         for mut at in places(word, may_be_absent)? {
             at.set_port(port);
             if !found.iter().any(|address| address.at == at) {
@@ -95,7 +100,8 @@ pub(crate) fn addresses(options: &Options, sockets: &Sockets) -> Result<Vec<Addr
     Ok(found)
 }
 
-/// What a word of the engine's `bind` means, without a port. A link-local address names its interface (`fe80::1%eth0`).
+/// What a word of the engine's `bind` means, without a port. A link-local address names its
+/// interface (`fe80::1%eth0`).
 fn places(word: &str, may_be_absent: bool) -> Result<Vec<SocketAddr>, String> {
     match word {
         "*" => return Ok(vec![(Ipv4Addr::UNSPECIFIED, 0).into()]),
@@ -122,7 +128,10 @@ mod tests {
 
     fn at(arguments: &str, port: &str, tls_port: &str, bind: &str) -> Result<Vec<String>, String> {
         let [port, tls_port, bind] = [port, tls_port, bind].map(|text| Some(text.to_owned()));
-        let found = addresses(&options(arguments), &Sockets { port, tls_port, bind, ..Sockets::default() })?;
+        let found = addresses(
+            &options(arguments),
+            &Sockets { port, tls_port, bind, ..Sockets::default() },
+        )?;
         let show = |Address { at, may_be_absent, .. }: Address| {
             format!("{}{at}", if may_be_absent { "-" } else { "" })
         };
@@ -153,7 +162,10 @@ mod tests {
         };
         let mut wanted = Wanted::new(says("one"), vec![at("10.0.0.1")]);
         assert!(wanted.follow(&says("one"), |_| panic!("looked up again")).is_none());
-        assert!(wanted.follow(&says("uno"), |_| Ok(vec![at("10.0.0.1")])).is_none(), "another name of it");
+        assert!(
+            wanted.follow(&says("uno"), |_| Ok(vec![at("10.0.0.1")])).is_none(),
+            "another name of it"
+        );
         assert_eq!(wanted.follow(&says("two"), |_| Err("none".into())), Some(&Err("none".into())));
         assert!(wanted.follow(&says("two"), |_| panic!("looked up again")).is_none());
     }
@@ -173,7 +185,10 @@ mod tests {
             assert!(why.contains("at no address") && why.contains("rdma-bind"), "{why}");
         }
         let why = addresses(&options(""), &Sockets::default()).expect_err("CONFIG is renamed");
-        assert!(why.contains("does not say where it listens") && why.contains("rdma-bind"), "{why}");
+        assert!(
+            why.contains("does not say where it listens") && why.contains("rdma-bind"),
+            "{why}"
+        );
     }
 
     #[test]
@@ -182,7 +197,10 @@ mod tests {
             let why = at(arguments, "0", "6379", "*").expect_err("TLS alone");
             assert!(why.contains("TLS alone") && why.contains("allow-clear-text yes"), "{why}");
         }
-        assert_eq!(at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("allowed"), ["10.0.0.5:6380"]);
+        assert_eq!(
+            at("allow-clear-text yes", "0", "6379", "10.0.0.5").expect("allowed"),
+            ["10.0.0.5:6380"]
+        );
         at("", "6379", "6390", "*").expect("it has a port without TLS of its own");
     }
 

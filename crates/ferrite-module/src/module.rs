@@ -1,4 +1,5 @@
-//! What there is of the module between its load and the engine's end. Everything here runs on the engine's main thread.
+//! What there is of the module between its load and the engine's end. Everything here runs on the
+//! engine's main thread.
 
 use std::sync::{Arc, Mutex, MutexGuard, TryLockError};
 
@@ -35,8 +36,9 @@ pub(crate) struct Module {
 /// One per process, as there is one engine. Only the engine's main thread is ever at it.
 static MODULE: Mutex<Option<Module>> = Mutex::new(None);
 
-/// Does something with the module. `None` if there is none, or if a callback of ours is at it already: the engine may call one from
-/// within another (a crash report in one that crashed, say), and waiting there would be for ever.
+/// Does something with the module. `None` if there is none, or if a callback of ours is at it
+/// already: the engine may call one from within another (a crash report in one that crashed, say),
+/// and waiting there would be for ever.
 pub(crate) fn with_module<R>(act: impl FnOnce(&mut Module) -> R) -> Option<R> {
     lock()?.as_mut().map(act)
 }
@@ -61,11 +63,12 @@ impl Module {
         Self { options, service: Service::Off("not begun yet".into()), is_ending: false }
     }
 
-    /// Begins to listen. An error only where RDMA is required: otherwise the engine goes on without, and says why.
+    /// Begins to listen. An error only where RDMA is required: otherwise the engine goes on
+    /// without, and says why.
     pub(crate) fn begin(&mut self, context: Context<'_>) -> Result<(), String> {
         let begun = self.places(context).and_then(|places| {
             let protected = is_protected(context);
-            let queue = if self.options.call_lane() { call_lane(context) } else { None };
+            let queue = if self.options.call_path() { call_path(context) } else { None };
             capacity::follow(context);
             descriptors::follow(capacity::max_clients(), self.options.max_clients());
             let (transport, (fabric, runtime)) =
@@ -92,8 +95,12 @@ impl Module {
         }
     }
 
-    /// The engine's socket that sessions use, what the engine says of its sockets, and where clients come in.
-    fn places(&self, context: Context<'_>) -> Result<(EngineAddress, Sockets, Vec<Address>), String> {
+    /// The engine's socket that sessions use, what the engine says of its sockets, and where
+    /// clients come in.
+    fn places(
+        &self,
+        context: Context<'_>,
+    ) -> Result<(EngineAddress, Sockets, Vec<Address>), String> {
         let sockets = sockets(context);
         // First whether to listen at all: what else the engine lacks matters only then.
         let addresses = listen::addresses(&self.options, &sockets)?;
@@ -107,7 +114,8 @@ impl Module {
         }
     }
 
-    /// The engine's settings have changed: those of its sockets and of protected mode are ours too. What has begun goes on.
+    /// The engine's settings have changed: those of its sockets and of protected mode are ours too.
+    /// What has begun goes on.
     pub(crate) fn follow_engine(&mut self, context: Context<'_>) {
         event_loop::follow_engine(context);
         capacity::follow(context);
@@ -116,7 +124,8 @@ impl Module {
         let target = self.target(&sockets);
         let Service::On(transport) = &mut self.service else { return };
         let places = transport.begun.places(true);
-        match transport.wanted.follow(&sockets, |sockets| listen::addresses(&self.options, sockets)) {
+        match transport.wanted.follow(&sockets, |sockets| listen::addresses(&self.options, sockets))
+        {
             None => {}
             Some(Ok(_)) => tracing::warn!(
                 "the engine's addresses have changed; the module keeps listening on {places} until the engine restarts"
@@ -131,7 +140,10 @@ impl Module {
             match target {
                 Ok(target) => config.engine = target,
                 Err(why) => {
-                    tracing::warn!("sessions keep using the engine's socket {}: {why}", config.engine);
+                    tracing::warn!(
+                        "sessions keep using the engine's socket {}: {why}",
+                        config.engine
+                    );
                 }
             }
         });
@@ -148,8 +160,8 @@ impl Module {
         Ok(())
     }
 
-    /// The engine exits. Its final save is over, so a write made now would be lost: no more calls are
-    /// made, and only the replies that were made before are delivered.
+    /// The engine exits. Its final save is over, so a write made now would be lost: no more calls
+    /// are made, and only the replies that were made before are delivered.
     pub(crate) fn end(&mut self) {
         event_loop::allow_calls(None);
         let was = std::mem::replace(&mut self.service, Service::Off("the engine is ending".into()));
@@ -161,7 +173,8 @@ impl Module {
         }
     }
 
-    /// The engine's heart beats. If it wanted to end and goes on (it could not save, say), so do we.
+    /// The engine's heart beats. If it wanted to end and goes on (it could not save, say), so do
+    /// we.
     pub(crate) fn beat(&mut self, context: Context<'_>) {
         if std::mem::take(&mut self.is_ending)
             && let Err(why) = self.begin(context)
@@ -174,14 +187,17 @@ impl Module {
     }
 }
 
-/// Calls can be made from now on. Where they cannot, all goes over the bridge, as without.
-fn call_lane(context: Context<'_>) -> Option<Arc<TaskQueue>> {
+/// Calls can be made from now on. Where they cannot, all goes over the proxy connection, as
+/// without.
+fn call_path(context: Context<'_>) -> Option<Arc<TaskQueue>> {
     let begun = Calls::new(context).and_then(|calls| {
         let queue = TaskQueue::new().map_err(|error| format!("no eventfd: {error}"))?;
         event_loop::allow_calls(Some(calls));
         Ok(queue)
     });
-    begun.inspect_err(|why| tracing::warn!("call lane disabled, all commands are bridged: {why}")).ok()
+    begun
+        .inspect_err(|why| tracing::warn!("call path disabled, all commands are proxied: {why}"))
+        .ok()
 }
 
 fn sockets(context: Context<'_>) -> Sockets {
@@ -193,23 +209,24 @@ fn sockets(context: Context<'_>) -> Sockets {
     }
 }
 
-/// Whether clients of other hosts must have a password. An engine that does not say is taken for one that is protected.
+/// Whether clients of other hosts must have a password. An engine that does not say is taken for
+/// one that is protected.
 fn is_protected(context: Context<'_>) -> bool {
     context.config(c"protected-mode").is_none_or(|value| value != "no")
 }
 
 fn say_listening(transport: &Transport) {
     let begun = &transport.begun;
-    let lanes = lanes(&transport.gateway.config().engine);
+    let command_paths = command_paths(&transport.gateway.config().engine);
     let places = begun.places(true);
     match &begun.absence {
-        Some(why) => tracing::warn!("listening on {places}, TCP only: {why}; {lanes}"),
+        Some(why) => tracing::warn!("listening on {places}, TCP only: {why}; {command_paths}"),
         None => {
             let (rdma, devices) = (begun.places(false), begun.devices.join(", "));
             match begun.tcp_places().as_str() {
-                "" => tracing::info!("listening on {rdma} over RDMA ({devices}); {lanes}"),
+                "" => tracing::info!("listening on {rdma} over RDMA ({devices}); {command_paths}"),
                 tcp => tracing::info!(
-                    "listening on {rdma} over RDMA ({devices}), on {tcp} over TCP only; {lanes}"
+                    "listening on {rdma} over RDMA ({devices}), on {tcp} over TCP only; {command_paths}"
                 ),
             }
         }
@@ -217,9 +234,11 @@ fn say_listening(transport: &Transport) {
 }
 
 /// Who answers, in words.
-pub(crate) fn lanes(engine: &EngineAddress) -> String {
+pub(crate) fn command_paths(engine: &EngineAddress) -> String {
     match event_loop::callable_commands() {
-        Some(count) => format!("{count} commands run in-process, the others are bridged to {engine}"),
-        None => format!("sessions are bridged to {engine}"),
+        Some(count) => {
+            format!("{count} commands run in-process, the others are proxied to {engine}")
+        }
+        None => format!("sessions are proxied to {engine}"),
     }
 }

@@ -1,8 +1,10 @@
-//! The module's settings: one table of names, defaults and limits for arguments of `loadmodule` and for CONFIG.
+//! The module's settings: one table of names, defaults and limits for arguments of `loadmodule` and
+//! for CONFIG.
 //!
-//! `loadmodule ferrite.so rdma-port 6380 max-clients 500` gives the defaults under which the engine registers `ferrite.rdma-port` and
-//! the rest; a line `ferrite.rdma-port 6381` in its configuration file says otherwise. So CONFIG REWRITE, which leaves defaults
-//! out and keeps the arguments, writes what is true.
+//! `loadmodule ferrite.so rdma-port 6380 max-clients 500` gives the defaults under which the engine
+//! registers `ferrite.rdma-port` and the rest; a line `ferrite.rdma-port 6381` in its configuration
+//! file says otherwise. So CONFIG REWRITE, which leaves defaults out and keeps the arguments,
+//! writes what is true.
 
 use std::ffi::CStr;
 use std::net::IpAddr;
@@ -79,9 +81,9 @@ pub(crate) const SETTINGS: [Setting; 14] = [
     number(c"max-clients", 10_000, [1, CLIENTS_MAX], false, true),
     number(c"busy-poll-us", 0, [0, 1_000_000], false, true),
     text(c"engine", "auto", engine),
-    choice(c"call-lane", &YES_NO),
+    choice(c"call-path", &YES_NO),
     choice(c"poller-thread", &NO_YES),
-    number(c"turn-us", 500, [50, 1_000_000], false, true),
+    number(c"slice-us", 500, [50, 1_000_000], false, true),
     choice(c"rdma-shared-windows", &NO_YES),
     choice(c"allow-clear-text", &NO_YES),
 ];
@@ -93,7 +95,12 @@ const fn number(
     is_size: bool,
     is_mutable: bool,
 ) -> Setting {
-    Setting { name, kind: Kind::Number { range, is_size }, default: Default::Number(default), is_mutable }
+    Setting {
+        name,
+        kind: Kind::Number { range, is_size },
+        default: Default::Number(default),
+        is_mutable,
+    }
 }
 
 /// The first of them, unless said otherwise.
@@ -101,13 +108,17 @@ const fn choice(name: &'static CStr, choices: &'static [&'static CStr]) -> Setti
     Setting { name, kind: Kind::Choice(choices), default: Default::Number(0), is_mutable: false }
 }
 
-const fn text(name: &'static CStr, default: &'static str, check: fn(&str) -> Result<(), String>) -> Setting {
+const fn text(
+    name: &'static CStr,
+    default: &'static str,
+    check: fn(&str) -> Result<(), String>,
+) -> Setting {
     Setting { name, kind: Kind::Text(check), default: Default::Text(default), is_mutable: false }
 }
 
 fn addresses(text: &str) -> Result<(), String> {
-    let is_right =
-        text == "auto" || words(text).count() > 0 && words(text).all(|word| word.parse::<IpAddr>().is_ok());
+    let is_right = text == "auto"
+        || words(text).count() > 0 && words(text).all(|word| word.parse::<IpAddr>().is_ok());
     let right = "auto (where the engine listens), or IP addresses of this host separated by commas, or 0.0.0.0 or :: for all";
     if is_right { Ok(()) } else { Err(right.into()) }
 }
@@ -143,9 +154,14 @@ impl Options {
         for pair in arguments.chunks(2) {
             let name = pair[0].trim_start_matches("--").to_ascii_lowercase();
             let name = name.strip_prefix("ferrite.").unwrap_or(&name);
-            let Some(index) = SETTINGS.iter().position(|setting| setting.name.to_bytes() == name.as_bytes())
+            let Some(index) =
+                SETTINGS.iter().position(|setting| setting.name.to_bytes() == name.as_bytes())
             else {
-                return Err(format!("unknown argument {:?}; the arguments are {}", pair[0], names()));
+                return Err(format!(
+                    "unknown argument {:?}; the arguments are {}",
+                    pair[0],
+                    names()
+                ));
             };
             let [_, value] = pair else {
                 return Err(format!("argument {name} has no value: expected {}", allowed(index)));
@@ -236,7 +252,7 @@ impl Options {
     }
 
     /// Whether sessions run on the engine's main thread, and commands are called there.
-    pub(crate) fn call_lane(&self) -> bool {
+    pub(crate) fn call_path(&self) -> bool {
         self.number(CALL_LANE) == 0 // of YES_NO
     }
 
@@ -271,7 +287,9 @@ fn names() -> String {
 fn allowed(index: usize) -> String {
     match &SETTINGS[index].kind {
         Kind::Number { range: [min, max], is_size: true } => {
-            format!("a size from {min} to {max} bytes (units as in the engine's configuration: kb, mb)")
+            format!(
+                "a size from {min} to {max} bytes (units as in the engine's configuration: kb, mb)"
+            )
         }
         Kind::Number { range: [min, max], .. } => format!("a number from {min} to {max}"),
         Kind::Choice(choices) => {
@@ -292,8 +310,9 @@ fn parse(index: usize, text: &str) -> Option<SettingValue> {
         Kind::Number { is_size: true, .. } => SettingValue::Number(size(text)?),
         Kind::Number { .. } => SettingValue::Number(text.parse().ok()?),
         Kind::Choice(choices) => {
-            let found =
-                choices.iter().position(|choice| choice.to_bytes().eq_ignore_ascii_case(text.as_bytes()))?;
+            let found = choices
+                .iter()
+                .position(|choice| choice.to_bytes().eq_ignore_ascii_case(text.as_bytes()))?;
             SettingValue::Number(found.try_into().ok()?)
         }
         Kind::Text(_) => SettingValue::Text(text.into()),
@@ -320,7 +339,11 @@ mod tests {
 
     fn options(arguments: &str) -> Result<Options, String> {
         Options::from_arguments(
-            &arguments.split(' ').filter(|word| !word.is_empty()).map(Into::into).collect::<Vec<_>>(),
+            &arguments
+                .split(' ')
+                .filter(|word| !word.is_empty())
+                .map(Into::into)
+                .collect::<Vec<_>>(),
         )
     }
 
@@ -332,7 +355,7 @@ mod tests {
         assert_eq!(options.windows(), (64 << 10, 2 << 20));
         assert_eq!((options.max_clients(), options.busy_poll_us()), (10_000, 0));
         assert_eq!(options.devices().count(), 0);
-        assert_eq!((options.call_lane(), options.poller_thread()), (true, false));
+        assert_eq!((options.call_path(), options.poller_thread()), (true, false));
         assert!(!options.shared_windows());
     }
 
@@ -382,9 +405,13 @@ mod tests {
 
     #[test]
     fn sizes_have_the_engines_units() {
-        for (text, bytes) in
-            [("64000", 64_000), ("64k", 64_000), ("64kb", 65_536), ("2MB", 2 << 20), ("1m", 1_000_000)]
-        {
+        for (text, bytes) in [
+            ("64000", 64_000),
+            ("64k", 64_000),
+            ("64kb", 65_536),
+            ("2MB", 2 << 20),
+            ("1m", 1_000_000),
+        ] {
             assert_eq!(size(text), Some(bytes), "{text}");
         }
         for wrong in ["", "k", "1x", "99999999999999999999", "9223372036854775807kb"] {

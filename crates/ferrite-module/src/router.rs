@@ -1,14 +1,16 @@
-//! What the commands are that clients type, as the engine says: which may be called, and which change
-//! their connection.
+//! What the commands are that clients type, as the engine says: which may be called, and which
+//! change their connection.
 //!
-//! A client types a name; `rename-command` decides which command that is. So the engine is asked about
-//! each name (COMMAND INFO), and the answer names the command's identity, its flags and categories.
+//! A client types a name; `rename-command` decides which command that is. So the engine is asked
+//! about each name (COMMAND INFO), and the answer names the command's identity, its flags and
+//! categories.
 //!
-//! A command that is called has no client. So these are the ones whose answer depends on the data, the arguments and the user's
-//! rights alone: they are in a category of data, a script may run them, they do not block, and they are not dangerous (that
-//! category has FLUSHALL, KEYS, MIGRATE, SORT, …: slow, or rare). Modules' commands may do anything with their client and are not
-//! among them. Names that were unknown at load (renamed commands, modules loaded later) are asked for when
-//! a client first types them.
+//! A command that is called has no client. So these are the ones whose answer depends on the data,
+//! the arguments and the user's rights alone: they are in a category of data, a script may run
+//! them, they do not block, and they are not dangerous (that category has FLUSHALL, KEYS, MIGRATE,
+//! SORT, …: slow, or rare). Modules' commands may do anything with their client and are not among
+//! them. Names that were unknown at load (renamed commands, modules loaded later) are asked for
+//! when a client first types them.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -37,7 +39,8 @@ const DATA: [&[u8]; 10] = [
 /// In no such category, and as free of the client.
 const ALSO: [&[u8]; 4] = [b"PING", b"ECHO", b"TIME", b"PUBLISH"];
 const NEVER: [&[u8]; 5] = [b"noscript", b"blocking", b"admin", b"no_auth", b"module"];
-/// What they find expired goes to replicas and the append-only file key by key, and would go as one transaction.
+/// What they find expired goes to replicas and the append-only file key by key, and would go as one
+/// transaction.
 const TOUCH_ALL: [&[u8]; 2] = [b"SCAN", b"RANDOMKEY"];
 const WAITED_FOR: [&[u8]; 4] = [b"@list", b"@sortedset", b"@stream", b"@geo"];
 const GIVE_NAMES: [&[u8]; 6] = [b"RENAME", b"RENAMENX", b"COPY", b"MOVE", b"RESTORE", b"SORT"];
@@ -51,8 +54,8 @@ enum Rule {
     BySubcommand(Box<[u8]>),
 }
 
-/// What commands are, by the names that clients type, in capitals. Subcommands are under the identity of
-/// their command.
+/// What commands are, by the names that clients type, in capitals. Subcommands are under the
+/// identity of their command.
 #[derive(Debug, Default)]
 pub(crate) struct Router {
     rules: HashMap<Box<[u8]>, Rule, BuildHasherDefault<NameHasher>>,
@@ -60,7 +63,8 @@ pub(crate) struct Router {
 
 impl Router {
     /// Asks the engine by `COMMAND` and `COMMAND INFO`. The whole table has the original names of
-    /// commands, so each is asked for by name: what is renamed or disabled is not known by that name.
+    /// commands, so each is asked for by name: what is renamed or disabled is not known by that
+    /// name.
     pub(crate) fn new(ask: impl Fn(&[&[u8]]) -> Option<Vec<u8>>) -> Result<Self, String> {
         let table = ask(&[]).ok_or("it does not tell its commands (is COMMAND renamed?)")?;
         let Ok(Value::Array(commands)) = Value::parse(&table) else {
@@ -70,7 +74,8 @@ impl Router {
         let names: Vec<_> =
             commands.iter().filter_map(|command| text(words(Some(command)).first()?)).collect();
         for names in names.chunks(ASKED_MAX) {
-            let question: Vec<_> = [&b"INFO"[..]].into_iter().chain(names.iter().copied()).collect();
+            let question: Vec<_> =
+                [&b"INFO"[..]].into_iter().chain(names.iter().copied()).collect();
             let reply = ask(&question).ok_or("it does not tell about its commands")?;
             let Ok(Value::Array(entries)) = Value::parse(&reply) else {
                 return Err("its answer to COMMAND INFO is no list".into());
@@ -85,8 +90,8 @@ impl Router {
         Ok(router)
     }
 
-    /// Looks up a command by the name that a client has typed, and by its first argument. A name that is
-    /// not known is asked for by `ask`, with `COMMAND INFO`.
+    /// Looks up a command by the name that a client has typed, and by its first argument. A name
+    /// that is not known is asked for by `ask`, with `COMMAND INFO`.
     pub(crate) fn look_up(
         &mut self,
         name: &[u8],
@@ -117,7 +122,8 @@ impl Router {
         place.copy_from_slice(identity);
         folded[identity.len()] = b'|';
         let from = identity.len() + 1;
-        let end = first_arg.and_then(|first_arg| Some(from + fold(first_arg, &mut folded[from..])?));
+        let end =
+            first_arg.and_then(|first_arg| Some(from + fold(first_arg, &mut folded[from..])?));
         match end.and_then(|end| self.rules.get(&folded[..end])) {
             Some(Rule::Is(kind)) => *kind,
             _ => CommandKind::Plain,
@@ -169,14 +175,23 @@ fn has(list: &[Value<'_>], wanted: &[&[u8]]) -> bool {
     list.iter().filter_map(text).any(|it| wanted.contains(&it))
 }
 
-fn session_command(identity: &[u8], flags: &[Value<'_>], categories: &[Value<'_>]) -> Option<SessionCommand> {
+fn session_command(
+    identity: &[u8],
+    flags: &[Value<'_>],
+    categories: &[Value<'_>],
+) -> Option<SessionCommand> {
     // A module's command may give its client another user.
     let is_module = has(flags, &[b"module"]);
     SessionCommand::of(identity, has(categories, &[b"@connection"]))
         .or(is_module.then_some(SessionCommand::ChangesState))
 }
 
-fn callable(name: &[u8], arity: i64, flags: &[Value<'_>], categories: &[Value<'_>]) -> Option<Callable> {
+fn callable(
+    name: &[u8],
+    arity: i64,
+    flags: &[Value<'_>],
+    categories: &[Value<'_>],
+) -> Option<Callable> {
     let is_data = has(categories, &DATA) || ALSO.contains(&name);
     let never = has(flags, &NEVER) || has(categories, &[DANGEROUS]) || TOUCH_ALL.contains(&name);
     let may = is_data && !never;
@@ -202,7 +217,8 @@ fn text<'a>(value: &Value<'a>) -> Option<&'a [u8]> {
     }
 }
 
-/// In capitals, without what divides a name from its subcommand: its length. `None` if it cannot be a name.
+/// In capitals, without what divides a name from its subcommand: its length. `None` if it cannot be
+/// a name.
 fn fold(name: &[u8], into: &mut [u8]) -> Option<usize> {
     for (to, from) in into.get_mut(..name.len())?.iter_mut().zip(name) {
         if matches!(from, b'|' | 0) {
@@ -244,7 +260,9 @@ mod tests {
     /// A row of the table as Redis 7.0 writes it; `subcommands` are such rows.
     fn row(name: &str, flags: &[&str], categories: &[&str], subcommands: &[String]) -> String {
         let list = |words: &[&str]| {
-            words.iter().fold(format!("*{}\r\n", words.len()), |list, word| format!("{list}+{word}\r\n"))
+            words
+                .iter()
+                .fold(format!("*{}\r\n", words.len()), |list, word| format!("{list}+{word}\r\n"))
         };
         let nothing = "*0\r\n";
         format!(
@@ -257,8 +275,8 @@ mod tests {
         )
     }
 
-    /// An engine with these commands; of those in `renamed`, the first name is disabled and the second
-    /// is what clients type.
+    /// An engine with these commands; of those in `renamed`, the first name is disabled and the
+    /// second is what clients type.
     struct Engine {
         rows: Vec<(String, String)>,
         renamed: Vec<(&'static str, &'static str)>,
@@ -273,8 +291,10 @@ mod tests {
             };
             let entry = |name: &&[u8]| {
                 let typed = String::from_utf8_lossy(name).to_lowercase();
-                let by_new = self.renamed.iter().find(|(_, new)| *new == typed).map(|(old, _)| *old);
-                let is_disabled = by_new.is_none() && self.renamed.iter().any(|(old, _)| *old == typed);
+                let by_new =
+                    self.renamed.iter().find(|(_, new)| *new == typed).map(|(old, _)| *old);
+                let is_disabled =
+                    by_new.is_none() && self.renamed.iter().any(|(old, _)| *old == typed);
                 let identity = by_new.unwrap_or(&typed);
                 let row = self.rows.iter().find(|(name, _)| name == identity && !is_disabled);
                 row.map_or("*-1\r\n".to_owned(), |(_, row)| row.clone())
@@ -337,7 +357,8 @@ mod tests {
         ] {
             let reads_string = name.eq_ignore_ascii_case("get");
             let is_subcommand = name == "object";
-            let callable = Callable { arity: 2, writes, is_subcommand, unblocks: false, reads_string };
+            let callable =
+                Callable { arity: 2, writes, is_subcommand, unblocks: false, reads_string };
             assert!(callable.takes(2) && !callable.takes(1) && !callable.takes(3));
             let found = engine.look_up(&mut router, name, sub);
             assert_eq!(found, CommandKind::Callable(callable), "{name} {sub:?}");
@@ -385,17 +406,29 @@ mod tests {
     /// S2: a command is what the engine says it is, not what it is called.
     #[test]
     fn knows_renamed_commands_by_their_identity() {
-        let renamed =
-            [("subscribe", "sub2"), ("client", "xclient"), ("auth", "get"), ("get", "xget"), ("set", "")];
+        let renamed = [
+            ("subscribe", "sub2"),
+            ("client", "xclient"),
+            ("auth", "get"),
+            ("get", "xget"),
+            ("set", ""),
+        ];
         let (engine, mut router) = engine(&renamed);
         let pins = CommandKind::Session(SessionCommand::PinsToProxy);
         let mut look_up = |name, first| engine.look_up(&mut router, name, first);
         assert_eq!(look_up("SUB2", Some("c")), pins);
         assert_eq!(look_up("xclient", Some("REPLY")), pins);
-        assert_eq!(look_up("GET", Some("pw")), CommandKind::Session(SessionCommand::ChangesIdentity));
+        assert_eq!(
+            look_up("GET", Some("pw")),
+            CommandKind::Session(SessionCommand::ChangesIdentity)
+        );
         assert!(matches!(look_up("XGET", Some("k")), CommandKind::Callable(it) if it.reads_string));
         for gone in ["SUBSCRIBE", "CLIENT", "AUTH", "SET"] {
-            assert_eq!(look_up(gone, Some("REPLY")), CommandKind::Plain, "{gone}: unknown to the engine");
+            assert_eq!(
+                look_up(gone, Some("REPLY")),
+                CommandKind::Plain,
+                "{gone}: unknown to the engine"
+            );
         }
     }
 
@@ -405,7 +438,10 @@ mod tests {
         let pins = CommandKind::Session(SessionCommand::PinsToProxy);
         assert_eq!(router.look_up(b"xget", None, |_| None), pins);
         assert_eq!(router.look_up(b"xget", None, |_| Some(b"-ERR no\r\n".to_vec())), pins);
-        assert!(matches!(router.look_up(b"get", None, |_| None), CommandKind::Callable(_)), "known");
+        assert!(
+            matches!(router.look_up(b"get", None, |_| None), CommandKind::Callable(_)),
+            "known"
+        );
     }
 
     #[test]

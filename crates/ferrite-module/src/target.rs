@@ -1,5 +1,5 @@
-//! Which of the engine's own sockets the bridge takes: the Unix socket if it has one, else its TCP port, by an address that it listens
-//! on.
+//! Which of the engine's own sockets the proxy path takes: the Unix socket if it has one, else its
+//! TCP port, by an address that it listens on.
 
 use ferrite_session::EngineAddress;
 
@@ -15,9 +15,11 @@ pub(crate) struct Sockets {
 /// The socket to take, or why there is none and what to do.
 pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
     let Some(port) = &sockets.port else {
-        return Err("the engine does not say where it listens (is CONFIG renamed?): load the module with \
+        return Err(
+            "the engine does not say where it listens (is CONFIG renamed?): load the module with \
                     engine unix:/PATH or engine HOST:PORT"
-            .into());
+                .into(),
+        );
     };
     if let Some(path) = sockets.unixsocket.as_deref().filter(|path| !path.is_empty()) {
         // A relative one is relative to the engine's `dir`, which is where this process is.
@@ -39,7 +41,8 @@ pub(crate) fn target(sockets: &Sockets) -> Result<EngineAddress, String> {
 /// An address to call it by, of those that it is bound to.
 fn host(bind: &str) -> String {
     // A minus says that the address may be absent.
-    let addresses: Vec<_> = bind.split_whitespace().map(|address| address.trim_start_matches('-')).collect();
+    let addresses: Vec<_> =
+        bind.split_whitespace().map(|address| address.trim_start_matches('-')).collect();
     let has = |wanted: &[&str]| addresses.iter().any(|address| wanted.contains(address));
     if addresses.is_empty() || has(&["*", "0.0.0.0", "127.0.0.1", "localhost"]) {
         return "127.0.0.1".into();

@@ -1,5 +1,5 @@
-//! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere rings a event_fd that the loop listens
-//! to.
+//! Futures on the engine's main thread. Its event loop runs them: whoever wakes one from elsewhere
+//! rings a event_fd that the loop listens to.
 
 use std::collections::VecDeque;
 use std::io;
@@ -63,7 +63,8 @@ impl TaskQueue {
 
     /// The loop does not sleep before it has looked here.
     pub(crate) fn ring(&self) {
-        let _ = rustix::io::write(&self.event_fd, &1_u64.to_ne_bytes()); // full: it is readable already
+        // full: it is readable already
+        let _ = rustix::io::write(&self.event_fd, &1_u64.to_ne_bytes());
     }
 
     pub(crate) fn silence(&self) {
@@ -75,7 +76,8 @@ impl TaskQueue {
         self.looks.load(Ordering::Relaxed)
     }
 
-    /// The loop has been around: what was done before is written, as far as the engine writes at all.
+    /// The loop has been around: what was done before is written, as far as the engine writes at
+    /// all.
     pub(crate) fn turned(&self) {
         self.turns.fetch_add(1, Ordering::SeqCst);
         let settling = std::mem::take(&mut self.queue().settling);
@@ -174,8 +176,11 @@ impl Tasks {
             self.slots.push(None);
             self.slots.len() - 1
         });
-        let wake =
-            Arc::new(TaskWaker { slot, is_queued: AtomicBool::new(true), queue: Arc::clone(&self.queue) });
+        let wake = Arc::new(TaskWaker {
+            slot,
+            is_queued: AtomicBool::new(true),
+            queue: Arc::clone(&self.queue),
+        });
         self.slots[slot] = Some(Slot { future, wake });
         slot
     }
@@ -184,8 +189,9 @@ impl Tasks {
         let Some(Some(Slot { future, wake })) = self.slots.get_mut(slot) else { return };
         wake.is_queued.store(false, Ordering::SeqCst);
         let waker = Waker::from(Arc::clone(wake));
-        let polled =
-            catch_unwind(AssertUnwindSafe(|| future.as_mut().poll(&mut Context::from_waker(&waker))));
+        let polled = catch_unwind(AssertUnwindSafe(|| {
+            future.as_mut().poll(&mut Context::from_waker(&waker))
+        }));
         if polled.is_err() {
             tracing::error!("a bug: a session has panicked, and ends; the others go on");
         }
@@ -242,7 +248,11 @@ mod tests {
             let (polls, waker) = (Arc::clone(&polls), Arc::clone(&waker));
             Box::pin(std::future::poll_fn(move |cx| {
                 *waker.lock().expect("not poisoned") = Some(cx.waker().clone());
-                if polls.fetch_add(1, Ordering::SeqCst) < 2 { Poll::Pending } else { Poll::Ready(()) }
+                if polls.fetch_add(1, Ordering::SeqCst) < 2 {
+                    Poll::Pending
+                } else {
+                    Poll::Ready(())
+                }
             }))
         });
         assert!(is_readable(&queue));

@@ -1,7 +1,9 @@
-//! The thread `ferrite`: the gateway, and the fabric's engine unless the main thread drives that, under a runtime of its own.
+//! The thread `ferrite`: the gateway, and the fabric's engine unless the main thread drives that,
+//! under a runtime of its own.
 //!
-//! It never calls the engine's API (but for its log) and so never waits for the engine's lock. The engine's main thread talks to it by
-//! a channel; the only answer that it ever waits for, and not long, is the counters.
+//! It never calls the engine's API (but for its log) and so never waits for the engine's lock. The
+//! engine's main thread talks to it by a channel; the only answer that it ever waits for, and not
+//! long, is the counters.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -26,15 +28,18 @@ use crate::tasks::TaskQueue;
 
 /// Opening devices and registering memory: some hundred milliseconds on a slow host.
 const BEGIN: Duration = Duration::from_secs(30);
-/// The engine's thread is a database's: it waits this long for counters, and shows the last ones otherwise.
+/// The engine's thread is a database's: it waits this long for counters, and shows the last ones
+/// otherwise.
 const PATIENCE: Duration = Duration::from_millis(5);
 /// Sessions that finish what is under way when the engine ends: it answers nothing more.
 const DRAIN: Duration = Duration::from_secs(1);
 /// All that the end may take. The process goes then, and the kernel tells peers.
 const END: Duration = Duration::from_secs(3);
-/// A main thread that has driven nothing for so long is busy with something else: peers must not take it for dead.
+/// A main thread that has driven nothing for so long is busy with something else: peers must not
+/// take it for dead.
 const ABSENT: Duration = Duration::from_millis(500);
-/// Links beyond this are refused by the fabric; those before, and beyond `max-clients`, are told why.
+/// Links beyond this are refused by the fabric; those before, and beyond `max-clients`, are told
+/// why.
 const LINKS_MAX: usize = 16_384;
 
 /// What the engine's thread asks for.
@@ -98,8 +103,8 @@ impl Begun {
 }
 
 impl Transport {
-    /// Begins to listen, or says why not. Where RDMA is required, its absence is a reason; where it is preferred, TCP alone will
-    /// do.
+    /// Begins to listen, or says why not. Where RDMA is required, its absence is a reason; where it
+    /// is preferred, TCP alone will do.
     pub(crate) fn begin(
         options: &Options,
         (target, sockets, addresses): (EngineAddress, Sockets, Vec<Address>),
@@ -127,7 +132,10 @@ impl Transport {
         match beginning.recv_timeout(BEGIN) {
             Ok(Ok((gateway, begun, for_main))) => {
                 let (thread, last_stats) = (Some(thread), Box::new(for_main.0.stats()));
-                Ok((Self { gateway, begun, asks, ended, thread, last_stats, asked: None, wanted }, for_main))
+                Ok((
+                    Self { gateway, begun, asks, ended, thread, last_stats, asked: None, wanted },
+                    for_main,
+                ))
             }
             Ok(Err(why)) => {
                 let _ = thread.join(); // it has said its last word
@@ -171,12 +179,13 @@ impl Transport {
         });
     }
 
-    /// Ends sessions and the thread; whether that was done in time. A thread that is not ready is left alone.
+    /// Ends sessions and the thread; whether that was done in time. A thread that is not ready is
+    /// left alone.
     pub(crate) fn end(mut self) -> bool {
         const TURN: Duration = Duration::from_millis(1);
         let _ = self.asks.send(Ask::End);
-        // The engine has written and synchronised its AOF before it told us: replies that waited for
-        // that may leave.
+        // The engine has written and synchronised its AOF before it told us: replies that waited
+        // for that may leave.
         event_loop::turned();
         let until = Instant::now() + END;
         let in_time = loop {
@@ -264,7 +273,10 @@ fn run(
             absence: absence(&fabric, &listeners),
             unserved,
         };
-        if beginning.send(Ok((gateway.clone(), begun, (fabric.clone(), Handle::current())))).is_err() {
+        if beginning
+            .send(Ok((gateway.clone(), begun, (fabric.clone(), Handle::current()))))
+            .is_err()
+        {
             return; // it took too long
         }
         let (stop, stopped) = watch::channel(false);
@@ -295,7 +307,8 @@ fn run(
     });
 }
 
-/// Drives the fabric while the main thread does not: it may be at something long, and peers want to hear that we live.
+/// Drives the fabric while the main thread does not: it may be at something long, and peers want to
+/// hear that we live.
 async fn stand_in(fabric: Fabric, queue: Arc<TaskQueue>) -> std::io::Result<()> {
     let mut seen = queue.looks();
     loop {
@@ -321,7 +334,10 @@ async fn answer(fabric: &Fabric, mut asked: UnboundedReceiver<Ask>) {
 type Listeners = Vec<(Listener, bool)>;
 
 /// What listens, and why addresses of the engine's do not.
-fn listen(options: &Options, addresses: &[Address]) -> Result<(Fabric, Listeners, Vec<String>), String> {
+fn listen(
+    options: &Options,
+    addresses: &[Address],
+) -> Result<(Fabric, Listeners, Vec<String>), String> {
     let requires = options.rdma() == Rdma::Require;
     let is_loopback = addresses.iter().all(|address| address.at.ip().is_loopback());
     if requires && is_loopback {
@@ -339,14 +355,16 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Fabric, Listeners
     };
     // Without names: only the devices that clients of these addresses come in on.
     let served = addresses.iter().map(|address| address.at.ip()).filter(|ip| !ip.is_loopback());
-    let builder = options.devices().fold(served.fold(Fabric::system(), Builder::serving), Builder::device);
+    let builder =
+        options.devices().fold(served.fold(Fabric::system(), Builder::serving), Builder::device);
     // The engine's main thread drives it, and is not to wait for the kernel.
     let fabric = builder.config(config).command_threads().build().map_err(|error| told(&error))?;
     let (mut listeners, mut unserved, mut why_not) = (Vec::new(), Vec::new(), None);
     for address in addresses {
         let (at, rdma) = (address.at, address.rdma(options.rdma()));
         if requires && rdma == Rdma::Forbid {
-            let why = format!("{at} is not served: rdma require, and a loopback address takes no RDMA");
+            let why =
+                format!("{at} is not served: rdma require, and a loopback address takes no RDMA");
             tracing::info!("{why}");
             why_not.get_or_insert(why);
             continue;
@@ -354,7 +372,8 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Fabric, Listeners
         let how = ListenOptions::new().rdma(rdma).accept_foreign_peers().one_family();
         match fabric.listen_with(at, &how) {
             Ok(listener) => {
-                let has_rdma = rdma != Rdma::Forbid && fabric.absence().or(listener.absence()).is_none();
+                let has_rdma =
+                    rdma != Rdma::Forbid && fabric.absence().or(listener.absence()).is_none();
                 listeners.push((listener, has_rdma));
             }
             Err(_) if address.may_be_absent => {}
@@ -374,7 +393,9 @@ fn listen(options: &Options, addresses: &[Address]) -> Result<(Fabric, Listeners
         let first = unserved.into_iter().next().or(why_not);
         return Err(first.unwrap_or_else(|| "none of the engine's addresses is here".into()));
     }
-    unserved.iter().for_each(|why| tracing::warn!("{why}; the engine's other addresses are served"));
+    unserved
+        .iter()
+        .for_each(|why| tracing::warn!("{why}; the engine's other addresses are served"));
     Ok((fabric, listeners, unserved))
 }
 
@@ -390,7 +411,8 @@ fn absence(fabric: &Fabric, listeners: &Listeners) -> Option<String> {
                 .into(),
         );
     }
-    let why = fabric.absence().or_else(|| listeners.iter().find_map(|(listener, _)| listener.absence()));
+    let why =
+        fabric.absence().or_else(|| listeners.iter().find_map(|(listener, _)| listener.absence()));
     why.map(told)
 }
 

@@ -1,5 +1,6 @@
-//! Attacks that a review reproduced, each named after its finding. The same attack on the engine's own
-//! port is the reference: there, all of them fail. No RDMA is needed: sessions over TCP take the same path.
+//! Attacks that a review reproduced, each named after its finding. The same attack on the engine's
+//! own port is the reference: there, all of them fail. No RDMA is needed: sessions over TCP take
+//! the same path.
 
 mod scene;
 mod talk;
@@ -38,8 +39,8 @@ fn flood(mut peer: Peer, command: &[&str], is_over: &AtomicBool) {
     is_over.store(true, Ordering::SeqCst);
 }
 
-/// Floods the engine with INCR while `act` runs; then the client must be hung up on, and from then on the
-/// counter stands still.
+/// Floods the engine with INCR while `act` runs; then the client must be hung up on, and from then
+/// on the counter stands still.
 fn is_cut_off(server: &Server, peer: Peer, act: impl FnOnce(&mut Peer)) {
     let mut admin = Peer::native(server);
     let is_over = AtomicBool::new(false);
@@ -48,12 +49,17 @@ fn is_cut_off(server: &Server, peer: Peer, act: impl FnOnce(&mut Peer)) {
         server.until("commands of the flood", || admin.ask(&["EXISTS", "counter"]) == ":1");
         act(&mut admin);
         let counter = admin.ask(&["GET", "counter"]);
-        assert_eq!(admin.ask(&["GET", "counter"]), counter, "no command runs after the answer to the admin");
+        assert_eq!(
+            admin.ask(&["GET", "counter"]),
+            counter,
+            "no command runs after the answer to the admin"
+        );
         server.until("the client is hung up on", || is_over.load(Ordering::SeqCst));
     });
 }
 
-/// S1: a command whose name comes late has many replies; a surplus one was taken for the answer to a login.
+/// S1: a command whose name comes late has many replies; a surplus one was taken for the answer to
+/// a login.
 #[test]
 fn surplus_replies_are_no_login() {
     on_each(&["--protected-mode", "no"], |server| {
@@ -135,14 +141,17 @@ fn a_renamed_select_selects() {
 /// S2: with MULTI renamed, queued commands ran at once.
 #[test]
 fn a_renamed_multi_queues() {
-    on_each(&["--rename-command", "MULTI", "xmulti", "--rename-command", "EXEC", "xexec"], |server| {
-        let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
-        peer.ok(&["xmulti"]);
-        assert_eq!(peer.ask(&["SET", "k", "queued"]), "+QUEUED");
-        assert_eq!(admin.ask(&["EXISTS", "k"]), ":0");
-        assert_eq!(peer.ask(&["xexec"]), "*1\r\n+OK");
-        assert_eq!(peer.ask(&["EXISTS", "k"]), ":1");
-    });
+    on_each(
+        &["--rename-command", "MULTI", "xmulti", "--rename-command", "EXEC", "xexec"],
+        |server| {
+            let (mut peer, mut admin) = (Peer::called(server), Peer::native(server));
+            peer.ok(&["xmulti"]);
+            assert_eq!(peer.ask(&["SET", "k", "queued"]), "+QUEUED");
+            assert_eq!(admin.ask(&["EXISTS", "k"]), ":0");
+            assert_eq!(peer.ask(&["xexec"]), "*1\r\n+OK");
+            assert_eq!(peer.ask(&["EXISTS", "k"]), ":1");
+        },
+    );
 }
 
 /// S2: with AUTH renamed, calls kept the rights of the user before.
@@ -219,8 +228,8 @@ fn rejects_clients_beyond_maxclients_before_their_first_command() {
     }
 }
 
-/// A client that comes while there is no place is refused, as at the engine's own port, also if there is
-/// one by the time that its session begins.
+/// A client that comes while there is no place is refused, as at the engine's own port, also if
+/// there is one by the time that its session begins.
 #[test]
 fn rejects_clients_that_came_while_the_engine_was_full() {
     for program in engines() {
@@ -248,9 +257,11 @@ fn rejects_clients_that_came_while_the_engine_was_full() {
 
 /// The memory that the engine's process has, in MiB.
 fn rss_mib(server: &Server) -> usize {
-    let status = std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("it runs");
+    let status =
+        std::fs::read_to_string(format!("/proc/{}/status", server.pid())).expect("it runs");
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).expect("a size");
-    line.split_whitespace().next().and_then(|kib| kib.parse::<usize>().ok()).expect("a number") >> 10
+    line.split_whitespace().next().and_then(|kib| kib.parse::<usize>().ok()).expect("a number")
+        >> 10
 }
 
 /// S4: a client without a password that reads nothing made the module keep all that it sent.
@@ -278,7 +289,8 @@ fn a_client_over_the_output_limit_is_disconnected() {
     on_each(&["--client-output-buffer-limit", "normal 1mb 1mb 1"], |server| {
         let mut admin = Peer::native(server);
         let values = vec!["x".repeat(1000); 4000];
-        let words: Vec<_> = ["RPUSH", "l"].into_iter().chain(values.iter().map(String::as_str)).collect();
+        let words: Vec<_> =
+            ["RPUSH", "l"].into_iter().chain(values.iter().map(String::as_str)).collect();
         admin.ask(&words);
         let before = rss_mib(server);
         let mut peer = Peer::called(server);
@@ -301,7 +313,8 @@ fn a_client_over_the_soft_limit_is_disconnected_in_time() {
     });
 }
 
-/// Replies of all sessions together are limited by maxmemory-clients; who holds most goes first, once.
+/// Replies of all sessions together are limited by maxmemory-clients; who holds most goes first,
+/// once.
 #[test]
 fn the_largest_holder_goes_beyond_maxmemory_clients() {
     on_each(&["--maxmemory-clients", "8mb"], |server| {
@@ -351,10 +364,11 @@ fn wait_tells_the_truth_whatever_the_users_rights() {
     }
 }
 
-/// What becomes of a WAIT for one replica when a client has written, has done something, and no replica can
-/// have heard of the write.
+/// What becomes of a WAIT for one replica when a client has written, has done something, and no
+/// replica can have heard of the write.
 fn wait_after(program: &Path, act: impl Fn(&mut Peer, &mut Peer)) -> Option<String> {
-    let mut primary = start(program, &["--port", &scene::free_port(), "--repl-diskless-sync-delay", "0"]);
+    let mut primary =
+        start(program, &["--port", &scene::free_port(), "--repl-diskless-sync-delay", "0"]);
     let port: Vec<String> = primary.ask(&["CONFIG", "GET", "port"]);
     let replica = start(program, &["--replicaof", "127.0.0.1", &port[1]]);
     let (mut admin, mut peer) = (Peer::native(&primary), Peer::called(&primary));
@@ -395,7 +409,8 @@ fn wait_tells_the_truth_after_replies_and_commands_without_a_clear_end() {
 /// The same where the engine refuses the mark.
 #[test]
 fn wait_tells_the_truth_where_its_mark_is_refused() {
-    let refuse_writes = |admin: &mut Peer| admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
+    let refuse_writes =
+        |admin: &mut Peer| admin.ok(&["CONFIG", "SET", "min-replicas-to-write", "2"]);
     for program in engines() {
         let after_pin = wait_after(&program, |peer, admin| {
             refuse_writes(admin);
@@ -408,10 +423,14 @@ fn wait_tells_the_truth_where_its_mark_is_refused() {
             peer.ok(&["MULTI"]);
             // The WAIT that is queued here would be answered in EXEC.
             let sent = peer.try_send(&[vec!["WAIT", "1", "0"], vec!["EXEC"]]);
-            let said = [peer.next(), peer.next()].into_iter().flatten().flatten().collect::<Vec<_>>();
+            let said =
+                [peer.next(), peer.next()].into_iter().flatten().flatten().collect::<Vec<_>>();
             assert!(!sent || !String::from_utf8_lossy(&said).contains(":1"), "{program:?}");
         });
-        assert!(in_transaction.is_none_or(|answer| answer == ":0" || answer.starts_with('-')), "{program:?}");
+        assert!(
+            in_transaction.is_none_or(|answer| answer == ":0" || answer.starts_with('-')),
+            "{program:?}"
+        );
     }
 }
 
@@ -503,8 +522,8 @@ fn sessions_show_the_engines_client() {
     });
 }
 
-/// An engine whose ACL command is renamed does not tell whether it asks for a password: sessions work, on
-/// the proxy path.
+/// An engine whose ACL command is renamed does not tell whether it asks for a password: sessions
+/// work, on the proxy path.
 #[test]
 fn sessions_work_where_acl_is_renamed() {
     on_each(&["--rename-command", "ACL", "xacl"], |server| {
@@ -528,14 +547,16 @@ fn heads_of_large_commands_are_refused_before_a_login() {
             native.write(head.as_bytes());
             let refusal = peer.next();
             assert_eq!(refusal, native.next(), "{head:?}");
-            assert!(refusal.is_some_and(|it| it.starts_with(b"-ERR Protocol error: unauthenticated")));
+            assert!(
+                refusal.is_some_and(|it| it.starts_with(b"-ERR Protocol error: unauthenticated"))
+            );
             assert_eq!(peer.next(), None);
         }
     });
 }
 
-/// A client can send FERRITE MARK itself. It writes to the append-only file and to replicas, so it does
-/// nothing unless its session has written before.
+/// A client can send FERRITE MARK itself. It writes to the append-only file and to replicas, so it
+/// does nothing unless its session has written before.
 #[test]
 fn marks_are_for_sessions_that_have_written() {
     on_each(&["--requirepass", "x"], |server| {
@@ -544,7 +565,10 @@ fn marks_are_for_sessions_that_have_written() {
         let mut peer = Peer::called_at(&address(&mut admin));
         assert!(peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"), "before a login");
         peer.ok(&["AUTH", "x"]);
-        assert!(peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"), "nothing was written");
+        assert!(
+            peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"),
+            "nothing was written"
+        );
         peer.ok(&["SET", "k", "v"]);
         peer.ok(&["FERRITE", "MARK"]);
         assert!(peer.ask(&["FERRITE", "MARK"]).starts_with("-ERR only sessions"), "once");
@@ -590,13 +614,14 @@ fn open_files(server: &Server) -> usize {
     std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count()
 }
 
-/// Connections that say nothing took the numbers of descriptors that the engine's loop has a place for: it
-/// accepted clients at its own port, never heard them, and kept them when they had gone.
+/// Connections that say nothing took the numbers of descriptors that the engine's loop has a place
+/// for: it accepted clients at its own port, never heard them, and kept them when they had gone.
 #[test]
 fn silent_connections_take_no_descriptors_of_the_engines() {
     on_each(&["--maxclients", "40"], |server| {
         let address = server.info("address");
-        let silent: Vec<_> = (0..400).map(|_| TcpStream::connect(&address).expect("it listens")).collect();
+        let silent: Vec<_> =
+            (0..400).map(|_| TcpStream::connect(&address).expect("it listens")).collect();
         server.until("they are accepted", || open_files(server) > silent.len());
         assert_eq!(Peer::native(server).ask(&["PING"]), "+PONG");
         assert_eq!(Peer::called(server).ask(&["PING"]), "+PONG");
@@ -622,17 +647,22 @@ fn clients_that_vanish_are_looked_for() {
         let address = server.info("address");
         let mut peer = Peer::called_at(&address);
         assert_eq!(peer.ask(&["PING"]), "+PONG");
-        let port = address.rsplit(':').next().and_then(|port| port.parse::<u16>().ok()).expect("a port");
+        let port =
+            address.rsplit(':').next().and_then(|port| port.parse::<u16>().ok()).expect("a port");
         let local = format!(":{port:04X}");
         let sockets = std::fs::read_to_string("/proc/net/tcp").expect("Linux has it");
-        // Where it is, where its peer is, its state (1: established), its queues, and its timer (2: keepalive).
+        // Where it is, where its peer is, its state (1: established), its queues, and its timer (2:
+        // keepalive).
         let timers: Vec<_> = sockets
             .lines()
             .map(|line| line.split_ascii_whitespace().collect::<Vec<_>>())
             .filter(|words| words[1].ends_with(&local) && words[3] == "01")
             .map(|words| words[5].to_owned())
             .collect();
-        assert!(!timers.is_empty() && timers.iter().all(|timer| timer.starts_with("02:")), "{timers:?}");
+        assert!(
+            !timers.is_empty() && timers.iter().all(|timer| timer.starts_with("02:")),
+            "{timers:?}"
+        );
     });
 }
 

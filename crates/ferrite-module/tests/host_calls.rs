@@ -1,5 +1,5 @@
-//! Commands that are called answer as they do on a connection: every reply is held against the engine's own socket. When they must
-//! not be called is `host_calls_guards`'.
+//! Commands that are called answer as they do on a connection: every reply is held against the
+//! engine's own socket. When they must not be called is `host_calls_guards`'.
 
 mod scene;
 mod talk;
@@ -38,7 +38,8 @@ fn data_commands_answer_the_same() {
     }
 }
 
-/// As clients of many languages do in a pipeline: all is said before the first answer is read. Neither direction's buffers hold it.
+/// As clients of many languages do in a pipeline: all is said before the first answer is read.
+/// Neither direction's buffers hold it.
 #[test]
 fn a_client_may_read_last() {
     const COUNT: usize = 2500;
@@ -65,7 +66,8 @@ fn info_rdma_is_the_modules() {
     for program in engines() {
         let server = start(&program, &[]);
         let mut peer = Peer::called(&server);
-        let is_ours = |reply: &[u8]| reply.windows(26).any(|piece| piece == b"ferrite_rdma_connections:0");
+        let is_ours =
+            |reply: &[u8]| reply.windows(26).any(|piece| piece == b"ferrite_rdma_connections:0");
         peer.send(&["SET k v", "info RDMA", "INCR n", "INFO rdma clients", "PING"].map(words));
         assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
         let info = peer.next().expect("a reply");
@@ -84,7 +86,8 @@ fn info_rdma_is_the_modules() {
     }
 }
 
-/// Any of the engine's commands with any few arguments, and the same keys with the same bytes in them at the end.
+/// Any of the engine's commands with any few arguments, and the same keys with the same bytes in
+/// them at the end.
 #[test]
 fn whatever_is_asked_answers_the_same() {
     const KEYS: [&str; 8] = ["k0", "k1", "k2", "k3", "k4", "k5", "k6", "k7"];
@@ -139,7 +142,8 @@ fn whatever_is_asked_answers_the_same() {
         "a long one, which \
         is more than forty-four bytes and so encoded otherwise",
     ];
-    // Their answers have a time, a chance, or a state of the engine's in them; or they end more than a command.
+    // Their answers have a time, a chance, or a state of the engine's in them; or they end more
+    // than a command.
     const OTHERS: &str = " SPOP SRANDMEMBER HRANDFIELD ZRANDMEMBER RANDOMKEY TIME CLUSTERSCAN INFO ROLE LASTSAVE LOLWUT DUMP XINFO \
         MEMORY CLIENT CONFIG ACL DEBUG MODULE FERRITE FUNCTION SCRIPT SLOWLOG LATENCY COMMANDLOG COMMAND CLUSTER PUBSUB AUTH HELLO SELECT \
         SWAPDB FLUSHALL MOVE SHUTDOWN SAVE BGSAVE BGREWRITEAOF FAILOVER REPLICAOF SLAVEOF REPLCONF SYNC PSYNC MIGRATE RESET QUIT MONITOR \
@@ -153,7 +157,9 @@ fn whatever_is_asked_answers_the_same() {
         names.retain(|name| !OTHERS.contains(&format!(" {} ", name[0])));
         let mut chance = 7u64;
         let mut pick = |count: usize| {
-            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            chance = chance
+                .wrapping_mul(6_364_136_223_846_793_005)
+                .wrapping_add(1_442_695_040_888_963_407);
             usize::try_from(chance >> 33).expect("31 bits") % count
         };
         let called = calls(&server, || {
@@ -162,11 +168,14 @@ fn whatever_is_asked_answers_the_same() {
                 command.push(KEYS[pick(KEYS.len())].into());
                 for _ in 0..pick(5) {
                     let is_key = pick(3) == 0;
-                    command.push(if is_key { KEYS[pick(KEYS.len())] } else { ARGS[pick(ARGS.len())] }.into());
+                    command.push(
+                        if is_key { KEYS[pick(KEYS.len())] } else { ARGS[pick(ARGS.len())] }.into(),
+                    );
                 }
                 // Sets and hashes give their elements in any order.
                 let sorted = |reply: Vec<u8>| {
-                    let mut lines: Vec<_> = reply.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
+                    let mut lines: Vec<_> =
+                        reply.split(|byte| *byte == b'\n').map(<[u8]>::to_vec).collect();
                     lines.sort();
                     lines
                 };
@@ -240,9 +249,11 @@ fn what_needs_a_client_has_one() {
 #[test]
 fn other_clients_hear_of_it() {
     for program in engines() {
-        let mut server = start(&program, &["--appendonly", "yes", "--notify-keyspace-events", "KA"]);
+        let mut server =
+            start(&program, &["--appendonly", "yes", "--notify-keyspace-events", "KA"]);
         let mut caller = Peer::called(&server);
-        let [mut waits, mut watches, mut keeps, mut listens] = [(); 4].map(|()| Peer::native(&server));
+        let [mut waits, mut watches, mut keeps, mut listens] =
+            [(); 4].map(|()| Peer::native(&server));
         caller.ok(&["SET", "key", "1"]);
         waits.send(&[vec!["BLPOP", "list", "10"]]);
         watches.ok(&["WATCH", "key"]);
@@ -254,11 +265,18 @@ fn other_clients_hear_of_it() {
         listens.raw(&["SUBSCRIBE", "ch", "__keyspace@0__:key"]);
         listens.next();
         server.until("it waits", || caller.ask(&["INFO", "clients"]).contains("blocked_clients:1"));
-        caller.send(&[vec!["LPUSH", "list", "x"], vec!["SET", "key", "2"], vec!["PUBLISH", "ch", "m"]]);
+        caller.send(&[
+            vec!["LPUSH", "list", "x"],
+            vec!["SET", "key", "2"],
+            vec!["PUBLISH", "ch", "m"],
+        ]);
         assert_eq!(caller.replies(3), [b":1\r\n".to_vec(), b"+OK\r\n".into(), b":1\r\n".into()]);
         assert_eq!(waits.next().expect("an element"), b"*2\r\n$4\r\nlist\r\n$1\r\nx\r\n");
         assert_eq!(watches.ask(&["EXEC"]), "*-1");
-        assert_eq!(keeps.next().expect("a word"), b">2\r\n$10\r\ninvalidate\r\n*1\r\n$3\r\nkey\r\n");
+        assert_eq!(
+            keeps.next().expect("a word"),
+            b">2\r\n$10\r\ninvalidate\r\n*1\r\n$3\r\nkey\r\n"
+        );
         let heard = [listens.next(), listens.next()]
             .map(|reply| String::from_utf8_lossy(&reply.expect("a message")).into_owned());
         assert!(heard[0].contains("\r\nset\r\n") && heard[1].contains("\r\nm\r\n"), "{heard:?}");
@@ -274,7 +292,9 @@ fn no_command_ends_the_engine() {
     for program in engines() {
         let mut server = start(&program, &["--appendonly", "yes"]);
         let mut names = commands(&mut Peer::native(&server));
-        names.retain(|name| !NOT.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]);
+        names.retain(|name| {
+            !NOT.contains(&format!(" {} ", name[0])) && name != &["CLIENT", "PAUSE"]
+        });
         assert!(names.len() > 300, "{}", names.len());
         let address = server.info("address");
         let mut peer = Peer::called_at(&address);
@@ -310,7 +330,8 @@ fn scripts_and_functions_meet_calls() {
         let mut server = start(&program, &[]);
         let mut pair = Pair::apart(&server);
         assert_eq!(pair.called.ask(&["FUNCTION", "LOAD", LIBRARY]), "$3\r\nlib");
-        let sha = pair.called.ask(&["SCRIPT", "LOAD", "return redis.call('append',KEYS[1],ARGV[1])"]);
+        let sha =
+            pair.called.ask(&["SCRIPT", "LOAD", "return redis.call('append',KEYS[1],ARGV[1])"]);
         let sha = sha.lines().nth(1).expect("a hash").to_string();
         pair.same(&["SET", "key", "41"]);
         for _ in 0..3 {
@@ -360,9 +381,13 @@ fn databases_are_told_apart() {
         let mut server = start(&program, &[]);
         let (mut caller, mut native) = (Peer::called(&server), Peer::native(&server));
         let called = calls(&server, || {
-            for line in
-                ["SET key zero", "SET moved zero", "COPY key copied DB 2", "MOVE moved 3", "SET key again"]
-            {
+            for line in [
+                "SET key zero",
+                "SET moved zero",
+                "COPY key copied DB 2",
+                "MOVE moved 3",
+                "SET key again",
+            ] {
                 assert!(!caller.ask(&words(line)).starts_with('-'), "{line}");
             }
             caller.ok(&["SELECT", "3"]);
@@ -402,7 +427,9 @@ fn a_scan_finds_all() {
             let reply = caller.ask(&["SCAN", &cursor, "COUNT", "50"]);
             let lines: Vec<_> = reply.lines().collect();
             cursor = lines[2].into();
-            found.extend(lines.iter().filter(|line| line.starts_with("key")).map(ToString::to_string));
+            found.extend(
+                lines.iter().filter(|line| line.starts_with("key")).map(ToString::to_string),
+            );
             if cursor == "0" {
                 break;
             }
@@ -430,8 +457,11 @@ fn large_values_come_whole() {
         assert_eq!(pair.called.ask(&many), ":30");
         pair.same(&["LRANGE", "many", "0", "-1"]);
         // More arguments than a call takes.
-        let more: Vec<_> =
-            ["RPUSH", "more"].into_iter().map(String::from).chain((0..5000).map(|n| n.to_string())).collect();
+        let more: Vec<_> = ["RPUSH", "more"]
+            .into_iter()
+            .map(String::from)
+            .chain((0..5000).map(|n| n.to_string()))
+            .collect();
         assert_eq!(pair.called.ask(&more), ":5000");
         pair.same(&["LRANGE", "more", "0", "-1"]);
         server.assert_well();
@@ -445,7 +475,8 @@ fn statistic(peer: &mut Peer, section: &str, name: &str) -> u64 {
     value.map_or(0, |value| value.split(',').next().unwrap_or_default().parse().expect("a number"))
 }
 
-/// Read by its key, a value is the same, and so is what the engine counts; only that it is no command.
+/// Read by its key, a value is the same, and so is what the engine counts; only that it is no
+/// command.
 #[test]
 fn long_values_are_read_by_their_keys() {
     for program in engines() {
@@ -466,15 +497,27 @@ fn long_values_are_read_by_their_keys() {
                 }
             }
             let mut count = |section, name| statistic(&mut pair.native, section, name);
-            assert_eq!(count("commandstats", "cmdstat_get:calls="), 1, "once, to learn that it is long");
-            assert_eq!((count("stats", "keyspace_hits:"), count("stats", "keyspace_misses:")), (60, 0));
+            assert_eq!(
+                count("commandstats", "cmdstat_get:calls="),
+                1,
+                "once, to learn that it is long"
+            );
+            assert_eq!(
+                (count("stats", "keyspace_hits:"), count("stats", "keyspace_misses:")),
+                (60, 0)
+            );
             let touched = pair.native.ask(&["OBJECT", "FREQ", "key"]);
-            assert!(touched.trim_start_matches(':').parse::<u64>().expect("a number") > 5, "{touched}");
+            assert!(
+                touched.trim_start_matches(':').parse::<u64>().expect("a number") > 5,
+                "{touched}"
+            );
             // The same name for something else.
             pair.called.ok(&["SET", "key", "short"]);
             pair.same(&["GET", "key"]);
             pair.same(&["OBJECT", "ENCODING", "key"]);
-            for change in ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"] {
+            for change in
+                ["SET key 12345", "DEL key", "RPUSH key element", "DEL key", "SET key last PX 1"]
+            {
                 // So that it is looked at.
                 let long = "v".repeat(1000);
                 pair.native.ask(&["DEL", "key"]);
@@ -483,11 +526,17 @@ fn long_values_are_read_by_their_keys() {
                 pair.native.ask(&["DEL", "key"]);
                 pair.native.ask(&words(change));
                 std::thread::sleep(Duration::from_millis(5));
-                let (encoding, answer) =
-                    (pair.native.ask(&["OBJECT", "ENCODING", "key"]), pair.called.ask(&["GET", "key"]));
+                let (encoding, answer) = (
+                    pair.native.ask(&["OBJECT", "ENCODING", "key"]),
+                    pair.called.ask(&["GET", "key"]),
+                );
                 assert_eq!(answer, pair.native.ask(&["GET", "key"]), "{change}");
                 if !change.ends_with("PX 1") {
-                    assert_eq!(encoding, pair.native.ask(&["OBJECT", "ENCODING", "key"]), "{change}");
+                    assert_eq!(
+                        encoding,
+                        pair.native.ask(&["OBJECT", "ENCODING", "key"]),
+                        "{change}"
+                    );
                 }
                 pair.native.ask(&["DEL", "key"]);
             }

@@ -1,4 +1,5 @@
-//! What a called write promises: whatever was answered is in the AOF and reaches replicas, once, and WAIT tells the truth.
+//! What a called write promises: whatever was answered is in the AOF and reaches replicas, once,
+//! and WAIT tells the truth.
 
 mod scene;
 mod talk;
@@ -12,7 +13,7 @@ use talk::{Peer, engines, start};
 
 /// An engine that can be started again, with an AOF.
 fn start_with_aof(program: &Path, fsync: &str) -> Server {
-    let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-lane", "yes"];
+    let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
     let fsync = format!("appendfsync {fsync}");
     let options = ["port 0", "save \"\"", "appendonly yes", "enable-debug-command yes", &fsync];
     Server::start_by_file(&Start { program, arguments: &arguments, options: &options })
@@ -25,13 +26,14 @@ fn start_again(server: &mut Server, program: &Path) {
     server.until("loaded", || Peer::native(server).ask(&["PING"]) == "+PONG");
 }
 
-/// Clients that write until the engine is killed: what they were told counts, and nothing counts twice.
+/// Clients that write until the engine is killed: what they were told counts, and nothing counts
+/// twice.
 #[test]
 fn what_was_answered_survives_a_kill() {
     const AT_A_TIME: usize = 8;
     for program in engines() {
-        // Not `everysec`: while the disk is at a synchronisation the engine keeps what it would write, for two seconds at most, and
-        // answers all the same, over TCP as well.
+        // Not `everysec`: while the disk is at a synchronisation the engine keeps what it would
+        // write, for two seconds at most, and answers all the same, over TCP as well.
         for fsync in ["always", "no"] {
             let mut server = start_with_aof(&program, fsync);
             for _ in 0..3 {
@@ -54,7 +56,9 @@ fn what_was_answered_survives_a_kill() {
                             }
                         });
                     }
-                    server.until("each is told something", || !told.lock().expect("no panic").contains(&0));
+                    server.until("each is told something", || {
+                        !told.lock().expect("no panic").contains(&0)
+                    });
                     std::thread::sleep(Duration::from_millis(300));
                     server.signal("KILL");
                 });
@@ -78,7 +82,8 @@ fn counter(server: &Server, writer: usize) -> i64 {
     answer.trim_start_matches(':').parse().expect("a number")
 }
 
-/// The engine writes the AOF when a turn of its loop ends. An answer in the turn itself could be one to a write that is lost.
+/// The engine writes the AOF when a turn of its loop ends. An answer in the turn itself could be
+/// one to a write that is lost.
 #[test]
 fn an_answer_waits_for_the_aof() {
     for program in engines() {
@@ -101,7 +106,8 @@ fn an_answer_waits_for_the_aof() {
     }
 }
 
-/// With `appendfsync always`, nobody ever sees what can still be lost: not by reading what another has just written, either.
+/// With `appendfsync always`, nobody ever sees what can still be lost: not by reading what another
+/// has just written, either.
 #[test]
 fn what_was_read_is_safe_too() {
     for program in engines() {

@@ -1,5 +1,6 @@
-//! Commands are not called when the engine would not run them, or would otherwise: on states of the engine, on users' rights, and on
-//! what has crashed engines that were called without care. Every reply is held against the engine's own socket.
+//! Commands are not called when the engine would not run them, or would otherwise: on states of the
+//! engine, on users' rights, and on what has crashed engines that were called without care. Every
+//! reply is held against the engine's own socket.
 
 mod scene;
 mod talk;
@@ -56,7 +57,9 @@ fn paused_clients_wait() {
             let read = pair.called.within(Duration::from_millis(200));
             assert_eq!(read.is_err(), read_waits, "{mode}: {read:?}");
             pair.called.send(&[vec!["SET", "key", "after"]]);
-            assert!(pair.called.replies(if read_waits { 2 } else { 1 }).ends_with(&[b"+OK\r\n".into()]));
+            assert!(
+                pair.called.replies(if read_waits { 2 } else { 1 }).ends_with(&[b"+OK\r\n".into()])
+            );
             assert!(begun.elapsed() >= Duration::from_millis(500), "{mode}: {:?}", begun.elapsed());
             server.until("unpaused", || pair.native.ask(&["PING"]) == "+PONG");
         }
@@ -116,7 +119,8 @@ fn memory_is_the_engines_to_refuse_and_to_free() {
         assert_eq!(pair.same(&["GET", "key"]), "$5\r\nvalue");
         // None left, but what nobody asks for may go. Calls do not make it go.
         let used = pair.native.ask(&["INFO", "memory"]);
-        let used = used.lines().find_map(|line| line.strip_prefix("used_memory:")).expect("a field");
+        let used =
+            used.lines().find_map(|line| line.strip_prefix("used_memory:")).expect("a field");
         let limit = used.parse::<u64>().expect("a number") + (4 << 20);
         pair.native.ok(&["CONFIG", "SET", "maxmemory-policy", "allkeys-lru"]);
         pair.native.ok(&["CONFIG", "SET", "maxmemory", &limit.to_string()]);
@@ -134,7 +138,8 @@ fn a_user_has_his_rights_and_no_others() {
     for program in engines() {
         let mut server = start(&program, &[]);
         let mut pair = Pair::new(&server);
-        let rules = "ACL SETUSER bob on >secret ~b* &b* +get +set +mget +publish +ping +auth +acl|whoami";
+        let rules =
+            "ACL SETUSER bob on >secret ~b* &b* +get +set +mget +publish +ping +auth +acl|whoami";
         pair.native.ok(&words(rules));
         let (mut bob, mut admin) = (Pair::new(&server), Peer::native(&server));
         bob.same(&["AUTH", "bob", "wrong"]);
@@ -145,7 +150,9 @@ fn a_user_has_his_rights_and_no_others() {
             }
         });
         assert_eq!(called, 5);
-        for line in ["GET a", "SET a 1", "MGET b a", "DEL b", "PUBLISH a m", "FLUSHALL", "ACL WHOAMI"] {
+        for line in
+            ["GET a", "SET a 1", "MGET b a", "DEL b", "PUBLISH a m", "FLUSHALL", "ACL WHOAMI"]
+        {
             let told = bob.same(&words(line));
             assert!(told.starts_with("-NOPERM") || line.starts_with("ACL"), "{line}: {told}");
         }
@@ -154,7 +161,11 @@ fn a_user_has_his_rights_and_no_others() {
         bob.called.ask(&["GET", "a"]);
         bob.called.ask(&["DEL", "b"]);
         let log = admin.ask(&["ACL", "LOG"]);
-        assert_eq!((log.matches("toplevel").count(), log.matches("\nmodule\r").count()), (2, 0), "{log}");
+        assert_eq!(
+            (log.matches("toplevel").count(), log.matches("\nmodule\r").count()),
+            (2, 0),
+            "{log}"
+        );
         // What he may not any more, or has come to, counts at once.
         admin.ok(&words("ACL SETUSER bob -get +del"));
         assert!(bob.same(&["GET", "b"]).starts_with("-NOPERM"));
@@ -170,7 +181,8 @@ fn a_user_has_his_rights_and_no_others() {
     }
 }
 
-/// Valkey 9.1 has rights to databases. They are looked at where a command runs, be it by a call or by a key.
+/// Valkey 9.1 has rights to databases. They are looked at where a command runs, be it by a call or
+/// by a key.
 #[test]
 fn a_database_may_be_forbidden() {
     for program in engines() {
@@ -190,7 +202,11 @@ fn a_database_may_be_forbidden() {
             bob.same(&["GET", "key"]); // by its key
             admin.ok(&["ACL", "SETUSER", "bob", "resetdbs", rule]);
             for line in ["GET key", "SET other 1", "GET key"] {
-                assert_eq!(bob.same(&words(line)).starts_with("-NOPERM"), !may, "{line} in {db} with {rule}");
+                assert_eq!(
+                    bob.same(&words(line)).starts_with("-NOPERM"),
+                    !may,
+                    "{line} in {db} with {rule}"
+                );
             }
         }
         server.assert_well();
@@ -228,7 +244,8 @@ fn writes_are_refused_as_ever() {
         pair.native.ok(&["CONFIG", "SET", "min-replicas-to-write", "1"]);
         assert!(pair.same(&["SET", "key", "other"]).starts_with("-NOREPLICAS"));
         pair.native.ok(&["CONFIG", "SET", "min-replicas-to-write", "0"]);
-        // A replica whose primary does not answer. It deletes no keys whose time is over, and hides them: Redis 7.0 not from calls.
+        // A replica whose primary does not answer. It deletes no keys whose time is over, and hides
+        // them: Redis 7.0 not from calls.
         pair.called.ok(&["SET", "short", "value", "PX", "300"]);
         pair.native.ok(&["REPLICAOF", "127.0.0.1", "1"]);
         std::thread::sleep(Duration::from_millis(400));
@@ -263,10 +280,14 @@ fn a_cluster_redirects() {
 }
 
 #[test]
-fn an_engine_that_does_not_tell_its_commands_is_bridged() {
+fn proxies_everything_if_the_engine_lists_no_commands() {
     for program in engines() {
         let mut server = start(&program, &["--rename-command", "COMMAND", ""]);
-        assert!(server.log().contains("call lane disabled, all commands are bridged"), "{}", server.log());
+        assert!(
+            server.log().contains("call path disabled, all commands are proxied"),
+            "{}",
+            server.log()
+        );
         let mut pair = Pair::new(&server);
         for line in ["SET key value", "GET key", "COMMAND", "PING"] {
             pair.same(&words(line));
@@ -315,12 +336,15 @@ fn nothing_is_executed_after_the_end() {
 /// What the module sends for itself must not get into a transaction of the client's.
 #[test]
 fn transactions_after_calls_have_their_own_commands_alone() {
-    const QUEUED: [&str; 5] = ["SELECT 1", "WAIT 0 0", "CLIENT NO-EVICT off", "HELLO 9", "SUBSCRIBE channel"];
+    const QUEUED: [&str; 5] =
+        ["SELECT 1", "WAIT 0 0", "CLIENT NO-EVICT off", "HELLO 9", "SUBSCRIBE channel"];
     for program in engines() {
         let mut server = start(&program, &[]);
         for queued in QUEUED {
             let mut pair = Pair::new(&server);
-            for line in ["SET key value", "MULTI", "SET key other", queued, "GET key", "EXEC", "GET key"] {
+            for line in
+                ["SET key value", "MULTI", "SET key other", queued, "GET key", "EXEC", "GET key"]
+            {
                 pair.same(&words(line));
             }
         }
@@ -328,14 +352,17 @@ fn transactions_after_calls_have_their_own_commands_alone() {
     }
 }
 
-/// Scripts can make the engine say what is no reply, or nest one deeper than anybody reads: the client's to make sense of.
+/// Scripts can make the engine say what is no reply, or nest one deeper than anybody reads: the
+/// client's to make sense of.
 #[test]
 fn what_is_no_reply_is_passed_on() {
-    let deep = "local all = {} local it = all for i = 1, 100 do it[1] = {} it = it[1] end return all";
+    let deep =
+        "local all = {} local it = all for i = 1, 100 do it[1] = {} it = it[1] end return all";
     let wrong = "redis.setresp(3) return {big_number = 'no number'}";
     for program in engines() {
         let mut server = start(&program, &[]);
-        Peer::native(&server).ok(&["SET", "k", "v"]); // a session that has written itself ends, so that WAIT cannot lie
+        // a session that has written itself ends, so that WAIT cannot lie
+        Peer::native(&server).ok(&["SET", "k", "v"]);
         for script in [deep, wrong] {
             let mut pair = Pair::new(&server);
             for peer in [&mut pair.called, &mut pair.native] {
@@ -346,7 +373,11 @@ fn what_is_no_reply_is_passed_on() {
                 peer.send(&[vec!["GET", "k"], eval, vec!["GET", "k"], vec!["ECHO", "that is all"]]);
                 peer.until(b"that is all\r\n")
             });
-            assert_eq!(both[0].escape_ascii().to_string(), both[1].escape_ascii().to_string(), "{script}");
+            assert_eq!(
+                both[0].escape_ascii().to_string(),
+                both[1].escape_ascii().to_string(),
+                "{script}"
+            );
             assert_eq!(pair.called.ask(&["GET", "k"]), "$1\r\nv", "{script}");
         }
         server.assert_well();

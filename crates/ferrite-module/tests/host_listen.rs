@@ -1,5 +1,5 @@
-//! Where the module listens: where the engine does, unless it is told otherwise, and not in clear text beside TLS alone; and
-//! who may keep others out there.
+//! Where the module listens: where the engine does, unless it is told otherwise, and not in clear
+//! text beside TLS alone; and who may keep others out there.
 
 mod scene;
 
@@ -41,7 +41,8 @@ fn listens_where_the_engine_listens() {
         assert_eq!(said, 1, "once, and not for each address: {log}");
         // Several, and all.
         drop(server);
-        let server = start(&program, &arguments, &["--port", &tcp, "--bind", "127.0.0.2 127.0.0.3"]);
+        let server =
+            start(&program, &arguments, &["--port", &tcp, "--bind", "127.0.0.2 127.0.0.3"]);
         assert_eq!(
             [1, 2, 3].map(|last| ping(&format!("127.0.0.{last}"), &own)),
             [None, Some(true), Some(true)]
@@ -49,7 +50,11 @@ fn listens_where_the_engine_listens() {
         drop(server);
         let mut server = start(&program, &arguments, &["--port", &tcp]);
         assert_eq!(ping("127.0.0.9", &own), Some(true));
-        assert!(server.info("address").starts_with(&format!("0.0.0.0:{own}")), "{}", server.info("address"));
+        assert!(
+            server.info("address").starts_with(&format!("0.0.0.0:{own}")),
+            "{}",
+            server.info("address")
+        );
         if std::net::TcpListener::bind("[::1]:0").is_ok() {
             assert_eq!(ping("::1", &own), Some(true), "{}", server.info("address"));
         }
@@ -63,16 +68,21 @@ fn listens_again_beside_a_child_that_still_saves() {
     for program in engines() {
         let own = free_port();
         let arguments = ["rdma-port", &own, "rdma-bind", "127.0.0.1"];
-        let begin = Start { program: &program, arguments: &arguments, options: &["port 0", "save \"\""] };
+        let begin =
+            Start { program: &program, arguments: &arguments, options: &["port 0", "save \"\""] };
         let mut server = Server::start_by_file(&begin);
         server.ask::<String>(&["SET", "k", "v"]);
-        server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]); // a minute for a key
+        // a minute for a key
+        server.ask::<String>(&["CONFIG", "SET", "rdb-key-save-delay", "60000000"]);
         server.ask::<String>(&["BGSAVE"]);
         let started = "Background saving started by pid ";
         server.until_logged(started);
         let log = server.log();
-        let child =
-            log.split(started).nth(1).and_then(|rest| rest.split_whitespace().next()).expect("a number");
+        let child = log
+            .split(started)
+            .nth(1)
+            .and_then(|rest| rest.split_whitespace().next())
+            .expect("a number");
         server.signal("KILL");
         server.wait();
         server.start_again(&program);
@@ -84,15 +94,16 @@ fn listens_again_beside_a_child_that_still_saves() {
     }
 }
 
-/// One address of the engine's that cannot be had does not keep clients from the others. Those that are of one link alone
-/// are named with its interface.
+/// One address of the engine's that cannot be had does not keep clients from the others. Those that
+/// are of one link alone are named with its interface.
 #[test]
 fn serves_the_addresses_that_can_be_had() {
     for program in engines() {
         let [tcp, own] = [free_port(), free_port()];
         let _taken = std::net::TcpListener::bind(format!("127.0.0.2:{own}")).expect("a free port");
         let bind = format!("127.0.0.1 127.0.0.2 127.0.0.3 {}", link_local().unwrap_or_default());
-        let mut server = start(&program, &["rdma-port", &own], &["--port", &tcp, "--bind", bind.trim_end()]);
+        let mut server =
+            start(&program, &["rdma-port", &own], &["--port", &tcp, "--bind", bind.trim_end()]);
         assert_eq!([1, 3].map(|last| ping(&format!("127.0.0.{last}"), &own)), [Some(true); 2]);
         let why = format!("cannot listen on 127.0.0.2:{own}: ");
         server.until_logged(&why);
@@ -101,7 +112,11 @@ fn serves_the_addresses_that_can_be_had() {
         assert!(report.contains(&format!("[warn] {why}")), "{report}");
         if let Some(address) = link_local() {
             let (ip, _) = address.split_once('%').expect("an interface");
-            assert!(server.info("address").contains(&format!("[{ip}%")), "{}", server.info("address"));
+            assert!(
+                server.info("address").contains(&format!("[{ip}%")),
+                "{}",
+                server.info("address")
+            );
             // To protected mode such a client is one of another host.
             assert!(ping(&address, &own).is_some(), "nobody listens at {address}");
         }
@@ -141,7 +156,8 @@ fn pem(label: &str, der: &[u8]) -> String {
         if number % 16 == 0 {
             text.push('\n');
         }
-        let bits = (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
+        let bits =
+            (0..3).fold(0, |bits, at| bits << 8 | usize::from(group.get(at).copied().unwrap_or(0)));
         for digit in 0..4 {
             let is_padding = digit > group.len();
             text.push(if is_padding { '=' } else { DIGITS[bits >> (18 - 6 * digit) & 63].into() });
@@ -187,13 +203,16 @@ fn refuses_clear_text_beside_tls_alone() {
     }
 }
 
-/// Silent connections are no handshakes: a client beside hundreds of them, of its own address, is served at once.
+/// Silent connections are no handshakes: a client beside hundreds of them, of its own address, is
+/// served at once.
 #[test]
 fn silent_connections_keep_nobody_out() {
     for program in engines() {
         let own = free_port();
-        let mut server = start(&program, &["rdma-port", &own, "rdma-bind", "127.0.0.1"], &["--port", "0"]);
-        let connect = || TcpStream::connect(("127.0.0.1", own.parse().expect("a port"))).expect("it listens");
+        let mut server =
+            start(&program, &["rdma-port", &own, "rdma-bind", "127.0.0.1"], &["--port", "0"]);
+        let connect =
+            || TcpStream::connect(("127.0.0.1", own.parse().expect("a port"))).expect("it listens");
         let held: Vec<_> = (0..400).map(|_| connect()).collect();
         let begun = Instant::now();
         for _ in 0..5 {

@@ -1,10 +1,11 @@
 //! What clients without a password can make the engine's process keep: clients that send and read
-//! nothing, links with unfinished messages, and `Resume` frames that nothing has asked for, all at once
-//! and from many addresses. Memory and log lines are bounded, and memory returns when they are gone.
+//! nothing, links with unfinished messages, and `Resume` frames that nothing has asked for, all at
+//! once and from many addresses. Memory and log lines are bounded, and memory returns when they are
+//! gone.
 //!
-//! By itself it is small, and measures no time. `FERRITE_MEMORY=full` (the stage `memory` of `.ci/long`)
-//! runs 1,000 clients of 100 MB, 100 links and 1,000,000 frames, and compares how long honest clients wait
-//! with and without the attack, in alternating rounds.
+//! By itself it is small, and measures no time. `FERRITE_MEMORY=full` (the stage `memory` of
+//! `.ci/long`) runs 1,000 clients of 100 MB, 100 links and 1,000,000 frames, and compares how long
+//! honest clients wait with and without the attack, in alternating rounds.
 //!
 //! | file | what |
 //! |---|---|

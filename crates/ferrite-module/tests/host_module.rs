@@ -1,7 +1,8 @@
-//! The module in real engines on a host without RDMA: Debian's Redis, Valkey where the lab has built it, and those that are named.
+//! The module in real engines on a host without RDMA: Debian's Redis, Valkey where the lab has
+//! built it, and those that are named.
 //!
-//! That it loads, says why there is no RDMA, refuses where RDMA is required, and leaves everything else as it was.
-//! What it does over RDMA is `lab_module`'s.
+//! That it loads, says why there is no RDMA, refuses where RDMA is required, and leaves everything
+//! else as it was. What it does over RDMA is `lab_module`'s.
 #![expect(clippy::print_stderr, reason = "what is left out is said")]
 
 mod scene;
@@ -68,7 +69,8 @@ fn loads_and_says_why_there_is_no_rdma() {
     }
 }
 
-/// A client may say all that it has to say and end its side: everything is run and answered, whatever the path.
+/// A client may say all that it has to say and end its side: everything is run and answered,
+/// whatever the path.
 #[test]
 fn clients_that_end_their_side_are_answered_to_the_end() {
     for program in engines() {
@@ -91,7 +93,9 @@ fn clients_that_end_their_side_are_answered_to_the_end() {
         // More than the sockets hold: the end is seen while replies still wait for the client.
         let () = server.ask(&["SET", "large", &"x".repeat(1 << 20)]);
         let mut client = call(&server);
-        client.write_all("*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n".repeat(32).as_bytes()).expect("it hears");
+        client
+            .write_all("*2\r\n$3\r\nGET\r\n$5\r\nlarge\r\n".repeat(32).as_bytes())
+            .expect("it hears");
         client.shutdown(std::net::Shutdown::Write).expect("an end");
         let mut replies = Vec::new();
         while client.read_to_end(&mut replies).expect("replies and the end") > 0 {}
@@ -110,7 +114,7 @@ fn serves_tcp_as_before_and_at_its_own_port() {
         let listed = over_tcp(&server, &["FERRITE", "CLIENTS"]).expect("CLIENTS");
         let redis::Value::BulkString(listed) = listed else { panic!("{listed:?}") };
         let listed = String::from_utf8_lossy(&listed);
-        assert!(listed.contains("transport=tcp") && listed.contains(" lane="), "{listed}");
+        assert!(listed.contains("transport=tcp") && listed.contains(" path="), "{listed}");
         server.until("sessions end", || server.count("sessions") == 0);
         assert_eq!((server.count("begun_tcp"), server.count("engine_failures")), (2, 0));
         assert!(server.count("input_bytes") > 0 && server.count("output_bytes") > 0);
@@ -147,7 +151,10 @@ fn loads_once() {
 fn wrong_arguments_are_named() {
     for program in engines() {
         for (arguments, said) in [
-            (&["rdma-prot", "1"][..], "unknown argument \"rdma-prot\"; the arguments are rdma-port"),
+            (
+                &["rdma-prot", "1"][..],
+                "unknown argument \"rdma-prot\"; the arguments are rdma-port",
+            ),
             (&["rdma-port"], "argument rdma-port has no value"),
             (&["rdma-port", "70000"], "rdma-port \"70000\": expected a number from 1 to 65535"),
             (&["rdma", "forbid"], "rdma \"forbid\": expected prefer or require"),
@@ -172,17 +179,25 @@ fn config_gets_sets_and_is_read_from_the_file() {
             &["max-clients", "7"],
             &["--ferrite.rx-size", "128kb", "--ferrite.busy-poll-us", "3"],
         );
-        let get = |name: &str| server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default();
+        let get = |name: &str| {
+            server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default()
+        };
         assert_eq!(get("ferrite.max-clients"), "7");
         assert_eq!(get("ferrite.rx-size"), "131072");
         assert_eq!(get("ferrite.rx-size-max"), "2097152");
         assert_eq!(get("ferrite.busy-poll-us"), "3");
-        assert_eq!((get("ferrite.rdma").as_str(), get("ferrite.engine").as_str()), ("prefer", "auto"));
+        assert_eq!(
+            (get("ferrite.rdma").as_str(), get("ferrite.engine").as_str()),
+            ("prefer", "auto")
+        );
         assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1");
         assert_eq!(get("ferrite.rdma-bind"), "127.0.0.1", "and again");
-        for (name, value) in
-            [("max-clients", "1"), ("rx-size", "65536"), ("rx-size-max", "1048576"), ("busy-poll-us", "0")]
-        {
+        for (name, value) in [
+            ("max-clients", "1"),
+            ("rx-size", "65536"),
+            ("rx-size-max", "1048576"),
+            ("busy-poll-us", "0"),
+        ] {
             let () = server.ask(&["CONFIG", "SET", &format!("ferrite.{name}"), value]);
             assert_eq!(get(&format!("ferrite.{name}")), value);
         }
@@ -220,7 +235,8 @@ fn commands_answer() {
         let stats: std::collections::BTreeMap<String, String> = server.ask(&["ferrite", "stats"]);
         assert_eq!(stats["sessions"], "0");
         assert!(
-            stats.contains_key("rdma_connections") && stats.contains_key("rdma_fallbacks_no_device"),
+            stats.contains_key("rdma_connections")
+                && stats.contains_key("rdma_fallbacks_no_device"),
             "{stats:?}"
         );
         for (words, said) in [
@@ -239,10 +255,15 @@ fn commands_answer() {
         assert!(!server.ask::<String>(&["INFO"]).contains("ferrite_status"));
         assert!(server.ask::<String>(&["INFO", "everything"]).contains("ferrite_status"));
         let rdma: String = server.ask(&["INFO", "ferrite_rdma"]);
-        assert!(rdma.contains("ferrite_rdma_connections:0") && !rdma.contains("ferrite_status"), "{rdma}");
+        assert!(
+            rdma.contains("ferrite_rdma_connections:0") && !rdma.contains("ferrite_status"),
+            "{rdma}"
+        );
         // By name in every engine; by category where modules have them, which Redis 7.0 does not.
         let has_categories = program != Path::new(REDIS);
-        for (rule, may) in [("-ferrite|stats", false), ("-@admin", !has_categories), ("-@scripting", true)] {
+        for (rule, may) in
+            [("-ferrite|stats", false), ("-@admin", !has_categories), ("-@scripting", true)]
+        {
             let () = server.ask(&["ACL", "SETUSER", "some", "reset", "on", ">pw", "+@all", rule]);
             let mut connection = server.connection().expect("a connection");
             let () = redis::cmd("AUTH").arg(&["some", "pw"]).query(&mut connection).expect("AUTH");
@@ -259,7 +280,11 @@ fn commands_answer() {
 }
 
 /// Logs in as a user with these rights, and runs a command.
-fn as_limited_user(server: &Server, rules: &[&str], words: &[&str]) -> redis::RedisResult<redis::Value> {
+fn as_limited_user(
+    server: &Server,
+    rules: &[&str],
+    words: &[&str],
+) -> redis::RedisResult<redis::Value> {
     let mut user = vec!["ACL", "SETUSER", "limited", "reset", "on", ">pw", "+@all"];
     user.extend(rules);
     let () = server.ask(&user);
@@ -268,7 +293,8 @@ fn as_limited_user(server: &Server, rules: &[&str], words: &[&str]) -> redis::Re
     redis::cmd(words[0]).arg(&words[1..]).query(&mut connection)
 }
 
-/// Redis 7.0 has no categories for commands of modules: the right to the engine's own command decides.
+/// Redis 7.0 has no categories for commands of modules: the right to the engine's own command
+/// decides.
 #[test]
 fn admin_commands_need_the_right_to_the_engines_own() {
     for program in engines() {
@@ -299,7 +325,8 @@ fn admin_commands_need_the_right_to_the_engines_own() {
     }
 }
 
-/// The child of a save has none of our threads, and holds our sockets: sessions end all the same, and at once.
+/// The child of a save has none of our threads, and holds our sockets: sessions end all the same,
+/// and at once.
 #[test]
 fn saves_in_the_background() {
     for program in engines() {
@@ -331,7 +358,9 @@ fn saves_in_the_background() {
         server.until("it has saved", || {
             server.ask::<String>(&["INFO", "persistence"]).contains("rdb_bgsave_in_progress:0")
         });
-        assert!(server.ask::<String>(&["INFO", "persistence"]).contains("rdb_last_bgsave_status:ok"));
+        assert!(
+            server.ask::<String>(&["INFO", "persistence"]).contains("rdb_last_bgsave_status:ok")
+        );
         server.assert_well();
     }
 }
@@ -380,9 +409,10 @@ fn goes_on_with_an_engine_that_does_not_end() {
     }
 }
 
-/// Protected mode is the engine's, and changes with it. 127.0.0.1 is always let in, so that is all that can be seen here.
+/// Protected mode is the engine's, and changes with it. 127.0.0.1 is always let in, so that is all
+/// that can be seen here.
 #[test]
-fn the_bridge_follows_the_engines_sockets() {
+fn proxy_connections_follow_the_engines_sockets() {
     for program in engines() {
         let (first, second) = (free_port(), free_port());
         let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1"];
@@ -411,7 +441,8 @@ fn the_bridge_follows_the_engines_sockets() {
     }
 }
 
-/// Without a Unix socket it is the engine's TCP port, at an address that it has; when that changes, so does the bridge.
+/// Without a Unix socket it is the engine's TCP port, at an address that it has; when that changes,
+/// so does the proxy path.
 #[test]
 fn without_a_unix_socket_the_port_will_do() {
     for program in engines() {
@@ -423,22 +454,27 @@ fn without_a_unix_socket_the_port_will_do() {
         });
         server.until_logged("accept connections");
         let ask = |words: &[&str]| -> String {
-            let client = redis::Client::open(format!("redis://127.0.0.1:{own}")).expect("an address");
+            let client =
+                redis::Client::open(format!("redis://127.0.0.1:{own}")).expect("an address");
             let mut connection = client.get_connection().expect("it listens");
             redis::cmd(words[0]).arg(&words[1..]).query(&mut connection).expect("an answer")
         };
         assert!(ask(&["INFO", "ferrite"]).contains(&format!("ferrite_engine:127.0.0.1:{first}\r")));
         assert_eq!(ask(&["CONFIG", "SET", "port", &second]), "OK");
-        assert!(ask(&["INFO", "ferrite"]).contains(&format!("ferrite_engine:127.0.0.1:{second}\r")));
+        assert!(
+            ask(&["INFO", "ferrite"]).contains(&format!("ferrite_engine:127.0.0.1:{second}\r"))
+        );
         server.assert_well();
     }
 }
 
-/// An engine that cannot be asked where it listens: it goes on, and says what to do; told by name, it is well.
+/// An engine that cannot be asked where it listens: it goes on, and says what to do; told by name,
+/// it is well.
 #[test]
 fn an_engine_without_config_is_told_by_name() {
     for program in engines() {
-        let socket = std::env::temp_dir().join(format!("ferrite-named-{}.sock", std::process::id()));
+        let socket =
+            std::env::temp_dir().join(format!("ferrite-named-{}.sock", std::process::id()));
         let socket = socket.to_str().expect("UTF-8");
         let mute = ["--rename-command", "CONFIG", "", "--unixsocket", socket];
         let mut server = Server::begin(&Start {
@@ -459,30 +495,44 @@ fn an_engine_without_config_is_told_by_name() {
         });
         server.until_logged("accept connections");
         let client = redis::Client::open(format!("redis://127.0.0.1:{port}")).expect("an address");
-        let () = redis::cmd("PING").query(&mut client.get_connection().expect("it listens")).expect("PING");
+        let () = redis::cmd("PING")
+            .query(&mut client.get_connection().expect("it listens"))
+            .expect("PING");
         server.assert_well();
         drop(server);
         let _ = std::fs::remove_file(socket);
     }
 }
 
-/// CONFIG REWRITE keeps the arguments, and writes what was set since: the file starts the same again.
+/// CONFIG REWRITE keeps the arguments, and writes what was set since: the file starts the same
+/// again.
 #[test]
 fn config_is_rewritten() {
     for program in engines() {
         let port = free_port();
         let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "max-clients", "7"];
-        let mut server =
-            Server::start_by_file(&Start { program: &program, arguments: &arguments, options: &["port 0"] });
+        let mut server = Server::start_by_file(&Start {
+            program: &program,
+            arguments: &arguments,
+            options: &["port 0"],
+        });
         let () = server.ask(&["CONFIG", "SET", "ferrite.busy-poll-us", "5"]);
         let () = server.ask(&["CONFIG", "REWRITE"]);
         let file = std::fs::read_to_string(server.directory().join("engine.conf")).expect("a file");
-        assert!(file.contains("max-clients 7") && file.contains("ferrite.busy-poll-us 5"), "{file}");
+        assert!(
+            file.contains("max-clients 7") && file.contains("ferrite.busy-poll-us 5"),
+            "{file}"
+        );
         assert!(!file.contains("ferrite.max-clients"), "it is an argument: {file}");
         assert!(server.shut_down("NOSAVE").success());
         server.start_again(&program);
-        let get = |name: &str| server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default();
-        assert_eq!((get("ferrite.busy-poll-us").as_str(), get("ferrite.max-clients").as_str()), ("5", "7"));
+        let get = |name: &str| {
+            server.ask::<Vec<String>>(&["CONFIG", "GET", name]).pop().unwrap_or_default()
+        };
+        assert_eq!(
+            (get("ferrite.busy-poll-us").as_str(), get("ferrite.max-clients").as_str()),
+            ("5", "7")
+        );
         assert_eq!(get("ferrite.rdma-port"), port);
         server.assert_well();
     }
@@ -513,9 +563,14 @@ fn replicas_load_beside_their_data() {
         replica.until("it has the data", || replica.ask::<i64>(&["DBSIZE"]) == 1000);
         let asked = over_tcp(&primary, &["SET", "key", "by the module's port"]).expect("SET");
         assert_eq!(asked, redis::Value::Okay);
-        replica.until("it has the write", || replica.ask::<Option<String>>(&["GET", "key"]).is_some());
-        let refused = over_tcp(&replica, &["SET", "key", "value"]).expect_err("a replica").to_string();
-        assert!(refused.to_lowercase().contains("readonly") || refused.contains("read only"), "{refused}");
+        replica
+            .until("it has the write", || replica.ask::<Option<String>>(&["GET", "key"]).is_some());
+        let refused =
+            over_tcp(&replica, &["SET", "key", "value"]).expect_err("a replica").to_string();
+        assert!(
+            refused.to_lowercase().contains("readonly") || refused.contains("read only"),
+            "{refused}"
+        );
         primary.assert_well();
         replica.assert_well();
     }
@@ -530,12 +585,15 @@ fn slots_move_as_a_whole() {
     };
     let (bus, other_bus) = (free_port(), free_port());
     let (mut source, _) = node(&program, &["--cluster-enabled", "yes", "--cluster-port", &bus]);
-    let (mut target, port) = node(&program, &["--cluster-enabled", "yes", "--cluster-port", &other_bus]);
+    let (mut target, port) =
+        node(&program, &["--cluster-enabled", "yes", "--cluster-port", &other_bus]);
     let () = source.ask(&["CLUSTER", "ADDSLOTSRANGE", "0", "16383"]);
     let () = source.ask(&["CLUSTER", "MEET", "127.0.0.1", &port, &other_bus]);
-    let whole =
-        |server: &Server| server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_known_nodes:2");
-    let ok = |server: &Server| server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
+    let whole = |server: &Server| {
+        server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_known_nodes:2")
+    };
+    let ok =
+        |server: &Server| server.ask::<String>(&["CLUSTER", "INFO"]).contains("cluster_state:ok");
     source.until("they know each other", || whole(&source) && whole(&target) && ok(&source));
     let () = source.ask(&["SET", "key", "value"]);
     let id: String = target.ask(&["CLUSTER", "MYID"]);

@@ -1,6 +1,6 @@
-//! Every command through the module as at the engine's own port, on a host without RDMA: over TCP at the module's port. Debian's
-//! Redis, Valkey where the lab has built it, and those that are named (FERRITE_ENGINES). With other arguments of the module:
-//! `FERRITE_MODULE_ARGS`.
+//! Every command through the module as at the engine's own port, on a host without RDMA: over TCP
+//! at the module's port. Debian's Redis, Valkey where the lab has built it, and those that are
+//! named (FERRITE_ENGINES). With other arguments of the module: `FERRITE_MODULE_ARGS`.
 #![expect(clippy::print_stderr, reason = "what was compared is said")]
 
 mod parity;
@@ -9,10 +9,10 @@ mod scene;
 use std::net::TcpStream;
 use std::path::Path;
 
-use parity::wire::Carrier;
+use parity::wire::Transport;
 use parity::{Amount, Pace, Way, states};
 
-fn dial(port: &str) -> Box<dyn Carrier> {
+fn dial(port: &str) -> Box<dyn Transport> {
     let socket = TcpStream::connect(format!("127.0.0.1:{port}")).expect("it listens");
     socket.set_nodelay(true).expect("a socket");
     Box::new(socket)
@@ -20,7 +20,8 @@ fn dial(port: &str) -> Box<dyn Carrier> {
 
 fn each(state: impl Fn(&Way<'_>, &Path)) {
     let amount = Amount { good: 8, spoiled: 16 };
-    let way = Way { arguments: &["rdma-bind", "127.0.0.1"], dial: &dial, pace: Pace::OneByOne, amount };
+    let way =
+        Way { arguments: &["rdma-bind", "127.0.0.1"], dial: &dial, pace: Pace::OneByOne, amount };
     scene::engines().iter().for_each(|program| state(&way, program));
 }
 

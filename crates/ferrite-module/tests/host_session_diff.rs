@@ -1,6 +1,6 @@
-//! Stateful differential fuzzing: whole sessions of several clients at two equal engines, at one over
-//! its own port, at the other through the module. Replies, ends of connections, decisions of the ACL
-//! and the final dataset must be equal.
+//! Stateful differential fuzzing: whole sessions of several clients at two equal engines, at one
+//! over its own port, at the other through the module. Replies, ends of connections, decisions of
+//! the ACL and the final dataset must be equal.
 //!
 //! ```text
 //!                                     ┌─► engine A, its own port ──┐
@@ -41,19 +41,22 @@ fn variable(name: &str) -> Option<String> {
 }
 
 fn number(name: &str) -> Option<u64> {
-    variable(name).map(|value| value.parse().unwrap_or_else(|_| panic!("FERRITE_DIFF_{name}: a number")))
+    variable(name)
+        .map(|value| value.parse().unwrap_or_else(|_| panic!("FERRITE_DIFF_{name}: a number")))
 }
 
 fn judge(hunt: &Hunt) {
     let Score { sessions, steps, once, findings } = hunt.run();
-    eprintln!("{sessions} sessions, {steps} steps, {once} differences seen once, findings: {findings:?}");
+    eprintln!(
+        "{sessions} sessions, {steps} steps, {once} differences seen once, findings: {findings:?}"
+    );
     assert!(findings.is_empty(), "seeds with differences: {findings:?}");
 }
 
-fn fixed(call_lane: &str) -> Hunt {
+fn fixed(call_path: &str) -> Hunt {
     Hunt {
         program: scene::REDIS.into(),
-        call_lane: Some(call_lane.into()),
+        call_path: Some(call_path.into()),
         seeds: FIXED_SEEDS,
         time: None,
         keep_going: true,
@@ -79,7 +82,7 @@ fn hunt() {
     let seconds = number("SECONDS");
     judge(&Hunt {
         program: variable("ENGINE").map_or_else(|| scene::REDIS.into(), Into::into),
-        call_lane: variable("CALL_LANE"),
+        call_path: variable("CALL_LANE"),
         seeds: seed..=if seconds.is_some() { u64::MAX } else { seed },
         time: seconds.map(Duration::from_secs),
         keep_going: variable("KEEP_GOING").is_some(),

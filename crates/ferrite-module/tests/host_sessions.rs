@@ -51,11 +51,13 @@ fn wait_tells_the_truth_to_sessions_pinned_inside_a_transaction() {
     }
 }
 
-/// A login that fails inside a transaction. Valkey 8.0 gives no answer to it: the next answer stands there.
+/// A login that fails inside a transaction. Valkey 8.0 gives no answer to it: the next answer
+/// stands there.
 #[test]
 fn a_login_that_fails_in_a_transaction_leaves_no_session_waiting() {
     on_each(&[], |server| {
-        for login in [&["AUTH", "nobody", "wrong"][..], &["HELLO", "2", "AUTH", "nobody", "wrong"]] {
+        for login in [&["AUTH", "nobody", "wrong"][..], &["HELLO", "2", "AUTH", "nobody", "wrong"]]
+        {
             let said = [Peer::called(server), Peer::native(server)].map(|mut peer| {
                 peer.send(&[vec!["MULTI"], login.to_vec(), vec!["GET", "k"], vec!["EXEC"]]);
                 peer.until(b"$-1\r\n");
@@ -82,8 +84,8 @@ fn sessions_end_with_the_engines_client() {
     });
 }
 
-/// CLIENT KILL ends a session also while its client leaves replies unread: one that goes over to the proxy
-/// path, and one that is there.
+/// CLIENT KILL ends a session also while its client leaves replies unread: one that goes over to
+/// the proxy path, and one that is there.
 #[test]
 fn client_kill_ends_sessions_with_unread_replies() {
     on_each(&[], |server| {
@@ -98,7 +100,8 @@ fn client_kill_ends_sessions_with_unread_replies() {
         server.until("its calls are made", || server.count("commands_called") == called + 60);
         let mut pinned = Peer::called(server);
         pinned.send(&[vec![vec!["CLIENT", "ID"]], pin, many].concat());
-        let other = String::from_utf8_lossy(&pinned.next().expect("an id"))[1..].trim_end().to_owned();
+        let other =
+            String::from_utf8_lossy(&pinned.next().expect("an id"))[1..].trim_end().to_owned();
         pinned.next().expect("pinned");
         for id in [id, other] {
             assert_eq!(admin.ask(&["CLIENT", "KILL", "ID", &id]), ":1");
@@ -107,8 +110,8 @@ fn client_kill_ends_sessions_with_unread_replies() {
     });
 }
 
-/// A client that closes while it waits takes nothing, however much it has sent behind the command; and one
-/// that sends more than the engine takes is disconnected.
+/// A client that closes while it waits takes nothing, however much it has sent behind the command;
+/// and one that sends more than the engine takes is disconnected.
 #[test]
 fn a_client_that_closes_behind_a_long_pipeline_takes_nothing() {
     let blocked = |server: &Server, count: u32| {
@@ -134,7 +137,8 @@ fn a_client_that_closes_behind_a_long_pipeline_takes_nothing() {
     });
 }
 
-/// Valkey 9.1 refuses a bulk string that does not end as it should, other engines take it: so do sessions.
+/// Valkey 9.1 refuses a bulk string that does not end as it should, other engines take it: so do
+/// sessions.
 #[test]
 fn sloppy_commands_are_taken_as_the_engine_takes_them() {
     on_each(&[], |server| {
@@ -186,20 +190,23 @@ fn calls_are_activity_of_the_client() {
         peer.ask(&["GET", "k"]);
         let line = admin.ask(&["CLIENT", "LIST", "ID", &id]);
         let since = last.elapsed().as_secs();
-        let idle = line.split(" idle=").nth(1).and_then(|rest| rest.split(' ').next()).expect("a time");
+        let idle =
+            line.split(" idle=").nth(1).and_then(|rest| rest.split(' ').next()).expect("a time");
         let idle: u64 = idle.parse().expect("a number");
         assert!(idle <= since + 2, "{line}, {since} s after the last command");
     });
 }
 
-/// A client that waits for a list gets what is pushed, also if the pipeline that pushes goes on to take it.
+/// A client that waits for a list gets what is pushed, also if the pipeline that pushes goes on to
+/// take it.
 #[test]
 fn clients_that_wait_are_served_before_the_next_command() {
     on_each(&[], |server| {
         let (mut waiting, mut peer) = (Peer::native(server), Peer::called(server));
         for round in 0..20 {
             waiting.send(&[vec!["BLPOP", "l", "0"]]);
-            let blocked = || server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1");
+            let blocked =
+                || server.ask::<String>(&["INFO", "clients"]).contains("blocked_clients:1");
             server.until("it waits", blocked);
             peer.send(&[vec!["RPUSH", "l", "job"], vec!["LPOP", "l"], vec!["LLEN", "l"]]);
             let replies = peer.replies(3);
@@ -209,12 +216,13 @@ fn clients_that_wait_are_served_before_the_next_command() {
     });
 }
 
-/// Whatever pins a session does not before a login: the engine refuses it, and a client that was pinned would
-/// no longer wait for its turn.
+/// Whatever pins a session does not before a login: the engine refuses it, and a client that was
+/// pinned would no longer wait for its turn.
 #[test]
 fn nothing_pins_a_session_before_a_login() {
     on_each_with_password(|server, mut admin| {
-        let (mut peer, mut native) = (Peer::called_at(&admin.info("address")), Peer::native(server));
+        let (mut peer, mut native) =
+            (Peer::called_at(&admin.info("address")), Peer::native(server));
         let long = format!("*1\r\n$9000\r\n{}\r\n", "x".repeat(9000));
         for bytes in [
             "GET k\r\n",
@@ -233,7 +241,7 @@ fn nothing_pins_a_session_before_a_login() {
             });
             assert_eq!(said, expected, "{}", &bytes[..7]);
         }
-        assert_eq!(admin.info("sessions_stayed"), "0");
+        assert_eq!(admin.info("sessions_pinned"), "0");
         peer.write(b"AUTH x\r\n");
         assert_eq!(peer.next().as_deref(), Some(&b"+OK\r\n"[..]));
         let before = admin.info("commands_called");
@@ -241,7 +249,7 @@ fn nothing_pins_a_session_before_a_login() {
         assert_ne!(admin.info("commands_called"), before, "it is called after a login by hand");
         peer.write(b"GET k\r\n");
         assert_eq!(peer.next().as_deref(), Some(&b"$1\r\nv\r\n"[..]));
-        assert_eq!(admin.info("sessions_stayed"), "1");
+        assert_eq!(admin.info("sessions_pinned"), "1");
         let mut peer = Peer::called_at(&admin.info("address"));
         peer.ok(&["QUIT"]);
         assert_eq!(peer.next(), None);
@@ -265,12 +273,13 @@ fn clients_that_need_no_login_subscribe() {
     });
 }
 
-/// Before a login: Valkey 8.0 gives no answer to a login that fails behind answers that are not written yet, so
-/// none of the session's own may be there.
+/// Before a login: Valkey 8.0 gives no answer to a login that fails behind answers that are not
+/// written yet, so none of the session's own may be there.
 #[test]
 fn failed_logins_before_a_login_are_answered() {
     on_each_with_password(|server, mut admin| {
-        let (mut peer, mut native) = (Peer::called_at(&admin.info("address")), Peer::native(server));
+        let (mut peer, mut native) =
+            (Peer::called_at(&admin.info("address")), Peer::native(server));
         let long = format!("*2\r\n$4\r\nAUTH\r\n$9000\r\n{}\r\n", "y".repeat(9000));
         for bytes in [
             "AUTH wrong\r\n",
@@ -285,14 +294,14 @@ fn failed_logins_before_a_login_are_answered() {
             });
             assert_eq!(said, expected, "{}", &bytes[..4]);
         }
-        assert_eq!(admin.info("sessions_stayed"), "0");
+        assert_eq!(admin.info("sessions_pinned"), "0");
         peer.write(b"\"\\x41UTH\" wrong\r\n");
         assert!(peer.next().is_some_and(|said| said.starts_with(b"-WRONGPASS")));
     });
 }
 
-/// Nothing that a client leaves behind keeps its session: lines that have no answer, lines that have no end, half
-/// commands, and commands that the engine has not run yet.
+/// Nothing that a client leaves behind keeps its session: lines that have no answer, lines that
+/// have no end, half commands, and commands that the engine has not run yet.
 #[test]
 fn sessions_before_a_login_end_with_their_clients() {
     on_each_with_password(|server, mut admin| {
@@ -313,14 +322,16 @@ fn sessions_before_a_login_end_with_their_clients() {
     });
 }
 
-/// What a client asked for that had gone before the engine took it is not run, as at the engine's own port.
+/// What a client asked for that had gone before the engine took it is not run, as at the engine's
+/// own port.
 #[test]
 fn clients_that_go_during_a_pause_leave_nothing() {
     on_each(&[], |server| {
         let mut admin = Peer::native(server);
         let address = admin.info("address");
         // INFO would wait as well: sessions are watched by the descriptors of their connections.
-        let open = || std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count();
+        let open =
+            || std::fs::read_dir(format!("/proc/{}/fd", server.pid())).expect("it runs").count();
         let before = open();
         admin.ok(&["CLIENT", "PAUSE", "10000", "ALL"]);
         let mut clients: Vec<_> = (0..5).map(|_| Peer::called_at(&address)).collect();
@@ -332,7 +343,8 @@ fn clients_that_go_during_a_pause_leave_nothing() {
     });
 }
 
-/// A client that has written logs in as `default`, which shows no login on Redis 7.0, and is then pinned.
+/// A client that has written logs in as `default`, which shows no login on Redis 7.0, and is then
+/// pinned.
 #[test]
 fn sessions_that_have_written_outlive_another_login() {
     on_each(&[], |server| {

@@ -1,5 +1,5 @@
-//! No acknowledged write is lost when an engine shuts down or hands over, over TCP. `FERRITE_SHUTDOWNS=50`
-//! for as many rounds of each.
+//! No acknowledged write is lost when an engine shuts down or hands over, over TCP.
+//! `FERRITE_SHUTDOWNS=50` for as many rounds of each.
 
 mod scene;
 mod shutdown;
@@ -12,13 +12,14 @@ use talk::{Peer, engines};
 fn connect(server: &Server) -> Increment {
     let mut peer = Peer::called_at(&server.info("address"));
     Box::new(move |key| {
-        peer.try_send(&[vec!["INCR", key]]) && peer.next().is_some_and(|reply| reply.starts_with(b":"))
+        peer.try_send(&[vec!["INCR", key]])
+            && peer.next().is_some_and(|reply| reply.starts_with(b":"))
     })
 }
 
 fn keeps(way: Way) {
     for program in engines() {
-        let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-lane", "yes"];
+        let arguments = ["rdma-port", &free_port(), "rdma-bind", "127.0.0.1", "call-path", "yes"];
         keeps_what_was_acknowledged(&program, &arguments, way, &connect);
     }
 }

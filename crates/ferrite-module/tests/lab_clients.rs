@@ -1,5 +1,6 @@
-//! What clients of Valkey Over RDMA cost an engine with the module while they are silent, in the lab's guest: 200 by default,
-//! `cargo xtask lab-test lab_clients --memory 6G --timeout 1500 --runner "env FERRITE_CLIENTS=5000" -- --no-capture` for more.
+//! What clients of Valkey Over RDMA cost an engine with the module while they are silent, in the
+//! lab's guest: 200 by default, `cargo xtask lab-test lab_clients --memory 6G --timeout 1500
+//! --runner "env FERRITE_CLIENTS=5000" -- --no-capture` for more.
 #![expect(clippy::print_stderr, reason = "its figures")]
 
 mod scene;
@@ -18,8 +19,8 @@ use tokio::task::JoinSet;
 
 const HOST: &str = "10.0.0.1";
 const PORT: &str = "6390";
-/// That connect, or ask, at the same time: thousands at once are more than Soft-RoCE acknowledges in half a second, and those
-/// that it does not are given up.
+/// That connect, or ask, at the same time: thousands at once are more than Soft-RoCE acknowledges
+/// in half a second, and those that it does not are given up.
 const AT_A_TIME: usize = 16;
 /// A window of 64 KiB, and what else may be pinned for a client.
 const PINNED_MAX: u64 = 80 << 10;
@@ -38,7 +39,8 @@ async fn client(
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     let peer = format!("{HOST}:{PORT}").parse().expect("an address");
     let raw = fabric.connect_raw(peer, &options).await.expect("a connection");
-    let mut stream = ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default()).expect("a window");
+    let mut stream =
+        ValkeyStream::new(raw, Role::Client, &ValkeyConfig::default()).expect("a window");
     ask(&mut stream).await;
     come.send(()).expect("somebody counts");
     tokio::select! {
@@ -59,13 +61,18 @@ async fn ask(stream: &mut ValkeyStream) {
 #[test]
 fn a_silent_client_costs_its_window() {
     let count = clients();
-    let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"];
+    let arguments =
+        ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"];
     let arguments = [&arguments[..], &["max-clients", "16000", "rx-size", "64kb"]].concat();
     let options = ["--port", "0", "--protected-mode", "no", "--maxclients", "20000"];
-    let mut server =
-        Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options });
+    let mut server = Server::start(&Start {
+        program: Path::new(REDIS),
+        arguments: &arguments,
+        options: &options,
+    });
     let before = server.count("rdma_memory_registered_bytes");
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..client_config() };
         let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
@@ -76,7 +83,12 @@ fn a_silent_client_costs_its_window() {
         let turns = Arc::new(Semaphore::new(AT_A_TIME));
         for came in 0..count {
             while clients.len() < count.min(came + AT_A_TIME) {
-                clients.spawn(client(fabric.clone(), come.clone(), told.clone(), Arc::clone(&turns)));
+                clients.spawn(client(
+                    fabric.clone(),
+                    come.clone(),
+                    told.clone(),
+                    Arc::clone(&turns),
+                ));
             }
             tokio::select! {
                 come = coming.recv() => come.expect("a client"),

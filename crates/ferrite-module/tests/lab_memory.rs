@@ -1,5 +1,6 @@
-//! The attack of `host_memory` in the lab's guest, where memory for what arrives is pinned, beside clients of Valkey Over RDMA
-//! that send commands without a password and read nothing (`cargo xtask lab-test lab_memory`).
+//! The attack of `host_memory` in the lab's guest, where memory for what arrives is pinned, beside
+//! clients of Valkey Over RDMA that send commands without a password and read nothing (`cargo xtask
+//! lab-test lab_memory`).
 #![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
 
 #[path = "memory/attack.rs"]
@@ -33,7 +34,8 @@ async fn flood(fabric: Fabric, begun: Arc<AtomicUsize>) {
     let options = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     let target = format!("{HOST}:{PORT}").parse().expect("an address");
     let raw = fabric.connect_raw(target, &options).await.expect("a connection");
-    let mut stream = ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window");
+    let mut stream =
+        ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window");
     let commands = b"*1\r\n$4\r\nPING\r\n".repeat(1000);
     begun.fetch_add(1, Ordering::Relaxed);
     while stream.write_all(&commands).await.is_ok() {}
@@ -44,8 +46,11 @@ async fn flood(fabric: Fabric, begun: Arc<AtomicUsize>) {
 fn clients_without_a_password_pin_little_memory() {
     let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "prefer", "rdma-device", "rxe1"];
     let options = ["--port", "0", "--requirepass", PASSWORD];
-    let mut server =
-        Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options });
+    let mut server = Server::start(&Start {
+        program: Path::new(REDIS),
+        arguments: &arguments,
+        options: &options,
+    });
     let (stop, mut stopped) = watch::channel(false);
     let begun = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&begun);

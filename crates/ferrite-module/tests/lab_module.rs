@@ -1,5 +1,6 @@
-//! The module in a real engine with RDMA, in the lab's guest (`cargo xtask lab-test module`): Debian's Redis on 10.0.0.1 (rxe1), clients
-//! from 10.0.0.2 (rxe2). Each test asserts what carried it, by INFO.
+//! The module in a real engine with RDMA, in the lab's guest (`cargo xtask lab-test module`):
+//! Debian's Redis on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2). Each test asserts what carried
+//! it, by INFO.
 #![expect(clippy::print_stderr, reason = "progress of the longer ones")]
 
 mod scene;
@@ -12,7 +13,9 @@ use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_proto::resp::encode_command;
 use ferrite_session::{Connector, Session, SessionTransport};
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, Value};
+use redis::{
+    AsyncCommands as _, AsyncConnectionConfig, ProtocolVersion, RedisConnectionInfo, Value,
+};
 use scene::{REDIS, Server, Start};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
@@ -22,14 +25,17 @@ const LONG: Duration = Duration::from_secs(150);
 
 fn start(more: &[&str], options: &[&str]) -> Server {
     let arguments =
-        [&["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"], more].concat();
+        [&["rdma-bind", HOST, "rdma-port", PORT, "rdma", "require", "rdma-device", "rxe1"], more]
+            .concat();
     let options = [&["--port", "0", "--protected-mode", "no"], options].concat();
     Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options })
 }
 
-/// Runs what clients on the other host do, which must end in time; nothing may be left of their engine.
+/// Runs what clients on the other host do, which must end in time; nothing may be left of their
+/// engine.
 fn run(test: impl AsyncFnOnce(&Connector)) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
         let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
@@ -75,7 +81,12 @@ async fn connection(connector: &Connector) -> MultiplexedConnection {
 /// Everything went over RDMA: as many sessions as these, and no TCP.
 fn assert_over_rdma(server: &mut Server, sessions: u64) {
     server.assert_well();
-    assert_eq!(server.count("begun_ferrite"), sessions, "{}", server.ask::<String>(&["INFO", "ferrite"]));
+    assert_eq!(
+        server.count("begun_ferrite"),
+        sessions,
+        "{}",
+        server.ask::<String>(&["INFO", "ferrite"])
+    );
     for nothing in [
         "begun_tcp",
         "refused",
@@ -94,23 +105,35 @@ fn assert_over_rdma(server: &mut Server, sessions: u64) {
 fn listens_and_says_so() {
     let mut server = start(&[], &[]);
     assert_eq!(server.info("status"), "listening");
-    assert_eq!((server.info("devices").as_str(), server.info("address")), ("rxe1", format!("{HOST}:{PORT}")));
+    assert_eq!(
+        (server.info("devices").as_str(), server.info("address")),
+        ("rxe1", format!("{HOST}:{PORT}"))
+    );
     assert!(server.log().contains("ferrite: listening on 10.0.0.1:6390 over RDMA (rxe1); "));
     let doctor: String = server.ask(&["FERRITE", "DOCTOR"]);
     assert!(doctor.contains("[ ok ] 10.0.0.1:6390: RDMA on rxe1"), "{doctor}");
     run(async |connector| {
         let mut connection = connection(connector).await;
-        assert_eq!(redis::cmd("PING").query_async::<String>(&mut connection).await.expect("PING"), "PONG");
-        let listed: String =
-            redis::cmd("FERRITE").arg("CLIENTS").query_async(&mut connection).await.expect("CLIENTS");
+        assert_eq!(
+            redis::cmd("PING").query_async::<String>(&mut connection).await.expect("PING"),
+            "PONG"
+        );
+        let listed: String = redis::cmd("FERRITE")
+            .arg("CLIENTS")
+            .query_async(&mut connection)
+            .await
+            .expect("CLIENTS");
         assert_eq!(listed.lines().count(), 1, "{listed}");
-        for part in ["addr=10.0.0.2:", "laddr=10.0.0.1:", "transport=rdma-ferrite", "device=rxe1", " lane="] {
+        for part in
+            ["addr=10.0.0.2:", "laddr=10.0.0.1:", "transport=rdma-ferrite", "device=rxe1", " path="]
+        {
             assert!(listed.contains(part), "{listed}");
         }
         let info: String =
             redis::cmd("INFO").arg("ferrite").query_async(&mut connection).await.expect("INFO");
         assert!(
-            info.contains("ferrite_sessions_rdma_ferrite:1") && info.contains("ferrite_rdma_connections:1"),
+            info.contains("ferrite_sessions_rdma_ferrite:1")
+                && info.contains("ferrite_rdma_connections:1"),
             "{info}"
         );
     });
@@ -126,21 +149,27 @@ fn commands_pipelines_and_resp3() {
         let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3).set_db(3);
         let mut connection = try_connection(connector, info).await.expect("a connection");
         let () = connection.hset_multiple("hash", &[("a", 1), ("b", 2)]).await.expect("HSET");
-        let all: std::collections::BTreeMap<String, i64> = connection.hgetall("hash").await.expect("HGETALL");
+        let all: std::collections::BTreeMap<String, i64> =
+            connection.hgetall("hash").await.expect("HGETALL");
         assert_eq!(all, [("a".to_owned(), 1), ("b".to_owned(), 2)].into());
         let mut pipeline = redis::pipe();
         (0..2000).for_each(|number| {
             pipeline.set(format!("key {number}"), number).ignore();
         });
         pipeline.cmd("DBSIZE").cmd("CLIENT").arg("INFO");
-        let (keys, info): (u64, String) = pipeline.query_async(&mut connection).await.expect("a pipeline");
+        let (keys, info): (u64, String) =
+            pipeline.query_async(&mut connection).await.expect("a pipeline");
         assert_eq!(keys, 2001);
         assert!(info.contains("db=3") && info.contains("resp=3"), "{info}");
-        let wrong = connection.lpush::<_, _, i64>("hash", 1).await.expect_err("not a list").to_string();
+        let wrong =
+            connection.lpush::<_, _, i64>("hash", 1).await.expect_err("not a list").to_string();
         assert!(wrong.contains("WRONGTYPE"), "{wrong}");
         let script = "return redis.call('DBSIZE') + ARGV[1]";
-        let sum: i64 =
-            redis::cmd("EVAL").arg(&[script, "0", "1"]).query_async(&mut connection).await.expect("EVAL");
+        let sum: i64 = redis::cmd("EVAL")
+            .arg(&[script, "0", "1"])
+            .query_async(&mut connection)
+            .await
+            .expect("EVAL");
         assert_eq!(sum, 2002);
     });
     assert_over_rdma(&mut server, 1);
@@ -155,13 +184,19 @@ fn values_up_to_16_mib() {
             let value: Vec<u8> = (0..size).map(|at| (at * 31 + size + (at >> 8)) as u8).collect();
             let () = connection.set("value", &value).await.expect("SET");
             let read: Vec<u8> = connection.get("value").await.expect("GET");
-            assert!(read == value, "a value of {size} bytes came back as another of {}", read.len());
+            assert!(
+                read == value,
+                "a value of {size} bytes came back as another of {}",
+                read.len()
+            );
             eprintln!("{size} B");
         }
     });
     let stored: u64 = server.ask(&["STRLEN", "value"]);
     assert_eq!(stored, 16 << 20);
-    assert!(server.count("rdma_recv_bytes") > 16 << 20 && server.count("rdma_send_bytes") > 16 << 20);
+    assert!(
+        server.count("rdma_recv_bytes") > 16 << 20 && server.count("rdma_send_bytes") > 16 << 20
+    );
     assert_over_rdma(&mut server, 1);
 }
 
@@ -255,12 +290,14 @@ fn blocking_pops_and_monitor() {
     assert_over_rdma(&mut server, 3);
 }
 
-/// What one client sends over its own connection a call of another does not overtake, as if both were the engine's own clients.
+/// What one client sends over its own connection a call of another does not overtake, as if both
+/// were the engine's own clients.
 #[test]
 fn clients_keep_their_order() {
-    let mut server = start(&["call-lane", "yes"], &[]);
+    let mut server = start(&["call-path", "yes"], &[]);
     run(async |connector| {
-        let (mut first, mut second) = (Raw(session(connector).await), Raw(session(connector).await));
+        let (mut first, mut second) =
+            (Raw(session(connector).await), Raw(session(connector).await));
         let mut overtaken = 0;
         for _ in 0..300 {
             second.ask("RPUSH list one").await;
@@ -271,7 +308,8 @@ fn clients_keep_their_order() {
             first.hear("one\r\n").await;
         }
         eprintln!("overtaken: {overtaken} of 300");
-        // Soft-RoCE works on queue pairs side by side: now and then the second message is the first to come.
+        // Soft-RoCE works on queue pairs side by side: now and then the second message is the first
+        // to come.
         assert!(overtaken <= 30, "without care it is most of them");
     });
     assert!(server.count("commands_called") >= 600);
@@ -284,7 +322,9 @@ fn a_client_that_goes_loses_nothing() {
     let mut server = start(&[], &[]);
     let blocked = |count: usize| {
         server.until("clients that wait", || {
-            server.ask::<String>(&["INFO", "clients"]).contains(&format!("blocked_clients:{count}\r"))
+            server
+                .ask::<String>(&["INFO", "clients"])
+                .contains(&format!("blocked_clients:{count}\r"))
         });
     };
     run(async |connector| {
@@ -324,7 +364,10 @@ fn passwords_and_acls_are_the_engines() {
         }
     });
     let info: String = redis::cmd("INFO").arg("ferrite").query(&mut own).expect("INFO");
-    assert!(info.contains("ferrite_begun_ferrite:4") && info.contains("ferrite_begun_tcp:0"), "{info}");
+    assert!(
+        info.contains("ferrite_begun_ferrite:4") && info.contains("ferrite_begun_tcp:0"),
+        "{info}"
+    );
     server.assert_well();
 }
 
@@ -334,7 +377,8 @@ fn server_connection(server: &Server, password: &str) -> redis::Connection {
     own
 }
 
-/// The engine is in protected mode and has no password: clients of other hosts are turned away, in words, until that changes.
+/// The engine is in protected mode and has no password: clients of other hosts are turned away, in
+/// words, until that changes.
 #[test]
 fn protected_mode_is_the_engines() {
     let mut server = start(&[], &["--protected-mode", "yes"]);
@@ -401,7 +445,10 @@ fn kill_ends_one_session() {
         fourth.say("PING").await;
         fourth.hear("+PONG\r\n").await;
     });
-    assert_eq!((server.count("killed"), server.count("refused"), server.count("begun_ferrite")), (1, 1, 4));
+    assert_eq!(
+        (server.count("killed"), server.count("refused"), server.count("begun_ferrite")),
+        (1, 1, 4)
+    );
     server.assert_well();
 }
 
@@ -469,7 +516,8 @@ fn shuts_down_during_traffic() {
                 assert!(done > 0);
             }
             let mut rest = Vec::new();
-            let ended = tokio::time::timeout(scene::PATIENCE, waiting.0.read_to_end(&mut rest)).await;
+            let ended =
+                tokio::time::timeout(scene::PATIENCE, waiting.0.read_to_end(&mut rest)).await;
             let _ = ended.expect("it hears of the end");
         });
         let log = server.log();

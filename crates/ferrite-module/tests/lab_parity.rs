@@ -1,6 +1,7 @@
-//! Every command over RDMA as at the engine's own TCP port, in the lab's guest (`cargo xtask lab-test parity`): engines on 10.0.0.1
-//! (rxe1), clients from 10.0.0.2 (rxe2). The cases and states are those of `host_parity`. Debian's Redis alone and few cases,
-//! unless FERRITE_ENGINES names others or (empty) asks for all there are.
+//! Every command over RDMA as at the engine's own TCP port, in the lab's guest (`cargo xtask
+//! lab-test parity`): engines on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2). The cases and
+//! states are those of `host_parity`. Debian's Redis alone and few cases, unless FERRITE_ENGINES
+//! names others or (empty) asks for all there are.
 #![expect(clippy::print_stderr, reason = "what was compared is said")]
 
 mod parity;
@@ -13,7 +14,7 @@ use std::time::Duration;
 
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport};
-use parity::wire::Carrier;
+use parity::wire::Transport;
 use parity::{Amount, Pace, Way, states};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::{Builder, Runtime};
@@ -24,7 +25,7 @@ struct OverRdma {
     session: Session,
 }
 
-impl Carrier for OverRdma {
+impl Transport for OverRdma {
     fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.runtime.block_on(async {
             self.session.write_all(bytes).await?;
@@ -34,7 +35,8 @@ impl Carrier for OverRdma {
 
     fn receive(&mut self, into: &mut [u8], limit: Duration) -> io::Result<usize> {
         let late = |_| Err(io::ErrorKind::TimedOut.into());
-        self.runtime.block_on(async { timeout(limit, self.session.read(into)).await.unwrap_or_else(late) })
+        self.runtime
+            .block_on(async { timeout(limit, self.session.read(into)).await.unwrap_or_else(late) })
     }
 }
 
@@ -43,20 +45,26 @@ fn each(state: impl Fn(&Way<'_>, &Path)) {
     let runtime = Rc::new(Builder::new_current_thread().enable_all().build().expect("a runtime"));
     let inside = runtime.enter();
     let config = Config { busy_poll_us: 0, ..Config::default() };
-    let fabric =
-        Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build().expect("a fabric");
+    let fabric = Fabric::system()
+        .rdma(Rdma::Require)
+        .device("rxe2")
+        .config(config)
+        .build()
+        .expect("a fabric");
     let driver = tokio::spawn(fabric.drive());
-    let connector =
-        Connector::new(&fabric).rdma(Rdma::Require).local("10.0.0.2:0".parse().expect("an address"));
+    let connector = Connector::new(&fabric)
+        .rdma(Rdma::Require)
+        .local("10.0.0.2:0".parse().expect("an address"));
     drop(fabric);
-    let dial = |port: &str| -> Box<dyn Carrier> {
+    let dial = |port: &str| -> Box<dyn Transport> {
         let server = format!("10.0.0.1:{port}").parse().expect("an address");
         let session = runtime.block_on(connector.connect(server)).expect("a session");
         assert_eq!(session.transport(), SessionTransport::FerriteRdma);
         Box::new(OverRdma { runtime: Rc::clone(&runtime), session })
     };
     let arguments = ["rdma-bind", "10.0.0.1", "rdma", "require", "rdma-device", "rxe1"];
-    // What differs from `host_parity` is the carrier: a few cases of each command do, unless somebody asks for more.
+    // What differs from `host_parity` is the transport: a few cases of each command do, unless
+    // somebody asks for more.
     let (engines, amount) = match std::env::var_os("FERRITE_ENGINES") {
         Some(_) => (scene::engines(), Amount { good: 4, spoiled: 6 }),
         None => (vec![scene::REDIS.into()], Amount { good: 1, spoiled: 1 }),

@@ -1,5 +1,6 @@
-//! No acknowledged write is lost when an engine shuts down or hands over, over RDMA. `FERRITE_SHUTDOWNS=50`
-//! for as many rounds of each (`cargo xtask lab-test lab_shutdown --runner "env FERRITE_SHUTDOWNS=50"`).
+//! No acknowledged write is lost when an engine shuts down or hands over, over RDMA.
+//! `FERRITE_SHUTDOWNS=50` for as many rounds of each (`cargo xtask lab-test lab_shutdown --runner
+//! "env FERRITE_SHUTDOWNS=50"`).
 
 mod scene;
 mod shutdown;
@@ -22,7 +23,8 @@ const SECOND: [&str; 8] =
 /// A client on the other host.
 fn connect(server: &Server) -> Increment {
     let address = server.info("address").parse().expect("an address");
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
     let runtime = runtime.expect("a runtime");
     let mut session = runtime.block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };

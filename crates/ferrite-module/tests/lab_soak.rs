@@ -1,6 +1,6 @@
-//! Mixed load on an engine with the module and on its replica, in the lab's guest, and one trouble after another: half a minute by
-//! default, `cargo xtask lab-test lab_soak --timeout 4000 --runner "env FERRITE_SOAK=3600" -- --no-capture` for an hour. FERRITE_SEED
-//! chooses the order again.
+//! Mixed load on an engine with the module and on its replica, in the lab's guest, and one trouble
+//! after another: half a minute by default, `cargo xtask lab-test lab_soak --timeout 4000 --runner
+//! "env FERRITE_SOAK=3600" -- --no-capture` for an hour. FERRITE_SEED chooses the order again.
 //!
 //! ```text
 //!   10.0.0.1 (rxe1)   engine 0 ◄── replication, either way ──► engine 1    each with the module
@@ -84,7 +84,11 @@ fn start(at: usize) -> Server {
         ],
         &["--stop-writes-on-bgsave-error", "no"],
     ];
-    Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options.concat() })
+    Server::start(&Start {
+        program: Path::new(REDIS),
+        arguments: &arguments,
+        options: &options.concat(),
+    })
 }
 
 fn address(port: &str) -> SocketAddr {
@@ -95,8 +99,9 @@ fn address(port: &str) -> SocketAddr {
 fn engines() -> [Server; 2] {
     let servers = [start(0), start(1)];
     let () = servers[1].ask(&["REPLICAOF", "127.0.0.1", TCP_PORTS[0]]);
-    servers[0]
-        .until("a replica", || servers[0].ask::<String>(&["INFO", "replication"]).contains("state=online"));
+    servers[0].until("a replica", || {
+        servers[0].ask::<String>(&["INFO", "replication"]).contains("state=online")
+    });
     servers
 }
 
@@ -139,14 +144,19 @@ fn an_engine_lives_through_everything() {
     let mut servers = engines();
     let before = [watch::held(&servers[0]), watch::held(&servers[1])];
     eprintln!("before: {before:?}");
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let mut watch = Watch::default();
     runtime.expect("a runtime").block_on(async {
         // Clients hear soon of an engine that a cut has taken from them.
         let (keepalive, peer_timeout) = (Duration::from_secs(1), Duration::from_secs(2));
         let config = Config { busy_poll_us: 0, keepalive, peer_timeout, ..client_config() };
-        let fabric =
-            Fabric::system().rdma(Rdma::Prefer).device("rxe2").config(config).build().expect("a fabric");
+        let fabric = Fabric::system()
+            .rdma(Rdma::Prefer)
+            .device("rxe2")
+            .config(config)
+            .build()
+            .expect("a fabric");
         let driver = tokio::spawn(fabric.drive());
         let world = Arc::new(world(&servers, &fabric));
         drop(fabric);
@@ -162,10 +172,11 @@ fn an_engine_lives_through_everything() {
             ended.expect("no panic");
         }
         eprintln!("troubles: {:?}", troubles.done);
-        let [rounds, turned_away] =
-            [&world.hostile_rounds, &world.turned_away].map(|counter| counter.load(Ordering::Relaxed));
+        let [rounds, turned_away] = [&world.hostile_rounds, &world.turned_away]
+            .map(|counter| counter.load(Ordering::Relaxed));
         eprintln!("peers that break rules: {turned_away} turned away in {rounds} rounds");
-        // Of six of an address some reach for memory that is not theirs; a few rounds may have none.
+        // Of six of an address some reach for memory that is not theirs; a few rounds may have
+        // none.
         assert!(rounds < 10 || turned_away > 0, "whoever breaks rules repeatedly is refused");
         drop(troubles);
         drop(world);
@@ -176,7 +187,7 @@ fn an_engine_lives_through_everything() {
         server.assert_well();
         let () = server.ask(&["CONFIG", "SET", "appendonly", "no"]);
         let called = server.count("commands_called");
-        eprintln!("called: {called}, bridged: {}", server.count("commands_bridged"));
+        eprintln!("called: {called}, proxied: {}", server.count("commands_proxied"));
         let [errors, refused] = ["remote_access_errors", "refused_after_access_errors"]
             .map(|field| server.count(&format!("rdma_{field}")));
         eprintln!("remote access errors: {errors}, refused because of them: {refused}");

@@ -1,12 +1,13 @@
-//! How long clients can keep the engine's main thread away from its loop (`cargo xtask lab-test stall`): Debian's Redis with
-//! the module on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2).
+//! How long clients can keep the engine's main thread away from its loop (`cargo xtask lab-test
+//! stall`): Debian's Redis with the module on 10.0.0.1 (rxe1), clients from 10.0.0.2 (rxe2).
 //!
-//! The measure is a PING every 10 ms on the engine's own TCP port, which has nothing to do with the module: whatever keeps
-//! the main thread from its loop delays the answer. Rounds with and without the attack alternate, under the same honest load
-//! over RDMA. The main thread and whoever asks go before all others (`chrt`): in the lab attackers and the kernel that plays
-//! their cards use the same CPUs, and a thread that waits for a CPU is not away because of us. `FERRITE_STALL_STRICT=1` holds the difference
-//! to 10 ms, which needs a quiet machine and a release build of the module (`FERRITE_MODULE`); without it only stalls that no
-//! scheduler causes fail the test.
+//! The measure is a PING every 10 ms on the engine's own TCP port, which has nothing to do with the
+//! module: whatever keeps the main thread from its loop delays the answer. Rounds with and without
+//! the attack alternate, under the same honest load over RDMA. The main thread and whoever asks go
+//! before all others (`chrt`): in the lab attackers and the kernel that plays their cards use the
+//! same CPUs, and a thread that waits for a CPU is not away because of us. `FERRITE_STALL_STRICT=1`
+//! holds the difference to 10 ms, which needs a quiet machine and a release build of the module
+//! (`FERRITE_MODULE`); without it only stalls that no scheduler causes fail the test.
 #![expect(clippy::print_stderr, reason = "the figures are for people to judge")]
 
 mod scene;
@@ -21,7 +22,8 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::wire::{
-    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind, Version,
+    ADDRESS_BYTES, Address, Features, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind,
+    Version,
 };
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma};
 use ferrite_proto::Role;
@@ -46,10 +48,13 @@ fn start() -> (Server, SocketAddr) {
     let port = free_port();
     let arguments = ["rdma-bind", HOST, "rdma-port", PORT, "rdma", "prefer", "rdma-device", "rxe1"];
     // With it the main thread drives the devices.
-    let arguments = [&arguments[..], &["call-lane", "yes"]].concat();
+    let arguments = [&arguments[..], &["call-path", "yes"]].concat();
     let options = ["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
-    let server =
-        Server::start(&Start { program: Path::new(REDIS), arguments: &arguments, options: &options });
+    let server = Server::start(&Start {
+        program: Path::new(REDIS),
+        arguments: &arguments,
+        options: &options,
+    });
     go_first(&server.pid().to_string());
     (server, format!("127.0.0.1:{port}").parse().expect("an address"))
 }
@@ -60,7 +65,8 @@ fn target() -> SocketAddr {
 
 /// A thread goes before all others from now on; threads that it starts do not.
 fn go_first(thread: &str) {
-    let set = Command::new("chrt").args(["--reset-on-fork", "--fifo", "--pid", "10", thread]).status();
+    let set =
+        Command::new("chrt").args(["--reset-on-fork", "--fifo", "--pid", "10", thread]).status();
     assert!(set.expect("chrt of util-linux").success(), "thread {thread} does not go first");
 }
 
@@ -85,8 +91,14 @@ fn where_is(process: u32) -> String {
         text.unwrap_or_else(|error| error.to_string())
     };
     let state = read("stat");
-    let state = state.rsplit(')').next().and_then(|rest| rest.split_whitespace().next()).unwrap_or("?");
-    format!("state {state}, wchan {}, syscall {}, stack {}", read("wchan"), read("syscall"), read("stack"))
+    let state =
+        state.rsplit(')').next().and_then(|rest| rest.split_whitespace().next()).unwrap_or("?");
+    format!(
+        "state {state}, wchan {}, syscall {}, stack {}",
+        read("wchan"),
+        read("syscall"),
+        read("stack")
+    )
 }
 
 /// Asks the engine every 10 ms, and keeps how long the longest answer took.
@@ -108,7 +120,8 @@ impl Ticker {
             while !stopped.load(Ordering::Relaxed) {
                 let asked = Instant::now();
                 socket.write_all(b"PING\r\n").expect("a command");
-                // An answer that is late says where the main thread is, for whoever reads a failure.
+                // An answer that is late says where the main thread is, for whoever reads a
+                // failure.
                 if !is_readable(&socket, LATE) {
                     eprintln!("no answer in {LATE:?}; the main thread: {}", where_is(main_thread));
                 }
@@ -164,7 +177,7 @@ fn tcp_frame(kind: TcpFrameKind, len: u32) -> TcpFrame {
 
 /// The kind of the next TCP frame.
 async fn heard(client: &mut TcpStream) -> Option<TcpFrameKind> {
-    let mut bytes = [0; ferrite_fabric::wire::PARCEL_BYTES];
+    let mut bytes = [0; ferrite_fabric::wire::TCP_FRAME_HEADER_BYTES];
     client.read_exact(&mut bytes).await.ok()?;
     let tcp_frame = TcpFrame::decode(&bytes)?;
     let mut rest = vec![0; tcp_frame.follows()];
@@ -173,7 +186,8 @@ async fn heard(client: &mut TcpStream) -> Option<TcpFrameKind> {
 }
 
 fn run<R>(test: impl AsyncFnOnce(Fabric) -> R) -> R {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..client_config() };
         let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config);
@@ -192,8 +206,8 @@ async fn valkey(fabric: &Fabric) -> ValkeyStream {
     ValkeyStream::open(raw, Role::Client, &ValkeyConfig::default()).await.expect("a window")
 }
 
-/// The attack that stopped the engine for a second per offer: 72 bytes from a client that has not authenticated, naming an
-/// address that does not answer.
+/// The attack that stopped the engine for a second per offer: 72 bytes from a client that has not
+/// authenticated, naming an address that does not answer.
 #[test]
 fn offers_of_a_silent_address_stop_nobody() {
     const OFFERS: u64 = 8;
@@ -217,11 +231,13 @@ fn offers_of_a_silent_address_stop_nobody() {
     server.assert_well();
 }
 
-/// How much of each there is in a round. Four rounds are a thousand connects, a thousand offers and two hundred growths.
+/// How much of each there is in a round. Four rounds are a thousand connects, a thousand offers and
+/// two hundred growths.
 const CONNECTS: usize = 250;
 const OFFERS: usize = 250;
 const GROWING: usize = 25; // two steps each
-/// Between two of a kind: the attack is to be many, not to take all CPU that a guest without a device has.
+/// Between two of a kind: the attack is to be many, not to take all CPU that a guest without a
+/// device has.
 const PACE: Duration = Duration::from_millis(20);
 
 /// Four with `FERRITE_STALL_STRICT=1`; else one, for a suite that everybody waits for.
@@ -235,7 +251,8 @@ fn is_strict() -> bool {
 
 async fn connects(fabric: Fabric) {
     for number in 0..CONNECTS {
-        let options = ConnectOptions::new().local(format!("{CLIENT}:0").parse().expect("an address"));
+        let options =
+            ConnectOptions::new().local(format!("{CLIENT}:0").parse().expect("an address"));
         let connecting = fabric.connect_raw(target(), &options);
         // Half are given up at once, the others hang up when they are there.
         if number % 2 == 0 {
@@ -255,9 +272,10 @@ async fn offers() {
             client.write_all(&offer(address)).await.expect("to write");
             match heard(&mut client).await.expect("an answer") {
                 TcpFrameKind::Withdraw => {}
-                _ => {
-                    client.write_all(&tcp_frame(TcpFrameKind::Withdraw, 0).encode()).await.expect("to write")
-                }
+                _ => client
+                    .write_all(&tcp_frame(TcpFrameKind::Withdraw, 0).encode())
+                    .await
+                    .expect("to write"),
             }
             number += 1;
             tokio::time::sleep(PACE).await;
@@ -298,7 +316,8 @@ fn connects_offers_and_growing_windows_do_not_stall_the_engine() {
     let pid = server.pid();
     let (calm, attacked) = run(async |fabric| {
         let stop = Arc::new(AtomicBool::new(false));
-        let load: Vec<_> = (0..4).map(|_| tokio::spawn(honest(fabric.clone(), Arc::clone(&stop)))).collect();
+        let load: Vec<_> =
+            (0..4).map(|_| tokio::spawn(honest(fabric.clone(), Arc::clone(&stop)))).collect();
         let (mut calm, mut attacked) = (Vec::new(), Vec::new());
         for round in 1..=rounds() {
             let ticker = Ticker::start(address, pid);
@@ -332,6 +351,9 @@ fn connects_offers_and_growing_windows_do_not_stall_the_engine() {
         rounds() * OFFERS,
         rounds() * GROWING * 2
     );
-    assert!(more <= if is_strict() { STRICT } else { LENIENT }, "the engine was away for {more:?} longer");
+    assert!(
+        more <= if is_strict() { STRICT } else { LENIENT },
+        "the engine was away for {more:?} longer"
+    );
     server.assert_well();
 }

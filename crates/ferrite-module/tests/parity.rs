@@ -1,5 +1,5 @@
-//! The same commands at two equal engines: at one over its own TCP port, at the other through the module. Every reply must be the
-//! same, to the byte where two engines can be.
+//! The same commands at two equal engines: at one over its own TCP port, at the other through the
+//! module. Every reply must be the same, to the byte where two engines can be.
 //!
 //! ```text
 //!   spec: COMMAND, COMMAND DOCS ─► generate: argument lists ─┐
@@ -27,7 +27,7 @@ use self::generate::Words;
 use self::keys::Tags;
 use self::scripts::{Expect, Script, Sent};
 use self::spec::Spec;
-use self::wire::{Carrier, Heard, Wire, encode};
+use self::wire::{Heard, Transport, Wire, encode};
 use crate::scene::{Server, Start, free_port};
 
 /// As long as an answer may take.
@@ -40,7 +40,7 @@ pub(crate) struct Way<'a> {
     /// Arguments of the module, beside the port.
     pub(crate) arguments: &'a [&'a str],
     /// A client at this port of the module.
-    pub(crate) dial: &'a dyn Fn(&str) -> Box<dyn Carrier>,
+    pub(crate) dial: &'a dyn Fn(&str) -> Box<dyn Transport>,
     /// Where the state does not say: round trips are dear in the lab.
     pub(crate) pace: Pace,
     pub(crate) amount: Amount,
@@ -69,12 +69,19 @@ impl Node {
             "yes",
         ];
         // Strings of at most 1 MiB, and nothing about times.
-        let quiet =
-            ["--proto-max-bulk-len", "1mb", "--slowlog-log-slower-than", "-1", "--latency-tracking", "no"];
+        let quiet = [
+            "--proto-max-bulk-len",
+            "1mb",
+            "--slowlog-log-slower-than",
+            "-1",
+            "--latency-tracking",
+            "no",
+        ];
         let options = [&own[..], &quiet, options].concat();
         let server = Server::begin(&Start { program, arguments: &arguments, options: &options });
         let node = Self { server, port, module_port };
-        node.server.until("it listens", || TcpStream::connect(("127.0.0.1", node.number())).is_ok());
+        node.server
+            .until("it listens", || TcpStream::connect(("127.0.0.1", node.number())).is_ok());
         node
     }
 
@@ -125,11 +132,18 @@ fn tail(server: &Server) -> String {
 
 /// The engines there are: those of the other tests.
 pub(crate) fn name(program: &Path) -> String {
-    let version =
-        std::process::Command::new(program).arg("--version").output().expect("the engine is there").stdout;
+    let version = std::process::Command::new(program)
+        .arg("--version")
+        .output()
+        .expect("the engine is there")
+        .stdout;
     let version = String::from_utf8_lossy(&version).into_owned();
-    let number =
-        version.split("v=").nth(1).and_then(|rest| rest.split(' ').next()).unwrap_or_default().to_owned();
+    let number = version
+        .split("v=")
+        .nth(1)
+        .and_then(|rest| rest.split(' ').next())
+        .unwrap_or_default()
+        .to_owned();
     format!("{} {number}", version.split(' ').next().unwrap_or_default())
 }
 
@@ -181,7 +195,8 @@ impl<'a> Bench<'a> {
 
     /// A client each, greeted.
     fn open(&mut self) -> [Wire; 2] {
-        let mut wires = [self.nodes[0].wire(), Wire::new((self.way.dial)(&self.nodes[1].module_port))];
+        let mut wires =
+            [self.nodes[0].wire(), Wire::new((self.way.dial)(&self.nodes[1].module_port))];
         for words in self.greeting.clone() {
             let heard = self.both(&mut wires, &words, LONG);
             self.judge(&words, Rule::Type, &heard);
@@ -213,14 +228,16 @@ impl<'a> Bench<'a> {
         })
     }
 
-    /// If one more than `before` waits at the engine that was asked directly, then at the other, too: for a second at most, what
-    /// never comes is found later.
+    /// If one more than `before` waits at the engine that was asked directly, then at the other,
+    /// too: for a second at most, what never comes is found later.
     fn until_both_wait(&mut self, before: [u64; 2]) {
-        self.waiting(); // the engine may see this question before what was sent before it, but not the next
+        // the engine may see this question before what was sent before it, but not the next
+        self.waiting();
         let begun = Instant::now();
         loop {
             let [direct, other] = self.waiting();
-            if direct <= before[0] || other > before[1] || begun.elapsed() > Duration::from_secs(1) {
+            if direct <= before[0] || other > before[1] || begun.elapsed() > Duration::from_secs(1)
+            {
                 return;
             }
         }
@@ -270,7 +287,12 @@ impl<'a> Bench<'a> {
                 let heard = self.both(&mut wires, words, limit);
                 self.judge(words, rule, &heard);
                 if !matches!(heard, [Heard::Reply(_), Heard::Reply(_)]) {
-                    assert!(waits || heard[0] == Heard::End, "{}: {} {heard:?}", self.label, show(words));
+                    assert!(
+                        waits || heard[0] == Heard::End,
+                        "{}: {} {heard:?}",
+                        self.label,
+                        show(words)
+                    );
                     wires = self.open();
                 }
             }
@@ -287,7 +309,8 @@ impl<'a> Bench<'a> {
     }
 
     fn script(&mut self, script: &Script) {
-        self.admins = self.nodes.each_ref().map(Node::wire); // the script before may have killed all clients
+        // the script before may have killed all clients
+        self.admins = self.nodes.each_ref().map(Node::wire);
         self.make_keys();
         let mut first = self.open();
         let mut second = self.open();
@@ -308,12 +331,24 @@ impl<'a> Bench<'a> {
             match line.expect {
                 Expect::Replies(count) => (0..count).for_each(|_| {
                     let heard = hear(wires, LONG);
-                    assert_ne!(heard, [Heard::Silence, Heard::Silence], "{}: {}", self.label, show(&said));
+                    assert_ne!(
+                        heard,
+                        [Heard::Silence, Heard::Silence],
+                        "{}: {}",
+                        self.label,
+                        show(&said)
+                    );
                     self.judge(&said, rule, &heard);
                 }),
                 Expect::End => {
                     let heard = wires.each_mut().map(|wire| wire.hear_the_end(LONG));
-                    assert_ne!(heard, [Heard::Silence, Heard::Silence], "{}: {}", self.label, show(&said));
+                    assert_ne!(
+                        heard,
+                        [Heard::Silence, Heard::Silence],
+                        "{}: {}",
+                        self.label,
+                        show(&said)
+                    );
                     self.judge(&said, rule, &heard);
                 }
                 Expect::Quiet => {
@@ -334,7 +369,8 @@ impl<'a> Bench<'a> {
         };
         if !equal {
             let [tcp, module] = heard;
-            self.differences.push(format!("{}\n    TCP    {tcp:?}\n    module {module:?}", show(words)));
+            self.differences
+                .push(format!("{}\n    TCP    {tcp:?}\n    module {module:?}", show(words)));
         }
         assert!(self.differences.len() < 30, "too many differences: {}", self.report());
     }
@@ -347,12 +383,22 @@ impl<'a> Bench<'a> {
             let bad = ["BUG REPORT", "a bug: panic", "crashed by signal", "ASSERTION FAILED"]
                 .iter()
                 .any(|sign| log.contains(sign));
-            assert!(!ended && !bad, "{}: an engine died of {after}:\n{}", self.label, tail(&node.server));
+            assert!(
+                !ended && !bad,
+                "{}: an engine died of {after}:\n{}",
+                self.label,
+                tail(&node.server)
+            );
         }
     }
 
     fn report(&self) -> String {
-        format!("{}: {} differences:\n{}", self.label, self.differences.len(), self.differences.join("\n"))
+        format!(
+            "{}: {} differences:\n{}",
+            self.label,
+            self.differences.len(),
+            self.differences.join("\n")
+        )
     }
 
     /// Says what was compared; whatever was different is a failure.
@@ -369,12 +415,14 @@ fn send(wires: &mut [Wire; 2], words: &Words) {
     wires.iter_mut().for_each(|wire| wire.send(&bytes));
 }
 
-/// What both say. Where only one is silent the other has shown that there is something to hear: an engine that is late
-/// on a busy machine is not a difference, one that never answers is.
+/// What both say. Where only one is silent the other has shown that there is something to hear: an
+/// engine that is late on a busy machine is not a difference, one that never answers is.
 fn hear(wires: &mut [Wire; 2], limit: Duration) -> [Heard; 2] {
     let mut heard = wires.each_mut().map(|wire| wire.hear(limit));
     if heard.contains(&Heard::Silence) && heard[0] != heard[1] {
-        for (wire, heard) in wires.iter_mut().zip(&mut heard).filter(|(_, heard)| **heard == Heard::Silence) {
+        for (wire, heard) in
+            wires.iter_mut().zip(&mut heard).filter(|(_, heard)| **heard == Heard::Silence)
+        {
             *heard = wire.hear(LONG);
         }
     }

@@ -35,12 +35,14 @@ pub(crate) fn valkey() -> Option<PathBuf> {
     cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists())
 }
 
-/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by colons).
+/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by
+/// colons).
 #[expect(clippy::print_stderr, reason = "what is left out is said")]
 pub(crate) fn engines() -> Vec<PathBuf> {
     let valkey = valkey();
     let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty()); // "" has one
+    // "" has one
+    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
     let engines: Vec<_> = [Some(REDIS.into()), valkey].into_iter().flatten().chain(named).collect();
     if engines.len() == 1 {
         eprintln!(
@@ -50,8 +52,8 @@ pub(crate) fn engines() -> Vec<PathBuf> {
     engines
 }
 
-/// A port that nobody has at the moment, and that no outgoing connection of another test takes before the engine does: below those
-/// that the kernel gives to them.
+/// A port that nobody has at the moment, and that no outgoing connection of another test takes
+/// before the engine does: below those that the kernel gives to them.
 pub(crate) fn free_port() -> String {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     loop {
@@ -67,12 +69,14 @@ pub(crate) fn free_port() -> String {
 fn directory() -> PathBuf {
     static NUMBER: AtomicUsize = AtomicUsize::new(0);
     let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-    let directory = std::env::temp_dir().join(format!("ferrite-module-{}-{number}", std::process::id()));
+    let directory =
+        std::env::temp_dir().join(format!("ferrite-module-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory");
     directory
 }
 
-/// Arguments of `loadmodule` for every engine of a test, to try all tests with others: `FERRITE_MODULE_ARGS=call-lane=no`.
+/// Arguments of `loadmodule` for every engine of a test, to try all tests with others:
+/// `FERRITE_MODULE_ARGS=call-path=no`.
 fn more_arguments() -> Vec<String> {
     let given = std::env::var("FERRITE_MODULE_ARGS").unwrap_or_default();
     given.split([' ', '=']).filter(|word| !word.is_empty()).map(Into::into).collect()
@@ -122,7 +126,8 @@ impl Server {
             ),
             &start.options.join("\n"),
         ];
-        std::fs::write(directory.join("engine.conf"), lines.map(String::as_str).join("\n")).expect("a file");
+        std::fs::write(directory.join("engine.conf"), lines.map(String::as_str).join("\n"))
+            .expect("a file");
         let process = by_file(start.program, &directory);
         let mut server = Self { process, directory };
         server.until_it_answers();

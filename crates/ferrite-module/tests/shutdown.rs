@@ -1,4 +1,5 @@
-//! Engines that shut down or hand over under load: what was acknowledged before is there afterwards.
+//! Engines that shut down or hand over under load: what was acknowledged before is there
+//! afterwards.
 
 use std::path::Path;
 use std::sync::atomic::{AtomicI64, Ordering};
@@ -109,7 +110,8 @@ pub(crate) fn failover_keeps_what_was_acknowledged(
     let ports = [free_port(), free_port()];
     let start = |index: usize| {
         let port = format!("port {}", ports[index]);
-        let mut options = vec![port.as_str(), "protected-mode no", "save \"\"", "repl-diskless-sync-delay 0"];
+        let mut options =
+            vec![port.as_str(), "protected-mode no", "save \"\"", "repl-diskless-sync-delay 0"];
         let replicaof = format!("replicaof 127.0.0.1 {}", ports[0]);
         if index == 1 {
             options.push(&replicaof);
@@ -134,8 +136,8 @@ pub(crate) fn failover_keeps_what_was_acknowledged(
     replica.assert_well();
 }
 
-/// The tests of both. Whoever asks for them has `keeps`, which shuts an engine down in a [`Way`], and
-/// `fails_over`.
+/// The tests of both. Whoever asks for them has `keeps`, which shuts an engine down in a [`Way`],
+/// and `fails_over`.
 macro_rules! shutdown_tests {
     () => {
         #[test]

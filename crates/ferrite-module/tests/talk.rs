@@ -1,5 +1,5 @@
-//! Clients of an engine that see replies as they came, byte for byte: one at the module's port, whose commands are called, and one at
-//! the engine's own socket.
+//! Clients of an engine that see replies as they came, byte for byte: one at the module's port,
+//! whose commands are called, and one at the engine's own socket.
 #![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::io::{ErrorKind, Read, Write};
@@ -12,17 +12,19 @@ use ferrite_proto::resp::{Limits, ReplyFramer, Value, encode_command};
 
 use crate::scene::{PATIENCE, REDIS, Server, Start, free_port, valkey};
 
-/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by colons).
+/// The engines there are, and those named in FERRITE_ENGINES (paths of servers, separated by
+/// colons).
 pub(crate) fn engines() -> Vec<PathBuf> {
     let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty()); // "" has one
+    // "" has one
+    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
     [Some(REDIS.into()), valkey()].into_iter().flatten().chain(named).collect()
 }
 
 /// An engine whose sessions call, with more options of its own.
 pub(crate) fn start(program: &Path, options: &[&str]) -> Server {
     let port = free_port();
-    let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "call-lane", "yes"];
+    let arguments = ["rdma-port", &port, "rdma-bind", "127.0.0.1", "call-path", "yes"];
     let options = [&["--enable-debug-command", "yes", "--port", "0"], options].concat();
     Server::start(&Start { program, arguments: &arguments, options: &options })
 }
@@ -72,7 +74,8 @@ impl Peer {
 
     /// At the engine's own socket.
     pub(crate) fn native(server: &Server) -> Self {
-        let socket = UnixStream::connect(server.directory().join("engine.sock")).expect("it listens");
+        let socket =
+            UnixStream::connect(server.directory().join("engine.sock")).expect("it listens");
         Self::new(Box::new(socket))
     }
 
@@ -112,7 +115,8 @@ impl Peer {
         self.within(PATIENCE).expect("a reply in time")
     }
 
-    /// The same, or an error if there is none in this time, or what came is none: SYNC sends line ends while it is at work.
+    /// The same, or an error if there is none in this time, or what came is none: SYNC sends line
+    /// ends while it is at work.
     pub(crate) fn within(&mut self, time: Duration) -> Result<Option<Vec<u8>>, ()> {
         self.socket.limit(time);
         let mut piece = vec![0; 64 << 10];
@@ -125,7 +129,9 @@ impl Peer {
             match self.socket.read(&mut piece) {
                 Ok(0) => return Ok(None),
                 Ok(count) => self.heard.extend_from_slice(&piece[..count]),
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                Err(error)
+                    if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) =>
+                {
                     return Err(());
                 }
                 Err(_) => return Ok(None), // a reset
@@ -193,7 +199,8 @@ impl Pair {
         called
     }
 
-    /// Each in a database of its own, with nothing in it, so that what one writes does not change what the other hears.
+    /// Each in a database of its own, with nothing in it, so that what one writes does not change
+    /// what the other hears.
     pub(crate) fn apart(server: &Server) -> Self {
         let mut pair = Self::new(server);
         pair.called.ok(&["SELECT", "1"]);
@@ -203,8 +210,8 @@ impl Pair {
     }
 }
 
-/// Every command that the engine says may be called by a script, does not block, and is not dangerous: its words, subcommand
-/// included.
+/// Every command that the engine says may be called by a script, does not block, and is not
+/// dangerous: its words, subcommand included.
 pub(crate) fn commands(native: &mut Peer) -> Vec<Vec<String>> {
     let table = native.raw(&["COMMAND"]);
     let Ok(Value::Array(rows)) = Value::parse(&table) else { panic!("a table") };

@@ -1,4 +1,5 @@
-//! One end of a connection, client or server: the order of messages, windows, limits and keepalives.
+//! One end of a connection, client or server: the order of messages, windows, limits and
+//! keepalives.
 //!
 //! ```text
 //!   Connecting ── handle_established ──► Open ── close ──► Closed
@@ -6,8 +7,8 @@
 //!       └── the same
 //! ```
 //!
-//! The peer's announcement is taken while connecting: its completion may be reaped before the event that says that the
-//! connection stands.
+//! The peer's announcement is taken while connecting: its completion may be reaped before the event
+//! that says that the connection stands.
 
 mod config;
 mod error;
@@ -50,11 +51,12 @@ enum State {
 /// One end of a Valkey Over RDMA connection.
 ///
 /// A driver reaps completions and calls the `handle_*` methods in their order, then asks
-/// [`poll_message`](Self::poll_message) until it has nothing more, [`write_plan`](Self::write_plan) while it has bytes to
-/// send, and copies out what is [`readable`](Self::readable); [`poll_timeout`](Self::poll_timeout) says when
-/// [`handle_timeout`](Self::handle_timeout) is due. Whatever `poll_message` and `write_plan` return must be posted, in the
-/// order in which it was returned. An error of a `handle_*` method ends the connection: the driver disconnects. After [`close`](Self::close) late
-/// events are ignored.
+/// [`poll_message`](Self::poll_message) until it has nothing more, [`write_plan`](Self::write_plan)
+/// while it has bytes to send, and copies out what is [`readable`](Self::readable);
+/// [`poll_timeout`](Self::poll_timeout) says when [`handle_timeout`](Self::handle_timeout) is due.
+/// Whatever `poll_message` and `write_plan` return must be posted, in the order in which it was
+/// returned. An error of a `handle_*` method ends the connection: the driver disconnects. After
+/// [`close`](Self::close) late events are ignored.
 ///
 /// ```
 /// use std::time::Instant;
@@ -93,7 +95,8 @@ pub struct Endpoint {
     unseen: u32,
     /// As of the last [`handle_timeout`](Self::handle_timeout).
     last_heard: Option<Instant>,
-    /// Since then. A flag, because to ask the clock for each arrival costs more than the arrival where that is a system call.
+    /// Since then. A flag, because to ask the clock for each arrival costs more than the arrival
+    /// where that is a system call.
     heard_since: bool,
     /// The page that the client asked for.
     question: Option<u16>,
@@ -209,15 +212,16 @@ impl Endpoint {
         if !self.alive()? {
             return Ok(());
         }
-        let result = Message::decode(bytes).map_err(Into::into).and_then(|message| self.take(message));
+        let result =
+            Message::decode(bytes).map_err(Into::into).and_then(|message| self.take(message));
         self.settle(result)?;
         self.heard();
         self.stats.messages_received += 1;
         Ok(())
     }
 
-    /// A receive completed with an immediate (in host order): bytes of the stream are in our memory. `byte_len` is what
-    /// the network card says of the write.
+    /// A receive completed with an immediate (in host order): bytes of the stream are in our
+    /// memory. `byte_len` is what the network card says of the write.
     ///
     /// # Errors
     /// The peer broke a rule. The connection is over.
@@ -250,7 +254,11 @@ impl Endpoint {
     /// # Panics
     /// That many are not in flight.
     pub fn handle_writes_sent(&mut self, count: u32) {
-        assert!(count <= self.writes_in_flight, "{count} writes sent, {} planned", self.writes_in_flight);
+        assert!(
+            count <= self.writes_in_flight,
+            "{count} writes sent, {} planned",
+            self.writes_in_flight
+        );
         self.writes_in_flight -= count;
     }
 
@@ -275,16 +283,17 @@ impl Endpoint {
                 self.stats.keepalives_skipped += 1;
             }
             // From now, not from when it was due: who was late sends one and not many.
-            self.state = State::Open { next_keepalive: now.checked_add(self.config.keepalive_interval) };
+            self.state =
+                State::Open { next_keepalive: now.checked_add(self.config.keepalive_interval) };
         }
         Ok(())
     }
 
     // ---- what is wanted --------------------------------------------------------------------
 
-    /// Plans the next write of at most `available` bytes, the oldest first. The driver posts it with these bytes and reports
-    /// it by [`handle_writes_sent`](Self::handle_writes_sent). `None`: nothing can be written now; try again after the next
-    /// event.
+    /// Plans the next write of at most `available` bytes, the oldest first. The driver posts it
+    /// with these bytes and reports it by [`handle_writes_sent`](Self::handle_writes_sent). `None`:
+    /// nothing can be written now; try again after the next event.
     pub fn write_plan(&mut self, available: usize) -> Option<Write> {
         if available == 0 || !self.is_open() {
             return None;
@@ -320,29 +329,36 @@ impl Endpoint {
         self.stats.bytes_consumed += u64::from(bytes);
     }
 
-    /// Whether our memory is full, everything in it was consumed, and it will be announced again by the next
-    /// [`poll_message`](Self::poll_message).
+    /// Whether our memory is full, everything in it was consumed, and it will be announced again by
+    /// the next [`poll_message`](Self::poll_message).
     #[must_use]
     pub fn is_to_announce(&self) -> bool {
         self.is_open() && !self.receive.is_open() && self.outbox.is_to_announce()
     }
 
-    /// Other memory than before is announced from now on, also of another length: Valkey's clients follow that.
+    /// Other memory than before is announced from now on, also of another length: Valkey's clients
+    /// follow that.
     ///
     /// # Panics
-    /// This is not the moment ([`is_to_announce`](Self::is_to_announce)), the memory has no bytes, or this is a client and the length
-    /// another: a Valkey server takes one length only, and crashes otherwise.
+    /// This is not the moment ([`is_to_announce`](Self::is_to_announce)), the memory has no bytes,
+    /// or this is a client and the length another: a Valkey server takes one length only, and
+    /// crashes otherwise.
     pub fn replace_memory(&mut self, memory: Registration) {
         assert!(self.is_to_announce(), "the peer may write to the memory it was told of");
         assert!(memory.length > 0, "memory of no bytes");
         let may = self.role == Role::Server || memory.length == self.memory.length;
-        assert!(may, "a server takes one length only: {}, not {}", self.memory.length, memory.length);
+        assert!(
+            may,
+            "a server takes one length only: {}, not {}",
+            self.memory.length, memory.length
+        );
         self.receive = ReceiveWindow::new(memory.length);
         self.memory = memory;
     }
 
-    /// A client asks for the server's features; [`peer_features`](Self::peer_features) has the answer when it came. Whether it
-    /// could ask: servers do not, nor who waits for an answer. Not to be sent unless an extension is wanted.
+    /// A client asks for the server's features; [`peer_features`](Self::peer_features) has the
+    /// answer when it came. Whether it could ask: servers do not, nor who waits for an answer. Not
+    /// to be sent unless an extension is wanted.
     pub fn ask_features(&mut self, select: u16) -> bool {
         let question = Message::GetServerFeature { select, features: 0 };
         let may = self.role == Role::Client && self.question.is_none() && !self.is_closed();
@@ -359,7 +375,8 @@ impl Endpoint {
         may && self.outbox.feature(Message::SetClientFeature { select, features })
     }
 
-    /// No more is sent, and what comes is ignored. The driver disconnects; there is no word for it in the protocol.
+    /// No more is sent, and what comes is ignored. The driver disconnects; there is no word for it
+    /// in the protocol.
     pub fn close(&mut self) {
         if !self.is_closed() {
             self.state = State::Closed(None);
@@ -409,7 +426,8 @@ impl Endpoint {
     }
 
     fn too_many_unseen(&self) -> bool {
-        self.role == Role::Client && self.config.max_unseen.is_some_and(|limit| self.unseen >= limit)
+        self.role == Role::Client
+            && self.config.max_unseen.is_some_and(|limit| self.unseen >= limit)
     }
 
     /// `false` after a close of our own.

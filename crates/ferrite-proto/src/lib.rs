@@ -1,4 +1,5 @@
-//! What two peers of Valkey Over RDMA say to each other, decided by values alone: no I/O, no clock, no pointer.
+//! What two peers of Valkey Over RDMA say to each other, decided by values alone: no I/O, no clock,
+//! no pointer.
 //!
 //! ```text
 //!   message    the 32-byte control messages
@@ -8,9 +9,9 @@
 //!   session_command   which commands change a connection, by their identity
 //! ```
 //!
-//! A driver owns memory, queues and the clock, and makes no decision of the protocol: it hands completions to
-//! [`Endpoint`], then does what the `poll_*` methods say. Nothing that a peer sends can make this crate panic, and no
-//! number of a peer's decides how much is allocated.
+//! A driver owns memory, queues and the clock, and makes no decision of the protocol: it hands
+//! completions to [`Endpoint`], then does what the `poll_*` methods say. Nothing that a peer sends
+//! can make this crate panic, and no number of a peer's decides how much is allocated.
 #![forbid(unsafe_code)]
 
 pub mod endpoint;

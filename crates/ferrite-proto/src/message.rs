@@ -1,4 +1,5 @@
-//! The control messages of Valkey Over RDMA. Exactly 32 bytes each, integers big endian, carried by a SEND.
+//! The control messages of Valkey Over RDMA. Exactly 32 bytes each, integers big endian, carried by
+//! a SEND.
 //!
 //! ```text
 //!   0        2        4                16       24         28     32
@@ -19,7 +20,8 @@ pub const MESSAGE_BYTES: usize = 32;
 /// Memory that its sender lets the peer write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Registration {
-    /// Where it begins, in the owner's address space. A number for the network card, never a pointer here.
+    /// Where it begins, in the owner's address space. A number for the network card, never a
+    /// pointer here.
     pub addr: u64,
     /// How many bytes it has.
     pub length: u32,
@@ -39,7 +41,8 @@ pub struct Registration {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Message {
-    /// A client's question what the server can do, and the server's answer. The question has no features.
+    /// A client's question what the server can do, and the server's answer. The question has no
+    /// features.
     GetServerFeature {
         /// Which page of features: no meaning is defined, the answer repeats it.
         select: u16,

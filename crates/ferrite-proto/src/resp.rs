@@ -1,11 +1,11 @@
 //! RESP, in both versions: where a command or a reply ends, and views of complete ones.
 //!
-//! Framers are fed pieces of any size and keep numbers only: no byte is copied and nothing is allocated by a number of a
-//! peer's. They say where a frame ends; whoever has the whole frame in one piece looks into it by [`Command`] or
-//! [`Value`].
+//! Framers are fed pieces of any size and keep numbers only: no byte is copied and nothing is
+//! allocated by a number of a peer's. They say where a frame ends; whoever has the whole frame in
+//! one piece looks into it by [`Command`] or [`Value`].
 //!
-//! Commands end where Redis and Valkey end them, sloppiness included: who passes commands on must see the same
-//! boundaries as the server behind, or a client could hide one command in another.
+//! Commands end where Redis and Valkey end them, sloppiness included: who passes commands on must
+//! see the same boundaries as the server behind, or a client could hide one command in another.
 
 mod args;
 mod command;
@@ -37,16 +37,19 @@ pub use words::{Words, plain_command};
 pub struct Limits {
     /// The longest bulk string. Default 512 MiB, as `proto-max-bulk-len`.
     pub bulk_bytes: u64,
-    /// The most arguments of a command. Default 1,048,576: what Redis took before it took any number.
+    /// The most arguments of a command. Default 1,048,576: what Redis took before it took any
+    /// number.
     pub multibulk_args: u64,
-    /// Whether a command's lines and bulk strings must end in `\r\n`, which engines check to different
-    /// degrees. Default: no.
+    /// Whether a command's lines and bulk strings must end in `\r\n`, which engines check to
+    /// different degrees. Default: no.
     pub exact_ends: bool,
     /// The longest inline command and the longest line of a reply. Default 64 KiB.
     pub inline_bytes: u32,
-    /// The most elements of one aggregate of a reply, pairs of a map counting once. Default 4,294,967,295.
+    /// The most elements of one aggregate of a reply, pairs of a map counting once. Default
+    /// 4,294,967,295.
     pub elements: u64,
-    /// How deep aggregates of a reply may be nested. Default 32. The only limit that costs memory: 24 bytes a level.
+    /// How deep aggregates of a reply may be nested. Default 32. The only limit that costs memory:
+    /// 24 bytes a level.
     pub depth: u32,
     /// The most bytes of one reply, whatever it is made of. Default: no limit.
     pub reply_bytes: u64,

@@ -1,14 +1,15 @@
 //! Commands that change a connection's own state, by their identity.
 //!
-//! A server that runs some commands itself and proxies the others to the engine must know after which
-//! proxied commands the engine's view of the client may differ. It then asks the engine; nothing here
-//! keeps or guesses that state. An identity is the engine's original name of a command, whatever name
-//! the client typed: `rename-command` changes names, not identities.
+//! A server that runs some commands itself and proxies the others to the engine must know after
+//! which proxied commands the engine's view of the client may differ. It then asks the engine;
+//! nothing here keeps or guesses that state. An identity is the engine's original name of a
+//! command, whatever name the client typed: `rename-command` changes names, not identities.
 
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// It may change the database, a transaction or tracking, which the engine shows by the client's id.
+    /// It may change the database, a transaction or tracking, which the engine shows by the
+    /// client's id.
     ChangesState,
     /// It begins a transaction (MULTI), in which the session cannot run commands of its own.
     BeginsTransaction,
@@ -19,15 +20,15 @@ pub enum SessionCommand {
     Resets,
     /// It asks about earlier writes of this client (WAIT, WAITAOF).
     AsksForWrites,
-    /// Replies cannot be counted from here on, or the engine does not show the state that it sets: the
-    /// session stays on the proxy path for good.
+    /// Replies cannot be counted from here on, or the engine does not show the state that it sets:
+    /// the session stays on the proxy path for good.
     PinsToProxy,
 }
 
 impl SessionCommand {
-    /// Classifies a command by its identity, `NAME` or `NAME|SUBCOMMAND` in capitals. `is_connection`
-    /// says whether it is in the engine's category `@connection`. Returns `None` for a command that has
-    /// exactly one reply and leaves its connection as it was.
+    /// Classifies a command by its identity, `NAME` or `NAME|SUBCOMMAND` in capitals.
+    /// `is_connection` says whether it is in the engine's category `@connection`. Returns `None`
+    /// for a command that has exactly one reply and leaves its connection as it was.
     #[must_use]
     pub fn of(identity: &[u8], is_connection: bool) -> Option<Self> {
         Some(match identity {
@@ -39,8 +40,8 @@ impl SessionCommand {
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
             // Several replies, replies without a request, or an end of the connection.
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
-            | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT" | b"CLIENT|KILL"
-            | b"CLIENT|REPLY" => Self::PinsToProxy,
+            | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT"
+            | b"CLIENT|KILL" | b"CLIENT|REPLY" => Self::PinsToProxy,
             b"PING"
             | b"ECHO"
             | b"CLIENT"

@@ -1,4 +1,5 @@
-//! The two windows of a connection: what we may write at the peer, and what the peer may write here.
+//! The two windows of a connection: what we may write at the peer, and what the peer may write
+//! here.
 //!
 //! A window is a linear buffer. There is no ring, no wrap and no partial credit:
 //!
@@ -6,8 +7,9 @@
 //!   announced ──► filled, from the first byte to exactly the last ──► consumed to the last ──► announced again
 //! ```
 //!
-//! A sender that leaves a byte unfilled stops its direction for ever; a receiver that announces early cannot know which
-//! writes still go to the old one, because an immediate says how many bytes came and not where. So neither happens here.
+//! A sender that leaves a byte unfilled stops its direction for ever; a receiver that announces
+//! early cannot know which writes still go to the old one, because an immediate says how many bytes
+//! came and not where. So neither happens here.
 
 mod receive;
 mod send;
@@ -31,7 +33,9 @@ pub enum WindowError {
         limit: u32,
     },
     /// A registration that goes past the end of the address space.
-    #[error("the peer registered {length} bytes at {addr:#x}, which is past the end of its addresses")]
+    #[error(
+        "the peer registered {length} bytes at {addr:#x}, which is past the end of its addresses"
+    )]
     Address {
         /// Where it begins.
         addr: u64,

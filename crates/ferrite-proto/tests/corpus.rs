@@ -1,5 +1,5 @@
-//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`) and over bytes of chance: what a fuzzer once
-//! found fails here, without one.
+//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`) and over bytes of chance:
+//! what a fuzzer once found fails here, without one.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -46,7 +46,8 @@ fn like_resp() -> impl Strategy<Value = Vec<u8>> {
         "\0",
     ];
     let piece = proptest::sample::select(PIECES);
-    (any::<u8>(), vec(piece, 0..30)).prop_map(|(seed, pieces)| [&[seed], pieces.concat().as_bytes()].concat())
+    (any::<u8>(), vec(piece, 0..30))
+        .prop_map(|(seed, pieces)| [&[seed], pieces.concat().as_bytes()].concat())
 }
 
 proptest! {

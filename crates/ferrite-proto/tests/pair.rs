@@ -1,5 +1,5 @@
-//! Two endpoints with bytes between them, in virtual time and virtual memory: whatever the sizes, the splits and the
-//! order of events, bytes arrive as they were sent and nobody waits for ever.
+//! Two endpoints with bytes between them, in virtual time and virtual memory: whatever the sizes,
+//! the splits and the order of events, bytes arrive as they were sent and nobody waits for ever.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -37,7 +37,8 @@ struct Side {
 impl Side {
     fn new(role: Role, config: &Config, registration: Registration) -> Self {
         Self {
-            endpoint: Endpoint::new(role, config.clone(), registration).expect("a good configuration"),
+            endpoint: Endpoint::new(role, config.clone(), registration)
+                .expect("a good configuration"),
             registration,
             memory: vec![0; registration.length as usize],
             arrivals: VecDeque::new(),
@@ -54,7 +55,8 @@ impl Side {
         self.outgoing.extend((from..from + bytes).map(|at| (at * 7 % 251) as u8));
     }
 
-    /// Posts all messages, and writes of at most `available` bytes until there is no room. Whether there was any.
+    /// Posts all messages, and writes of at most `available` bytes until there is no room. Whether
+    /// there was any.
     fn post(&mut self, available: usize, peer: &mut Side) -> bool {
         let mut any = false;
         while let Some(message) = self.endpoint.poll_message() {
@@ -77,9 +79,11 @@ impl Side {
     /// As the network card of the peer does it.
     fn write(&mut self, write: Write, bytes: &[u8]) {
         assert_eq!(write.rkey, self.registration.rkey);
-        let at = write.remote_addr.checked_sub(self.registration.addr).expect("within the memory") as usize;
+        let at = write.remote_addr.checked_sub(self.registration.addr).expect("within the memory")
+            as usize;
         self.memory[at..at + bytes.len()].copy_from_slice(bytes);
-        self.arrivals.push_back(Arrival::Immediate { immediate: write.immediate, byte_len: write.len });
+        self.arrivals
+            .push_back(Arrival::Immediate { immediate: write.immediate, byte_len: write.len });
     }
 
     fn deliver(&mut self, count: usize) -> bool {
@@ -195,7 +199,8 @@ impl Pair {
 
     fn is_finished(&self) -> bool {
         let [client, server] = &self.sides;
-        client.received.len() == server.outgoing.len() && server.received.len() == client.outgoing.len()
+        client.received.len() == server.outgoing.len()
+            && server.received.len() == client.outgoing.len()
     }
 }
 
@@ -224,12 +229,14 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 fn configs() -> impl Strategy<Value = Config> {
     let unseen = prop_oneof![Just(None), (1..8_u32).prop_map(Some)];
-    (1..100_u32, 1..5_u32, unseen).prop_map(|(max_write, max_writes_in_flight, max_unseen)| Config {
-        max_write,
-        max_writes_in_flight,
-        max_unseen,
-        dead_after: Duration::from_secs(3600),
-        ..Config::default()
+    (1..100_u32, 1..5_u32, unseen).prop_map(|(max_write, max_writes_in_flight, max_unseen)| {
+        Config {
+            max_write,
+            max_writes_in_flight,
+            max_unseen,
+            dead_after: Duration::from_secs(3600),
+            ..Config::default()
+        }
     })
 }
 
@@ -265,8 +272,8 @@ proptest! {
     }
 }
 
-/// A client that sends byte by byte to a server that says nothing: it never has more receives of the server's than it may,
-/// and is let go by keepalives.
+/// A client that sends byte by byte to a server that says nothing: it never has more receives of
+/// the server's than it may, and is let go by keepalives.
 #[test]
 fn a_silent_server_is_not_overrun() {
     let mut pair = Pair::new(&Config::default(), [64, 1 << 20]);
@@ -280,7 +287,8 @@ fn a_silent_server_is_not_overrun() {
     client.say(100_000);
     for turn in 0..5 {
         client.post(1, server);
-        client.complete(usize::MAX); // of the network card: it does not say that the server saw anything
+        // of the network card: it does not say that the server saw anything
+        client.complete(usize::MAX);
         assert!(server.arrivals.len() <= 256, "turn {turn}");
     }
     let before = client.written;

@@ -1,5 +1,6 @@
-//! Commands against a real `redis-server`: it and the framer must see the same commands in the same bytes, good and bad,
-//! because a gateway that saw others could be made to pass on what it did not look at.
+//! Commands against a real `redis-server`: it and the framer must see the same commands in the same
+//! bytes, good and bad, because a gateway that saw others could be made to pass on what it did not
+//! look at.
 #![expect(clippy::print_stdout, reason = "a test that does not run says so")]
 
 use std::io::{ErrorKind, Read, Write};
@@ -51,8 +52,10 @@ fn redis_sees_the_same_commands() {
         println!("not run: there is no redis-server here");
         return;
     };
-    let streams = proptest::collection::vec(select(PIECES), 1..12).prop_map(|pieces| pieces.concat());
-    let config = ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() };
+    let streams =
+        proptest::collection::vec(select(PIECES), 1..12).prop_map(|pieces| pieces.concat());
+    let config =
+        ProptestConfig { cases: 3000, failure_persistence: None, ..ProptestConfig::default() };
     let compare = |stream: String| {
         let (commands, error) = ours(stream.as_bytes());
         let (replies, refusal) = server.replies(stream.as_bytes());
@@ -65,7 +68,11 @@ fn redis_sees_the_same_commands() {
                 prop_assert_eq!(replies, commands + 1);
                 // Redis prints what it got as it is.
                 let same = refusal == format!("-ERR {error}\r\n");
-                prop_assert!(same || matches!(error, CommandError::ExpectedBulk { .. }), "{}", refusal);
+                prop_assert!(
+                    same || matches!(error, CommandError::ExpectedBulk { .. }),
+                    "{}",
+                    refusal
+                );
             }
         }
         Ok(())
@@ -102,9 +109,13 @@ struct Server {
 impl Server {
     /// `None` if the program is not installed.
     fn start() -> Option<Self> {
-        let socket = std::env::temp_dir().join(format!("ferrite-proto-{}.sock", std::process::id()));
+        let socket =
+            std::env::temp_dir().join(format!("ferrite-proto-{}.sock", std::process::id()));
         let mut command = Process::new("redis-server");
-        command.args(["--port", "0", "--save", "", "--unixsocket"]).arg(&socket).stdout(Stdio::null());
+        command
+            .args(["--port", "0", "--save", "", "--unixsocket"])
+            .arg(&socket)
+            .stdout(Stdio::null());
         let process = match command.spawn() {
             Err(error) if error.kind() == ErrorKind::NotFound => return None,
             started => started.expect("redis-server starts"),

@@ -77,7 +77,8 @@ fn replies() -> impl Strategy<Value = Reply> {
     ];
     scalar.prop_recursive(5, 40, 5, |inner| {
         let pairs = vec((inner.clone(), inner.clone()), 0..4);
-        let raw = inner.clone().prop_filter("one list", |reply| !matches!(reply, Reply::Attributed(..)));
+        let raw =
+            inner.clone().prop_filter("one list", |reply| !matches!(reply, Reply::Attributed(..)));
         prop_oneof![
             vec(inner.clone(), 0..5).prop_map(Reply::Array),
             vec(inner, 0..5).prop_map(Reply::Set),

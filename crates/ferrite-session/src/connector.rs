@@ -1,4 +1,5 @@
-//! The calling side of a session: finds out what the server speaks, and falls back to TCP as the policy says.
+//! The calling side of a session: finds out what the server speaks, and falls back to TCP as the
+//! policy says.
 //!
 //! ```text
 //!   prefer, require:  RDMA with our hello ─┬─► a Ferrite peer answers: a link
@@ -8,9 +9,9 @@
 //!   forbid:           TCP
 //! ```
 //!
-//! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that. Or RESP within TLS, if the caller
-//! says so: then RDMA, which encrypts nothing, is out unless the caller says that too; where it was preferred, that is a fallback
-//! like others, with its cause.
+//! Over TCP it is plain RESP: whoever listens there, an engine or a gateway, understands that. Or
+//! RESP within TLS, if the caller says so: then RDMA, which encrypts nothing, is out unless the
+//! caller says that too; where it was preferred, that is a fallback like others, with its cause.
 
 use std::fmt;
 use std::io::{self, IoSlice};
@@ -120,24 +121,27 @@ impl Connector {
         self
     }
 
-    /// For servers of Valkey's protocol. Valkey's own has been tested with windows of 1 MiB; ours are as large as this says.
+    /// For servers of Valkey's protocol. Valkey's own has been tested with windows of 1 MiB; ours
+    /// are as large as this says.
     #[must_use]
     pub fn valkey(mut self, config: ValkeyConfig) -> Self {
         self.valkey = config;
         self
     }
 
-    /// TLS, with a server whose certificate is for this name. It is on TCP alone: RDMA encrypts nothing, so it is not tried
-    /// where it is preferred ([`Session::fallback`] says so) and an error where it is required, unless
-    /// [`Connector::plain_rdma_beside_tls`] allows it. Which cryptography is used is the caller's choice (`rustls` with the
-    /// feature `ring` or `aws-lc-rs`).
+    /// TLS, with a server whose certificate is for this name. It is on TCP alone: RDMA encrypts
+    /// nothing, so it is not tried where it is preferred ([`Session::fallback`] says so) and an
+    /// error where it is required, unless [`Connector::plain_rdma_beside_tls`] allows it. Which
+    /// cryptography is used is the caller's choice (`rustls` with the feature `ring` or
+    /// `aws-lc-rs`).
     #[must_use]
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config.into(), name));
         self
     }
 
-    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only friends can listen to.
+    /// Allows RDMA, which is not encrypted, although TLS is set for TCP: for networks that only
+    /// friends can listen to.
     #[must_use]
     pub fn plain_rdma_beside_tls(mut self) -> Self {
         self.may_be_plain_on_rdma = true;
@@ -147,8 +151,8 @@ impl Connector {
     /// Opens a session.
     ///
     /// # Errors
-    /// How RDMA failed, if it was required (a [`ferrite_fabric::Error`] is inside); else how TCP or TLS did, and RDMA before
-    /// it. RDMA is required and TLS is set.
+    /// How RDMA failed, if it was required (a [`ferrite_fabric::Error`] is inside); else how TCP or
+    /// TLS did, and RDMA before it. RDMA is required and TLS is set.
     pub async fn connect(&self, server: SocketAddr) -> io::Result<Session> {
         let must_be_tls = self.tls.is_some() && !self.may_be_plain_on_rdma;
         if must_be_tls && self.rdma == Rdma::Require {
@@ -160,7 +164,8 @@ impl Connector {
         }
         if must_be_tls {
             let stream = self.over_tcp(server).await?;
-            let fallback = self.fabric.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
+            let fallback =
+                self.fabric.fell_back_to_tcp(server, Error::clear_text(ALLOW_CLEAR_TEXT));
             return Ok(Session { stream, fallback: Some(fallback) });
         }
         let error = match self.over_rdma(server).await {
@@ -173,9 +178,10 @@ impl Connector {
                 let fallback = Some(self.fabric.fell_back_to_tcp(server, error));
                 Ok(Session { stream, fallback })
             }
-            Err(tcp) => {
-                Err(io::Error::new(tcp.kind(), format!("{server}: TCP: {tcp}; RDMA (tried first): {error}")))
-            }
+            Err(tcp) => Err(io::Error::new(
+                tcp.kind(),
+                format!("{server}: TCP: {tcp}; RDMA (tried first): {error}"),
+            )),
         }
     }
 
@@ -199,7 +205,10 @@ impl Connector {
             let Some((tls, name)) = &self.tls else { return Ok(Kind::Tcp(tcp)) };
             let shaken = tls.connect(name.clone(), tcp).await;
             let shaken = shaken.map_err(|error| {
-                io::Error::new(error.kind(), format!("TLS with {server} as {}: {error}", name.to_str()))
+                io::Error::new(
+                    error.kind(),
+                    format!("TLS with {server} as {}: {error}", name.to_str()),
+                )
             });
             Ok(Kind::Tls(Box::new(shaken?)))
         };
@@ -262,13 +271,21 @@ macro_rules! of_each {
 }
 
 impl AsyncRead for Session {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         of_each!(self, stream => Pin::new(stream).poll_read(cx, out))
     }
 }
 
 impl AsyncWrite for Session {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         of_each!(self, stream => Pin::new(stream).poll_write(cx, bytes))
     }
 

@@ -11,7 +11,8 @@ use std::task::{Context, Poll};
 
 use ferrite_fabric::descriptors::lift;
 use rustix::net::{
-    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown, socket_with,
+    AddressFamily, Shutdown, SocketAddrUnix, SocketFlags, SocketType, connect, shutdown,
+    socket_with,
 };
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _, ReadBuf};
 use tokio::net::{TcpSocket, TcpStream, UnixStream, lookup_host};
@@ -31,7 +32,9 @@ impl FromStr for EngineAddress {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        if let Some(path) = text.strip_prefix("unix:").or_else(|| text.starts_with('/').then_some(text)) {
+        if let Some(path) =
+            text.strip_prefix("unix:").or_else(|| text.starts_with('/').then_some(text))
+        {
             return if path.is_empty() {
                 Err("unix: needs a path".into())
             } else {
@@ -40,7 +43,9 @@ impl FromStr for EngineAddress {
         }
         let address = text.strip_prefix("tcp:").unwrap_or(text);
         match address.rsplit_once(':') {
-            Some((host, port)) if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) => {
+            Some((host, port))
+                if !host.is_empty() && port.parse::<u16>().is_ok_and(|port| port > 0) =>
+            {
                 Ok(Self::Tcp(address.into()))
             }
             _ => Err(format!("{text}: neither a path nor host:port")),
@@ -57,7 +62,8 @@ impl fmt::Display for EngineAddress {
     }
 }
 
-/// A connection to an engine. Dropping it ends it, also if a forked child (an engine's that saves) holds its descriptor still.
+/// A connection to an engine. Dropping it ends it, also if a forked child (an engine's that saves)
+/// holds its descriptor still.
 #[derive(Debug)]
 pub enum EngineSocket {
     /// Over a Unix socket.
@@ -68,8 +74,8 @@ pub enum EngineSocket {
 
 impl Drop for EngineSocket {
     fn drop(&mut self) {
-        // Closing would not: the child's copy keeps the connection, and a client that waits in BLPOP would take an element
-        // that nobody hears of.
+        // Closing would not: the child's copy keeps the connection, and a client that waits in
+        // BLPOP would take an element that nobody hears of.
         let _ = match self {
             Self::Unix(socket) => shutdown(socket, Shutdown::Both),
             Self::Tcp(socket) => shutdown(socket, Shutdown::Both),
@@ -92,7 +98,8 @@ impl EngineSocket {
             EngineAddress::Tcp(address) => {
                 let mut last = io::Error::from(io::ErrorKind::AddrNotAvailable);
                 for address in lookup_host(address).await? {
-                    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+                    let family =
+                        if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
                     let socket = TcpSocket::from_std_stream(open(family)?.into());
                     match socket.connect(address).await {
                         Ok(stream) => {
@@ -116,7 +123,10 @@ impl EngineSocket {
         let mut answer = Vec::new();
         while answer.last() != Some(&b'\n') {
             if answer.len() >= 512 {
-                return Err(io::Error::new(io::ErrorKind::InvalidData, "the answer to PING has no end"));
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    "the answer to PING has no end",
+                ));
             }
             answer.push(self.read_u8().await?);
         }
@@ -128,7 +138,8 @@ impl EngineSocket {
     }
 }
 
-/// A socket whose descriptor is none of those that the engine around us needs, also while it connects.
+/// A socket whose descriptor is none of those that the engine around us needs, also while it
+/// connects.
 fn open(family: AddressFamily) -> io::Result<OwnedFd> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     lift(socket_with(family, SocketType::STREAM, flags, None)?)
@@ -144,13 +155,21 @@ macro_rules! both {
 }
 
 impl AsyncRead for EngineSocket {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         both!(self, socket => Pin::new(socket).poll_read(cx, out))
     }
 }
 
 impl AsyncWrite for EngineSocket {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         both!(self, socket => Pin::new(socket).poll_write(cx, bytes))
     }
 
@@ -166,8 +185,8 @@ impl AsyncWrite for EngineSocket {
 /// An empty command, which engines do not answer.
 pub(crate) const EMPTY_LINE: &[u8] = b"\n";
 
-/// A session's own connection to the engine's socket. An engine that the session runs inside of hears of
-/// what is sent there.
+/// A session's own connection to the engine's socket. An engine that the session runs inside of
+/// hears of what is sent there.
 pub(crate) struct ProxyConnection {
     socket: EngineSocket,
     engine: Option<Arc<dyn InProcessEngine>>,
@@ -180,13 +199,21 @@ impl ProxyConnection {
 }
 
 impl AsyncRead for ProxyConnection {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.get_mut().socket).poll_read(cx, out)
     }
 }
 
 impl AsyncWrite for ProxyConnection {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let Self { socket, engine } = self.get_mut();
         let written = Pin::new(socket).poll_write(cx, bytes);
         // An empty line runs nothing.

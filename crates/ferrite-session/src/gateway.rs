@@ -1,4 +1,5 @@
-//! Clients of every kind in front, an engine behind: each session has a connection of its own to the engine's socket.
+//! Clients of every kind in front, an engine behind: each session has a connection of its own to
+//! the engine's socket.
 //!
 //! ```text
 //!   Ferrite peer (RDMA, or TCP) ──► Stream ───────┐
@@ -6,8 +7,8 @@
 //!   any client (TCP) ─────────────────────────────┘
 //! ```
 //!
-//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says, and asks it first
-//! (`in_process.rs`).
+//! A gateway that is inside the engine ([`Gateway::inside`]) runs sessions where the engine says,
+//! and asks it first (`in_process.rs`).
 
 use std::future::Future;
 use std::io;
@@ -29,7 +30,7 @@ use crate::ending::{Ending, over};
 use crate::engine::{EngineAddress, EngineSocket, ProxyConnection};
 use crate::in_process::{self, Client, CommandPaths, InProcessEngine, Left};
 use crate::pump::{BUFFER, pump_after};
-use crate::sessions::{Carrier, Open, SessionInfo, Sessions};
+use crate::sessions::{ClientTransport, Open, SessionInfo, Sessions};
 use crate::stream::{ValkeyConfig, ValkeyStream};
 
 /// As the engine says it.
@@ -38,8 +39,9 @@ const FULL: &str = "-ERR max number of clients reached\r\n";
 const LAST_WORDS: Duration = Duration::from_secs(1);
 /// A client over TCP that was silent for so long is looked for.
 const KEEPALIVE: Duration = Duration::from_secs(300);
-/// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are told half as often, and beyond
-/// twice as many a third: a server of thousands would do little else. It is less than a client of ours waits before it asks.
+/// So many clients of Valkey's protocol are told every 3 s that we live. Those that come then are
+/// told half as often, and beyond twice as many a third: a server of thousands would do little
+/// else. It is less than a client of ours waits before it asks.
 const OFTEN_TOLD: usize = 1000;
 /// The buffers of a pinned session, each way: its client may not have authenticated.
 const PINNED_BUFFER: usize = 28 << 10;
@@ -53,18 +55,21 @@ pub struct GatewayConfig {
     pub engine_timeout: Duration,
     /// Sessions at a time; more are told so. 10,000.
     pub max_clients: usize,
-    /// Refuse clients of other hosts while the engine asks for no password: behind the gateway they would look as if they
-    /// came from this host, which the engine's own protected mode lets pass. On.
+    /// Refuse clients of other hosts while the engine asks for no password: behind the gateway they
+    /// would look as if they came from this host, which the engine's own protected mode lets pass.
+    /// On.
     pub protected_mode: bool,
     /// How long sessions may take to finish what is under way when the gateway ends. 5 s.
     pub drain_timeout: Duration,
-    /// The engine goes on when the gateway ends, so that it is worth waiting for its answers. On; not where both end together.
+    /// The engine goes on when the gateway ends, so that it is worth waiting for its answers. On;
+    /// not where both end together.
     pub engine_stays: bool,
     /// For clients of Valkey's protocol.
     pub valkey: ValkeyConfig,
     /// Who speaks when a client is turned away. `Ferrite gateway`.
     pub name: &'static str,
-    /// What to do to let clients of other hosts pass without a password, as protected mode says it. For `ferrite gateway`.
+    /// What to do to let clients of other hosts pass without a password, as protected mode says it.
+    /// For `ferrite gateway`.
     pub open_up: &'static str,
 }
 
@@ -121,10 +126,11 @@ pub struct GatewayStats {
     /// Commands that the engine around us answered by a call.
     pub called: u64,
     /// Commands of such sessions that went over a connection of theirs.
-    pub bridged: u64,
+    pub proxied: u64,
     /// Sessions that went over to a connection of theirs for good.
     pub stayed: u64,
-    /// Sessions that were ended because all together held more than the engine's `maxmemory-clients`.
+    /// Sessions that were ended because all together held more than the engine's
+    /// `maxmemory-clients`.
     pub evicted: u64,
 }
 
@@ -167,8 +173,14 @@ impl Gateway {
     #[must_use]
     pub fn stats(&self) -> GatewayStats {
         let of = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
-        let Counters { valkey_sessions, ferrite_sessions, tcp_sessions, refused, engine_failures, paths } =
-            &*self.counters;
+        let Counters {
+            valkey_sessions,
+            ferrite_sessions,
+            tcp_sessions,
+            refused,
+            engine_failures,
+            paths,
+        } = &*self.counters;
         let (to_engine_bytes, to_client_bytes) = self.sessions.moved();
         GatewayStats {
             sessions: self.sessions.count(),
@@ -181,7 +193,7 @@ impl Gateway {
             to_engine_bytes,
             to_client_bytes,
             called: of(&paths.called),
-            bridged: of(&paths.proxied),
+            proxied: of(&paths.proxied),
             stayed: of(&paths.pinned),
             evicted: of(&self.sessions.evicted),
         }
@@ -199,15 +211,20 @@ impl Gateway {
         self.sessions.kill(id)
     }
 
-    /// Takes clients until `end` is ready; then lets sessions finish what is under way. Somebody must drive the listener's
-    /// engine meanwhile.
+    /// Takes clients until `end` is ready; then lets sessions finish what is under way. Somebody
+    /// must drive the listener's engine meanwhile.
     ///
     /// # Errors
     /// The listener fails.
-    pub async fn serve(&self, mut listener: Listener, end: impl Future<Output = ()>) -> Result<(), Error> {
+    pub async fn serve(
+        &self,
+        mut listener: Listener,
+        end: impl Future<Output = ()>,
+    ) -> Result<(), Error> {
         let (ending, ended) = watch::channel(false);
         let mut sessions = JoinSet::new();
-        let (foreign_peers, foreign_tcp_peers) = (listener.foreign_peers(), listener.foreign_tcp_peers());
+        let (foreign_peers, foreign_tcp_peers) =
+            (listener.foreign_peers(), listener.foreign_tcp_peers());
         let mut end = std::pin::pin!(end);
         let served = loop {
             tokio::select! {
@@ -216,8 +233,8 @@ impl Gateway {
                     Ok(link) => {
                         self.counters.ferrite_sessions.fetch_add(1, Ordering::Relaxed);
                         let ends = (link.peer_addr(), link.local_addr());
-                        let carrier = Carrier::Ferrite(link.clone());
-                        self.spawn(&mut sessions, self.clone().session(Stream::new(link), ends, carrier, ended.clone()));
+                        let transport = ClientTransport::Ferrite(link.clone());
+                        self.spawn(&mut sessions, self.clone().session(Stream::new(link), ends, transport, ended.clone()));
                     }
                     Err(error) => break Err(error),
                 },
@@ -246,7 +263,11 @@ impl Gateway {
     }
 
     /// Where sessions run: here, or where the engine around us says.
-    fn spawn(&self, sessions: &mut JoinSet<()>, session: impl Future<Output = ()> + Send + 'static) {
+    fn spawn(
+        &self,
+        sessions: &mut JoinSet<()>,
+        session: impl Future<Output = ()> + Send + 'static,
+    ) {
         let Some(inside) = &self.inside else {
             sessions.spawn(session);
             return;
@@ -272,13 +293,14 @@ impl Gateway {
         let config = self.valkey_config();
         let stream = async {
             let raw = connecting.await?;
-            let (ends, carrier) = ((raw.peer_addr(), raw.local_addr()), Carrier::Valkey(raw.device()));
-            Ok::<_, Error>((ValkeyStream::open(raw, Role::Server, &config).await?, ends, carrier))
+            let (ends, transport) =
+                ((raw.peer_addr(), raw.local_addr()), ClientTransport::Valkey(raw.device()));
+            Ok::<_, Error>((ValkeyStream::open(raw, Role::Server, &config).await?, ends, transport))
         };
         match stream.await {
-            Ok((stream, ends, carrier)) => {
+            Ok((stream, ends, transport)) => {
                 self.counters.valkey_sessions.fetch_add(1, Ordering::Relaxed);
-                self.session(stream, ends, carrier, ended).await;
+                self.session(stream, ends, transport, ended).await;
             }
             Err(error) => {
                 self.counters.refused.fetch_add(1, Ordering::Relaxed);
@@ -302,33 +324,39 @@ impl Gateway {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
             return refuse(&mut client, FULL).await;
         }
-        self.session(client, (Some(peer), local), Carrier::Tcp, ended).await;
+        self.session(client, (Some(peer), local), ClientTransport::Tcp, ended).await;
     }
 
     async fn session<C>(
         self,
         mut client: C,
         (peer, local): (Option<SocketAddr>, Option<SocketAddr>),
-        carrier: Carrier,
+        transport: ClientTransport,
         ended: watch::Receiver<bool>,
     ) where
         C: Client + 'static,
     {
         let config = self.config();
-        let is_guarded = config.protected_mode && !is_local(peer, local, carrier.is_rdma());
-        let (open, before) = self.sessions.begin(peer, local, carrier);
+        let is_guarded = config.protected_mode && !is_local(peer, local, transport.is_rdma());
+        let (open, before) = self.sessions.begin(peer, local, transport);
         let ending = Ending { ended, engine_stays: config.engine_stays };
         let mut first = Vec::new();
         let begun = if before >= config.max_clients {
             self.counters.refused.fetch_add(1, Ordering::Relaxed);
             Err(FULL.to_owned())
-        } else if let Some(is_open) = self.inside.as_ref().and_then(|inside| inside.is_open_to_all()) {
-            // A silent client is no client of the engine's yet: it takes no place there, and its time is
-            // limited here.
-            let limits = self.inside.as_ref().map(|inside| inside.client_limits()).unwrap_or_default();
+        } else if let Some(is_open) =
+            self.inside.as_ref().and_then(|inside| inside.is_open_to_all())
+        {
+            // A silent client is no client of the engine's yet: it takes no place there, and its
+            // time is limited here.
+            let limits =
+                self.inside.as_ref().map(|inside| inside.client_limits()).unwrap_or_default();
             match is_open && is_guarded {
                 true => Err(self.denied(&config)),
-                false if first_bytes(&mut client, &mut first, &open, &ending, limits.silent_time).await => {
+                false
+                    if first_bytes(&mut client, &mut first, &open, &ending, limits.silent_time)
+                        .await =>
+                {
                     self.engine_for(&config, false).await
                 }
                 false => return,
@@ -337,11 +365,15 @@ impl Gateway {
             self.engine_for(&config, is_guarded).await
         };
         match (begun, &self.inside) {
-            (Ok(proxy), None) => pass_through(client, proxy, Vec::new(), BUFFER, open, ending).await,
+            (Ok(proxy), None) => {
+                pass_through(client, proxy, Vec::new(), BUFFER, open, ending).await
+            }
             (Ok(proxy), Some(inside)) => {
                 open.entry.is_called.store(true, Ordering::Relaxed);
-                let record =
-                    open.entry.record.get_or_init(|| inside.new_client(peer, Arc::clone(&open.entry.ended)));
+                let record = open
+                    .entry
+                    .record
+                    .get_or_init(|| inside.new_client(peer, Arc::clone(&open.entry.ended)));
                 let engine = (&**inside, &**record);
                 let left = tokio::select! {
                     biased; // a session that is to end does nothing more
@@ -352,7 +384,8 @@ impl Gateway {
                 match left {
                     // In the runtime's own thread, which has the time for it.
                     Ok(Left::Pinned { proxy, unsent }) => {
-                        let passing = pass_through(client, proxy, unsent, PINNED_BUFFER, open, ending);
+                        let passing =
+                            pass_through(client, proxy, unsent, PINNED_BUFFER, open, ending);
                         let _ = tokio::spawn(passing).await;
                     }
                     Ok(Left::Nothing) | Err(_) => {
@@ -374,9 +407,14 @@ impl Gateway {
         )
     }
 
-    /// A connection to the engine for a client, or what the client is told. Behind the gateway every client
-    /// looks local to the engine, so a guarded one is refused where the engine asks for no password.
-    async fn engine_for(&self, config: &GatewayConfig, is_guarded: bool) -> Result<ProxyConnection, String> {
+    /// A connection to the engine for a client, or what the client is told. Behind the gateway
+    /// every client looks local to the engine, so a guarded one is refused where the engine asks
+    /// for no password.
+    async fn engine_for(
+        &self,
+        config: &GatewayConfig,
+        is_guarded: bool,
+    ) -> Result<ProxyConnection, String> {
         let GatewayConfig { engine: address, name, .. } = config;
         let connected = async {
             let mut engine = EngineSocket::connect(address).await?;
@@ -384,7 +422,8 @@ impl Gateway {
             Ok::<_, io::Error>((engine, is_denied))
         };
         let late = || io::Error::new(io::ErrorKind::TimedOut, "it does not answer");
-        let connected = timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
+        let connected =
+            timeout(config.engine_timeout, connected).await.unwrap_or_else(|_| Err(late()));
         match connected {
             Ok((engine, false)) => Ok(ProxyConnection::new(engine, self.inside.clone())),
             Ok((_, true)) => Err(self.denied(config)),
@@ -394,7 +433,8 @@ impl Gateway {
                 if let Some(others) = LINES.pass() {
                     tracing::warn!(engine = %address, %error, "cannot connect to the engine{others}");
                 }
-                // Whoever has not logged in is not told where the engine is, nor what the system says.
+                // Whoever has not logged in is not told where the engine is, nor what the system
+                // says.
                 let why = match error.kind() {
                     io::ErrorKind::TimedOut => "the engine did not answer in time",
                     _ => "cannot connect to the engine",
@@ -405,8 +445,8 @@ impl Gateway {
     }
 }
 
-/// Has the kernel look whether a client is still there: one that left without a word would have its session
-/// for ever. As engines do it by default (`tcp-keepalive 300`).
+/// Has the kernel look whether a client is still there: one that left without a word would have its
+/// session for ever. As engines do it by default (`tcp-keepalive 300`).
 fn keep_alive(socket: &std::net::TcpStream) -> rustix::io::Result<()> {
     sockopt::set_tcp_keepidle(socket, KEEPALIVE)?;
     sockopt::set_tcp_keepintvl(socket, KEEPALIVE / 3)?;
@@ -423,8 +463,8 @@ async fn refuse<C: AsyncWrite + Unpin>(client: &mut C, why: &str) {
     let _ = timeout(LAST_WORDS, said).await;
 }
 
-/// Waits for the first bytes of a client; false if it ends before, says nothing for this time (unless that is
-/// zero), or the session is over.
+/// Waits for the first bytes of a client; false if it ends before, says nothing for this time
+/// (unless that is zero), or the session is over.
 async fn first_bytes<C: Client>(
     client: &mut C,
     first: &mut Vec<u8>,
@@ -441,15 +481,17 @@ async fn first_bytes<C: Client>(
     false
 }
 
-/// Whether a client is on this host, for protected mode. Over RDMA its address is what the connection manager was told by the
-/// client itself: nobody is local there. Over TCP the kernel has had an answer from that address.
+/// Whether a client is on this host, for protected mode. Over RDMA its address is what the
+/// connection manager was told by the client itself: nobody is local there. Over TCP the kernel has
+/// had an answer from that address.
 fn is_local(peer: Option<SocketAddr>, local: Option<SocketAddr>, is_rdma: bool) -> bool {
     let (peer, local) =
         (peer.map(|peer| peer.ip().to_canonical()), local.map(|local| local.ip().to_canonical()));
     !is_rdma && peer.is_some_and(|peer| peer.is_loopback() || Some(peer) == local)
 }
 
-/// A client and its connection to the engine, which gets these bytes first, until one of them ends or the session is over.
+/// A client and its connection to the engine, which gets these bytes first, until one of them ends
+/// or the session is over.
 async fn pass_through<C>(
     mut client: C,
     mut engine: ProxyConnection,
@@ -462,7 +504,8 @@ async fn pass_through<C>(
 {
     let moved = &open.entry.moved;
     tokio::select! {
-        _ = pump_after(&unsent, &mut client, &mut engine, moved, buffer_bytes) => {} // a client that breaks off is no event
+        // a client that breaks off is no event
+        _ = pump_after(&unsent, &mut client, &mut engine, moved, buffer_bytes) => {}
         () = over(&open, ending) => {
             let _ = timeout(LAST_WORDS, client.shutdown()).await;
         }
@@ -477,7 +520,9 @@ mod tests {
     fn only_the_kernels_word_makes_a_client_local() {
         let at = |address: &str| Some(address.parse::<SocketAddr>().expect("an address"));
         let here = at("10.0.0.1:6380");
-        for peer in ["127.0.0.1:9", "[::1]:9", "10.0.0.1:9", "[::ffff:127.0.0.1]:9", "[::ffff:10.0.0.1]:9"] {
+        for peer in
+            ["127.0.0.1:9", "[::1]:9", "10.0.0.1:9", "[::ffff:127.0.0.1]:9", "[::ffff:10.0.0.1]:9"]
+        {
             assert!(is_local(at(peer), here, false), "{peer}");
             assert!(!is_local(at(peer), here, true), "{peer} is what the client says");
         }

@@ -10,12 +10,13 @@
 //! ```
 //!
 //! Commands are taken in runs: as many as may be called, or as many as must be proxied. After each
-//! proxied run the engine is asked what the client is now ([`ProxyClient::refresh`]); the session infers
-//! nothing from replies. It counts them for one purpose only: to keep replies in the order of commands.
+//! proxied run the engine is asked what the client is now ([`ProxyClient::refresh`]); the session
+//! infers nothing from replies. It counts them for one purpose only: to keep replies in the order
+//! of commands.
 //!
 //! What a client can make a session keep is bounded. Before authentication no input is read while
-//! replies are unread. Afterwards replies are kept as the engine keeps them for its own clients, up to
-//! `client-output-buffer-limit` and `maxmemory-clients`.
+//! replies are unread. Afterwards replies are kept as the engine keeps them for its own clients, up
+//! to `client-output-buffer-limit` and `maxmemory-clients`.
 
 mod commands;
 mod engine;
@@ -43,7 +44,9 @@ use crate::pump::Moved;
 use crate::sessions::Open;
 pub use commands::{Callable, Commands};
 use commands::{Due, place_of};
-pub use engine::{Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture};
+pub use engine::{
+    Access, Called, ClientLimits, CommandKind, InProcessEngine, ProxyClient, SessionFuture,
+};
 use exchange::{Awaited, Event, Met, next_event};
 use input::{Found, Input, READ_MAX};
 use limits::{BEFORE_AUTH, BeforeAuthQueue, OutputGuard};
@@ -71,8 +74,8 @@ pub(crate) enum Left {
 
 /// Commands in one go: then others have their turn.
 const RUN_MAX: usize = 64;
-/// The same before authentication: engines hang up on a client without a password, and log it, when more
-/// than 1 KiB of its replies waits. An unknown command's can be 300 bytes long.
+/// The same before authentication: engines hang up on a client without a password, and log it, when
+/// more than 1 KiB of its replies waits. An unknown command's can be 300 bytes long.
 const RUN_BEFORE_AUTH: usize = 3;
 /// Replies that are kept before they leave.
 const REPLIES_MAX: usize = 64 << 10;
@@ -94,8 +97,8 @@ enum Route {
     Instead(&'static [u8]),
 }
 
-/// Serves a client, which has sent these bytes first, until it goes, or until all of its commands must be
-/// proxied for good.
+/// Serves a client, which has sent these bytes first, until it goes, or until all of its commands
+/// must be proxied for good.
 ///
 /// # Errors
 /// The client or the engine breaks off, or the client is over a limit of the engine's.
@@ -109,8 +112,12 @@ where
     C: Client,
 {
     let (proxy_reads, proxy_writes) = tokio::io::split(proxy);
-    let unlimited =
-        Limits { bulk_bytes: u64::MAX >> 1, inline_bytes: u32::MAX, depth: DEPTH_MAX, ..Limits::default() };
+    let unlimited = Limits {
+        bulk_bytes: u64::MAX >> 1,
+        inline_bytes: u32::MAX,
+        depth: DEPTH_MAX,
+        ..Limits::default()
+    };
     let session = InProcessSession {
         client,
         proxy_reads,
@@ -185,14 +192,18 @@ impl<C: Client> InProcessSession<'_, C> {
                     let Some(met) = self.proxy_if_refused().await? else { return self.pin().await };
                     met
                 }
-                Some(Route::Proxy(Some(SessionCommand::AsksForWrites))) => self.ask_for_writes(&run).await?,
+                Some(Route::Proxy(Some(SessionCommand::AsksForWrites))) => {
+                    self.ask_for_writes(&run).await?
+                }
                 Some(Route::Proxy(command)) => self.proxy(&run, command).await?,
                 Some(Route::Instead(other)) => self.proxy_instead(&run, other).await?,
                 None => match self.large_command() {
                     Some(LargeCommand::Pins) => return self.pin().await,
                     Some(command) => {
                         let may_be_refused = matches!(command, LargeCommand::MayBeRefused);
-                        let Some(met) = self.stream(may_be_refused).await? else { return self.pin().await };
+                        let Some(met) = self.stream(may_be_refused).await? else {
+                            return self.pin().await;
+                        };
                         met
                     }
                     None if self.wait_for_input().await? => continue,
@@ -217,8 +228,8 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(self.record.id().is_some())
     }
 
-    /// Takes commands that go the same way. A proxied run ends with the first command that changes the
-    /// session: where the next one goes depends on it. `None`: there is no whole command.
+    /// Takes commands that go the same way. A proxied run ends with the first command that changes
+    /// the session: where the next one goes depends on it. `None`: there is no whole command.
     fn take_run(&mut self, run: &mut Vec<Due>) -> Option<Route> {
         run.clear();
         self.input.forget();
@@ -238,7 +249,8 @@ impl<C: Client> InProcessSession<'_, C> {
             let (callable, command) = match kind {
                 CommandKind::Callable(callable) if self.may_call(&found) => (Some(callable), None),
                 CommandKind::Callable(_) | CommandKind::Plain => (None, None),
-                // Valkey 8.0 leaves a login that fails out of EXEC's reply, whose end cannot be told then.
+                // Valkey 8.0 leaves a login that fails out of EXEC's reply, whose end cannot be
+                // told then.
                 CommandKind::Session(SessionCommand::ChangesIdentity) if self.in_transaction() => {
                     (None, Some(SessionCommand::PinsToProxy))
                 }
@@ -247,7 +259,8 @@ impl<C: Client> InProcessSession<'_, C> {
             let starts_apart = match (&route, callable) {
                 (None, _) => false,
                 (Some(Route::Call), None) | (Some(Route::Proxy(_)), Some(_)) => true,
-                // Valkey 8.0 gives no answer to a login that fails behind answers that are not written yet.
+                // Valkey 8.0 gives no answer to a login that fails behind answers that are not
+                // written yet.
                 _ => matches!(
                     command,
                     Some(
@@ -262,7 +275,8 @@ impl<C: Client> InProcessSession<'_, C> {
                 break;
             }
             if callable.is_none()
-                && let Some(other) = self.input.command(&found).and_then(|it| self.engine.instead(it.args()))
+                && let Some(other) =
+                    self.input.command(&found).and_then(|it| self.engine.instead(it.args()))
             {
                 if route.is_none() {
                     self.input.take(&found);
@@ -272,7 +286,8 @@ impl<C: Client> InProcessSession<'_, C> {
                 break;
             }
             if command == Some(SessionCommand::PinsToProxy) {
-                return Some(Route::Proxy(command)); // it stays in the input, which is proxied as it is
+                // it stays in the input, which is proxied as it is
+                return Some(Route::Proxy(command));
             }
             self.input.take(&found);
             run.push(Due { found, callable });
@@ -334,7 +349,8 @@ impl<C: Client> InProcessSession<'_, C> {
             }
             // The engine answers what was not called, in its own words.
             let is_closed = called.is_closed || self.access != Access::InProcess;
-            let (refused, later) = rest.split_at(if is_closed { rest.len() } else { rest.len().min(1) });
+            let (refused, later) =
+                rest.split_at(if is_closed { rest.len() } else { rest.len().min(1) });
             if !refused.is_empty() {
                 match self.proxy(refused, None).await? {
                     Met::Answered if self.access == Access::Gone => return Ok(Met::Answered),
@@ -354,15 +370,18 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(Met::Answered)
     }
 
-    /// Has the engine note that the client is active: by calls alone it would be idle for CLIENT LIST, CLIENT
-    /// KILL and a `timeout` that is set later.
+    /// Has the engine note that the client is active: by calls alone it would be idle for CLIENT
+    /// LIST, CLIENT KILL and a `timeout` that is set later.
     #[cold]
     async fn show_activity(&mut self) {
         self.shown_at = self.engine.seconds();
         let writes = &mut self.proxy_writes;
-        // A connection that takes nothing has other things to be noted, or has ended, which is seen elsewhere.
-        std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *writes).poll_write(cx, EMPTY_LINE).is_ready()))
-            .await;
+        // A connection that takes nothing has other things to be noted, or has ended, which is seen
+        // elsewhere.
+        std::future::poll_fn(|cx| {
+            Poll::Ready(Pin::new(&mut *writes).poll_write(cx, EMPTY_LINE).is_ready())
+        })
+        .await;
     }
 
     /// Lets others have their turn, at the end of this one at the latest.
@@ -380,8 +399,8 @@ impl<C: Client> InProcessSession<'_, C> {
         self.moved().to_engine.fetch_add(place_of(run).len() as u64, Ordering::Relaxed);
     }
 
-    /// Returns whether the client has sent something. Replies leave meanwhile, and the engine may speak,
-    /// or hang up.
+    /// Returns whether the client has sent something. Replies leave meanwhile, and the engine may
+    /// speak, or hang up.
     async fn wait_for_input(&mut self) -> io::Result<bool> {
         if self.read_on().await {
             return Ok(true);
@@ -396,8 +415,11 @@ impl<C: Client> InProcessSession<'_, C> {
             let is_authenticated = self.access.is_authenticated();
             let may_read = !client_ended && (is_authenticated || self.replies.len() < BEFORE_AUTH);
             self.heard.reserve(OWN_REPLY_MAX);
-            let mut room =
-                ReadBuf::new(self.input.room(if is_authenticated { READ_MAX } else { BEFORE_AUTH }));
+            let mut room = ReadBuf::new(self.input.room(if is_authenticated {
+                READ_MAX
+            } else {
+                BEFORE_AUTH
+            }));
             let event = next_event(
                 (&mut *self.client, &mut self.replies),
                 (&mut self.proxy_writes, &[]),
@@ -421,9 +443,9 @@ impl<C: Client> InProcessSession<'_, C> {
         }
     }
 
-    /// In a pipeline of large values, replies wait for what has come with their commands: each by itself
-    /// would cost a write, and the client a wakeup. Returns whether more was read, without waiting; the
-    /// end is seen when they have left.
+    /// In a pipeline of large values, replies wait for what has come with their commands: each by
+    /// itself would cost a write, and the client a wakeup. Returns whether more was read, without
+    /// waiting; the end is seen when they have left.
     async fn read_on(&mut self) -> bool {
         let is_due = self.kept == KEPT_MAX || !self.access.is_authenticated();
         if self.input.ahead().is_empty() || self.replies.is_empty() || is_due {
@@ -431,8 +453,10 @@ impl<C: Client> InProcessSession<'_, C> {
         }
         self.kept += 1;
         let (client, mut room) = (&mut *self.client, ReadBuf::new(self.input.room(READ_MAX)));
-        std::future::poll_fn(|cx| Poll::Ready(Pin::new(&mut *client).poll_read(cx, &mut room).is_ready()))
-            .await;
+        std::future::poll_fn(|cx| {
+            Poll::Ready(Pin::new(&mut *client).poll_read(cx, &mut room).is_ready())
+        })
+        .await;
         let count = room.filled().len();
         self.input.read(count);
         count > 0
@@ -447,8 +471,8 @@ impl<C: Client> InProcessSession<'_, C> {
         self.leave(Vec::new()).await
     }
 
-    /// Proxies everything from here on, these bytes first. A session whose writes are not marked ends instead:
-    /// nobody looks for WAIT from here on, and it would speak of older writes.
+    /// Proxies everything from here on, these bytes first. A session whose writes are not marked
+    /// ends instead: nobody looks for WAIT from here on, and it would speak of older writes.
     async fn leave(mut self, mut unsent: Vec<u8>) -> io::Result<Left> {
         self.write_replies().await?;
         if self.wrote {
@@ -461,12 +485,17 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(Left::Pinned { proxy: self.proxy_reads.unsplit(self.proxy_writes), unsent })
     }
 
-    /// The engine has freed the client: what it said before still arrives, and nothing is called any more.
+    /// The engine has freed the client: what it said before still arrives, and nothing is called
+    /// any more.
     async fn last_words(mut self) -> io::Result<Left> {
         self.own_reply.clear();
         let (reads, heard) = (&mut self.proxy_reads, &mut self.heard);
         let said = async {
-            while reads.read_buf(heard).await.is_ok_and(|count| count > 0 && heard.len() < REPLIES_MAX) {}
+            while reads
+                .read_buf(heard)
+                .await
+                .is_ok_and(|count| count > 0 && heard.len() < REPLIES_MAX)
+            {}
         };
         let _ = timeout(LAST_WORDS, said).await;
         self.replies.bytes().append(&mut self.heard);

@@ -25,8 +25,8 @@ pub use engine::{EngineAddress, EngineSocket};
 pub use frames::{client_config, server_config};
 pub use gateway::{Gateway, GatewayConfig, GatewayStats};
 pub use in_process::{
-    Access, Callable, Called, ClientLimits, CommandKind, Commands, InProcessEngine, ProxyClient, Replies,
-    SessionFuture,
+    Access, Callable, Called, ClientLimits, CommandKind, Commands, InProcessEngine, ProxyClient,
+    Replies, SessionFuture,
 };
 pub use pump::{Moved, pump};
 pub use sessions::SessionInfo;

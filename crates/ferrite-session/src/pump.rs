@@ -1,8 +1,9 @@
-//! Bytes between a client and its connection to the engine, both ways, in order, until one of them ends.
+//! Bytes between a client and its connection to the engine, both ways, in order, until one of them
+//! ends.
 //!
-//! Nothing is changed: every command works because the engine sees a client of its own. Only where commands end is looked
-//! at, for the end of the gateway. What a slow reader costs is one buffer each way and what its window holds; the engine's
-//! output limits do the rest.
+//! Nothing is changed: every command works because the engine sees a client of its own. Only where
+//! commands end is looked at, for the end of the gateway. What a slow reader costs is one buffer
+//! each way and what its window holds; the engine's output limits do the rest.
 
 use std::future::{Future as _, poll_fn};
 use std::io;
@@ -46,8 +47,8 @@ impl Moved {
 
 /// Moves bytes until the engine has ended, which it does when the client has.
 ///
-/// An engine that hangs up on a client which still sends (a protocol error, a client killed) has said why: that is delivered
-/// first, and what the client sends meanwhile is dropped.
+/// An engine that hangs up on a client which still sends (a protocol error, a client killed) has
+/// said why: that is delivered first, and what the client sends meanwhile is dropped.
 ///
 /// # Errors
 /// The first failure of either side.
@@ -72,7 +73,8 @@ where
     E: AsyncRead + AsyncWrite + Unpin,
 {
     let limits = Limits { bulk_bytes: u64::MAX, multibulk_args: u64::MAX, ..Limits::default() };
-    let mut engine = Counted { engine, moved, framer: CommandFramer::new(limits), has_ended: false };
+    let mut engine =
+        Counted { engine, moved, framer: CommandFramer::new(limits), has_ended: false };
     engine.write_all(first).await?;
     let ((from_client, mut to_client), (from_engine, mut to_engine)) =
         (tokio::io::split(client), tokio::io::split(engine));
@@ -87,9 +89,9 @@ where
         to_client.shutdown().await
     });
     tokio::select! {
-        // For the engine the client is gone then: nothing that it could still send would be heard. What has come
-        // is read and dropped all the same: a socket that is closed with unread bytes resets the connection,
-        // and the client may lose the engine's last words.
+        // For the engine the client is gone then: nothing that it could still send would be heard.
+        // What has come is read and dropped all the same: a socket that is closed with unread bytes
+        // resets the connection, and the client may lose the engine's last words.
         answered = &mut answering => {
             poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_ready())).await;
             answered
@@ -105,7 +107,8 @@ where
 struct Counted<'a, E> {
     engine: &'a mut E,
     moved: &'a Moved,
-    /// Where the client's commands end: by that alone it is known whether the engine owes an answer.
+    /// Where the client's commands end: by that alone it is known whether the engine owes an
+    /// answer.
     framer: CommandFramer,
     /// There is nothing more to be read from it.
     has_ended: bool,
@@ -136,7 +139,11 @@ impl<E> Counted<'_, E> {
 }
 
 impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         let before = out.filled().len();
         let polled = Pin::new(&mut *this.engine).poll_read(cx, out);
@@ -151,7 +158,11 @@ impl<E: AsyncRead + Unpin> AsyncRead for Counted<'_, E> {
 }
 
 impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let this = self.get_mut();
         let polled = Pin::new(&mut *this.engine).poll_write(cx, bytes);
         match polled {
@@ -160,7 +171,9 @@ impl<E: AsyncWrite + Unpin> AsyncWrite for Counted<'_, E> {
                 this.note(&bytes[..count]);
                 Poll::Ready(Ok(count))
             }
-            Poll::Ready(Err(error)) if has_hung_up(&error) && !this.has_ended => Poll::Ready(Ok(bytes.len())),
+            Poll::Ready(Err(error)) if has_hung_up(&error) && !this.has_ended => {
+                Poll::Ready(Ok(bytes.len()))
+            }
             other => other,
         }
     }
@@ -185,8 +198,8 @@ mod tests {
 
     use super::*;
 
-    /// The engine has answered and hung up while the client sends on: the answer arrives, then the end,
-    /// whichever of the two is seen first.
+    /// The engine has answered and hung up while the client sends on: the answer arrives, then the
+    /// end, whichever of the two is seen first.
     #[tokio::test]
     async fn last_words_arrive() {
         for _ in 0..50 {
@@ -200,7 +213,8 @@ mod tests {
         engine.write_all(b"-ERR why\r\n").await.expect("it hears");
         drop(engine);
         client.write_all(&[0; 1000]).await.expect("it hears");
-        let pumping = tokio::spawn(async move { pump(&mut outside, &mut inside, &Moved::default()).await });
+        let pumping =
+            tokio::spawn(async move { pump(&mut outside, &mut inside, &Moved::default()).await });
         let mut heard = String::new();
         client.read_to_string(&mut heard).await.expect("an end");
         assert_eq!(heard, "-ERR why\r\n");

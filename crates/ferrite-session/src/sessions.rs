@@ -44,7 +44,7 @@ pub struct SessionInfo {
 }
 
 /// What a client came over.
-pub(crate) enum Carrier {
+pub(crate) enum ClientTransport {
     /// A link, which may change from RDMA to TCP and back.
     Ferrite(Link),
     /// Valkey Over RDMA, on this device.
@@ -52,12 +52,14 @@ pub(crate) enum Carrier {
     Tcp,
 }
 
-impl Carrier {
-    /// Whether RDMA carries it, or has: then its addresses may be those that the peer has told the connection manager.
+impl ClientTransport {
+    /// Whether RDMA carries it, or has: then its addresses may be those that the peer has told the
+    /// connection manager.
     pub(crate) fn is_rdma(&self) -> bool {
         match self {
             Self::Ferrite(link) => {
-                !matches!(link.transport(), Transport::Tcp | Transport::TcpTls) || link.stats().moves > 0
+                !matches!(link.transport(), Transport::Tcp | Transport::TcpTls)
+                    || link.stats().moves > 0
             }
             Self::Valkey(_) => true,
             Self::Tcp => false,
@@ -82,7 +84,7 @@ pub(crate) struct Entry {
     id: u64,
     pub(crate) peer: Option<SocketAddr>,
     pub(crate) local: Option<SocketAddr>,
-    carrier: Carrier,
+    transport: ClientTransport,
     begun: Instant,
     pub(crate) moved: Moved,
     pub(crate) is_called: AtomicBool,
@@ -177,12 +179,13 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    /// A session begins, and ends when what this returns is dropped. The second is how many there were before.
+    /// A session begins, and ends when what this returns is dropped. The second is how many there
+    /// were before.
     pub(crate) fn begin(
         self: &Arc<Self>,
         peer: Option<SocketAddr>,
         local: Option<SocketAddr>,
-        carrier: Carrier,
+        transport: ClientTransport,
     ) -> (Open, usize) {
         let mut list = self.list();
         list.last_id += 1;
@@ -192,8 +195,19 @@ impl Sessions {
             (AtomicBool::new(false), AtomicBool::new(false), OnceLock::new());
         let (bytes, is_evicted) = (AtomicUsize::new(0), AtomicBool::new(false));
         let held = Held { bytes, all: Arc::clone(&self.held), is_evicted };
-        let entry =
-            Entry { id, peer, local, carrier, begun, moved, is_called, record, held, is_killed, ended };
+        let entry = Entry {
+            id,
+            peer,
+            local,
+            transport,
+            begun,
+            moved,
+            is_called,
+            record,
+            held,
+            is_killed,
+            ended,
+        };
         let entry = Arc::new(entry);
         list.open.insert(id, Arc::clone(&entry));
         drop(list);
@@ -218,7 +232,7 @@ impl Sessions {
     pub(crate) fn all(&self) -> Vec<SessionInfo> {
         let entries: Vec<_> = self.list().open.values().cloned().collect();
         let info = |entry: &Arc<Entry>| {
-            let (transport, device) = entry.carrier.now();
+            let (transport, device) = entry.transport.now();
             let (to_engine_bytes, to_client_bytes) = entry.moved.both();
             SessionInfo {
                 id: entry.id,
@@ -261,7 +275,8 @@ pub(crate) struct Open {
 impl Open {
     /// Asks the session that holds most to end, as the engine does beyond `maxmemory-clients`.
     pub(crate) fn evict_largest(&self) {
-        let largest = self.sessions.list().open.values().max_by_key(|entry| entry.held.bytes()).cloned();
+        let largest =
+            self.sessions.list().open.values().max_by_key(|entry| entry.held.bytes()).cloned();
         let Some(entry) = largest else { return };
         let held_bytes = entry.held.bytes();
         if entry.held.evict() {
@@ -294,7 +309,8 @@ mod tests {
     #[test]
     fn evicts_the_largest_once_and_counts_it_no_longer() {
         let sessions = Arc::<Sessions>::default();
-        let [(small, _), (large, _)] = [(); 2].map(|()| sessions.begin(None, None, Carrier::Tcp));
+        let [(small, _), (large, _)] =
+            [(); 2].map(|()| sessions.begin(None, None, ClientTransport::Tcp));
         small.entry.held.set(10);
         for bytes in [100, 200] {
             large.entry.held.set(bytes);

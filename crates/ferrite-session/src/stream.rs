@@ -1,11 +1,11 @@
 //! A Valkey Over RDMA connection as bytes.
 //!
-//! The protocol's decisions are [`ferrite_proto::Endpoint`]'s, memory and queues are the fabric's. What is here: completions
-//! to the one, requests to the other, and a copy each way. Reading copies out of a window that the peer may write at any
-//! time, so that nothing is looked at in place.
+//! The protocol's decisions are [`ferrite_proto::Endpoint`]'s, memory and queues are the fabric's.
+//! What is here: completions to the one, requests to the other, and a copy each way. Reading copies
+//! out of a window that the peer may write at any time, so that nothing is looked at in place.
 //!
-//! There is no half-close in this protocol: shutting down delivers what was written and hangs up. A server lets its client do
-//! so first, for a moment.
+//! There is no half-close in this protocol: shutting down delivers what was written and hangs up. A
+//! server lets its client do so first, for a moment.
 
 mod window;
 
@@ -30,13 +30,15 @@ const WRITE_MAX: usize = 64 << 10;
 /// Between looks for memory while the pool has none.
 const STARVED: Duration = Duration::from_millis(5);
 
-/// How long a client may take to hang up by itself. Valkey's clients forget what they have not read yet when they hear of the
-/// end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60 answers to QUIT and CLIENT KILL.
+/// How long a client may take to hang up by itself. Valkey's clients forget what they have not read
+/// yet when they hear of the end: without this, valkey-cli missed 22 of 100 refusals and 3 of 60
+/// answers to QUIT and CLIENT KILL.
 const LINGER: Duration = Duration::from_millis(500);
 
-/// A client that has heard nothing for so long, and at most for twice as long, asks the peer's device whether the queue pair is
-/// still there. Servers of Valkey's protocol send a keepalive every 3 s. One that died without a word, or whose farewell was
-/// lost (CM sends it once), would be waited for without end.
+/// A client that has heard nothing for so long, and at most for twice as long, asks the peer's
+/// device whether the queue pair is still there. Servers of Valkey's protocol send a keepalive
+/// every 3 s. One that died without a word, or whose farewell was lost (CM sends it once), would be
+/// waited for without end.
 const SILENCE: Duration = Duration::from_secs(10);
 
 /// By tokio's clock, which a test may stop and move.
@@ -47,11 +49,11 @@ fn now() -> Instant {
 /// How a [`ValkeyStream`] behaves.
 #[derive(Debug, Clone)]
 pub struct ValkeyConfig {
-    /// The memory that the peer writes to at first, pinned for as long as the connection lasts. Valkey's own is 1 MiB. 64 KiB,
-    /// 512 KiB and 2 MiB waste nothing of the pool's blocks. 64 KiB.
+    /// The memory that the peer writes to at first, pinned for as long as the connection lasts.
+    /// Valkey's own is 1 MiB. 64 KiB, 512 KiB and 2 MiB waste nothing of the pool's blocks. 64 KiB.
     pub window_bytes: u32,
-    /// What a client gets that writes much at a time; less if there are many, who share half of the memory for receives.
-    /// Servers only: towards a Valkey server the first window stays. 2 MiB.
+    /// What a client gets that writes much at a time; less if there are many, who share half of the
+    /// memory for receives. Servers only: towards a Valkey server the first window stays. 2 MiB.
     pub window_max_bytes: u32,
     /// Times and limits of the protocol.
     pub proto: ferrite_proto::Config,
@@ -59,8 +61,9 @@ pub struct ValkeyConfig {
 
 impl Default for ValkeyConfig {
     fn default() -> Self {
-        // A few writes under way keep the wire busy; more would be small ones that had better been one. The queue pair of
-        // the fabric repeats to a peer without receives, so that silence is no reason to stop.
+        // A few writes under way keep the wire busy; more would be small ones that had better been
+        // one. The queue pair of the fabric repeats to a peer without receives, so that silence is
+        // no reason to stop.
         let proto = ferrite_proto::Config {
             max_writes_in_flight: 8,
             max_unseen: None,
@@ -90,7 +93,8 @@ pub struct ValkeyStream {
 }
 
 impl ValkeyStream {
-    /// Over a connection that stands. Registers the window on this thread: [`ValkeyStream::open`] does not.
+    /// Over a connection that stands. Registers the window on this thread: [`ValkeyStream::open`]
+    /// does not.
     ///
     /// # Errors
     /// There is no memory for the window, or it cannot be registered.
@@ -105,21 +109,43 @@ impl ValkeyStream {
     ///
     /// # Errors
     /// As [`ValkeyStream::new`].
-    pub async fn open(raw: RawConnection, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+    pub async fn open(
+        raw: RawConnection,
+        role: Role,
+        config: &ValkeyConfig,
+    ) -> Result<Self, Error> {
         let memory = raw.prepare(config.window_bytes as usize).await?;
         Self::over(raw, memory, role, config)
     }
 
-    fn over(raw: RawConnection, memory: Exposed, role: Role, config: &ValkeyConfig) -> Result<Self, Error> {
+    fn over(
+        raw: RawConnection,
+        memory: Exposed,
+        role: Role,
+        config: &ValkeyConfig,
+    ) -> Result<Self, Error> {
         let window = Window::new(memory, role, config);
-        let endpoint = Endpoint::new(role, config.proto.clone(), window.registration())
-            .map_err(|error| Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string())))?;
+        let endpoint =
+            Endpoint::new(role, config.proto.clone(), window.registration()).map_err(|error| {
+                Error::from(ferrite_fabric::mem::PoolError::Misuse(error.to_string()))
+            })?;
         let clock = Box::pin(tokio::time::sleep(Duration::ZERO));
         let (done, quiet) = (Done::default(), Quiet::new(config.proto.max_writes_in_flight));
         let ask_at = (role == Role::Client).then(|| now() + SILENCE);
         let (has_heard, linger, over) = (false, None, None);
-        let mut stream =
-            Self { raw, window, endpoint, done, quiet, role, clock, ask_at, has_heard, linger, over };
+        let mut stream = Self {
+            raw,
+            window,
+            endpoint,
+            done,
+            quiet,
+            role,
+            clock,
+            ask_at,
+            has_heard,
+            linger,
+            over,
+        };
         stream.endpoint.handle_established(now()).expect("nothing has come yet");
         stream.send_messages();
         Ok(stream)
@@ -150,7 +176,9 @@ impl ValkeyStream {
             let arrival = self.raw.poll_arrival(cx.waker());
             self.has_heard |= arrival.is_ready();
             let taken = match arrival {
-                Poll::Ready(Ok(Arrival::Message(message))) => self.endpoint.handle_message(&message),
+                Poll::Ready(Ok(Arrival::Message(message))) => {
+                    self.endpoint.handle_message(&message)
+                }
                 Poll::Ready(Ok(Arrival::Written { notices, sum, bytes })) => {
                     self.window.on_written(notices);
                     let fits = |count| u32::try_from(count).unwrap_or(u32::MAX);
@@ -234,7 +262,11 @@ impl ValkeyStream {
     }
 
     /// Copies `bytes` into one write, as many as may go now; how many.
-    fn write_some(&mut self, cx: &mut Context<'_>, bytes: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    fn write_some(
+        &mut self,
+        cx: &mut Context<'_>,
+        bytes: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         let total: usize = bytes.iter().map(|part| part.len()).sum();
         let count = ready!(self.poll_room(cx, total))?;
         if count == 0 {
@@ -259,7 +291,8 @@ impl ValkeyStream {
         Poll::Ready(self.post(buf.freeze(), &plan))
     }
 
-    /// Writes some of `buf` from where it lies; how much. As [`AsyncWrite::poll_write`], without a copy.
+    /// Writes some of `buf` from where it lies; how much. As [`AsyncWrite::poll_write`], without a
+    /// copy.
     ///
     /// # Errors
     /// How the connection failed.
@@ -313,8 +346,9 @@ impl ValkeyStream {
     }
 }
 
-/// Writes whose completion nobody was asked for: an interrupt for each answer is half of what a small one costs. Those
-/// that do not go inline keep their memory until the next that reports, which is a keepalive if nothing else.
+/// Writes whose completion nobody was asked for: an interrupt for each answer is half of what a
+/// small one costs. Those that do not go inline keep their memory until the next that reports,
+/// which is a keepalive if nothing else.
 struct Quiet {
     writes: u32,
     bytes: u32,
@@ -341,7 +375,11 @@ impl Quiet {
 }
 
 impl AsyncRead for ValkeyStream {
-    fn poll_read(self: Pin<&mut Self>, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         let this = self.get_mut();
         if out.remaining() == 0 {
             return Poll::Ready(Ok(()));
@@ -353,13 +391,19 @@ impl AsyncRead for ValkeyStream {
         match &this.over {
             None => Poll::Pending,
             Some(error) if error.kind() == ErrorKind::Closed => Poll::Ready(Ok(())),
-            Some(error) => Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionReset, error.clone()))),
+            Some(error) => {
+                Poll::Ready(Err(io::Error::new(io::ErrorKind::ConnectionReset, error.clone())))
+            }
         }
     }
 }
 
 impl AsyncWrite for ValkeyStream {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.get_mut().write_some(cx, &[IoSlice::new(bytes)])
     }
 
@@ -385,7 +429,8 @@ impl AsyncWrite for ValkeyStream {
         if this.role == Role::Server {
             this.drive(cx);
             if this.over.is_none() {
-                let linger = this.linger.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
+                let linger =
+                    this.linger.get_or_insert_with(|| Box::pin(tokio::time::sleep(LINGER)));
                 if linger.as_mut().poll(cx).is_pending() {
                     return Poll::Pending;
                 }

@@ -42,7 +42,8 @@ fn tc(qdisc: &str) {
     assert!(status.is_ok_and(|status| status.success()), "tc qdisc {qdisc}");
 }
 
-/// What each costs other clients, which is a matter of time. Where every instruction is emulated, that says nothing.
+/// What each costs other clients, which is a matter of time. Where every instruction is emulated,
+/// that says nothing.
 mod others_beside {
     macro_rules! tests {
         ($($test:ident),*) => { $(

@@ -16,7 +16,8 @@ pub(crate) struct Redis {
 
 impl Redis {
     pub(crate) async fn start(name: &str, more: &[&str]) -> Self {
-        let socket = std::env::temp_dir().join(format!("ferrite-{name}-{}.sock", std::process::id()));
+        let socket =
+            std::env::temp_dir().join(format!("ferrite-{name}-{}.sock", std::process::id()));
         let process = Command::new("redis-server")
             .args(["--port", "0", "--save", "", "--appendonly", "no", "--unixsocket"])
             .arg(&socket)

@@ -1,6 +1,8 @@
-//! One suite for sessions on every provider: Valkey's protocol between two of our own ends, and clients before a real engine.
+//! One suite for sessions on every provider: Valkey's protocol between two of our own ends, and
+//! clients before a real engine.
 //!
-//! A test is an async function of a [`Scene`], run by tokio on two threads, with a fabric on each of two hosts.
+//! A test is an async function of a [`Scene`], run by tokio on two threads, with a fabric on each
+//! of two hosts.
 
 pub(crate) mod gateway;
 pub(crate) mod hostile;
@@ -66,11 +68,18 @@ impl Scene {
     }
 
     pub(crate) fn listen(&self, fabric: &Fabric) -> Listener {
-        fabric.listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers()).expect("listen")
+        fabric
+            .listen_with(any_port(0), &ListenOptions::new().accept_foreign_peers())
+            .expect("listen")
     }
 
     /// A client of Valkey's protocol.
-    pub(crate) async fn call(&self, fabric: &Fabric, to: SocketAddr, config: &ValkeyConfig) -> ValkeyStream {
+    pub(crate) async fn call(
+        &self,
+        fabric: &Fabric,
+        to: SocketAddr,
+        config: &ValkeyConfig,
+    ) -> ValkeyStream {
         let options = ConnectOptions::new().local(any_port(1));
         let raw = fabric.connect_raw(to, &options).await.expect("connected");
         ValkeyStream::new(raw, Role::Client, config).expect("a window")

@@ -109,8 +109,8 @@ impl AsyncEvent {
     /// `raw` was filled by ibv_get_async_event and is not acknowledged yet.
     unsafe fn from_raw(raw: &sys::ibv_async_event) -> Self {
         let kind = AsyncEventKind(raw.event_type.0);
-        // SAFETY: the kind says which member of the union is set, and the object it points to cannot
-        // be destroyed before the event is acknowledged.
+        // SAFETY: the kind says which member of the union is set, and the object it points to
+        // cannot be destroyed before the event is acknowledged.
         let subject = unsafe {
             match kind {
                 AsyncEventKind::CQ_ERROR => {
@@ -122,8 +122,12 @@ impl AsyncEvent {
                 | AsyncEventKind::ESTABLISHED
                 | AsyncEventKind::SEND_QUEUE_DRAINED
                 | AsyncEventKind::LAST_RECEIVE => Subject::QueuePair((*raw.element.qp).qp_num),
-                AsyncEventKind::SRQ_ERROR | AsyncEventKind::SRQ_LIMIT => Subject::SharedReceiveQueue,
-                AsyncEventKind::PORT_ACTIVE | AsyncEventKind::PORT_ERROR | AsyncEventKind::GID_CHANGE => {
+                AsyncEventKind::SRQ_ERROR | AsyncEventKind::SRQ_LIMIT => {
+                    Subject::SharedReceiveQueue
+                }
+                AsyncEventKind::PORT_ACTIVE
+                | AsyncEventKind::PORT_ERROR
+                | AsyncEventKind::GID_CHANGE => {
                     Subject::Port(u8::try_from(raw.element.port_num).unwrap_or(0))
                 }
                 _ => Subject::Device,
@@ -139,7 +143,8 @@ mod tests {
 
     #[test]
     fn unknown_events_are_about_the_device() {
-        let raw = sys::ibv_async_event { event_type: sys::ibv_event_type(321), ..Default::default() };
+        let raw =
+            sys::ibv_async_event { event_type: sys::ibv_event_type(321), ..Default::default() };
         // SAFETY: an unknown type makes no member of the union be read.
         let event = unsafe { AsyncEvent::from_raw(&raw) };
         assert_eq!(event.subject, Subject::Device);

@@ -1,9 +1,9 @@
 //! RDMA CM: finding a peer by IP address and shaking hands.
 //!
-//! Identifiers and events, as librdmacm has them, made safe; [`connect`] and [`accept`] put the steps
-//! together for callers that may block. Queue pairs are ours and not librdmacm's: the CM carries their
-//! numbers and computes their attributes. So one device context serves all connections, and a queue
-//! pair is the same object whichever way the peers met.
+//! Identifiers and events, as librdmacm has them, made safe; [`connect`] and [`accept`] put the
+//! steps together for callers that may block. Queue pairs are ours and not librdmacm's: the CM
+//! carries their numbers and computes their attributes. So one device context serves all
+//! connections, and a queue pair is the same object whichever way the peers met.
 
 use std::net::SocketAddr;
 use std::ptr::NonNull;
@@ -77,17 +77,18 @@ pub struct CmId {
     calling: Mutex<()>,
 }
 
-// SAFETY: librdmacm's calls on an identifier may come from any thread, beside calls on other identifiers and beside the
-// fetching of events.
+// SAFETY: librdmacm's calls on an identifier may come from any thread, beside calls on other
+// identifiers and beside the fetching of events.
 unsafe impl Send for CmId {}
-// SAFETY: two calls on one identifier, which would change its struct at a time, are kept apart by its lock.
+// SAFETY: two calls on one identifier, which would change its struct at a time, are kept apart by
+// its lock.
 unsafe impl Sync for CmId {}
 
 impl Drop for CmId {
     fn drop(&mut self) {
         self.channel.known().remove(&self.key);
-        // SAFETY: created for us and destroyed once; no queue pair was attached to it; every event of
-        // it is acknowledged where it is fetched, so that this does not wait for long.
+        // SAFETY: created for us and destroyed once; no queue pair was attached to it; every event
+        // of it is acknowledged where it is fetched, so that this does not wait for long.
         let rc = unsafe { (self.cm().rdma_destroy_id)(self.raw.as_ptr()) };
         if !crate::leak::unless_released(rc) {
             // It still points at the channel: keep that too.
@@ -99,8 +100,8 @@ impl Drop for CmId {
     }
 }
 
-/// librdmacm opens each device once and looks only here whether it still exists. The kernel cannot finish
-/// removing a Soft-RoCE device that somebody holds open.
+/// librdmacm opens each device once and looks only here whether it still exists. The kernel cannot
+/// finish removing a Soft-RoCE device that somebody holds open.
 #[cold]
 fn close_removed_devices(cm: &sys::CmFunctions) {
     if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
@@ -144,8 +145,8 @@ impl CmId {
         &self.channel
     }
 
-    /// The device and port it is bound to; `None` before an address was resolved or bound, and for a
-    /// listener on all addresses.
+    /// The device and port it is bound to; `None` before an address was resolved or bound, and for
+    /// a listener on all addresses.
     #[must_use]
     pub fn device(&self) -> Option<(String, u8)> {
         self.known().device
@@ -170,8 +171,8 @@ impl CmId {
     /// Copies what a call that has bound the identifier wrote to its struct.
     fn is_bound(&self) {
         let mut known = Known::default();
-        // SAFETY: the identifier is alive. Events change these fields only after an address was to be resolved, and then
-        // the kernel refuses to bind or to listen.
+        // SAFETY: the identifier is alive. Events change these fields only after an address was to
+        // be resolved, and then the kernel refuses to bind or to listen.
         unsafe { known.copy_local(self.raw()) };
         if let Some(entry) = self.channel.known().get_mut(&self.key) {
             (entry.local, entry.device) = (known.local, known.device);
@@ -187,7 +188,8 @@ impl CmId {
         let mut addr = RawAddress::from(local);
         // SAFETY: the identifier is alive and the address is valid for the call.
         let rc = unsafe { (self.cm().rdma_bind_addr)(self.raw(), addr.as_mut_ptr()) };
-        done("rdma_bind_addr", rc, || local.to_string()).map_err(|error| no_rdma_at(error, local))?;
+        done("rdma_bind_addr", rc, || local.to_string())
+            .map_err(|error| no_rdma_at(error, local))?;
         self.is_bound();
         Ok(())
     }
@@ -199,14 +201,17 @@ impl CmId {
     pub fn listen(&self, backlog: u32) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
-        let rc = unsafe { (self.cm().rdma_listen)(self.raw(), i32::try_from(backlog).unwrap_or(i32::MAX)) };
+        let rc = unsafe {
+            (self.cm().rdma_listen)(self.raw(), i32::try_from(backlog).unwrap_or(i32::MAX))
+        };
         done("rdma_listen", rc, || format!("backlog {backlog}"))?;
         self.is_bound();
         Ok(())
     }
 
-    /// Starts to find the device and hardware addresses for `peer`; [`CmEventKind::ADDRESS_RESOLVED`] or
-    /// an error event follows. Give a `local` address on hosts with several: it picks the device.
+    /// Starts to find the device and hardware addresses for `peer`;
+    /// [`CmEventKind::ADDRESS_RESOLVED`] or an error event follows. Give a `local` address on hosts
+    /// with several: it picks the device.
     ///
     /// # Errors
     /// [`ErrorKind::NoRoute`] if there is no way from here.
@@ -220,7 +225,8 @@ impl CmId {
         let mut source = local.map(RawAddress::from);
         let mut target = RawAddress::from(peer);
         if let Some(known) = self.channel.known().get_mut(&self.key) {
-            known.peer = Some(peer); // before the event, which may be fetched before the call returns
+            // before the event, which may be fetched before the call returns
+            known.peer = Some(peer);
         }
         // SAFETY: the identifier is alive; both addresses are valid for the call.
         let rc = unsafe {
@@ -228,14 +234,15 @@ impl CmId {
             (self.cm().rdma_resolve_addr)(self.raw(), source, target.as_mut_ptr(), millis(timeout))
         };
         let context = || local.map_or(peer.to_string(), |local| format!("{peer} from {local}"));
-        done("rdma_resolve_addr", rc, context).map_err(|error| no_rdma_at(error, local.unwrap_or(peer)))
+        done("rdma_resolve_addr", rc, context)
+            .map_err(|error| no_rdma_at(error, local.unwrap_or(peer)))
     }
 
     /// Starts to find the path; [`CmEventKind::ROUTE_RESOLVED`] or an error event follows.
     ///
     /// # Errors
-    /// When the state does not allow it; [`ErrorKind::NoRoute`] if the address is not an RDMA device's (as 127.0.0.1,
-    /// which the kernel resolves and then finds no way to).
+    /// When the state does not allow it; [`ErrorKind::NoRoute`] if the address is not an RDMA
+    /// device's (as 127.0.0.1, which the kernel resolves and then finds no way to).
     pub fn resolve_route(&self, timeout: Duration) -> Result<(), Error> {
         let _calling = self.lock();
         let peer = self.peer_addr();
@@ -248,16 +255,17 @@ impl CmId {
         })
     }
 
-    /// Asks the peer for a connection; [`CmEventKind::CONNECT_RESPONSE`] (then bring the queue pair up and
-    /// call [`CmId::establish`]), a rejection or an error event follows. The kernel gives up on a peer that
-    /// does not answer after more than a minute: set a deadline of your own.
+    /// Asks the peer for a connection; [`CmEventKind::CONNECT_RESPONSE`] (then bring the queue pair
+    /// up and call [`CmId::establish`]), a rejection or an error event follows. The kernel gives up
+    /// on a peer that does not answer after more than a minute: set a deadline of your own.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
     pub fn connect(&self, params: &ConnectParams<'_>) -> Result<(), Error> {
         let _calling = self.lock();
         let mut raw = params.to_raw("rdma_connect", REQUEST_PRIVATE_DATA_MAX)?;
-        // SAFETY: the identifier is alive; `raw` and the private data it points to are valid for the call.
+        // SAFETY: the identifier is alive; `raw` and the private data it points to are valid for
+        // the call.
         let rc = unsafe { (self.cm().rdma_connect)(self.raw(), &raw mut raw) };
         done("rdma_connect", rc, || format!("queue pair {:#x}", params.qp_num))
     }
@@ -296,9 +304,9 @@ impl CmId {
         done("rdma_reject", rc, String::new)
     }
 
-    /// Ends the connection, or answers a peer that did. The peer gets [`CmEventKind::DISCONNECTED`] at once,
-    /// this side when the peer has answered (by this call, or by dropping its identifier). The queue pair is
-    /// not touched: stop it as well.
+    /// Ends the connection, or answers a peer that did. The peer gets [`CmEventKind::DISCONNECTED`]
+    /// at once, this side when the peer has answered (by this call, or by dropping its identifier).
+    /// The queue pair is not touched: stop it as well.
     ///
     /// # Errors
     /// When there is no connection.
@@ -308,7 +316,8 @@ impl CmId {
         done("rdma_disconnect", unsafe { (self.cm().rdma_disconnect)(self.raw()) }, String::new)
     }
 
-    /// Sets the IP type of service (DSCP and ECN bits) of the connection; before the route is resolved.
+    /// Sets the IP type of service (DSCP and ECN bits) of the connection; before the route is
+    /// resolved.
     ///
     /// # Errors
     /// When the kernel does not know the option.
@@ -333,7 +342,8 @@ impl CmId {
         self.set_option(sys::RDMA_OPTION_ID_REUSEADDR.0, 1_i32)
     }
 
-    /// Lets a listener on `[::]` take IPv6 alone. Otherwise it takes IPv4 as well, and its port from listeners there.
+    /// Lets a listener on `[::]` take IPv6 alone. Otherwise it takes IPv4 as well, and its port
+    /// from listeners there.
     ///
     /// # Errors
     /// After the address was bound.
@@ -360,11 +370,16 @@ impl CmId {
     ///
     /// # Errors
     /// When the connection is not that far.
-    pub fn queue_pair_attributes(&self, state: crate::qp::State) -> Result<QueuePairAttributes, Error> {
+    pub fn queue_pair_attributes(
+        &self,
+        state: crate::qp::State,
+    ) -> Result<QueuePairAttributes, Error> {
         let _calling = self.lock();
         let mut new = QueuePairAttributes::new(sys::ibv_qp_state(state.code()));
         // SAFETY: the identifier is alive; both places are valid for the write.
-        let rc = unsafe { (self.cm().rdma_init_qp_attr)(self.raw(), &raw mut new.attr, &raw mut new.mask) };
+        let rc = unsafe {
+            (self.cm().rdma_init_qp_attr)(self.raw(), &raw mut new.attr, &raw mut new.mask)
+        };
         done("rdma_init_qp_attr", rc, || state.to_string())?;
         Ok(new)
     }
@@ -381,7 +396,11 @@ impl std::fmt::Debug for CmId {
 }
 
 impl ConnectParams<'_> {
-    fn to_raw(&self, call: &'static str, private_data_max: usize) -> Result<sys::rdma_conn_param, Error> {
+    fn to_raw(
+        &self,
+        call: &'static str,
+        private_data_max: usize,
+    ) -> Result<sys::rdma_conn_param, Error> {
         Ok(sys::rdma_conn_param {
             private_data: self.private_data.as_ptr().cast(),
             private_data_len: private_data_len(call, self.private_data, private_data_max)?,

@@ -1,7 +1,7 @@
 //! Numbers from C that have names: states, statuses, kinds of event.
 //!
-//! They come from a device or a kernel that may be newer than this library, so they are numbers first:
-//! an unknown one is kept, compared and printed, and never a panic or undefined behaviour.
+//! They come from a device or a kernel that may be newer than this library, so they are numbers
+//! first: an unknown one is kept, compared and printed, and never a panic or undefined behaviour.
 
 /// Declares such a number: a constant per name, and the text it is shown as.
 macro_rules! codes {

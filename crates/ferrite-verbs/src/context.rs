@@ -67,9 +67,9 @@ impl Context {
         &self.0.device
     }
 
-    /// Whether the kernel has taken the device away from this process, because it was removed or its
-    /// firmware was reset. Then every command fails with EIO, those that destroy included, and the
-    /// kernel has destroyed all objects and unpinned all memory of this context by itself:
+    /// Whether the kernel has taken the device away from this process, because it was removed or
+    /// its firmware was reset. Then every command fails with EIO, those that destroy included, and
+    /// the kernel has destroyed all objects and unpinned all memory of this context by itself:
     /// `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c` calls
     /// `uverbs_destroy_ufile_hw` (`rdma_core.c`), which ends with the event files. From then on
     /// these report EPOLLERR (`ib_uverbs_event_poll`). Soft-RoCE waits for its users instead.
@@ -144,13 +144,13 @@ impl Context {
     }
 }
 
-/// Keeps a fork of this process (BGSAVE, for one) from moving pages away from under the device: it is
-/// the parent's next write that would be copied elsewhere.
+/// Keeps a fork of this process (BGSAVE, for one) from moving pages away from under the device: it
+/// is the parent's next write that would be copied elsewhere.
 ///
-/// Kernels from 5.12 on copy pinned pages for the child, and nothing needs to be done. On older ones
-/// libibverbs marks all that it registers, the queues of its providers included, so that children do
-/// not have it (`ibv_fork_init` in its `memory.c`). That costs an madvise for each registration, and
-/// has to be asked for before the first.
+/// Kernels from 5.12 on copy pinned pages for the child, and nothing needs to be done. On older
+/// ones libibverbs marks all that it registers, the queues of its providers included, so that
+/// children do not have it (`ibv_fork_init` in its `memory.c`). That costs an madvise for each
+/// registration, and has to be asked for before the first.
 fn survive_forks(verbs: &Verbs) -> Result<(), Error> {
     use sys::ibv_fork_status as Status;
     let ibv = verbs.ibv;
@@ -209,8 +209,9 @@ pub struct Limits {
     pub max_qp_init_rd_atom: u32,
     /// 0 where it is not known: mlx4 has windows and never says how many.
     pub max_mw: u32,
-    /// The kernel says that memory windows can be bound to one queue pair ([`crate::MemoryWindow`]). Not every
-    /// provider in user space makes them: see [`crate::ProtectionDomain::try_window`].
+    /// The kernel says that memory windows can be bound to one queue pair
+    /// ([`crate::MemoryWindow`]). Not every provider in user space makes them: see
+    /// [`crate::ProtectionDomain::try_window`].
     pub queue_pair_windows: bool,
 }
 
@@ -218,7 +219,8 @@ impl Limits {
     fn from_raw(attr: &sys::ibv_device_attr) -> Self {
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
         // A C character is signed here and not there.
-        let firmware = attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.to_ne_bytes()[0]));
+        let firmware =
+            attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.to_ne_bytes()[0]));
         Self {
             firmware: firmware.collect(),
             vendor_id: attr.vendor_id,
@@ -260,7 +262,10 @@ pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, what: &str) -> Result<(), Erro
 }
 
 /// Waits until `fd` is readable; `false` when `timeout` passed first.
-pub(crate) fn wait_readable(fd: BorrowedFd<'_>, timeout: std::time::Duration) -> Result<bool, Error> {
+pub(crate) fn wait_readable(
+    fd: BorrowedFd<'_>,
+    timeout: std::time::Duration,
+) -> Result<bool, Error> {
     let deadline = std::time::Instant::now() + timeout;
     loop {
         let left = deadline.saturating_duration_since(std::time::Instant::now());

@@ -43,15 +43,15 @@ impl Context {
     pub fn create_completion_channel(&self) -> Result<CompletionChannel, Error> {
         // SAFETY: the context is open.
         let raw = unsafe { (self.verbs().ibv.ibv_create_comp_channel)(self.raw()) };
-        let raw =
-            NonNull::new(raw).ok_or_else(|| Error::last("ibv_create_comp_channel", self.device().name()))?;
+        let raw = NonNull::new(raw)
+            .ok_or_else(|| Error::last("ibv_create_comp_channel", self.device().name()))?;
         let channel = CompletionChannel(Arc::new(ChannelInner { raw, context: self.clone() }));
         set_nonblocking(channel.as_fd(), "completion channel")?;
         Ok(channel)
     }
 
-    /// Makes a completion queue for at least `depth` entries. With a `channel` it can wake sleepers;
-    /// `vector` chooses the interrupt (modulo what the device has).
+    /// Makes a completion queue for at least `depth` entries. With a `channel` it can wake
+    /// sleepers; `vector` chooses the interrupt (modulo what the device has).
     ///
     /// # Errors
     /// [`ErrorKind::DeviceLimit`] if the device has no queue that deep; lack of memory otherwise.
@@ -66,21 +66,31 @@ impl Context {
         let raw_channel = channel.map_or(std::ptr::null_mut(), |channel| channel.0.raw.as_ptr());
         let vector = (vector % self.completion_vectors()).cast_signed();
         set_errno(0);
-        // SAFETY: the context is open, the channel is alive and stays so (the queue holds it), and the
-        // queue's context pointer is a number that nobody follows.
+        // SAFETY: the context is open, the channel is alive and stays so (the queue holds it), and
+        // the queue's context pointer is a number that nobody follows.
         let raw = unsafe {
             let key = std::ptr::without_provenance_mut(key);
-            (self.verbs().ibv.ibv_create_cq)(self.raw(), depth.cast_signed(), key, raw_channel, vector)
+            (self.verbs().ibv.ibv_create_cq)(
+                self.raw(),
+                depth.cast_signed(),
+                key,
+                raw_channel,
+                vector,
+            )
         };
         let raw = NonNull::new(raw).ok_or_else(|| {
-            let error = Error::last("ibv_create_cq", format!("{depth} entries on {}", self.device().name()));
+            let error = Error::last(
+                "ibv_create_cq",
+                format!("{depth} entries on {}", self.device().name()),
+            );
             let limit = self.limits().ok().and_then(|l| exceeded(&[("depth", depth, l.max_cqe)]));
             match limit {
                 Some(limit) => error.with_kind(ErrorKind::DeviceLimit).because(limit),
                 None => error.or_memlock(u64::from(depth) * ENTRY_BYTES),
             }
         })?;
-        let inner = QueueInner { raw, key: CqKey(key), channel: channel.cloned(), context: self.clone() };
+        let inner =
+            QueueInner { raw, key: CqKey(key), channel: channel.cloned(), context: self.clone() };
         Ok(CompletionQueue(Arc::new(inner)))
     }
 }
@@ -210,8 +220,9 @@ impl CompletionQueue {
             .map_err(|_| Error::new(ErrorKind::System, "ibv_poll_cq", format!("returned {got}")))
     }
 
-    /// Asks for one event when the next completion arrives (with `solicited_only`: the next that its
-    /// sender marked, or that failed). Poll once more after this: what arrived before does not wake.
+    /// Asks for one event when the next completion arrives (with `solicited_only`: the next that
+    /// its sender marked, or that failed). Poll once more after this: what arrived before does not
+    /// wake.
     ///
     /// # Errors
     /// When the device has gone.
@@ -233,7 +244,11 @@ impl CompletionQueue {
     /// [`ErrorKind::Misuse`] without a channel; else as [`CompletionQueue::poll`].
     pub fn wait(&self, out: &mut [WorkCompletion], timeout: Duration) -> Result<usize, Error> {
         let Some(channel) = &self.0.channel else {
-            return Err(Error::new(ErrorKind::Misuse, "ibv_get_cq_event", "the queue has no channel"));
+            return Err(Error::new(
+                ErrorKind::Misuse,
+                "ibv_get_cq_event",
+                "the queue has no channel",
+            ));
         };
         let deadline = std::time::Instant::now() + timeout;
         loop {
@@ -252,6 +267,9 @@ impl CompletionQueue {
 
 impl std::fmt::Debug for CompletionQueue {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("CompletionQueue").field("key", &self.key()).field("depth", &self.depth()).finish()
+        f.debug_struct("CompletionQueue")
+            .field("key", &self.key())
+            .field("depth", &self.depth())
+            .finish()
     }
 }

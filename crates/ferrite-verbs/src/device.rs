@@ -55,7 +55,8 @@ impl Verbs {
                 errno => Error::os("ibv_get_device_list", errno, ""),
             });
         }
-        let list = Arc::new(List { verbs: self.clone(), array, len: usize::try_from(len).unwrap_or(0) });
+        let list =
+            Arc::new(List { verbs: self.clone(), array, len: usize::try_from(len).unwrap_or(0) });
         if list.len == 0 {
             return Err(Absence::NoDevice.into());
         }

@@ -104,7 +104,8 @@ impl Absence {
 pub enum ErrorKind {
     /// RDMA is not available here: fall back to another transport. See [`Error::absence`].
     Absent,
-    /// The locked-memory limit refused a registration or a queue: fall back, or raise it. See [`Error::memlock`].
+    /// The locked-memory limit refused a registration or a queue: fall back, or raise it. See
+    /// [`Error::memlock`].
     Memlock,
     /// The kernel or the device has no memory or objects left: free some, then retry.
     OutOfMemory,
@@ -260,7 +261,13 @@ impl Error {
             Errno::INVAL => ErrorKind::Misuse,
             _ => ErrorKind::System,
         };
-        Self(Box::new(Inner { kind, call, context: context.into(), errno: Some(errno), cause: None }))
+        Self(Box::new(Inner {
+            kind,
+            call,
+            context: context.into(),
+            errno: Some(errno),
+            cause: None,
+        }))
     }
 
     /// The failure of `call`, which set the C library's error number, or left the 0 that was there.
@@ -331,7 +338,9 @@ impl fmt::Display for Error {
         }
         match cause {
             Some(Cause::Memlock(memlock)) => write!(f, ": {memlock}"),
-            Some(Cause::Rejection(rejection)) => write!(f, ": the peer refused: {}", rejection.reason),
+            Some(Cause::Rejection(rejection)) => {
+                write!(f, ": the peer refused: {}", rejection.reason)
+            }
             Some(Cause::Text(text)) => write!(f, ": {text}"),
             Some(Cause::Absence(_)) | None => Ok(()),
         }
@@ -351,8 +360,9 @@ pub(crate) fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Sets the C library's error number of this thread. To 0 before calls that some providers refuse without setting it
-/// (bnxt_re: a queue pair with too many inline bytes): what is there from earlier calls is not their reason.
+/// Sets the C library's error number of this thread. To 0 before calls that some providers refuse
+/// without setting it (bnxt_re: a queue pair with too many inline bytes): what is there from
+/// earlier calls is not their reason.
 pub(crate) fn set_errno(raw: i32) {
     unsafe extern "C" {
         fn __errno_location() -> *mut std::ffi::c_int;
@@ -362,7 +372,11 @@ pub(crate) fn set_errno(raw: i32) {
 }
 
 /// The convention of most verbs: 0, or an error number (some providers: −1 and errno).
-pub(crate) fn check(call: &'static str, rc: i32, context: impl FnOnce() -> String) -> Result<(), Error> {
+pub(crate) fn check(
+    call: &'static str,
+    rc: i32,
+    context: impl FnOnce() -> String,
+) -> Result<(), Error> {
     match rc {
         0 => Ok(()),
         rc if rc > 0 => Err(Error::os(call, Errno::from_raw_os_error(rc), context())),

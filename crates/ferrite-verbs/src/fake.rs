@@ -1,9 +1,9 @@
-//! A provider in software, behind the same function table: hosts, devices and wires that exist in this
-//! process only.
+//! A provider in software, behind the same function table: hosts, devices and wires that exist in
+//! this process only.
 //!
-//! It lets the layers above run where there is no device (under Miri, in a unit test, on a laptop), and lets
-//! them meet what a device does once a year: a call that fails, a port that goes down, a black hole, a device
-//! that is pulled out.
+//! It lets the layers above run where there is no device (under Miri, in a unit test, on a laptop),
+//! and lets them meet what a device does once a year: a call that fails, a port that goes down, a
+//! black hole, a device that is pulled out.
 //!
 //! ```
 //! # use ferrite_verbs::fake::{DeviceSpec, Objects, World};
@@ -32,27 +32,28 @@
 //!
 //! # What it claims
 //!
-//! Reliable connections as the verbs specification has them and Soft-RoCE shows them: states, capacities that
-//! come back when completions are reaped, keys and bounds and permissions on both sides, flushing in order,
-//! receiver-not-ready, shared receive queues, memory windows of type 2B, events and their
-//! acknowledgement, `EBUSY` while children exist;
-//! RDMA CM with the events and the padding that librdmacm gives for identifiers without a queue pair.
+//! Reliable connections as the verbs specification has them and Soft-RoCE shows them: states,
+//! capacities that come back when completions are reaped, keys and bounds and permissions on both
+//! sides, flushing in order, receiver-not-ready, shared receive queues, memory windows of type 2B,
+//! events and their acknowledgement, `EBUSY` while children exist; RDMA CM with the events and the
+//! padding that librdmacm gives for identifiers without a queue pair.
 //!
-//! Everything happens at once, on the caller's thread, under one lock: no packet is in flight, no thread runs
-//! in the background, and the same calls give the same completions. So there is no time either: where a
-//! device would retry and then fail, the fake fails at once; where it would retry until the cause goes
-//! (`rnr_retry` 7, `timeout` 0, a peer that is not ready to receive yet), the request waits for that.
+//! Everything happens at once, on the caller's thread, under one lock: no packet is in flight, no
+//! thread runs in the background, and the same calls give the same completions. So there is no time
+//! either: where a device would retry and then fail, the fake fails at once; where it would retry
+//! until the cause goes (`rnr_retry` 7, `timeout` 0, a peer that is not ready to receive yet), the
+//! request waits for that.
 //!
-//! It is stricter than devices where that finds bugs: local and remote keys differ and are never used twice,
-//! queues are exactly as deep as asked, send queue entries come back only with a reaped completion,
-//! and a queue pair is not destroyed before the windows that are bound to it.
+//! It is stricter than devices where that finds bugs: local and remote keys differ and are never
+//! used twice, queues are exactly as deep as asked, send queue entries come back only with a reaped
+//! completion, and a queue pair is not destroyed before the windows that are bound to it.
 //!
 //! # What it does not model
 //!
-//! Packet numbers, MTU, packet loss short of a black hole, partial transfers, UD and UC, atomics, memory
-//! windows of type 1, inline receives, resizing, the drained state of a send queue, TIMEWAIT_EXIT,
-//! memlock and cgroups
-//! (inject `ENOMEM` or `EAGAIN` instead), sysfs (a fake device has no driver, NUMA node or netdev).
+//! Packet numbers, MTU, packet loss short of a black hole, partial transfers, UD and UC, atomics,
+//! memory windows of type 1, inline receives, resizing, the drained state of a send queue,
+//! TIMEWAIT_EXIT, memlock and cgroups (inject `ENOMEM` or `EAGAIN` instead), sysfs (a fake device
+//! has no driver, NUMA node or netdev).
 
 mod cm;
 mod completion;
@@ -84,7 +85,8 @@ use device::Subject;
 use object::Id;
 use state::State;
 
-/// Hosts that know nothing of other worlds. Clones share it; it lives as long as anything made from it.
+/// Hosts that know nothing of other worlds. Clones share it; it lives as long as anything made from
+/// it.
 #[derive(Clone)]
 pub struct World(Arc<Inner>);
 
@@ -127,14 +129,18 @@ impl World {
     /// If the world has a device of that name.
     pub fn add_device(&self, spec: DeviceSpec) {
         self.with(|state| {
-            assert!(state.device_called(&spec.name).is_none(), "a second device called {}", spec.name);
+            assert!(
+                state.device_called(&spec.name).is_none(),
+                "a second device called {}",
+                spec.name
+            );
             state.add_device(spec);
         });
     }
 
-    /// Makes the next call of the C function `call` fail with `errno`. Several are taken in turn, one per
-    /// call. The operations of a context go by the names of their C wrappers (`ibv_post_send`, `ibv_poll_cq`),
-    /// and `ibv_reg_mr` means every registration.
+    /// Makes the next call of the C function `call` fail with `errno`. Several are taken in turn,
+    /// one per call. The operations of a context go by the names of their C wrappers
+    /// (`ibv_post_send`, `ibv_poll_cq`), and `ibv_reg_mr` means every registration.
     ///
     /// A destroy that fails leaves its object as it was.
     ///
@@ -144,8 +150,9 @@ impl World {
         self.with(|state| state.inject(known(call), Errno::from_raw_os_error(errno)));
     }
 
-    /// Makes every call of the C function `call` wait until [`World::let_go`]: as `ibv_modify_qp` does for a second
-    /// while the kernel looks for the hardware address of a silent peer (`ib_resolve_eth_dmac` in Linux).
+    /// Makes every call of the C function `call` wait until [`World::let_go`]: as `ibv_modify_qp`
+    /// does for a second while the kernel looks for the hardware address of a silent peer
+    /// (`ib_resolve_eth_dmac` in Linux).
     ///
     /// # Panics
     /// As [`World::fail_next`].
@@ -194,8 +201,8 @@ impl World {
     }
 
     /// Makes the next `ibv_post_send` fail with `errno` after it has queued all its requests, and
-    /// without naming one that it refused: as Soft-RoCE when its doorbell fails (`rxe_post_send` and
-    /// `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
+    /// without naming one that it refused: as Soft-RoCE when its doorbell fails (`rxe_post_send`
+    /// and `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
     pub fn fail_next_doorbell(&self, errno: i32) {
         self.with(|state| state.inject(engine::DOORBELL, Errno::from_raw_os_error(errno)));
     }
@@ -216,8 +223,8 @@ impl World {
         self.with_device(name, |state, device| state.set_up(device, true));
     }
 
-    /// Loses every packet between two devices (or of a device to itself) until [`World::heal`]: requests fail
-    /// with transport retry exceeded, handshakes hear nothing.
+    /// Loses every packet between two devices (or of a device to itself) until [`World::heal`]:
+    /// requests fail with transport retry exceeded, handshakes hear nothing.
     ///
     /// # Panics
     /// If there is no such device.
@@ -237,8 +244,8 @@ impl World {
         });
     }
 
-    /// Pulls a device out: an async event and a CM event tell its users, its queue pairs fail, its peers are
-    /// disconnected, and only destroying works on it from now on.
+    /// Pulls a device out: an async event and a CM event tell its users, its queue pairs fail, its
+    /// peers are disconnected, and only destroying works on it from now on.
     ///
     /// # Panics
     /// If there is no such device.
@@ -246,12 +253,13 @@ impl World {
         self.with_device(name, State::remove);
     }
 
-    /// Takes a device away from its users, as the kernel does with one that is removed or whose firmware
-    /// is reset if its driver allows that (mlx5, and most of the others; `ib_uverbs_remove_one` and
-    /// `ib_uverbs_free_hw_resources` in the kernel's `drivers/infiniband/core/uverbs_main.c`): an async
-    /// event tells them, the kernel destroys all their objects, the event descriptors report an error,
-    /// and every command fails with EIO, those that destroy included. libibverbs passes that on unless
-    /// RDMAV_ALLOW_DISASSOC_DESTROY is set (`libibverbs/cmd_write.h`).
+    /// Takes a device away from its users, as the kernel does with one that is removed or whose
+    /// firmware is reset if its driver allows that (mlx5, and most of the others;
+    /// `ib_uverbs_remove_one` and `ib_uverbs_free_hw_resources` in the kernel's
+    /// `drivers/infiniband/core/uverbs_main.c`): an async event tells them, the kernel destroys all
+    /// their objects, the event descriptors report an error, and every command fails with EIO,
+    /// those that destroy included. libibverbs passes that on unless RDMAV_ALLOW_DISASSOC_DESTROY
+    /// is set (`libibverbs/cmd_write.h`).
     ///
     /// # Panics
     /// If there is no such device.
@@ -259,8 +267,8 @@ impl World {
         self.with_device(name, State::disassociate);
     }
 
-    /// Breaks a queue pair: it goes to ERROR with an async event, and is flushed. `false` if there is none of
-    /// this number.
+    /// Breaks a queue pair: it goes to ERROR with an async event, and is flushed. `false` if there
+    /// is none of this number.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn break_queue_pair(&self, qp_num: u32) -> bool {
         self.with(|state| {
@@ -308,14 +316,16 @@ impl World {
 
     fn with_device(&self, name: &str, run: impl FnOnce(&mut State, Id)) {
         self.with(|state| {
-            let device = state.device_called(name).unwrap_or_else(|| panic!("no device called {name}"));
+            let device =
+                state.device_called(name).unwrap_or_else(|| panic!("no device called {name}"));
             run(state, device);
         });
     }
 
     fn with_wire(&self, one: &str, other: &str, run: impl FnOnce(&mut State, (Id, Id))) {
         self.with_device(one, |state, one| {
-            let other = state.device_called(other).unwrap_or_else(|| panic!("no device called {other}"));
+            let other =
+                state.device_called(other).unwrap_or_else(|| panic!("no device called {other}"));
             run(state, (one.min(other), one.max(other)));
             state.settle();
         });
@@ -330,8 +340,11 @@ impl World {
         match patience {
             None => (self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner), false),
             Some(patience) => {
-                let (state, waited) =
-                    self.0.changed.wait_timeout(state, patience).unwrap_or_else(PoisonError::into_inner);
+                let (state, waited) = self
+                    .0
+                    .changed
+                    .wait_timeout(state, patience)
+                    .unwrap_or_else(PoisonError::into_inner);
                 (state, waited.timed_out())
             }
         }
@@ -352,8 +365,8 @@ impl fmt::Debug for World {
 
 /// A device to be: its name, its addresses, and what it can do at most.
 ///
-/// The GID table has a link-local address at index 0 and [`DeviceSpec::addresses`] from index 1, all of them
-/// RoCE v2.
+/// The GID table has a link-local address at index 0 and [`DeviceSpec::addresses`] from index 1,
+/// all of them RoCE v2.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the limits are those of ibv_query_device(3)")]
 pub struct DeviceSpec {
@@ -387,16 +400,18 @@ pub struct DeviceSpec {
     pub reports_last_receive: bool,
     /// Memory windows can be bound to a queue pair; without, there are none at all.
     pub queue_pair_windows: bool,
-    /// The kernel says that there are windows of type 2, and the provider in user space makes none: `ibv_alloc_mw`
-    /// says EOPNOTSUPP. bnxt_re (`bnxt_re_query_device` in the kernel's `drivers/infiniband/hw/bnxt_re/ib_verbs.c`
-    /// sets IB_DEVICE_MEM_WINDOW_TYPE_2B and `max_mw`; rdma-core's `providers/bnxt_re` has no `alloc_mw` in any
-    /// version, so that `libibverbs/dummy_ops.c` answers).
+    /// The kernel says that there are windows of type 2, and the provider in user space makes none:
+    /// `ibv_alloc_mw` says EOPNOTSUPP. bnxt_re (`bnxt_re_query_device` in the kernel's
+    /// `drivers/infiniband/hw/bnxt_re/ib_verbs.c` sets IB_DEVICE_MEM_WINDOW_TYPE_2B and `max_mw`;
+    /// rdma-core's `providers/bnxt_re` has no `alloc_mw` in any version, so that
+    /// `libibverbs/dummy_ops.c` answers).
     pub windows_only_in_kernel: bool,
-    /// There are windows, and `max_mw` is 0: `mlx4_ib_query_device` (the kernel's `drivers/infiniband/hw/mlx4/main.c`)
-    /// never sets it.
+    /// There are windows, and `max_mw` is 0: `mlx4_ib_query_device` (the kernel's
+    /// `drivers/infiniband/hw/mlx4/main.c`) never sets it.
     pub hides_max_mw: bool,
-    /// A queue pair that asks for too much is refused without an error number: errno is what it was before.
-    /// bnxt_re (`bnxt_re_check_qp_limits` and `bnxt_re_create_qp` in rdma-core's `providers/bnxt_re/verbs.c`).
+    /// A queue pair that asks for too much is refused without an error number: errno is what it was
+    /// before. bnxt_re (`bnxt_re_check_qp_limits` and `bnxt_re_create_qp` in rdma-core's
+    /// `providers/bnxt_re/verbs.c`).
     pub refuses_silently: bool,
 }
 

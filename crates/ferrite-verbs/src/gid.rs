@@ -97,7 +97,13 @@ impl GidEntry {
         let mut entries = vec![sys::ibv_gid_entry::default(); capacity.max(1)];
         // SAFETY: the context is open; the array has as many entries of this size as we say.
         let len = unsafe {
-            query(context.raw(), entries.as_mut_ptr(), entries.len(), 0, size_of::<sys::ibv_gid_entry>())
+            query(
+                context.raw(),
+                entries.as_mut_ptr(),
+                entries.len(),
+                0,
+                size_of::<sys::ibv_gid_entry>(),
+            )
         };
         if len < 0 {
             return Err(Error::os(
@@ -127,9 +133,16 @@ impl GidEntry {
                 let at = i32::try_from(index).unwrap_or(i32::MAX);
                 // SAFETY: the context is open and `raw` is valid for the write.
                 let rc = unsafe {
-                    (context.verbs().ibv.ibv_query_gid)(context.raw(), port.number, at, &raw mut raw)
+                    (context.verbs().ibv.ibv_query_gid)(
+                        context.raw(),
+                        port.number,
+                        at,
+                        &raw mut raw,
+                    )
                 };
-                check("ibv_query_gid", rc, || format!("{} index {index}", context.device().name()))?;
+                check("ibv_query_gid", rc, || {
+                    format!("{} index {index}", context.device().name())
+                })?;
                 // SAFETY: both members of the union are plain bytes.
                 let gid = Gid(unsafe { raw.raw });
                 if !gid.is_unset() {
@@ -141,8 +154,9 @@ impl GidEntry {
     }
 
     fn from_sysfs(context: &Context, port: &Port, index: u32, gid: Gid) -> Self {
-        let attribute =
-            |name: &str| context.device().sysfs(&format!("ports/{}/gid_attrs/{name}/{index}", port.number));
+        let attribute = |name: &str| {
+            context.device().sysfs(&format!("ports/{}/gid_attrs/{name}/{index}", port.number))
+        };
         let kind = match attribute("types").as_deref() {
             Some("RoCE v2") => GidType::ROCE_V2,
             Some("IB/RoCE v1") if port.link_layer == LinkLayer::ETHERNET => GidType::ROCE_V1,
@@ -152,8 +166,13 @@ impl GidEntry {
     }
 }
 
-type QueryGidTable =
-    unsafe extern "C" fn(*mut sys::ibv_context, *mut sys::ibv_gid_entry, usize, u32, usize) -> isize;
+type QueryGidTable = unsafe extern "C" fn(
+    *mut sys::ibv_context,
+    *mut sys::ibv_gid_entry,
+    usize,
+    u32,
+    usize,
+) -> isize;
 
 fn netdev(ifindex: u32) -> Option<String> {
     if ifindex == 0 || cfg!(miri) {
@@ -161,7 +180,8 @@ fn netdev(ifindex: u32) -> Option<String> {
     }
     // A socket of any kind will do to ask the kernel for the name.
     let socket =
-        rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM, None).ok()?;
+        rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM, None)
+            .ok()?;
     rustix::net::netdevice::index_to_name(socket, ifindex).ok()
 }
 
@@ -180,7 +200,8 @@ pub struct GidChoice {
 pub fn choose_gid(port: &Port, entries: &[GidEntry]) -> Option<GidChoice> {
     let rank = |entry: &GidEntry| {
         let kind = u8::from(entry.kind == GidType::ROCE_V2);
-        let scope = if entry.gid.ipv4().is_some() { 2 } else { u8::from(!entry.gid.is_link_local()) };
+        let scope =
+            if entry.gid.ipv4().is_some() { 2 } else { u8::from(!entry.gid.is_link_local()) };
         (kind, scope, Reverse(entry.index))
     };
     let of_port = entries.iter().filter(|entry| entry.port == port.number);
@@ -226,7 +247,10 @@ mod tests {
             entry(5, "::ffff:10.0.0.1", GidType::ROCE_V2),
             entry(4, "::ffff:10.0.0.2", GidType::ROCE_V2),
         ];
-        assert_eq!(choose_gid(&port(LinkLayer::ETHERNET), &entries).map(|c| c.entry.index), Some(4));
+        assert_eq!(
+            choose_gid(&port(LinkLayer::ETHERNET), &entries).map(|c| c.entry.index),
+            Some(4)
+        );
         entries.iter_mut().for_each(|entry| entry.port = 2);
         assert_eq!(choose_gid(&port(LinkLayer::ETHERNET), &entries), None);
     }

@@ -1,8 +1,9 @@
 //! RDMA verbs and RDMA CM, loaded at run time.
 //!
-//! The bottom of Ferrite: every call into libibverbs and librdmacm is here, behind objects that keep
-//! their parents alive and can only be torn down in the right order. Nothing is linked: where rdma-core
-//! is absent, [`Verbs::system`] returns an [`Absence`] with its remedy, and the program goes on.
+//! The bottom of Ferrite: every call into libibverbs and librdmacm is here, behind objects that
+//! keep their parents alive and can only be torn down in the right order. Nothing is linked: where
+//! rdma-core is absent, [`Verbs::system`] returns an [`Absence`] with its remedy, and the program
+//! goes on.
 //!
 //! | file | object |
 //! |---|---|
@@ -16,12 +17,12 @@
 //! | `error.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; numbers with names; [`leaked_objects`] |
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
-//! Safety in one paragraph: safe code cannot make the device touch freed memory. A [`MemoryRegion`] owns
-//! its bytes and never lends them; a queue that was given a piece of one keeps it registered until the queue
-//! is destroyed. Code that brings its own memory does so by `unsafe` calls with a written contract
-//! ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device refuses to release an object, the object
-//! and its memory are leaked and counted ([`leaked_objects`]). Codes that this version does not know are kept as
-//! numbers.
+//! Safety in one paragraph: safe code cannot make the device touch freed memory. A [`MemoryRegion`]
+//! owns its bytes and never lends them; a queue that was given a piece of one keeps it registered
+//! until the queue is destroyed. Code that brings its own memory does so by `unsafe` calls with a
+//! written contract ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device refuses to
+//! release an object, the object and its memory are leaked and counted ([`leaked_objects`]). Codes
+//! that this version does not know are kept as numbers.
 //!
 //! ```no_run
 //! # use ferrite_verbs::{Access, QueuePairConfig, Verbs};

@@ -27,9 +27,11 @@ impl Access {
     /// The device may write it: receives, and the local end of reads.
     pub const LOCAL: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
     /// A peer that has the key may read it.
-    pub const REMOTE_READ: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
+    pub const REMOTE_READ: Self =
+        Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0);
     /// A peer that has the key may write it.
-    pub const REMOTE_WRITE: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
+    pub const REMOTE_WRITE: Self =
+        Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
     /// Memory windows may be put on it ([`MemoryRegion::window`]), and the device may write it. By
     /// itself it is out of peers' reach.
     pub const WINDOWS: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
@@ -62,8 +64,8 @@ impl std::ops::BitOr for Access {
 
 /// A registered region and, if we allocated it, its memory.
 ///
-/// Dropping it takes the device's permission away first and frees the memory after; queue pairs that
-/// were given a part of it keep it alive until they are destroyed.
+/// Dropping it takes the device's permission away first and frees the memory after; queue pairs
+/// that were given a part of it keep it alive until they are destroyed.
 #[derive(Debug)]
 pub struct MemoryRegion(Arc<Registration>);
 
@@ -100,12 +102,13 @@ impl Drop for Registration {
 }
 
 impl Registration {
-    /// Takes the device's permission away and frees the memory; returns the error number. If the device
-    /// did not let go it may still write: then the memory stays mapped, and the registration is as it was.
+    /// Takes the device's permission away and frees the memory; returns the error number. If the
+    /// device did not let go it may still write: then the memory stays mapped, and the registration
+    /// is as it was.
     fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
-        // SAFETY: registered by us and not released yet: a success sets `released`, and both callers have
-        // the only reference.
+        // SAFETY: registered by us and not released yet: a success sets `released`, and both
+        // callers have the only reference.
         let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
         let rc = crate::leak::outcome(rc, self.domain.context());
         if rc != 0 {
@@ -139,7 +142,12 @@ impl ProtectionDomain {
         }
         // SAFETY: a fresh mapping at an address of the kernel's choice.
         let at = unsafe {
-            mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE)
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
         }
         .map_err(|errno| Error::os("mmap", errno, format!("{len} bytes")))?;
         // After a fork, copy-on-write would move the parent's pages away from under the device.
@@ -162,8 +170,8 @@ impl ProtectionDomain {
     ///
     /// # Safety
     /// `memory` must be valid for reads and writes of `len` bytes until the region and every queue
-    /// pair it was posted to are gone, and no Rust reference into it may be live while the device or
-    /// a peer may access the same bytes.
+    /// pair it was posted to are gone, and no Rust reference into it may be live while the device
+    /// or a peer may access the same bytes.
     pub unsafe fn register(
         &self,
         memory: NonNull<u8>,
@@ -173,7 +181,12 @@ impl ProtectionDomain {
         self.register_memory(Memory::Borrowed(memory), len, access)
     }
 
-    fn register_memory(&self, memory: Memory, len: usize, access: Access) -> Result<MemoryRegion, Error> {
+    fn register_memory(
+        &self,
+        memory: Memory,
+        len: usize,
+        access: Access,
+    ) -> Result<MemoryRegion, Error> {
         let (Memory::Mapped(at) | Memory::Borrowed(at)) = memory;
         let ibv = self.context().verbs().ibv;
         // SAFETY: the domain is alive and the memory is valid for `len` bytes: by `allocate`, or as
@@ -182,18 +195,27 @@ impl ProtectionDomain {
             let addr = at.as_ptr().expose_provenance();
             let memory = std::ptr::with_exposed_provenance_mut(addr);
             match ibv.ibv_reg_mr_iova2 {
-                // As the inline function in C: only this one knows that optional flags are optional.
+                // As the inline function in C: only this one knows that optional flags are
+                // optional.
                 Some(register) if access.0 & Access::OPTIONAL != 0 => {
                     register(self.raw(), memory, len, addr as u64, access.0)
                 }
-                _ => (ibv.ibv_reg_mr)(self.raw(), memory, len, access.of_queue_pair().cast_signed()),
+                _ => {
+                    (ibv.ibv_reg_mr)(self.raw(), memory, len, access.of_queue_pair().cast_signed())
+                }
             }
         };
         let raw = NonNull::new(raw).ok_or_else(|| {
             let what = format!("{len} bytes on {}", self.context().device().name());
             Error::last("ibv_reg_mr", what).or_memlock(len as u64)
         })?;
-        Ok(MemoryRegion(Arc::new(Registration { raw, memory, len, domain: self.clone(), released: false })))
+        Ok(MemoryRegion(Arc::new(Registration {
+            raw,
+            memory,
+            len,
+            domain: self.clone(),
+            released: false,
+        })))
     }
 }
 
@@ -244,7 +266,8 @@ impl MemoryRegion {
     /// If the range is not within the region, or is larger than 4 GiB.
     #[must_use]
     pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
-        let len = u32::try_from(self.check(&range)).expect("a scatter/gather entry is at most 4 GiB");
+        let len =
+            u32::try_from(self.check(&range)).expect("a scatter/gather entry is at most 4 GiB");
         let addr = self.0.at().as_ptr().addr() as u64 + range.start as u64;
         Sge::owned(sys::ibv_sge { addr, length: len, lkey: self.lkey() }, &self.0)
     }
@@ -272,7 +295,11 @@ impl MemoryRegion {
         // SAFETY: within the region, which is valid while the registration is; `&mut self` keeps
         // other threads out, and the device is not part of Rust's memory model.
         unsafe {
-            std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.0.at().as_ptr().add(offset), bytes.len());
+            std::ptr::copy_nonoverlapping(
+                bytes.as_ptr(),
+                self.0.at().as_ptr().add(offset),
+                bytes.len(),
+            );
         }
         fence(Ordering::Release);
     }
@@ -287,7 +314,11 @@ impl MemoryRegion {
         // SAFETY: within the region, which is valid while the registration is. A device that writes
         // meanwhile gives torn bytes, which are bytes all the same.
         unsafe {
-            std::ptr::copy_nonoverlapping(self.0.at().as_ptr().add(offset), out.as_mut_ptr(), out.len());
+            std::ptr::copy_nonoverlapping(
+                self.0.at().as_ptr().add(offset),
+                out.as_mut_ptr(),
+                out.len(),
+            );
         };
     }
 
@@ -313,13 +344,13 @@ impl MemoryRegion {
         unsafe { AtomicU8::from_ptr(self.0.at().as_ptr().add(offset)) }.load(Ordering::Acquire)
     }
 
-    /// Releases it now, and says whether the device let go: from then on no peer can reach the memory.
-    /// Dropping does the same, but can only count a refusal.
+    /// Releases it now, and says whether the device let go: from then on no peer can reach the
+    /// memory. Dropping does the same, but can only count a refusal.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] while a queue that was given a part of it, or a window on it, is
-    /// alive, or what
-    /// `ibv_dereg_mr` says. The region comes back as it was: the device may still access its memory.
+    /// alive, or what `ibv_dereg_mr` says. The region comes back as it was: the device may still
+    /// access its memory.
     pub fn deregister(mut self) -> Result<(), (Self, Error)> {
         let context = |len| format!("{len} bytes");
         let Some(registration) = Arc::get_mut(&mut self.0) else {
@@ -357,7 +388,8 @@ mod tests {
     fn deregister_says_whether_the_device_let_go() {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
-        let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+        let context =
+            world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
         let domain = context.allocate_protection_domain().expect("domain");
         let mut region = domain.allocate(4096, Access::LOCAL).expect("region");
         region.write(0, b"mine");

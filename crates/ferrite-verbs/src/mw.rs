@@ -71,8 +71,8 @@ impl MemoryRegion {
 }
 
 impl ProtectionDomain {
-    /// Makes a window and lets go of it: whether there are any is not known before. bnxt_re's kernel driver has
-    /// them, and its part of rdma-core has no call for it.
+    /// Makes a window and lets go of it: whether there are any is not known before. bnxt_re's
+    /// kernel driver has them, and its part of rdma-core has no call for it.
     ///
     /// # Errors
     /// As [`MemoryRegion::window`].
@@ -97,7 +97,8 @@ impl ProtectionDomain {
 
     /// Called once for each window, or again after it failed.
     fn release_window(&self, raw: NonNull<sys::ibv_mw>) -> i32 {
-        // SAFETY: the context is open while the domain is; the operation was there when the window was made.
+        // SAFETY: the context is open while the domain is; the operation was there when the window
+        // was made.
         let rc = match unsafe { (*self.context().raw()).ops.dealloc_mw } {
             // SAFETY: made by us and not released yet.
             Some(release) => unsafe { release(raw.as_ptr()) },
@@ -153,7 +154,11 @@ impl MemoryWindow {
             length: self.len,
             mw_access_flags: self.access.of_window(),
         };
-        sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1 { mw: self.raw.as_ptr(), rkey: self.rkey, bind_info }
+        sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1 {
+            mw: self.raw.as_ptr(),
+            rkey: self.rkey,
+            bind_info,
+        }
     }
 }
 

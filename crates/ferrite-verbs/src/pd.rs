@@ -38,7 +38,8 @@ impl Context {
     pub fn allocate_protection_domain(&self) -> Result<ProtectionDomain, Error> {
         // SAFETY: the context is open.
         let raw = unsafe { (self.verbs().ibv.ibv_alloc_pd)(self.raw()) };
-        let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_alloc_pd", self.device().name()))?;
+        let raw =
+            NonNull::new(raw).ok_or_else(|| Error::last("ibv_alloc_pd", self.device().name()))?;
         Ok(ProtectionDomain(Arc::new(Inner { raw, context: self.clone() })))
     }
 }

@@ -48,7 +48,8 @@ impl Port {
                 .cast::<sys::verbs_context>();
             let query = ((*raw).abi_compat.addr() == usize::MAX
                 && (*extended).sz
-                    >= size_of::<sys::verbs_context>() - offset_of!(sys::verbs_context, query_port))
+                    >= size_of::<sys::verbs_context>()
+                        - offset_of!(sys::verbs_context, query_port))
             .then(|| (*extended).query_port)
             .flatten();
             match query {
@@ -135,7 +136,8 @@ impl Mtu {
     /// 4096 bytes.
     pub const B4096: Self = Self(5);
 
-    /// By the number that verbs have for it, 1 to 5, which is also what peers tell each other. Others count as the smallest.
+    /// By the number that verbs have for it, 1 to 5, which is also what peers tell each other.
+    /// Others count as the smallest.
     #[must_use]
     pub fn from_code(code: u8) -> Self {
         Self(if (1..=5).contains(&code) { code.into() } else { 1 })

@@ -1,8 +1,8 @@
 //! Queue pairs: reliable connections.
 //!
 //! A queue pair is made here and brought up by [`QueuePairAttributes`], which come either from RDMA
-//! CM ([`crate::CmId::queue_pair_attributes`]) or from an address that the peers exchanged by other means
-//! ([`QueuePairAttributes::connect_to`]). One kind of queue pair, two ways to meet.
+//! CM ([`crate::CmId::queue_pair_attributes`]) or from an address that the peers exchanged by other
+//! means ([`QueuePairAttributes::connect_to`]). One kind of queue pair, two ways to meet.
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -41,7 +41,8 @@ pub struct QueuePairConfig {
 }
 
 impl QueuePairConfig {
-    /// Both directions complete on `cq`: 128 entries each way, one piece per request, no inline data.
+    /// Both directions complete on `cq`: 128 entries each way, one piece per request, no inline
+    /// data.
     #[must_use]
     pub fn new(cq: &CompletionQueue) -> Self {
         Self {
@@ -100,7 +101,8 @@ impl ProtectionDomain {
     /// Makes a queue pair, in state RESET.
     ///
     /// # Errors
-    /// [`ErrorKind::DeviceLimit`] if the device cannot; lack of memory or a cgroup's limit otherwise.
+    /// [`ErrorKind::DeviceLimit`] if the device cannot; lack of memory or a cgroup's limit
+    /// otherwise.
     pub fn create_queue_pair(&self, config: &QueuePairConfig) -> Result<QueuePair, Error> {
         let mut attr = sys::ibv_qp_init_attr {
             send_cq: config.send_cq.raw(),
@@ -117,7 +119,8 @@ impl ProtectionDomain {
             ..Default::default()
         };
         set_errno(0);
-        // SAFETY: domain, queues and `attr` are alive for the call; the queue pair keeps them after it.
+        // SAFETY: domain, queues and `attr` are alive for the call; the queue pair keeps them after
+        // it.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_qp)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| self.create_error(config))?;
         Ok(QueuePair {
@@ -164,7 +167,9 @@ impl ProtectionDomain {
                 .because("perhaps more inline bytes than the device has"),
             None => {
                 let (sends, receives) = (config.max_send_wr.into(), u64::from(config.max_recv_wr));
-                error.or_memlock(u64::saturating_mul(sends, SEND_ENTRY_BYTES) + receives * ENTRY_BYTES)
+                error.or_memlock(
+                    u64::saturating_mul(sends, SEND_ENTRY_BYTES) + receives * ENTRY_BYTES,
+                )
             }
         }
     }
@@ -176,17 +181,20 @@ impl QueuePair {
     }
 
     fn release(&mut self) -> i32 {
-        // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive: fields drop later.
+        // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive:
+        // fields drop later.
         let rc = unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) };
         crate::leak::outcome(rc, self.domain.context())
     }
 
-    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory that was posted to it.
+    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory
+    /// that was posted to it.
     ///
     /// # Errors
     /// What the device said if it refused; the queue pair is as it was.
     pub fn destroy(mut self) -> Result<(), (Self, Error)> {
-        match check("ibv_destroy_qp", self.release(), || format!("queue pair {:#x}", self.number())) {
+        match check("ibv_destroy_qp", self.release(), || format!("queue pair {:#x}", self.number()))
+        {
             Ok(()) => {
                 self.destroyed = true;
                 Ok(())
@@ -254,8 +262,9 @@ impl QueuePair {
             | mask::IBV_QP_MIN_RNR_TIMER.0;
         let ibv = self.domain.context().verbs().ibv;
         // SAFETY: the queue pair is alive, both structs are valid for the write.
-        let rc =
-            unsafe { (ibv.ibv_query_qp)(self.raw(), &raw mut attr, wanted.cast_signed(), &raw mut init) };
+        let rc = unsafe {
+            (ibv.ibv_query_qp)(self.raw(), &raw mut attr, wanted.cast_signed(), &raw mut init)
+        };
         check("ibv_query_qp", rc, || format!("queue pair {:#x}", self.number()))?;
         Ok(attr)
     }
@@ -293,8 +302,8 @@ impl QueuePair {
         // SAFETY: the queue pair is alive; the provider filled the operations when it was opened.
         let post = unsafe { (*(*raw).context).ops.post_send };
         post_chained("ibv_post_send", requests, |head, refused| match post {
-            // SAFETY: the chain is valid for the call, and the memory it names outlives its use: held
-            // above, or promised by whoever called `Sge::from_raw`.
+            // SAFETY: the chain is valid for the call, and the memory it names outlives its use:
+            // held above, or promised by whoever called `Sge::from_raw`.
             Some(post) => unsafe { post(raw, head, refused) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         })
@@ -306,8 +315,11 @@ impl QueuePair {
     /// [`ErrorKind::QueueFull`] when there is no room; how many were posted before comes along.
     pub fn post_recv(&self, requests: &[RecvRequest<'_>]) -> Result<(), PostError> {
         if self.srq.is_some() {
-            let error =
-                Error::new(ErrorKind::Misuse, "ibv_post_recv", "the queue pair uses a shared receive queue");
+            let error = Error::new(
+                ErrorKind::Misuse,
+                "ibv_post_recv",
+                "the queue pair uses a shared receive queue",
+            );
             return Err(PostError { posted: 0, error });
         }
         self.held.hold(requests);
@@ -355,13 +367,14 @@ pub struct Path {
     pub retries: u8,
     /// Resends to a peer without receives, 0 to 6; 7 is for ever.
     pub rnr_retries: u8,
-    /// What a peer is told to wait when we have no receive posted (encoded: 0 is 655 ms, 1 is 10 µs,
-    /// 12 is 640 µs; table 45 of the InfiniBand specification).
+    /// What a peer is told to wait when we have no receive posted (encoded: 0 is 655 ms, 1 is 10
+    /// µs, 12 is 640 µs; table 45 of the InfiniBand specification).
     pub rnr_timer: u8,
 }
 
 impl Default for Path {
-    /// A dead peer is noticed after about half a second: 67 ms × 7 tries. (Soft-RoCE takes 7 resends for "for ever".)
+    /// A dead peer is noticed after about half a second: 67 ms × 7 tries. (Soft-RoCE takes 7
+    /// resends for "for ever".)
     fn default() -> Self {
         Self { mtu: Mtu::B1024, ack_timeout: 14, retries: 6, rnr_retries: 7, rnr_timer: 12 }
     }
@@ -410,7 +423,13 @@ impl QueuePairAttributes {
 
     /// INIT → ready to receive from `peer`, reached from our GID at `gid_index` of `port`.
     #[must_use]
-    pub fn connect_to(peer: &PeerAddress, port: u8, gid_index: u8, path: &Path, reads_in: u8) -> Self {
+    pub fn connect_to(
+        peer: &PeerAddress,
+        port: u8,
+        gid_index: u8,
+        path: &Path,
+        reads_in: u8,
+    ) -> Self {
         use sys::ibv_qp_attr_mask as mask;
         let mut new = Self::new(sys::ibv_qp_state::IBV_QPS_RTR);
         new.attr.path_mtu = sys::ibv_mtu(path.mtu.0);
@@ -453,15 +472,16 @@ impl QueuePairAttributes {
         ])
     }
 
-    /// Sets the wait that peers without a receive are told (see [`Path::rnr_timer`]): RDMA CM leaves it
-    /// at 0, which is 655 ms.
+    /// Sets the wait that peers without a receive are told (see [`Path::rnr_timer`]): RDMA CM
+    /// leaves it at 0, which is 655 ms.
     #[must_use]
     pub fn rnr_timer(mut self, encoded: u8) -> Self {
         self.attr.min_rnr_timer = encoded;
         self.also(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
     }
 
-    /// Sets how often a request is repeated to a peer without a receive, 7 for ever (ready to send).
+    /// Sets how often a request is repeated to a peer without a receive, 7 for ever (ready to
+    /// send).
     #[must_use]
     pub fn rnr_retries(mut self, retries: u8) -> Self {
         self.attr.rnr_retry = retries;

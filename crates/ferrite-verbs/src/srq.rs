@@ -32,7 +32,8 @@ unsafe impl Sync for Inner {}
 impl Inner {
     fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
-        // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an `Arc`).
+        // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
+        // `Arc`).
         let rc = unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) };
         crate::leak::outcome(rc, self.domain.context())
     }
@@ -64,7 +65,8 @@ impl ProtectionDomain {
         // SAFETY: the domain is alive and `attr` is valid for the call.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_srq)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| {
-            let error = Error::last("ibv_create_srq", format!("{max_wr} receives of {max_sge} pieces"));
+            let error =
+                Error::last("ibv_create_srq", format!("{max_wr} receives of {max_sge} pieces"));
             let limit = self.context().limits().ok().and_then(|l| {
                 exceeded(&[("max_wr", max_wr, l.max_srq_wr), ("max_sge", max_sge, l.max_srq_sge)])
             });
@@ -87,13 +89,18 @@ impl SharedReceiveQueue {
         self.0.raw.as_ptr()
     }
 
-    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory that was posted to it.
+    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory
+    /// that was posted to it.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] while a queue pair or another clone has it, or what the device said.
     pub fn destroy(mut self) -> Result<(), (Self, Error)> {
         let Some(inner) = Arc::get_mut(&mut self.0) else {
-            let error = Error::new(ErrorKind::Misuse, "ibv_destroy_srq", "a queue pair still takes from it");
+            let error = Error::new(
+                ErrorKind::Misuse,
+                "ibv_destroy_srq",
+                "a queue pair still takes from it",
+            );
             return Err((self, error));
         };
         match check("ibv_destroy_srq", inner.release(), String::new) {
@@ -116,8 +123,8 @@ impl SharedReceiveQueue {
             unsafe { (*(*self.raw()).context).ops.post_srq_recv }
         });
         post_chained("ibv_post_srq_recv", requests, |head, refused| match post {
-            // SAFETY: the chain is valid for the call, and the memory it names outlives its use: held
-            // above, or promised by whoever called `Sge::from_raw`.
+            // SAFETY: the chain is valid for the call, and the memory it names outlives its use:
+            // held above, or promised by whoever called `Sge::from_raw`.
             Some(post) => unsafe { post(raw, head, refused) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         })
@@ -131,8 +138,9 @@ impl SharedReceiveQueue {
         let mut attr = sys::ibv_srq_attr { srq_limit: limit, ..Default::default() };
         let mask = sys::ibv_srq_attr_mask::IBV_SRQ_LIMIT.0.cast_signed();
         // SAFETY: the queue is alive and `attr` is valid for the call.
-        let rc =
-            unsafe { (self.0.domain.context().verbs().ibv.ibv_modify_srq)(self.raw(), &raw mut attr, mask) };
+        let rc = unsafe {
+            (self.0.domain.context().verbs().ibv.ibv_modify_srq)(self.raw(), &raw mut attr, mask)
+        };
         check("ibv_modify_srq", rc, || format!("limit {limit}"))
     }
 
@@ -143,7 +151,9 @@ impl SharedReceiveQueue {
     pub fn armed_limit(&self) -> Result<u32, Error> {
         let mut attr = sys::ibv_srq_attr::default();
         // SAFETY: the queue is alive and `attr` is valid for the write.
-        let rc = unsafe { (self.0.domain.context().verbs().ibv.ibv_query_srq)(self.raw(), &raw mut attr) };
+        let rc = unsafe {
+            (self.0.domain.context().verbs().ibv.ibv_query_srq)(self.raw(), &raw mut attr)
+        };
         check("ibv_query_srq", rc, String::new)?;
         Ok(attr.srq_limit)
     }
@@ -166,7 +176,8 @@ impl Held {
         let owners = requests.iter().flat_map(|request| request.local()).filter_map(Sge::owner);
         let mut held = None;
         for owner in owners {
-            let held = held.get_or_insert_with(|| self.0.lock().unwrap_or_else(PoisonError::into_inner));
+            let held =
+                held.get_or_insert_with(|| self.0.lock().unwrap_or_else(PoisonError::into_inner));
             if !held.iter().any(|known| Arc::ptr_eq(known, owner)) {
                 held.push(Arc::clone(owner));
             }

@@ -161,7 +161,9 @@ mod tests {
 
     #[test]
     fn a_missing_library_is_named_with_its_remedy() {
-        let Err(absence) = open("libferrite-nowhere.so.1") else { panic!("nobody has this library") };
+        let Err(absence) = open("libferrite-nowhere.so.1") else {
+            panic!("nobody has this library")
+        };
         assert!(matches!(absence, Absence::NoLibrary { library: "libferrite-nowhere.so.1", .. }));
         assert!(absence.to_string().contains("libferrite-nowhere.so.1: cannot open"), "{absence}");
         assert!(absence.remedy().contains("libibverbs1"), "{}", absence.remedy());

@@ -218,7 +218,8 @@ mod tests {
 
     #[test]
     fn immediate_data_is_in_host_order() {
-        let mut raw = sys::ibv_wc { wc_flags: sys::ibv_wc_flags::IBV_WC_WITH_IMM.0, ..Default::default() };
+        let mut raw =
+            sys::ibv_wc { wc_flags: sys::ibv_wc_flags::IBV_WC_WITH_IMM.0, ..Default::default() };
         raw.__bindgen_anon_1.imm_data = 0x0102_0304_u32.to_be();
         assert_eq!(WorkCompletion(raw).imm(), Some(0x0102_0304));
         assert_eq!(WorkCompletion::default().imm(), None);

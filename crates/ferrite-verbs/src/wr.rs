@@ -201,7 +201,9 @@ impl Request for SendRequest<'_> {
             Operation::Send => (op::IBV_WR_SEND, None, None),
             Operation::SendImm(imm) => (op::IBV_WR_SEND_WITH_IMM, None, Some(imm)),
             Operation::Write(remote) => (op::IBV_WR_RDMA_WRITE, Some(remote), None),
-            Operation::WriteImm(remote, imm) => (op::IBV_WR_RDMA_WRITE_WITH_IMM, Some(remote), Some(imm)),
+            Operation::WriteImm(remote, imm) => {
+                (op::IBV_WR_RDMA_WRITE_WITH_IMM, Some(remote), Some(imm))
+            }
             Operation::Read(remote) => (op::IBV_WR_RDMA_READ, Some(remote), None),
             Operation::Invalidate(rkey) => {
                 wr.__bindgen_anon_1.invalidate_rkey = rkey;
@@ -258,8 +260,8 @@ impl Request for RecvRequest<'_> {
 
 /// A post that stopped half-way: the first `posted` requests are in the queue, the rest are not.
 ///
-/// A provider that does not say which request it refused may have queued all of them: then all count as
-/// posted, the device may touch their memory, and the queue pair is of no use any more.
+/// A provider that does not say which request it refused may have queued all of them: then all
+/// count as posted, the device may touch their memory, and the queue pair is of no use any more.
 #[derive(Debug)]
 pub struct PostError {
     /// How many were accepted.
@@ -298,8 +300,8 @@ const CHAIN_SGES: usize = 32;
 
 /// Posts `requests` in chains that are built on the stack: nothing is allocated.
 ///
-/// `post` is the provider's function: it gets the head of a chain and where to put the first request
-/// that it refuses, and returns an error number.
+/// `post` is the provider's function: it gets the head of a chain and where to put the first
+/// request that it refuses, and returns an error number.
 pub(crate) fn post_chained<R: Request>(
     call: &'static str,
     requests: &[R],
@@ -310,14 +312,16 @@ pub(crate) fn post_chained<R: Request>(
         let mut wrs = [const { MaybeUninit::<R::Raw>::uninit() }; CHAIN];
         let mut sges = [const { MaybeUninit::<sys::ibv_sge>::uninit() }; CHAIN_SGES];
         // One pointer to each for all that follows: a second borrow would end the first.
-        let (head, pieces) = (wrs.as_mut_ptr().cast::<R::Raw>(), sges.as_mut_ptr().cast::<sys::ibv_sge>());
+        let (head, pieces) =
+            (wrs.as_mut_ptr().cast::<R::Raw>(), sges.as_mut_ptr().cast::<sys::ibv_sge>());
         let (mut len, mut sges_used) = (0, 0);
         for request in requests[posted..].iter().take(CHAIN) {
             let local = request.local();
             if sges_used + local.len() > CHAIN_SGES {
                 break;
             }
-            // SAFETY: `sges_used + local.len()` and `len` are within the arrays, as was checked above.
+            // SAFETY: `sges_used + local.len()` and `len` are within the arrays, as was checked
+            // above.
             unsafe {
                 let list = pieces.add(sges_used);
                 for (at, sge) in local.iter().enumerate() {
@@ -329,8 +333,12 @@ pub(crate) fn post_chained<R: Request>(
             len += 1;
         }
         if len == 0 {
-            let asked = format!("{} scatter/gather entries in one request", requests[posted].local().len());
-            return Err(PostError { posted, error: Error::new(ErrorKind::DeviceLimit, call, asked) });
+            let asked =
+                format!("{} scatter/gather entries in one request", requests[posted].local().len());
+            return Err(PostError {
+                posted,
+                error: Error::new(ErrorKind::DeviceLimit, call, asked),
+            });
         }
         for at in 1..len {
             // SAFETY: the first `len` entries were written above.
@@ -347,7 +355,9 @@ pub(crate) fn post_chained<R: Request>(
             // rdma-core's providers/rxe/rxe.c, when its doorbell (`post_send_db`) fails.
             let error = match refused {
                 Some(_) => error,
-                None => error.because("the provider does not say which it refused: all count as posted"),
+                None => {
+                    error.because("the provider does not say which it refused: all count as posted")
+                }
             };
             return Err(PostError { posted: posted + refused.unwrap_or(len), error });
         }

@@ -1,7 +1,8 @@
-//! A thousand lives: create, connect, use and drop in random order, with peers dying, and nothing is left.
+//! A thousand lives: create, connect, use and drop in random order, with peers dying, and nothing
+//! is left.
 //!
-//! `rdma resource show` counts what the kernel holds, /proc/self/fd what we hold. Both must be back where
-//! they started. A failure prints its seed, and `FERRITE_SEED` replays it.
+//! `rdma resource show` counts what the kernel holds, /proc/self/fd what we hold. Both must be back
+//! where they started. A failure prints its seed, and `FERRITE_SEED` replays it.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -41,8 +42,8 @@ fn resources() -> BTreeMap<String, u64> {
     held
 }
 
-/// Waits until the kernel has released what is already closed: identifiers linger in timewait, and the
-/// objects of a killed process go after it.
+/// Waits until the kernel has released what is already closed: identifiers linger in timewait, and
+/// the objects of a killed process go after it.
 fn settled(start: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
     let deadline = Instant::now() + PATIENCE;
     loop {
@@ -59,11 +60,14 @@ fn a_thousand_lives_leave_nothing() {
     if let Some(target) = role() {
         return connect_and_wait(&target);
     }
-    let seed = std::env::var("FERRITE_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or_else(|| {
-        std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .map_or(1, |now| now.as_nanos() as u64)
-    });
+    let seed = std::env::var("FERRITE_SEED")
+        .ok()
+        .and_then(|seed| seed.parse().ok())
+        .unwrap_or_else(|| {
+            std::time::SystemTime::now()
+                .duration_since(std::time::UNIX_EPOCH)
+                .map_or(1, |now| now.as_nanos() as u64)
+        });
     let mut random = Random::new(seed);
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     let lives = if emulated { LIVES_EMULATED } else { LIVES };
@@ -82,8 +86,8 @@ fn a_thousand_lives_leave_nothing() {
     assert_eq!(ferrite_verbs::leaked_objects(), 0, "FERRITE_SEED={seed}");
 }
 
-/// One connection: made, used by a random share of what it could do, and dropped piece by piece in random
-/// order, perhaps with work under way and perhaps without a goodbye.
+/// One connection: made, used by a random share of what it could do, and dropped piece by piece in
+/// random order, perhaps with work under way and perhaps without a goodbye.
 fn live(fixture: &Fixture, random: &mut Random) {
     let config = PairConfig {
         region_bytes: 16 << 10,
@@ -121,14 +125,16 @@ fn outlive_a_peer(fixture: &Fixture) {
     let config = PairConfig::default();
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
-    let mut child =
-        again("churn::a_thousand_lives_leave_nothing", &target.to_string(), &[]).spawn().expect("a child");
+    let mut child = again("churn::a_thousand_lives_leave_nothing", &target.to_string(), &[])
+        .spawn()
+        .expect("a child");
     let request = listener.next_request(PATIENCE).expect("events").expect("the child's request");
     let parts = Parts::new(fixture, &fixture.hosts[0], &config);
     cm::accept(&request, &parts.qp, config.access, &params(&config), PATIENCE).expect("accept");
     parts.qp.post_recv(&[RecvRequest::new(1, &[parts.region.sge(0..64)])]).expect("post");
     child.kill().expect("kill");
     child.wait().expect("wait");
-    // A second queue pair on the same objects, for good measure, while the first one's peer is gone.
+    // A second queue pair on the same objects, for good measure, while the first one's peer is
+    // gone.
     parts.domain.create_queue_pair(&QueuePairConfig::new(&parts.cq)).expect("queue pair");
 }

@@ -1,4 +1,5 @@
-//! What devices and kernels other than the lab's do, on the fake that has learned it from their sources.
+//! What devices and kernels other than the lab's do, on the fake that has learned it from their
+//! sources.
 
 use std::time::{Duration, Instant};
 
@@ -103,7 +104,8 @@ fn names_the_locked_memory_limit_when_a_queue_is_refused() {
         let me = std::env::current_exe().expect("a test");
         let mut words = words.map(std::ffi::OsString::from).chain([me.into_os_string()]);
         let mut child = std::process::Command::new(words.next().expect("a program"));
-        let child = child.args(words).args(["--exact", ME, "--nocapture"]).env("FERRITE_TEST_LIMITED", "1");
+        let child =
+            child.args(words).args(["--exact", ME, "--nocapture"]).env("FERRITE_TEST_LIMITED", "1");
         let out = child.output().expect("setpriv and prlimit of util-linux");
         let said = [out.stdout, out.stderr].map(|text| String::from_utf8_lossy(&text).into_owned());
         assert!(out.status.success() && said[0].contains("1 passed"), "{said:?}");
@@ -115,7 +117,11 @@ fn names_the_locked_memory_limit_when_a_queue_is_refused() {
     let blames = |call: &str, asked: &dyn Fn() -> Result<(), ferrite_verbs::Error>| {
         world.fail_next(call, ENOMEM);
         let error = asked().expect_err("as told");
-        assert_eq!(error.memlock().map(|memlock| memlock.limit_bytes), Some(65536), "{call}: {error}");
+        assert_eq!(
+            error.memlock().map(|memlock| memlock.limit_bytes),
+            Some(65536),
+            "{call}: {error}"
+        );
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK")), "{call}");
     };
     blames("ibv_reg_mr", &|| domain.allocate(1 << 20, Access::LOCAL).map(drop));
@@ -139,7 +145,8 @@ fn takes_events_while_a_call_on_another_identifier_waits() {
     let to = "10.0.0.1:7".parse().expect("an address");
     quick.resolve_address(None, to, PATIENCE).expect("asked");
     world.hold("rdma_resolve_addr");
-    let caller = std::thread::spawn(move || slow.resolve_address(None, to, PATIENCE).map(|()| slow));
+    let caller =
+        std::thread::spawn(move || slow.resolve_address(None, to, PATIENCE).map(|()| slow));
     let begun = Instant::now();
     while world.waiting_in("rdma_resolve_addr") == 0 {
         assert!(begun.elapsed() < PATIENCE, "the call does not begin");

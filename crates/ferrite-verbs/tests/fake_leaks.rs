@@ -1,5 +1,5 @@
-//! What cannot be released: counted, and its memory stays where it is. Alone in its process, because the
-//! counter is the process's.
+//! What cannot be released: counted, and its memory stays where it is. Alone in its process,
+//! because the counter is the process's.
 #![cfg(feature = "fake")]
 
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -10,7 +10,8 @@ const EIO: i32 = 5;
 fn is_mapped(addr: u64) -> bool {
     let maps = std::fs::read_to_string("/proc/self/maps").expect("proc");
     maps.lines().any(|line| {
-        let mut range = line.split([' ', '-']).map(|number| u64::from_str_radix(number, 16).unwrap_or(0));
+        let mut range =
+            line.split([' ', '-']).map(|number| u64::from_str_radix(number, 16).unwrap_or(0));
         let (from, to) = (range.next().unwrap_or(0), range.next().unwrap_or(0));
         (from..to).contains(&addr)
     })
@@ -50,14 +51,19 @@ fn a_failed_destroy_is_counted_and_nothing_is_unmapped() {
     drop((region, qp));
     assert_eq!((leaked_objects(), is_mapped(addr)), (2, true));
 
-    // The parents cannot go before their children: each refuses, each is counted, nothing is freed under a child.
+    // The parents cannot go before their children: each refuses, each is counted, nothing is freed
+    // under a child.
     drop(cq);
     assert_eq!(leaked_objects(), 3);
     let left = world.objects();
     assert_eq!((left.queue_pairs, left.completion_queues, left.memory_regions), (1, 1, 2));
 
     // An identifier.
-    let id = world.verbs().open_event_channel().and_then(|channel| channel.create_id()).expect("identifier");
+    let id = world
+        .verbs()
+        .open_event_channel()
+        .and_then(|channel| channel.create_id())
+        .expect("identifier");
     world.fail_next("rdma_destroy_id", EIO);
     drop(id);
     assert_eq!((leaked_objects(), world.objects().cm_ids), (4, 1));

@@ -8,9 +8,9 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use ferrite_verbs::{
-    Absence, Access, AsyncEventKind, CmEventKind, ConnectParams, Error, ErrorKind, Gid, Operation, Path,
-    PeerAddress, QueuePairAttributes, QueuePairConfig, RecvRequest, RejectReason, SendRequest, State, Status,
-    Subject, WorkCompletion,
+    Absence, Access, AsyncEventKind, CmEventKind, ConnectParams, Error, ErrorKind, Gid, Operation,
+    Path, PeerAddress, QueuePairAttributes, QueuePairConfig, RecvRequest, RejectReason,
+    SendRequest, State, Status, Subject, WorkCompletion,
 };
 use suite::pair::{End, Mode, Pair, PairConfig, Parts, params};
 use suite::random::Random;
@@ -57,7 +57,9 @@ fn heard(end: &End) -> Vec<(AsyncEventKind, Subject)> {
 
 /// The CM events that wait at an end.
 fn told(end: &End) -> Vec<CmEventKind> {
-    std::iter::from_fn(|| end.id.channel().next_event().expect("events")).map(|event| event.kind).collect()
+    std::iter::from_fn(|| end.id.channel().next_event().expect("events"))
+        .map(|event| event.kind)
+        .collect()
 }
 
 /// Injects `errno` into `call`, runs `run`, and expects this kind of failure there.
@@ -83,9 +85,13 @@ fn every_creating_call_can_fail() {
     fails(&world, "ibv_query_device", EIO, ErrorKind::DeviceGone, || context.limits());
     fails(&world, "ibv_query_port", EIO, ErrorKind::DeviceGone, || context.port(1));
     fails(&world, "ibv_query_gid_table", EIO, ErrorKind::DeviceGone, || context.gids());
-    fails(&world, "ibv_alloc_pd", ENOMEM, ErrorKind::OutOfMemory, || context.allocate_protection_domain());
+    fails(&world, "ibv_alloc_pd", ENOMEM, ErrorKind::OutOfMemory, || {
+        context.allocate_protection_domain()
+    });
     let domain = context.allocate_protection_domain().expect("domain");
-    fails(&world, "ibv_reg_mr", EAGAIN, ErrorKind::CgroupLimit, || domain.allocate(4096, Access::LOCAL));
+    fails(&world, "ibv_reg_mr", EAGAIN, ErrorKind::CgroupLimit, || {
+        domain.allocate(4096, Access::LOCAL)
+    });
     let ordering = Access::LOCAL | Access::RELAXED_ORDERING;
     fails(&world, "ibv_reg_mr", EAGAIN, ErrorKind::CgroupLimit, || domain.allocate(4096, ordering));
     domain.allocate(4096, ordering).expect("an optional flag");
@@ -103,7 +109,9 @@ fn every_creating_call_can_fail() {
     fails(&world, "ibv_modify_srq", EIO, ErrorKind::DeviceGone, || srq.arm_limit(1));
     fails(&world, "ibv_query_srq", EIO, ErrorKind::DeviceGone, || srq.armed_limit());
     let config = QueuePairConfig::new(&cq);
-    fails(&world, "ibv_create_qp", EAGAIN, ErrorKind::CgroupLimit, || domain.create_queue_pair(&config));
+    fails(&world, "ibv_create_qp", EAGAIN, ErrorKind::CgroupLimit, || {
+        domain.create_queue_pair(&config)
+    });
     let qp = domain.create_queue_pair(&config).expect("queue pair");
     fails(&world, "ibv_modify_qp", ETIMEDOUT, ErrorKind::Timeout, || {
         qp.modify(&QueuePairAttributes::init(1, Access::LOCAL))
@@ -154,7 +162,8 @@ fn every_call_of_the_connection_manager_can_fail() {
     fails(&world, "rdma_connect", EIO, io, || id.connect(&params));
     id.connect(&params).expect("connect");
     fails(&world, "rdma_get_cm_event", EIO, io, || channel.next_event());
-    let request = channel.next_event().expect("events").expect("a request").request.expect("a request");
+    let request =
+        channel.next_event().expect("events").expect("a request").request.expect("a request");
     assert_eq!((request.reads_in_wanted, request.reads_out_max, request.qp_num), (2, 3, 0x99));
     fails(&world, "rdma_init_qp_attr", EIO, io, || request.id.queue_pair_attributes(State::INIT));
     fails(&world, "rdma_accept", EIO, io, || request.id.accept(&params));
@@ -202,8 +211,10 @@ fn silent_sends_hold_their_entries() {
     let write = |wr_id| SendRequest::write(wr_id, &piece, to.region.remote(0..8));
     for _ in 0..3 {
         from.qp.post_send(&[write(1), write(2), write(3), write(4).signaled()]).expect("four fit");
-        let error =
-            from.qp.post_send(&[write(5)]).expect_err("the queue is full until the completion is reaped");
+        let error = from
+            .qp
+            .post_send(&[write(5)])
+            .expect_err("the queue is full until the completion is reaped");
         assert_eq!(error.error.kind(), ErrorKind::QueueFull);
         assert_eq!(from.reap(Mode::Poll).wr_id(), 4);
     }
@@ -242,8 +253,8 @@ fn own_port_goes_down() {
     assert_eq!(write_64(from, to), Status::FLUSHED);
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("address");
-    let error =
-        cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, NOW).expect_err("down");
+    let error = cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, NOW)
+        .expect_err("down");
     assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
 }
 
@@ -261,11 +272,12 @@ fn black_hole() {
     // Nobody answers a handshake: the caller's deadline ends it.
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("address");
-    let id =
-        cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, PATIENCE).expect("resolve");
+    let id = cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, PATIENCE)
+        .expect("resolve");
     let parts = Parts::new(&fixture, &fixture.hosts[1], &PairConfig::default());
     let (start, deadline) = (Instant::now(), Duration::from_millis(50));
-    let error = cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline);
+    let error =
+        cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline);
     assert_eq!(error.expect_err("no answer").kind(), ErrorKind::Timeout);
     assert!(start.elapsed() >= deadline);
     assert!(listener.next_request(NOW).expect("events").is_none());
@@ -279,8 +291,8 @@ fn black_hole() {
     assert_eq!(write_64(&again.ends[0], &again.ends[1]), Status::SUCCESS);
 }
 
-/// Connected by hand: one side may send before the other is ready, and waits through a black hole if it has no
-/// timeout.
+/// Connected by hand: one side may send before the other is ready, and waits through a black hole
+/// if it has no timeout.
 #[test]
 fn patience_is_rewarded() {
     let (world, fixture) = world();
@@ -290,7 +302,10 @@ fn patience_is_rewarded() {
         let std::net::IpAddr::V4(ip) = fixture.hosts[1 - at].ip else { panic!("IPv4") };
         let (qp_num, gid) = (parts[1 - at].qp.number(), Gid(ip.to_ipv6_mapped().octets()));
         let peer = PeerAddress { qp_num, psn: 0, gid, lid: 0 };
-        parts[at].qp.modify(&QueuePairAttributes::init(1, PairConfig::default().access)).expect("INIT");
+        parts[at]
+            .qp
+            .modify(&QueuePairAttributes::init(1, PairConfig::default().access))
+            .expect("INIT");
         parts[at].qp.modify(&QueuePairAttributes::connect_to(&peer, 1, 1, &path, 1)).expect("RTR");
         parts[at].qp.modify(&QueuePairAttributes::ready_to_send(0, &path, 1)).expect("RTS");
     };
@@ -311,8 +326,10 @@ fn patience_is_rewarded() {
     let stranger = PeerAddress { qp_num: 1, psn: 0, gid: Gid([0x20; 16]), lid: 0 };
     let lost = Parts::new(&fixture, &fixture.hosts[0], &PairConfig::default());
     lost.qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("INIT");
-    let error =
-        lost.qp.modify(&QueuePairAttributes::connect_to(&stranger, 1, 1, &path, 1)).expect_err("nobody");
+    let error = lost
+        .qp
+        .modify(&QueuePairAttributes::connect_to(&stranger, 1, 1, &path, 1))
+        .expect_err("nobody");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
 }
 
@@ -357,24 +374,35 @@ fn a_queue_pair_breaks() {
     assert!(world.break_queue_pair(from.qp.number()));
     assert!(!world.break_queue_pair(0xdead));
     assert_eq!(heard(from), [(AsyncEventKind::QP_FATAL, Subject::QueuePair(from.qp.number()))]);
-    assert_eq!(from.channel.next_event().expect("events"), Some(from.cq.key()), "failures are solicited");
-    let flushed: Vec<_> = std::iter::from_fn(|| from.reap_within(Mode::Poll, Duration::from_millis(1)))
-        .map(|wc| (wc.wr_id(), wc.status()))
-        .collect();
+    assert_eq!(
+        from.channel.next_event().expect("events"),
+        Some(from.cq.key()),
+        "failures are solicited"
+    );
+    let flushed: Vec<_> =
+        std::iter::from_fn(|| from.reap_within(Mode::Poll, Duration::from_millis(1)))
+            .map(|wc| (wc.wr_id(), wc.status()))
+            .collect();
     assert_eq!(flushed, [1, 2, 3, 11, 12, 13].map(|wr_id| (wr_id, Status::FLUSHED)));
     assert_eq!(write_64(to, from), Status::RETRY_EXCEEDED);
 }
 
 #[test]
 fn the_responder_hears_of_a_refusal_too() {
-    let config =
-        PairConfig { srq_receives: Some(8), region_access: Access::REMOTE_READ, ..Default::default() };
+    let config = PairConfig {
+        srq_receives: Some(8),
+        region_access: Access::REMOTE_READ,
+        ..Default::default()
+    };
     let pair = Pair::with(&fixture(), &config);
     let [to, from] = &pair.ends;
     assert_eq!(write_64(from, to), Status::REMOTE_ACCESS);
     assert_eq!(to.qp.state().expect("state"), State::ERROR);
     let qp = Subject::QueuePair(to.qp.number());
-    assert_eq!(heard(to), [(AsyncEventKind::QP_ACCESS_ERROR, qp), (AsyncEventKind::LAST_RECEIVE, qp)]);
+    assert_eq!(
+        heard(to),
+        [(AsyncEventKind::QP_ACCESS_ERROR, qp), (AsyncEventKind::LAST_RECEIVE, qp)]
+    );
     // An immediate write needs a receive, and without one nothing is written.
     let pair = Pair::with(&fixture(), &PairConfig { rnr_retries: 0, ..Default::default() });
     let [to, from] = &pair.ends;
@@ -446,7 +474,8 @@ fn a_thousand_lives() {
     let (mut dice, fds) = (Random::new(0x5eed), open_fds());
     let config = PairConfig { region_bytes: 4096, ..Default::default() };
     for life in 0..1000 {
-        let config = PairConfig { srq_receives: (dice.below(2) == 0).then_some(8), ..config.clone() };
+        let config =
+            PairConfig { srq_receives: (dice.below(2) == 0).then_some(8), ..config.clone() };
         let pair = Pair::with(&fixture, &config);
         let [to, from] = &pair.ends;
         for _ in 0..dice.below(4) {

@@ -1,7 +1,8 @@
-//! Faults on real devices: each one is heard as a typed error, in time (`cargo xtask lab-test faults`).
+//! Faults on real devices: each one is heard as a typed error, in time (`cargo xtask lab-test
+//! faults`).
 //!
-//! The rows are those of lab/README.md. Each test breaks the guest's network by the tools an operator has
-//! (ip, tc, rdma), and mends it when it ends, however it ends.
+//! The rows are those of lab/README.md. Each test breaks the guest's network by the tools an
+//! operator has (ip, tc, rdma), and mends it when it ends, however it ends.
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -12,8 +13,8 @@ use crate::suite::pair::{End, Mode, Pair, PairConfig, Parts, params, pattern};
 use crate::suite::{Host, PATIENCE};
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
-    Access, AsyncEventKind, CmEventKind, ConnectionRequest, Error, ErrorKind, QueuePairConfig, SendRequest,
-    State, Status, Subject, Verbs,
+    Access, AsyncEventKind, CmEventKind, ConnectionRequest, Error, ErrorKind, QueuePairConfig,
+    SendRequest, State, Status, Subject, Verbs,
 };
 
 /// Runs a command line of the system's tools.
@@ -33,7 +34,8 @@ struct Mend(&'static str);
 impl Drop for Mend {
     fn drop(&mut self) {
         // Not `sh`: a second panic would hide the first.
-        let mended = Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
+        let mended =
+            Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
         // The port comes back, and with it the address, a moment later.
         let deadline = Instant::now() + PATIENCE;
@@ -46,9 +48,13 @@ impl Drop for Mend {
 fn hosts_are_up() -> bool {
     let verbs = Verbs::system().unwrap();
     [("rxe1", "10.0.0.1"), ("rxe2", "10.0.0.2")].into_iter().all(|(device, ip)| {
-        let Ok(context) = verbs.device(device).and_then(|device| device.open()) else { return false };
+        let Ok(context) = verbs.device(device).and_then(|device| device.open()) else {
+            return false;
+        };
         context.active_port().is_ok()
-            && context.gids().is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
+            && context
+                .gids()
+                .is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
     })
 }
 
@@ -65,7 +71,8 @@ fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duratio
     }
 }
 
-/// Makes a pair, checks that it works, breaks it, and returns what the connecting side (10.0.0.2) sees.
+/// Makes a pair, checks that it works, breaks it, and returns what the connecting side (10.0.0.2)
+/// sees.
 fn status_under(cause: &str, mend: &'static str) -> (Pair, Status, Duration, Mend) {
     let pair = Pair::new(&lab());
     let [to, from] = &pair.ends;
@@ -80,7 +87,10 @@ fn status_under(cause: &str, mend: &'static str) -> (Pair, Status, Duration, Men
 fn expect_async(end: &End, kind: AsyncEventKind) -> Subject {
     let deadline = Instant::now() + PATIENCE;
     loop {
-        let event = end.context.wait_async_event(deadline.saturating_duration_since(Instant::now())).unwrap();
+        let event = end
+            .context
+            .wait_async_event(deadline.saturating_duration_since(Instant::now()))
+            .unwrap();
         let event = event.unwrap_or_else(|| panic!("no event: {kind}"));
         if event.kind == kind {
             return event.subject;
@@ -94,7 +104,10 @@ fn netdev_of_the_peer_down() {
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
     assert_eq!(expect_async(&pair.ends[0], AsyncEventKind::PORT_ERROR), Subject::Port(1));
     let absence = pair.ends[0].context.active_port().unwrap_err();
-    assert!(matches!(absence.absence(), Some(ferrite_verbs::Absence::PortDown { .. })), "{absence}");
+    assert!(
+        matches!(absence.absence(), Some(ferrite_verbs::Absence::PortDown { .. })),
+        "{absence}"
+    );
     assert!(absence.remedy().unwrap().contains("ip link set"), "{absence}");
     drop(mend);
     assert_eq!(expect_async(&pair.ends[0], AsyncEventKind::PORT_ACTIVE), Subject::Port(1));
@@ -114,8 +127,9 @@ fn carrier_lost() {
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
 }
 
-/// What 10.0.0.1 sends is lost on the way, not where it is sent (`h1`): a send that fails there, if only while a queueing discipline is
-/// put in place, ends the queue pair of the connection manager, and nothing brings that back.
+/// What 10.0.0.1 sends is lost on the way, not where it is sent (`h1`): a send that fails there, if
+/// only while a queueing discipline is put in place, ends the queue pair of the connection manager,
+/// and nothing brings that back.
 const HOLE: &str = "tc qdisc add dev p2 root netem loss 100%";
 const NO_HOLE: &str = "tc qdisc del dev p2 root";
 
@@ -136,8 +150,11 @@ fn address_of_the_peer_removed() {
 #[test]
 fn a_bad_wire_is_only_slower() {
     // 268 ms, eight times: longer than the delays here, and than a resend that waits for one.
-    let mut pair = Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
-    for netem in ["loss 5%", "delay 20ms", "delay 20ms reorder 25% 50%", "duplicate 20%", "corrupt 5%"] {
+    let mut pair =
+        Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
+    for netem in
+        ["loss 5%", "delay 20ms", "delay 20ms reorder 25% 50%", "duplicate 20%", "corrupt 5%"]
+    {
         let _fault = fault(&format!("tc qdisc add dev p2 root netem {netem}"), NO_HOLE);
         write_and_compare(&mut pair, 20, netem);
     }
@@ -146,7 +163,8 @@ fn a_bad_wire_is_only_slower() {
 /// Shorter than the retries: a stall, then everything goes on.
 #[test]
 fn a_short_outage_is_only_a_stall() {
-    let mut pair = Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
+    let mut pair =
+        Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
     let _up = Mend("ip link set h1 up");
     let outage = std::thread::spawn(|| sh("ip link set h1 down; sleep 0.1; ip link set h1 up"));
     while !outage.is_finished() {
@@ -163,7 +181,9 @@ fn write_and_compare(pair: &mut Pair, count: u8, during: &str) {
         // Never twice the same, so that what is compared must have come by this write.
         let bytes = pattern(at.wrapping_add(to.region.load(0)).wrapping_add(1), 64);
         from.region.write(0, &bytes);
-        from.post(SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled());
+        from.post(
+            SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled(),
+        );
         assert_eq!(from.reap(Mode::Event).status(), Status::SUCCESS, "write {at}, {during}");
         assert_eq!(to.region.to_vec(0, 64), bytes, "write {at}, {during}");
     }
@@ -182,7 +202,8 @@ fn black_hole_while_connecting() {
     let start = Instant::now();
     let deadline = Duration::from_secs(2);
     let error =
-        cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline).unwrap_err();
+        cm::connect(&id, &parts.qp, Access::LOCAL, &params(&PairConfig::default()), deadline)
+            .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     assert!(error.to_string().contains("did not answer in time"), "{error}");
     assert!(start.elapsed() < deadline + Duration::from_secs(5), "took {:?}", start.elapsed());
@@ -198,16 +219,18 @@ fn address_that_nobody_has() {
     assert!(error.to_string().contains("10.0.0.77"), "{error}");
 }
 
-/// The kernel takes a Soft-RoCE device away only when its last user lets go, and tells those that hold a CM
-/// identifier on it (a driver that can take it away at once also raises the async event DEVICE_FATAL). A
-/// program that then drops everything on the device lets the removal finish.
+/// The kernel takes a Soft-RoCE device away only when its last user lets go, and tells those that
+/// hold a CM identifier on it (a driver that can take it away at once also raises the async event
+/// DEVICE_FATAL). A program that then drops everything on the device lets the removal finish.
 #[test]
 fn device_removed() {
     let pair = Pair::new(&lab());
     let [to, from] = pair.ends;
     from.receive_into(1, 0..64);
-    let mut removal = Killed(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
-    let _mended = Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+    let mut removal =
+        Killed(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
+    let _mended =
+        Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
     let event = from.id.channel().wait_event(PATIENCE).unwrap().expect("an event");
     assert_eq!((event.kind, event.id), (CmEventKind::DEVICE_REMOVAL, from.id.key()));
     let target = from.region.remote(0..64);
@@ -267,7 +290,8 @@ fn memlock_is_explained() {
         return;
     }
     // Root has CAP_IPC_LOCK, which lifts the limit.
-    let mut child = again("faults::memlock_is_explained", "child", &["prlimit", "--memlock=8388608"]);
+    let mut child =
+        again("faults::memlock_is_explained", "child", &["prlimit", "--memlock=8388608"]);
     let out = child.uid(NOBODY).gid(NOBODY).output().unwrap();
     assert!(
         out.status.success(),
@@ -286,12 +310,14 @@ fn no_file_descriptors_left() {
         assert!(error.remedy().unwrap().contains("LimitNOFILE"));
         return;
     }
-    let out =
-        again("faults::no_file_descriptors_left", "child", &["prlimit", "--nofile=40"]).output().unwrap();
+    let out = again("faults::no_file_descriptors_left", "child", &["prlimit", "--nofile=40"])
+        .output()
+        .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// Runs `test` as a child in a cgroup with these rdma limits. In the child, joins it and returns `true`.
+/// Runs `test` as a child in a cgroup with these rdma limits. In the child, joins it and returns
+/// `true`.
 fn in_cgroup(test: &str, limits: &str) -> bool {
     let group = format!("/sys/fs/cgroup/{}", test.replace("::", "-"));
     if role().is_some() {
@@ -331,7 +357,8 @@ fn cgroup_is_full() {
     }
 }
 
-/// More queue pairs than there may be: a typed error, and everything can be released and made again.
+/// More queue pairs than there may be: a typed error, and everything can be released and made
+/// again.
 #[test]
 fn objects_exhausted() {
     if in_cgroup("faults::objects_exhausted", "rxe1 hca_handle=max hca_object=100") {

@@ -34,7 +34,10 @@ fn devices_tell_what_they_are() {
         assert_eq!(port.active_mtu.bytes(), 4096);
         let gids = context.gids().unwrap();
         let chosen = choose_gid(&port, &gids).unwrap().entry;
-        assert_eq!((chosen.gid.ip().to_string().as_str(), chosen.netdev.as_deref()), (ip, Some(netdev)));
+        assert_eq!(
+            (chosen.gid.ip().to_string().as_str(), chosen.netdev.as_deref()),
+            (ip, Some(netdev))
+        );
     }
     let error = verbs.device("mlx9").unwrap_err();
     assert!(error.to_string().contains("this host has"), "{error}");

@@ -20,10 +20,16 @@ pub(crate) fn role() -> Option<String> {
 /// `test` again, in a process of its own, behind the words of `wrapper`, as `role`.
 pub(crate) fn again(test: &str, role: &str, wrapper: &[&str]) -> Command {
     let mut words: Vec<String> = wrapper.iter().map(|word| (*word).to_owned()).collect();
-    words.extend(std::env::var(RUNNER).iter().flat_map(|runner| runner.split(' ')).map(str::to_owned));
+    words.extend(
+        std::env::var(RUNNER).iter().flat_map(|runner| runner.split(' ')).map(str::to_owned),
+    );
     words.extend(std::env::args().take(1));
     let mut command = Command::new(&words[0]);
-    command.args(&words[1..]).args(["--exact", test, "--nocapture"]).env(ROLE, role).stdout(Stdio::null());
+    command
+        .args(&words[1..])
+        .args(["--exact", test, "--nocapture"])
+        .env(ROLE, role)
+        .stdout(Stdio::null());
     command
 }
 

@@ -1,7 +1,8 @@
 //! One suite for every provider: what a pair of hosts must be able to do.
 //!
-//! `lab_verbs` runs it on Soft-RoCE devices in the lab's guest, `fake_verbs` on the fake provider. A test is
-//! a function of a [`Fixture`]; [`run_suite`] makes it a `#[test]` of the target that calls it.
+//! `lab_verbs` runs it on Soft-RoCE devices in the lab's guest, `fake_verbs` on the fake provider.
+//! A test is a function of a [`Fixture`]; [`run_suite`] makes it a `#[test]` of the target that
+//! calls it.
 
 use std::net::{IpAddr, SocketAddr};
 use std::time::Duration;

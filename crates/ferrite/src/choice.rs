@@ -16,8 +16,8 @@ pub(crate) enum Op {
 }
 
 impl Op {
-    /// What its latency is, for scripts, and which part of a round trip that is. A read comes back to where it started:
-    /// there is no half of it.
+    /// What its latency is, for scripts, and which part of a round trip that is. A read comes back
+    /// to where it started: there is no half of it.
     pub(crate) fn latency_measure(self) -> (&'static str, f64) {
         if self == Self::Read { ("round_trip", 1.0) } else { ("half_round_trip", 2.0) }
     }

@@ -1,6 +1,7 @@
 //! `ferrite devices`: what this host has, as a model that scripts get as JSON and people as text.
 //!
-//! This file asks the devices and fills the model; `devices/view.rs` prints it and knows nothing else.
+//! This file asks the devices and fills the model; `devices/view.rs` prints it and knows nothing
+//! else.
 
 use anyhow::Context as _;
 use clap::Args;
@@ -13,9 +14,9 @@ mod view;
 
 /// List the RDMA devices of this host: ports, addresses, limits
 ///
-/// For every device: the driver, firmware and NUMA node; its ports with state, link layer, MTU, speed and
-/// network interface; the addresses (GIDs) of each port, the one that connections would use and why; and
-/// whether connections can be made at all (RDMA CM).
+/// For every device: the driver, firmware and NUMA node; its ports with state, link layer, MTU,
+/// speed and network interface; the addresses (GIDs) of each port, the one that connections would
+/// use and why; and whether connections can be made at all (RDMA CM).
 #[derive(Args)]
 #[command(after_help = JSON_HELP)]
 pub(crate) struct Options {
@@ -158,7 +159,9 @@ impl ConnectionManager {
     fn of(verbs: &Verbs) -> Self {
         match verbs.open_event_channel() {
             Ok(_) => Self { available: true, error: None, remedy: None },
-            Err(error) => Self { available: false, error: Some(error.to_string()), remedy: error.remedy() },
+            Err(error) => {
+                Self { available: false, error: Some(error.to_string()), remedy: error.remedy() }
+            }
         }
     }
 }
@@ -189,7 +192,10 @@ impl Opened {
         let ports = context.ports()?;
         Ok(Self {
             completion_vectors: context.completion_vectors(),
-            ports: ports.iter().map(|port| PortEntry::of(context, port)).collect::<Result<_, _>>()?,
+            ports: ports
+                .iter()
+                .map(|port| PortEntry::of(context, port))
+                .collect::<Result<_, _>>()?,
             firmware: limits.firmware.clone(),
             limits: LimitsEntry::of(&limits),
         })
@@ -228,13 +234,14 @@ impl PortEntry {
             state,
             netdevs,
             gids: rows,
-            chosen_gid: chosen.map(|choice| ChosenGid { index: choice.entry.index, why: choice.why }),
+            chosen_gid: chosen
+                .map(|choice| ChosenGid { index: choice.entry.index, why: choice.why }),
         })
     }
 }
 
-/// The interfaces that belong to a device even while it has no address: those of its card, or for Soft-RoCE the
-/// one it sits on.
+/// The interfaces that belong to a device even while it has no address: those of its card, or for
+/// Soft-RoCE the one it sits on.
 fn netdevs_of(device: &str) -> Vec<String> {
     let sysfs = std::path::Path::new("/sys/class/infiniband").join(device);
     if let Ok(parent) = std::fs::read_to_string(sysfs.join("parent")) {

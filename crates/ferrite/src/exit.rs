@@ -29,7 +29,11 @@ pub(crate) fn report(error: &anyhow::Error, json: bool) -> ExitCode {
         }
     }
     let of_server = error.downcast_ref::<server::Ending>().map(server::Ending::code);
-    ExitCode::from(of_server.unwrap_or(if failure.missing.is_some() { UNAVAILABLE } else { FAILURE }))
+    ExitCode::from(of_server.unwrap_or(if failure.missing.is_some() {
+        UNAVAILABLE
+    } else {
+        FAILURE
+    }))
 }
 
 /// A failure, as scripts see it.
@@ -96,7 +100,8 @@ impl Failure {
     }
 }
 
-/// What happened, from the outermost cause to the innermost; one that only repeats the last is left out.
+/// What happened, from the outermost cause to the innermost; one that only repeats the last is left
+/// out.
 fn message(error: &anyhow::Error) -> String {
     let mut text = String::new();
     for cause in error.chain().map(ToString::to_string) {
@@ -171,8 +176,8 @@ mod tests {
 
     #[test]
     fn an_absence_names_the_part_and_the_remedy() {
-        let error =
-            anyhow::Error::from(ferrite_verbs::Error::from(Absence::NoDevice)).context("while trying");
+        let error = anyhow::Error::from(ferrite_verbs::Error::from(Absence::NoDevice))
+            .context("while trying");
         let failure = Failure::of(&error);
         assert_eq!((failure.kind, failure.missing), ("absent", Some("device")));
         let text = failure.paragraph();

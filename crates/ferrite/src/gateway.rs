@@ -8,7 +8,9 @@ use std::time::Duration;
 use anyhow::Context as _;
 use clap::{Args, ValueEnum};
 use ferrite_fabric::{Config, Fabric, ListenOptions, Listener, Rdma};
-use ferrite_session::{EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config};
+use ferrite_session::{
+    EngineAddress, Gateway, GatewayConfig, GatewayStats, ValkeyConfig, server_config,
+};
 use serde::Serialize;
 
 use crate::signals::Signals;
@@ -21,11 +23,13 @@ const WINDOW_MAX: u32 = size::MAX;
 
 /// Give an engine RDMA clients: Redis, Valkey, KeyDB, Dragonfly, Garnet, unchanged
 ///
-/// Listens for clients of Valkey Over RDMA (valkey-cli --rdma, valkey-benchmark --rdma, libvalkey) and for Ferrite peers, and
-/// gives each session a connection of its own to the engine's Unix or TCP socket. The engine sees an ordinary client, so that
-/// every command works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
+/// Listens for clients of Valkey Over RDMA (valkey-cli --rdma, valkey-benchmark --rdma, libvalkey)
+/// and for Ferrite peers, and gives each session a connection of its own to the engine's Unix or
+/// TCP socket. The engine sees an ordinary client, so that every command works: MULTI, SUBSCRIBE,
+/// BLPOP, MONITOR.
 ///
-/// Ferrite peers and every other client may also come over TCP at the same port (unless --rdma require).
+/// Ferrite peers and every other client may also come over TCP at the same port (unless --rdma
+/// require).
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -38,7 +42,8 @@ pub(crate) struct Options {
     /// Whether clients may, must or must not come over RDMA: prefer, require or forbid
     #[arg(long, value_name = "POLICY", default_value = "prefer")]
     rdma: Rdma,
-    /// The memory that each client of Valkey Over RDMA writes to at first, 4K to 2M: pinned while it is connected
+    /// The memory that each client of Valkey Over RDMA writes to at first, 4K to 2M: pinned while
+    /// it is connected
     ///
     /// Valkey's own listener has 1M. 64K, 512K and 2M waste nothing.
     #[arg(long, value_name = "SIZE", value_parser = parse_window, default_value = "64K")]
@@ -51,7 +56,8 @@ pub(crate) struct Options {
     max_clients: usize,
     /// Refuse clients of other hosts while the engine asks for no password
     ///
-    /// Behind the gateway they would look to the engine as if they came from this host, which its own protected mode lets pass.
+    /// Behind the gateway they would look to the engine as if they came from this host, which its
+    /// own protected mode lets pass.
     #[arg(long, value_name = "YES_OR_NO", value_enum, default_value_t = YesNo::Yes)]
     protected_mode: YesNo,
     /// Serve clients of Valkey Over RDMA on devices that cannot keep their memory apart
@@ -123,13 +129,17 @@ async fn serve(options: &Options) -> anyhow::Result<ExitCode> {
     let config = Config {
         busy_poll_us: options.busy_poll_us,
         shared_windows: options.rdma_shared_windows == YesNo::Yes,
-        max_connections: options.max_clients.saturating_add(64), // those beyond it are told why they must go
+        // those beyond it are told why they must go
+        max_connections: options.max_clients.saturating_add(64),
         ..server_config()
     };
     let fabric = Fabric::system().rdma(options.rdma).config(config).command_threads().build()?;
     tokio::spawn(fabric.drive());
     let listener = fabric
-        .listen_with(options.listen, &ListenOptions::new().rdma(options.rdma).accept_foreign_peers())
+        .listen_with(
+            options.listen,
+            &ListenOptions::new().rdma(options.rdma).accept_foreign_peers(),
+        )
         .with_context(|| format!("cannot listen on {}", options.listen))?;
     let gateway = Gateway::new(GatewayConfig {
         max_clients: options.max_clients,
@@ -172,7 +182,8 @@ struct Listening<'a> {
 
 fn tell_listening(options: &Options, fabric: &Fabric, listener: &Listener) {
     let address = listener.local_addr();
-    // A listener without RDMA (on a loopback address, say) has no use for the devices that were opened.
+    // A listener without RDMA (on a loopback address, say) has no use for the devices that were
+    // opened.
     let devices = if listener.absence().is_none() { fabric.devices() } else { Vec::new() };
     if options.json {
         let line = Listening {
@@ -211,13 +222,24 @@ struct Sessions {
 }
 
 fn tell_ended(options: &Options, stats: GatewayStats) {
-    let GatewayStats { valkey_sessions: valkey, ferrite_sessions: ferrite, refused, engine_failures, .. } =
-        stats;
+    let GatewayStats {
+        valkey_sessions: valkey,
+        ferrite_sessions: ferrite,
+        refused,
+        engine_failures,
+        ..
+    } = stats;
     let GatewayStats { tcp_sessions: tcp, to_engine_bytes, to_client_bytes, .. } = stats;
     if options.json {
         let sessions = Sessions { valkey, ferrite, tcp };
-        let line =
-            Ended { event: "ended", sessions, refused, engine_failures, to_engine_bytes, to_client_bytes };
+        let line = Ended {
+            event: "ended",
+            sessions,
+            refused,
+            engine_failures,
+            to_engine_bytes,
+            to_client_bytes,
+        };
         println!("{}", serde_json::to_string(&line).expect("plain values"));
         return;
     }

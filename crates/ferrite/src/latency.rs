@@ -1,8 +1,9 @@
 //! Round trips: taken by the CPU's counter, shown as percentiles.
 //!
-//! A time is taken right after each post, while the message is on its way; two such moments are one round trip
-//! apart. It is taken from the CPU's time stamp counter where there is a steady one: asking the kernel costs a
-//! system call on hosts whose clock is not mapped into the process (many guests).
+//! A time is taken right after each post, while the message is on its way; two such moments are one
+//! round trip apart. It is taken from the CPU's time stamp counter where there is a steady one:
+//! asking the kernel costs a system call on hosts whose clock is not mapped into the process (many
+//! guests).
 
 use std::time::Instant;
 
@@ -49,7 +50,8 @@ impl Recorder {
 
     /// What was recorded.
     pub(crate) fn finish(self) -> RoundTrips {
-        let (ticks, time) = (self.clock.raw().saturating_sub(self.started.0), self.started.1.elapsed());
+        let (ticks, time) =
+            (self.clock.raw().saturating_sub(self.started.0), self.started.1.elapsed());
         #[expect(clippy::cast_precision_loss, reason = "2^53 ticks are a month")]
         let us_per_tick = time.as_secs_f64() * 1e6 / ticks.max(1) as f64;
         RoundTrips { ticks: self.ticks, us_per_tick }
@@ -108,8 +110,14 @@ mod tests {
             ticks.record(value).expect("in bounds");
         }
         let latency = Latency::of(&RoundTrips { ticks, us_per_tick: 0.0005 }, 2.0);
-        assert!((latency.min - 1.0).abs() < 0.01 && (latency.p50 - 2.0).abs() < 0.01, "{latency:?}");
-        assert!((latency.max - 5.0).abs() < 0.01 && (latency.mean - 2.5).abs() < 0.01, "{latency:?}");
+        assert!(
+            (latency.min - 1.0).abs() < 0.01 && (latency.p50 - 2.0).abs() < 0.01,
+            "{latency:?}"
+        );
+        assert!(
+            (latency.max - 5.0).abs() < 0.01 && (latency.mean - 2.5).abs() < 0.01,
+            "{latency:?}"
+        );
     }
 
     #[test]

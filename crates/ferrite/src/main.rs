@@ -1,6 +1,8 @@
-//! The `ferrite` command: one file per subcommand, and a few that several share (addresses, choices, percentiles).
+//! The `ferrite` command: one file per subcommand, and a few that several share (addresses,
+//! choices, percentiles).
 //!
-//! A command returns what went wrong as an error; this file alone turns it into words and an exit code.
+//! A command returns what went wrong as an error; this file alone turns it into words and an exit
+//! code.
 #![forbid(unsafe_code)]
 #![expect(
     clippy::print_stdout,
@@ -29,8 +31,8 @@ mod size;
 
 /// RDMA for Redis, Valkey and blobs: tools for the fabric.
 ///
-/// Works on every host: rdma-core is loaded when a command needs it, and a host without RDMA is told what is
-/// missing and what to do.
+/// Works on every host: rdma-core is loaded when a command needs it, and a host without RDMA is
+/// told what is missing and what to do.
 #[derive(Parser)]
 #[command(name = "ferrite", version, max_term_width = 100, after_help = exit::HELP)]
 struct Cli {

@@ -3,13 +3,14 @@
 //! | file | part |
 //! |---|---|
 //! | `wire.rs` | what the two sides tell each other in the private data of the handshake |
-//! | `lane.rs` | one queue pair, its memory and its completions |
+//! | `endpoint.rs` | one queue pair, its memory and its completions |
 //! | `rounds.rs` | the loops: send, write, read; client and server |
 //! | `watch.rs` | who notices that the peer died or nothing moves |
 //! | `client.rs` `server.rs` `report.rs` | the two ends, and what is printed |
 //!
-//! The loops hold no clock but the one that measures, and no timeout: a second thread watches, and ends a stuck
-//! connection by stopping its queue pair, which wakes the loop with a failed completion.
+//! The loops hold no clock but the one that measures, and no timeout: a second thread watches, and
+//! ends a stuck connection by stopping its queue pair, which wakes the loop with a failed
+//! completion.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -20,7 +21,7 @@ use crate::choice::{Mode, Op};
 use crate::{address, seconds};
 
 mod client;
-mod lane;
+mod endpoint;
 mod report;
 mod rounds;
 mod server;
@@ -34,13 +35,14 @@ const DEFAULT_PORT: u16 = 7471;
 
 /// Measure the latency between two hosts over RDMA
 ///
-/// On one host, `ferrite pingpong --listen ADDRESS` waits for a client; on the other, `ferrite pingpong ADDRESS`
-/// runs the test and prints the result. The client's options travel with the connection: the server needs
-/// none. The connection is made by RDMA CM, so the addresses are the IP addresses of RDMA devices
-/// (`ferrite devices` lists them).
+/// On one host, `ferrite pingpong --listen ADDRESS` waits for a client; on the other, `ferrite
+/// pingpong ADDRESS` runs the test and prints the result. The client's options travel with the
+/// connection: the server needs none. The connection is made by RDMA CM, so the addresses are the
+/// IP addresses of RDMA devices (`ferrite devices` lists them).
 ///
-/// Every message carries its number, and both sides check it. The result is half the round trip for send and
-/// write, and the full round trip for read (as perftest's ib_send_lat, ib_write_lat and ib_read_lat do).
+/// Every message carries its number, and both sides check it. The result is half the round trip for
+/// send and write, and the full round trip for read (as perftest's ib_send_lat, ib_write_lat and
+/// ib_read_lat do).
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -55,8 +57,9 @@ pub(crate) struct Options {
     forever: bool,
     /// Connect from this local address, and so over its device
     ///
-    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick another device
-    /// than you think, or loop back inside the host if the server's address is local as well.
+    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick
+    /// another device than you think, or loop back inside the host if the server's address is local
+    /// as well.
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
     bind: Option<SocketAddr>,
     /// What each round does
@@ -74,7 +77,8 @@ pub(crate) struct Options {
     #[arg(long, value_name = "COUNT", default_value_t = 100, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..))]
     warmup: u32,
-    /// How both sides wait for completions (event: not for write, which completes nothing at the receiver)
+    /// How both sides wait for completions (event: not for write, which completes nothing at the
+    /// receiver)
     #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
     mode: Mode,
     /// Messages up to this size travel inside the work request, if the device can

@@ -1,4 +1,5 @@
-//! `ferrite relay`: clients that know only TCP, carried over RDMA. The other half of `ferrite gateway`.
+//! `ferrite relay`: clients that know only TCP, carried over RDMA. The other half of `ferrite
+//! gateway`.
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -18,13 +19,15 @@ use crate::{address, gateway};
 const DEFAULT_PORT: u16 = 6380;
 const LISTEN_PORT: u16 = 6379;
 
-/// Give any client RDMA: it speaks TCP to this host, and each of its connections goes over RDMA from here
+/// Give any client RDMA: it speaks TCP to this host, and each of its connections goes over RDMA
+/// from here
 ///
-/// For clients that cannot be changed, in any language. At the other end is the Ferrite module, `ferrite gateway`, or Valkey's own
-/// RDMA listener. Bytes are carried as they are, so that every command works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
+/// For clients that cannot be changed, in any language. At the other end is the Ferrite module,
+/// `ferrite gateway`, or Valkey's own RDMA listener. Bytes are carried as they are, so that every
+/// command works: MULTI, SUBSCRIBE, BLPOP, MONITOR.
 ///
-/// Who can reach the address that it listens on can use the engine as if from this host: keep it on loopback, or set a password in
-/// the engine.
+/// Who can reach the address that it listens on can use the engine as if from this host: keep it on
+/// loopback, or set a password in the engine.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {

@@ -31,8 +31,9 @@ const VERSION_PATIENCE: Duration = Duration::from_secs(10);
 
 /// Run a Redis or Valkey with RDMA: the engine you have, with our module in it
 ///
-/// Finds the engine and the module, writes the engine's configuration, starts it, says when it is ready and over what clients can
-/// come, passes its log on, tells systemd, and ends it in good order. Without --config everything has its default.
+/// Finds the engine and the module, writes the engine's configuration, starts it, says when it is
+/// ready and over what clients can come, passes its log on, tells systemd, and ends it in good
+/// order. Without --config everything has its default.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -78,7 +79,8 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
         Some(file) => Config::read(file).map_err(Ending::config)?,
         None => Config::default(),
     };
-    let file = options.config.as_deref().map(|file| format!("{}:", file.display())).unwrap_or_default();
+    let file =
+        options.config.as_deref().map(|file| format!("{}:", file.display())).unwrap_or_default();
     for what in &config.without_effect {
         log::warning(&format!("{file}{what}"));
     }
@@ -91,7 +93,8 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
         return Ok(0);
     }
     let _directory = plan.runtime_dir.as_deref().map(PrivateDir::make).transpose()?;
-    let status = runtime.block_on(async { Supervisor::new(&config, &plan, options.json)?.run().await })?;
+    let status =
+        runtime.block_on(async { Supervisor::new(&config, &plan, options.json)?.run().await })?;
     let code = ending::code(status);
     log::notice(&format!("the engine has ended {}", ending::how(status)));
     tell::ended(options.json, code);
@@ -102,9 +105,11 @@ fn try_run(options: &Options) -> anyhow::Result<u8> {
 async fn version(engine: &Path) -> Result<String, Ending> {
     let mut command = tokio::process::Command::new(engine);
     command.arg("--version").stdin(Stdio::null()).kill_on_drop(true);
-    let wrong = |why: String| Ending::cannot_start(format!("{} --version: {why}", engine.display()));
+    let wrong =
+        |why: String| Ending::cannot_start(format!("{} --version: {why}", engine.display()));
     let output = tokio::time::timeout(VERSION_PATIENCE, command.output()).await;
-    let output = output.map_err(|_| wrong("no answer".into()))?.map_err(|error| wrong(error.to_string()))?;
+    let output =
+        output.map_err(|_| wrong("no answer".into()))?.map_err(|error| wrong(error.to_string()))?;
     let said = String::from_utf8_lossy(&output.stdout);
     match said.split_once(" sha=").map_or(said.trim(), |(name, _)| name) {
         "" => Err(wrong(ending::how(output.status))),

@@ -15,9 +15,12 @@ pub(crate) fn parse_up_to(text: &str, max: u32) -> Result<u32, String> {
         "" | "b" => 1,
         "k" | "kib" => 1 << 10,
         "m" | "mib" => 1 << 20,
-        _ => return Err("a size is a number of bytes, or one with K or M (1024 and 1048576)".into()),
+        _ => {
+            return Err("a size is a number of bytes, or one with K or M (1024 and 1048576)".into());
+        }
     };
-    let number: u64 = digits.parse().map_err(|_| "a size is a whole number, such as 64 or 64K".to_owned())?;
+    let number: u64 =
+        digits.parse().map_err(|_| "a size is a whole number, such as 64 or 64K".to_owned())?;
     number
         .checked_mul(unit)
         .and_then(|bytes| u32::try_from(bytes).ok())
@@ -31,12 +34,22 @@ mod tests {
 
     #[test]
     fn sizes_have_units() {
-        let good = [("1", 1), ("64", 64), ("64K", 65_536), ("8kib", 8192), ("1M", 1 << 20), ("100b", 100)];
+        let good =
+            [("1", 1), ("64", 64), ("64K", 65_536), ("8kib", 8192), ("1M", 1 << 20), ("100b", 100)];
         for (text, bytes) in good {
             assert_eq!(parse(text), Ok(bytes), "{text}");
         }
-        for bad in ["", "0", "K", "3M", "64X", "-1", "1.5K", "99999999999999999999", "18446744073709551615K"]
-        {
+        for bad in [
+            "",
+            "0",
+            "K",
+            "3M",
+            "64X",
+            "-1",
+            "1.5K",
+            "99999999999999999999",
+            "18446744073709551615K",
+        ] {
             assert!(parse(bad).is_err(), "{bad}");
         }
         assert_eq!(parse("3M"), Err("from 1 byte to 2M".to_owned()));

@@ -1,5 +1,6 @@
-//! The command on a host without RDMA devices, which is every host that builds this: it starts, says which part is
-//! missing and what to do, and exits with a code of its own. Whether rdma-core is installed makes no difference.
+//! The command on a host without RDMA devices, which is every host that builds this: it starts,
+//! says which part is missing and what to do, and exits with a code of its own. Whether rdma-core
+//! is installed makes no difference.
 
 use std::path::Path;
 use std::process::{Command, Output};
@@ -42,7 +43,8 @@ fn absence_is_one_paragraph_with_its_remedy() {
         assert_eq!(output.status.code(), Some(UNAVAILABLE), "{arguments:?}: {message}");
         assert_eq!(text(&output.stdout), "", "{arguments:?}");
         assert_eq!(message.trim_end().lines().count(), 1, "{arguments:?}: {message}");
-        let parts = ["the library is missing", "the kernel support is missing", "a device is missing"];
+        let parts =
+            ["the library is missing", "the kernel support is missing", "a device is missing"];
         assert!(parts.iter().any(|part| message.contains(part)), "{arguments:?}: {message}");
         assert!(message.contains("What to do: "), "{arguments:?}: {message}");
     }
@@ -67,7 +69,8 @@ fn absence_in_json_is_an_object() {
 
 #[test]
 fn nothing_of_rdma_core_is_linked() {
-    let output = Command::new("ldd").arg(env!("CARGO_BIN_EXE_ferrite")).output().expect("ldd starts");
+    let output =
+        Command::new("ldd").arg(env!("CARGO_BIN_EXE_ferrite")).output().expect("ldd starts");
     let libraries = text(&output.stdout);
     assert!(libraries.contains("libc.so"), "{libraries}");
     assert!(!libraries.contains("libibverbs") && !libraries.contains("librdmacm"), "{libraries}");

@@ -3,7 +3,8 @@
 #[path = "kv/suite.rs"]
 mod kv;
 
-const PLACE: kv::Place = kv::Place { listen: "127.0.0.1:0", client: &[], rdma: "forbid", transport: "TCP" };
+const PLACE: kv::Place =
+    kv::Place { listen: "127.0.0.1:0", client: &[], rdma: "forbid", transport: "TCP" };
 
 #[test]
 fn load_through_the_gateway() {

@@ -1,4 +1,5 @@
-//! `ferrite server` with real engines on a host without RDMA: Debian's Redis, and Valkey where the lab has built it.
+//! `ferrite server` with real engines on a host without RDMA: Debian's Redis, and Valkey where the
+//! lab has built it.
 //!
 //! What it says, how it ends, and that no engine is left. Over RDMA it is `lab_server`'s.
 
@@ -28,10 +29,12 @@ fn engines() -> Vec<String> {
         let cache = cache.or_else(|| Some(Path::new(&std::env::var_os("HOME")?).join(".cache")));
         cache.map(|cache| cache.join("ferrite-lab"))
     });
-    let valkey = cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists());
+    let valkey =
+        cache.map(|cache| cache.join("valkey/valkey-server")).filter(|server| server.exists());
     // As in the module's tests: paths of servers, separated by colons.
     let named = std::env::var_os("FERRITE_ENGINES").unwrap_or_default();
-    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty()); // "" has one
+    // "" has one
+    let named = std::env::split_paths(&named).filter(|path| !path.as_os_str().is_empty());
     let paths = valkey.into_iter().chain(named).map(|path| path.display().to_string());
     ["redis-server".to_owned()].into_iter().chain(paths).collect()
 }
@@ -43,14 +46,21 @@ fn network() -> String {
 }
 
 fn ready(event: &Value) -> UnixStream {
-    let socket = UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
+    let socket =
+        UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
     socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
     socket
 }
 
 fn run(arguments: &[&str], file: &Path) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    command.arg("server").args(arguments).arg("--config").arg(file).output().expect("ferrite starts")
+    command
+        .arg("server")
+        .args(arguments)
+        .arg("--config")
+        .arg(file)
+        .output()
+        .expect("ferrite starts")
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -71,22 +81,30 @@ fn serves_ends_well_and_keeps_the_data() {
             first.until_logged("over TCP only, no RDMA: ");
         }
         let socket = PathBuf::from(event["unix_socket"].as_str().expect("a path"));
-        let private = std::fs::metadata(socket.parent().expect("a directory")).expect("it is there");
+        let private =
+            std::fs::metadata(socket.parent().expect("a directory")).expect("it is there");
         assert_eq!(std::os::unix::fs::PermissionsExt::mode(&private.permissions()) & 0o777, 0o700);
-        // By the module's port, through the bridge to the private socket.
-        let module = TcpStream::connect(event["address"].as_str().expect("an address")).expect("it listens");
+        // By the module's port, through the proxy connection to the private socket.
+        let module =
+            TcpStream::connect(event["address"].as_str().expect("an address")).expect("it listens");
         module.set_read_timeout(Some(PATIENCE)).expect("a time limit");
         assert_eq!(ask(&module, &["SET", "key", "kept"]), "+OK");
-        let own = TcpStream::connect(("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16));
+        let own =
+            TcpStream::connect(("127.0.0.1", event["tcp_port"].as_u64().expect("a port") as u16));
         assert_eq!(ask(own.expect("it listens"), &["GET", "key"]), "kept");
         first.signal("TERM");
         assert_eq!(first.event("ended")["code"], 0);
         assert_eq!(first.end(), (Some(0), String::new()));
-        assert!(!socket.exists() && !socket.parent().is_some_and(Path::exists), "its directory is gone");
+        assert!(
+            !socket.exists() && !socket.parent().is_some_and(Path::exists),
+            "its directory is gone"
+        );
         let log = first.log();
-        for words in
-            ["* SIGTERM received, shutting down", "DB saved on disk", "* the engine has ended with code 0"]
-        {
+        for words in [
+            "* SIGTERM received, shutting down",
+            "DB saved on disk",
+            "* the engine has ended with code 0",
+        ] {
             assert!(log.contains(words), "{words}: {log}");
         }
         // SHUTDOWN by a client is an end as good.
@@ -112,14 +130,24 @@ fn check_says_what_would_be_run_and_runs_nothing() {
     let said = run(&["--check"], &file);
     let words = text(&said.stdout);
     assert_eq!(said.status.code(), Some(0), "{words}");
-    for part in
-        ["engine   /", "server v=", "loadmodule \"", " rdma-port ", "  maxmemory 1gb\n", "  requirepass …\n"]
-    {
+    for part in [
+        "engine   /",
+        "server v=",
+        "loadmodule \"",
+        " rdma-port ",
+        "  maxmemory 1gb\n",
+        "  requirepass …\n",
+    ] {
         assert!(words.contains(part), "{part}: {words}");
     }
     assert!(!words.contains("hush"), "{words}");
-    let object: Value = serde_json::from_slice(&run(&["--check", "--json"], &file).stdout).expect("JSON");
-    assert!(object["configuration"].as_array().is_some_and(|lines| lines.contains(&"maxmemory 1gb".into())));
+    let object: Value =
+        serde_json::from_slice(&run(&["--check", "--json"], &file).stdout).expect("JSON");
+    assert!(
+        object["configuration"]
+            .as_array()
+            .is_some_and(|lines| lines.contains(&"maxmemory 1gb".into()))
+    );
     let socket = Path::new(object["unix_socket"].as_str().expect("a path"));
     assert!(!socket.parent().is_some_and(Path::exists), "nothing was made");
 }
@@ -150,10 +178,16 @@ fn what_is_missing_is_said_with_where_it_was_looked_for() {
     let directory = Directory::new();
     let file = directory.file("ferrite.toml", "");
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    let said =
-        command.args(["server", "--config"]).arg(&file).env("PATH", "/nowhere").output().expect("it starts");
+    let said = command
+        .args(["server", "--config"])
+        .arg(&file)
+        .env("PATH", "/nowhere")
+        .output()
+        .expect("it starts");
     assert_eq!(said.status.code(), Some(71));
-    assert!(text(&said.stderr).contains("looked for valkey-server and redis-server in PATH (/nowhere)"));
+    assert!(
+        text(&said.stderr).contains("looked for valkey-server and redis-server in PATH (/nowhere)")
+    );
     let file = directory.file("ferrite.toml", "[server]\nmodule = \"/nowhere/ferrite.so\"\n");
     let said = run(&[], &file);
     assert_eq!(said.status.code(), Some(71));
@@ -168,8 +202,10 @@ fn required_rdma_has_a_code_of_its_own() {
     for engine in engines() {
         let directory = Directory::new();
         let (network, server) = (network(), format!("engine = \"{engine}\"\nrdma = \"require\""));
-        let mut server =
-            Server::start(&directory, &Setup { network: &network, server: &server, ..Setup::default() });
+        let mut server = Server::start(
+            &directory,
+            &Setup { network: &network, server: &server, ..Setup::default() },
+        );
         let (code, said) = server.end();
         assert_eq!(code, Some(69), "{}", server.log());
         let object: Value = serde_json::from_str(&said).expect("JSON");
@@ -208,7 +244,11 @@ fn an_engine_that_does_not_come_up_has_the_last_word() {
 #[test]
 fn hides_passwords_that_the_engine_quotes() {
     let directory = Directory::new();
-    let text = Setup { engine: "requirepass = \"one swordfish\"", network: &network(), ..Setup::default() };
+    let text = Setup {
+        engine: "requirepass = \"one swordfish\"",
+        network: &network(),
+        ..Setup::default()
+    };
     let file = directory.file("ferrite.toml", &text.text(directory.path()));
     let output = run(&["--json"], &file);
     let (said, log) = (self::text(&output.stdout), self::text(&output.stderr));
@@ -238,7 +278,8 @@ fn loading_is_not_silence_and_systemd_is_told() {
     let setup = Setup { network: &network, ..Setup::default() };
     let mut first = Server::start(&directory, &setup);
     let event = first.event("ready");
-    let script = "for i = 1, 700 do redis.call('SET', 'key' .. i, string.rep('x', 1000)) end return 1";
+    let script =
+        "for i = 1, 700 do redis.call('SET', 'key' .. i, string.rep('x', 1000)) end return 1";
     assert_eq!(ask(ready(&event), &["EVAL", script, "0"]), ":1");
     first.signal("INT");
     assert_eq!(first.event("ended")["code"], 0);
@@ -289,8 +330,10 @@ fn an_engine_with_a_password_is_ready_and_sighup_changes_nothing() {
     let engine = format!("requirepass hush\nlogfile {}\ndaemonize yes\n", log.display());
     let engine = directory.file("engine.conf", &engine);
     let server = format!("engine_config = \"{}\"", engine.display());
-    let mut server =
-        Server::start(&directory, &Setup { server: &server, network: &network, ..Setup::default() });
+    let mut server = Server::start(
+        &directory,
+        &Setup { server: &server, network: &network, ..Setup::default() },
+    );
     let event = server.event("ready");
     assert_eq!(event["status"], "unknown", "{event}");
     assert!(
@@ -330,8 +373,10 @@ fn slow_to_end(server: &mut Server) {
 fn a_second_signal_hurries() {
     let directory = Directory::new();
     let network = network();
-    let mut server =
-        Server::start(&directory, &Setup { network: &network, engine: SLOW_SAVE, ..Setup::default() });
+    let mut server = Server::start(
+        &directory,
+        &Setup { network: &network, engine: SLOW_SAVE, ..Setup::default() },
+    );
     slow_to_end(&mut server);
     server.until_logged("Saving the final RDB snapshot");
     server.signal("TERM");
@@ -344,7 +389,8 @@ fn a_second_signal_hurries() {
 fn an_engine_that_does_not_end_in_time_is_killed() {
     let directory = Directory::new();
     let network = network();
-    let setup = Setup { server: "shutdown_timeout = \"500ms\"", network: &network, engine: SLOW_SAVE };
+    let setup =
+        Setup { server: "shutdown_timeout = \"500ms\"", network: &network, engine: SLOW_SAVE };
     let mut server = Server::start(&directory, &setup);
     slow_to_end(&mut server);
     assert_eq!(server.end().0, Some(137));
@@ -374,8 +420,9 @@ fn a_killed_engine_is_our_end_or_is_started_again() {
     let directory = Directory::new();
     let network = network();
     let mut server = Server::start(&directory, &Setup { network: &network, ..Setup::default() });
-    let kill =
-        |event: &Value| signal("KILL", u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"));
+    let kill = |event: &Value| {
+        signal("KILL", u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"))
+    };
     kill(&server.event("ready"));
     assert_eq!(server.end().0, Some(137), "{}", server.log());
 

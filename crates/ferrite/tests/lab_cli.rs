@@ -1,4 +1,5 @@
-//! The command on real devices: runs in the lab's guest, with rxe1 on 10.0.0.1 (h1) and rxe2 on 10.0.0.2 (h2).
+//! The command on real devices: runs in the lab's guest, with rxe1 on 10.0.0.1 (h1) and rxe2 on
+//! 10.0.0.2 (h2).
 
 use std::io::{BufRead as _, BufReader};
 use std::process::{Child, ChildStderr, Command, Output, Stdio};
@@ -98,7 +99,8 @@ impl Drop for Server {
 
 /// Packets that left the client's interface.
 fn packets_sent() -> u64 {
-    let text = std::fs::read_to_string("/sys/class/net/h2/statistics/tx_packets").expect("a counter");
+    let text =
+        std::fs::read_to_string("/sys/class/net/h2/statistics/tx_packets").expect("a counter");
     text.trim().parse().expect("a number")
 }
 
@@ -117,7 +119,8 @@ fn devices_are_listed_with_the_address_to_use() {
         assert_eq!(port["netdevs"], serde_json::json!([netdev]));
         let chosen = &port["chosen_gid"]["index"];
         let gids = port["gids"].as_array().expect("a list");
-        let gid = gids.iter().find(|gid| gid["index"] == *chosen).expect("the chosen one is listed");
+        let gid =
+            gids.iter().find(|gid| gid["index"] == *chosen).expect("the chosen one is listed");
         assert_eq!((&gid["address"], &gid["type"]), (&address.into(), &"RoCE v2".into()));
     }
 }
@@ -126,7 +129,9 @@ fn devices_are_listed_with_the_address_to_use() {
 fn devices_for_people() {
     let output = output(&["devices", "--verbose"]);
     let shown = text(&output.stdout);
-    for part in ["rxe1: Soft-RoCE (software", "*   1  10.0.0.1", "would be used: RoCE v2", "max_qp_wr"] {
+    for part in
+        ["rxe1: Soft-RoCE (software", "*   1  10.0.0.1", "would be used: RoCE v2", "max_qp_wr"]
+    {
         assert!(shown.contains(part), "{part} is not in:\n{shown}");
     }
 }
@@ -159,7 +164,10 @@ fn every_operation_and_mode_crosses_the_wire() {
         assert!(sent >= ROUNDS, "{case}: {sent} packets on the wire for {ROUNDS} rounds");
         let report: Value = serde_json::from_slice(&client.stdout).expect("JSON");
         assert_eq!((&report["op"], &report["mode"]), (&op.into(), &mode.into()), "{case}");
-        assert_eq!((&report["device"], &report["gid"]["address"]), (&"rxe2".into(), &"10.0.0.2".into()));
+        assert_eq!(
+            (&report["device"], &report["gid"]["address"]),
+            (&"rxe2".into(), &"10.0.0.2".into())
+        );
         let p50 = report["latency_us"]["p50"].as_f64().expect("a number");
         assert!(p50 > 0.0, "{case}: {report}");
         let (code, served) = server.finish();
@@ -203,12 +211,17 @@ fn error_of(output: &Output) -> Value {
 
 #[test]
 fn a_killed_server_is_noticed() {
-    for more in
-        [&["--op", "send"][..], &["--op", "send", "--mode", "event"], &["--op", "write"], &["--op", "read"]]
-    {
-        let (output, took) = client_of_a_harmed_server(more, |server| server.kill().expect("a live server"));
+    for more in [
+        &["--op", "send"][..],
+        &["--op", "send", "--mode", "event"],
+        &["--op", "write"],
+        &["--op", "read"],
+    ] {
+        let (output, took) =
+            client_of_a_harmed_server(more, |server| server.kill().expect("a live server"));
         let error = error_of(&output);
-        // Whichever comes first: the CM's word that the peer left, or a message that nobody acknowledges.
+        // Whichever comes first: the CM's word that the peer left, or a message that nobody
+        // acknowledges.
         let kind = error["kind"].as_str().expect("a kind");
         assert!(["disconnected", "completion_error"].contains(&kind), "{more:?}: {error}");
         assert!(took < Duration::from_secs(5), "{more:?}: {took:?}");
@@ -242,7 +255,14 @@ fn an_address_without_a_device_is_explained() {
     let added = Command::new("ip").args(["addr", "replace", "192.0.2.9/24", "dev", "br0"]).status();
     assert!(added.expect("ip starts").success());
     let mut command = Command::new("timeout");
-    command.args(["10", env!("CARGO_BIN_EXE_ferrite"), "pingpong", "--listen", "192.0.2.9", "--json"]);
+    command.args([
+        "10",
+        env!("CARGO_BIN_EXE_ferrite"),
+        "pingpong",
+        "--listen",
+        "192.0.2.9",
+        "--json",
+    ]);
     let output = command.output().expect("timeout starts");
     let error = error_of(&output);
     assert_eq!(error["kind"], "no_route", "{error}");
@@ -270,9 +290,14 @@ fn report_of(client: &Output) -> Value {
 fn bench_measures_every_operation() {
     let server = Server::of(BENCH, &["--once"]);
     let before = packets_sent();
-    let client = server.run_client(&["--size", "64,20000", "--iters", "20", "--warmup", "2", "--json"]);
+    let client =
+        server.run_client(&["--size", "64,20000", "--iters", "20", "--warmup", "2", "--json"]);
     let report = report_of(&client);
-    assert_eq!((&report["device"], &report["mtu_bytes"]), (&"rxe2".into(), &4096.into()), "{report}");
+    assert_eq!(
+        (&report["device"], &report["mtu_bytes"]),
+        (&"rxe2".into(), &4096.into()),
+        "{report}"
+    );
     assert_eq!((&report["software"], &report["mode"]), (&true.into(), &"poll".into()));
     let results = report["results"].as_array().expect("a list");
     assert_eq!(results.len(), 12);
@@ -298,13 +323,20 @@ fn bench_measures_every_operation() {
 fn bench_measures_streams() {
     let server = Server::of(STREAM, &["--once"]);
     let report = report_of(&server.run_client(&["--rounds", "20", "--mib", "2", "--json"]));
-    assert_eq!((&report["device"], &report["software"]), (&"rxe2".into(), &true.into()), "{report}");
+    assert_eq!(
+        (&report["device"], &report["software"]),
+        (&"rxe2".into(), &true.into()),
+        "{report}"
+    );
     let results = report["results"].as_array().expect("a list");
     let measured: Vec<_> =
         results.iter().map(|row| format!("{} {}", row["size_bytes"], row["transfers"])).collect();
     assert_eq!(measured, ["64 1", "65536 32", "1048576 2"], "{report}");
     assert!(results[0]["latency_us"]["p50"].as_f64().is_some_and(|us| us > 0.0), "{report}");
-    assert!(results.iter().all(|row| row["mib_per_s"].as_f64().is_some_and(|rate| rate > 0.0)), "{report}");
+    assert!(
+        results.iter().all(|row| row["mib_per_s"].as_f64().is_some_and(|rate| rate > 0.0)),
+        "{report}"
+    );
     let (code, served) = server.finish();
     assert_eq!(code, Some(0));
     assert!(served.contains("on rxe1: tests 3"), "{served}");
@@ -316,9 +348,13 @@ fn bench_sleeps_if_told_to() {
     let few = ["--mode", "event", "--size", "64", "--iters", "20", "--warmup", "2", "--json"];
     let report = report_of(&server.run_client(&few));
     let results = report["results"].as_array().expect("a list");
-    let measured: Vec<_> = results.iter().map(|row| format!("{} {}", row["measure"], row["op"])).collect();
+    let measured: Vec<_> =
+        results.iter().map(|row| format!("{} {}", row["measure"], row["op"])).collect();
     assert_eq!(measured.len(), 5, "{measured:?}");
-    assert!(report["notes"][0].as_str().is_some_and(|note| note.contains("latency of write")), "{report}");
+    assert!(
+        report["notes"][0].as_str().is_some_and(|note| note.contains("latency of write")),
+        "{report}"
+    );
     assert!(results[0]["client"]["sleeps"].as_u64().is_some_and(|sleeps| sleeps > 0), "{report}");
     let served: Value = serde_json::from_str(&server.finish().1).expect("JSON");
     assert_eq!((&served["cases"], &served["device"]), (&5.into(), &"rxe1".into()));
@@ -327,7 +363,8 @@ fn bench_sleeps_if_told_to() {
 #[test]
 fn bench_over_several_links_beside_idle_ones() {
     let server = Server::of(BENCH, &[]);
-    let few = ["--links", "3", "--idle", "40", "--size", "64,9000", "--iters", "31", "--warmup", "2"];
+    let few =
+        ["--links", "3", "--idle", "40", "--size", "64,9000", "--iters", "31", "--warmup", "2"];
     let report = report_of(&server.run_client(&[&few[..], &["--json"]].concat()));
     assert_eq!((&report["links"], &report["server"]["links"]), (&3.into(), &3.into()));
     let idle = &report["idle"];
@@ -356,8 +393,10 @@ fn answer(server: &Server, words: &[&str]) -> String {
     let fabric = Fabric::builder(&Verbs::system().expect("verbs")).build().expect("a fabric");
     let local = ConnectOptions::new().local("10.0.0.2:0".parse().expect("an address"));
     fabric.block_on(async {
-        let link =
-            fabric.connect_with(server.address.parse().expect("an address"), &local).await.expect("a link");
+        let link = fabric
+            .connect_with(server.address.parse().expect("an address"), &local)
+            .await
+            .expect("a link");
         let mut answers = Vec::new();
         for word in words {
             link.post_bytes(0, word.as_bytes()).expect("room");
@@ -373,7 +412,9 @@ fn bench_refuses_nonsense_and_goes_on() {
     let server = Server::of(BENCH, &[]);
     let begin = r#"{"begin":{"format":1,"links":1}}"#;
     let test = |size: u32| {
-        format!(r#"{{"test":{{"op":"write","measure":"latency","size_bytes":{size},"mode":"event"}}}}"#)
+        format!(
+            r#"{{"test":{{"op":"write","measure":"latency","size_bytes":{size},"mode":"event"}}}}"#
+        )
     };
     for (words, why) in [
         (vec!["nonsense"], "does not speak as a ferrite bench does"),
@@ -412,16 +453,28 @@ fn bench_notices_that_the_other_end_was_killed() {
         for measure in ["latency", "bandwidth"] {
             let mut server = Server::of(BENCH, &[]);
             let before = packets_sent();
-            let client =
-                server.start_client(&["--op", op, "--measure", measure, "--seconds", "600", "--json"]);
+            let client = server.start_client(&[
+                "--op",
+                op,
+                "--measure",
+                measure,
+                "--seconds",
+                "600",
+                "--json",
+            ]);
             wait_for_traffic(before);
             server.child.kill().expect("a live server");
             let since = Instant::now();
             let error = error_of(&client.wait_with_output().expect("it ends"));
-            // A process that dies may lose its memory before its queue pairs: then the first word is of that.
+            // A process that dies may lose its memory before its queue pairs: then the first word
+            // is of that.
             let kind = error["kind"].as_str().expect("a kind");
             assert!(["link_down", "denied"].contains(&kind), "{op} {measure}: {error}");
-            assert!(since.elapsed() < Duration::from_secs(5), "{op} {measure}: {:?}", since.elapsed());
+            assert!(
+                since.elapsed() < Duration::from_secs(5),
+                "{op} {measure}: {:?}",
+                since.elapsed()
+            );
         }
     }
     // And the other way round: the next client is served.
@@ -470,7 +523,10 @@ fn without_the_library() {
 fn without_the_connection_manager() {
     let hide = "mount --bind /dev/null /dev/infiniband/rdma_cm";
     let output = without(hide, &["devices"]);
-    assert!(output.status.success() && text(&output.stdout).contains("modprobe rdma_ucm"), "{output:?}");
+    assert!(
+        output.status.success() && text(&output.stdout).contains("modprobe rdma_ucm"),
+        "{output:?}"
+    );
     expect_missing(&without(hide, &LISTEN), "the connection manager is", "modprobe rdma_ucm");
     let hide = "mount --bind /dev/null /usr/lib/x86_64-linux-gnu/librdmacm.so.1";
     expect_missing(&without(hide, &LISTEN), "the library is", "librdmacm1");
@@ -487,7 +543,9 @@ impl Drop for DevicesBack {
         let deadline = Instant::now() + Duration::from_secs(30);
         let ready = || {
             let shown = text(&output(&["devices"]).stdout);
-            shown.contains("  10.0.0.1 ") && shown.contains("  10.0.0.2 ") && !shown.contains("DOWN")
+            shown.contains("  10.0.0.1 ")
+                && shown.contains("  10.0.0.2 ")
+                && !shown.contains("DOWN")
         };
         while Instant::now() < deadline && !ready() {
             std::thread::sleep(Duration::from_millis(50));
@@ -499,7 +557,9 @@ impl Drop for DevicesBack {
 fn without_a_device() {
     let _back = DevicesBack;
     for device in ["rxe1", "rxe2"] {
-        assert!(Command::new("rdma").args(["link", "delete", device]).status().expect("rdma").success());
+        assert!(
+            Command::new("rdma").args(["link", "delete", device]).status().expect("rdma").success()
+        );
     }
     expect_missing(&output(&["devices"]), "a device is", "rdma link add");
     expect_missing(&output(&LISTEN), "a device is", "rdma link add");

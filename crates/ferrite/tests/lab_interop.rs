@@ -1,11 +1,13 @@
-//! Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite-cli`, `ferrite bench kv`) as clients of Ferrite's gateway, of its
-//! module in Valkey's server, and of that server's own listener: `cargo xtask interop`.
+//! Valkey's own programs and Ferrite's (`ferrite-client`, `ferrite-cli`, `ferrite bench kv`) as
+//! clients of Ferrite's gateway, of its module in Valkey's server, and of that server's own
+//! listener: `cargo xtask interop`.
 //!
-//! The same matrix against all: what fails with Valkey alone is no fault of ours. What a client says is compared
-//! with what the engine has, asked over its Unix socket. Everything has a time limit, because these clients are known to wait
-//! for ever for what they have missed.
+//! The same matrix against all: what fails with Valkey alone is no fault of ours. What a client
+//! says is compared with what the engine has, asked over its Unix socket. Everything has a time
+//! limit, because these clients are known to wait for ever for what they have missed.
 //!
-//! `cargo xtask interop` builds Valkey and names its directory in `FERRITE_VALKEY`; without it the tests fail.
+//! `cargo xtask interop` builds Valkey and names its directory in `FERRITE_VALKEY`; without it the
+//! tests fail.
 
 #[path = "lab_interop/cli.rs"]
 mod cli;
@@ -28,7 +30,8 @@ const SOON: Duration = Duration::from_secs(20);
 /// For megabytes, and for thousands of commands.
 const LONG: Duration = Duration::from_secs(90);
 
-/// How often a client must hear what is said before the end: the two race, so that once proves nothing.
+/// How often a client must hear what is said before the end: the two race, so that once proves
+/// nothing.
 const LAST_WORDS: usize = 30;
 
 /// What a benchmark does unless it says otherwise.
@@ -69,8 +72,21 @@ fn ping(scene: &Scene) {
 
 /// Set and read over RDMA, each compared with the engine's own answer.
 fn values(scene: &Scene) {
-    const SIZES: [usize; 13] =
-        [0, 1, 2, 1000, 4096, 65_535, 65_536, 65_537, 1_048_575, 1_048_576, 1_048_577, 10_000_000, 64 << 20];
+    const SIZES: [usize; 13] = [
+        0,
+        1,
+        2,
+        1000,
+        4096,
+        65_535,
+        65_536,
+        65_537,
+        1_048_575,
+        1_048_576,
+        1_048_577,
+        10_000_000,
+        64 << 20,
+    ];
     for (seed, size) in SIZES.into_iter().enumerate() {
         let value = bytes(seed, size);
         assert_eq!(text(&scene.cli(&["-x", "SET", "key"], &value, LONG)), "OK\n", "{size} B");
@@ -139,7 +155,11 @@ fn scans(scene: &Scene) {
     assert_eq!(keys.len(), 5000);
     let script = "local list = {} for i = 1, 100000 do list[i] = i end return list";
     let list = text(&scene.cli(&["EVAL", script, "0"], b"", SOON));
-    assert!(list.lines().eq((1..=100_000).map(|number| number.to_string())), "{} bytes", list.len());
+    assert!(
+        list.lines().eq((1..=100_000).map(|number| number.to_string())),
+        "{} bytes",
+        list.len()
+    );
     assert_eq!(scene.cli(&["-3", "DBSIZE"], b"", SOON), b"5000\n", "RESP3");
 }
 
@@ -181,7 +201,10 @@ fn clients_that_die_in_mid_reply(scene: &Scene) {
         drop(client);
     }
     scene.until("clients are gone", SOON, || scene.info("connected_clients") == 1);
-    assert!(scene.cli(&["--raw", "GET", "key"], b"", LONG).starts_with(&value), "the next one gets it all");
+    assert!(
+        scene.cli(&["--raw", "GET", "key"], b"", LONG).starts_with(&value),
+        "the next one gets it all"
+    );
 }
 
 /// One that takes nothing for a while hinders nobody, and gets all that is its own in the end.
@@ -199,9 +222,15 @@ fn a_client_that_stands_still(scene: &Scene) {
     assert_eq!(client.finish(SOON), Some(0));
 }
 
-/// The program that Valkey tests its own server with: four clients, values of 1 KiB, BGSAVE meanwhile.
+/// The program that Valkey tests its own server with: four clients, values of 1 KiB, BGSAVE
+/// meanwhile.
 fn valkeys_own_test(scene: &Scene) {
-    let said = scene.run("rdma-test", &["--thread", "4", "--minkeys", "200", "--maxkeys", "800"], b"", LONG);
+    let said = scene.run(
+        "rdma-test",
+        &["--thread", "4", "--minkeys", "200", "--maxkeys", "800"],
+        b"",
+        LONG,
+    );
     assert!(text(&said).contains("Valkey Over RDMA test [OK]"), "{}", text(&said));
 }
 
@@ -228,12 +257,14 @@ fn flood_of_messages(scene: &Scene) {
     for subscriber in &mut subscribers {
         assert_eq!(subscriber.lines(3, SOON), ["subscribe", "news", "1"]);
     }
-    let flood =
-        "for i = 1, tonumber(ARGV[1]) do redis.call('PUBLISH', 'news', 'message ' .. i) end return 'OK'";
+    let flood = "for i = 1, tonumber(ARGV[1]) do redis.call('PUBLISH', 'news', 'message ' .. i) end return 'OK'";
     assert_eq!(scene.cli(&["EVAL", flood, "0", &MESSAGES.to_string()], b"", LONG), b"OK\n");
     for subscriber in &mut subscribers {
         for number in 1..=MESSAGES {
-            assert_eq!(subscriber.lines(3, SOON), ["message", "news", &format!("message {number}")]);
+            assert_eq!(
+                subscriber.lines(3, SOON),
+                ["message", "news", &format!("message {number}")]
+            );
         }
     }
 }
@@ -266,7 +297,9 @@ fn the_module_counts_what_carried_it() {
     let count = |name| scene.info_of("ferrite", name);
     assert_eq!((count("ferrite_begun_valkey"), count("ferrite_begun_ferrite")), (3, 1));
     assert_eq!((count("ferrite_begun_tcp"), count("ferrite_rdma_tcp_bytes")), (0, 0));
-    assert!(count("ferrite_rdma_recv_bytes") > 64 << 20 && count("ferrite_rdma_completion_errors") == 0);
+    assert!(
+        count("ferrite_rdma_recv_bytes") > 64 << 20 && count("ferrite_rdma_completion_errors") == 0
+    );
 }
 
 /// For so many, Valkey's own server takes more memory than the guest has.
@@ -297,13 +330,17 @@ fn clients_beyond_the_limit_are_told() {
     }
 }
 
-/// The engine answers and hangs up at once. Of Valkey's own server, clients miss about every fifth of these answers.
+/// The engine answers and hangs up at once. Of Valkey's own server, clients miss about every fifth
+/// of these answers.
 #[test]
 fn the_last_answer_comes() {
     let scene = Scene::new(Way::Gateway(&[]));
     for _ in 0..LAST_WORDS {
         assert_eq!(scene.cli(&["QUIT"], b"", SOON), b"OK\n");
-        assert_eq!(scene.cli(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "no"], b"", SOON), b"1\n");
+        assert_eq!(
+            scene.cli(&["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "no"], b"", SOON),
+            b"1\n"
+        );
     }
 }
 

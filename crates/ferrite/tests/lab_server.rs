@@ -1,5 +1,5 @@
-//! `ferrite server` with RDMA, in the lab's guest (`cargo xtask lab-test lab_server`): Debian's Redis on 10.0.0.1 (rxe1), a client from
-//! 10.0.0.2 (rxe2).
+//! `ferrite server` with RDMA, in the lab's guest (`cargo xtask lab-test lab_server`): Debian's
+//! Redis on 10.0.0.1 (rxe1), a client from 10.0.0.2 (rxe2).
 
 #[path = "server/scene.rs"]
 mod scene;
@@ -19,9 +19,11 @@ const NETWORK: &str = "port = 0\nrdma_device = \"rxe1\"\nrdma_listen = \"10.0.0.
 const OPEN: &str = "protected-mode = false";
 const LONG: Duration = Duration::from_secs(120);
 
-/// Runs what a client on the other host does, over RDMA, which must end in time; nothing may be left of its devices.
+/// Runs what a client on the other host does, over RDMA, which must end in time; nothing may be
+/// left of its devices.
 fn client(test: impl AsyncFnOnce(&mut Connection)) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
         let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
@@ -30,11 +32,15 @@ fn client(test: impl AsyncFnOnce(&mut Connection)) {
         let (server, local) =
             (ADDRESS.parse().expect("an address"), "10.0.0.2:0".parse().expect("an address"));
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(LONG));
-        let client = Client::builder(&fabric, server).rdma(Rdma::Require).local(local).config(config).build();
+        let client = Client::builder(&fabric, server)
+            .rdma(Rdma::Require)
+            .local(local)
+            .config(config)
+            .build();
         drop(fabric);
         let done = tokio::time::timeout(LONG, async {
             let mut connection = client.connect().await.expect("a connection");
-            assert_eq!(connection.carrier().transport.to_string(), "RDMA (Ferrite)");
+            assert_eq!(connection.transport_info().transport.to_string(), "RDMA (Ferrite)");
             test(&mut connection).await;
         });
         done.await.expect("in time");
@@ -46,14 +52,20 @@ fn client(test: impl AsyncFnOnce(&mut Connection)) {
 }
 
 fn assert_over_rdma(event: &Value) {
-    assert_eq!((&event["status"], &event["address"]), (&"listening".into(), &ADDRESS.into()), "{event}");
+    assert_eq!(
+        (&event["status"], &event["address"]),
+        (&"listening".into(), &ADDRESS.into()),
+        "{event}"
+    );
     assert_eq!(event["devices"], serde_json::json!(["rxe1"]), "{event}");
     assert_eq!(event["reason"], Value::Null, "{event}");
 }
 
-/// A number of INFO ferrite, by the engine's own socket. Where the transport's thread is slow, it is not there yet, or an old one.
+/// A number of INFO ferrite, by the engine's own socket. Where the transport's thread is slow, it
+/// is not there yet, or an old one.
 fn count(event: &Value, field: &str) -> Option<u64> {
-    let socket = UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
+    let socket =
+        UnixStream::connect(event["unix_socket"].as_str().expect("a path")).expect("it listens");
     socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
     let info = ask(socket, &["INFO", "ferrite"]);
     let wanted = format!("ferrite_{field}:");
@@ -88,7 +100,8 @@ fn clients_over_rdma_and_what_they_wrote_is_kept() {
         assert!(connection.get::<_, Vec<u8>>("large").await.expect("GET") == large);
         // The end while a client is there: it hears of it, and the engine ends as well as without.
         second.signal("TERM");
-        let gone = redis::cmd("BLPOP").arg("nothing").arg(0).query_async::<redis::Value>(connection).await;
+        let gone =
+            redis::cmd("BLPOP").arg("nothing").arg(0).query_async::<redis::Value>(connection).await;
         gone.expect_err("the server has ended");
     });
     assert_eq!(second.event("ended")["code"], 0);
@@ -136,7 +149,10 @@ fn an_address_in_use_is_no_absence() {
     let mut second = Server::start(&other, &setup);
     let (code, said) = second.end();
     assert_eq!(code, Some(1), "{}", second.log());
-    assert!(said.contains("the module is not loaded: ") && said.contains("already in use"), "{said}");
+    assert!(
+        said.contains("the module is not loaded: ") && said.contains("already in use"),
+        "{said}"
+    );
     first.signal("TERM");
     assert_eq!(first.event("ended")["code"], 0);
 }

@@ -1,19 +1,21 @@
-//! What must hold for any bytes, one check per decoder, and one for links of either kind behind them. A check panics if it does not.
+//! What must hold for any bytes, one check per decoder, and one for links of either kind behind
+//! them. A check panics if it does not.
 //!
-//! Apart from the fuzz targets, because a test of ferrite-fabric (`tests/corpus.rs`) includes this file and runs the
-//! same checks over the committed corpora. So it knows nothing of the fuzzer.
+//! Apart from the fuzz targets, because a test of ferrite-fabric (`tests/corpus.rs`) includes this
+//! file and runs the same checks over the committed corpora. So it knows nothing of the fuzzer.
 //!
-//! A new target needs: a check and its line in [`CHECKS`] and in `lib.rs`, a `[[bin]]`, a file in `fuzz_targets`, a
-//! folder in `corpus`.
+//! A new target needs: a check and its line in [`CHECKS`] and in `lib.rs`, a `[[bin]]`, a file in
+//! `fuzz_targets`, a folder in `corpus`.
 
 mod connection;
 mod inbox;
 mod link;
 
 use ferrite_fabric::wire::{
-    ADDRESS_BYTES, Address, CONTROL_BYTES, Control, ControlError, Features, GRANT_BYTES, GREETING_BYTES,
-    GrantError, GrantToken, Greeting, HELLO_BYTES, Hello, HelloError, MAGIC, PARCEL_BYTES, REFUSAL_BYTES_MAX,
-    REFUSAL_MAGIC, Refusal, TcpFrame, TcpFrameKind, Version,
+    ADDRESS_BYTES, Address, CONTROL_BYTES, Control, ControlError, Features, GRANT_BYTES,
+    GREETING_BYTES, GrantError, GrantToken, Greeting, HELLO_BYTES, Hello, HelloError, MAGIC,
+    REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind,
+    Version,
 };
 
 /// A check that any bytes must pass.
@@ -58,7 +60,11 @@ pub fn hello(bytes: &[u8]) {
 
     let again = hello.encode();
     assert_eq!(Hello::decode(&again), Ok(hello));
-    assert_eq!((&again[..6], &again[8..]), (&bytes[..6], &bytes[8..HELLO_BYTES]), "all but what is reserved");
+    assert_eq!(
+        (&again[..6], &again[8..]),
+        (&bytes[..6], &bytes[8..HELLO_BYTES]),
+        "all but what is reserved"
+    );
     assert_eq!(Hello::decode(&padded(bytes)), Ok(hello));
 }
 
@@ -88,13 +94,15 @@ pub fn control(bytes: &[u8]) {
             assert_eq!(Control::decode(&padded(bytes)), Ok(message));
         }
         Err(ControlError::Short { got }) => assert!(got == bytes.len() && got < CONTROL_BYTES),
-        Err(ControlError::Unknown { kind }) => assert!(kind == bytes[0] && !(1..=7).contains(&kind)),
+        Err(ControlError::Unknown { kind }) => {
+            assert!(kind == bytes[0] && !(1..=7).contains(&kind))
+        }
         Err(error) => panic!("unexpected: {error}"),
     }
 }
 
-/// A grant says the same when it is sent on, and no range of it leaves it. The bytes are tried as they are and with a
-/// check that fits, which a fuzzer would hardly guess.
+/// A grant says the same when it is sent on, and no range of it leaves it. The bytes are tried as
+/// they are and with a check that fits, which a fuzzer would hardly guess.
 pub fn grant(bytes: &[u8]) {
     grant_as_it_is(bytes);
     if let Some((head, tail)) = bytes.split_first_chunk::<32>() {
@@ -108,7 +116,9 @@ fn grant_as_it_is(bytes: &[u8]) {
     let token = match GrantToken::decode(bytes) {
         Ok(token) => token,
         Err(GrantError::Short { got }) => return assert!(got == bytes.len() && got < GRANT_BYTES),
-        Err(GrantError::Rights { bits }) => return assert!(bits == bytes[28] && !(1..=3).contains(&bits)),
+        Err(GrantError::Rights { bits }) => {
+            return assert!(bits == bytes[28] && !(1..=3).contains(&bits));
+        }
         Err(error) => return assert_eq!(error, GrantError::Check),
     };
     let again = token.encode();
@@ -116,23 +126,26 @@ fn grant_as_it_is(bytes: &[u8]) {
     assert_eq!(GrantToken::decode(&padded(&again)), Ok(token));
 
     // Ranges that the fuzzer chooses, and those at the edges.
-    let chosen =
-        |at: usize| bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |n| u64::from_le_bytes(*n));
+    let chosen = |at: usize| {
+        bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |n| u64::from_le_bytes(*n))
+    };
     let (offset, len) = (chosen(40), chosen(48));
     for offset in [0, 1, offset, token.len, token.len.wrapping_add(1), u64::MAX] {
         for len in [0, 1, len, token.len, token.len.wrapping_sub(offset), u64::MAX] {
             let Some(addr) = token.range(offset, len) else { continue };
             assert_eq!(addr, token.addr + offset);
             let end = u128::from(addr) + u128::from(len);
-            assert!(end <= u128::from(token.addr) + u128::from(token.len) && end <= u64::MAX.into());
+            assert!(
+                end <= u128::from(token.addr) + u128::from(token.len) && end <= u64::MAX.into()
+            );
         }
     }
 }
 
-/// What comes over TCP says the same when it is sent on: the head of a TCP frame, the address that may follow it, and the
-/// greeting before all of them.
+/// What comes over TCP says the same when it is sent on: the head of a TCP frame, the address that
+/// may follow it, and the greeting before all of them.
 pub fn tcp_frame(bytes: &[u8]) {
-    if let Some(head) = bytes.first_chunk::<PARCEL_BYTES>() {
+    if let Some(head) = bytes.first_chunk::<TCP_FRAME_HEADER_BYTES>() {
         let decoded = TcpFrame::decode(head);
         assert_eq!(decoded.is_some(), (1..=13).contains(&head[0]));
         if let Some(tcp_frame) = decoded {
@@ -141,7 +154,10 @@ pub fn tcp_frame(bytes: &[u8]) {
             assert_eq!(TcpFrame::decode(&again), Some(tcp_frame));
             let follows = tcp_frame.follows();
             assert!(follows == 0 || follows == tcp_frame.len as usize);
-            assert!(follows == 0 || tcp_frame.kind != TcpFrameKind::Read, "a question has no payload");
+            assert!(
+                follows == 0 || tcp_frame.kind != TcpFrameKind::Read,
+                "a question has no payload"
+            );
         }
     }
     address(bytes);

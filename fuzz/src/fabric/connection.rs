@@ -1,6 +1,7 @@
-//! A link over TCP whose peer sends what the bytes say, to a real engine on this host's loopback: TCP frames of all kinds, good
-//! and bad, greetings, or bytes as they are. The fabric must not panic or hang, must send nothing but TCP frames itself, must
-//! end the link with an error that fits, tell all who wait, give all memory back, and go on serving another link meanwhile.
+//! A link over TCP whose peer sends what the bytes say, to a real engine on this host's loopback:
+//! TCP frames of all kinds, good and bad, greetings, or bytes as they are. The fabric must not
+//! panic or hang, must send nothing but TCP frames itself, must end the link with an error that
+//! fits, tell all who wait, give all memory back, and go on serving another link meanwhile.
 //!
 //! What a link does with frames is not looked at here: that is the same as over RDMA (`link.rs`).
 //!
@@ -23,8 +24,8 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{
-    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, PARCEL_BYTES, Rights, TcpFrame,
-    TcpFrameKind, Version,
+    Features, Frame, GREETING_BYTES, GrantToken, Greeting, Hello, Rights, TCP_FRAME_HEADER_BYTES,
+    TcpFrame, TcpFrameKind, Version,
 };
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Rdma, Region};
 
@@ -95,7 +96,8 @@ impl Scene {
         });
         let region = here.register_memory(buf, Rights::READ | Rights::WRITE);
         let region = region.map_err(|(_, error)| error).expect("a region");
-        let mut scene = Self { fabric, listener, region, bystanders: [there, here], idle: (0, 0, 0) };
+        let mut scene =
+            Self { fabric, listener, region, bystanders: [there, here], idle: (0, 0, 0) };
         scene.others_live();
         scene.idle = scene.counts();
         scene
@@ -197,8 +199,13 @@ impl Scene {
         waiting: &mut Vec<Waiting>,
     ) {
         let mut next = || input.next().unwrap_or_default();
-        let token =
-            GrantToken { grant: 5, addr: 0, len: 1 << 20, rkey: 0, rights: Rights::READ | Rights::WRITE };
+        let token = GrantToken {
+            grant: 5,
+            addr: 0,
+            len: 1 << 20,
+            rkey: 0,
+            rights: Rights::READ | Rights::WRITE,
+        };
         let (len, offset) = (usize::from(next()), u64::from(next()));
         let buf = |len| self.fabric.buffer(len).expect("memory");
         match what & 7 {
@@ -282,7 +289,8 @@ impl Peer {
             }
             _ => {
                 let channel = u16::from(byte >> 4 & 3);
-                Frame { control: false, more: byte & 64 != 0, channel, consumed: self.frames }.to_imm()
+                Frame { control: false, more: byte & 64 != 0, channel, consumed: self.frames }
+                    .to_imm()
             }
         };
         let len = match (control, fields >> 2 & 7) {
@@ -296,17 +304,20 @@ impl Peer {
             (None, _) => 0,
         };
         let grant = if fields & 32 == 0 { granted } else { u64::from(next()) };
-        let offset = if fields & 64 == 0 { u64::from(next()) << 2 } else { u64::MAX - u64::from(next()) };
+        let offset =
+            if fields & 64 == 0 { u64::from(next()) << 2 } else { u64::MAX - u64::from(next()) };
         let op = u32::from(next());
         let mut tcp_frame =
-            TcpFrame { kind: TcpFrameKind::Frame, imm, len: len as u32, op, grant, offset }.encode();
+            TcpFrame { kind: TcpFrameKind::Frame, imm, len: len as u32, op, grant, offset }
+                .encode();
         tcp_frame[0] = byte & 15;
         let follows = TcpFrame::decode(&tcp_frame).map_or(0, |tcp_frame| tcp_frame.follows());
         let here = if byte & 128 == 0 { follows } else { follows / 2 };
         let mut bytes = tcp_frame.to_vec();
-        bytes.resize(PARCEL_BYTES + here.min(3 << 20), byte >> 4 & 3); // as an address, it may have a packet size that there is
+        // as an address, it may have a packet size that there is
+        bytes.resize(TCP_FRAME_HEADER_BYTES + here.min(3 << 20), byte >> 4 & 3);
         if let Some(message) = control.filter(|message| here >= message.len()) {
-            bytes[PARCEL_BYTES..][..message.len()].copy_from_slice(&message);
+            bytes[TCP_FRAME_HEADER_BYTES..][..message.len()].copy_from_slice(&message);
         }
         bytes
     }
@@ -346,14 +357,21 @@ impl Peer {
             match tcp_frame.kind {
                 TcpFrameKind::Frame => assert!(follows <= FRAME_BYTES, "{tcp_frame:?}"),
                 TcpFrameKind::Data => assert!(follows <= REGION_BYTES, "{tcp_frame:?}"),
-                TcpFrameKind::Write | TcpFrameKind::WriteImm => assert!(follows <= 255, "{tcp_frame:?}"),
-                TcpFrameKind::Read | TcpFrameKind::Done | TcpFrameKind::Denied | TcpFrameKind::Withdraw => {}
+                TcpFrameKind::Write | TcpFrameKind::WriteImm => {
+                    assert!(follows <= 255, "{tcp_frame:?}")
+                }
+                TcpFrameKind::Read
+                | TcpFrameKind::Done
+                | TcpFrameKind::Denied
+                | TcpFrameKind::Withdraw => {}
                 other => panic!("{other:?} without a reason"),
             }
-            let Some(after) = rest.get(PARCEL_BYTES + follows..) else { break };
-            let is_data = tcp_frame.kind == TcpFrameKind::Frame && !Frame::from_imm(tcp_frame.imm).control;
-            self.frames =
-                self.frames.wrapping_add((is_data || tcp_frame.kind == TcpFrameKind::WriteImm).into());
+            let Some(after) = rest.get(TCP_FRAME_HEADER_BYTES + follows..) else { break };
+            let is_data =
+                tcp_frame.kind == TcpFrameKind::Frame && !Frame::from_imm(tcp_frame.imm).control;
+            self.frames = self
+                .frames
+                .wrapping_add((is_data || tcp_frame.kind == TcpFrameKind::WriteImm).into());
             rest = after;
         }
         let taken = self.heard.len() - rest.len();

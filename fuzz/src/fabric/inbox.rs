@@ -12,13 +12,14 @@ const CHANNELS: u16 = 6;
 /// A few frames: so that the limit is met.
 const MAX_BYTES: usize = 600;
 
-/// A message is delivered once, whole, in order and only on channels that exist; what is begun and not ended never
-/// exceeds the limit; every frame is counted until its message is taken.
+/// A message is delivered once, whole, in order and only on channels that exist; what is begun and
+/// not ended never exceeds the limit; every frame is counted until its message is taken.
 pub fn inbox(bytes: &[u8]) {
     let mut inbox = Inbox::new(CHANNELS, MAX_BYTES as u64);
     let mut model = Model::default();
     for (number, step) in bytes.chunks_exact(2).enumerate() {
-        let (more, channel, len) = (step[0] & 4 != 0, u16::from(step[0] >> 3 & 7), usize::from(step[1]));
+        let (more, channel, len) =
+            (step[0] & 4 != 0, u16::from(step[0] >> 3 & 7), usize::from(step[1]));
         match step[0] & 3 {
             0 | 1 => {
                 let piece = vec![number as u8; len];
@@ -36,7 +37,10 @@ pub fn inbox(bytes: &[u8]) {
             _ => assert_eq!(inbox.pop(), model.pop()),
         }
         assert!(model.partial_bytes() <= MAX_BYTES);
-        assert_eq!(inbox.ready_frames(), model.ready.iter().map(|(_, frames)| frames).sum::<usize>());
+        assert_eq!(
+            inbox.ready_frames(),
+            model.ready.iter().map(|(_, frames)| frames).sum::<usize>()
+        );
     }
     while let Some(arrived) = model.pop() {
         assert_eq!(inbox.pop(), Some(arrived));

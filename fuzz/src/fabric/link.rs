@@ -1,6 +1,7 @@
-//! A link whose peer does as the bytes say, by plain verbs on the fake provider: frames with any immediate data, control
-//! messages, writes with a notice, credit that it does not have. After every step the link must have done what the rules
-//! of `docs/wire.md` say (`model.rs`): delivered, answered, given credit, or gone down.
+//! A link whose peer does as the bytes say, by plain verbs on the fake provider: frames with any
+//! immediate data, control messages, writes with a notice, credit that it does not have. After
+//! every step the link must have done what the rules of `docs/wire.md` say (`model.rs`): delivered,
+//! answered, given credit, or gone down.
 //!
 //! ```text
 //!   a step     low 3 bits of a byte, the rest of it and the bytes that follow are its arguments
@@ -23,9 +24,9 @@ use ferrite_fabric::wire::{Features, Frame, GrantToken, Hello, Rights, Version};
 use ferrite_fabric::{Config, Error, Fabric, Link, Listener, Rdma, Region};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
-    Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, ProtectionDomain,
-    QueuePair, QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State, Status, Verbs, WorkCompletion,
-    cm,
+    Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation,
+    ProtectionDomain, QueuePair, QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State,
+    Status, Verbs, WorkCompletion, cm,
 };
 
 use model::{Arrived, Model};
@@ -48,7 +49,8 @@ const RECEIVES: u32 = 32;
 /// Passes of the fabric after which everything must have happened: nothing here takes time.
 const PASSES: usize = 100;
 
-/// Whatever a peer does, a link keeps to the rules, and loses its peer exactly when that breaks one.
+/// Whatever a peer does, a link keeps to the rules, and loses its peer exactly when that breaks
+/// one.
 pub fn link(bytes: &[u8]) {
     thread_local! {
         static SCENE: RefCell<Option<Scene>> = const { RefCell::new(None) };
@@ -220,7 +222,8 @@ impl Scene {
     /// The peer dials; both ends.
     fn connect(&mut self) -> (Link, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
-        let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
+        let id =
+            cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
         let peer = Peer::new(&self.domain, id);
         let hello = Hello {
             version: Version::CURRENT,
@@ -267,8 +270,11 @@ struct Peer {
 impl Peer {
     fn new(domain: &ProtectionDomain, id: CmId) -> Self {
         let cq = domain.context().create_completion_queue(4 * RECEIVES, None, 0).expect("a queue");
-        let config =
-            QueuePairConfig { max_send_wr: RECEIVES, max_recv_wr: RECEIVES, ..QueuePairConfig::new(&cq) };
+        let config = QueuePairConfig {
+            max_send_wr: RECEIVES,
+            max_recv_wr: RECEIVES,
+            ..QueuePairConfig::new(&cq)
+        };
         let qp = domain.create_queue_pair(&config).expect("a queue pair");
         let room = (RECEIVES as usize + 1) * PEERS.segment;
         let region = domain.allocate(room, Access::LOCAL).expect("memory");

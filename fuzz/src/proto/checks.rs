@@ -1,7 +1,7 @@
 //! What must hold of ferrite-proto for any bytes of a peer's. A check panics if it does not.
 //!
-//! A test of ferrite-proto (`tests/corpus.rs`) includes this file too. So it knows nothing of the fuzzer, nor of the other
-//! decoder to which `oracle.rs` compares.
+//! A test of ferrite-proto (`tests/corpus.rs`) includes this file too. So it knows nothing of the
+//! fuzzer, nor of the other decoder to which `oracle.rs` compares.
 
 mod endpoint;
 #[path = "../input.rs"]
@@ -15,5 +15,8 @@ pub use resp::{resp_command, resp_reply};
 pub type Check = fn(&[u8]);
 
 /// All checks by the names of their targets.
-pub const CHECKS: &[(&str, Check)] =
-    &[("resp_command", resp_command), ("resp_reply", resp_reply), ("valkey_endpoint", valkey_endpoint)];
+pub const CHECKS: &[(&str, Check)] = &[
+    ("resp_command", resp_command),
+    ("resp_reply", resp_reply),
+    ("valkey_endpoint", valkey_endpoint),
+];

@@ -1,4 +1,5 @@
-//! An endpoint whose peer and whose driver do as the bytes say, against a model that has the rules of the windows only.
+//! An endpoint whose peer and whose driver do as the bytes say, against a model that has the rules
+//! of the windows only.
 //!
 //! ```text
 //!   first byte  role, limits; the second is the length of our window
@@ -28,8 +29,8 @@ use super::input::Input;
 
 const PEER_LIMIT: u32 = 200;
 
-/// Nothing is written beyond what the peer registered, nothing is read that did not come, and only what breaks a rule ends
-/// the connection.
+/// Nothing is written beyond what the peer registered, nothing is read that did not come, and only
+/// what breaks a rule ends the connection.
 pub fn valkey_endpoint(bytes: &[u8]) {
     let mut input = Input(bytes);
     let (first, length) = (input.byte(), u32::from(input.byte()) + 1);
@@ -44,7 +45,8 @@ pub fn valkey_endpoint(bytes: &[u8]) {
     };
     let memory = Registration { addr: 0x4000, length, rkey: 9 };
     let endpoint = Endpoint::new(role, config.clone(), memory).expect("a good configuration");
-    let mut scene = Scene { endpoint, config, memory, now: Instant::now(), model: Model::default() };
+    let mut scene =
+        Scene { endpoint, config, memory, now: Instant::now(), model: Model::default() };
     while !input.0.is_empty() {
         scene.step(&mut input);
         scene.check();
@@ -101,7 +103,8 @@ impl Scene {
                 let length = u32::from(input.byte()) + u32::from(more & 1) * 2;
                 let addr = if more & 2 == 0 { 0x9000 } else { u64::MAX - u64::from(input.byte()) };
                 self.message(
-                    &Message::RegisterXferMemory(Registration { addr, length, rkey: more.into() }).encode(),
+                    &Message::RegisterXferMemory(Registration { addr, length, rkey: more.into() })
+                        .encode(),
                 );
             }
             4 => {
@@ -157,10 +160,15 @@ impl Scene {
         let good = match Message::decode(bytes) {
             Err(_) => Some(false),
             Ok(Message::Keepalive | Message::SetClientFeature { .. }) => Some(true),
-            Ok(Message::GetServerFeature { .. }) if self.endpoint.role() == Role::Server => None, // too many are an error
-            Ok(Message::GetServerFeature { select, .. }) => Some(model.asked.take() == Some(select)),
+            // too many are an error
+            Ok(Message::GetServerFeature { .. }) if self.endpoint.role() == Role::Server => None,
+            Ok(Message::GetServerFeature { select, .. }) => {
+                Some(model.asked.take() == Some(select))
+            }
             Ok(Message::RegisterXferMemory(new)) => {
-                let due = model.theirs.is_none_or(|old| model.written == 0 || model.written == old.length);
+                let due = model
+                    .theirs
+                    .is_none_or(|old| model.written == 0 || model.written == old.length);
                 let fits = (1..=PEER_LIMIT).contains(&new.length)
                     && u128::from(new.addr) + u128::from(new.length) <= 1 << 64;
                 if due && fits && model.over.is_none() {
@@ -230,7 +238,10 @@ impl Scene {
                 }
                 Message::Keepalive => assert_eq!(role, Role::Server),
                 Message::GetServerFeature { features, .. } => {
-                    assert_eq!(features, if role == Role::Server { self.config.features } else { 0 });
+                    assert_eq!(
+                        features,
+                        if role == Role::Server { self.config.features } else { 0 }
+                    );
                 }
                 Message::SetClientFeature { .. } => assert_eq!(role, Role::Client),
             }

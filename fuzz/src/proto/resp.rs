@@ -1,4 +1,5 @@
-//! Commands and replies in pieces: where they end does not depend on the pieces, and what is complete can be looked into.
+//! Commands and replies in pieces: where they end does not depend on the pieces, and what is
+//! complete can be looked into.
 //!
 //! ```text
 //!   first byte   how long the pieces are, one after the other: a seed
@@ -8,7 +9,8 @@
 use std::fmt::Debug;
 
 use ferrite_proto::resp::{
-    Command, CommandError, CommandFramer, Limits, Progress, ReplyError, ReplyFramer, Value, encode_command,
+    Command, CommandError, CommandFramer, Limits, Progress, ReplyError, ReplyFramer, Value,
+    encode_command,
 };
 
 /// Small, so that they are met.
@@ -35,12 +37,19 @@ pub fn resp_command(bytes: &[u8]) {
         let frame = &bytes[from..end];
         from = end;
         let command = Command::parse_within(frame, LIMITS).expect("it is complete");
-        assert_eq!(Command::parse_within(&frame[..frame.len() - 1], LIMITS), Err(CommandError::Incomplete));
+        assert_eq!(
+            Command::parse_within(&frame[..frame.len() - 1], LIMITS),
+            Err(CommandError::Incomplete)
+        );
         let more = [frame, b"\n"].concat();
         assert_eq!(Command::parse_within(&more, LIMITS), Err(CommandError::Trailing));
         if let Some(line) = command.inline() {
             assert!(line.len() <= LIMITS.inline_bytes as usize && !line.contains(&b'\n'));
-            assert!(frame.starts_with(line) && frame.len() - line.len() <= 2 && command.args().len() == 0);
+            assert!(
+                frame.starts_with(line)
+                    && frame.len() - line.len() <= 2
+                    && command.args().len() == 0
+            );
             continue;
         }
         let args: Vec<_> = command.args().collect();
@@ -68,7 +77,10 @@ pub fn resp_reply(bytes: &[u8]) {
     for end in ends {
         let frame = &bytes[from..end];
         from = end;
-        assert_eq!(Value::parse_within(&frame[..frame.len() - 1], LIMITS), Err(ReplyError::Incomplete));
+        assert_eq!(
+            Value::parse_within(&frame[..frame.len() - 1], LIMITS),
+            Err(ReplyError::Incomplete)
+        );
         let more = [frame, b"_"].concat();
         assert_eq!(Value::parse_within(&more, LIMITS), Err(ReplyError::Trailing));
         match Value::parse_within(frame, LIMITS) {

@@ -1,6 +1,7 @@
 //! What must hold of ferrite-session for any peer. A check panics if it does not.
 //!
-//! A test of ferrite-session (`tests/corpus.rs`) includes this file too. So it knows nothing of the fuzzer.
+//! A test of ferrite-session (`tests/corpus.rs`) includes this file too. So it knows nothing of the
+//! fuzzer.
 
 #[path = "../input.rs"]
 mod input;

@@ -1,7 +1,8 @@
-//! A stream of Valkey's protocol, in either role, through its driver and the fabric: its peer does as the bytes say, by plain
-//! verbs on the fake provider. What the application reads must be what the peer wrote, what it writes must be in the peer's
-//! memory and nowhere else, and the connection ends exactly when the peer breaks a rule (`model.rs`). Whatever happened, nothing
-//! is left of it in the end.
+//! A stream of Valkey's protocol, in either role, through its driver and the fabric: its peer does
+//! as the bytes say, by plain verbs on the fake provider. What the application reads must be what
+//! the peer wrote, what it writes must be in the peer's memory and nowhere else, and the connection
+//! ends exactly when the peer breaks a rule (`model.rs`). Whatever happened, nothing is left of it
+//! in the end.
 //!
 //! ```text
 //!   first byte  role
@@ -53,7 +54,8 @@ const RECEIVES: u32 = 64;
 /// Passes of the fabric after which everything must have happened: nothing here takes time.
 const PASSES: usize = 100;
 
-/// Whatever a peer does, a stream keeps to the rules, and loses its peer exactly when that breaks one.
+/// Whatever a peer does, a stream keeps to the rules, and loses its peer exactly when that breaks
+/// one.
 pub fn valkey_stream(bytes: &[u8]) {
     thread_local! {
         static SCENE: RefCell<Option<Scene>> = const { RefCell::new(None) };
@@ -118,7 +120,8 @@ fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
         0 => {
             let Some(window) = window else { return };
             let at = run.model.due_at();
-            let payload = vec![input.byte(); usize::from(input.byte()).min((window.length - at) as usize)];
+            let payload =
+                vec![input.byte(); usize::from(input.byte()).min((window.length - at) as usize)];
             let told = payload.len() as u32;
             run.model.wrote(at, &payload, Some(told));
             run.peer.write(window, at, &payload, Some(told));
@@ -187,7 +190,8 @@ fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
         }
         14 => {
             let entered = scene.runtime.enter();
-            let _ = Pin::new(&mut run.stream).poll_shutdown(&mut Context::from_waker(Waker::noop()));
+            let _ =
+                Pin::new(&mut run.stream).poll_shutdown(&mut Context::from_waker(Waker::noop()));
             drop(entered);
             run.model.ending = Ending::Unknown;
         }
@@ -200,7 +204,8 @@ fn read(scene: &Scene, run: &mut Run, count: usize) -> bool {
     let mut bytes = vec![0; count];
     let mut out = ReadBuf::new(&mut bytes);
     let entered = scene.runtime.enter();
-    let polled = Pin::new(&mut run.stream).poll_read(&mut Context::from_waker(Waker::noop()), &mut out);
+    let polled =
+        Pin::new(&mut run.stream).poll_read(&mut Context::from_waker(Waker::noop()), &mut out);
     drop(entered);
     let got = out.filled();
     run.model.drive();
@@ -218,9 +223,11 @@ fn read(scene: &Scene, run: &mut Run, count: usize) -> bool {
 
 /// The application writes `count` bytes, or as many as may go.
 fn write(scene: &Scene, run: &mut Run, count: usize) {
-    let bytes: Vec<u8> = (run.written..run.written + count).map(|at| (at ^ at >> 8) as u8).collect();
+    let bytes: Vec<u8> =
+        (run.written..run.written + count).map(|at| (at ^ at >> 8) as u8).collect();
     let entered = scene.runtime.enter();
-    let polled = Pin::new(&mut run.stream).poll_write(&mut Context::from_waker(Waker::noop()), &bytes);
+    let polled =
+        Pin::new(&mut run.stream).poll_write(&mut Context::from_waker(Waker::noop()), &bytes);
     drop(entered);
     run.model.drive();
     match polled {
@@ -313,7 +320,8 @@ impl Scene {
     /// We are the server: the peer calls.
     fn answer(&self) -> (RawConnection, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
-        let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
+        let id =
+            cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
         let peer = Peer::new(&self.domain, id);
         peer.connect();
         let request = self.ready(self.foreign_peers.next()).expect("a request");

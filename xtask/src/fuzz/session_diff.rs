@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz session-diff`: whole sessions at an engine's own port and through the module.
 //!
-//! The generator, the engines and the comparison are those of the test `host_session_diff`, which needs
-//! no instrumented build: coverage does not show which state a client is in.
+//! The generator, the engines and the comparison are those of the test `host_session_diff`, which
+//! needs no instrumented build: coverage does not show which state a client is in.
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -26,9 +26,9 @@ pub(crate) struct SessionOptions {
     /// Module to load [default: the one of this checkout]
     #[arg(long, value_name = "PATH.so")]
     module: Option<PathBuf>,
-    /// Value of the module's argument call-lane [default: the module's own]
+    /// Value of the module's argument call-path [default: the module's own]
     #[arg(long, value_name = "yes|no")]
-    call_lane: Option<String>,
+    call_path: Option<String>,
     /// Go on after a finding
     #[arg(long)]
     keep_going: bool,
@@ -41,18 +41,23 @@ impl SessionOptions {
     /// Whether one of them was given.
     pub(crate) fn any(&self) -> bool {
         let paths = self.engine.is_some() || self.module.is_some();
-        self.seed.is_some() || paths || self.call_lane.is_some() || self.keep_going || self.show
+        self.seed.is_some() || paths || self.call_path.is_some() || self.keep_going || self.show
     }
 }
 
-pub(crate) fn run(root: &Path, options: &SessionOptions, seconds: Option<u32>) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(
+    root: &Path,
+    options: &SessionOptions,
+    seconds: Option<u32>,
+) -> anyhow::Result<ExitCode> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).context("the clock is before 1970")?;
     let seed = options.seed.unwrap_or(now.as_secs() * 1000); // room for the sessions of many runs
     let seconds = match (options.seed, seconds) {
         (Some(_), None) => None,
         (_, given) => Some(given.unwrap_or(super::SECONDS)),
     };
-    let lasts = seconds.map_or(String::new(), |seconds| format!(" and those after it, for {seconds} s"));
+    let lasts =
+        seconds.map_or(String::new(), |seconds| format!(" and those after it, for {seconds} s"));
     println!("{NAME}: seed {seed}{lasts}");
 
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
@@ -78,16 +83,16 @@ pub(crate) fn run(root: &Path, options: &SessionOptions, seconds: Option<u32>) -
     if let Some(module) = &options.module {
         cargo.env("FERRITE_MODULE", found(module)?);
     }
-    if let Some(value) = &options.call_lane {
-        ensure!(matches!(&value[..], "yes" | "no"), "--call-lane {value:?}: expected yes or no");
+    if let Some(value) = &options.call_path {
+        ensure!(matches!(&value[..], "yes" | "no"), "--call-path {value:?}: expected yes or no");
         cargo.env("FERRITE_DIFF_CALL_LANE", value);
     }
     let status = cargo.status().context("cannot start cargo")?;
     Ok(if status.success() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The file from anywhere; a bare name is looked up in PATH by whoever starts it. Links stay: some packages
-/// have one program for several tasks, which goes by the name it was started with.
+/// The file from anywhere; a bare name is looked up in PATH by whoever starts it. Links stay: some
+/// packages have one program for several tasks, which goes by the name it was started with.
 fn found(path: &Path) -> anyhow::Result<PathBuf> {
     if path.components().count() == 1 && !path.exists() {
         return Ok(path.into());

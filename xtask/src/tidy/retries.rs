@@ -26,8 +26,9 @@ struct Entry<'a> {
 }
 
 pub(super) fn check(root: &Path, files: &[String], findings: &mut Findings) -> anyhow::Result<()> {
-    let read =
-        |file: &str| fs::read_to_string(root.join(file)).with_context(|| format!("cannot read {file}"));
+    let read = |file: &str| {
+        fs::read_to_string(root.join(file)).with_context(|| format!("cannot read {file}"))
+    };
     only_the_lab(&read(NEXTEST)?, findings);
     let text = read(QUARANTINE)?;
     for entry in entries(&text, findings) {
@@ -47,8 +48,10 @@ pub(super) fn check(root: &Path, files: &[String], findings: &mut Findings) -> a
 /// Whether the entry's test can be in this file.
 fn may_hold(file: &str, entry: &Entry<'_>) -> bool {
     let Some(rest) = file.strip_prefix(entry.package) else {
-        let package = file.strip_prefix("crates/").and_then(|rest| rest.strip_prefix(entry.package));
-        return package.is_some_and(|rest| rest.starts_with(folder(entry)) && file.ends_with(".rs"));
+        let package =
+            file.strip_prefix("crates/").and_then(|rest| rest.strip_prefix(entry.package));
+        return package
+            .is_some_and(|rest| rest.starts_with(folder(entry)) && file.ends_with(".rs"));
     };
     rest.starts_with(folder(entry)) && file.ends_with(".rs") // xtask
 }
@@ -69,7 +72,12 @@ fn only_the_lab(text: &str, findings: &mut Findings) {
         let value = value.split('#').next().unwrap_or_default().trim();
         if value != "0" && (section, value) != ("[profile.lab", "1") {
             let what = format!("retries = {value} in {section}]");
-            findings.fail(NEXTEST, line, what, "mend the test, or list it in .config/quarantine.toml");
+            findings.fail(
+                NEXTEST,
+                line,
+                what,
+                "mend the test, or list it in .config/quarantine.toml",
+            );
         }
     }
 }
@@ -132,13 +140,18 @@ mod tests {
     }
 
     fn quarantined(cause: &str, filter: &str, retries: &str) -> String {
-        format!("{cause}\n[[profile.default.overrides]]\nfilter = '{filter}'\nretries = {retries}\n\n")
+        format!(
+            "{cause}\n[[profile.default.overrides]]\nfilter = '{filter}'\nretries = {retries}\n\n"
+        )
     }
 
     #[test]
     fn accepts_an_entry_with_cause_and_test() {
-        let text =
-            quarantined("# cause: a\n# b", "binary_id(=ferrite-module::host_module) and test(=a::b)", "1");
+        let text = quarantined(
+            "# cause: a\n# b",
+            "binary_id(=ferrite-module::host_module) and test(=a::b)",
+            "1",
+        );
         let text = format!("{HEAD}{text}");
         let mut findings = Findings::default();
         let entries = entries(&text, &mut findings);

@@ -140,7 +140,8 @@ pub(super) fn exports_of(code: &str, module: &str) -> Vec<usize> {
 /// How many lines stand before the file's test module, which comes last.
 pub(super) fn lines_before_tests(text: &str) -> usize {
     let lines: Vec<_> = text.lines().collect();
-    let tests = lines.windows(2).position(|pair| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod "));
+    let tests =
+        lines.windows(2).position(|pair| pair[0] == "#[cfg(test)]" && pair[1].starts_with("mod "));
     tests.unwrap_or(lines.len())
 }
 
@@ -157,7 +158,10 @@ mod tests {
 
     #[test]
     fn keyword_is_found() {
-        assert_eq!(unsafe_lines("fn f() {\n    unsafe{ g() }\n}\nunsafe impl Send for X {}"), [2, 4]);
+        assert_eq!(
+            unsafe_lines("fn f() {\n    unsafe{ g() }\n}\nunsafe impl Send for X {}"),
+            [2, 4]
+        );
         assert_eq!(unsafe_lines("#[unsafe(no_mangle)]"), [1]);
         assert_eq!(unsafe_lines("let f: unsafe extern \"C\" fn();"), [1]);
     }
@@ -194,7 +198,10 @@ mod tests {
     #[test]
     fn exports_are_found_with_their_line() {
         assert_eq!(exports_of("mod a;\n\npub mod sys;", "sys"), [3]);
-        assert_eq!(exports_of("mod a {\n}\npub use crate::{\n    sys::x,\n    b,\n};", "b"), [0; 0]);
+        assert_eq!(
+            exports_of("mod a {\n}\npub use crate::{\n    sys::x,\n    b,\n};", "b"),
+            [0; 0]
+        );
         assert_eq!(exports_of("pub use crate::sys::{x, y};", "sys"), [1]);
         assert_eq!(exports_of("pub(crate) mod sys;\nuse sys::x;\npub mod sys_x;", "sys"), [0; 0]);
     }
@@ -202,6 +209,9 @@ mod tests {
     #[test]
     fn lines_end_at_the_test_module() {
         assert_eq!(lines_before_tests("a\nb\n"), 2);
-        assert_eq!(lines_before_tests("a\n#[cfg(test)]\nuse b;\n#[cfg(test)]\nmod tests {\n}\n"), 3);
+        assert_eq!(
+            lines_before_tests("a\n#[cfg(test)]\nuse b;\n#[cfg(test)]\nmod tests {\n}\n"),
+            3
+        );
     }
 }

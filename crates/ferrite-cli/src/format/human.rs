@@ -16,7 +16,8 @@ pub(super) fn write(reply: &Value<'_>, out: &mut Vec<u8>) {
     write_indented(reply, 0, out);
 }
 
-/// Lines after the first begin with `indent` blanks: where the first begins is the caller's business.
+/// Lines after the first begin with `indent` blanks: where the first begins is the caller's
+/// business.
 fn write_indented(reply: &Value<'_>, indent: usize, out: &mut Vec<u8>) {
     match reply {
         Value::Error(text) | Value::BlobError(text) => line(b"(error) ", text, out),
@@ -81,7 +82,13 @@ fn list(values: &[Value<'_>], sign: char, empty: &[u8], indent: usize, out: &mut
     }
 }
 
-fn map(pairs: &[(Value<'_>, Value<'_>)], sign: char, empty: &[u8], indent: usize, out: &mut Vec<u8>) {
+fn map(
+    pairs: &[(Value<'_>, Value<'_>)],
+    sign: char,
+    empty: &[u8],
+    indent: usize,
+    out: &mut Vec<u8>,
+) {
     if pairs.is_empty() {
         return line(b"", empty, out);
     }
@@ -114,11 +121,13 @@ fn digits(number: usize) -> usize {
 /// Whether a value takes more than one line.
 fn has_lines(value: &Value<'_>) -> bool {
     match raw(value) {
-        Value::Array(values) | Value::Set(values) | Value::Push(values) => match values.as_slice() {
-            [] => false,
-            [only] => has_lines(only),
-            _ => true,
-        },
+        Value::Array(values) | Value::Set(values) | Value::Push(values) => {
+            match values.as_slice() {
+                [] => false,
+                [only] => has_lines(only),
+                _ => true,
+            }
+        }
         Value::Map(pairs) => match pairs.as_slice() {
             [] => false,
             [(_, only)] => has_lines(only),

@@ -2,7 +2,8 @@
 //!
 //! - an error is `{"error":"ERR …"}`, not `error:"ERR …"`;
 //! - `inf`, `-inf` and `nan` are strings: JSON has no such numbers;
-//! - bytes that are no UTF-8 become the characters U+0080 to U+00FF (`--quoted-json` loses nothing);
+//! - bytes that are no UTF-8 become the characters U+0080 to U+00FF (`--quoted-json` loses
+//!   nothing);
 //! - replies that are text, such as INFO's, are strings like any other.
 
 use ferrite_proto::resp::Value;
@@ -26,12 +27,16 @@ pub(super) fn write(reply: &Value<'_>, strings: Strings, out: &mut Vec<u8>) {
             string(text, strings, out);
             out.push(b'}');
         }
-        Value::Simple(text) | Value::Bulk(text) | Value::Verbatim { text, .. } => string(text, strings, out),
+        Value::Simple(text) | Value::Bulk(text) | Value::Verbatim { text, .. } => {
+            string(text, strings, out)
+        }
         Value::Chunks(chunks) => string(&chunks.concat(), strings, out),
         Value::Null => out.extend(b"null"),
         Value::Boolean(value) => out.extend_from_slice(if *value { b"true" } else { b"false" }),
         Value::Integer(value) => out.extend(value.to_string().bytes()),
-        Value::Double { text, .. } | Value::BigNumber(text) if is_number(text) => out.extend_from_slice(text),
+        Value::Double { text, .. } | Value::BigNumber(text) if is_number(text) => {
+            out.extend_from_slice(text)
+        }
         Value::Double { text, .. } | Value::BigNumber(text) => string(text, strings, out),
         Value::Array(values) | Value::Set(values) | Value::Push(values) => {
             out.push(b'[');
@@ -95,7 +100,8 @@ fn string(bytes: &[u8], strings: Strings, out: &mut Vec<u8>) {
         Strings::Quoted => {
             let mut quoted = Vec::new();
             quote(bytes, &mut quoted);
-            // Redis-cli doubles the backslashes and leaves the quotes: `"` in a string comes out as `\\"`, which ends it.
+            // Redis-cli doubles the backslashes and leaves the quotes: `"` in a string comes out as
+            // `\\"`, which ends it.
             let inner = quoted.get(1..quoted.len().saturating_sub(1)).unwrap_or_default();
             text(inner, out);
         }

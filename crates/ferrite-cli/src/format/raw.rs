@@ -11,7 +11,10 @@ pub(super) fn write(reply: &Value<'_>, delimiter: &[u8], out: &mut Vec<u8>) {
             out.extend_from_slice(text);
             out.push(b'\n');
         }
-        Value::Simple(text) | Value::Bulk(text) | Value::Verbatim { text, .. } | Value::BigNumber(text) => {
+        Value::Simple(text)
+        | Value::Bulk(text)
+        | Value::Verbatim { text, .. }
+        | Value::BigNumber(text) => {
             out.extend_from_slice(text);
         }
         Value::Chunks(chunks) => chunks.iter().for_each(|chunk| out.extend_from_slice(chunk)),

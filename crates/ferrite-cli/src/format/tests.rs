@@ -12,7 +12,13 @@ fn shown(style: Style, bytes: &[u8]) -> String {
 fn every_type() {
     for (bytes, human, raw, csv, json) in [
         (&b"+OK\r\n"[..], "OK\n", "OK\n", "\"OK\"\n", "\"OK\"\n"),
-        (b"-ERR no\r\n", "(error) ERR no\n", "ERR no\n\n", "ERROR,\"ERR no\"\n", "{\"error\":\"ERR no\"}\n"),
+        (
+            b"-ERR no\r\n",
+            "(error) ERR no\n",
+            "ERR no\n\n",
+            "ERROR,\"ERR no\"\n",
+            "{\"error\":\"ERR no\"}\n",
+        ),
         (
             b"!6\r\nERR no\r\n",
             "(error) ERR no\n",

@@ -41,7 +41,12 @@ impl Hinter for Assistant {
 impl Completer for Assistant {
     type Candidate = String;
 
-    fn complete(&self, line: &str, at: usize, _: &Context<'_>) -> rustyline::Result<(usize, Vec<String>)> {
+    fn complete(
+        &self,
+        line: &str,
+        at: usize,
+        _: &Context<'_>,
+    ) -> rustyline::Result<(usize, Vec<String>)> {
         Ok(self.docs.completions(line.get(..at).unwrap_or(line)))
     }
 }

@@ -1,4 +1,5 @@
-//! Both programs, given the same commands: what each printed, case by case, and what is wrong with it.
+//! Both programs, given the same commands: what each printed, case by case, and what is wrong with
+//! it.
 
 use std::io::Write as _;
 use std::process::{Command, Output, Stdio};
@@ -54,7 +55,12 @@ impl Program {
     /// What each case printed, all of them line by line on one connection.
     pub(crate) fn outputs(&self, style: Style, cases: &[&Case]) -> Vec<String> {
         let output = self.fed(style.1, lines(cases, &format!("ECHO {MARK}\n")));
-        assert!(output.status.success(), "{}: {}", self.path, String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}: {}",
+            self.path,
+            String::from_utf8_lossy(&output.stderr)
+        );
         let printed = escaped(&output.stdout);
         let mut parts: Vec<_> = printed.split(MARK).map(str::to_owned).collect();
         parts.pop(); // behind the last mark
@@ -73,8 +79,8 @@ pub(crate) fn lines(cases: &[&Case], behind: &str) -> Vec<u8> {
     input.into_bytes()
 }
 
-/// Bytes that are no printable ASCII are told apart, and marks stay marks. How long a command took is printed from half a second
-/// on, which on a busy machine can be any, and is left out.
+/// Bytes that are no printable ASCII are told apart, and marks stay marks. How long a command took
+/// is printed from half a second on, which on a busy machine can be any, and is left out.
 pub(crate) fn escaped(bytes: &[u8]) -> String {
     let escape = |byte: &u8| match byte {
         b'\n' => "\n".to_owned(),
@@ -91,7 +97,13 @@ fn is_time(line: &str) -> bool {
 }
 
 /// What is wrong; how many were right is printed.
-pub(crate) fn judge(style: &str, way: &str, cases: &[&Case], theirs: &[String], ours: &[String]) -> String {
+pub(crate) fn judge(
+    style: &str,
+    way: &str,
+    cases: &[&Case],
+    theirs: &[String],
+    ours: &[String],
+) -> String {
     let mut wrong = String::new();
     let (mut same, mut different) = (0, 0);
     for ((case, theirs), ours) in cases.iter().zip(theirs).zip(ours) {
@@ -102,7 +114,10 @@ pub(crate) fn judge(style: &str, way: &str, cases: &[&Case], theirs: &[String], 
                 wrong += &format!("{:?}: does not differ, though {reason}\n", case.commands);
             }
             (false, None) => {
-                wrong += &format!("{:?}:\n--- redis-cli\n{theirs}\n--- ferrite-cli\n{ours}\n", case.commands);
+                wrong += &format!(
+                    "{:?}:\n--- redis-cli\n{theirs}\n--- ferrite-cli\n{ours}\n",
+                    case.commands
+                );
             }
         }
     }

@@ -20,7 +20,8 @@ impl Redis {
     }
 
     pub(crate) fn start_with(name: &str, more: &[&str]) -> Self {
-        let socket = std::env::temp_dir().join(format!("ferrite-cli-{name}-{}.sock", std::process::id()));
+        let socket =
+            std::env::temp_dir().join(format!("ferrite-cli-{name}-{}.sock", std::process::id()));
         let process = Command::new("redis-server")
             .args([
                 "--port",
@@ -51,9 +52,12 @@ impl Redis {
 
     /// As if it had just been started.
     pub(crate) fn empty(&self) {
-        for words in
-            [&["FLUSHALL"][..], &["FUNCTION", "FLUSH"], &["SCRIPT", "FLUSH"], &["CONFIG", "RESETSTAT"]]
-        {
+        for words in [
+            &["FLUSHALL"][..],
+            &["FUNCTION", "FLUSH"],
+            &["SCRIPT", "FLUSH"],
+            &["CONFIG", "RESETSTAT"],
+        ] {
             let status = Command::new("redis-cli")
                 .arg("-s")
                 .arg(&self.socket)

@@ -29,7 +29,8 @@ impl Case {
 }
 
 fn reason<'a>(exceptions: &'a [Exception], style: &str) -> Option<&'a str> {
-    let found = exceptions.iter().find(|exception| exception.styles.iter().any(|named| named == style));
+    let found =
+        exceptions.iter().find(|exception| exception.styles.iter().any(|named| named == style));
     found.map(|exception| exception.reason.as_str())
 }
 

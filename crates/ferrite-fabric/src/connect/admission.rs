@@ -1,8 +1,9 @@
 //! Who is at the door: connections that are not links yet, counted by where they come from.
 //!
-//! Nobody may keep others out. There is a limit for each source and one for all. Who comes when a limit is reached takes the
-//! place of the oldest of its own source, or of the busiest source; a handshake that has only just begun is left alone if it
-//! is of a source with no more of them than the newcomer's.
+//! Nobody may keep others out. There is a limit for each source and one for all. Who comes when a
+//! limit is reached takes the place of the oldest of its own source, or of the busiest source; a
+//! handshake that has only just begun is left alone if it is of a source with no more of them than
+//! the newcomer's.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -51,7 +52,8 @@ impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
         let (crowded, may_hurry) = if here >= limits.each {
             (self.sources.get(&source), false)
         } else if self.of.len() >= limits.all {
-            let age = |line: &VecDeque<(K, Instant)>| line.front().map(|(_, since)| Reverse(*since));
+            let age =
+                |line: &VecDeque<(K, Instant)>| line.front().map(|(_, since)| Reverse(*since));
             let busiest = self.sources.values().max_by_key(|line| (line.len(), age(line)));
             (busiest, busiest.is_some_and(|line| line.len() > here + 1))
         } else {
@@ -59,7 +61,9 @@ impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
         };
         match crowded.and_then(VecDeque::front) {
             None => Place::Free,
-            Some((oldest, since)) if may_hurry || now >= *since + limits.grace => Place::Of(*oldest),
+            Some((oldest, since)) if may_hurry || now >= *since + limits.grace => {
+                Place::Of(*oldest)
+            }
             Some((_, since)) => Place::Later(*since + limits.grace),
         }
     }
@@ -118,7 +122,11 @@ mod tests {
         );
         assert!(crowd.leave(0) && !crowd.leave(0) && !crowd.contains(0) && crowd.contains(1));
         crowd.enter(4, quiet, now + GRACE / 2);
-        assert_eq!(crowd.place(quiet, now, LIMITS), Place::Later(now + GRACE), "nobody is busier than it");
+        assert_eq!(
+            crowd.place(quiet, now, LIMITS),
+            Place::Later(now + GRACE),
+            "nobody is busier than it"
+        );
         assert_eq!(crowd.place(quiet, now + GRACE, LIMITS), Place::Of(1));
     }
 

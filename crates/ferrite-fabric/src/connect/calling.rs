@@ -46,8 +46,8 @@ impl ConnectOptions {
         Self::default()
     }
 
-    /// The local address, which chooses the device. Say it on hosts with several: by itself the kernel may pick
-    /// another one that reaches the peer.
+    /// The local address, which chooses the device. Say it on hosts with several: by itself the
+    /// kernel may pick another one that reaches the peer.
     pub fn local(mut self, addr: SocketAddr) -> Self {
         self.local = Some(addr);
         self
@@ -65,13 +65,15 @@ impl ConnectOptions {
         self
     }
 
-    /// TLS for the case that TCP carries it: what to trust, and what the peer's certificate must be for.
+    /// TLS for the case that TCP carries it: what to trust, and what the peer's certificate must be
+    /// for.
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config, name));
         self
     }
 
-    /// Nothing in clear text. RDMA payload is, so TCP with TLS carries the link: see [`ConnectOptions::tls`].
+    /// Nothing in clear text. RDMA payload is, so TCP with TLS carries the link: see
+    /// [`ConnectOptions::tls`].
     pub fn require_encryption(mut self) -> Self {
         self.require_encryption = true;
         self
@@ -109,9 +111,9 @@ impl Connecting {
     }
 
     fn poll_opened(&mut self, cx: &mut Context<'_>) -> Poll<Opened> {
-        Pin::new(&mut self.reply)
-            .poll(cx)
-            .map(|reply| reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the fabric is gone"))))
+        Pin::new(&mut self.reply).poll(cx).map(|reply| {
+            reply.unwrap_or_else(|_| Err(Error::new(ErrorKind::Closed, "the fabric is gone")))
+        })
     }
 }
 
@@ -181,7 +183,8 @@ impl Fabric {
     /// Opens a link to a peer. Begins at once; dropping the future gives it up.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`], [`ErrorKind::Timeout`]: with likely causes.
+    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`], [`ErrorKind::Timeout`]: with likely
+    /// causes.
     pub fn connect(&self, peer: SocketAddr) -> Connecting {
         self.connect_with(peer, &ConnectOptions::new())
     }
@@ -209,7 +212,8 @@ impl Fabric {
             return connecting;
         }
         let lacks = self.shared().devices.is_empty().then(|| self.shared().no_rdma());
-        if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy)) {
+        if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy))
+        {
             // Nothing to wait for.
             if let Some(over_tcp) = over_tcp {
                 self.shared().with_poller(|poller, shared| {
@@ -225,8 +229,8 @@ impl Fabric {
         connecting
     }
 
-    /// Connects to a peer that speaks another protocol, by RDMA CM. Begins at once; dropping the future gives it up. Of the
-    /// options, the local address and the time count.
+    /// Connects to a peer that speaks another protocol, by RDMA CM. Begins at once; dropping the
+    /// future gives it up. Of the options, the local address and the time count.
     ///
     /// # Errors
     /// As [`Fabric::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which RDMA
@@ -235,8 +239,9 @@ impl Fabric {
         ConnectingRaw(self.call_by_rdma(peer, options, Speaks::Other))
     }
 
-    /// Connects by RDMA CM to a peer of which it is not known what it speaks: says hello, and takes an answer without one for
-    /// that of a peer that speaks another protocol. Of the options, the local address and the time count.
+    /// Connects by RDMA CM to a peer of which it is not known what it speaks: says hello, and takes
+    /// an answer without one for that of a peer that speaks another protocol. Of the options, the
+    /// local address and the time count.
     ///
     /// # Errors
     /// As [`Fabric::connect_raw`].
@@ -244,12 +249,18 @@ impl Fabric {
         ConnectingEither(self.call_by_rdma(peer, options, Speaks::Either))
     }
 
-    fn call_by_rdma(&self, peer: SocketAddr, options: &ConnectOptions, speaks: Speaks) -> Connecting {
+    fn call_by_rdma(
+        &self,
+        peer: SocketAddr,
+        options: &ConnectOptions,
+        speaks: Speaks,
+    ) -> Connecting {
         let (reply, receiver) = oneshot::channel();
         let connecting = Connecting::new(self.clone(), receiver);
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
         let refused = if options.require_encryption {
-            let what = "encryption is required, and this call is over RDMA, whose payload is clear text";
+            let what =
+                "encryption is required, and this call is over RDMA, whose payload is clear text";
             Some(Error::new(ErrorKind::Misuse, what))
         } else if options.rdma.unwrap_or(self.config().rdma) == Rdma::Forbid {
             let what = "the policy forbids RDMA, and this call knows no other way";
@@ -292,7 +303,8 @@ impl Fabric {
         let meet = options.meet.unwrap_or(self.config().connect);
         let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
         if options.require_encryption && tls.is_none() {
-            let what = "encryption is required, and there is no TLS configuration (ConnectOptions::tls)";
+            let what =
+                "encryption is required, and there is no TLS configuration (ConnectOptions::tls)";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let upgrade = policy != Rdma::Forbid && !options.require_encryption;
@@ -321,7 +333,8 @@ impl OverTcp {
         let Self { peer, local, timeout, tls, policy, upgrade } = self;
         let wants = match fallback {
             None if upgrade => Wants::Rdma(reply, policy),
-            fallback => Wants::Link(reply, fallback), // by CM it did not work: over TCP it is tried later
+            // by CM it did not work: over TCP it is tried later
+            fallback => Wants::Link(reply, fallback),
         };
         Dial { peer, local, deadline: now + timeout, tls, wants }
     }

@@ -1,4 +1,5 @@
-//! Greetings over TCP: two peers say hello, or one of them is told no; who says something else is a foreign peer.
+//! Greetings over TCP: two peers say hello, or one of them is told no; who says something else is a
+//! foreign peer.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
@@ -27,8 +28,8 @@ use crate::listener::{ForeignTcpPeer, ListenerShared};
 use crate::policy::Fallback;
 use crate::source::Source;
 use crate::wire::{
-    self, GREETING_BYTES, Hello, HelloError, MAGIC, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode,
-    Resume, Version,
+    self, GREETING_BYTES, Hello, HelloError, MAGIC, REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal,
+    RefusalCode, Resume, Version,
 };
 
 /// A connection whose peers are not acquainted yet.
@@ -80,7 +81,8 @@ impl Poller {
                 let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
                 self.sockets.put(id, Use::Greeting(greeting));
                 if has_begun && self.sockets.silent.contains(id) {
-                    // Half a hello, which nobody sends who means it: none of them waits for another.
+                    // Half a hello, which nobody sends who means it: none of them waits for
+                    // another.
                     let limits = Limits { grace: Duration::ZERO, ..door_limits(shared) };
                     self.enter_half_open(shared, id, peer, limits);
                 }
@@ -102,7 +104,8 @@ impl Poller {
         }
     }
 
-    /// Whether a greeting may be looked at. One with TLS that has something to say costs a handshake, and waits for its place.
+    /// Whether a greeting may be looked at. One with TLS that has something to say costs a
+    /// handshake, and waits for its place.
     fn may_begin(&mut self, shared: &Shared, id: u64) -> bool {
         if !self.sockets.silent.contains(id) {
             return true;
@@ -120,7 +123,13 @@ impl Poller {
     }
 
     /// Makes a silent connection a handshake, if there is a place for it; else it waits.
-    fn enter_half_open(&mut self, shared: &Shared, id: u64, peer: SocketAddr, limits: Limits) -> bool {
+    fn enter_half_open(
+        &mut self,
+        shared: &Shared,
+        id: u64,
+        peer: SocketAddr,
+        limits: Limits,
+    ) -> bool {
         let source = Source::of(peer);
         match self.sockets.half_open.place(source, self.now, limits) {
             Place::Free => {}
@@ -149,12 +158,12 @@ impl Poller {
         }
     }
 
-    /// Ends a connection that has not got anywhere, so that another can come. A silent one may be a client of a pool: it
-    /// goes to whoever takes those, earlier than it would have otherwise.
+    /// Ends a connection that has not got anywhere, so that another can come. A silent one may be a
+    /// client of a pool: it goes to whoever takes those, earlier than it would have otherwise.
     pub(super) fn crowd_out(&mut self, shared: &Shared, id: u64) {
         self.sockets.leave_door(id);
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
-        shared.counters.crowded_out.fetch_add(1, Ordering::Relaxed);
+        shared.counters.handshakes_displaced.fetch_add(1, Ordering::Relaxed);
         if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
             self.hand_over(shared, *greeting);
         }
@@ -162,7 +171,8 @@ impl Poller {
 
     /// Gives a connection to whoever takes foreign peers.
     fn hand_over(&mut self, shared: &Shared, greeting: Greeting) {
-        let Greeting { socket, heard, side: Side::Answering { listener, .. }, peer, since, .. } = greeting
+        let Greeting { socket, heard, side: Side::Answering { listener, .. }, peer, since, .. } =
+            greeting
         else {
             return;
         };
@@ -170,8 +180,13 @@ impl Poller {
         shared.waits.remove(socket.as_fd());
         if let Some(listener) = listener.upgrade() {
             let socket = socket.into();
-            let foreign_peer =
-                ForeignTcpPeer { socket, heard, peer, accepted: since, handed_over: Instant::now() };
+            let foreign_peer = ForeignTcpPeer {
+                socket,
+                heard,
+                peer,
+                accepted: since,
+                handed_over: Instant::now(),
+            };
             listener.foreign_tcp_peer(foreign_peer, &mut self.wakes);
         }
     }
@@ -189,8 +204,10 @@ impl Poller {
     pub(super) fn resume_misanswered(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
             let Some(lost) = &state.lost else { return };
-            let what = format!("{}; and the answer at the peer's address names another link", lost.error);
-            let error = Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
+            let what =
+                format!("{}; and the answer at the peer's address names another link", lost.error);
+            let error =
+                Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
             state.end(error, wakes);
         });
         self.attend(shared, link.index);
@@ -200,7 +217,8 @@ impl Poller {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         self.sockets.leave_door(id);
         if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
-            // A client of a pool, perhaps, that has nothing to say yet. Ferrite peers speak at once.
+            // A client of a pool, perhaps, that has nothing to say yet. Ferrite peers speak at
+            // once.
             self.hand_over(shared, *greeting);
             return;
         }
@@ -252,7 +270,9 @@ impl Poller {
         }
         if greeting.heard.starts_with(&REFUSAL_MAGIC) {
             return match Refusal::decode(&greeting.heard) {
-                Some(refusal) if ended || greeting.heard.len() >= 13 + usize::from(greeting.heard[12]) => {
+                Some(refusal)
+                    if ended || greeting.heard.len() >= 13 + usize::from(greeting.heard[12]) =>
+                {
                     Err(Error::refused(&peer.to_string(), refusal))
                 }
                 _ => Ok(None),
@@ -262,22 +282,25 @@ impl Poller {
         let theirs = match wire::Greeting::decode(heard) {
             Ok(theirs) => theirs,
             Err(HelloError::Short { .. }) if !ended => return Ok(None),
-            Err(HelloError::ForeignPeer) if may_become_greeting(heard) && !ended => return Ok(None),
+            Err(HelloError::ForeignPeer) if may_become_greeting(heard) && !ended => {
+                return Ok(None);
+            }
             Err(error) => {
                 let Side::Answering { .. } = greeting.side else {
                     let what = format!("{peer} is not a Ferrite peer of our version: {error}");
                     return Err(Error::new(ErrorKind::Protocol, what));
                 };
                 let (code, text) = match error {
-                    HelloError::Version { theirs } => {
-                        (RefusalCode::VERSION, format!("we speak {}, you {theirs}", Version::CURRENT))
-                    }
+                    HelloError::Version { theirs } => (
+                        RefusalCode::VERSION,
+                        format!("we speak {}, you {theirs}", Version::CURRENT),
+                    ),
                     HelloError::ForeignPeer if greeting.accepts_foreign_peers() => {
                         return Ok(Some(Heard::ForeignPeer));
                     }
                     HelloError::ForeignPeer | HelloError::Short { .. } => {
                         shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
-                        (RefusalCode::STRANGER, "this listener takes Ferrite peers only".into())
+                        (RefusalCode::FOREIGN_PEER, "this listener takes Ferrite peers only".into())
                     }
                     error => (RefusalCode::PROTOCOL, error.to_string()),
                 };
@@ -286,7 +309,8 @@ impl Poller {
             }
         };
         if greeting.ours.is_none() {
-            let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
+            let links =
+                shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
             let full = match &greeting.side {
                 Side::Answering { listener, .. } => {
                     listener.upgrade().is_none_or(|listener| listener.is_full())
@@ -297,7 +321,9 @@ impl Poller {
             let no = if let Some(sought) = &sought {
                 match sought {
                     Sought::NotYet => return Ok(None),
-                    Sought::Unknown => Some((RefusalCode::PROTOCOL, 0, "no such link is without a path")),
+                    Sought::Unknown => {
+                        Some((RefusalCode::PROTOCOL, 0, "no such link is without a path"))
+                    }
                     Sought::Found(..) => None,
                 }
             } else if links >= shared.config.max_connections {
@@ -312,7 +338,9 @@ impl Poller {
                 return Ok(None);
             }
             let moves = match &greeting.side {
-                Side::Answering { listener, .. } => listener.upgrade().is_some_and(|listener| listener.moves),
+                Side::Answering { listener, .. } => {
+                    listener.upgrade().is_some_and(|listener| listener.moves)
+                }
                 Side::Dialing { .. } => false,
             };
             let ours = shared.hello(links, moves);
@@ -335,7 +363,8 @@ impl Greeting {
     /// Whether a peer without a hello would be welcome. With TLS what it says is not what came.
     fn accepts_foreign_peers(&self) -> bool {
         let Side::Answering { listener, .. } = &self.side else { return false };
-        self.tls.is_none() && listener.upgrade().is_some_and(|listener| listener.accepts_foreign_tcp_peers())
+        self.tls.is_none()
+            && listener.upgrade().is_some_and(|listener| listener.accepts_foreign_tcp_peers())
     }
 
     /// Says what is left to say.
@@ -376,7 +405,13 @@ impl Greeting {
         Ok(false)
     }
 
-    fn refuse(&mut self, shared: &Shared, code: RefusalCode, later_ms: u32, text: &str) -> io::Result<()> {
+    fn refuse(
+        &mut self,
+        shared: &Shared,
+        code: RefusalCode,
+        later_ms: u32,
+        text: &str,
+    ) -> io::Result<()> {
         shared.counters.refused.fetch_add(1, Ordering::Relaxed);
         self.saying = refusal(code, later_ms, text);
         (self.said, self.refusing) = (0, true);

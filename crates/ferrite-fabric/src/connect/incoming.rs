@@ -6,7 +6,9 @@ use std::sync::{Arc, Weak};
 use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, ConnectParams, ConnectionRequest, Mtu};
 
 use super::calling::Reply;
-use super::{Handshake, Place, UNKNOWN_PEER, bring_up, device_of, door_limits, initialise, params, reads};
+use super::{
+    Handshake, Place, UNKNOWN_PEER, bring_up, device_of, door_limits, initialise, params, reads,
+};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::device_objects::Made;
@@ -99,7 +101,13 @@ impl Poller {
         }
         if !listener.is_at(request.id.local_addr()) {
             shared.counters.misdirected.fetch_add(1, Ordering::Relaxed);
-            refuse(shared, request, RefusalCode::POLICY, 0, "nobody listens at this address over RDMA");
+            refuse(
+                shared,
+                request,
+                RefusalCode::POLICY,
+                0,
+                "nobody listens at this address over RDMA",
+            );
             return;
         }
         let hello = match listener.foreign_peers_only {
@@ -121,7 +129,7 @@ impl Poller {
                     refuse(
                         shared,
                         *request,
-                        RefusalCode::STRANGER,
+                        RefusalCode::FOREIGN_PEER,
                         0,
                         "this listener takes Ferrite peers only",
                     );
@@ -148,7 +156,13 @@ impl Poller {
             return;
         }
         if !shared.commands.has_room(source(&request)) {
-            refuse(shared, request, RefusalCode::BUSY, 20, "too many handshakes of this address at a time");
+            refuse(
+                shared,
+                request,
+                RefusalCode::BUSY,
+                20,
+                "too many handshakes of this address at a time",
+            );
             return;
         }
         let who = Expecting::Listener(Arc::downgrade(&listener));
@@ -156,24 +170,32 @@ impl Poller {
     }
 
     /// Takes a peer that says nothing of itself.
-    pub(crate) fn accept_foreign_peer(&mut self, shared: &Shared, request: ConnectionRequest, reply: Reply) {
+    pub(crate) fn accept_foreign_peer(
+        &mut self,
+        shared: &Shared,
+        request: ConnectionRequest,
+        reply: Reply,
+    ) {
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
         let wrong = if links >= shared.config.max_connections {
             Some(Error::new(ErrorKind::Resources, "max_connections is reached"))
-        } else if !shared.commands.has_room(source(&request)) || !self.make_place(shared, &request.id) {
+        } else if !shared.commands.has_room(source(&request))
+            || !self.make_place(shared, &request.id)
+        {
             Some(Error::new(ErrorKind::Full, "too many handshakes at a time"))
         } else {
             None
         };
-        let accepting = Accepting { request, hello: None, moves: false, who: Expecting::Caller(reply) };
+        let accepting =
+            Accepting { request, hello: None, moves: false, who: Expecting::Caller(reply) };
         match wrong {
             None => self.accept(shared, accepting),
             Some(error) => accepting.fail(shared, error),
         }
     }
 
-    /// Whether this peer may begin a handshake. If there are too many, the oldest of the busiest source makes place: a peer
-    /// that means it is done long before.
+    /// Whether this peer may begin a handshake. If there are too many, the oldest of the busiest
+    /// source makes place: a peer that means it is done long before.
     fn make_place(&mut self, shared: &Shared, id: &CmId) -> bool {
         // Each source has a limit of its own for commands; this one is for all of them together.
         if self.handshakes.commanded >= COMMANDED_MAX {
@@ -183,7 +205,7 @@ impl Poller {
             Place::Free => true,
             Place::Later(_) => false,
             Place::Of(oldest) => {
-                shared.counters.crowded_out.fetch_add(1, Ordering::Relaxed);
+                shared.counters.handshakes_displaced.fetch_add(1, Ordering::Relaxed);
                 self.handshake_timed_out(shared, oldest);
                 true
             }
@@ -218,7 +240,8 @@ impl Poller {
         });
     }
 
-    /// Second step: the link, then the answer to the peer, which may send as soon as it hears of us.
+    /// Second step: the link, then the answer to the peer, which may send as soon as it hears of
+    /// us.
     fn accept_over(
         &mut self,
         shared: &Shared,
@@ -230,8 +253,13 @@ impl Poller {
         let (key, source) = (accepting.request.id.key(), accepting.source());
         let linked = match made {
             Ok((made, mtu)) => {
-                let linked =
-                    self.make_link(shared, device, made, accepting.request.id.peer_addr(), accepting.moves);
+                let linked = self.make_link(
+                    shared,
+                    device,
+                    made,
+                    accepting.request.id.peer_addr(),
+                    accepting.moves,
+                );
                 linked.map(|(link, ours)| (link, ours, mtu))
             }
             Err(error) => {
@@ -256,33 +284,45 @@ impl Poller {
             let private_data = if accepting.hello.is_some() { &private_data[..] } else { &[] };
             Ok(accepting.request.id.accept(&ConnectParams { private_data, ..params })?)
         };
-        self.command(shared, source, accepting, work, move |poller, shared, accepting, accepted| {
-            match accepted {
-                Ok(()) => {
-                    let Accepting { request, hello, who, .. } = accepting;
-                    let hello = hello.unwrap_or(ours);
-                    poller.timers.add(poller.now + shared.config.connection_timeout, Timer::Handshake(key));
-                    // The peer may have broken a rule already: then the link is over, and with it the handshake.
-                    if let Some(error) = failure(&link) {
-                        poller.resume(shared, key, None);
-                        shared.commands.discard(source, request.id);
-                        return who.tell(error);
+        self.command(
+            shared,
+            source,
+            accepting,
+            work,
+            move |poller, shared, accepting, accepted| {
+                match accepted {
+                    Ok(()) => {
+                        let Accepting { request, hello, who, .. } = accepting;
+                        let hello = hello.unwrap_or(ours);
+                        poller.timers.add(
+                            poller.now + shared.config.connection_timeout,
+                            Timer::Handshake(key),
+                        );
+                        // The peer may have broken a rule already: then the link is over, and with
+                        // it the handshake.
+                        if let Some(error) = failure(&link) {
+                            poller.resume(shared, key, None);
+                            shared.commands.discard(source, request.id);
+                            return who.tell(error);
+                        }
+                        link.set_route(|route| {
+                            route.cm_key = Some(key);
+                            (route.local, route.peer) =
+                                (request.id.local_addr(), request.id.peer_addr());
+                        });
+                        poller.handshakes.incoming.enter(key, source, poller.now);
+                        let handshake =
+                            Handshake::Incoming { id: request.id, link, hello, mtu, who };
+                        poller.resume(shared, key, Some(handshake));
                     }
-                    link.set_route(|route| {
-                        route.cm_key = Some(key);
-                        (route.local, route.peer) = (request.id.local_addr(), request.id.peer_addr());
-                    });
-                    poller.handshakes.incoming.enter(key, source, poller.now);
-                    let handshake = Handshake::Incoming { id: request.id, link, hello, mtu, who };
-                    poller.resume(shared, key, Some(handshake));
+                    Err(error) => {
+                        poller.unmake_link(shared, &link, &error);
+                        poller.resume(shared, key, None);
+                        accepting.fail(shared, error);
+                    }
                 }
-                Err(error) => {
-                    poller.unmake_link(shared, &link, &error);
-                    poller.resume(shared, key, None);
-                    accepting.fail(shared, error);
-                }
-            }
-        });
+            },
+        );
     }
 
     pub(super) fn on_incoming_event(
@@ -331,10 +371,17 @@ fn of(id: &CmId) -> Source {
     Source::of_any(id.peer_addr())
 }
 
-fn refuse(shared: &Shared, request: ConnectionRequest, code: RefusalCode, retry_after_ms: u32, text: &str) {
+fn refuse(
+    shared: &Shared,
+    request: ConnectionRequest,
+    code: RefusalCode,
+    retry_after_ms: u32,
+    text: &str,
+) {
     shared.counters.refused.fetch_add(1, Ordering::Relaxed);
     let refusal = Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() };
     shared.commands.run(source(&request), move || {
-        let _ = request.id.reject(&refusal.encode()); // else it is refused by being dropped, without a reason
+        // else it is refused by being dropped, without a reason
+        let _ = request.id.reject(&refusal.encode());
     });
 }

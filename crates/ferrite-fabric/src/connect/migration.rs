@@ -1,5 +1,5 @@
-//! Links that go from RDMA to TCP: what the fabric has to do for them. The rules are in `link/state/moving.rs`; the way back up
-//! is in [`upgrading`](super::upgrading).
+//! Links that go from RDMA to TCP: what the fabric has to do for them. The rules are in
+//! `link/state/moving.rs`; the way back up is in [`upgrading`](super::upgrading).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -30,7 +30,8 @@ pub(crate) struct Place {
 /// What a peer asks for that has lost its path.
 pub(super) enum Sought {
     Unknown,
-    /// The device has yet to say that nothing more comes over the path that was lost: the greeting is looked at again then.
+    /// The device has yet to say that nothing more comes over the path that was lost: the greeting
+    /// is looked at again then.
     NotYet,
     /// The link, and how many frames of the peer's have come.
     Found(Arc<LinkShared>, u64),
@@ -47,9 +48,15 @@ impl Poller {
         let work = |(queue, in_flight): &mut (SendQueue<RequestContext>, Vec<_>)| {
             Ok(queue.destroy(|it| in_flight.push(it))?)
         };
-        self.command(shared, link.source(), own, work, move |poller, shared, (queue, in_flight), gone| {
-            poller.fell(shared, &link, queue, in_flight, gone);
-        });
+        self.command(
+            shared,
+            link.source(),
+            own,
+            work,
+            move |poller, shared, (queue, in_flight), gone| {
+                poller.fell(shared, &link, queue, in_flight, gone);
+            },
+        );
     }
 
     /// The queue pair of a path that was lost is gone, or did not go.
@@ -76,7 +83,8 @@ impl Poller {
             }
         });
         let Some((error, is_caller)) = detached else {
-            shared.mailbox.attend(link.index); // and not at once: whoever has called may be about to
+            // and not at once: whoever has called may be about to
+            shared.mailbox.attend(link.index);
             return;
         };
         if let Some(device) = &route.device {
@@ -118,9 +126,12 @@ impl Poller {
         let now = self.now;
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
             // Not one that was lost later.
-            if let Some(lost) = state.lost.as_ref().filter(|lost| lost.deadline.is_some_and(|by| by <= now)) {
+            if let Some(lost) =
+                state.lost.as_ref().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
+            {
                 let what = format!("{}; and no other path was found in time", lost.error);
-                let error = Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
+                let error =
+                    Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
                 state.end(error, wakes);
             }
         });
@@ -136,7 +147,8 @@ impl Poller {
             Some((Resume { yours, mine, received }, lost.next_dial()))
         });
         let (Some((resume, number)), Some(peer)) = (resume, link.next_address()) else { return };
-        // From where it was: only that address may go up to RDMA again. It may be gone, so every other call is from any.
+        // From where it was: only that address may go up to RDMA again. It may be gone, so every
+        // other call is from any.
         let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
         let local = local.filter(|local| number % 2 == 0 && local.is_ipv4() == peer.is_ipv4());
         let tls = link.tls();
@@ -155,11 +167,14 @@ impl Poller {
             });
             self.attend(shared, name.index);
         } else if is_unknown {
-            // It is there, and knows nothing of the link: it was started again, or has given the link up.
+            // It is there, and knows nothing of the link: it was started again, or has given the
+            // link up.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
                 if let Some(lost) = &state.lost {
-                    let what = format!("{}; and the peer does not know the link any more", lost.error);
-                    let error = Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
+                    let what =
+                        format!("{}; and the peer does not know the link any more", lost.error);
+                    let error = Error::new(lost.error.kind(), what)
+                        .with_causes(lost.error.causes().to_vec());
                     state.end(error, wakes);
                 }
             });
@@ -172,7 +187,9 @@ impl Poller {
     /// A peer calls by `socket` for a link that it has lost: which, and what came of it.
     pub(super) fn find_lost(&mut self, shared: &Shared, socket: u64, resume: &Resume) -> Sought {
         let name = self.sessions.get(&resume.yours).copied();
-        let Some(link) = name.and_then(|name| self.link_named(shared, name)) else { return Sought::Unknown };
+        let Some(link) = name.and_then(|name| self.link_named(shared, name)) else {
+            return Sought::Unknown;
+        };
         let known = link.with_wakes(&mut self.wakes, |state, _, _| {
             let other = state.peer().session != resume.mine;
             if other || state.transport == ActiveTransport::Tcp || state.tcp.is_some() {
@@ -201,7 +218,13 @@ impl Poller {
     }
 
     /// Both have said what they have: the link goes on over this connection.
-    pub(crate) fn go_on(&mut self, link: &Arc<LinkShared>, at: &Place, tcp: TcpPath, received: u64) {
+    pub(crate) fn go_on(
+        &mut self,
+        link: &Arc<LinkShared>,
+        at: &Place,
+        tcp: TcpPath,
+        received: u64,
+    ) {
         let goes_on = link.with_wakes(&mut self.wakes, |state, env, wakes| {
             let goes_on = state.resume_over(tcp, received, wakes);
             state.pump(env, wakes);

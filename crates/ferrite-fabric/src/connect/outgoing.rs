@@ -21,8 +21,8 @@ use crate::policy::{Fallback, Rdma};
 use crate::source::Source;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
-/// The kernel can miss the moment when a neighbour's address becomes known, and then looks again only when its time is
-/// over. So it is asked with a short time first, and again with a longer one.
+/// The kernel can miss the moment when a neighbour's address becomes known, and then looks again
+/// only when its time is over. So it is asked with a short time first, and again with a longer one.
 const FIRST_RESOLVE: Duration = Duration::from_millis(250);
 
 /// A handshake that this side began.
@@ -148,9 +148,15 @@ impl Poller {
         then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, Result<T, Error>) + Send + 'static,
     ) {
         let work = move |id: &CmId, (): &mut ()| work(id);
-        self.ask_with(shared, outgoing, (id, ()), work, move |poller, shared, outgoing, (), result| {
-            then(poller, shared, outgoing, result);
-        });
+        self.ask_with(
+            shared,
+            outgoing,
+            (id, ()),
+            work,
+            move |poller, shared, outgoing, (), result| {
+                then(poller, shared, outgoing, result);
+            },
+        );
     }
 
     /// The same with something else that the command owns meanwhile.
@@ -187,7 +193,12 @@ impl Poller {
         }
     }
 
-    pub(super) fn on_outgoing_event(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, event: CmEvent) {
+    pub(super) fn on_outgoing_event(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        event: CmEvent,
+    ) {
         if outgoing.is_over(self.now) {
             self.outgoing_timed_out(shared, *outgoing);
             return;
@@ -226,15 +237,15 @@ impl Poller {
                     self.finish(shared, *outgoing, Err(error));
                 }
             },
-            CmEventKind::ADDRESS_RESOLVED | CmEventKind::ROUTE_RESOLVED | CmEventKind::CONNECT_RESPONSE => {
-                match outgoing.id.take() {
-                    Some(id) => self.step(shared, outgoing, id, &event),
-                    None => {
-                        let error = Error::new(ErrorKind::System, "no identifier");
-                        self.finish(shared, *outgoing, Err(error));
-                    }
+            CmEventKind::ADDRESS_RESOLVED
+            | CmEventKind::ROUTE_RESOLVED
+            | CmEventKind::CONNECT_RESPONSE => match outgoing.id.take() {
+                Some(id) => self.step(shared, outgoing, id, &event),
+                None => {
+                    let error = Error::new(ErrorKind::System, "no identifier");
+                    self.finish(shared, *outgoing, Err(error));
                 }
-            }
+            },
             _ => {
                 let error = Error::from(event.into_error(outgoing.peer));
                 self.finish(shared, *outgoing, Err(error));
@@ -247,9 +258,16 @@ impl Poller {
         match event.kind {
             CmEventKind::ADDRESS_RESOLVED => {
                 // That it could not be found before is over.
-                outgoing.last = outgoing.last.take().filter(|last| last.kind() != ErrorKind::Unreachable);
+                outgoing.last =
+                    outgoing.last.take().filter(|last| last.kind() != ErrorKind::Unreachable);
                 let timeout = since(outgoing.deadline, self.now);
-                self.ask(shared, outgoing, id, move |id| Ok(id.resolve_route(timeout)?), Self::asked);
+                self.ask(
+                    shared,
+                    outgoing,
+                    id,
+                    move |id| Ok(id.resolve_route(timeout)?),
+                    Self::asked,
+                );
             }
             CmEventKind::ROUTE_RESOLVED => self.make_outgoing(shared, outgoing, id),
             _ => self.answered(shared, outgoing, id, event),
@@ -320,7 +338,13 @@ impl Poller {
     }
 
     /// The peer has accepted: brings the queue pair up and tells it so.
-    fn answered(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId, event: &CmEvent) {
+    fn answered(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        id: CmId,
+        event: &CmEvent,
+    ) {
         let heard = self.heard(&outgoing, event);
         let (link, by, hello, qp) = match heard {
             Ok(heard) => heard,
@@ -388,7 +412,8 @@ impl Poller {
         });
         let mtu = match up {
             Ok(mtu) if !outgoing.is_over(self.now) => mtu,
-            Ok(_) => return self.asked(shared, outgoing, Ok(())), // which finds that nobody waits any more
+            // which finds that nobody waits any more
+            Ok(_) => return self.asked(shared, outgoing, Ok(())),
             Err(error) => return self.asked(shared, outgoing, Err(error)),
         };
         let Some(id) = outgoing.id.take() else { return };
@@ -402,7 +427,13 @@ impl Poller {
         }
     }
 
-    fn try_again(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, error: Error, wait: Duration) {
+    fn try_again(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        error: Error,
+        wait: Duration,
+    ) {
         if self.now + wait >= outgoing.deadline {
             let error = explain(shared, &outgoing, error);
             self.finish(shared, *outgoing, Err(error));
@@ -454,14 +485,22 @@ impl Poller {
             && !outgoing.reply.is_canceled()
             && matches!(
                 error.kind(),
-                ErrorKind::Refused | ErrorKind::Unreachable | ErrorKind::Timeout | ErrorKind::LinkDown
+                ErrorKind::Refused
+                    | ErrorKind::Unreachable
+                    | ErrorKind::Timeout
+                    | ErrorKind::LinkDown
             )
         {
             outgoing.retries -= 1;
             let delay = shared.config.retry_delay;
             outgoing.deadline = self.now + delay + outgoing.timeout;
             outgoing.patience = FIRST_RESOLVE;
-            self.try_again(shared, Box::new(outgoing), error.clone(), delay.max(Duration::from_millis(1)));
+            self.try_again(
+                shared,
+                Box::new(outgoing),
+                error.clone(),
+                delay.max(Duration::from_millis(1)),
+            );
             return;
         }
         let Outgoing { id, peer, link, reply, otherwise, .. } = outgoing;
@@ -509,12 +548,14 @@ fn explain(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
     error
 }
 
-/// A peer that went after it had answered makes the next steps wrong: that is nobody's mistake here.
+/// A peer that went after it had answered makes the next steps wrong: that is nobody's mistake
+/// here.
 fn hung_up(peer: SocketAddr, error: Error) -> Error {
     match error.kind() {
-        ErrorKind::Misuse => {
-            Error::new(ErrorKind::LinkDown, format!("{peer} hung up during the handshake ({error})"))
-        }
+        ErrorKind::Misuse => Error::new(
+            ErrorKind::LinkDown,
+            format!("{peer} hung up during the handshake ({error})"),
+        ),
         _ => error,
     }
 }

@@ -1,4 +1,5 @@
-//! A peer that is known by several addresses: the likeliest first, the next soon after, whichever answers.
+//! A peer that is known by several addresses: the likeliest first, the next soon after, whichever
+//! answers.
 
 use std::fmt;
 use std::future::Future;
@@ -32,9 +33,10 @@ pub struct ConnectingAny {
 }
 
 impl Fabric {
-    /// Opens a link to a peer that is known by several addresses. They are ranked: those on the subnet of one of our RDMA
-    /// devices first, by RoCE v2 before v1, then in the given order. The first is tried at once, the next after 250 ms or when
-    /// one has failed, and the first link that is there is taken. A link that loses its path looks for the peer at all of them.
+    /// Opens a link to a peer that is known by several addresses. They are ranked: those on the
+    /// subnet of one of our RDMA devices first, by RoCE v2 before v1, then in the given order. The
+    /// first is tried at once, the next after 250 ms or when one has failed, and the first link
+    /// that is there is taken. A link that loses its path looks for the peer at all of them.
     ///
     /// # Errors
     /// The error names what became of each address, and has the kind of the first.
@@ -61,7 +63,8 @@ impl Fabric {
             own.extend(gids.iter().map(|entry| (entry.gid.ip(), entry.kind == GidType::ROCE_V2)));
         }
         let rank = |peer: &SocketAddr| {
-            let near = own.iter().filter(|(ip, _)| common_prefix(*ip, peer.ip()) >= near_bits(peer.ip()));
+            let near =
+                own.iter().filter(|(ip, _)| common_prefix(*ip, peer.ip()) >= near_bits(peer.ip()));
             near.map(|(_, routable)| if *routable { 2 } else { 1 }).max().unwrap_or(0)
         };
         let mut ranked = peers.to_vec();
@@ -134,7 +137,8 @@ fn all_failed(failures: &[(SocketAddr, Error)]) -> Error {
     let Some((_, first)) = failures.first() else {
         return Error::new(ErrorKind::Misuse, "no address was given");
     };
-    let each: Vec<String> = failures.iter().map(|(peer, error)| format!("{peer}: {error}")).collect();
+    let each: Vec<String> =
+        failures.iter().map(|(peer, error)| format!("{peer}: {error}")).collect();
     let what = format!("none of {} addresses works: {}", failures.len(), each.join("; "));
     Error::new(first.kind(), what).with_causes(first.causes().to_vec())
 }

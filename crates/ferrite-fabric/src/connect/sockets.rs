@@ -48,7 +48,8 @@ const TURNS: usize = 16;
 const SCRATCH_BYTES: usize = 64 << 10;
 /// Connections that have said nothing are cheap: so many for each handshake that there may be.
 const SILENT: usize = 16;
-/// Until a listener that ran out of descriptors or memory tries again. Nobody tells it when there are some.
+/// Until a listener that ran out of descriptors or memory tries again. Nobody tells it when there
+/// are some.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// The connections of a fabric, by number.
@@ -62,12 +63,14 @@ pub(crate) struct Sockets {
     pub(super) silent: AdmissionQueue<u64>,
     /// Those that have begun, and not ended.
     pub(super) half_open: AdmissionQueue<u64>,
-    /// Greetings with TLS that wait until fewer are half open, and whether the clock was told of them.
+    /// Greetings with TLS that wait until fewer are half open, and whether the clock was told of
+    /// them.
     pub(super) waiting: VecDeque<u64>,
     pub(super) door_timer: bool,
     /// Greetings of peers that want a link back, until that is possible or it is gone.
     seeking: HashMap<LinkName, Vec<u64>>,
-    /// Those that wait for memory, of which nobody tells, and those that wait for some of their own, of which they are told.
+    /// Those that wait for memory, of which nobody tells, and those that wait for some of their
+    /// own, of which they are told.
     starved: HashSet<u64>,
     over_budget: HashSet<u64>,
     scratch: Vec<u8>,
@@ -157,7 +160,8 @@ impl Sockets {
     pub(super) fn leave_door(&mut self, id: u64) {
         self.leave_the_silent(id);
         if self.half_open.leave(id) {
-            self.ready.extend(self.waiting.pop_back()); // the latest: it is the least likely to be held up on purpose
+            // the latest: it is the least likely to be held up on purpose
+            self.ready.extend(self.waiting.pop_back());
         }
     }
 
@@ -311,7 +315,9 @@ impl Poller {
     }
 
     fn serve_link(&mut self, shared: &Shared, id: u64, name: LinkName) {
-        let Some(link) = self.link(shared, name.index).filter(|link| link.name == name) else { return };
+        let Some(link) = self.link(shared, name.index).filter(|link| link.name == name) else {
+            return;
+        };
         let mut scratch = std::mem::take(&mut self.sockets.scratch);
         scratch.resize(SCRATCH_BYTES, 0);
         let now = self.now;
@@ -319,8 +325,9 @@ impl Poller {
             if let Some(tcp) = &mut state.tcp {
                 tcp.unblock();
             }
-            state
-                .on_socket(env, &mut scratch, now, wakes, &mut |request| shared.regions.serve(&link, request))
+            state.on_socket(env, &mut scratch, now, wakes, &mut |request| {
+                shared.regions.serve(&link, request)
+            })
         });
         self.sockets.scratch = scratch;
         match read {
@@ -340,17 +347,23 @@ impl Poller {
     }
 
     fn accept_some(&mut self, shared: &Shared, id: u64) {
-        let Some(Use::Listening { socket, listener, tls }) = self.sockets.uses.get(&id) else { return };
+        let Some(Use::Listening { socket, listener, tls }) = self.sockets.uses.get(&id) else {
+            return;
+        };
         let (listener, tls) = (listener.clone(), tls.clone());
         let (mut taken, mut turns) = (Vec::new(), 0);
         while turns < TURNS {
-            match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+            {
                 Ok((socket, peer)) => {
                     turns += 1;
                     match descriptors::lift(socket) {
                         Ok(socket) => taken.push((socket, address(peer.ok_or(Errno::INVAL)))),
                         Err(error) => {
-                            not_accepted(shared, &format!("{error}; raise LimitNOFILE= or ulimit -n"));
+                            not_accepted(
+                                shared,
+                                &format!("{error}; raise LimitNOFILE= or ulimit -n"),
+                            );
                         }
                     }
                 }
@@ -407,7 +420,8 @@ impl Poller {
         };
         let all = shared.config.max_half_open.saturating_mul(SILENT);
         let limits = Limits { all, each: all.div_ceil(2), grace: Duration::ZERO };
-        if let AtTheDoor::Of(oldest) = self.sockets.silent.place(Source::of(peer), self.now, limits) {
+        if let AtTheDoor::Of(oldest) = self.sockets.silent.place(Source::of(peer), self.now, limits)
+        {
             self.crowd_out(shared, oldest);
         }
         self.sockets.silent.enter(id, Source::of(peer), self.now);
@@ -431,7 +445,8 @@ impl Poller {
         let side = match side {
             Side::Answering { resumes: Some((link, received)), .. } => {
                 self.carry(id, link.name);
-                let account = self.account_of(shared, peer, &link.with(|state, _, _| *state.hello()));
+                let account =
+                    self.account_of(shared, peer, &link.with(|state, _, _| *state.hello()));
                 let path = TcpPath::new(socket, tls, early).charged_to(Some(account));
                 self.go_on(&link, &place, path, received);
                 return;
@@ -450,10 +465,12 @@ impl Poller {
             side => side,
         };
         let theirs = theirs.hello;
-        // A number that is taken is a link's: nobody would give it back for one that does not come to be.
+        // A number that is taken is a link's: nobody would give it back for one that does not come
+        // to be.
         let vacant = |ours| Some((vacancy(shared)?, ours));
         let Some((name, ours)) = ours.and_then(vacant) else {
-            if let Side::Dialing { wants: Wants::Link(reply, _) | Wants::Rdma(reply, _), .. } = side {
+            if let Side::Dialing { wants: Wants::Link(reply, _) | Wants::Rdma(reply, _), .. } = side
+            {
                 let what = "no number is left for another link";
                 let _ = reply.send(Err(Error::new(ErrorKind::Resources, what)));
             }
@@ -509,12 +526,14 @@ impl Poller {
 }
 
 impl Poller {
-    /// Who is charged for what a peer's link has come in over TCP: the link, and for what it need not have to go on, all links
-    /// of its source. A message that has begun can always end, or links would wait for each other.
+    /// Who is charged for what a peer's link has come in over TCP: the link, and for what it need
+    /// not have to go on, all links of its source. A message that has begun can always end, or
+    /// links would wait for each other.
     fn account_of(&mut self, shared: &Shared, peer: SocketAddr, hello: &Hello) -> Account {
         let frame = u64::from(hello.segment_bytes).max(SEGMENT_BYTES as u64);
         // Blocks are up to eight times as large as what lies in them.
-        let most = frame * (u64::from(hello.window) + 1) + hello.max_message_bytes.saturating_mul(8);
+        let most =
+            frame * (u64::from(hello.window) + 1) + hello.max_message_bytes.saturating_mul(8);
         self.sockets.sources.retain(|_, account| !account.is_last());
         let all = shared.config.memory.receive_reserve as u64 / 8;
         let source = self.sockets.sources.entry(Source::of(peer));

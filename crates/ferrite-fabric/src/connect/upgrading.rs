@@ -1,7 +1,9 @@
-//! Links that go up from TCP to RDMA: what the fabric has to do for them. The rules are in `link/state/upgrading.rs`.
+//! Links that go up from TCP to RDMA: what the fabric has to do for them. The rules are in
+//! `link/state/upgrading.rs`.
 //!
-//! Each step that asks something of a device is a command (`fabric/commands.rs`). The link knows by a number which one it
-//! waits for: what others come to, because it has withdrawn meanwhile, is let go of.
+//! Each step that asks something of a device is a command (`fabric/commands.rs`). The link knows by
+//! a number which one it waits for: what others come to, because it has withdrawn meanwhile, is let
+//! go of.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -51,14 +53,22 @@ impl Poller {
             self.upgrade_in(link, shared.config.connection_timeout);
             self.offer(shared, link);
         } else {
-            let error = Error::new(ErrorKind::Refused, format!("{} takes no RDMA", link.peer_name()));
+            let error =
+                Error::new(ErrorKind::Refused, format!("{} takes no RDMA", link.peer_name()));
             self.first_upgrade_failed(shared, link, error);
         }
     }
 
     /// RDMA does not carry a link that somebody waits for.
-    pub(crate) fn first_upgrade_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
-        let Some(Opening { reply, policy }) = self.upgrade_waiters.remove(&link.name) else { return };
+    pub(crate) fn first_upgrade_failed(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        error: Error,
+    ) {
+        let Some(Opening { reply, policy }) = self.upgrade_waiters.remove(&link.name) else {
+            return;
+        };
         if policy == Rdma::Require || link.failure_known() {
             link.with_wakes(&mut self.wakes, |state, _, wakes| state.end(error.clone(), wakes));
             let _ = reply.send(Err(error));
@@ -73,7 +83,8 @@ impl Poller {
         }
     }
 
-    /// Looks after `wait` whether the link is still on TCP, and not before: whatever was said earlier is forgotten.
+    /// Looks after `wait` whether the link is still on TCP, and not before: whatever was said
+    /// earlier is forgotten.
     pub(crate) fn upgrade_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
         let at = self.now + wait;
         link.with_wakes(&mut self.wakes, |state, _, _| state.upgrade_at = Some(at));
@@ -84,15 +95,17 @@ impl Poller {
     pub(crate) fn upgrade_due(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
-        let is_due =
-            link.with_wakes(&mut self.wakes, |state, _, _| state.upgrade_at.is_some_and(|at| at <= now));
+        let is_due = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.upgrade_at.is_some_and(|at| at <= now)
+        });
         if !is_due {
             return;
         }
-        let (transport, upgrading, switched, wait) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            let wait = state.next_upgrade(shared.config.upgrade_after, UPGRADE_MAX);
-            (state.transport, state.is_upgrading(), state.has_switched(), wait)
-        });
+        let (transport, upgrading, switched, wait) =
+            link.with_wakes(&mut self.wakes, |state, _, _| {
+                let wait = state.next_upgrade(shared.config.upgrade_after, UPGRADE_MAX);
+                (state.transport, state.is_upgrading(), state.has_switched(), wait)
+            });
         if transport == ActiveTransport::Rdma || link.failure_known() {
             return;
         }
@@ -119,7 +132,8 @@ impl Poller {
         self.find_way(shared, link, None);
     }
 
-    /// Looks for the device that carries the way, where that may wait; then goes on there, up to `peer` if that is known.
+    /// Looks for the device that carries the way, where that may wait; then goes on there, up to
+    /// `peer` if that is known.
     fn find_way(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
         let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_attempt());
         let (search, local) = (Search::new(shared), link.route().local);
@@ -130,7 +144,8 @@ impl Poller {
             search,
             move |search| search.find(local),
             move |poller, shared, _, way| {
-                let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
+                let is_current =
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
                 let begun = match way {
                     _ if !is_current => return,
                     Ok(way) => random_psn().and_then(|psn| {
@@ -201,7 +216,8 @@ impl Poller {
         let (number, inline) =
             (made.qp.number(), made.qp.capacity().max_inline.min(way.device.inline()) as usize);
         link.with_wakes(&mut self.wakes, |state, _, _| {
-            let queue = SendQueue::new(made.qp, made.taker, link.index, way.device.index, state.generation);
+            let queue =
+                SendQueue::new(made.qp, made.taker, link.index, way.device.index, state.generation);
             state.begin_upgrade(queue, Arc::clone(&way.device), inline, psn);
         });
         self.know_qp(&way.device, number, link.index);
@@ -241,7 +257,8 @@ impl Poller {
             }
             Step::Withdrawn | Step::Failed => {
                 match step {
-                    Step::Failed => self.withdraw(link), // the peer is to destroy its queue pair, too
+                    // the peer is to destroy its queue pair, too
+                    Step::Failed => self.withdraw(link),
                     _ => self.end_upgrade(link),
                 }
                 let what = format!(
@@ -263,18 +280,31 @@ impl Poller {
     }
 
     /// The peer offers to go on over RDMA.
-    fn take_offer(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: &Address) -> Result<(), Error> {
+    fn take_offer(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        peer: &Address,
+    ) -> Result<(), Error> {
         self.end_upgrade(link);
         check_offer(shared, link, peer)?;
         if !shared.commands.has_room(link.source()) {
-            return Err(Error::new(ErrorKind::Full, "the address has too many handshakes at a time"));
+            return Err(Error::new(
+                ErrorKind::Full,
+                "the address has too many handshakes at a time",
+            ));
         }
         self.find_way(shared, link, Some(*peer));
         Ok(())
     }
 
     /// The peer has a queue pair for ours: brings it up, and asks whether the way works.
-    fn take_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: &Address) -> Result<(), Error> {
+    fn take_answer(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        peer: &Address,
+    ) -> Result<(), Error> {
         check_offer(shared, link, peer)?;
         let attempt = link.with_wakes(&mut self.wakes, |state, _, _| {
             state
@@ -294,7 +324,8 @@ impl Poller {
             search,
             move |search| search.find(local),
             move |poller, shared, _, way| {
-                let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
+                let is_current =
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
                 match way {
                     _ if !is_current => {}
                     Ok(way) if way.device.index == device.index => {
@@ -302,7 +333,11 @@ impl Poller {
                     }
                     Ok(_) => {
                         let what = "another device would carry it by now";
-                        poller.upgrade_failed(shared, &link, Error::new(ErrorKind::DeviceGone, what));
+                        poller.upgrade_failed(
+                            shared,
+                            &link,
+                            Error::new(ErrorKind::DeviceGone, what),
+                        );
                     }
                     Err(error) => poller.upgrade_failed(shared, &link, error),
                 }
@@ -401,7 +436,8 @@ impl Poller {
         let ended = link.with_wakes(&mut self.wakes, |state, _, _| state.end_upgrade());
         let Some((device, queue)) = ended else { return };
         if queue.is_away() {
-            // A command has the queue pair, and finds that nobody wants it. Until then it may have a receive.
+            // A command has the queue pair, and finds that nobody wants it. Until then it may have
+            // a receive.
             self.orphans.insert((device.index, queue.number()), queue);
         } else {
             self.let_leave(&device, queue, link);
@@ -442,7 +478,11 @@ impl Poller {
     pub(crate) fn end_upgrades_on(&mut self, shared: &Shared, device: &SharedDevice) {
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
-            links.iter().filter(|link| link.with(|state, _, _| state.upgrades_on(device))).cloned().collect()
+            links
+                .iter()
+                .filter(|link| link.with(|state, _, _| state.upgrades_on(device)))
+                .cloned()
+                .collect()
         };
         for link in links {
             self.withdraw(&link);
@@ -450,7 +490,8 @@ impl Poller {
     }
 }
 
-/// Refuses an address that is not the peer's before a queue pair is made for it, or the kernel looks for it.
+/// Refuses an address that is not the peer's before a queue pair is made for it, or the kernel
+/// looks for it.
 fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
     check_peer(peer, link.route().peer).inspect_err(|_| {
         shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);

@@ -1,9 +1,11 @@
-//! The RDMA address of one end of a TCP connection: which of ours may carry a link, and which the peer may name.
+//! The RDMA address of one end of a TCP connection: which of ours may carry a link, and which the
+//! peer may name.
 //!
-//! Peers exchange these addresses over TCP, before either has proved anything. A GID that the kernel does not know makes it
-//! look for a hardware address, for a second, and whatever has that address gets packets from us. So each side may name
-//! one address only: the GID that stands for its end of the TCP connection. GIDs that stand for no IP address are refused:
-//! those of InfiniBand, and the link-local ones of RoCE unless TCP itself uses that link-local address.
+//! Peers exchange these addresses over TCP, before either has proved anything. A GID that the
+//! kernel does not know makes it look for a hardware address, for a second, and whatever has that
+//! address gets packets from us. So each side may name one address only: the GID that stands for
+//! its end of the TCP connection. GIDs that stand for no IP address are refused: those of
+//! InfiniBand, and the link-local ones of RoCE unless TCP itself uses that link-local address.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -67,7 +69,8 @@ impl Search {
         best.ok_or_else(|| match (why, local) {
             (Some(why), _) => why,
             (None, Some(local)) if !self.devices.is_empty() => {
-                let what = format!("no RDMA device has the address of the TCP connection ({local})");
+                let what =
+                    format!("no RDMA device has the address of the TCP connection ({local})");
                 Error::new(ErrorKind::Unreachable, what)
             }
             _ => self.no_rdma.clone(),
@@ -105,7 +108,13 @@ pub(super) struct Up {
 }
 
 impl Up {
-    pub(super) fn new(shared: &Shared, way: &Way, peer: &Address, psn: u32, rights: Access) -> Self {
+    pub(super) fn new(
+        shared: &Shared,
+        way: &Way,
+        peer: &Address,
+        psn: u32,
+        rights: Access,
+    ) -> Self {
         let config = &shared.config;
         let path = Path {
             mtu: way.port.active_mtu.min(Mtu::from_code(peer.mtu)),
@@ -115,7 +124,8 @@ impl Up {
             rnr_timer: RNR_TIMER,
         };
         let ours = way.address(shared, 0, psn);
-        let to = PeerAddress { qp_num: peer.qp_num, psn: peer.psn, gid: Gid(peer.gid), lid: peer.lid };
+        let to =
+            PeerAddress { qp_num: peer.qp_num, psn: peer.psn, gid: Gid(peer.gid), lid: peer.lid };
         Self {
             path,
             to,
@@ -147,7 +157,8 @@ pub(super) fn check_peer(named: &Address, peer: Option<SocketAddr>) -> Result<()
         Some(peer) if stands_for(named, peer) => Ok(()),
         peer => {
             let peer = peer.map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
-            let what = format!("the peer at {peer} names the RDMA address {named}, which is not its own");
+            let what =
+                format!("the peer at {peer} names the RDMA address {named}, which is not its own");
             Err(Error::new(ErrorKind::Denied, what))
         }
     }

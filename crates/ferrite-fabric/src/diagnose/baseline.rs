@@ -1,8 +1,10 @@
-//! The port when a link was well, shared by all links of the port; and the same sight of it when links fail.
+//! The port when a link was well, shared by all links of the port; and the same sight of it when
+//! links fail.
 //!
-//! Thousands of links are set up, and can fail, in one moment. A snapshot costs a hundred system calls, so that
-//! all who ask within a short time get the same one, and however slow the host or its device, looking takes a
-//! fiftieth of the time at most while links are well, a tenth when they fail. Nothing is locked while a file is read: two who come at once may both look, and one of the
+//! Thousands of links are set up, and can fail, in one moment. A snapshot costs a hundred system
+//! calls, so that all who ask within a short time get the same one, and however slow the host or
+//! its device, looking takes a fiftieth of the time at most while links are well, a tenth when they
+//! fail. Nothing is locked while a file is read: two who come at once may both look, and one of the
 //! results is kept.
 
 use std::fmt;
@@ -17,8 +19,9 @@ use super::surroundings::Surroundings;
 
 /// Every silent link asks for one now and then: with thousands, all the time.
 static BASELINES: Shared = Shared::new(Duration::from_secs(1), 50);
-/// Short enough not to be from before the fault, long enough that a thousand links that fail together are looked
-/// at a few times only. Baselines do not serve here: one of them is often from just before the fault.
+/// Short enough not to be from before the fault, long enough that a thousand links that fail
+/// together are looked at a few times only. Baselines do not serve here: one of them is often from
+/// just before the fault.
 static SIGHTS: Shared = Shared::new(FACTS_AGE, 10);
 static SURROUNDINGS: Mutex<Option<Arc<Surroundings>>> = Mutex::new(None);
 
@@ -28,9 +31,9 @@ const PORTS_MAX: usize = 64;
 
 /// The counters and the state of a port at a time when a link over it was well.
 ///
-/// Take one when a link is up, and again whenever its peer has answered (each keepalive, say): what moved since
-/// then is what moved while the peer was silent. It is cheap: links of one port share it, and the port is looked
-/// at once per second at most.
+/// Take one when a link is up, and again whenever its peer has answered (each keepalive, say): what
+/// moved since then is what moved while the peer was silent. It is cheap: links of one port share
+/// it, and the port is looked at once per second at most.
 #[derive(Clone)]
 pub struct Baseline(pub(super) Arc<Snapshot>);
 
@@ -71,7 +74,8 @@ pub(super) fn surroundings() -> Arc<Surroundings> {
     read
 }
 
-/// Whether something may still serve that was seen at `taken`, at that cost, by the rules of `shared`.
+/// Whether something may still serve that was seen at `taken`, at that cost, by the rules of
+/// `shared`.
 fn is_fresh(shared: &Shared, taken: Instant, cost: Duration) -> bool {
     taken.elapsed() < shared.max_age.max(shared.costs * cost)
 }
@@ -92,7 +96,8 @@ impl Shared {
 
     fn snapshot(&self, context: &Context, port: u8) -> Arc<Snapshot> {
         let (device, guid) = (context.device().name(), context.device().guid());
-        let is_it = |of: &Arc<Snapshot>| of.number == port && of.guid == guid && of.device == device;
+        let is_it =
+            |of: &Arc<Snapshot>| of.number == port && of.guid == guid && of.device == device;
         let cached = self.lock().iter().find(|of| is_it(of)).cloned();
         if let Some(fresh) = cached.filter(|cached| is_fresh(self, cached.taken, cached.cost)) {
             return fresh;

@@ -31,8 +31,8 @@ pub(super) enum Meaning {
     LinkDown,
 }
 
-/// Soft-RoCE, mlx5, bnxt_re and efa; those of `counters` are InfiniBand's own, which RoCE drivers fill too.
-/// Each file of `counters` can cost a command to the firmware: only few are worth it.
+/// Soft-RoCE, mlx5, bnxt_re and efa; those of `counters` are InfiniBand's own, which RoCE drivers
+/// fill too. Each file of `counters` can cost a command to the firmware: only few are worth it.
 const NAMES: &[(Meaning, &str)] = &[
     (Meaning::Sent, "hw_counters/sent_pkts"),
     (Meaning::Sent, "hw_counters/tx_pkts"),
@@ -102,7 +102,8 @@ impl Counters {
     /// The counter with this meaning that moved most since `then`; `None` if the driver has none.
     pub(super) fn moved_since(&self, then: &Self, meaning: Meaning) -> Option<Moved> {
         let of_both = self.0.iter().filter(|now| now.meaning == meaning).filter_map(|now| {
-            let then = then.0.iter().find(|then| then.meaning == meaning && then.name == now.name)?;
+            let then =
+                then.0.iter().find(|then| then.meaning == meaning && then.name == now.name)?;
             // Smaller than before: it was reset, or (32 bits on mlx5) began anew.
             let by = now.value.checked_sub(then.value).unwrap_or(now.value);
             Some(Moved { name: now.name, by })
@@ -116,7 +117,9 @@ impl Counters {
 impl Counters {
     /// Counters that stand at these values.
     pub(super) fn of(values: &[(Meaning, &'static str, u64)]) -> Self {
-        Self(values.iter().map(|&(meaning, name, value)| Counter { meaning, name, value }).collect())
+        Self(
+            values.iter().map(|&(meaning, name, value)| Counter { meaning, name, value }).collect(),
+        )
     }
 }
 
@@ -126,11 +129,22 @@ mod tests {
 
     #[test]
     fn the_one_that_moved_speaks() {
-        let then =
-            Counters::of(&[(Meaning::Sent, "a", 10), (Meaning::Sent, "b", 0), (Meaning::Lost, "c", 7)]);
-        let now = Counters::of(&[(Meaning::Sent, "a", 15), (Meaning::Sent, "b", 0), (Meaning::Lost, "c", 3)]);
+        let then = Counters::of(&[
+            (Meaning::Sent, "a", 10),
+            (Meaning::Sent, "b", 0),
+            (Meaning::Lost, "c", 7),
+        ]);
+        let now = Counters::of(&[
+            (Meaning::Sent, "a", 15),
+            (Meaning::Sent, "b", 0),
+            (Meaning::Lost, "c", 3),
+        ]);
         assert_eq!(now.moved_since(&then, Meaning::Sent), Some(Moved { name: "a", by: 5 }));
-        assert_eq!(now.moved_since(&then, Meaning::Lost), Some(Moved { name: "c", by: 3 }), "it was reset");
+        assert_eq!(
+            now.moved_since(&then, Meaning::Lost),
+            Some(Moved { name: "c", by: 3 }),
+            "it was reset"
+        );
         assert_eq!(now.moved_since(&then, Meaning::Damaged), None);
         assert_eq!(then.moved_since(&then, Meaning::Sent), Some(Moved { name: "a", by: 0 }));
     }

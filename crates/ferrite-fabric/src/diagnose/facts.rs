@@ -17,7 +17,8 @@ const RECENT: Duration = Duration::from_secs(60);
 pub(super) struct Facts {
     pub(super) local: Option<IpAddr>,
     pub(super) peer: Option<IpAddr>,
-    /// The port now; `None` if it was not looked at, because the failure is not of a kind that it could explain.
+    /// The port now; `None` if it was not looked at, because the failure is not of a kind that it
+    /// could explain.
     pub(super) now: Option<Arc<Snapshot>>,
     /// The port when the link was well.
     pub(super) then: Option<Arc<Snapshot>>,

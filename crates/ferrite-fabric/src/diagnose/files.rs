@@ -1,7 +1,7 @@
 //! Small files of the kernel, read without ever reading much.
 //!
-//! A host may have a hundred thousand routes or neighbours: every read has a limit, so that a diagnosis
-//! takes the same time there.
+//! A host may have a hundred thousand routes or neighbours: every read has a limit, so that a
+//! diagnosis takes the same time there.
 
 use std::fs::File;
 use std::io::Read as _;

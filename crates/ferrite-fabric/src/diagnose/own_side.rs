@@ -14,18 +14,30 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
     let (device, then) = (&now.device, facts.then.as_ref());
     if let PortView::Gone(why) = &now.port {
         let remedy = "use another device or TCP; `rdma link` shows what is there".into();
-        found.push(cause(Likelihood::Certain, format!("the device {device} is gone"), why, Some(remedy)));
+        found.push(cause(
+            Likelihood::Certain,
+            format!("the device {device} is gone"),
+            why,
+            Some(remedy),
+        ));
         return;
     }
     if let Some(before) = then.and_then(|then| then.instance)
         && now.instance != Some(before)
     {
         let (what, evidence) = match now.instance {
-            Some(_) => ("was removed and made again", "it is another one than when the link came up"),
+            Some(_) => {
+                ("was removed and made again", "it is another one than when the link came up")
+            }
             None => ("is being removed", "sysfs no longer shows it"),
         };
         let remedy = "close everything on it, and open it again once it is there".into();
-        found.push(cause(Likelihood::Certain, format!("the device {device} {what}"), evidence, Some(remedy)));
+        found.push(cause(
+            Likelihood::Certain,
+            format!("the device {device} {what}"),
+            evidence,
+            Some(remedy),
+        ));
         return;
     }
     port_down(found, facts);
@@ -36,11 +48,15 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
         let netdev = facts.netdev().filter(|netdev| netdev.mtu_bytes > 0 && !facts.is_infiniband());
         let too_small = netdev.filter(|netdev| netdev.mtu_bytes < before + HEADERS);
         if mtu_bytes < before || too_small.is_some() {
-            let of_netdev = netdev.map(|netdev| format!("; {} carries {}", netdev.name, netdev.mtu_bytes));
+            let of_netdev =
+                netdev.map(|netdev| format!("; {} carries {}", netdev.name, netdev.mtu_bytes));
             found.push(cause(
                 Likelihood::Likely,
                 "the own MTU was made smaller than the link's packets".to_owned(),
-                format!("packets of {before} bytes, port now {mtu_bytes}{}", of_netdev.unwrap_or_default()),
+                format!(
+                    "packets of {before} bytes, port now {mtu_bytes}{}",
+                    of_netdev.unwrap_or_default()
+                ),
                 Some("set the interface's MTU back, or connect anew".into()),
             ));
         }
@@ -51,7 +67,10 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
             lately(facts),
             format!("this host cannot send packets to {}", facts.peer_name()),
             format!("{unsent} {}", facts.within()),
-            Some(format!("look for what refuses them: ip route get {}, nft list ruleset", facts.peer_name())),
+            Some(format!(
+                "look for what refuses them: ip route get {}, nft list ruleset",
+                facts.peer_name()
+            )),
         ));
     }
 }
@@ -64,7 +83,8 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
         PortView::Seen { state, .. } => Some(*state),
         _ => None,
     };
-    let of_port = state.map(|state| format!("port {number} of {device} is {state}")).unwrap_or_default();
+    let of_port =
+        state.map(|state| format!("port {number} of {device} is {state}")).unwrap_or_default();
     match facts.netdev().filter(|netdev| !netdev.is_usable() && !facts.is_infiniband()) {
         Some(netdev) if !netdev.up => found.push(cause(
             Likelihood::Certain,
@@ -119,7 +139,8 @@ fn address_lost(found: &mut Vec<Cause>, facts: &Facts) {
     let (Some(now), Some(local)) = (&facts.now, facts.local) else { return };
     let Some(addresses) = &now.addresses else { return };
     // On InfiniBand and iWARP, IP addresses are not in the table.
-    let has_ips = addresses.is_empty() || addresses.iter().any(|own| own.kind != GidType::INFINIBAND);
+    let has_ips =
+        addresses.is_empty() || addresses.iter().any(|own| own.kind != GidType::INFINIBAND);
     if facts.is_infiniband() || !has_ips || local.is_unspecified() || now.address(local).is_some() {
         return;
     }
@@ -128,10 +149,16 @@ fn address_lost(found: &mut Vec<Cause>, facts: &Facts) {
     there.dedup();
     found.push(cause(
         if was_there { Likelihood::Certain } else { Likelihood::Likely },
-        format!("{local} is {} an address of {}", if was_there { "no longer" } else { "not" }, now.device),
+        format!(
+            "{local} is {} an address of {}",
+            if was_there { "no longer" } else { "not" },
+            now.device
+        ),
         format!("its addresses: {}", there.join(", ")),
         Some(match facts.netdev() {
-            Some(netdev) => format!("ip addr add {local}/… dev {}, or use another address", netdev.name),
+            Some(netdev) => {
+                format!("ip addr add {local}/… dev {}, or use another address", netdev.name)
+            }
             None => "give the interface its address back, or use another".into(),
         }),
     ));

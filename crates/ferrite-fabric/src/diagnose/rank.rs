@@ -1,7 +1,8 @@
 //! From what was measured to what is likely: no file is read and nothing is asked here.
 //!
-//! Certain is only what a measurement shows and what by itself explains the failure. Likely is what a
-//! measurement points at, or what the failure itself usually means. Possible is what nothing speaks against.
+//! Certain is only what a measurement shows and what by itself explains the failure. Likely is what
+//! a measurement points at, or what the failure itself usually means. Possible is what nothing
+//! speaks against.
 
 use std::cmp::Reverse;
 
@@ -34,7 +35,9 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
         Failure::NoAcknowledgement => silence(&mut found, failure, facts),
         Failure::Completion(status) => match status {
             Status::SUCCESS => {}
-            Status::RETRY_EXCEEDED | Status::RESPONSE_TIMEOUT => silence(&mut found, failure, facts),
+            Status::RETRY_EXCEEDED | Status::RESPONSE_TIMEOUT => {
+                silence(&mut found, failure, facts)
+            }
             Status::RNR_RETRY_EXCEEDED => stuck(&mut found, failure, facts),
             Status::FLUSHED | Status::LOCAL_QP_OPERATION | Status::GENERAL => {
                 own_side(&mut found, facts);
@@ -53,8 +56,8 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
     found
 }
 
-/// Whether [`rank`] wants to know how the port is. A device that has failed for good is not asked: it may
-/// take a minute to answer.
+/// Whether [`rank`] wants to know how the port is. A device that has failed for good is not asked:
+/// it may take a minute to answer.
 pub(super) fn wants_facts(failure: Failure) -> bool {
     match failure {
         Failure::ConnectTimeout | Failure::NoKeepalive | Failure::NoAcknowledgement => true,
@@ -158,13 +161,17 @@ fn no_way(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         found.push(cause(
             Likelihood::Likely,
             format!("RoCE v1 is not routed, and {peer} is in another network"),
-            format!("the own address is of type RoCE v1, and the way to {peer} is through {gateway}"),
+            format!(
+                "the own address is of type RoCE v1, and the way to {peer} is through {gateway}"
+            ),
             Some("use RoCE v2: cma_roce_mode -d DEVICE -m 2, or another device".into()),
         ));
     }
     if facts.neighbour == Neighbour::Silent {
         let (what, who) = match gateway {
-            Some(gateway) => (format!("the gateway {gateway} does not answer"), gateway.to_string()),
+            Some(gateway) => {
+                (format!("the gateway {gateway} does not answer"), gateway.to_string())
+            }
             None => (format!("the host {peer} is down, cut off, or has lost its address"), peer),
         };
         found.push(cause(
@@ -189,12 +196,15 @@ fn wear(found: &mut Vec<Cause>, facts: &Facts) {
         (
             [Meaning::Lost, Meaning::Discarded],
             "packets are lost on the way: congestion without flow control",
-            "check PFC or ECN on every switch of the path, and the class of this traffic".to_owned(),
+            "check PFC or ECN on every switch of the path, and the class of this traffic"
+                .to_owned(),
         ),
     ];
     for (meanings, what, remedy) in rows {
-        let worst =
-            meanings.iter().filter_map(|meaning| facts.did_move(*meaning)).max_by_key(|moved| moved.by);
+        let worst = meanings
+            .iter()
+            .filter_map(|meaning| facts.did_move(*meaning))
+            .max_by_key(|moved| moved.by);
         let Some(worst) = worst else { continue };
         // One in a hundred is more than any healthy fabric loses.
         let many = received > 0 && worst.by >= received.div_ceil(100);
@@ -202,7 +212,11 @@ fn wear(found: &mut Vec<Cause>, facts: &Facts) {
         found.push(cause(
             if many { Likelihood::Likely } else { Likelihood::Possible },
             what,
-            format!("{worst}{} of {received} packets {}", congested.unwrap_or_default(), facts.within()),
+            format!(
+                "{worst}{} of {received} packets {}",
+                congested.unwrap_or_default(),
+                facts.within()
+            ),
             Some(remedy),
         ));
     }
@@ -217,7 +231,8 @@ fn no_answer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     }
     let sent = facts.moved(Meaning::Sent);
     let received = facts.moved(Meaning::Received);
-    let deaf = sent.is_some_and(|sent| sent.by > 0) && received.is_some_and(|received| received.by == 0);
+    let deaf =
+        sent.is_some_and(|sent| sent.by > 0) && received.is_some_and(|received| received.by == 0);
     if let (Some(now), Some(sent), Some(received)) = (&facts.now, sent, received) {
         let within = facts.within();
         evidence.push(format!(
@@ -260,7 +275,9 @@ fn no_answer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         what,
         if evidence.is_empty() { "no answer in time".into() } else { evidence.join("; ") },
         Some(match facts.netdev() {
-            Some(netdev) => format!("ping -I {} {peer}; on {peer}: rdma link, ip -br addr", netdev.name),
+            Some(netdev) => {
+                format!("ping -I {} {peer}; on {peer}: rdma link, ip -br addr", netdev.name)
+            }
             None => format!("on {peer}: rdma link, ip -br addr"),
         }),
     ));
@@ -311,7 +328,10 @@ fn guesses(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         found.push(cause(
             Likelihood::Possible,
             "a switch on the way or the peer has a smaller MTU",
-            format!("packets carry up to {mtu_bytes} bytes, {} allows {}", netdev.name, netdev.mtu_bytes),
+            format!(
+                "packets carry up to {mtu_bytes} bytes, {} allows {}",
+                netdev.name, netdev.mtu_bytes
+            ),
             Some(format!("ping -M do -s {} {peer}", mtu_bytes + HEADERS)),
         ));
     }
@@ -325,7 +345,8 @@ fn stuck(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         _ => "its device acknowledges, and nothing above it answers".into(),
     };
     let peer = facts.peer_name();
-    let counted = |meaning| facts.did_move(meaning).map(|moved| format!("{moved} {}", facts.within()));
+    let counted =
+        |meaning| facts.did_move(meaning).map(|moved| format!("{moved} {}", facts.within()));
     let not_ready = counted(Meaning::PeerNotReady);
     let what = if (not_ready.is_some() && facts.is_recent()) || failure != Failure::NoKeepalive {
         format!(
@@ -357,7 +378,8 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
         Status::FLUSHED => vec![
             (
                 Likelihood::Likely,
-                "this side stopped the queue pair, or its device did after an error of its own".into(),
+                "this side stopped the queue pair, or its device did after an error of its own"
+                    .into(),
                 Some("dmesg may say more"),
             ),
             (
@@ -402,7 +424,8 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
         )],
         Status::LOCAL_QP_OPERATION => vec![(
             Likelihood::Likely,
-            "the device refused the request: it is malformed, or the port was down for a moment".into(),
+            "the device refused the request: it is malformed, or the port was down for a moment"
+                .into(),
             None,
         )],
         other => vec![(Likelihood::Possible, other.likely_cause().into(), None)],

@@ -1,6 +1,7 @@
 //! A port at one moment: what the device, its interfaces and its counters said.
 //!
-//! Two of them are compared: the one from when a link was well, and the one from when it had failed.
+//! Two of them are compared: the one from when a link was well, and the one from when it had
+//! failed.
 
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt as _;
@@ -24,7 +25,8 @@ pub(super) struct Snapshot {
     pub(super) device: String,
     pub(super) guid: u64,
     pub(super) number: u8,
-    /// Which device of this name it is: one that is made again has another. `None` if sysfs shows none.
+    /// Which device of this name it is: one that is made again has another. `None` if sysfs shows
+    /// none.
     pub(super) instance: Option<u64>,
     /// Soft-RoCE: packets go through the host's own IP stack.
     pub(super) soft: bool,
@@ -86,7 +88,9 @@ impl Snapshot {
                 link_layer: port.link_layer,
                 mtu_bytes: port.active_mtu.bytes(),
             },
-            Err(error) if error.kind() == ErrorKind::DeviceGone => PortView::Gone(error.to_string()),
+            Err(error) if error.kind() == ErrorKind::DeviceGone => {
+                PortView::Gone(error.to_string())
+            }
             Err(_) => PortView::Unknown,
         };
         let addresses: Option<Vec<Address>> = context.gids().ok().map(|gids| {

@@ -1,7 +1,9 @@
-//! What the host knows of its neighbours: routes, the ARP table, and the addresses of its other RDMA devices.
+//! What the host knows of its neighbours: routes, the ARP table, and the addresses of its other
+//! RDMA devices.
 //!
-//! Read from procfs and not asked by netlink, which services are often not allowed. The price: only the main
-//! routing table is seen, and of neighbours only those with IPv4 addresses. Conclusions are drawn with that in mind.
+//! Read from procfs and not asked by netlink, which services are often not allowed. The price: only
+//! the main routing table is seen, and of neighbours only those with IPv4 addresses. Conclusions
+//! are drawn with that in mind.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::OnceLock;
@@ -26,7 +28,8 @@ pub(super) struct Surroundings {
     routes: Option<Vec<RouteEntry>>,
     /// As many as there was time for.
     neighbours: Vec<NeighbourEntry>,
-    /// The addresses of RDMA devices of this host, once they are asked for: there are many files to read.
+    /// The addresses of RDMA devices of this host, once they are asked for: there are many files to
+    /// read.
     own: OnceLock<Vec<OwnAddress>>,
     roots: Roots,
 }
@@ -100,7 +103,14 @@ impl Surroundings {
         let routes = routes.filter(|(_, whole)| *whole).map(|(text, _)| parse_routes(&text));
         let neighbours = neighbours.map(|(text, _)| parse_neighbours(&text)).unwrap_or_default();
         let taken = Instant::now();
-        Self { taken, cost: taken - started, routes, neighbours, own: OnceLock::new(), roots: roots.clone() }
+        Self {
+            taken,
+            cost: taken - started,
+            routes,
+            neighbours,
+            own: OnceLock::new(),
+            roots: roots.clone(),
+        }
     }
 
     /// How packets to `peer` leave, if the link's interface is `netdev`.
@@ -111,7 +121,8 @@ impl Surroundings {
             // The longest prefix, then the lowest metric: as the kernel does it.
             routes.min_by_key(|entry| (!entry.mask, entry.metric)).cloned()
         };
-        // The kernel asks for a route by the link's interface, so that a better one by another does not count.
+        // The kernel asks for a route by the link's interface, so that a better one by another does
+        // not count.
         let own = best(&mut routes.iter().filter(fitting).filter(|entry| entry.netdev == netdev));
         match (own, best(&mut routes.iter().filter(fitting))) {
             (Some(own), _) => Route::Own { gateway: own.gateway },
@@ -145,8 +156,8 @@ impl Surroundings {
     }
 }
 
-/// `/proc/net/route`: a head, then interface, destination, gateway, flags, …, metric (decimal), mask;
-/// addresses are the bytes of the packet, shown as a number of this machine.
+/// `/proc/net/route`: a head, then interface, destination, gateway, flags, …, metric (decimal),
+/// mask; addresses are the bytes of the packet, shown as a number of this machine.
 fn parse_routes(text: &str) -> Vec<RouteEntry> {
     const UP: u32 = 0x1;
     const REJECT: u32 = 0x200;
@@ -191,7 +202,8 @@ fn own_addresses(roots: &Roots) -> Vec<OwnAddress> {
         for port in ports.flatten() {
             for index in 0..GIDS_MAX {
                 let Some(gid) = word(&port.path().join(format!("gids/{index}"))) else { break };
-                let Some(ip) = gid.parse::<Ipv6Addr>().ok().filter(|gid| !gid.is_unspecified()) else {
+                let Some(ip) = gid.parse::<Ipv6Addr>().ok().filter(|gid| !gid.is_unspecified())
+                else {
                     continue;
                 };
                 let ip = ip.to_canonical();

@@ -50,7 +50,11 @@ impl Made {
                 link_layer: LinkLayer::ETHERNET,
                 mtu_bytes: 4096,
             },
-            addresses: Some(vec![Address { ip: LOCAL, kind: GidType::ROCE_V2, netdev: Some("h2".into()) }]),
+            addresses: Some(vec![Address {
+                ip: LOCAL,
+                kind: GidType::ROCE_V2,
+                netdev: Some("h2".into()),
+            }]),
             netdevs: vec![netdev("h2")],
             counters: Counters::default(),
         };
@@ -61,7 +65,8 @@ impl Made {
     }
 
     fn facts(mut self) -> Facts {
-        let zero: Vec<_> = self.moved.iter().map(|&(meaning, name, _)| (meaning, name, 1000)).collect();
+        let zero: Vec<_> =
+            self.moved.iter().map(|&(meaning, name, _)| (meaning, name, 1000)).collect();
         let moved: Vec<_> =
             self.moved.iter().map(|&(meaning, name, by)| (meaning, name, 1000 + by)).collect();
         self.now.counters = Counters::of(&moved);
@@ -109,7 +114,8 @@ fn twin(up: bool, accepts_local: bool) -> Twin {
     Twin { device: "rxe1".into(), netdev: Some(netdev), accepts_local: Some(accepts_local) }
 }
 
-/// Failure, what makes it worse, and the best cause: likelihood, and words of what, evidence and remedy.
+/// Failure, what makes it worse, and the best cause: likelihood, and words of what, evidence and
+/// remedy.
 type Case = (Failure, fn(&mut Made), Likelihood, [&'static str; 3]);
 
 const CASES: &[Case] = &[
@@ -120,8 +126,18 @@ const CASES: &[Case] = &[
         Certain,
         ["rxe2 is gone", "no such device", "rdma link"],
     ),
-    (FLUSHED, |made| made.now.instance = None, Certain, ["rxe2 is being removed", "sysfs", "open it again"]),
-    (FLUSHED, |made| made.now.instance = Some(7), Certain, ["made again", "another one", "open it again"]),
+    (
+        FLUSHED,
+        |made| made.now.instance = None,
+        Certain,
+        ["rxe2 is being removed", "sysfs", "open it again"],
+    ),
+    (
+        FLUSHED,
+        |made| made.now.instance = Some(7),
+        Certain,
+        ["made again", "another one", "open it again"],
+    ),
     (
         FLUSHED,
         |made| {
@@ -146,8 +162,11 @@ const CASES: &[Case] = &[
         RETRY,
         |made| {
             made.now.netdevs.clear();
-            made.now.port =
-                PortView::Seen { state: PortState::INIT, link_layer: LinkLayer::INFINIBAND, mtu_bytes: 4096 };
+            made.now.port = PortView::Seen {
+                state: PortState::INIT,
+                link_layer: LinkLayer::INFINIBAND,
+                mtu_bytes: 4096,
+            };
         },
         Certain,
         ["own port is not active", "port 1 of rxe2 is initialising", "subnet manager"],
@@ -171,7 +190,11 @@ const CASES: &[Case] = &[
         RETRY,
         |made| made.now.netdevs[0].mtu_bytes = 1500,
         Likely,
-        ["own MTU was made smaller", "packets of 4096 bytes, port now 4096; h2 carries 1500", "MTU back"],
+        [
+            "own MTU was made smaller",
+            "packets of 4096 bytes, port now 4096; h2 carries 1500",
+            "MTU back",
+        ],
     ),
     (
         FLUSHED,
@@ -212,7 +235,11 @@ const CASES: &[Case] = &[
         RETRY,
         |made| made.neighbour = Neighbour::Silent,
         Likely,
-        ["host 10.0.0.1 is down, cut off", "10.0.0.1 does not answer ARP on h2", "ping -I h2 10.0.0.1"],
+        [
+            "host 10.0.0.1 is down, cut off",
+            "10.0.0.1 does not answer ARP on h2",
+            "ping -I h2 10.0.0.1",
+        ],
     ),
     (
         RETRY,
@@ -221,13 +248,21 @@ const CASES: &[Case] = &[
             made.route = Route::Own { gateway: Some(GATEWAY) };
         },
         Likely,
-        ["gateway 10.0.0.254 does not answer", "10.0.0.254 does not answer ARP", "ping -I h2 10.0.0.254"],
+        [
+            "gateway 10.0.0.254 does not answer",
+            "10.0.0.254 does not answer ARP",
+            "ping -I h2 10.0.0.254",
+        ],
     ),
     (
         RETRY,
         |made| made.twin = Some(twin(false, true)),
         Certain,
-        ["peer's interface h1 is down", "10.0.0.1 is an address of this host, on rxe1", "ip link set h1 up"],
+        [
+            "peer's interface h1 is down",
+            "10.0.0.1 is an address of this host, on rxe1",
+            "ip link set h1 up",
+        ],
     ),
     (
         Failure::ConnectTimeout,
@@ -243,7 +278,11 @@ const CASES: &[Case] = &[
             made.moves(Meaning::Congested, "rp_cnp_handled", 4);
         },
         Likely,
-        ["lost on the way", "out_of_sequence +10, rp_cnp_handled +4 of 1000 packets in 3.0 s", "PFC"],
+        [
+            "lost on the way",
+            "out_of_sequence +10, rp_cnp_handled +4 of 1000 packets in 3.0 s",
+            "PFC",
+        ],
     ),
     (
         RETRY,
@@ -310,11 +349,16 @@ const CASES: &[Case] = &[
         |made| {
             // iWARP: the table has the card's address only.
             let ip = "fe80::1".parse().expect("an address");
-            made.now.addresses = Some(vec![Address { ip, kind: GidType::INFINIBAND, netdev: None }]);
+            made.now.addresses =
+                Some(vec![Address { ip, kind: GidType::INFINIBAND, netdev: None }]);
             made.then = None;
         },
         Likely,
-        ["10.0.0.1 does not answer", "transport retry exceeded; the own port is active", "ping -I h2"],
+        [
+            "10.0.0.1 does not answer",
+            "transport retry exceeded; the own port is active",
+            "ping -I h2",
+        ],
     ),
     // The peer's process.
     (
@@ -350,9 +394,19 @@ const CASES: &[Case] = &[
         Likely,
         ["longer than the receive", "status 9", "largest message"],
     ),
-    (Failure::Completion(Status::LOCAL_PROTECTION), |_| {}, Likely, ["a bug on this side", "", "report"]),
+    (
+        Failure::Completion(Status::LOCAL_PROTECTION),
+        |_| {},
+        Likely,
+        ["a bug on this side", "", "report"],
+    ),
     (Failure::Completion(Status::FATAL), |_| {}, Certain, ["own device failed", "fatal", "dmesg"]),
-    (Failure::Completion(Status::BAD_RESPONSE), |_| {}, Possible, ["broke the protocol", "bad response", ""]),
+    (
+        Failure::Completion(Status::BAD_RESPONSE),
+        |_| {},
+        Possible,
+        ["broke the protocol", "bad response", ""],
+    ),
 ];
 
 #[test]
@@ -362,15 +416,24 @@ fn the_best_cause_is_the_measured_one() {
         worsen(&mut made);
         let causes = rank(*failure, &made.facts());
         let best = causes.first().unwrap_or_else(|| panic!("case {at}: no cause"));
-        let texts =
-            [&best.what, &best.evidence, best.remedy.as_ref().unwrap_or(&String::new())].map(String::clone);
+        let texts = [&best.what, &best.evidence, best.remedy.as_ref().unwrap_or(&String::new())]
+            .map(String::clone);
         for (text, words) in texts.iter().zip(words) {
-            assert!(text.contains(words), "case {at}: {words:?} is not in {text:?}\nof {causes:#?}");
+            assert!(
+                text.contains(words),
+                "case {at}: {words:?} is not in {text:?}\nof {causes:#?}"
+            );
         }
         assert_eq!(best.likelihood, *likelihood, "case {at}: {causes:#?}");
-        assert!(causes.len() <= 5 && causes.is_sorted_by(|a, b| a.likelihood >= b.likelihood), "case {at}");
+        assert!(
+            causes.len() <= 5 && causes.is_sorted_by(|a, b| a.likelihood >= b.likelihood),
+            "case {at}"
+        );
         let guess = causes.iter().any(|cause| cause.likelihood < Certain);
-        assert!(best.likelihood < Certain || !guess, "case {at}: a guess beside a certainty: {causes:#?}");
+        assert!(
+            best.likelihood < Certain || !guess,
+            "case {at}: a guess beside a certainty: {causes:#?}"
+        );
     }
 }
 
@@ -404,7 +467,9 @@ fn old_news_is_only_possible() {
     };
     let causes = rank(RETRY, &old());
     assert!(causes[0].what.starts_with("nothing arrives here"), "{causes:#?}");
-    for what in ["the own port went down, and came back", "this host cannot send packets to 10.0.0.1"] {
+    for what in
+        ["the own port went down, and came back", "this host cannot send packets to 10.0.0.1"]
+    {
         let cause = causes.iter().find(|cause| cause.what == what).expect("still there");
         assert_eq!(cause.likelihood, Possible);
         assert!(cause.evidence.ends_with("+1 in 10080 min"), "{cause}");

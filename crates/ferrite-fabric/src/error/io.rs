@@ -1,12 +1,13 @@
-//! Our errors where the standard library's are expected: a stream that stands in for TCP fails as TCP does.
+//! Our errors where the standard library's are expected: a stream that stands in for TCP fails as
+//! TCP does.
 
 use std::io;
 
 use super::{Error, ErrorKind, Source};
 
 impl From<Error> for io::Error {
-    /// The kind is what a TCP stream would say. Ours stays inside, with its text, its causes and its remedy:
-    /// `io_error.get_ref()` and a downcast lead to it.
+    /// The kind is what a TCP stream would say. Ours stays inside, with its text, its causes and
+    /// its remedy: `io_error.get_ref()` and a downcast lead to it.
     ///
     /// ```
     /// # fn show(error: ferrite_fabric::Error) {

@@ -50,8 +50,8 @@ impl Builder {
         self
     }
 
-    /// Uses only the device that has this address; may be said several times. `0.0.0.0` and `::` stand
-    /// for all devices. [`Builder::device`] goes before it.
+    /// Uses only the device that has this address; may be said several times. `0.0.0.0` and `::`
+    /// stand for all devices. [`Builder::device`] goes before it.
     pub fn serving(mut self, address: IpAddr) -> Self {
         self.addresses.push(address);
         self
@@ -63,10 +63,15 @@ impl Builder {
         self
     }
 
-    /// TLS for links that TCP carries: what to trust, and who this side is. Without the first, connects are in clear text,
-    /// without the second listeners are. Which cryptography they use is the caller's choice (`rustls` with the feature `ring` or
-    /// `aws_lc_rs`). The peer's certificate must be for its IP address, unless the connect says otherwise.
-    pub fn tls(mut self, client: Option<Arc<ClientConfig>>, server: Option<Arc<ServerConfig>>) -> Self {
+    /// TLS for links that TCP carries: what to trust, and who this side is. Without the first,
+    /// connects are in clear text, without the second listeners are. Which cryptography they use is
+    /// the caller's choice (`rustls` with the feature `ring` or `aws_lc_rs`). The peer's
+    /// certificate must be for its IP address, unless the connect says otherwise.
+    pub fn tls(
+        mut self,
+        client: Option<Arc<ClientConfig>>,
+        server: Option<Arc<ServerConfig>>,
+    ) -> Self {
         self.tls = Tls { client, server };
         self
     }
@@ -77,28 +82,31 @@ impl Builder {
         self
     }
 
-    /// Makes calls that may wait for the kernel or the device (queue pairs, registrations, the connection manager) on
-    /// threads of the fabric's own, two at first and at most eight. Without this whoever drives the fabric makes them.
-    /// For event loops that have others to serve: a peer that is silent at the wrong moment makes such a call take a
-    /// second.
+    /// Makes calls that may wait for the kernel or the device (queue pairs, registrations, the
+    /// connection manager) on threads of the fabric's own, two at first and at most eight. Without
+    /// this whoever drives the fabric makes them. For event loops that have others to serve: a peer
+    /// that is silent at the wrong moment makes such a call take a second.
     pub fn command_threads(mut self) -> Self {
         self.command_threads = true;
         self
     }
 
     /// Opens the devices, registers memory and posts receives. A device that cannot be used is left
-    /// out ([`Fabric::unused_devices`]) if there is another. Where RDMA is preferred and not to be had, the fabric has no
-    /// device, and says why: [`Fabric::absence`].
+    /// out ([`Fabric::unused_devices`]) if there is another. Where RDMA is preferred and not to be
+    /// had, the fabric has no device, and says why: [`Fabric::absence`].
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] for settings that contradict each other. Where RDMA is required: [`ErrorKind::Absent`] if there is
-    /// none here, [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures and remedy.
+    /// [`ErrorKind::Misuse`] for settings that contradict each other. Where RDMA is required:
+    /// [`ErrorKind::Absent`] if there is none here, [`ErrorKind::Resources`] if the locked-memory
+    /// limit or the device refuses, with figures and remedy.
     pub fn build(self) -> Result<Fabric, Error> {
         let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads } = self;
         config.rdma = rdma.unwrap_or(config.rdma);
         check(&config)?;
         let rdma = match (config.rdma, &verbs) {
-            (Rdma::Forbid, _) => Err(Error::new(ErrorKind::Absent, "RDMA is forbidden by the settings")),
+            (Rdma::Forbid, _) => {
+                Err(Error::new(ErrorKind::Absent, "RDMA is forbidden by the settings"))
+            }
             (_, Err(absent)) => Err(absent.clone()),
             (_, Ok(verbs)) => Devices::open(verbs, &devices, &addresses, &mut config),
         };
@@ -128,7 +136,11 @@ impl Builder {
         }
         Ok(Fabric(Arc::new(Handle {
             shared: Arc::new(Shared {
-                poller: Mutex::new(Poller::new(config.poll_batch, device_objects, config.access_back_off)),
+                poller: Mutex::new(Poller::new(
+                    config.poll_batch,
+                    device_objects,
+                    config.access_back_off,
+                )),
                 links: RwLock::new(Links::default()),
                 regions: Regions::default(),
                 devices,
@@ -163,7 +175,8 @@ fn check(config: &Config) -> Result<(), Error> {
         format!("channels is {}: 1 to 16384", config.channels)
     } else if config.max_message_bytes < u64::from(config.recv_buffer_size) {
         "max_message_bytes is less than recv_buffer_size".into()
-    } else if config.poll_batch == 0 || config.max_half_open == 0 || config.send_queue_messages == 0 {
+    } else if config.poll_batch == 0 || config.max_half_open == 0 || config.send_queue_messages == 0
+    {
         "poll_batch, max_half_open and send_queue_messages must be at least 1".into()
     } else {
         return Ok(());

@@ -1,24 +1,30 @@
 //! Calls that may wait for the kernel or for a device's firmware: made where waiting harms nobody.
 //!
-//! Creating, modifying and destroying a queue pair, registering memory, and most calls of the connection manager are
-//! commands to firmware or wait for locks in the kernel: tens of microseconds on a good day, a second when the kernel has to
-//! find the hardware address of a silent peer. Whoever drives the fabric may be a database, so it never makes them itself:
+//! Creating, modifying and destroying a queue pair, registering memory, and most calls of the
+//! connection manager are commands to firmware or wait for locks in the kernel: tens of
+//! microseconds on a good day, a second when the kernel has to find the hardware address of a
+//! silent peer. Whoever drives the fabric may be a database, so it never makes them itself:
 //!
 //! ```text
 //!   driver: command(own, work, then) ──► a queue per source ──► command thread: work(own) ──► driver: then(own, result)
 //! ```
 //!
-//! - A command owns what it works on, and gives it back with its result. While it is under way nobody else has it, so that
-//!   nothing has to be locked for it. A command that panics has failed: what it owned comes back, and what follows it runs.
-//! - Commands of one source (a peer's, or this process) run in the order in which they were given. Sources take turns, one
-//!   command each: a source whose commands take a second has one thread, and others go on beside it (`turns.rs`).
-//! - There is always a thread that waits, up to [`THREADS_MAX`]: the one that takes a command and finds no other starts it.
-//! - A source may have [`EACH`] commands waiting. Whoever gives a command that a peer can cause asks first
-//!   ([`Commands::has_room`]) and refuses the peer if there is none. Commands that give something back are always taken.
+//! - A command owns what it works on, and gives it back with its result. While it is under way
+//!   nobody else has it, so that nothing has to be locked for it. A command that panics has failed:
+//!   what it owned comes back, and what follows it runs.
+//! - Commands of one source (a peer's, or this process) run in the order in which they were given.
+//!   Sources take turns, one command each: a source whose commands take a second has one thread,
+//!   and others go on beside it (`turns.rs`).
+//! - There is always a thread that waits, up to [`THREADS_MAX`]: the one that takes a command and
+//!   finds no other starts it.
+//! - A source may have [`EACH`] commands waiting. Whoever gives a command that a peer can cause
+//!   asks first ([`Commands::has_room`]) and refuses the peer if there is none. Commands that give
+//!   something back are always taken.
 //! - Posting, polling and arming stay with the driver: they do not enter the kernel.
 //!
-//! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) a command is carried out at once by
-//! whoever gives it, as in tests that must be the same each time, and in programs that have nothing else to do meanwhile.
+//! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) a command is
+//! carried out at once by whoever gives it, as in tests that must be the same each time, and in
+//! programs that have nothing else to do meanwhile.
 
 mod turns;
 
@@ -50,10 +56,11 @@ const RESULTS: usize = 32;
 type Finish = Box<dyn FnOnce(&mut Poller, &Shared) + Send>;
 
 enum Job {
-    /// Its result goes to the driver. Dropped if the fabric ends before: what it holds goes with it.
+    /// Its result goes to the driver. Dropped if the fabric ends before: what it holds goes with
+    /// it.
     Command(Box<dyn FnOnce() -> Finish + Send>),
-    /// It deals with its result itself, and is carried out whatever happens: memory that it has may be in use by a device
-    /// until then.
+    /// It deals with its result itself, and is carried out whatever happens: memory that it has may
+    /// be in use by a device until then.
     Errand(Box<dyn FnOnce() + Send>),
 }
 
@@ -102,8 +109,9 @@ impl Commands {
         for number in 0..THREADS {
             lock(&queue.state).threads += 1;
             let spawned = queue.spawn(number);
-            spawned
-                .map_err(|error| Error::new(ErrorKind::System, format!("no thread for commands: {error}")))?;
+            spawned.map_err(|error| {
+                Error::new(ErrorKind::System, format!("no thread for commands: {error}"))
+            })?;
         }
         Ok(commands)
     }
@@ -115,9 +123,13 @@ impl Commands {
         own < EACH && (own == 0 || all < ALL)
     }
 
-    /// Carries out `work`, whose result concerns nobody who drives the fabric. It owns what waits for its end: that goes with
-    /// it if it panics.
-    pub(crate) fn run(&self, source: impl Into<Option<Source>>, work: impl FnOnce() + Send + 'static) {
+    /// Carries out `work`, whose result concerns nobody who drives the fabric. It owns what waits
+    /// for its end: that goes with it if it panics.
+    pub(crate) fn run(
+        &self,
+        source: impl Into<Option<Source>>,
+        work: impl FnOnce() + Send + 'static,
+    ) {
         match &self.queue {
             None => work(),
             Some(queue) => queue.push(source.into(), Job::Errand(Box::new(work))),
@@ -162,8 +174,8 @@ impl Drop for Commands {
 }
 
 impl Poller {
-    /// Carries out `work` on `own` where it may wait, then `then` with both and its result: in a pass, or at once where there
-    /// are no threads.
+    /// Carries out `work` on `own` where it may wait, then `then` with both and its result: in a
+    /// pass, or at once where there are no threads.
     pub(crate) fn command<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,
@@ -180,16 +192,17 @@ impl Poller {
             Some(queue) => {
                 let command = move || {
                     let result = caught(|| work(&mut own)).unwrap_or_else(Err);
-                    Box::new(move |poller: &mut Self, shared: &Shared| then(poller, shared, own, result))
-                        as Finish
+                    Box::new(move |poller: &mut Self, shared: &Shared| {
+                        then(poller, shared, own, result)
+                    }) as Finish
                 };
                 queue.push(source.into(), Job::Command(Box::new(command)));
             }
         }
     }
 
-    /// Deals with results that have come; how many. Called after the mailbox was emptied: whoever puts a result there rings
-    /// afterwards.
+    /// Deals with results that have come; how many. Called after the mailbox was emptied: whoever
+    /// puts a result there rings afterwards.
     pub(super) fn finish_commands(&mut self, shared: &Shared) -> usize {
         let Some(queue) = &shared.commands.queue else { return 0 };
         if !queue.has_results.load(Ordering::SeqCst) {
@@ -262,7 +275,8 @@ impl Queue {
         }
     }
 
-    /// The next command, in turn; `None` at the end. A thread is left that waits, if there may be another.
+    /// The next command, in turn; `None` at the end. A thread is left that waits, if there may be
+    /// another.
     fn next(self: &Arc<Self>) -> Option<(Turn, Job)> {
         let mut state = lock(&self.state);
         loop {
@@ -271,7 +285,8 @@ impl Queue {
             }
             if let Some(next) = state.turns.next() {
                 let more = state.turns.has_next();
-                let another = (state.idle == 0 && state.threads < THREADS_MAX).then_some(state.threads);
+                let another =
+                    (state.idle == 0 && state.threads < THREADS_MAX).then_some(state.threads);
                 state.threads += usize::from(another.is_some());
                 drop(state);
                 if let Some(number) = another {
@@ -423,7 +438,11 @@ mod tests {
     /// A fabric that a test drives.
     fn fabric(world: &World) -> crate::Fabric {
         let config = crate::Config { busy_poll_us: 0, ..crate::Config::default() };
-        crate::Fabric::builder(&world.verbs()).config(config).command_threads().build().expect("a fabric")
+        crate::Fabric::builder(&world.verbs())
+            .config(config)
+            .command_threads()
+            .build()
+            .expect("a fabric")
     }
 
     #[test]
@@ -444,7 +463,13 @@ mod tests {
                     Ok(())
                 }
             };
-            lock(&fabric.shared().poller).command(fabric.shared(), source(number), number, work, then);
+            lock(&fabric.shared().poller).command(
+                fabric.shared(),
+                source(number),
+                number,
+                work,
+                then,
+            );
         }
         fabric.shared().commands.run(None, || panic!("an errand does, too"));
         let mut done = Vec::new();

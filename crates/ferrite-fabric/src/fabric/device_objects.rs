@@ -1,11 +1,11 @@
-//! The device objects of a device: the objects of its device that all links share. The poller has it, so that taking completions needs
-//! no lock, and can let go of it when the device goes.
+//! The device objects of a device: the objects of its device that all links share. The poller has
+//! it, so that taking completions needs no lock, and can let go of it when the device goes.
 
 use std::sync::Arc;
 
 use ferrite_verbs::{
-    CompletionChannel, CompletionQueue, Context, ErrorKind, ProtectionDomain, QueuePair, QueuePairConfig,
-    SharedReceiveQueue,
+    CompletionChannel, CompletionQueue, Context, ErrorKind, ProtectionDomain, QueuePair,
+    QueuePairConfig, SharedReceiveQueue,
 };
 
 use super::config::Config;
@@ -14,9 +14,11 @@ use super::slots::{ReceiveStock, Taker};
 use crate::error::Error;
 use crate::mem::Pool;
 
-/// Dropped when no queue pair of the device is left: else the device would still use the receives, and they are leaked.
+/// Dropped when no queue pair of the device is left: else the device would still use the receives,
+/// and they are leaked.
 pub(crate) struct DeviceObjects {
-    // In the order in which they go. The stock destroys the shared receive queue and must have the last handle of it.
+    // In the order in which they go. The stock destroys the shared receive queue and must have the
+    // last handle of it.
     srq: SharedReceiveQueue,
     pub(crate) stock: ReceiveStock,
     pub(crate) cq: CompletionQueue,
@@ -46,10 +48,20 @@ impl DeviceObjects {
         // Soft-RoCE's queue is a ring. Of others it is not known, nor that they lose any.
         let in_order = context.device().driver().as_deref() == Some("rxe");
         let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
-        Ok(Self { srq, stock, cq, channel, armed: false, under_way: 0, domain: domain.clone(), context })
+        Ok(Self {
+            srq,
+            stock,
+            cq,
+            channel,
+            armed: false,
+            under_way: 0,
+            domain: domain.clone(),
+            context,
+        })
     }
 
-    /// Posts what receives are missing. A pool without memory is no error: peers wait until there is some.
+    /// Posts what receives are missing. A pool without memory is no error: peers wait until there
+    /// is some.
     pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), Error> {
         match self.stock.refill(pool) {
             Ok(()) => Ok(()),
@@ -72,7 +84,8 @@ impl DeviceObjects {
     }
 }
 
-/// Makes a queue pair where that may wait. The device objects stays while there is one ([`DeviceObjects::under_way`]).
+/// Makes a queue pair where that may wait. The device objects stays while there is one
+/// ([`DeviceObjects::under_way`]).
 pub(crate) struct Maker {
     domain: ProtectionDomain,
     srq: SharedReceiveQueue,
@@ -115,8 +128,8 @@ impl Maker {
     }
 }
 
-/// Whether a device that refuses inline bytes may say this. Each has an error number of its own for it, and bnxt_re none; but
-/// not those of other causes, as a lack of memory.
+/// Whether a device that refuses inline bytes may say this. Each has an error number of its own for
+/// it, and bnxt_re none; but not those of other causes, as a lack of memory.
 fn is_vague(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::DeviceLimit | ErrorKind::Misuse | ErrorKind::System)
 }

@@ -30,8 +30,8 @@ pub(super) struct Devices {
 }
 
 impl Devices {
-    /// Opens the devices with these names, or else those that have these addresses, or else all. The
-    /// settings are divided among several: see [`divide`].
+    /// Opens the devices with these names, or else those that have these addresses, or else all.
+    /// The settings are divided among several: see [`divide`].
     pub(super) fn open(
         verbs: &Verbs,
         names: &[String],
@@ -69,16 +69,21 @@ impl Devices {
             made.push(make(index, device, config).map_err(|error| (index, error))?);
         }
         let domains: Vec<_> = made.iter().map(|(domain, ..)| domain.clone()).collect();
-        let pool = Pool::builder(&domains).config(config.memory.clone()).build().map_err(|error| {
-            let refuses = |domain: &ProtectionDomain| {
-                Pool::builder(std::slice::from_ref(domain)).config(config.memory.clone()).build().is_err()
-            };
-            (domains.iter().position(refuses).unwrap_or(domains.len() - 1), error.into())
-        })?;
+        let pool =
+            Pool::builder(&domains).config(config.memory.clone()).build().map_err(|error| {
+                let refuses = |domain: &ProtectionDomain| {
+                    Pool::builder(std::slice::from_ref(domain))
+                        .config(config.memory.clone())
+                        .build()
+                        .is_err()
+                };
+                (domains.iter().position(refuses).unwrap_or(domains.len() - 1), error.into())
+            })?;
         let waits = WaitSet::new().map_err(|error| (0, error))?;
         let (mut devices, mut device_objects) = (Vec::new(), Vec::new());
         for (index, (_, life, mut objects)) in made.into_iter().enumerate() {
-            let ready = objects.refill(&pool).and_then(|()| revive::attach(&objects, &waits, index));
+            let ready =
+                objects.refill(&pool).and_then(|()| revive::attach(&objects, &waits, index));
             ready.map_err(|error| (index, error))?;
             devices.push(Arc::new(SharedDevice::new(index, life)));
             device_objects.push(Some(objects));
@@ -104,9 +109,9 @@ fn make(
     Ok((domain, life, objects))
 }
 
-/// The settings of a fabric with so many devices. Every device pins all of the pool's memory, so that
-/// each gets a share of the limits: all of them together stay below `memory_pool_max`, and what is
-/// pinned grows with their number, not with its square.
+/// The settings of a fabric with so many devices. Every device pins all of the pool's memory, so
+/// that each gets a share of the limits: all of them together stay below `memory_pool_max`, and
+/// what is pinned grows with their number, not with its square.
 fn divide(config: &Config, devices: usize) -> Config {
     let mut config = config.clone();
     if devices > 1 {
@@ -132,8 +137,10 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
         return Ok(devices);
     }
     let channel = verbs.open_event_channel()?;
-    let serve: Vec<_> = addresses.iter().filter_map(|address| device_at(&channel, *address)).collect();
-    let devices: Vec<_> = devices.into_iter().filter(|device| serve.contains(&device.name())).collect();
+    let serve: Vec<_> =
+        addresses.iter().filter_map(|address| device_at(&channel, *address)).collect();
+    let devices: Vec<_> =
+        devices.into_iter().filter(|device| serve.contains(&device.name())).collect();
     if devices.is_empty() {
         let addresses: Vec<_> = addresses.iter().map(ToString::to_string).collect();
         let what = format!(
@@ -145,7 +152,8 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
     Ok(devices)
 }
 
-/// The device that has an address: the connection manager knows it for Ethernet and InfiniBand alike.
+/// The device that has an address: the connection manager knows it for Ethernet and InfiniBand
+/// alike.
 fn device_at(channel: &EventChannel, address: IpAddr) -> Option<String> {
     let id = channel.create_id().ok()?;
     id.bind(SocketAddr::new(address, 0)).ok()?;

@@ -1,4 +1,5 @@
-//! Ways to drive a fabric. All do the same: passes while there is something to do, a short spin, then sleep.
+//! Ways to drive a fabric. All do the same: passes while there is something to do, a short spin,
+//! then sleep.
 
 use std::future::Future;
 use std::ops::{ControlFlow, Deref};
@@ -35,9 +36,10 @@ const ELSEWHERE: Duration = Duration::from_millis(1);
 struct Looks(u32);
 
 impl Looks {
-    /// WaitSet a moment before the next. What takes longer than a short message and its answer may be waiting for our CPU, as
-    /// does a kernel that plays the card where there are few: from then on it is given away every few looks. Not before, since
-    /// that is a system call in the midst of a round trip.
+    /// WaitSet a moment before the next. What takes longer than a short message and its answer may
+    /// be waiting for our CPU, as does a kernel that plays the card where there are few: from then
+    /// on it is given away every few looks. Not before, since that is a system call in the midst of
+    /// a round trip.
     fn pause(&mut self, idle: Duration) {
         const ROUND_TRIP: Duration = Duration::from_micros(100);
         const UNTIL_YIELD: u32 = 8;
@@ -94,7 +96,8 @@ impl Shared {
         Duration::from_micros(self.busy_poll_us.load(Ordering::Relaxed).into())
     }
 
-    /// WaitSet until the descriptor is readable, or the eventfd, or `patience` is over. Whether one is.
+    /// WaitSet until the descriptor is readable, or the eventfd, or `patience` is over. Whether one
+    /// is.
     fn sleep(&self, event_fd: Option<&EventFd>, patience: Option<Duration>) -> bool {
         if cfg!(miri) {
             std::thread::yield_now(); // it has no such call
@@ -127,7 +130,8 @@ impl Shared {
                 looks.pause(idle);
             } else {
                 match self.arm() {
-                    Armed::Sleep if self.is_over() => return, // another driver may have taken the call that said so
+                    // another driver may have taken the call that said so
+                    Armed::Sleep if self.is_over() => return,
                     Armed::Sleep => {
                         self.sleep(None, None);
                     }
@@ -149,7 +153,8 @@ impl Shared {
 }
 
 impl Fabric {
-    /// One pass: takes completions, delivers messages, wakes futures. Returns how much there was to do; never waits.
+    /// One pass: takes completions, delivers messages, wakes futures. Returns how much there was to
+    /// do; never waits.
     ///
     /// For those who spin. Who wants to sleep calls [`Fabric::progress`].
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
@@ -162,11 +167,13 @@ impl Fabric {
         done
     }
 
-    /// Does all there is to do, looks a little longer (`busy_poll_us`), and prepares the descriptor for waiting: when
-    /// this returns, wait until it is readable, then call this again. Returns how much there was to do.
+    /// Does all there is to do, looks a little longer (`busy_poll_us`), and prepares the descriptor
+    /// for waiting: when this returns, wait until it is readable, then call this again. Returns how
+    /// much there was to do.
     ///
-    /// Call it also after giving the fabric something to do, before waiting. The descriptor stays readable while there is
-    /// something to do: a loop that tells of changes only (`EPOLLET`) must look at it before it waits.
+    /// Call it also after giving the fabric something to do, before waiting. The descriptor stays
+    /// readable while there is something to do: a loop that tells of changes only (`EPOLLET`) must
+    /// look at it before it waits.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn progress(&self) -> usize {
         match self.progress_with(|| ControlFlow::Continue(false)) {
@@ -174,9 +181,10 @@ impl Fabric {
         }
     }
 
-    /// As [`Fabric::progress`], for a loop that runs futures, too: `work` is called after each pass, with whatever that has
-    /// woken, and says whether it did anything, or breaks off because others have to have their turn. The descriptor is prepared
-    /// when neither finds more to do. Returns how much there was to do; as a break if it was broken off with more to come: the
+    /// As [`Fabric::progress`], for a loop that runs futures, too: `work` is called after each
+    /// pass, with whatever that has woken, and says whether it did anything, or breaks off because
+    /// others have to have their turn. The descriptor is prepared when neither finds more to do.
+    /// Returns how much there was to do; as a break if it was broken off with more to come: the
     /// descriptor is readable then.
     pub fn progress_with(
         &self,
@@ -203,7 +211,8 @@ impl Fabric {
             if done > 0 {
                 continue;
             }
-            let spin = total == 0 && shared.clock.now().saturating_duration_since(begun) < shared.busy_poll();
+            let spin = total == 0
+                && shared.clock.now().saturating_duration_since(begun) < shared.busy_poll();
             if spin {
                 std::hint::spin_loop();
                 continue;
@@ -219,8 +228,9 @@ impl Fabric {
         }
     }
 
-    /// Looks for completions this long before sleeping, from now on: [`Config::busy_poll_us`](crate::Config) was where it
-    /// began. For programs that wait for peers asleep and then work with them awake.
+    /// Looks for completions this long before sleeping, from now on:
+    /// [`Config::busy_poll_us`](crate::Config) was where it began. For programs that wait for peers
+    /// asleep and then work with them awake.
     pub fn set_busy_poll_us(&self, busy_poll_us: u32) {
         self.shared().busy_poll_us.store(busy_poll_us, Ordering::Relaxed);
     }
@@ -282,19 +292,21 @@ impl Fabric {
                 if shared.pass() > 0 {
                     active = shared.clock.now();
                     if shared.looks_at_sockets() {
-                        tokio::task::yield_now().await; // own sockets go on when more has come: fewer, longer reads
+                        // own sockets go on when more has come: fewer, longer reads
+                        tokio::task::yield_now().await;
                     } else {
                         to_those_woken().await;
                     }
                 } else if shared.is_over() {
                     return Ok(());
-                } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll() {
+                } else if shared.clock.now().saturating_duration_since(active) < shared.busy_poll()
+                {
                     tokio::task::yield_now().await;
                 } else {
                     match shared.arm() {
                         Armed::Sleep if shared.is_over() => return Ok(()), // as in `run`
-                        // tokio tells of changes only. What is cleared here is taken by the look that follows, and a look
-                        // that leaves something does not let us sleep.
+                        // tokio tells of changes only. What is cleared here is taken by the look
+                        // that follows, and a look that leaves something does not let us sleep.
                         Armed::Sleep => fd.readable().await?.clear_ready(),
                         Armed::Again => {}
                         Armed::Elsewhere => tokio::time::sleep(ELSEWHERE).await,
@@ -315,8 +327,8 @@ impl Fabric {
     }
 }
 
-/// Lets the tasks go first that were woken. Unlike tokio's own it does not look at all descriptors, which is a system call and
-/// four looks at the clock in the midst of a round trip.
+/// Lets the tasks go first that were woken. Unlike tokio's own it does not look at all descriptors,
+/// which is a system call and four looks at the clock in the midst of a round trip.
 #[cfg(feature = "tokio")]
 fn to_those_woken() -> impl Future<Output = ()> {
     let mut yielded = false;

@@ -1,5 +1,5 @@
-//! A eventfd: makes a descriptor readable, until it is silenced. For loom a plain flag, whose sleepers are in the model
-//! (`protocol.rs`).
+//! A eventfd: makes a descriptor readable, until it is silenced. For loom a plain flag, whose
+//! sleepers are in the model (`protocol.rs`).
 
 #[cfg(not(all(test, loom)))]
 pub(crate) use real::EventFd;
@@ -26,7 +26,8 @@ mod real {
         }
 
         pub(crate) fn ring(&self) {
-            let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes()); // full: it is readable already
+            // full: it is readable already
+            let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
         }
 
         pub(crate) fn silence(&self) {

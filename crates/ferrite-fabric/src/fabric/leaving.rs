@@ -4,10 +4,10 @@
 //!   to ERROR ──► LAST_WQE_REACHED, or 100 ms ──► reap the completion queue ──► destroy
 //! ```
 //!
-//! A queue pair with a shared receive queue must go in this order (InfiniBand specification 10.2.9.3;
-//! `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`). Providers such as mlx5 remove
-//! the completions that nobody has reaped when a queue pair is destroyed, and give their receives back
-//! to the shared queue: the stock would count them as posted for ever.
+//! A queue pair with a shared receive queue must go in this order (InfiniBand specification
+//! 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`). Providers such as
+//! mlx5 remove the completions that nobody has reaped when a queue pair is destroyed, and give
+//! their receives back to the shared queue: the stock would count them as posted for ever.
 //!
 //! The queue pair of a link waits in the link's state. Those that no link has any more wait here.
 
@@ -40,7 +40,8 @@ pub(crate) struct Leaving {
 }
 
 impl Poller {
-    /// A link has lost its RDMA path: goes on when the device has said that nothing more comes there.
+    /// A link has lost its RDMA path: goes on when the device has said that nothing more comes
+    /// there.
     pub(crate) fn downgrade_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
@@ -54,7 +55,8 @@ impl Poller {
         }
     }
 
-    /// Takes over a queue pair that was stopped: it is destroyed when it has taken its last receive.
+    /// Takes over a queue pair that was stopped: it is destroyed when it has taken its last
+    /// receive.
     pub(crate) fn let_leave(
         &mut self,
         device: &Arc<SharedDevice>,
@@ -69,20 +71,25 @@ impl Poller {
 
     /// The device says that a queue pair has taken its last receive.
     pub(super) fn on_last_receive(&mut self, shared: &Shared, device: usize, number: u32) {
-        self.destroy_leaving(shared, |leaving| leaving.device.index == device && leaving.number == number);
-        if let Some(link) = self.by_qp.get(device, number).and_then(|index| self.link(shared, index)) {
+        self.destroy_leaving(shared, |leaving| {
+            leaving.device.index == device && leaving.number == number
+        });
+        if let Some(link) =
+            self.by_qp.get(device, number).and_then(|index| self.link(shared, index))
+        {
             link.with_wakes(&mut self.wakes, |state, _, _| state.on_last_receive(number));
         }
     }
 
-    /// Destroys the queue pairs that leave and match. One that the device does not let go of is leaked,
-    /// with its memory, and counted.
+    /// Destroys the queue pairs that leave and match. One that the device does not let go of is
+    /// leaked, with its memory, and counted.
     pub(super) fn destroy_leaving(&mut self, shared: &Shared, matches: impl Fn(&Leaving) -> bool) {
         if !self.leaving.iter().any(&matches) {
             return;
         }
         self.reap_all(shared);
-        let (gone, kept): (Vec<_>, _) = std::mem::take(&mut self.leaving).into_iter().partition(matches);
+        let (gone, kept): (Vec<_>, _) =
+            std::mem::take(&mut self.leaving).into_iter().partition(matches);
         self.leaving = kept;
         // All of them first: the device is not let go of between two.
         for Leaving { device, .. } in &gone {
@@ -97,7 +104,8 @@ impl Poller {
                 Ok(entries)
             };
             self.command(shared, source, queue, work, move |poller, shared, queue, entries| {
-                device.release(entries.unwrap_or(0)); // those of one that did not go are never used again
+                // those of one that did not go are never used again
+                device.release(entries.unwrap_or(0));
                 drop(queue);
                 poller.forget_qp(&device, number, link);
                 poller.end_making(shared, &device);
@@ -112,6 +120,8 @@ impl Poller {
 
     /// The device has not said that this one has taken its last receive.
     pub(super) fn leaving_timed_out(&mut self, shared: &Shared, device: usize, number: u32) {
-        self.destroy_leaving(shared, |leaving| leaving.device.index == device && leaving.number == number);
+        self.destroy_leaving(shared, |leaving| {
+            leaving.device.index == device && leaving.number == number
+        });
     }
 }

@@ -1,5 +1,5 @@
-//! Links that call the fabric: they close, or are down, or have a step to make that needs it. Where links are entered and
-//! forgotten.
+//! Links that call the fabric: they close, or are down, or have a step to make that needs it. Where
+//! links are entered and forgotten.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -20,8 +20,8 @@ use crate::source::Source;
 
 /// A link whose requests have not been flushed by then is destroyed with them.
 const DRAIN: Duration = Duration::from_secs(2);
-/// When requests were flushed, whatever caused it is told within this time, or never: the device's event and
-/// the peer's farewell take some milliseconds, on a busy host a hundred.
+/// When requests were flushed, whatever caused it is told within this time, or never: the device's
+/// event and the peer's farewell take some milliseconds, on a busy host a hundred.
 const FLUSHED: Duration = Duration::from_millis(500);
 /// Calls cost system calls. So many at a time: the rest has its turn in the next pass.
 const CALLS: usize = 64;
@@ -59,7 +59,12 @@ impl Poller {
             let down = state.failure().cloned();
             let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
             let (closing, flushed) = (state.take_closing(), state.take_flushed());
-            (std::mem::take(&mut state.released), closing, flushed, down.map(|error| (error, first)))
+            (
+                std::mem::take(&mut state.released),
+                closing,
+                flushed,
+                down.map(|error| (error, first)),
+            )
         });
         for grant in released {
             shared.regions.on_released(grant, Some(index), &mut self.wakes);
@@ -89,12 +94,18 @@ impl Poller {
     }
 
     /// The device refused a request of the peer's, and with it the link: counted once for each, and
-    /// its source pays if that is certain. Not when this side closes the link: its memory may be gone before
-    /// the peer has heard.
+    /// its source pays if that is certain. Not when this side closes the link: its memory may be
+    /// gone before the peer has heard.
     #[cold]
-    pub(crate) fn peer_was_refused(&mut self, shared: &Shared, link: &LinkShared, is_certain: bool) {
+    pub(crate) fn peer_was_refused(
+        &mut self,
+        shared: &Shared,
+        link: &LinkShared,
+        is_certain: bool,
+    ) {
         let (first, had_grants) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            let first = !state.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
+            let first =
+                !state.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
             (first, !state.is_raw() && state.rights() != Access::LOCAL)
         });
         if !first {
@@ -111,42 +122,59 @@ impl Poller {
         }
     }
 
-    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`), and forgets the link.
+    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`),
+    /// and forgets the link.
     pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
-        let ready =
-            link.with_wakes(&mut self.wakes, |state, _, _| state.failure().is_some() && state.may_destroy());
+        let ready = link.with_wakes(&mut self.wakes, |state, _, _| {
+            state.failure().is_some() && state.may_destroy()
+        });
         if ready || by_force {
             self.reap_all(shared); // what the device would remove with the queue pair
         }
-        let destroying = link.with_wakes(&mut self.wakes, |state, _, wakes| match state.failure() {
-            Some(_) => state.begin_destroy(by_force, wakes),
-            None => Destroying::NotYet,
-        });
+        let destroying =
+            link.with_wakes(&mut self.wakes, |state, _, wakes| match state.failure() {
+                Some(_) => state.begin_destroy(by_force, wakes),
+                None => Destroying::NotYet,
+            });
         match destroying {
             Destroying::Gone => self.forget(shared, link),
             Destroying::Queue(queue) => self.destroy(shared, link, queue),
             // The last completion of what is in flight brings us here again, or else the clock.
-            Destroying::NotYet if by_force => self.timers.add(self.now + DRAIN, Timer::Drain(link.name)),
+            Destroying::NotYet if by_force => {
+                self.timers.add(self.now + DRAIN, Timer::Drain(link.name))
+            }
             Destroying::NotYet => {}
         }
     }
 
     /// Destroys the queue pair of a link that is down, then forgets the link.
-    fn destroy(&mut self, shared: &Shared, link: &Arc<LinkShared>, queue: Box<SendQueue<RequestContext>>) {
+    fn destroy(
+        &mut self,
+        shared: &Shared,
+        link: &Arc<LinkShared>,
+        queue: Box<SendQueue<RequestContext>>,
+    ) {
         let work = |(queue, in_flight): &mut (Box<SendQueue<RequestContext>>, Vec<_>)| {
             Ok(queue.destroy(|it| in_flight.push(it))?)
         };
         let (link, own) = (Arc::clone(link), (queue, Vec::new()));
-        self.command(shared, link.source(), own, work, move |poller, shared, (queue, in_flight), gone| {
-            link.with_wakes(&mut poller.wakes, |state, env, wakes| {
-                state.end_destroy(env, *queue, in_flight, wakes);
-            });
-            if gone.is_ok() {
-                poller.forget(shared, &link);
-            } else {
-                poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name)); // and tries again
-            }
-        });
+        self.command(
+            shared,
+            link.source(),
+            own,
+            work,
+            move |poller, shared, (queue, in_flight), gone| {
+                link.with_wakes(&mut poller.wakes, |state, env, wakes| {
+                    state.end_destroy(env, *queue, in_flight, wakes);
+                });
+                if gone.is_ok() {
+                    poller.forget(shared, &link);
+                } else {
+                    // and tries again
+                    poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name));
+                }
+            },
+        );
     }
 
     /// Takes a link out of everything that knows it: its queue pair is gone.
@@ -158,7 +186,9 @@ impl Poller {
         self.end_upgrade(link);
         let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
         self.sessions.remove(&session);
-        if let Some(error) = link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
+        if let Some(error) =
+            link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned())
+        {
             self.first_upgrade_failed(shared, link, error);
         }
         if let Some(key) = route.cm_key {

@@ -19,12 +19,14 @@ pub(crate) struct Links {
 #[derive(Default)]
 struct Place {
     link: Option<Arc<LinkShared>>,
-    /// Where the generations of the next link's slots begin, so that a late completion of an earlier one names nothing.
+    /// Where the generations of the next link's slots begin, so that a late completion of an
+    /// earlier one names nothing.
     next_generation: u32,
 }
 
 impl Links {
-    /// A free number, a new serial, and where the generations begin; the caller makes the link and puts it there.
+    /// A free number, a new serial, and where the generations begin; the caller makes the link and
+    /// puts it there.
     pub(crate) fn vacancy(&mut self) -> Option<(LinkName, u32)> {
         let index = match self.free.pop() {
             Some(index) => index,

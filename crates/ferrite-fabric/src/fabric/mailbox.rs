@@ -1,15 +1,18 @@
-//! How other threads call the fabric's attention and wake it if it sleeps, and how those who drive it leave it to each
-//! other.
+//! How other threads call the fabric's attention and wake it if it sleeps, and how those who drive
+//! it leave it to each other.
 //!
-//! Any number may drive a fabric at a time: one of them makes a pass, the others sleep on the descriptor or do
-//! something else. What makes sure that nobody sleeps over something:
+//! Any number may drive a fabric at a time: one of them makes a pass, the others sleep on the
+//! descriptor or do something else. What makes sure that nobody sleeps over something:
 //!
-//! - Before sleeping, a driver says that it is `asleep` and then looks whether something is `pending`. Who calls does it
-//!   the other way round. So one of two that meet sees the other. (The flags are never merely stored to: a swap sees what
-//!   the one before it did, which is also what loom understands best.)
-//! - Who takes events from the descriptor may take those that were to wake another. So it either prepares the descriptor
-//!   for waiting again, as all do before they sleep, or rings the eventfd when it leaves ([`Mailbox::hand_over`]).
-//! - A future is woken through a eventfd of its own thread (`wakeup.rs`): this one rings for any driver.
+//! - Before sleeping, a driver says that it is `asleep` and then looks whether something is
+//!   `pending`. Who calls does it the other way round. So one of two that meet sees the other. (The
+//!   flags are never merely stored to: a swap sees what the one before it did, which is also what
+//!   loom understands best.)
+//! - Who takes events from the descriptor may take those that were to wake another. So it either
+//!   prepares the descriptor for waiting again, as all do before they sleep, or rings the eventfd
+//!   when it leaves ([`Mailbox::hand_over`]).
+//! - A future is woken through a eventfd of its own thread (`wakeup.rs`): this one rings for any
+//!   driver.
 //!
 //! `protocol.rs` has the model that loom goes through.
 

@@ -1,8 +1,8 @@
 //! One pass of the fabric: take completions, deliver them, look at events and the clock.
 //!
-//! Whoever drives the fabric holds the poller while a pass runs; nobody waits inside. A pass costs the same however many
-//! links are idle. Looking at descriptors is a system call, so it is done every millisecond while there are completions,
-//! and before and after sleeping.
+//! Whoever drives the fabric holds the poller while a pass runs; nobody waits inside. A pass costs
+//! the same however many links are idle. Looking at descriptors is a system call, so it is done
+//! every millisecond while there are completions, and before and after sleeping.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::AsFd;
@@ -11,7 +11,9 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::{Duration, Instant};
 
-use ferrite_verbs::{AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion};
+use ferrite_verbs::{
+    AsyncEvent, AsyncEventKind, CmKey, EventChannel, Status, Subject, WorkCompletion,
+};
 
 use super::Shared;
 use super::device_objects::DeviceObjects;
@@ -37,15 +39,16 @@ const LOOK_EVERY: Duration = Duration::from_millis(1);
 /// Between looks for memory while there is too little for receives.
 const STARVED: Duration = Duration::from_millis(5);
 
-/// Handshakes and deadlines cost system calls. So many of each at a time, so that thousands at once do not
-/// keep the completions of others waiting; the rest has its turn in the next pass.
+/// Handshakes and deadlines cost system calls. So many of each at a time, so that thousands at once
+/// do not keep the completions of others waiting; the rest has its turn in the next pass.
 const CM_EVENTS: usize = 16;
 const TIMERS: usize = 32;
 
 pub(crate) struct Poller {
     /// By device; `None` while the device is gone.
     pub(crate) device_objects: Vec<Option<DeviceObjects>>,
-    /// What is left of queues whose queue pair a command has, by device and number: it may take receives until it is back.
+    /// What is left of queues whose queue pair a command has, by device and number: it may take
+    /// receives until it is back.
     pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
     /// Queue pairs that no link has any more.
     pub(super) leaving: Vec<Leaving>,
@@ -85,7 +88,11 @@ pub(crate) struct Poller {
 }
 
 impl Poller {
-    pub(crate) fn new(batch: usize, device_objects: Vec<Option<DeviceObjects>>, back_off: Duration) -> Self {
+    pub(crate) fn new(
+        batch: usize,
+        device_objects: Vec<Option<DeviceObjects>>,
+        back_off: Duration,
+    ) -> Self {
         Self {
             device_objects,
             orphans: HashMap::new(),
@@ -120,7 +127,9 @@ impl Poller {
         let mut done = 0;
         // First, because what follows goes by the time of the last look.
         let now = shared.clock.now();
-        if self.armed || self.sockets.are_in_use() || now.saturating_duration_since(self.looked) >= LOOK_EVERY
+        if self.armed
+            || self.sockets.are_in_use()
+            || now.saturating_duration_since(self.looked) >= LOOK_EVERY
         {
             self.looked = now;
             done += shared.mailbox.awake(|| self.look(shared));
@@ -139,11 +148,13 @@ impl Poller {
         done
     }
 
-    /// Takes completions from every device, at most a few batches each, so that none waits for another.
+    /// Takes completions from every device, at most a few batches each, so that none waits for
+    /// another.
     fn reap(&mut self, shared: &Shared) -> usize {
         const BATCHES: usize = 4;
         let mut total = 0;
-        let mut device_objects = std::mem::take(&mut self.device_objects); // nothing below asks for them
+        // nothing below asks for them
+        let mut device_objects = std::mem::take(&mut self.device_objects);
         for (device, objects) in shared.devices.iter().zip(&mut device_objects) {
             let Some(objects) = objects else { continue };
             for _ in 0..BATCHES {
@@ -153,7 +164,8 @@ impl Poller {
                 }
                 let completions = std::mem::take(&mut self.completions);
                 {
-                    let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
+                    let links =
+                        shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
                     for wc in &completions[..taken] {
                         self.dispatch(shared, &links, device, objects, wc);
                     }
@@ -242,7 +254,8 @@ impl Poller {
             self.peer_was_refused(shared, link, true);
         }
         link.with_wakes(&mut self.wakes, |state, env, wakes| match wc.status() {
-            // What a queue pair left behind that is gone was not counted when the peer was told, and is sent again.
+            // What a queue pair left behind that is gone was not counted when the peer was told,
+            // and is sent again.
             _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(env, wakes),
@@ -265,8 +278,8 @@ impl Poller {
         self.link(shared, name.index).filter(|link| link.name == name)
     }
 
-    /// Looks at the descriptors and the clock; how much there was to do. Apart, so that counts of instructions can leave it
-    /// out: it comes with the clock.
+    /// Looks at the descriptors and the clock; how much there was to do. Apart, so that counts of
+    /// instructions can leave it out: it comes with the clock.
     #[inline(never)]
     fn look(&mut self, shared: &Shared) -> usize {
         self.now = Instant::now();
@@ -332,13 +345,20 @@ impl Poller {
                         }
                         let what = format!("link to {}: the {}", link.peer_name(), event.kind);
                         let error = Error::new(ErrorKind::LinkDown, what);
-                        link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
+                        link.with_wakes(&mut self.wakes, |state, _, wakes| {
+                            state.fail(error, wakes)
+                        });
                     }
                 }
                 (AsyncEventKind::LAST_RECEIVE, Subject::QueuePair(number)) => {
                     self.on_last_receive(shared, device.index, number);
                 }
-                (AsyncEventKind::DEVICE_FATAL | AsyncEventKind::CQ_ERROR | AsyncEventKind::SRQ_ERROR, _) => {
+                (
+                    AsyncEventKind::DEVICE_FATAL
+                    | AsyncEventKind::CQ_ERROR
+                    | AsyncEventKind::SRQ_ERROR,
+                    _,
+                ) => {
                     self.device_gone(shared, device.index, &event.kind.to_string());
                 }
                 _ => {}
@@ -376,8 +396,8 @@ impl Poller {
         self.retire_if_unused(shared, device.index);
     }
 
-    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish removing a Soft-RoCE device
-    /// that somebody holds.
+    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish
+    /// removing a Soft-RoCE device that somebody holds.
     pub(crate) fn retire_if_unused(&mut self, shared: &Shared, device: usize) {
         let device = &shared.devices[device];
         if !device.is_gone() {
@@ -455,7 +475,9 @@ impl Poller {
             }
             Timer::LastReceive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
-                link.with_wakes(&mut self.wakes, |state, _, _| state.stop_waiting_for_last_receive());
+                link.with_wakes(&mut self.wakes, |state, _, _| {
+                    state.stop_waiting_for_last_receive()
+                });
             }
             Timer::Leaving(device, number) => self.leaving_timed_out(shared, device, number),
             Timer::Flushed(name) => {
@@ -463,9 +485,10 @@ impl Poller {
                 if !link.with(|state, _, _| state.has_flushed()) {
                     return; // it has another path by now
                 }
-                // None of our own requests failed before them: one of the peer's did, it seems. Not every
-                // device tells. On a host that has too little CPU, Soft-RoCE also does this to peers that
-                // did nothing wrong, so that it is counted, and nobody is kept out for it.
+                // None of our own requests failed before them: one of the peer's did, it seems. Not
+                // every device tells. On a host that has too little CPU, Soft-RoCE also does this
+                // to peers that did nothing wrong, so that it is counted, and nobody is kept out
+                // for it.
                 self.peer_was_refused(shared, &link, false);
                 let what = format!(
                     "link to {} ({}): the queue pair failed, and nobody says why",
@@ -497,13 +520,15 @@ impl Poller {
         }
     }
 
-    /// Prepares for sleep: after this the descriptor becomes readable when there is something to do. `false` if there
-    /// is something already.
+    /// Prepares for sleep: after this the descriptor becomes readable when there is something to
+    /// do. `false` if there is something already.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
         for objects in self.device_objects.iter_mut().flatten() {
-            // Once armed it stays so until its event was taken: arming again would be a system call for nothing.
+            // Once armed it stays so until its event was taken: arming again would be a system call
+            // for nothing.
             if !std::mem::replace(&mut objects.armed, true) {
-                let _ = objects.cq.request_notify(false); // on a device that is gone nothing comes any more
+                // on a device that is gone nothing comes any more
+                let _ = objects.cq.request_notify(false);
             }
         }
         let found = self.reap(shared);
@@ -514,7 +539,12 @@ impl Poller {
         }
         self.armed = true;
         let asleep = shared.mailbox.fall_asleep();
-        if !asleep || found > 0 || self.unfinished || !self.calls.is_empty() || self.sockets.has_ready() {
+        if !asleep
+            || found > 0
+            || self.unfinished
+            || !self.calls.is_empty()
+            || self.sockets.has_ready()
+        {
             return false;
         }
         shared.counters.sleeps.fetch_add(1, Ordering::Relaxed);

@@ -1,8 +1,10 @@
-//! A model of how a fabric's drivers sleep and are woken, for loom: every order in which a few threads can do it.
+//! A model of how a fabric's drivers sleep and are woken, for loom: every order in which a few
+//! threads can do it.
 //!
-//! Real are the [`Mailbox`] and the [`Wakeup`]. What they work with is made small: eventfds are flags, the device is one
-//! completion queue that tells of a completion if it was asked to, and the loops are those of `poller.rs` and `drive.rs`
-//! without what does not matter here. A change there belongs here too. Who sleeps over something is found as a deadlock.
+//! Real are the [`Mailbox`] and the [`Wakeup`]. What they work with is made small: eventfds are
+//! flags, the device is one completion queue that tells of a completion if it was asked to, and the
+//! loops are those of `poller.rs` and `drive.rs` without what does not matter here. A change there
+//! belongs here too. Who sleeps over something is found as a deadlock.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -95,7 +97,8 @@ fn sleep(event_fd: Option<&EventFd>) {
     }
 }
 
-/// WaitSet for a change of the descriptor, as tokio tells of it: what was readable before and was not taken is forgotten.
+/// WaitSet for a change of the descriptor, as tokio tells of it: what was readable before and was
+/// not taken is forgotten.
 fn sleep_by_changes() {
     let mut kernel = lock(&KERNEL.state);
     while !std::mem::take(&mut kernel.changed) {
@@ -119,7 +122,8 @@ struct Model {
     over: AtomicBool,
     futures: [Mutex<Future>; 2],
     called: AtomicUsize,
-    /// Whether a pass looks at the descriptor because of the time that has passed, not only after sleep.
+    /// Whether a pass looks at the descriptor because of the time that has passed, not only after
+    /// sleep.
     time_flies: bool,
     /// Whether `run` sleeps as tokio does.
     by_changes: bool,
@@ -225,8 +229,9 @@ impl Model {
             if self.pass() > 0 {
                 continue;
             }
-            let is_over =
-                || self.over.load(Ordering::Acquire) && self.called.load(Ordering::Relaxed) >= calls;
+            let is_over = || {
+                self.over.load(Ordering::Acquire) && self.called.load(Ordering::Relaxed) >= calls
+            };
             if is_over() {
                 break;
             }
@@ -347,7 +352,8 @@ fn loom_all_drivers_end() {
     }
 }
 
-/// Two threads wait, each for its own; whoever sleeps, is woken for the other, or has what it waited for.
+/// Two threads wait, each for its own; whoever sleeps, is woken for the other, or has what it
+/// waited for.
 #[test]
 fn loom_two_block_at_once() {
     for time_flies in [false, true] {

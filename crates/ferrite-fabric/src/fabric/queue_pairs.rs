@@ -28,7 +28,8 @@ fn key(device: usize, number: u32) -> u64 {
     (device as u64) << 32 | u64::from(number)
 }
 
-/// The numbers are the device's own, not a peer's: nobody can choose them so that they collide, and spreading them is enough.
+/// The numbers are the device's own, not a peer's: nobody can choose them so that they collide, and
+/// spreading them is enough.
 #[derive(Default)]
 struct Multiply(u64);
 
@@ -62,6 +63,9 @@ mod tests {
         pairs.remove(0, 7, 8); // another's
         pairs.remove(0, 9, 9);
         assert_eq!((pairs.get(0, 7), pairs.get(1, 7)), (Some(7), Some(many + 7)));
-        assert_eq!((pairs.get(0, 9), pairs.get(1, 9), pairs.get(2, 9)), (None, Some(many + 9), None));
+        assert_eq!(
+            (pairs.get(0, 9), pairs.get(1, 9), pairs.get(2, 9)),
+            (None, Some(many + 9), None)
+        );
     }
 }

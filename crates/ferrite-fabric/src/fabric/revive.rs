@@ -1,4 +1,5 @@
-//! Devices that come back: a device whose device went is looked for until one of the same name is there and works.
+//! Devices that come back: a device whose device went is looked for until one of the same name is
+//! there and works.
 //!
 //! ```text
 //!   in use ── removed, or failed ──► gone: no new links, those there are end ── the last is gone ──► retired: nothing is held
@@ -6,10 +7,11 @@
 //!     └──────────────── found, and everything could be made anew ◄──── looked for, 1 s … 8 s ◄──────────┘
 //! ```
 //!
-//! Nobody tells a program of new devices but udev, so the clock does; a fabric with all its devices has no such timer. The
-//! device keeps its index, and with it its place in the pool: buffers that are out are good for the device that came back.
-//! A look takes as long as it takes to register the pool's memory, and letting go of a device as long as it takes to end that:
-//! both are commands, one after the other.
+//! Nobody tells a program of new devices but udev, so the clock does; a fabric with all its devices
+//! has no such timer. The device keeps its index, and with it its place in the pool: buffers that
+//! are out are good for the device that came back. A look takes as long as it takes to register the
+//! pool's memory, and letting go of a device as long as it takes to end that: both are commands,
+//! one after the other.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -45,7 +47,8 @@ pub(super) struct Search {
 impl Search {
     const BEGINNING: Self = Self { wait: FIRST_LOOK, seen: false };
 
-    /// After a look in vain. A device that has just appeared needs a moment, not the rest of a long wait.
+    /// After a look in vain. A device that has just appeared needs a moment, not the rest of a long
+    /// wait.
     fn again(self, seen: bool) -> Self {
         if seen && !self.seen {
             return Self { seen, ..Self::BEGINNING };
@@ -55,7 +58,8 @@ impl Search {
 }
 
 impl Poller {
-    /// Lets go of a device that is gone and that nothing uses any more. From now on it is looked for.
+    /// Lets go of a device that is gone and that nothing uses any more. From now on it is looked
+    /// for.
     pub(super) fn retire(&mut self, shared: &Shared, device: &SharedDevice) {
         let Some(objects) = self.device_objects[device.index].take() else { return };
         detach(&objects, &shared.waits);
@@ -85,8 +89,8 @@ impl Poller {
         let work = |(look, seen): &mut (Look, bool)| {
             let found = look.revive(seen);
             if found.is_err() {
-                // A device that came and went while we looked may have gone unheard: librdmacm looks what is gone, and lets
-                // go of it, when it loses an identifier.
+                // A device that came and went while we looked may have gone unheard: librdmacm
+                // looks what is gone, and lets go of it, when it loses an identifier.
                 drop(look.channel.as_ref().map(EventChannel::create_id));
             }
             found
@@ -144,7 +148,8 @@ impl Look {
         *seen = true;
         let context = device.open()?;
         context.active_port()?;
-        // First what fails while the device comes up. Without an identifier on it, its next removal would not be heard.
+        // First what fails while the device comes up. Without an identifier on it, its next removal
+        // would not be heard.
         let watching = match &self.channel {
             Some(channel) => {
                 let id = watch(channel, &context, &self.name);
@@ -173,7 +178,8 @@ pub(super) fn attach(objects: &DeviceObjects, waits: &WaitSet, device: usize) ->
     waits.add(objects.context.as_fd(), Ready::Device(device))
 }
 
-/// The descriptor tells of them no more. They close with the device objects, unless something of the device could not be released.
+/// The descriptor tells of them no more. They close with the device objects, unless something of
+/// the device could not be released.
 fn detach(objects: &DeviceObjects, waits: &WaitSet) {
     waits.remove(objects.channel.as_fd());
     waits.remove(objects.context.as_fd());

@@ -1,8 +1,9 @@
 //! A device: one device as links see it. Its objects are the poller's (`device_objects.rs`).
 //!
-//! One completion queue and one stock of receives, however many links: an idle link costs neither. The completion queue
-//! must never overrun, so each request in flight holds one of its entries from post to completion, also if it is not
-//! signaled (when a queue pair fails, every request completes). Links that find none left wait here in line.
+//! One completion queue and one stock of receives, however many links: an idle link costs neither.
+//! The completion queue must never overrun, so each request in flight holds one of its entries from
+//! post to completion, also if it is not signaled (when a queue pair fails, every request
+//! completes). Links that find none left wait here in line.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -80,7 +81,8 @@ fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
     match least.into_iter().find(|(_, has, needs)| has < needs) {
         None => Ok(()),
         Some((what, has, needs)) => {
-            let what = format!("{} has {has} {what}, Ferrite needs {needs}", context.device().name());
+            let what =
+                format!("{} has {has} {what}, Ferrite needs {needs}", context.device().name());
             Err(Error::new(ErrorKind::Absent, what))
         }
     }
@@ -102,7 +104,8 @@ impl SharedDevice {
         }
     }
 
-    /// The device is back. No link is left of the time before, so that nothing is in flight and nobody waits.
+    /// The device is back. No link is left of the time before, so that nothing is in flight and
+    /// nobody waits.
     pub(super) fn begin(&self, life: Life) {
         let Life { context, limits, in_flight_max, inline } = life;
         self.in_flight.store(0, Ordering::Relaxed);
@@ -116,7 +119,9 @@ impl SharedDevice {
     /// Whether one of the device's own addresses is this one.
     pub(crate) fn has_address(&self, ip: std::net::IpAddr) -> bool {
         let gids = self.context().and_then(|context| context.gids().ok());
-        gids.is_some_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_canonical() == ip.to_canonical()))
+        gids.is_some_and(|gids| {
+            gids.iter().any(|entry| entry.gid.ip().to_canonical() == ip.to_canonical())
+        })
     }
 
     /// The device, unless it is gone.
@@ -137,7 +142,9 @@ impl SharedDevice {
     /// What to tell who wants to use it while it is gone.
     pub(crate) fn absence(&self) -> Error {
         let what = match &lock(&self.device).absence {
-            Some(reason) => format!("{} was removed or failed, and is not back: {reason}", self.name),
+            Some(reason) => {
+                format!("{} was removed or failed, and is not back: {reason}", self.name)
+            }
             None => format!("{} was removed or failed", self.name),
         };
         Error::new(ErrorKind::DeviceGone, what)

@@ -5,8 +5,8 @@
 //!                                 nothing left to give back ──► until buffers have come back again
 //! ```
 //!
-//! A fabric that has nothing to do does not wake for it: what others return while it sleeps is looked for when it is awake
-//! the next time.
+//! A fabric that has nothing to do does not wake for it: what others return while it sleeps is
+//! looked for when it is awake the next time.
 
 use std::time::Duration;
 
@@ -23,7 +23,8 @@ const ARENAS: usize = 8;
 pub(super) struct Shrinking {
     /// The clock was told to look.
     is_set: bool,
-    /// Bytes that had come back, by [`Pool::returned_bytes`](crate::mem::Pool), when nothing was left to give back.
+    /// Bytes that had come back, by [`Pool::returned_bytes`](crate::mem::Pool), when nothing was
+    /// left to give back.
     settled_at: u64,
 }
 
@@ -42,7 +43,8 @@ impl Poller {
 
     /// Gives back what nobody has used for a while, and looks again while there is something.
     pub(super) fn shrink(&mut self, shared: &Shared) {
-        let returned = shared.pool.returned_bytes(); // before the look: what comes meanwhile may not be seen
+        // before the look: what comes meanwhile may not be seen
+        let returned = shared.pool.returned_bytes();
         self.shrinking.is_set = shared.pool.shrink(ARENAS);
         if self.shrinking.is_set {
             self.timers.add(self.now + EVERY, Timer::Shrink);
@@ -93,7 +95,8 @@ mod tests {
         }
         assert_eq!(due(&fabric), None, "nothing has come back");
         let last = taken.pop().expect("one");
-        taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory")); // and one that does come back
+        // and one that does come back
+        taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory"));
         drop(taken.pop());
         assert!(due(&fabric).is_some(), "something has come back");
         pass_time(&fabric);

@@ -1,14 +1,18 @@
 //! Work requests in flight, and the memory they own.
 //!
-//! The only place of the fabric, with `receives.rs`, where memory reaches a device by its address. What makes that sound:
+//! The only place of the fabric, with `receives.rs`, where memory reaches a device by its address.
+//! What makes that sound:
 //!
-//! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can drop or reuse a
-//!   buffer that the device may touch; a future that waits for it has nothing but a number.
-//! - A buffer leaves its slot in two ways: the request's completion was reaped, or the queue was destroyed and the
-//!   device said so. If it does not say so, the buffers stay for ever. A receive's is taken back, too, when every queue pair
-//!   that could have it was destroyed (`ReceiveStock`).
-//! - While it is in a slot nobody has a reference into a buffer that the device writes: `BufMut` is the only handle of
-//!   its block. Of one that the device reads there may be other readers: `Buf` is never written.
+//! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can
+//!   drop or reuse a buffer that the device may touch; a future that waits for it has nothing but a
+//!   number.
+//! - A buffer leaves its slot in two ways: the request's completion was reaped, or the queue was
+//!   destroyed and the device said so. If it does not say so, the buffers stay for ever. A
+//!   receive's is taken back, too, when every queue pair that could have it was destroyed
+//!   (`ReceiveStock`).
+//! - While it is in a slot nobody has a reference into a buffer that the device writes: `BufMut` is
+//!   the only handle of its block. Of one that the device reads there may be other readers: `Buf`
+//!   is never written.
 #![expect(
     unsafe_code,
     reason = "gives the addresses of buffers to the device: each block states its obligations"
@@ -35,7 +39,8 @@ pub(crate) enum Held {
     Nothing,
     /// A few bytes that the device copies while they are posted: only for inline requests.
     Copied([u8; 16]),
-    /// The device copies it while it is posted, and it is let go of then: only for inline requests that are never repeated.
+    /// The device copies it while it is posted, and it is let go of then: only for inline requests
+    /// that are never repeated.
     Passing(Buf),
     /// The device reads it.
     Shared(Buf),
@@ -117,7 +122,13 @@ pub(crate) struct SendQueue<T> {
 
 impl<T> SendQueue<T> {
     /// The taker is of the stock that the queue pair receives from.
-    pub(crate) fn new(qp: QueuePair, taker: Taker, owner: u32, domain: usize, first_generation: u32) -> Self {
+    pub(crate) fn new(
+        qp: QueuePair,
+        taker: Taker,
+        owner: u32,
+        domain: usize,
+        first_generation: u32,
+    ) -> Self {
         let capacity = u16::try_from(qp.capacity().max_send_wr).unwrap_or(u16::MAX);
         let table = Table::new(capacity, first_generation);
         let number = qp.number();
@@ -221,13 +232,16 @@ impl<T> SendQueue<T> {
             let Some(InFlight { held, .. }) = self.table.get_mut(*key) else { continue };
             let (addr, len, lkey) = match held {
                 Held::Nothing | Held::Binding(_) => continue,
-                Held::Copied(bytes) => (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0),
+                Held::Copied(bytes) => {
+                    (bytes.as_ptr().expose_provenance() as u64, bytes.len() as u32, 0)
+                }
                 Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(self.domain).into(),
                 Held::Unique(buf) => buf.raw_parts(self.domain).into(),
             };
-            // SAFETY: the slot owns the buffer until the completion was reaped or the queue pair is destroyed, and nobody
-            // else has a reference that conflicts (see the top of this file). Copied bytes lie in the slot, which does
-            // not move before the post below has copied them.
+            // SAFETY: the slot owns the buffer until the completion was reaped or the queue pair is
+            // destroyed, and nobody else has a reference that conflicts (see the top of this file).
+            // Copied bytes lie in the slot, which does not move before the post below has copied
+            // them.
             *piece = unsafe { Sge::from_raw(addr, len, lkey) };
         }
         let mut requests = [SendRequest::send(0, &[]); BATCH];
@@ -244,7 +258,9 @@ impl<T> SendQueue<T> {
         }
         let Err(refused) = qp.post_send(&requests[..claimed]) else {
             for (key, ..) in &headers[..claimed] {
-                if let Some(InFlight { held: held @ Held::Passing(_), .. }) = self.table.get_mut(*key) {
+                if let Some(InFlight { held: held @ Held::Passing(_), .. }) =
+                    self.table.get_mut(*key)
+                {
                     *held = Held::Nothing;
                 }
             }
@@ -259,7 +275,8 @@ impl<T> SendQueue<T> {
         Err(refused.error)
     }
 
-    /// Posts one request whose payload the device copies before this returns: it needs no registered memory.
+    /// Posts one request whose payload the device copies before this returns: it needs no
+    /// registered memory.
     ///
     /// # Errors
     /// What the device said, and whether the request is in flight all the same.
@@ -271,13 +288,16 @@ impl<T> SendQueue<T> {
         request: T,
     ) -> Result<(), PostError> {
         let Some(qp) = self.qp.as_ref() else { return Ok(()) };
-        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, request }) else { return Ok(()) };
+        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, request }) else {
+            return Ok(());
+        };
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        // SAFETY: an inline request copies its bytes while it is posted, and `bytes` is borrowed until then. The device
-        // refuses more than it takes inline, so `len` is that of the slice.
+        // SAFETY: an inline request copies its bytes while it is posted, and `bytes` is borrowed
+        // until then. The device refuses more than it takes inline, so `len` is that of the slice.
         let piece = [unsafe { Sge::from_raw(bytes.as_ptr().expose_provenance() as u64, len, 0) }];
         let local = if bytes.is_empty() { &[] } else { &piece[..] };
-        let mut request = SendRequest::new(WorkId::of_send(self.owner, key).0, operation, local).inline();
+        let mut request =
+            SendRequest::new(WorkId::of_send(self.owner, key).0, operation, local).inline();
         if signaled {
             request = request.signaled();
         }
@@ -292,8 +312,8 @@ impl<T> SendQueue<T> {
     /// it.
     ///
     /// # Errors
-    /// What the device said, and whether the request is in flight all the same. `Ok(false)`: nothing
-    /// was posted, because the window is closed already.
+    /// What the device said, and whether the request is in flight all the same. `Ok(false)`:
+    /// nothing was posted, because the window is closed already.
     pub(crate) fn post_bind(
         &mut self,
         window: &Arc<Window>,
@@ -301,7 +321,9 @@ impl<T> SendQueue<T> {
         request: T,
     ) -> Result<bool, PostError> {
         let Some(qp) = self.qp.as_ref() else { return Ok(false) };
-        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, request }) else { return Ok(false) };
+        let Ok(key) = self.table.claim(InFlight { held: Held::Nothing, request }) else {
+            return Ok(false);
+        };
         let number = WorkId::of_send(self.owner, key).0;
         let mut refused = None;
         let binding = window.bind(|window| {
@@ -357,14 +379,19 @@ impl<T> SendQueue<T> {
         self.table.get_mut(WorkId(wc.wr_id()).key()).map(|it| &*it)
     }
 
-    /// A completion came: everything that is done by it goes to `each`, the request that it names last and marked.
-    /// `false` if it names nothing that is in flight.
-    pub(crate) fn complete(&mut self, wc: &WorkCompletion, each: impl FnMut(InFlight<T>, bool)) -> bool {
+    /// A completion came: everything that is done by it goes to `each`, the request that it names
+    /// last and marked. `false` if it names nothing that is in flight.
+    pub(crate) fn complete(
+        &mut self,
+        wc: &WorkCompletion,
+        each: impl FnMut(InFlight<T>, bool),
+    ) -> bool {
         self.table.complete(WorkId(wc.wr_id()).key(), each)
     }
 
-    /// Destroys the queue pair; the caller has reaped its completions (see [`SendQueue::took_last`]).
-    /// What was in flight goes to `each`. Then no completion of it means anything any more.
+    /// Destroys the queue pair; the caller has reaped its completions (see
+    /// [`SendQueue::took_last`]). What was in flight goes to `each`. Then no completion of it means
+    /// anything any more.
     ///
     /// # Errors
     /// What the device said if it did not let go: everything stays as it was.
@@ -388,8 +415,8 @@ impl<T> SendQueue<T> {
 impl<T> Drop for SendQueue<T> {
     fn drop(&mut self) {
         if self.destroy(drop).is_err() || self.is_away && self.table.in_flight() > 0 {
-            // The device may still touch the buffers: they are never used again. The queue pair's own drop tries once
-            // more and counts the leak.
+            // The device may still touch the buffers: they are never used again. The queue pair's
+            // own drop tries once more and counts the leak.
             std::mem::forget(std::mem::replace(&mut self.table, Table::new(0, 0)));
             std::mem::forget(self.taker.take());
         }

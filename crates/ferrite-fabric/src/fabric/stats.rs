@@ -22,7 +22,7 @@ pub(crate) struct Counters {
     pub(crate) connected: AtomicU64,
     pub(crate) refused: AtomicU64,
     pub(crate) foreign_peers: AtomicU64,
-    pub(crate) crowded_out: AtomicU64,
+    pub(crate) handshakes_displaced: AtomicU64,
     pub(crate) misdirected: AtomicU64,
     pub(crate) accept_failures: AtomicU64,
     pub(crate) failed_links: AtomicU64,
@@ -56,8 +56,8 @@ pub struct FabricStats {
     pub in_flight: u64,
     /// Receives that wait for messages.
     pub receives_posted: u64,
-    /// Receives that failed links took along. Their memory comes back when no link is left that could have them, on Soft-RoCE; on
-    /// other devices with the fabric's end.
+    /// Receives that failed links took along. Their memory comes back when no link is left that
+    /// could have them, on Soft-RoCE; on other devices with the fabric's end.
     pub receives_overdue: u64,
     /// Looks at the completion queues.
     pub passes: u64,
@@ -74,7 +74,7 @@ pub struct FabricStats {
     /// Peers that do not speak our protocol.
     pub foreign_peers: u64,
     /// Peers that were slow to say who they are, and ended to make place for others.
-    pub crowded_out: u64,
+    pub handshakes_displaced: u64,
     /// Peers that called over RDMA for an address that the listener does not have; refused.
     pub misdirected: u64,
     /// Times that no connection could be accepted, for want of descriptors or memory.
@@ -147,7 +147,7 @@ impl Fabric {
             connected: counters.connected.load(Ordering::Relaxed),
             refused: counters.refused.load(Ordering::Relaxed),
             foreign_peers: counters.foreign_peers.load(Ordering::Relaxed),
-            crowded_out: counters.crowded_out.load(Ordering::Relaxed),
+            handshakes_displaced: counters.handshakes_displaced.load(Ordering::Relaxed),
             misdirected: counters.misdirected.load(Ordering::Relaxed),
             accept_failures: counters.accept_failures.load(Ordering::Relaxed),
             failed_links: counters.failed_links.load(Ordering::Relaxed),
@@ -162,7 +162,9 @@ impl Fabric {
                 .errors
                 .iter()
                 .enumerate()
-                .map(|(code, count)| (Status::from_code(code as u32), count.load(Ordering::Relaxed)))
+                .map(|(code, count)| {
+                    (Status::from_code(code as u32), count.load(Ordering::Relaxed))
+                })
                 .filter(|(_, count)| *count > 0)
                 .collect(),
             send_latency: shared.latencies.send.snapshot(),
@@ -171,11 +173,16 @@ impl Fabric {
             devices_lost: counters.devices_lost.load(Ordering::Relaxed),
             devices_back: counters.devices_back.load(Ordering::Relaxed),
             remote_access_errors: counters.remote_access_errors.load(Ordering::Relaxed),
-            refused_after_access_errors: counters.refused_after_access_errors.load(Ordering::Relaxed),
+            refused_after_access_errors: counters
+                .refused_after_access_errors
+                .load(Ordering::Relaxed),
             refused_without_windows: counters.refused_without_windows.load(Ordering::Relaxed),
             shared_windows: counters.shared_windows.load(Ordering::Relaxed),
-            devices_without_windows: shared.devices.iter().filter(|device| !device.has_windows()).count()
-                as u64,
+            devices_without_windows: shared
+                .devices
+                .iter()
+                .filter(|device| !device.has_windows())
+                .count() as u64,
             memory: shared.pool.stats(),
         }
     }

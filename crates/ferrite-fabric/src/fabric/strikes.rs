@@ -36,9 +36,13 @@ impl Strikes {
     /// A request of `source` was refused; how long it is not let in.
     pub(crate) fn record(&mut self, source: Source, now: Instant) -> Option<Duration> {
         if !self.by_source.contains_key(&source) && self.by_source.len() >= SOURCES_MAX {
-            self.by_source.retain(|_, strike| now.saturating_duration_since(strike.last) < FORGIVEN);
-            let oldest =
-                self.by_source.iter().min_by_key(|(_, strike)| strike.last).map(|(source, _)| *source);
+            self.by_source
+                .retain(|_, strike| now.saturating_duration_since(strike.last) < FORGIVEN);
+            let oldest = self
+                .by_source
+                .iter()
+                .min_by_key(|(_, strike)| strike.last)
+                .map(|(source, _)| *source);
             if let Some(oldest) = oldest.filter(|_| self.by_source.len() >= SOURCES_MAX) {
                 self.by_source.remove(&oldest);
             }

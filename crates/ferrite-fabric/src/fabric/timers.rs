@@ -1,4 +1,5 @@
-//! Deadlines, soonest first. One that is no longer wanted comes all the same, and its owner ignores it.
+//! Deadlines, soonest first. One that is no longer wanted comes all the same, and its owner ignores
+//! it.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;

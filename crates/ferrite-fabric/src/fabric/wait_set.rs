@@ -1,12 +1,13 @@
-//! One descriptor for everything a fabric waits for: completions, events of the connection manager and of the devices,
-//! calls from other threads, and the clock.
+//! One descriptor for everything a fabric waits for: completions, events of the connection manager
+//! and of the devices, calls from other threads, and the clock.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, epoll, eventfd};
 use rustix::time::{
-    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create, timerfd_settime,
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
 };
 
 use crate::error::{Error, ErrorKind};
@@ -62,7 +63,8 @@ impl WaitSet {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let clock = if cfg!(miri) {
-            eventfd(0, EventfdFlags::NONBLOCK).map_err(system("eventfd"))? // never readable: it has no such clock
+            // never readable: it has no such clock
+            eventfd(0, EventfdFlags::NONBLOCK).map_err(system("eventfd"))?
         } else {
             timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?
         };
@@ -73,11 +75,15 @@ impl WaitSet {
 
     pub(crate) fn add(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
         let data = epoll::EventData::new_u64(ready.token());
-        let changes_only = if cfg!(miri) { epoll::EventFlags::ET } else { epoll::EventFlags::empty() }; // as it has it
-        epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN | changes_only).map_err(system("epoll_ctl"))
+        let changes_only =
+            // as it has it
+            if cfg!(miri) { epoll::EventFlags::ET } else { epoll::EventFlags::empty() };
+        epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN | changes_only)
+            .map_err(system("epoll_ctl"))
     }
 
-    /// Tells once when there is more to read or room to write: whoever is told goes on until there is none.
+    /// Tells once when there is more to read or room to write: whoever is told goes on until there
+    /// is none.
     pub(crate) fn add_socket(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
         use epoll::EventFlags as Flags;
         let data = epoll::EventData::new_u64(ready.token());
@@ -90,8 +96,8 @@ impl WaitSet {
         let _ = epoll::delete(&self.epoll, fd); // it may never have been added
     }
 
-    /// What is ready now, without waiting, and whether its descriptor reports an error: it is ready for
-    /// ever then. Whether there may be more.
+    /// What is ready now, without waiting, and whether its descriptor reports an error: it is ready
+    /// for ever then. Whether there may be more.
     pub(crate) fn ready(&self, out: &mut Vec<(Ready, bool)>) -> bool {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 32];
@@ -116,10 +122,14 @@ impl WaitSet {
             left.max(Duration::from_nanos(1)) // 0 would mean never
         });
         let left = left.unwrap_or_default();
-        let it_value = Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
+        let it_value =
+            Timespec { tv_sec: left.as_secs().cast_signed(), tv_nsec: left.subsec_nanos().into() };
         let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let _ =
-            timerfd_settime(&self.clock, TimerfdTimerFlags::empty(), &Itimerspec { it_interval, it_value });
+        let _ = timerfd_settime(
+            &self.clock,
+            TimerfdTimerFlags::empty(),
+            &Itimerspec { it_interval, it_value },
+        );
     }
 
     pub(crate) fn silence_clock(&self) {

@@ -1,5 +1,6 @@
-//! The waker of [`Fabric::block_on`](super::Fabric::block_on): wakes the thread that waits, not just anyone who drives the
-//! fabric. The fabric's own eventfd would not do: another driver may take it.
+//! The waker of [`Fabric::block_on`](super::Fabric::block_on): wakes the thread that waits, not
+//! just anyone who drives the fabric. The fabric's own eventfd would not do: another driver may
+//! take it.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
@@ -18,7 +19,11 @@ pub(super) struct Wakeup {
 impl Wakeup {
     /// Woken, so that the future is asked a first time.
     pub(super) fn new() -> Self {
-        Self { woken: AtomicBool::new(true), sleeping: AtomicBool::new(false), event_fd: OnceLock::new() }
+        Self {
+            woken: AtomicBool::new(true),
+            sleeping: AtomicBool::new(false),
+            event_fd: OnceLock::new(),
+        }
     }
 
     /// Whether the future is to be asked again.
@@ -30,7 +35,8 @@ impl Wakeup {
         self.woken.load(Ordering::SeqCst)
     }
 
-    /// Lets `wait` wait, also for the eventfd, unless the future was woken meanwhile. Without a eventfd it must not wait long.
+    /// Lets `wait` wait, also for the eventfd, unless the future was woken meanwhile. Without a
+    /// eventfd it must not wait long.
     pub(super) fn sleep(&self, wait: impl FnOnce(Option<&EventFd>)) {
         let event_fd = self.event_fd.get_or_init(|| EventFd::new().ok()).as_ref();
         self.sleeping.swap(true, Ordering::SeqCst); // no mere store: see the mailbox

@@ -1,7 +1,7 @@
 //! What came in: frames put together to messages, and messages that nobody has taken yet.
 //!
-//! Pure: knows neither devices nor memory. Everything a peer can make it keep is bounded by [`Limits`] and by the
-//! credits that the link gives.
+//! Pure: knows neither devices nor memory. Everything a peer can make it keep is bounded by
+//! [`Limits`] and by the credits that the link gives.
 
 use std::collections::VecDeque;
 
@@ -154,9 +154,10 @@ mod tests {
 
     fn text(arrived: Option<Arrived<&'static [u8]>>) -> (u16, String) {
         match arrived.expect("one") {
-            Arrived::Message { channel, parts } => {
-                (channel, parts.as_slice().iter().map(|part| String::from_utf8_lossy(part)).collect())
-            }
+            Arrived::Message { channel, parts } => (
+                channel,
+                parts.as_slice().iter().map(|part| String::from_utf8_lossy(part)).collect(),
+            ),
             Arrived::Notice(imm) => (0, format!("notice {imm}")),
         }
     }
@@ -200,6 +201,10 @@ mod tests {
         for channel in [0, 0, 1] {
             assert_eq!(inbox.frame(channel, true, b"."), Ok(false));
         }
-        assert_eq!(inbox.frame(1, false, b"."), Err(Violation::TooMany { max: 4 }), "small ones are counted");
+        assert_eq!(
+            inbox.frame(1, false, b"."),
+            Err(Violation::TooMany { max: 4 }),
+            "small ones are counted"
+        );
     }
 }

@@ -1,8 +1,9 @@
 //! How long a silent peer is left alone before it is asked for a sign of life.
 //!
-//! Thousands of links may begin at one moment, or be silent since one. If all asked together, their questions would be a
-//! burst that others feel, and the answers might find no receives. So each waits another time, and another one each time.
-//! One side asks, as both begin to wait together: who was called waits longer than any caller does.
+//! Thousands of links may begin at one moment, or be silent since one. If all asked together, their
+//! questions would be a burst that others feel, and the answers might find no receives. So each
+//! waits another time, and another one each time. One side asks, as both begin to wait together:
+//! who was called waits longer than any caller does.
 
 use std::time::Duration;
 

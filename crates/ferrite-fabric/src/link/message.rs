@@ -8,8 +8,8 @@ use crate::mem::Buf;
 
 /// Something that a peer sent.
 ///
-/// The bytes lie where the device put them: one piece per frame, none copied. A message of one frame becomes
-/// [`Bytes`] without a copy.
+/// The bytes lie where the device put them: one piece per frame, none copied. A message of one
+/// frame becomes [`Bytes`] without a copy.
 ///
 /// ```
 /// # fn show(message: ferrite_fabric::Message) {
@@ -40,8 +40,8 @@ impl Message {
         self.channel
     }
 
-    /// The 32 bits of a [`Link::rdma_write_imm`](crate::Link::rdma_write_imm) of the peer; such a message has no bytes,
-    /// they went to the memory that the peer was granted.
+    /// The 32 bits of a [`Link::rdma_write_imm`](crate::Link::rdma_write_imm) of the peer; such a
+    /// message has no bytes, they went to the memory that the peer was granted.
     #[must_use]
     pub fn notice(&self) -> Option<u32> {
         self.notice

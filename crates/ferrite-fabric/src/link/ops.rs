@@ -1,4 +1,5 @@
-//! The futures of a link. Each has a number, never the memory: dropping one forgets the answer, nothing else.
+//! The futures of a link. Each has a number, never the memory: dropping one forgets the answer,
+//! nothing else.
 
 use std::fmt;
 use std::future::Future;
@@ -12,7 +13,8 @@ use super::tickets::Ticket;
 use crate::error::{Error, ErrorKind};
 use crate::mem::{Buf, BufMut};
 
-/// A message on its way: ready when the peer's device has all of it. Dropping it does not take the message back.
+/// A message on its way: ready when the peer's device has all of it. Dropping it does not take the
+/// message back.
 ///
 /// ```no_run
 /// # async fn show(link: ferrite_fabric::Link, buf: ferrite_fabric::mem::Buf) -> Result<(), ferrite_fabric::Error> {
@@ -91,14 +93,16 @@ impl fmt::Debug for Sending {
 
 /// A read of a peer's memory: gives the buffer back, filled or with the failure.
 ///
-/// Dropping it does not stop the read; the buffer returns to its pool when the device is done with it.
+/// Dropping it does not stop the read; the buffer returns to its pool when the device is done with
+/// it.
 #[must_use = "the buffer comes back only through this"]
 pub struct Reading {
     link: Arc<LinkShared>,
     ticket: Option<Ticket>,
 }
 
-/// A write to a peer's memory: ready when the peer's device has all of it. Dropping it does not take it back.
+/// A write to a peer's memory: ready when the peer's device has all of it. Dropping it does not
+/// take it back.
 #[must_use = "whether it arrived is known only through this; it goes on without"]
 pub struct Writing {
     link: Arc<LinkShared>,

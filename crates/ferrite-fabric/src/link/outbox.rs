@@ -1,7 +1,8 @@
 //! What is to go out: messages by channel, one-sided operations, and whose turn it is.
 //!
-//! Pure, apart from the buffers that it owns. Each channel with something to send gives one frame in its turn, and so
-//! do the one-sided operations: a large message delays a small one on another channel by one frame.
+//! Pure, apart from the buffers that it owns. Each channel with something to send gives one frame
+//! in its turn, and so do the one-sided operations: a large message delays a small one on another
+//! channel by one frame.
 
 use std::collections::VecDeque;
 
@@ -192,7 +193,8 @@ impl Outbox {
             (self.under_way_bytes, self.under_way_frames) = (bytes, frames);
             queued.begun = true;
         }
-        let piece = if queued.sent == 0 && ends_part { part.clone() } else { part.slice(queued.sent..end) };
+        let piece =
+            if queued.sent == 0 && ends_part { part.clone() } else { part.slice(queued.sent..end) };
         if ends_part {
             queued.part = queued.rest.pop_front();
             queued.sent = 0;
@@ -214,18 +216,24 @@ impl Outbox {
 
     /// Takes out the operations that use a grant: it was revoked.
     pub(crate) fn take_using(&mut self, grant: u64) -> VecDeque<OneSided> {
-        let (taken, kept): (VecDeque<_>, _) =
-            std::mem::take(&mut self.one_sided).into_iter().partition(|operation| operation.grant == grant);
+        let (taken, kept): (VecDeque<_>, _) = std::mem::take(&mut self.one_sided)
+            .into_iter()
+            .partition(|operation| operation.grant == grant);
         self.one_sided = kept;
         self.waiting -= taken.len();
         self.waiting_bytes -= taken.iter().map(|operation| u64::from(operation.bytes)).sum::<u64>();
         taken
     }
 
-    /// Empties it: the link is down. Who waits is told by `each`, and what memory an operation brought comes along.
+    /// Empties it: the link is down. Who waits is told by `each`, and what memory an operation
+    /// brought comes along.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(Ticket, Held)) {
         for queue in self.queues.drain(..) {
-            queue.queued.into_iter().filter_map(|queued| queued.ticket).for_each(|t| each(t, Held::Nothing));
+            queue
+                .queued
+                .into_iter()
+                .filter_map(|queued| queued.ticket)
+                .for_each(|t| each(t, Held::Nothing));
         }
         for OneSided { ticket, held, .. } in self.one_sided.drain(..) {
             if let Some(ticket) = ticket {

@@ -1,5 +1,5 @@
-//! The slot table and the tickets as a link uses them, under its lock, for loom: one posts, one reaps, and a future is
-//! asked, woken and dropped meanwhile.
+//! The slot table and the tickets as a link uses them, under its lock, for loom: one posts, one
+//! reaps, and a future is asked, woken and dropped meanwhile.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -29,7 +29,8 @@ struct Link {
 
 impl Link {
     fn new() -> Arc<Self> {
-        let (table, tickets) = (Table::new(1, 0), Tickets::default()); // one slot, so that it is used again
+        // one slot, so that it is used again
+        let (table, tickets) = (Table::new(1, 0), Tickets::default());
         let state = Mutex::new(State { table, tickets, completed: VecDeque::new() });
         Arc::new(Self { state, changed: Condvar::new() })
     }
@@ -144,7 +145,8 @@ fn loom_every_waiter_gets_its_own() {
     });
 }
 
-/// A future that is dropped, asked before or not, leaves its operation to itself; the next one gets its own result.
+/// A future that is dropped, asked before or not, leaves its operation to itself; the next one gets
+/// its own result.
 #[test]
 fn loom_dropped_futures_leave_nothing() {
     for asked in [false, true] {

@@ -20,11 +20,13 @@ use crate::fabric::Fabric;
 use crate::fabric::shared_device::SharedDevice;
 use crate::mem::{Buf, BufMut, Exposed, Pool, PoolError, Purpose};
 
-/// A reliable connection to a peer that is no Ferrite peer: nothing but messages, writes with immediate data, and what comes.
-/// It shares queues, receives and memory with the fabric's links. Dropping it delivers what was asked for, and hangs up.
+/// A reliable connection to a peer that is no Ferrite peer: nothing but messages, writes with
+/// immediate data, and what comes. It shares queues, receives and memory with the fabric's links.
+/// Dropping it delivers what was asked for, and hangs up.
 ///
-/// Made by [`Foreign peers::accept`](crate::Foreign peers::accept) and [`Fabric::connect_raw`]. Nothing here waits:
-/// what is asked for is queued, and whoever asks for more than the peer can take has to look at [`RawConnection::done`].
+/// Made by [`Foreign peers::accept`](crate::Foreign peers::accept) and [`Fabric::connect_raw`].
+/// Nothing here waits: what is asked for is queued, and whoever asks for more than the peer can
+/// take has to look at [`RawConnection::done`].
 ///
 /// ```no_run
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
@@ -62,8 +64,8 @@ impl RawConnection {
         })
     }
 
-    /// Writes `buf` to the peer's memory at `addr` and tells it by `imm`. The buffer comes back to the pool when the
-    /// peer's device has it.
+    /// Writes `buf` to the peer's memory at `addr` and tells it by `imm`. The buffer comes back to
+    /// the pool when the peer's device has it.
     ///
     /// # Errors
     /// The link is down.
@@ -71,16 +73,23 @@ impl RawConnection {
         self.push_write(buf.into(), addr, rkey, imm, false)
     }
 
-    /// The same, but it counts as done only together with the next message or write that is not quiet: one interrupt less.
+    /// The same, but it counts as done only together with the next message or write that is not
+    /// quiet: one interrupt less.
     ///
     /// # Errors
     /// The link is down.
-    pub fn write_quietly(&self, buf: impl Into<Buf>, addr: u64, rkey: u32, imm: u32) -> Result<(), Error> {
+    pub fn write_quietly(
+        &self,
+        buf: impl Into<Buf>,
+        addr: u64,
+        rkey: u32,
+        imm: u32,
+    ) -> Result<(), Error> {
         self.push_write(buf.into(), addr, rkey, imm, true)
     }
 
-    /// Has the peer's device answer, which the peer itself does not notice. If it does not, the link goes down: who hears
-    /// nothing may ask so whether anybody is there.
+    /// Has the peer's device answer, which the peer itself does not notice. If it does not, the
+    /// link goes down: who hears nothing may ask so whether anybody is there.
     pub fn probe(&self) {
         self.shared.with(|state, env, wakes| {
             state.push_raw_probe();
@@ -88,7 +97,14 @@ impl RawConnection {
         });
     }
 
-    fn push_write(&self, buf: Buf, addr: u64, rkey: u32, imm: u32, quiet: bool) -> Result<(), Error> {
+    fn push_write(
+        &self,
+        buf: Buf,
+        addr: u64,
+        rkey: u32,
+        imm: u32,
+        quiet: bool,
+    ) -> Result<(), Error> {
         let remote = RemoteSlice { addr, len: buf.len() as u64, rkey };
         self.shared.with(|state, env, wakes| {
             state.push_raw_write(buf, remote, imm, quiet)?;
@@ -97,13 +113,15 @@ impl RawConnection {
         })
     }
 
-    /// What of all that was asked for is done, in the order in which it was; `waker` is called when there is more.
+    /// What of all that was asked for is done, in the order in which it was; `waker` is called when
+    /// there is more.
     #[must_use]
     pub fn done(&self, waker: Option<&Waker>) -> Done {
         self.shared.with(|state, _, _| state.raw_done(waker))
     }
 
-    /// The next thing that came, each once and in order; what came before the end is told before it.
+    /// The next thing that came, each once and in order; what came before the end is told before
+    /// it.
     ///
     /// # Errors
     /// Why the link is down.
@@ -142,9 +160,10 @@ impl RawConnection {
         expose(self.pool(), &self.shared, &device, buf)
     }
 
-    /// Makes new memory of `len` bytes ready for the peer to write to, all zeros, as [`RawConnection::expose`] would. Registering may
-    /// take long: where the fabric has threads for that ([`Builder::command_threads`](crate::Builder::command_threads)) it
-    /// is done there, in the turn of the peer's address, and else at once. A peer cannot cause more of it than it has
+    /// Makes new memory of `len` bytes ready for the peer to write to, all zeros, as
+    /// [`RawConnection::expose`] would. Registering may take long: where the fabric has threads for
+    /// that ([`Builder::command_threads`](crate::Builder::command_threads)) it is done there, in
+    /// the turn of the peer's address, and else at once. A peer cannot cause more of it than it has
     /// connections.
     pub fn prepare(&self, len: usize) -> Preparing {
         let (reply, receiver) = oneshot::channel();
@@ -261,7 +280,8 @@ fn gone() -> Error {
     Error::new(ErrorKind::Closed, "the fabric is gone")
 }
 
-/// Registers `buf` with the link's device and opens it to the link's peer, if possible to nobody else.
+/// Registers `buf` with the link's device and opens it to the link's peer, if possible to nobody
+/// else.
 fn expose(
     pool: &Pool,
     link: &LinkShared,

@@ -43,13 +43,15 @@ pub(crate) struct LinkShared {
     /// Why it is on TCP, if it should not be.
     fallback: Mutex<Option<Fallback>>,
     tls: Mutex<Option<(Arc<ClientConfig>, ServerName<'static>)>>,
-    /// Where the peer may be found, if not only where it was; the one that is tried next is the first.
+    /// Where the peer may be found, if not only where it was; the one that is tried next is the
+    /// first.
     addresses: Mutex<VecDeque<SocketAddr>>,
     /// The port when the link was last known to be well.
     baseline: Mutex<Option<Baseline>>,
 }
 
-/// Has the fabric look at a link, or at another that has its number by then, which is of no consequence.
+/// Has the fabric look at a link, or at another that has its number by then, which is of no
+/// consequence.
 struct Caller {
     mailbox: Arc<Mailbox>,
     index: u32,
@@ -91,7 +93,10 @@ impl LinkShared {
             index: name.index,
             name,
             pool,
-            waker: Waker::from(Arc::new(Caller { mailbox: Arc::clone(&mailbox), index: name.index })),
+            waker: Waker::from(Arc::new(Caller {
+                mailbox: Arc::clone(&mailbox),
+                index: name.index,
+            })),
             mailbox,
             route: Mutex::new(route),
             fallback: Mutex::new(None),
@@ -159,7 +164,10 @@ impl LinkShared {
     }
 
     /// Runs `act` under the lock, then whatever must happen outside of it.
-    pub(crate) fn with<R>(&self, act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R) -> R {
+    pub(crate) fn with<R>(
+        &self,
+        act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
+    ) -> R {
         let mut wakes = Wakes::new();
         let result = self.with_wakes(&mut wakes, act);
         wakes.into_iter().for_each(Waker::wake);
@@ -253,7 +261,8 @@ impl LinkShared {
         parts: Vec<Buf>,
         waker: Option<&Waker>,
     ) -> Result<Ticket, (Vec<Buf>, Error)> {
-        self.queue(channel, parts, waker, true).map(|ticket| ticket.expect("a ticket was asked for"))
+        self.queue(channel, parts, waker, true)
+            .map(|ticket| ticket.expect("a ticket was asked for"))
     }
 
     pub(crate) fn queue(
@@ -297,8 +306,8 @@ impl LinkShared {
         Poll::Pending
     }
 
-    /// Whether something of the link is queued or under way that holds memory; then `waker` is called when some of it
-    /// has gone.
+    /// Whether something of the link is queued or under way that holds memory; then `waker` is
+    /// called when some of it has gone.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_progress(&self, waker: &Waker) -> bool {
         let mut state = lock(&self.state);
@@ -309,7 +318,8 @@ impl LinkShared {
         holds
     }
 
-    /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the last does not wait.
+    /// Sends an empty message, room or not: it holds no memory, and whoever says that it was the
+    /// last does not wait.
     #[cfg(feature = "tokio")]
     pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
         self.with(|state, env, wakes| {
@@ -333,7 +343,9 @@ impl LinkShared {
         }
         self.with(|state, env, wakes| {
             let bytes = buf.len() as u64;
-            if let Err(error) = state.check_open().and_then(|()| state.check_message(channel, bytes)) {
+            if let Err(error) =
+                state.check_open().and_then(|()| state.check_message(channel, bytes))
+            {
                 return Err((buf, error));
             }
             if !state.has_room(bytes) {
@@ -355,8 +367,9 @@ impl LinkShared {
         })
     }
 
-    /// Sends the first `len` bytes of the slices, or some of them, from where they are, if TCP carries the link; `None` if they have to be
-    /// queued. While nothing more goes, `waker` is called when something may: what would wait here can wait where it is.
+    /// Sends the first `len` bytes of the slices, or some of them, from where they are, if TCP
+    /// carries the link; `None` if they have to be queued. While nothing more goes, `waker` is
+    /// called when something may: what would wait here can wait where it is.
     #[cfg(feature = "tokio")]
     pub(crate) fn poll_send_through(
         &self,
@@ -405,7 +418,10 @@ impl LinkShared {
         let wrong = if !ours {
             Some(foreign())
         } else if !grant.rights.contains(rights) {
-            Some(Error::new(ErrorKind::Denied, format!("the grant is for {}, not {rights}", grant.rights)))
+            Some(Error::new(
+                ErrorKind::Denied,
+                format!("the grant is for {}, not {rights}", grant.rights),
+            ))
         } else if grant.range(offset, len as u64).is_none() {
             let what = format!("{len} bytes at {offset} of a grant of {}", grant.len);
             Some(Error::new(ErrorKind::Denied, what))
@@ -427,7 +443,8 @@ impl LinkShared {
             }
             let GrantToken { grant, addr: base, rkey, .. } = *grant;
             let bytes = len as u32;
-            let operation = OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
+            let operation =
+                OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
             let ticket = state.push_one_sided(operation, true);
             state.pump(env, wakes);
             Ok(ticket.expect("a ticket was asked for"))
@@ -447,13 +464,15 @@ impl LinkShared {
         })
     }
 
-    /// Reads into `out` what TCP has for a stream on `channel`, if it lies in the kernel; `false` if it does not.
+    /// Reads into `out` what TCP has for a stream on `channel`, if it lies in the kernel; `false`
+    /// if it does not.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(&self, channel: u16, out: &mut ReadBuf<'_>) -> Result<bool, Error> {
         self.with(|state, env, wakes| {
             let read = state.read_through(env.pool, channel, out);
             match &read {
-                Ok(true) => state.pump(env, wakes), // the peer may have told of credits, or be owed some
+                // the peer may have told of credits, or be owed some
+                Ok(true) => state.pump(env, wakes),
                 Ok(false) => {}
                 Err(error) => state.fail(error.clone(), wakes),
             }
@@ -496,14 +515,18 @@ impl LinkShared {
     ///
     /// # Errors
     /// The peer has not answered: the link is to fail.
-    pub(crate) fn on_timer(&self, now: Instant) -> Result<Option<(Instant, bool)>, (Error, Failure)> {
+    pub(crate) fn on_timer(
+        &self,
+        now: Instant,
+    ) -> Result<Option<(Instant, bool)>, (Error, Failure)> {
         let next = self.with(|state, env, wakes| {
             let next = state.on_timer(now);
             state.pump(env, wakes);
             next
         });
         next.map_err(|Silence { after, acknowledged }| {
-            let failure = if acknowledged { Failure::NoKeepalive } else { Failure::NoAcknowledgement };
+            let failure =
+                if acknowledged { Failure::NoKeepalive } else { Failure::NoAcknowledgement };
             let (peer, ms) = (self.peer_name(), after.as_millis());
             let what = format!("link to {peer}: the peer has not answered for {ms} ms");
             (Error::new(ErrorKind::PeerStalled, what), failure)
@@ -522,7 +545,10 @@ impl fmt::Debug for LinkShared {
 
 /// What a buffer became that could not be sent.
 pub(crate) fn full() -> Error {
-    Error::new(ErrorKind::Full, "the link's queue is full: the peer does not take what was sent as fast")
+    Error::new(
+        ErrorKind::Full,
+        "the link's queue is full: the peer does not take what was sent as fast",
+    )
 }
 
 fn foreign() -> Error {

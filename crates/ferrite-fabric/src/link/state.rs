@@ -1,4 +1,5 @@
-//! The state of a link: credits, what goes out, what came in, and how it ends. Everything here happens under its lock.
+//! The state of a link: credits, what goes out, what came in, and how it ends. Everything here
+//! happens under its lock.
 //!
 //! ```text
 //!   Opening ──► Up ──► closing ──► Down(closed)        closing: nothing new is taken, what was sent is delivered
@@ -6,10 +7,11 @@
 //!      └─────────┴────────┴──────► Down(first failure) ──► in flight: flushed ──► queue pair destroyed
 //! ```
 //!
-//! Credits: a peer may send `window` frames that are not consumed. A frame is consumed when it became part of a message
-//! that is still being put together, or when the application has taken its message. The count travels in every frame;
-//! if there is none to send, in a control frame of its own. Control frames need no credit: they are consumed at once, and
-//! if ever no receive is posted, the device repeats them until one is.
+//! Credits: a peer may send `window` frames that are not consumed. A frame is consumed when it
+//! became part of a message that is still being put together, or when the application has taken its
+//! message. The count travels in every frame; if there is none to send, in a control frame of its
+//! own. Control frames need no credit: they are consumed at once, and if ever no receive is posted,
+//! the device repeats them until one is.
 
 mod ending;
 mod exposing;
@@ -152,14 +154,17 @@ pub(crate) struct LinkState {
     pub(crate) upgrade: Option<Upgrade>,
     /// The peer has made an offer that neither side has withdrawn: the next would break the rules.
     peer_offers: bool,
-    /// The command for the way up that is under way or was the last, by number; `None` if there is no way up.
+    /// The command for the way up that is under way or was the last, by number; `None` if there is
+    /// no way up.
     attempt: Option<u64>,
     attempts: u64,
-    /// The peer may be on RDMA already, and say that it has lost that, while TCP carries the link for this side.
+    /// The peer may be on RDMA already, and say that it has lost that, while TCP carries the link
+    /// for this side.
     may_resume: bool,
     /// For the fabric.
     pub(crate) steps: Vec<Step>,
-    /// Where grants of the peer's are on the device that carries the link, if not where their tokens say.
+    /// Where grants of the peer's are on the device that carries the link, if not where their
+    /// tokens say.
     rekeyed: BTreeMap<u64, (u64, u32)>,
     /// Where the generations of the next queue pair's slots begin.
     pub(crate) generation: u32,
@@ -197,7 +202,8 @@ pub(crate) struct LinkState {
     /// Grants that the peer took back, and those whose last use is still in flight.
     revoked: BTreeSet<u64>,
     revoking: Vec<u64>,
-    /// Grants of ours that the peer was told are over and has not answered for, and those that it is still to be told of.
+    /// Grants of ours that the peer was told are over and has not answered for, and those that it
+    /// is still to be told of.
     told_revoked: Vec<u64>,
     to_be_revoked: VecDeque<u64>,
     /// Grants of ours that the peer has let go of: for the fabric.
@@ -215,7 +221,8 @@ pub(crate) struct LinkState {
     pub(crate) peer_was_refused: bool,
     /// The last request was posted.
     last_posted: bool,
-    /// Completions of requests that were flushed before it was known why, and whether the fabric was told of them.
+    /// Completions of requests that were flushed before it was known why, and whether the fabric
+    /// was told of them.
     flushed: Vec<WorkCompletion>,
     flush_called: bool,
 }
@@ -232,7 +239,8 @@ pub(crate) struct OwnLimits {
     pub(crate) clock: quanta::Clock,
 }
 
-/// Grants that are known to be revoked. Beyond that the oldest are forgotten: who uses one of them is told by the device.
+/// Grants that are known to be revoked. Beyond that the oldest are forgotten: who uses one of them
+/// is told by the device.
 const REVOKED_MAX: usize = 1 << 16;
 /// Revocations that a peer is told of before it has answered.
 const REVOKING_MAX: usize = 64;
@@ -290,7 +298,11 @@ impl LinkState {
             stats: LinkStats::default(),
             outbox: Outbox::default(),
             tickets: Tickets::default(),
-            inbox: Inbox::new(Limits { channels, max_message_bytes, max_frames: limits.hello.max_frames() }),
+            inbox: Inbox::new(Limits {
+                channels,
+                max_message_bytes,
+                max_frames: limits.hello.max_frames(),
+            }),
             controls: VecDeque::new(),
             binds: VecDeque::new(),
             rights: Access::LOCAL,
@@ -332,7 +344,8 @@ impl LinkState {
     pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
         self.peer = peer;
         let common = peer.features & self.limits.hello.features;
-        self.moves = common.contains(Features::MOVE) && peer.session != 0 && self.limits.hello.session != 0;
+        self.moves =
+            common.contains(Features::MOVE) && peer.session != 0 && self.limits.hello.session != 0;
         self.last_heard = now;
         if matches!(self.phase, Phase::Opening) {
             self.phase = Phase::Up;
@@ -365,7 +378,9 @@ impl LinkState {
         match &self.phase {
             Phase::Down(error) => Err(error.clone()),
             _ if self.closing => Err(Error::new(ErrorKind::Closed, "the link is closing")),
-            _ if self.peer_fin => Err(Error::new(ErrorKind::Closed, "the peer has closed the link")),
+            _ if self.peer_fin => {
+                Err(Error::new(ErrorKind::Closed, "the peer has closed the link"))
+            }
             _ => Ok(()),
         }
     }
@@ -378,7 +393,8 @@ impl LinkState {
                 && self.outbox.waiting_bytes() + bytes <= self.limits.queue_bytes
     }
 
-    /// Whether messages wait, or something that is in flight has a buffer: a completion of it brings progress.
+    /// Whether messages wait, or something that is in flight has a buffer: a completion of it
+    /// brings progress.
     #[cfg(feature = "tokio")]
     pub(crate) fn holds_memory(&self) -> bool {
         let has_buffer = |held: &Held| matches!(held, Held::Shared(_) | Held::Unique(_));
@@ -407,10 +423,12 @@ impl LinkState {
 
     /// As [`LinkState::check_message`], of what a message of several parts may be.
     pub(crate) fn check_parts(&self, parts: &[Buf]) -> Result<(), Error> {
-        let (frames, max) = (frames(parts, self.peer.segment_bytes as usize), self.peer.max_frames());
+        let (frames, max) =
+            (frames(parts, self.peer.segment_bytes as usize), self.peer.max_frames());
         if frames > max {
-            let what =
-                format!("a message of {frames} frames: the peer takes {max}; send fewer, larger parts");
+            let what = format!(
+                "a message of {frames} frames: the peer takes {max}; send fewer, larger parts"
+            );
             return Err(Error::new(ErrorKind::TooLarge, what));
         }
         Ok(())
@@ -435,7 +453,8 @@ impl LinkState {
         ticket
     }
 
-    /// Tells the peer that a grant of ours is over: as soon as it has answered for enough of the others.
+    /// Tells the peer that a grant of ours is over: as soon as it has answered for enough of the
+    /// others.
     pub(crate) fn revoke(&mut self, grant: u64) {
         self.to_be_revoked.push_back(grant);
         self.tell_revoked();
@@ -453,7 +472,8 @@ impl LinkState {
     /// The next message, or `None` if there is none yet.
     ///
     /// # Errors
-    /// The link is down, and everything that came before that was taken. Kind `Closed`: in good order.
+    /// The link is down, and everything that came before that was taken. Kind `Closed`: in good
+    /// order.
     pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
         if let Some(arrived) = self.inbox.pop() {
             self.count_consumed();
@@ -464,7 +484,9 @@ impl LinkState {
         }
         match self.failure() {
             Some(error) => Err(error.clone()),
-            None if self.peer_fin => Err(Error::new(ErrorKind::Closed, "the peer has closed the link")),
+            None if self.peer_fin => {
+                Err(Error::new(ErrorKind::Closed, "the peer has closed the link"))
+            }
             None => Ok(None),
         }
     }
@@ -474,7 +496,11 @@ impl LinkState {
         self.consumed - self.told >= (u64::from(self.limits.hello.window) / 2).max(1)
     }
 
-    pub(crate) fn poll_ticket(&mut self, ticket: Ticket, waker: &Waker) -> std::task::Poll<Outcome> {
+    pub(crate) fn poll_ticket(
+        &mut self,
+        ticket: Ticket,
+        waker: &Waker,
+    ) -> std::task::Poll<Outcome> {
         self.tickets.poll(ticket, waker)
     }
 
@@ -515,7 +541,9 @@ fn took(limits: &OwnLimits, request: &RequestContext) {
 fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
     let buf = match held {
         Held::Unique(buf) => Some(buf),
-        Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Shared(_) | Held::Binding(_) => None,
+        Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Shared(_) | Held::Binding(_) => {
+            None
+        }
     };
     Outcome { result, buf }
 }

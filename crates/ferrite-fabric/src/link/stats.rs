@@ -2,7 +2,8 @@
 
 use super::state::Kind;
 
-/// Counts of one link, or of all links of a fabric together. The names are those that `INFO rdma` will show.
+/// Counts of one link, or of all links of a fabric together. The names are those that `INFO rdma`
+/// will show.
 ///
 /// ```
 /// # fn show(link: &ferrite_fabric::Link) {

@@ -1,7 +1,9 @@
-//! A TCP connection that carries a link: TCP frames out, TCP frames in. Knows nothing of credits, tickets or messages.
+//! A TCP connection that carries a link: TCP frames out, TCP frames in. Knows nothing of credits,
+//! tickets or messages.
 //!
-//! Whoever has something to send writes it at once, from where it lies; the fabric writes the rest when the connection takes
-//! more, and reads. Payload goes from the kernel into the buffer that the application gets.
+//! Whoever has something to send writes it at once, from where it lies; the fabric writes the rest
+//! when the connection takes more, and reads. Payload goes from the kernel into the buffer that the
+//! application gets.
 
 mod reading;
 
@@ -18,34 +20,36 @@ use super::state::RequestContext;
 use super::tls::Tls;
 use crate::fabric::slots::Held;
 use crate::mem::{Account, Buf, BufMut};
-use crate::wire::{PARCEL_BYTES, TcpFrame, TcpFrameKind};
+use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
-/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for them here, so that larger ones
-/// cost nothing.
+/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for
+/// them here, so that larger ones cost nothing.
 pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
 /// What waits to be written before the outbox has to keep the rest, in bytes and in TCP frames.
 const OUT_BYTES: usize = 512 << 10;
-const OUT_PARCELS: usize = 128;
+const OUT_FRAMES: usize = 128;
 /// Slices given to the kernel in one call.
 const SLICES: usize = 64;
 /// The same of a caller that writes at once.
 pub(crate) const CALLERS_SLICES: usize = 15;
 /// And the frames that they are cut into.
 const CALLERS_FRAMES: usize = 16;
-/// Frames of this size go from the kernel to their place alone: what follows is not read along, which would be to copy it.
+/// Frames of this size go from the kernel to their place alone: what follows is not read along,
+/// which would be to copy it.
 const LARGE: usize = 16 << 10;
 /// Read after a large frame, to see what comes next.
 const PEEK: usize = 4 << 10;
 /// One-sided operations that wait for the peer's answer.
 const OPERATIONS: usize = 128;
-/// The same in bytes that reads have asked for, unless it is one alone. A peer that asks for twice as much breaks the rules.
+/// The same in bytes that reads have asked for, unless it is one alone. A peer that asks for twice
+/// as much breaks the rules.
 const READ_BYTES: u64 = 4 << 20;
 /// The largest one-sided operation: the largest buffer.
 const OPERATION_BYTES: usize = 2 << 20;
 
 /// A TCP frame on its way out.
 struct Leaving {
-    head: [u8; PARCEL_BYTES],
+    head: [u8; TCP_FRAME_HEADER_BYTES],
     body: Body,
     /// Of both together, what has gone.
     gone: usize,
@@ -103,7 +107,7 @@ pub(crate) struct TcpPath {
     out_bytes: usize,
     /// The kernel takes no more until it says so.
     blocked: bool,
-    head: [u8; PARCEL_BYTES],
+    head: [u8; TCP_FRAME_HEADER_BYTES],
     head_len: usize,
     /// The payload that is being read, and how much of it is there.
     body: Option<(TcpFrame, BufMut, usize)>,
@@ -135,7 +139,7 @@ impl TcpPath {
             out: VecDeque::new(),
             out_bytes: 0,
             blocked: false,
-            head: [0; PARCEL_BYTES],
+            head: [0; TCP_FRAME_HEADER_BYTES],
             head_len: 0,
             body: None,
             large: false,
@@ -166,7 +170,7 @@ impl TcpPath {
 
     /// Whether another TCP frame may be added.
     pub(super) fn has_room(&self) -> bool {
-        self.out_bytes < OUT_BYTES && self.out.len() < OUT_PARCELS
+        self.out_bytes < OUT_BYTES && self.out.len() < OUT_FRAMES
     }
 
     /// Whether another one-sided operation may be asked for, if it reads so much.
@@ -181,9 +185,20 @@ impl TcpPath {
     }
 
     /// Adds a TCP frame; [`TcpPath::flush`] writes it.
-    pub(super) fn push(&mut self, tcp_frame: &TcpFrame, body: Body, request: Option<RequestContext>) {
-        self.out_bytes += PARCEL_BYTES + body.bytes().len();
-        self.out.push_back(Leaving { head: tcp_frame.encode(), body, gone: 0, request, is_answer: false });
+    pub(super) fn push(
+        &mut self,
+        tcp_frame: &TcpFrame,
+        body: Body,
+        request: Option<RequestContext>,
+    ) {
+        self.out_bytes += TCP_FRAME_HEADER_BYTES + body.bytes().len();
+        self.out.push_back(Leaving {
+            head: tcp_frame.encode(),
+            body,
+            gone: 0,
+            request,
+            is_answer: false,
+        });
     }
 
     /// Answers a one-sided operation of the peer's: with what it read, if it did.
@@ -195,7 +210,7 @@ impl TcpPath {
         };
         let len = body.bytes().len();
         let head = TcpFrame { kind, imm: 0, len: len as u32, op, grant: 0, offset: 0 }.encode();
-        self.out_bytes += PARCEL_BYTES + len;
+        self.out_bytes += TCP_FRAME_HEADER_BYTES + len;
         self.out.push_back(Leaving { head, body, gone: 0, request: None, is_answer: true });
     }
 
@@ -246,21 +261,23 @@ impl TcpPath {
         std::mem::take(&mut self.out).into_iter().filter_map(|leaving| leaving.request)
     }
 
-    /// Bytes of answers to the peer's reads that it has not taken: more than a peer in good order asks for.
+    /// Bytes of answers to the peer's reads that it has not taken: more than a peer in good order
+    /// asks for.
     pub(super) fn is_overasked(&self, more: usize) -> bool {
         let answers = self.out.iter().filter(|leaving| leaving.is_answer);
         let waiting: usize = answers.map(|leaving| leaving.body.bytes().len()).sum();
         waiting > 0 && (waiting + more) as u64 > 2 * READ_BYTES
     }
 
-    /// Whether the peer asks and does not take the answers: beyond what one in good order can have under way.
+    /// Whether the peer asks and does not take the answers: beyond what one in good order can have
+    /// under way.
     pub(super) fn is_flooded(&self) -> bool {
-        self.out.len() > OUT_PARCELS + 4 * OPERATIONS
+        self.out.len() > OUT_FRAMES + 4 * OPERATIONS
     }
 
-    /// Writes frames from the caller's memory, if nothing stands before them: the first `len` bytes of `slices`, in frames of
-    /// at most `most` with this `imm`. Returns how many have begun, and their bytes; of the last, what the kernel did not
-    /// take is copied.
+    /// Writes frames from the caller's memory, if nothing stands before them: the first `len` bytes
+    /// of `slices`, in frames of at most `most` with this `imm`. Returns how many have begun, and
+    /// their bytes; of the last, what the kernel did not take is copied.
     pub(super) fn write_now(
         &mut self,
         imm: u32,
@@ -273,7 +290,7 @@ impl TcpPath {
         let count = len.div_ceil(most).clamp(1, CALLERS_FRAMES);
         let len = len.min(count * most);
         let size_of = |frame: usize| most.min(len - frame * most);
-        let mut heads = [[0; PARCEL_BYTES]; CALLERS_FRAMES];
+        let mut heads = [[0; TCP_FRAME_HEADER_BYTES]; CALLERS_FRAMES];
         for (frame, head) in heads[..count].iter_mut().enumerate() {
             *head = data_frame(imm, size_of(frame)).encode();
         }
@@ -301,17 +318,18 @@ impl TcpPath {
             }
         }
         let sent = self.write(&all[..used])?.unwrap_or(0);
-        if sent == PARCEL_BYTES * count + len {
+        if sent == TCP_FRAME_HEADER_BYTES * count + len {
             return Ok((count, len));
         }
         self.blocked = sent == 0 || self.is_plain(); // TLS may be full and the kernel not
-        let whole = sent / (PARCEL_BYTES + most); // all but the last have the same size, and that one is not whole
-        let of_next = sent % (PARCEL_BYTES + most);
+        // all but the last have the same size, and that one is not whole
+        let whole = sent / (TCP_FRAME_HEADER_BYTES + most);
+        let of_next = sent % (TCP_FRAME_HEADER_BYTES + most);
         if of_next == 0 {
             return Ok((whole, whole * most));
         }
         // What went of the body is not in the rest: the head is what is left of itself.
-        let gone = of_next.min(PARCEL_BYTES);
+        let gone = of_next.min(TCP_FRAME_HEADER_BYTES);
         let mut skip = whole * most + of_next - gone;
         let mut left = size_of(whole) - (of_next - gone);
         let mut copy = Vec::with_capacity(left);
@@ -322,9 +340,15 @@ impl TcpPath {
             skip -= from;
             left -= part.len();
         }
-        self.out_bytes += PARCEL_BYTES - gone + copy.len();
+        self.out_bytes += TCP_FRAME_HEADER_BYTES - gone + copy.len();
         let body = Body::Loose(copy.into_boxed_slice());
-        self.out.push_back(Leaving { head: heads[whole], body, gone, request: None, is_answer: false });
+        self.out.push_back(Leaving {
+            head: heads[whole],
+            body,
+            gone,
+            request: None,
+            is_answer: false,
+        });
         self.flush(|_| {})?; // TLS takes a part at a time
         Ok((whole + 1, whole * most + size_of(whole)))
     }
@@ -399,7 +423,11 @@ impl TcpPath {
     }
 }
 
-fn write(socket: &OwnedFd, tls: Option<&mut Tls>, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+fn write(
+    socket: &OwnedFd,
+    tls: Option<&mut Tls>,
+    slices: &[IoSlice<'_>],
+) -> io::Result<Option<usize>> {
     match tls {
         None => send(socket, slices),
         Some(tls) => tls.write(socket, slices),
@@ -420,10 +448,14 @@ pub(crate) fn send(socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Optio
 }
 
 /// `None` if nothing is there, 0 at the end.
-pub(crate) fn receive(socket: &OwnedFd, slices: &mut [IoSliceMut<'_>]) -> io::Result<Option<usize>> {
+pub(crate) fn receive(
+    socket: &OwnedFd,
+    slices: &mut [IoSliceMut<'_>],
+) -> io::Result<Option<usize>> {
     loop {
         let received = match &mut *slices {
-            [one] => rustix::net::recv(socket.as_fd(), &mut **one, RecvFlags::DONTWAIT).map(|(len, _)| len),
+            [one] => rustix::net::recv(socket.as_fd(), &mut **one, RecvFlags::DONTWAIT)
+                .map(|(len, _)| len),
             several => rustix::io::readv(socket.as_fd(), several),
         };
         match received {

@@ -1,7 +1,7 @@
 //! Tickets: how a future learns what became of its operation.
 //!
-//! The future has the number, the link has the result. Dropping the future only gives the ticket up; the operation goes
-//! on, and its memory with it.
+//! The future has the number, the link has the result. Dropping the future only gives the ticket
+//! up; the operation goes on, and its memory with it.
 
 use std::task::{Poll, Waker};
 
@@ -52,7 +52,8 @@ impl Tickets {
         Ticket { index, generation: entry.generation }
     }
 
-    /// The operation ended; returns who is to be woken. What nobody asks for any more is dropped here.
+    /// The operation ended; returns who is to be woken. What nobody asks for any more is dropped
+    /// here.
     pub(crate) fn finish(&mut self, ticket: Ticket, outcome: Outcome) -> Option<Waker> {
         let entry = self.entry(ticket)?;
         match std::mem::replace(&mut entry.state, State::Done(outcome)) {
@@ -104,7 +105,9 @@ impl Tickets {
     }
 
     fn entry(&mut self, ticket: Ticket) -> Option<&mut Entry> {
-        self.entries.get_mut(ticket.index as usize).filter(|entry| entry.generation == ticket.generation)
+        self.entries
+            .get_mut(ticket.index as usize)
+            .filter(|entry| entry.generation == ticket.generation)
     }
 
     fn release(&mut self, ticket: Ticket) {

@@ -29,7 +29,11 @@ impl Tls {
     }
 
     /// Takes plain bytes and writes records; `None` if it takes nothing now.
-    pub(crate) fn write(&mut self, socket: &OwnedFd, slices: &[IoSlice<'_>]) -> io::Result<Option<usize>> {
+    pub(crate) fn write(
+        &mut self,
+        socket: &OwnedFd,
+        slices: &[IoSlice<'_>],
+    ) -> io::Result<Option<usize>> {
         let blocked = self.push(socket)?;
         let taken = self.0.writer().write_vectored(slices)?;
         let blocked = blocked || self.push(socket)?;
@@ -84,7 +88,8 @@ struct Raw<'a>(&'a OwnedFd);
 
 impl Read for Raw<'_> {
     fn read(&mut self, buf: &mut [u8]) -> io::Result<usize> {
-        receive(self.0, &mut [IoSliceMut::new(buf)])?.ok_or_else(|| io::ErrorKind::WouldBlock.into())
+        receive(self.0, &mut [IoSliceMut::new(buf)])?
+            .ok_or_else(|| io::ErrorKind::WouldBlock.into())
     }
 }
 

@@ -15,14 +15,16 @@ use crate::fabric::Fabric;
 use crate::mem::lock;
 
 impl Listener {
-    /// Takes peers that do not say hello, such as clients of other protocols, instead of refusing them.
+    /// Takes peers that do not say hello, such as clients of other protocols, instead of refusing
+    /// them.
     #[must_use]
     pub fn foreign_peers(&self) -> ForeignPeers {
         lock(&self.shared.queue).foreign_peers.are_welcome = true;
         ForeignPeers { listener: Arc::clone(&self.shared), fabric: self.fabric.clone() }
     }
 
-    /// Takes peers that do not say hello over TCP, instead of refusing them: in clear text, where TCP is listened to at all.
+    /// Takes peers that do not say hello over TCP, instead of refusing them: in clear text, where
+    /// TCP is listened to at all.
     #[must_use]
     pub fn foreign_tcp_peers(&self) -> ForeignTcpPeers {
         lock(&self.shared.queue).foreign_tcp_peers.are_welcome = true;
@@ -54,7 +56,8 @@ impl ForeignPeers {
         self.listener.guest(|queue| &mut queue.foreign_peers).await
     }
 
-    /// Takes the peer: a connection without anything of ours on it. Begins at once; dropping the future gives it up.
+    /// Takes the peer: a connection without anything of ours on it. Begins at once; dropping the
+    /// future gives it up.
     ///
     /// # Errors
     /// There are too many, the device has no more, or the peer has gone.

@@ -1,5 +1,5 @@
-//! The RDMA half of a listener. At the address of a device it goes with the device, and where TCP is taken too it comes back
-//! with it, while TCP goes on.
+//! The RDMA half of a listener. At the address of a device it goes with the device, and where TCP
+//! is taken too it comes back with it, while TCP goes on.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -55,7 +55,9 @@ impl Poller {
     ) -> Result<SocketAddr, Error> {
         let channel = self.cm(shared)?;
         let (local, one_family) = at;
-        if local.ip().is_loopback() && !shared.devices.iter().any(|device| device.has_address(local.ip())) {
+        if local.ip().is_loopback()
+            && !shared.devices.iter().any(|device| device.has_address(local.ip()))
+        {
             return Err(Error::loopback(local));
         }
         let id = bound(&channel, at)?;
@@ -84,7 +86,8 @@ impl Poller {
         })?;
         let key = id.key();
         *lock(&listener.rdma) = Some(Half::Listening(key));
-        self.handshakes.listen(key, Handshake::Listening { id, at, listener: Arc::clone(listener) });
+        self.handshakes
+            .listen(key, Handshake::Listening { id, at, listener: Arc::clone(listener) });
         Ok(())
     }
 
@@ -100,13 +103,22 @@ impl Poller {
     }
 
     /// The device at whose address it listens is gone.
-    pub(crate) fn lose_listener(&mut self, shared: &Shared, id: CmId, at: At, listener: Arc<ListenerShared>) {
+    pub(crate) fn lose_listener(
+        &mut self,
+        shared: &Shared,
+        id: CmId,
+        at: At,
+        listener: Arc<ListenerShared>,
+    ) {
         shared.commands.discard(None, id);
         if !listener.moves {
             listener.fail(Error::new(ErrorKind::DeviceGone, "the listener's device was removed"));
             return;
         }
-        tracing::warn!("{}: its RDMA device was removed or reset, TCP alone is taken until it is back", at.0);
+        tracing::warn!(
+            "{}: its RDMA device was removed or reset, TCP alone is taken until it is back",
+            at.0
+        );
         let number = self.lost_listeners.next;
         self.lost_listeners.next += 1;
         *lock(&listener.rdma) = Some(Half::Lost(number));
@@ -120,7 +132,9 @@ impl Poller {
 
     /// Tries to listen again where the device was.
     pub(crate) fn listen_again(&mut self, shared: &Shared, number: u64) {
-        let Some(at) = self.lost_listeners.by_number.get(&number).map(|lost| lost.at) else { return };
+        let Some(at) = self.lost_listeners.by_number.get(&number).map(|lost| lost.at) else {
+            return;
+        };
         let channel = self.cm(shared);
         let work = move |(): &mut ()| channel.and_then(|channel| bound(&channel, at));
         self.command(shared, None, (), work, move |poller, shared, (), bound| {
@@ -128,8 +142,8 @@ impl Poller {
                 shared.commands.discard(None, bound); // nobody wants it any more
                 return;
             };
-            // Not on the command's thread: by then a request or the next removal might have come for it, and nobody would
-            // know whose that is. It fails if the device has gone again.
+            // Not on the command's thread: by then a request or the next removal might have come
+            // for it, and nobody would know whose that is. It fails if the device has gone again.
             let listens = bound.and_then(|id| {
                 let device = device_of(shared, &id)?;
                 if device.is_gone() {

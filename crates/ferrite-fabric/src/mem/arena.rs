@@ -1,7 +1,7 @@
 //! An arena: one mapping, registered once with every domain of the pool.
 //!
-//! Registered for local use only: a remote key on an arena would expose every buffer in it. What a peer may reach is
-//! registered again, by itself (`exposed.rs`).
+//! Registered for local use only: a remote key on an arena would expose every buffer in it. What a
+//! peer may reach is registered again, by itself (`exposed.rs`).
 #![expect(unsafe_code, reason = "maps and registers memory: each block states its obligations")]
 
 use std::ptr::NonNull;
@@ -15,7 +15,8 @@ use super::class::CHUNK_BYTES;
 use super::error::PoolError;
 use super::lock;
 
-/// The pages under an arena. [`Pages::Normal`] where huge ones were asked for means that the host has neither kind.
+/// The pages under an arena. [`Pages::Normal`] where huge ones were asked for means that the host
+/// has neither kind.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Pages {
     /// The system's ordinary pages.
@@ -26,19 +27,22 @@ pub enum Pages {
     Huge,
 }
 
-/// Mapped and registered memory. What happens to its bytes is the business of the blocks cut from it: the arena
-/// itself never looks at them.
+/// Mapped and registered memory. What happens to its bytes is the business of the blocks cut from
+/// it: the arena itself never looks at them.
 pub(super) struct Arena {
-    /// In the order of the pool's domains; `None` where the device is gone. They go before the memory: see `drop`.
+    /// In the order of the pool's domains; `None` where the device is gone. They go before the
+    /// memory: see `drop`.
     regions: Mutex<Vec<Option<MemoryRegion>>>,
-    /// Those of the regions; 0 where the device is gone. Read for each request that is posted, so not under their lock.
+    /// Those of the regions; 0 where the device is gone. Read for each request that is posted, so
+    /// not under their lock.
     lkeys: Box<[AtomicU32]>,
     memory: Mapping,
     pages: Pages,
 }
 
 impl Arena {
-    /// Maps `len` bytes, a multiple of the chunk, and registers them with those of `domains` that are there.
+    /// Maps `len` bytes, a multiple of the chunk, and registers them with those of `domains` that
+    /// are there.
     pub(super) fn new(
         len: usize,
         domains: &[Option<ProtectionDomain>],
@@ -62,13 +66,15 @@ impl Arena {
         Ok(arena)
     }
 
-    /// Registers it with a domain. The region is for [`Arena::restore`] or [`Arena::let_go`]: it must not outlive the arena.
+    /// Registers it with a domain. The region is for [`Arena::restore`] or [`Arena::let_go`]: it
+    /// must not outlive the arena.
     pub(super) fn register(&self, domain: &ProtectionDomain) -> Result<MemoryRegion, PoolError> {
-        // SAFETY: the mapping is valid for its length and outlives the region: `drop` releases the regions first, and
-        // keeps the mapping if one is not released; a caller who does not put the region among them lets go of it,
-        // which keeps the mapping in the same way. Rust references into it and the device's accesses are kept apart by
-        // the owner of each buffer, as the contract of `Sge::from_raw` demands; without remote rights there is no other
-        // way to reach it.
+        // SAFETY: the mapping is valid for its length and outlives the region: `drop` releases the
+        // regions first, and keeps the mapping if one is not released; a caller who does not put
+        // the region among them lets go of it, which keeps the mapping in the same way. Rust
+        // references into it and the device's accesses are kept apart by the owner of each buffer,
+        // as the contract of `Sge::from_raw` demands; without remote rights there is no other way
+        // to reach it.
         Ok(unsafe { domain.register(self.memory.at, self.memory.len, Access::LOCAL) }?)
     }
 
@@ -135,8 +141,8 @@ struct Mapping {
     keep_for_ever: AtomicBool,
 }
 
-// SAFETY: it is an address range that is valid wherever in the process it is used; access to the bytes is ruled by
-// the leases cut from it.
+// SAFETY: it is an address range that is valid wherever in the process it is used; access to the
+// bytes is ruled by the leases cut from it.
 unsafe impl Send for Mapping {}
 // SAFETY: as above.
 unsafe impl Sync for Mapping {}
@@ -158,7 +164,9 @@ impl Mapping {
     fn map(len: usize, flags: MapFlags) -> rustix::io::Result<Self> {
         let protection = ProtFlags::READ | ProtFlags::WRITE;
         // SAFETY: a fresh mapping at an address of the kernel's choice.
-        let at = unsafe { mmap_anonymous(std::ptr::null_mut(), len, protection, MapFlags::PRIVATE | flags) }?;
+        let at = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), len, protection, MapFlags::PRIVATE | flags)
+        }?;
         let at = NonNull::new(at.cast()).ok_or(rustix::io::Errno::NOMEM)?;
         Ok(Self { at, len, keep_for_ever: AtomicBool::new(false) })
     }
@@ -169,8 +177,9 @@ impl Mapping {
         let mut mapping = Self::map(with_room, MapFlags::empty())?;
         let before = mapping.at.as_ptr().align_offset(CHUNK_BYTES);
         let after = CHUNK_BYTES - before;
-        // SAFETY: `before + len + after` is the length of the mapping, so all three parts lie in it; nobody knows
-        // the two that are cut off. A cut that fails leaves a few unused addresses behind.
+        // SAFETY: `before + len + after` is the length of the mapping, so all three parts lie in
+        // it; nobody knows the two that are cut off. A cut that fails leaves a few unused addresses
+        // behind.
         unsafe {
             let start = mapping.at;
             mapping.at = start.add(before);
@@ -191,7 +200,8 @@ impl Mapping {
         let _ = unsafe { madvise(self.at.as_ptr().cast(), self.len, Advice::LinuxDontFork) };
     }
 
-    /// Pages from the device's own memory node, while it has some. Best effort: a host that refuses is slower.
+    /// Pages from the device's own memory node, while it has some. Best effort: a host that refuses
+    /// is slower.
     fn prefer_node(&self, node: u32) {
         const BITS: usize = u64::BITS as usize;
         let mut nodes = [0_u64; 16];
@@ -199,8 +209,8 @@ impl Mapping {
         *word = 1 << (node as usize % BITS);
         // The kernel takes one bit less than it is told.
         let bits = nodes.len() * BITS + 1;
-        // SAFETY: mbind(2) with our own mapping, a mask that is valid for `bits - 1` bits, and no flags: it changes
-        // where pages will come from, not what they hold.
+        // SAFETY: mbind(2) with our own mapping, a mask that is valid for `bits - 1` bits, and no
+        // flags: it changes where pages will come from, not what they hold.
         let _ = unsafe {
             libc::syscall(
                 libc::SYS_mbind,
@@ -218,8 +228,8 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         if !*self.keep_for_ever.get_mut() {
-            // SAFETY: mapped by us with this length. The arena was the only owner, and goes when no lease on its
-            // blocks is left and the device has lost its permission.
+            // SAFETY: mapped by us with this length. The arena was the only owner, and goes when no
+            // lease on its blocks is left and the device has lost its permission.
             let _ = unsafe { munmap(self.at.as_ptr().cast(), self.len) };
         }
     }

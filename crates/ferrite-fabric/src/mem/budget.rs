@@ -8,8 +8,9 @@ use super::lock;
 
 /// A limit on the memory held on behalf of somebody, such as a peer. Clones share it.
 ///
-/// A buffer is charged by the size of its block when it is taken and credited when its last handle goes, whoever has
-/// it then: the charge moves with the buffer. Exhaustion is an error for the caller to act upon, never a wait.
+/// A buffer is charged by the size of its block when it is taken and credited when its last handle
+/// goes, whoever has it then: the charge moves with the buffer. Exhaustion is an error for the
+/// caller to act upon, never a wait.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, Purpose};
@@ -65,11 +66,16 @@ impl Account {
     /// At most `limit_bytes` at any time, for whoever `name` says in errors.
     #[must_use]
     pub fn new(name: impl Into<Arc<str>>, limit_bytes: u64) -> Self {
-        Self(Arc::new(Inner { name: name.into(), limit_bytes, held: Mutex::default(), above: None }))
+        Self(Arc::new(Inner {
+            name: name.into(),
+            limit_bytes,
+            held: Mutex::default(),
+            above: None,
+        }))
     }
 
-    /// One that shares the limit of this one with others like it, but for the first `free_bytes` that it holds: those it can
-    /// always have, whatever the others hold.
+    /// One that shares the limit of this one with others like it, but for the first `free_bytes`
+    /// that it holds: those it can always have, whatever the others hold.
     #[must_use]
     pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
         let above = Some(Above { account: self.clone(), free_bytes });
@@ -106,7 +112,12 @@ impl Account {
         let used = &mut held.bytes;
         let Some(sum) = used.checked_add(asked).filter(|sum| *sum <= self.0.limit_bytes) else {
             let which = Budget::Account(Arc::clone(&self.0.name));
-            return Err(PoolError::OverBudget { which, asked, limit: self.0.limit_bytes, used: *used });
+            return Err(PoolError::OverBudget {
+                which,
+                asked,
+                limit: self.0.limit_bytes,
+                used: *used,
+            });
         };
         if let (Some((above, was)), Some((_, is))) = (self.0.above(*used), self.0.above(sum))
             && is > was
@@ -160,10 +171,16 @@ mod tests {
         let account = Account::new("peer", 1000);
         account.charge(600).expect("fits");
         let error = account.charge(401).expect_err("over");
-        assert_eq!(error.to_string(), "the budget of peer is exhausted: 401 bytes asked, 600 of 1000 in use");
+        assert_eq!(
+            error.to_string(),
+            "the budget of peer is exhausted: 401 bytes asked, 600 of 1000 in use"
+        );
         account.charge(400).expect("fits exactly");
         account.credit(1000);
-        assert_eq!((account.used_bytes(), account.limit_bytes(), account.name()), (0, 1000, "peer"));
+        assert_eq!(
+            (account.used_bytes(), account.limit_bytes(), account.name()),
+            (0, 1000, "peer")
+        );
     }
 
     #[test]

@@ -1,8 +1,12 @@
 //! Buffers: [`BufMut`] while one owner fills it, [`Buf`] when many read it.
 //!
-//! Neither knows whether the device is at work on it. A reference from `deref` borrows the value, and an operation owns the
-//! value: so while the device may touch the bytes nobody can have a reference that conflicts.
-#![expect(unsafe_code, reason = "makes slices of registered memory: each block states its obligations")]
+//! Neither knows whether the device is at work on it. A reference from `deref` borrows the value,
+//! and an operation owns the value: so while the device may touch the bytes nobody can have a
+//! reference that conflicts.
+#![expect(
+    unsafe_code,
+    reason = "makes slices of registered memory: each block states its obligations"
+)]
 
 use std::fmt;
 use std::ops::{Bound, Deref, DerefMut, RangeBounds};
@@ -17,8 +21,9 @@ use super::core::Core;
 use super::error::PoolError;
 use super::lease::Lease;
 
-/// What the device is told of a buffer: the arguments of [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract
-/// begins where these are used: **own the buffer until the completion**.
+/// What the device is told of a buffer: the arguments of
+/// [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract begins where these are used:
+/// **own the buffer until the completion**.
 ///
 /// ```
 /// # use ferrite_fabric::mem::{Pool, Purpose};
@@ -58,7 +63,8 @@ struct Span {
 
 impl Span {
     fn at(&self) -> NonNull<u8> {
-        // SAFETY: `offset + len` is at most the size of the block: `new`, `set_len` and `slice` see to it.
+        // SAFETY: `offset + len` is at most the size of the block: `new`, `set_len` and `slice` see
+        // to it.
         unsafe { self.lease.at().add(self.offset as usize) }
     }
 
@@ -67,9 +73,10 @@ impl Span {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the block is mapped while the lease lives and was zeroed by the system at first, so all of it is
-        // initialised. Nobody writes it while the result lives: a `BufMut` is the only handle and is borrowed, a `Buf`
-        // never writes. The device's accesses are kept apart by whoever gave it the parts (`Sge::from_raw`).
+        // SAFETY: the block is mapped while the lease lives and was zeroed by the system at first,
+        // so all of it is initialised. Nobody writes it while the result lives: a `BufMut` is the
+        // only handle and is borrowed, a `Buf` never writes. The device's accesses are kept apart
+        // by whoever gave it the parts (`Sge::from_raw`).
         unsafe { std::slice::from_raw_parts(self.at().as_ptr(), self.len as usize) }
     }
 
@@ -141,8 +148,8 @@ impl BufMut {
         Buf(self.0)
     }
 
-    /// Moves the charge for its block to `account`: a receive that was posted for anybody, and then got this peer's
-    /// message.
+    /// Moves the charge for its block to `account`: a receive that was posted for anybody, and then
+    /// got this peer's message.
     ///
     /// # Errors
     /// [`PoolError::OverBudget`]; then the charge stays where it was.
@@ -166,7 +173,8 @@ impl BufMut {
         self.0.lease.slab().purpose
     }
 
-    /// How often its block had come back when it was taken: with the address, the name of this use of it.
+    /// How often its block had come back when it was taken: with the address, the name of this use
+    /// of it.
     #[must_use]
     pub fn generation(&self) -> u32 {
         self.0.lease.generation()
@@ -217,7 +225,8 @@ impl fmt::Debug for BufMut {
     }
 }
 
-/// A buffer, or a part of one, that many may read and nobody writes. A clone costs one atomic addition.
+/// A buffer, or a part of one, that many may read and nobody writes. A clone costs one atomic
+/// addition.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -259,7 +268,11 @@ impl Buf {
         };
         assert!(start <= end && end <= len, "{start}..{end} is not within a buffer of {len} bytes");
         let Span { lease, offset, .. } = &self.0;
-        Self(Span { lease: lease.clone(), offset: offset + start as u32, len: (end - start) as u32 })
+        Self(Span {
+            lease: lease.clone(),
+            offset: offset + start as u32,
+            len: (end - start) as u32,
+        })
     }
 
     /// The buffer as its only owner. Its capacity reaches to the end of the block.

@@ -1,11 +1,12 @@
 //! Caches of free blocks, between the threads and the heaps.
 //!
-//! A thread has a shard, by the order in which threads first came; with as many shards as CPUs, it seldom shares one.
-//! Under the shard's lock it also counts what goes out and comes back, so that counting costs no atomic addition; the sums
-//! of bytes can be read without a lock. Why shards and not thread-local storage: see the module above.
+//! A thread has a shard, by the order in which threads first came; with as many shards as CPUs, it
+//! seldom shares one. Under the shard's lock it also counts what goes out and comes back, so that
+//! counting costs no atomic addition; the sums of bytes can be read without a lock. Why shards and
+//! not thread-local storage: see the module above.
 //!
-//! Locks are taken in the order shard, heap. Whoever calls keeps the pool alive: what is dropped under a lock is never
-//! the last that holds it.
+//! Locks are taken in the order shard, heap. Whoever calls keeps the pool alive: what is dropped
+//! under a lock is never the last that holds it.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -33,8 +34,8 @@ struct Shard {
     flows: [Flow; Purpose::ALL.len()],
 }
 
-/// Bytes that went out and came back, over all time. Where a block comes back need not be where it went out: only the sums
-/// mean something.
+/// Bytes that went out and came back, over all time. Where a block comes back need not be where it
+/// went out: only the sums mean something.
 #[derive(Default)]
 struct Flow {
     taken: AtomicU64,
@@ -56,7 +57,8 @@ pub(super) struct Magazines {
 #[derive(Default)]
 pub(super) struct Magazine {
     pub(super) blocks: Vec<Block>,
-    /// Over all time. Where a block comes back need not be where it went out: only the sums mean something.
+    /// Over all time. Where a block comes back need not be where it went out: only the sums mean
+    /// something.
     taken: u64,
     returned: u64,
 }
@@ -88,12 +90,16 @@ impl Cache {
         Held { magazines: lock(&shard.magazines), flows: &shard.flows }
     }
 
-    /// Bytes of blocks that are out, without waiting for anybody. Exact while nobody takes or returns.
+    /// Bytes of blocks that are out, without waiting for anybody. Exact while nobody takes or
+    /// returns.
     pub(super) fn in_use_bytes(&self, purpose: Purpose) -> u64 {
-        let net = self.shards.iter().map(|shard| &shard.flows[purpose.index()]).fold(0_u64, |sum, flow| {
-            sum.wrapping_add(flow.taken.load(Ordering::Relaxed))
-                .wrapping_sub(flow.returned.load(Ordering::Relaxed))
-        });
+        let net = self.shards.iter().map(|shard| &shard.flows[purpose.index()]).fold(
+            0_u64,
+            |sum, flow| {
+                sum.wrapping_add(flow.taken.load(Ordering::Relaxed))
+                    .wrapping_sub(flow.returned.load(Ordering::Relaxed))
+            },
+        );
         // A block that was returned to a shard after its turn and taken from one before it.
         u64::try_from(net.cast_signed()).unwrap_or(0)
     }
@@ -160,7 +166,8 @@ impl Cache {
             let shard = lock(&shard.magazines);
             let devices = shard.devices.as_flattened().iter();
             for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(devices) {
-                tally.in_use = tally.in_use.wrapping_add(magazine.taken).wrapping_sub(magazine.returned);
+                tally.in_use =
+                    tally.in_use.wrapping_add(magazine.taken).wrapping_sub(magazine.returned);
                 tally.cached += magazine.blocks.len() as u64;
             }
         }
@@ -174,7 +181,10 @@ impl Cache {
 
 impl Magazines {
     fn new() -> Self {
-        Self { devices: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())), closed: false }
+        Self {
+            devices: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())),
+            closed: false,
+        }
     }
 }
 
@@ -212,7 +222,8 @@ fn add(flow: &AtomicU64, class: SizeClass) {
 fn thread_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        // Without a destructor: buffers may be dropped by other thread-local values, at the thread's very end.
+        // Without a destructor: buffers may be dropped by other thread-local values, at the
+        // thread's very end.
         static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
     }
     NUMBER.with(|number| {

@@ -59,7 +59,8 @@ impl SizeClass {
     }
 }
 
-/// What a buffer is for. The two have heaps that share nothing, so that neither can starve the other.
+/// What a buffer is for. The two have heaps that share nothing, so that neither can starve the
+/// other.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;

@@ -1,4 +1,5 @@
-//! What all handles of a pool share: its heaps, caches and counters, and the way of a block out and back.
+//! What all handles of a pool share: its heaps, caches and counters, and the way of a block out and
+//! back.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -19,9 +20,11 @@ use super::window::Ways;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,
-    /// `None` where the device is gone. Never held while something is registered: who only wants to know does not wait.
+    /// `None` where the device is gone. Never held while something is registered: who only wants to
+    /// know does not wait.
     domains: Mutex<Vec<Option<ProtectionDomain>>>,
-    /// Held while an arena is made, or a domain goes or comes: so that no arena is registered with a domain that goes.
+    /// Held while an arena is made, or a domain goes or comes: so that no arena is registered with
+    /// a domain that goes.
     registering: Mutex<()>,
     /// The memory node that the first device with one is on.
     pub(super) numa_node: Option<u32>,
@@ -45,13 +48,28 @@ struct Quarantine {
 }
 
 impl Core {
-    pub(super) fn new(config: PoolConfig, domains: Vec<ProtectionDomain>, heaps: [Heap; 2]) -> Self {
+    pub(super) fn new(
+        config: PoolConfig,
+        domains: Vec<ProtectionDomain>,
+        heaps: [Heap; 2],
+    ) -> Self {
         let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
-        let (counters, quarantine, elsewhere) = (Counters::default(), Mutex::default(), OnceLock::new());
+        let (counters, quarantine, elsewhere) =
+            (Counters::default(), Mutex::default(), OnceLock::new());
         let domains = Mutex::new(domains.into_iter().map(Some).collect());
         let registering = Mutex::default();
-        Self { config, domains, registering, numa_node, heaps, cache, counters, quarantine, elsewhere }
+        Self {
+            config,
+            domains,
+            registering,
+            numa_node,
+            heaps,
+            cache,
+            counters,
+            quarantine,
+            elsewhere,
+        }
     }
 
     fn heap(&self, purpose: Purpose) -> &Heap {
@@ -59,7 +77,11 @@ impl Core {
     }
 
     /// A free block.
-    pub(super) fn take(self: &Arc<Self>, purpose: Purpose, class: SizeClass) -> Result<Block, PoolError> {
+    pub(super) fn take(
+        self: &Arc<Self>,
+        purpose: Purpose,
+        class: SizeClass,
+    ) -> Result<Block, PoolError> {
         let mut shard = self.cache.shard();
         if let Some(block) = shard.pop(purpose, class) {
             return Ok(block);
@@ -86,7 +108,11 @@ impl Core {
     }
 
     #[cold]
-    fn take_by_growing(self: &Arc<Self>, purpose: Purpose, class: SizeClass) -> Result<Block, PoolError> {
+    fn take_by_growing(
+        self: &Arc<Self>,
+        purpose: Purpose,
+        class: SizeClass,
+    ) -> Result<Block, PoolError> {
         let heap = self.heap(purpose);
         let mut one = Vec::with_capacity(1);
         let _growing = lock(&heap.growth);
@@ -118,7 +144,8 @@ impl Core {
         }
     }
 
-    /// Grows before that is needed, if it can be done elsewhere: whoever needs it would have to wait for the registration.
+    /// Grows before that is needed, if it can be done elsewhere: whoever needs it would have to
+    /// wait for the registration.
     #[cold]
     fn grow_ahead(self: &Arc<Self>, purpose: Purpose) {
         let Some(elsewhere) = self.elsewhere.get() else { return };
@@ -148,13 +175,14 @@ impl Core {
         Ok(())
     }
 
-    /// Gives arenas back to the system that nobody has used for a while; whether there is more to give back later, if nobody
-    /// uses it.
+    /// Gives arenas back to the system that nobody has used for a while; whether there is more to
+    /// give back later, if nobody uses it.
     pub(super) fn shrink(&self, most: usize) -> bool {
         let mut has_more = false;
         for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
             self.cache.drain(purpose, heap);
-            // None is made meanwhile, nor registered with a domain; whoever does that is not waited for.
+            // None is made meanwhile, nor registered with a domain; whoever does that is not waited
+            // for.
             let Ok(registering) = self.registering.try_lock() else {
                 has_more = true;
                 continue;
@@ -197,7 +225,8 @@ impl Core {
 
     /// Registers everything with a domain in the place of one that is gone; all or nothing.
     pub(super) fn restore(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
-        let _registering = lock(&self.registering); // an arena that is made meanwhile waits, and is registered with it
+        // an arena that is made meanwhile waits, and is registered with it
+        let _registering = lock(&self.registering);
         let wrong = {
             let domains = lock(&self.domains);
             match domains.get(index) {
@@ -205,7 +234,9 @@ impl Core {
                 Some(Some(_)) => Some(format!("domain {index} of the pool was not retired")),
                 None => {
                     let count = domains.len();
-                    Some(format!("the pool has {count} domains: there is none to restore at {index}"))
+                    Some(format!(
+                        "the pool has {count} domains: there is none to restore at {index}"
+                    ))
                 }
             }
         };
@@ -234,7 +265,8 @@ impl Core {
     /// The heap is at its maximum: counted.
     fn over_budget(&self, heap: &Heap, purpose: Purpose, class: SizeClass) -> PoolError {
         let tally = self.cache.tally()[purpose.index()];
-        let used = SizeClass::ALL.into_iter().zip(tally).map(|(of, n)| n.in_use * of.bytes() as u64).sum();
+        let used =
+            SizeClass::ALL.into_iter().zip(tally).map(|(of, n)| n.in_use * of.bytes() as u64).sum();
         let (asked, limit) = (class.bytes() as u64, heap.max_bytes as u64);
         let error = PoolError::OverBudget { which: Budget::Heap(purpose), asked, limit, used };
         self.counters.count_failure(&error);
@@ -270,14 +302,17 @@ impl Core {
         }
     }
 
-    /// Asks the device once more to let go of what is in quarantine; returns how many buffers came free.
+    /// Asks the device once more to let go of what is in quarantine; returns how many buffers came
+    /// free.
     pub(super) fn retry_quarantined(&self) -> usize {
         let held = std::mem::take(&mut lock(&self.quarantine).held);
         let tried = held.len();
         let mut refused = 0;
         for (mut ways, buf) in held {
             if ways.close().is_none() {
-                self.counters.quarantined_bytes.fetch_sub(buf.block_bytes() as u64, Ordering::Relaxed);
+                self.counters
+                    .quarantined_bytes
+                    .fetch_sub(buf.block_bytes() as u64, Ordering::Relaxed);
             } else {
                 refused += 1;
                 self.put_away(ways, buf);
@@ -286,7 +321,8 @@ impl Core {
         tried - refused
     }
 
-    /// The last [`Pool`](super::Pool) is gone: nothing is taken any more, and what is free goes back to the system.
+    /// The last [`Pool`](super::Pool) is gone: nothing is taken any more, and what is free goes
+    /// back to the system.
     pub(super) fn close(&self) {
         lock(&self.quarantine).closed = true;
         self.retry_quarantined();

@@ -53,7 +53,8 @@ pub enum PoolError {
         /// What it said.
         source: io::Error,
     },
-    /// The device or the kernel did not register (or release) the memory; the text says why, and what to do.
+    /// The device or the kernel did not register (or release) the memory; the text says why, and
+    /// what to do.
     #[error(transparent)]
     Register(#[from] ferrite_verbs::Error),
     /// The pool has no such domain, or not any more: its device is gone.
@@ -92,7 +93,8 @@ impl fmt::Display for Budget {
 pub enum ErrorKind {
     /// Slow down, and retry when buffers have come back.
     Exhausted,
-    /// The host gives no more pinned memory: go on with what there is, fall back, or raise the limit.
+    /// The host gives no more pinned memory: go on with what there is, fall back, or raise the
+    /// limit.
     Refused,
     /// The device has gone: reconnect over another, or fall back.
     DeviceGone,

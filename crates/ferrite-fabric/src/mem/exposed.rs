@@ -1,8 +1,12 @@
 //! Memory that a peer may read or write.
 //!
-//! The peer needs no consent for each access and can be stopped only by taking the key away. So there is never a `&[u8]`
-//! into it: bytes are copied in and out. Only when the device has confirmed that the key is dead it is a buffer again.
-#![expect(unsafe_code, reason = "registers memory for remote access: the block states its obligations")]
+//! The peer needs no consent for each access and can be stopped only by taking the key away. So
+//! there is never a `&[u8]` into it: bytes are copied in and out. Only when the device has
+//! confirmed that the key is dead it is a buffer again.
+#![expect(
+    unsafe_code,
+    reason = "registers memory for remote access: the block states its obligations"
+)]
 
 use std::fmt;
 use std::sync::Arc;
@@ -16,8 +20,8 @@ use super::window::{Ways, Window};
 
 /// A buffer that was exposed to a peer by [`Pool::expose`](super::Pool::expose).
 ///
-/// Dropping it revokes too. If the device does not let go then, the buffer goes into quarantine: it is never used again
-/// while the device may write it, and is counted in the statistics.
+/// Dropping it revokes too. If the device does not let go then, the buffer goes into quarantine: it
+/// is never used again while the device may write it, and is counted in the statistics.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -65,19 +69,24 @@ impl Exposed {
         domain: &ProtectionDomain,
         access: Access,
     ) -> Result<RemoteSlice, PoolError> {
-        let Held { ways: Ways { regions, .. }, buf } = self.held.as_mut().expect("held until it is revoked");
+        let Held { ways: Ways { regions, .. }, buf } =
+            self.held.as_mut().expect("held until it is revoked");
         if !regions.iter().any(|(on, _)| *on == index) {
-            // SAFETY: the buffer's bytes are mapped while its lease lives. We own it until every region is deregistered,
-            // give no reference into it, and put it away for ever if that fails. The region is never given to a queue.
-            let region = unsafe { domain.register(buf.at(), buf.len(), access) }.map_err(|error| {
-                let error = PoolError::from(error);
-                buf.core().counters.count_failure(&error);
-                error
-            })?;
+            // SAFETY: the buffer's bytes are mapped while its lease lives. We own it until every
+            // region is deregistered, give no reference into it, and put it away for ever if that
+            // fails. The region is never given to a queue.
+            let region =
+                unsafe { domain.register(buf.at(), buf.len(), access) }.map_err(|error| {
+                    let error = PoolError::from(error);
+                    buf.core().counters.count_failure(&error);
+                    error
+                })?;
             regions.push((index, region));
         }
         let region = regions.iter().find(|(on, _)| *on == index);
-        Ok(region.map_or(RemoteSlice { addr: 0, len: 0, rkey: 0 }, |(_, region)| region.remote(0..buf.len())))
+        Ok(region.map_or(RemoteSlice { addr: 0, len: 0, rkey: 0 }, |(_, region)| {
+            region.remote(0..buf.len())
+        }))
     }
 
     /// For the peer of one queue pair on a device: a window that is still to be bound to it. What
@@ -105,7 +114,8 @@ impl Exposed {
         Ok(window)
     }
 
-    /// The device of a domain goes: it is not reached there any more. What the device does not let go stays registered.
+    /// The device of a domain goes: it is not reached there any more. What the device does not let
+    /// go stays registered.
     pub(crate) fn unregister(&mut self, index: usize) {
         let Held { ways: Ways { regions, windows }, .. } =
             self.held.as_mut().expect("held until it is revoked");
@@ -113,7 +123,8 @@ impl Exposed {
         let Some(at) = regions.iter().position(|(on, _)| *on == index) else { return };
         let (_, region) = regions.swap_remove(at);
         if let Err((region, _)) = region.deregister() {
-            regions.push((usize::MAX, region)); // of no domain that there is: tried again at the end
+            // of no domain that there is: tried again at the end
+            regions.push((usize::MAX, region));
         }
     }
 
@@ -130,7 +141,8 @@ impl Exposed {
         self.held.as_ref().expect("held until it is revoked")
     }
 
-    /// What the peer needs to address it: send it these numbers. Without a device, all but the length are 0.
+    /// What the peer needs to address it: send it these numbers. Without a device, all but the
+    /// length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
         let ways = &self.held().ways;
@@ -174,7 +186,8 @@ impl Exposed {
         }
     }
 
-    /// Takes the keys away and gives the buffer back: no access of the peer's is under way or can come any more.
+    /// Takes the keys away and gives the buffer back: no access of the peer's is under way or can
+    /// come any more.
     ///
     /// # Errors
     /// What the device said if it did not let go; it is still exposed then.
@@ -211,6 +224,9 @@ fn not_exposed(buf: &BufMut) {
 
 impl fmt::Debug for Exposed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Exposed").field("len", &self.len()).field("rkey", &self.remote().rkey).finish()
+        f.debug_struct("Exposed")
+            .field("len", &self.len())
+            .field("rkey", &self.remote().rkey)
+            .finish()
     }
 }

@@ -1,9 +1,9 @@
 //! A heap: the arenas of one purpose, their chunks, and which class has which chunk.
 //!
-//! Chunks belong to no class until one needs them, and to none again when their last block is back: so a burst of one
-//! size does not keep memory from another. The lowest chunks are used first, which lets the others become free.
-//! Everything is under one lock; the caches in front of it (`cache.rs`) come here in batches. Growing happens outside
-//! that lock, under one of its own.
+//! Chunks belong to no class until one needs them, and to none again when their last block is back:
+//! so a burst of one size does not keep memory from another. The lowest chunks are used first,
+//! which lets the others become free. Everything is under one lock; the caches in front of it
+//! (`cache.rs`) come here in batches. Growing happens outside that lock, under one of its own.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -27,8 +27,8 @@ pub(super) struct Heap {
     is_low: AtomicBool,
     /// Arenas, for who only wants to know how many.
     arenas: AtomicUsize,
-    /// Blocks of chunks from this one on come back here at once, so that the next ones are taken from lower
-    /// chunks. [`NONE`] unless most of the heap is free, and no arena is that could be.
+    /// Blocks of chunks from this one on come back here at once, so that the next ones are taken
+    /// from lower chunks. [`NONE`] unless most of the heap is free, and no arena is that could be.
     returns_from: AtomicU32,
     state: Mutex<State>,
 }
@@ -55,8 +55,8 @@ struct Chunk {
     arena: Option<Arc<Arena>>,
     offset: usize,
     given: Option<Given>,
-    /// What it was given before. Often it is wanted for the same class again, and a slab takes longer to make than a
-    /// hundred blocks to take.
+    /// What it was given before. Often it is wanted for the same class again, and a slab takes
+    /// longer to make than a hundred blocks to take.
     before: Option<Given>,
 }
 
@@ -87,16 +87,25 @@ impl Heap {
         }
     }
 
-    /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that class, and from a free
-    /// chunk only if there is none, or if their blocks are to come back and it is lower.
-    pub(super) fn take(&self, core: &Arc<Core>, class: SizeClass, want: usize, out: &mut Vec<Block>) {
+    /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that
+    /// class, and from a free chunk only if there is none, or if their blocks are to come back and
+    /// it is lower.
+    pub(super) fn take(
+        &self,
+        core: &Arc<Core>,
+        class: SizeClass,
+        want: usize,
+        out: &mut Vec<Block>,
+    ) {
         let state = &mut *lock(&self.state);
         let returns_from = self.returns_from.load(Ordering::Relaxed);
         let end = out.len() + want;
         let start = out.len();
         while out.len() < end {
             let chunk = match state.partial[class.index()].first() {
-                Some(chunk) if *chunk < returns_from || !state.has_free_below(returns_from) => *chunk,
+                Some(chunk) if *chunk < returns_from || !state.has_free_below(returns_from) => {
+                    *chunk
+                }
                 _ if out.len() > start => return,
                 _ => match state.give(core, self.purpose, class) {
                     Some(chunk) => {
@@ -116,8 +125,8 @@ impl Heap {
         }
     }
 
-    /// Takes the blocks in `blocks` beyond the last `keep` back. If the heap is closed it leaves them where they are:
-    /// the caller drops them, outside of every lock.
+    /// Takes the blocks in `blocks` beyond the last `keep` back. If the heap is closed it leaves
+    /// them where they are: the caller drops them, outside of every lock.
     pub(super) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
         let state = &mut *lock(&self.state);
         if state.closed {
@@ -174,17 +183,18 @@ impl Heap {
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
     }
 
-    /// Takes out up to `most` arenas that nobody has used, now and when this was last asked; never the first, and one
-    /// stays for who comes next, who would have to wait for its registration. The caller
-    /// drops them, which ends their registration, outside of every lock. And whether there are more, that nobody may have used
-    /// when this is asked again.
+    /// Takes out up to `most` arenas that nobody has used, now and when this was last asked; never
+    /// the first, and one stays for who comes next, who would have to wait for its registration.
+    /// The caller drops them, which ends their registration, outside of every lock. And whether
+    /// there are more, that nobody may have used when this is asked again.
     pub(super) fn take_idle(&self, most: usize) -> (Vec<Arc<Arena>>, bool) {
         let state = &mut *lock(&self.state);
         let is_used = |arena: &Arc<Arena>| {
             let of = |chunk: &&Chunk| chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena));
             state.chunks.iter().filter(of).any(|chunk| chunk.given.is_some())
         };
-        let (used, idle): (Vec<_>, Vec<_>) = state.arenas.iter().skip(1).cloned().partition(is_used);
+        let (used, idle): (Vec<_>, Vec<_>) =
+            state.arenas.iter().skip(1).cloned().partition(is_used);
         let idle_bytes: usize = idle.iter().map(|arena| arena.len()).sum();
         let smallest = used.iter().map(|arena| arena.len()).min();
         let free_bytes = state.free_bytes();
@@ -234,7 +244,8 @@ impl Heap {
 
     /// Lets go of everything: from here on each arena lives as long as a block of it is out.
     pub(super) fn close(&self) {
-        let rest = std::mem::replace(&mut *lock(&self.state), State { closed: true, ..State::default() });
+        let rest =
+            std::mem::replace(&mut *lock(&self.state), State { closed: true, ..State::default() });
         drop(rest); // after the lock
     }
 }
@@ -250,9 +261,9 @@ impl State {
         self.free.first().is_some_and(|first| *first < chunk)
     }
 
-    /// How many of the lowest chunks would do for what is in use, with as much again, and those of the first arena at
-    /// least, which stays. Blocks of these may stay in caches: a chunk whose blocks all come back is given anew for the
-    /// next, which costs more than a block.
+    /// How many of the lowest chunks would do for what is in use, with as much again, and those of
+    /// the first arena at least, which stays. Blocks of these may stay in caches: a chunk whose
+    /// blocks all come back is given anew for the next, which costs more than a block.
     fn chunks_in_need(&self) -> u32 {
         let in_use = self.mapped_bytes - self.free_bytes();
         let first = self.arenas.first().map_or(0, |arena| arena.len());

@@ -1,7 +1,8 @@
 //! A lease: a counted handle on a block that is out. The only place that counts.
 //!
-//! All leases of a block together own one count of its slab, which the first got from its [`Block`] and the last turns
-//! back into one. So cloning is one atomic add, and neither slab, arena nor pool can go before the last lease.
+//! All leases of a block together own one count of its slab, which the first got from its [`Block`]
+//! and the last turns back into one. So cloning is one atomic add, and neither slab, arena nor pool
+//! can go before the last lease.
 #![expect(
     unsafe_code,
     reason = "reference counts in the block's metadata: each block states its obligations"
@@ -23,8 +24,9 @@ pub(super) struct Lease {
     index: u32,
 }
 
-// SAFETY: a lease is a shared reference to a `Slab`, whose fields are immutable or atomic; `Meta::charge` is touched
-// only by the single lease of a block (`charge_mut`, and the last `drop`).
+// SAFETY: a lease is a shared reference to a `Slab`, whose fields are immutable or atomic;
+// `Meta::charge` is touched only by the single lease of a block (`charge_mut`, and the last
+// `drop`).
 unsafe impl Send for Lease {}
 // SAFETY: as above.
 unsafe impl Sync for Lease {}
@@ -35,7 +37,8 @@ impl Lease {
         let Block { slab, index } = block;
         let before = slab.meta(index).refs.swap(1, Ordering::Relaxed);
         debug_assert_eq!(before, 0, "a free block has no handles");
-        // SAFETY: never null. The count of the slab is now the leases': the last `drop` takes it back.
+        // SAFETY: never null. The count of the slab is now the leases': the last `drop` takes it
+        // back.
         let slab = unsafe { NonNull::new_unchecked(Arc::into_raw(slab).cast_mut()) };
         let mut lease = Self { slab, index };
         if let Some(charge) = lease.charge_mut() {
@@ -58,7 +61,8 @@ impl Lease {
         self.meta().generation.load(Ordering::Relaxed)
     }
 
-    /// Whether this is the only handle. What others did with the block before they let go has happened.
+    /// Whether this is the only handle. What others did with the block before they let go has
+    /// happened.
     pub(super) fn is_unique(&self) -> bool {
         self.meta().refs.load(Ordering::Acquire) == 1
     }
@@ -76,7 +80,9 @@ impl Lease {
             }
             None => {
                 account.credit(bytes);
-                Err(PoolError::Misuse("a shared buffer cannot be charged to another account".into()))
+                Err(PoolError::Misuse(
+                    "a shared buffer cannot be charged to another account".into(),
+                ))
             }
         }
     }
@@ -86,8 +92,9 @@ impl Lease {
         if !self.is_unique() {
             return None;
         }
-        // SAFETY: we are the only lease of this block, and `&mut self` keeps a second one from being made, or this
-        // one from being used elsewhere, while the result lives. The load above orders us after those that are gone.
+        // SAFETY: we are the only lease of this block, and `&mut self` keeps a second one from
+        // being made, or this one from being used elsewhere, while the result lives. The load above
+        // orders us after those that are gone.
         Some(unsafe { &mut *self.meta().charge.get() })
     }
 
@@ -96,7 +103,8 @@ impl Lease {
     }
 }
 
-// SAFETY: `charge` is the only field that is not atomic, and belongs to whoever has the block's only lease.
+// SAFETY: `charge` is the only field that is not atomic, and belongs to whoever has the block's
+// only lease.
 unsafe impl Sync for Meta {}
 
 impl Clone for Lease {
@@ -117,17 +125,19 @@ impl Drop for Lease {
         }
         // The accesses of all other handles happen before the block is used again.
         fence(Ordering::Acquire);
-        // SAFETY: the count has reached 0, so no other lease exists or can be made: the cell is ours.
+        // SAFETY: the count has reached 0, so no other lease exists or can be made: the cell is
+        // ours.
         let account = unsafe { (*meta.charge.get()).take() };
         meta.generation.fetch_add(1, Ordering::Relaxed);
         let index = self.index;
-        // SAFETY: `new` turned one count of the slab into this pointer; the leases owned it together, and the last
-        // one gives it back, once.
+        // SAFETY: `new` turned one count of the slab into this pointer; the leases owned it
+        // together, and the last one gives it back, once.
         let slab = unsafe { Arc::from_raw(self.slab.as_ptr().cast_const()) };
         if let Some(account) = account {
             account.credit(slab.class.bytes());
         }
-        // A count of our own: the block may be taken and the pool closed by others before `release` returns.
+        // A count of our own: the block may be taken and the pool closed by others before `release`
+        // returns.
         let block = Block { slab: Arc::clone(&slab), index };
         slab.core.release(block);
     }

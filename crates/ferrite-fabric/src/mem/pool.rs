@@ -15,7 +15,8 @@ use super::lease::Lease;
 use super::stats::PoolStats;
 use super::window::Window;
 
-/// How large a pool is. Sizes are in bytes and count in chunks of 2 MiB: limits are rounded down, the rest up.
+/// How large a pool is. Sizes are in bytes and count in chunks of 2 MiB: limits are rounded down,
+/// the rest up.
 ///
 /// ```
 /// use ferrite_fabric::mem::PoolConfig;
@@ -25,15 +26,17 @@ use super::window::Window;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Registered when the pool is made, for sends and receives in the proportion of their limits, and at least 2 MiB for
-    /// each unless it is 0. 4 MiB.
+    /// Registered when the pool is made, for sends and receives in the proportion of their limits,
+    /// and at least 2 MiB for each unless it is 0. 4 MiB.
     pub memory_pool_initial: usize,
     /// Registered at a time when a heap has run out. 4 MiB.
     pub memory_pool_increase: usize,
-    /// The most that is ever registered, receives included. 1 GiB. Every device of a pool pins it, and
-    /// counts it against the locked-memory limit, by itself; a fabric divides it among its devices.
+    /// The most that is ever registered, receives included. 1 GiB. Every device of a pool pins it,
+    /// and counts it against the locked-memory limit, by itself; a fabric divides it among its
+    /// devices.
     pub memory_pool_max: usize,
-    /// The part of it that only receives may use; sends have the rest. 512 MiB. At least 2 MiB on either side.
+    /// The part of it that only receives may use; sends have the rest. 512 MiB. At least 2 MiB on
+    /// either side.
     pub receive_reserve: usize,
     /// Use 2 MiB pages: from the host's reserve, or else joined by the kernel. No.
     pub huge_pages: bool,
@@ -67,11 +70,18 @@ impl PoolConfig {
             *size = size.saturating_add(CHUNK_BYTES - 1) / CHUNK_BYTES * CHUNK_BYTES;
         }
         self.memory_pool_increase = self.memory_pool_increase.max(CHUNK_BYTES);
-        let Self { memory_pool_initial: initial, memory_pool_max: max, receive_reserve: reserve, .. } = self;
+        let Self {
+            memory_pool_initial: initial,
+            memory_pool_max: max,
+            receive_reserve: reserve,
+            ..
+        } = self;
         let wrong = if reserve < CHUNK_BYTES {
             format!("receive_reserve must be at least {CHUNK_BYTES} bytes")
         } else if max < reserve.saturating_add(CHUNK_BYTES) {
-            format!("memory_pool_max ({max}) leaves no 2 MiB for sends beside receive_reserve ({reserve})")
+            format!(
+                "memory_pool_max ({max}) leaves no 2 MiB for sends beside receive_reserve ({reserve})"
+            )
         } else if initial > max {
             format!("memory_pool_initial ({initial}) is more than memory_pool_max ({max})")
         } else {
@@ -87,8 +97,8 @@ impl PoolConfig {
         }
     }
 
-    /// A purpose's part of what is registered at once: at least a chunk, so that a host that refuses even that does
-    /// so when the pool is made.
+    /// A purpose's part of what is registered at once: at least a chunk, so that a host that
+    /// refuses even that does so when the pool is made.
     fn initial_of(&self, purpose: Purpose) -> usize {
         if self.memory_pool_initial == 0 {
             return 0;
@@ -190,8 +200,9 @@ impl Builder {
 
 /// Registered memory, cut into buffers. Clones share it.
 ///
-/// When the last clone is gone nothing can be taken any more. What is free goes back to the system at once; buffers that
-/// are still out stay valid, and take their arena with them when the last of it goes.
+/// When the last clone is gone nothing can be taken any more. What is free goes back to the system
+/// at once; buffers that are still out stay valid, and take their arena with them when the last of
+/// it goes.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, Pool, Purpose};
@@ -223,25 +234,31 @@ impl Drop for Handle {
 }
 
 impl Pool {
-    /// A pool whose memory every one of `domains` may use: one for each device that the process talks through. Their
-    /// order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`]. Without any it is plain memory.
+    /// A pool whose memory every one of `domains` may use: one for each device that the process
+    /// talks through. Their order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`].
+    /// Without any it is plain memory.
     pub fn builder(domains: &[ProtectionDomain]) -> Builder {
         Builder { domains: domains.to_vec(), config: PoolConfig::default() }
     }
 
-    /// A buffer of `len` bytes, charged to `account` by the size of its block. Its contents are whatever its last
-    /// user left there.
+    /// A buffer of `len` bytes, charged to `account` by the size of its block. Its contents are
+    /// whatever its last user left there.
     ///
     /// # Errors
-    /// [`PoolError::OverBudget`] if the account or the heap is exhausted: slow down, retry when buffers have come
-    /// back. [`PoolError::TooLarge`] beyond 2 MiB. [`PoolError::Register`] or [`PoolError::Map`] if the pool has to
-    /// grow and the host refuses.
-    pub fn take(&self, len: usize, purpose: Purpose, account: &Account) -> Result<BufMut, PoolError> {
+    /// [`PoolError::OverBudget`] if the account or the heap is exhausted: slow down, retry when
+    /// buffers have come back. [`PoolError::TooLarge`] beyond 2 MiB. [`PoolError::Register`] or
+    /// [`PoolError::Map`] if the pool has to grow and the host refuses.
+    pub fn take(
+        &self,
+        len: usize,
+        purpose: Purpose,
+        account: &Account,
+    ) -> Result<BufMut, PoolError> {
         self.take_for(len, purpose, Some(account))
     }
 
-    /// A buffer that is charged to nobody (yet: see [`BufMut::charge_to`]), such as a receive that is posted before it
-    /// is known whose message will come.
+    /// A buffer that is charged to nobody (yet: see [`BufMut::charge_to`]), such as a receive that
+    /// is posted before it is known whose message will come.
     ///
     /// # Errors
     /// As [`Pool::take`].
@@ -249,7 +266,12 @@ impl Pool {
         self.take_for(len, purpose, None)
     }
 
-    fn take_for(&self, len: usize, purpose: Purpose, account: Option<&Account>) -> Result<BufMut, PoolError> {
+    fn take_for(
+        &self,
+        len: usize,
+        purpose: Purpose,
+        account: Option<&Account>,
+    ) -> Result<BufMut, PoolError> {
         let core = &self.0.core;
         let Some(class) = SizeClass::holding(len) else {
             let error = PoolError::TooLarge { asked: len as u64, max: CHUNK_BYTES as u64 };
@@ -257,7 +279,9 @@ impl Pool {
             return Err(error);
         };
         if let Some(account) = account {
-            account.charge(class.bytes()).inspect_err(|error| core.counters.count_failure(error))?;
+            account
+                .charge(class.bytes())
+                .inspect_err(|error| core.counters.count_failure(error))?;
         }
         match core.take(purpose, class) {
             Ok(block) => Ok(BufMut::new(Lease::new(block, account.cloned()), len)),
@@ -270,15 +294,22 @@ impl Pool {
         }
     }
 
-    /// Lets a peer that is connected through the domain with this index access the buffer, within `access`, until it is
-    /// revoked: registers exactly its bytes. They count against the locked-memory limit a second time.
+    /// Lets a peer that is connected through the domain with this index access the buffer, within
+    /// `access`, until it is revoked: registers exactly its bytes. They count against the
+    /// locked-memory limit a second time.
     ///
     /// **The peer sees what is in the buffer**: overwrite what the last user left there.
     ///
     /// # Errors
-    /// [`PoolError::Register`] if the device or the locked-memory limit refuses; [`PoolError::Misuse`] if the buffer is
-    /// empty or of another pool, [`PoolError::NoDomain`] if there is no such domain. The buffer comes back.
-    pub fn expose(&self, buf: BufMut, domain: usize, access: Access) -> Result<Exposed, (BufMut, PoolError)> {
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses;
+    /// [`PoolError::Misuse`] if the buffer is empty or of another pool, [`PoolError::NoDomain`] if
+    /// there is no such domain. The buffer comes back.
+    pub fn expose(
+        &self,
+        buf: BufMut,
+        domain: usize,
+        access: Access,
+    ) -> Result<Exposed, (BufMut, PoolError)> {
         let core = &self.0.core;
         let wrong = if !buf.is_of(core) {
             "the buffer is of another pool"
@@ -360,16 +391,18 @@ impl Pool {
         }
     }
 
-    /// Asks the devices once more to let go of buffers that are in quarantine ([`PoolStats::quarantined_bytes`]);
-    /// returns how many came free. A pool that runs out of memory does this by itself.
+    /// Asks the devices once more to let go of buffers that are in quarantine
+    /// ([`PoolStats::quarantined_bytes`]); returns how many came free. A pool that runs out of
+    /// memory does this by itself.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn retry_quarantined(&self) -> usize {
         self.0.core.retry_quarantined()
     }
 
-    /// Gives up to `most` arenas of each purpose back to the system, of those that no buffer was in now and when this was last
-    /// called; what the pool began with stays, and one more. `false` when there is nothing more to give back until buffers
-    /// come back. Fabrics call it every few seconds while there is.
+    /// Gives up to `most` arenas of each purpose back to the system, of those that no buffer was in
+    /// now and when this was last called; what the pool began with stays, and one more. `false`
+    /// when there is nothing more to give back until buffers come back. Fabrics call it every few
+    /// seconds while there is.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn shrink(&self, most: usize) -> bool {
         self.0.core.shrink(most)
@@ -380,13 +413,15 @@ impl Pool {
         self.0.core.heaps.iter().any(Heap::has_grown)
     }
 
-    /// Bytes that have ever come back: while this is the same, [`Pool::shrink`] has nothing new to do.
+    /// Bytes that have ever come back: while this is the same, [`Pool::shrink`] has nothing new to
+    /// do.
     pub(crate) fn returned_bytes(&self) -> u64 {
         self.0.core.cache.returned_bytes()
     }
 
-    /// Bytes in blocks that are out, without waiting for anybody: [`HeapStats::in_use_bytes`](super::HeapStats). For who asks
-    /// often, and where [`Pool::stats`] costs too much.
+    /// Bytes in blocks that are out, without waiting for anybody:
+    /// [`HeapStats::in_use_bytes`](super::HeapStats). For who asks often, and where [`Pool::stats`]
+    /// costs too much.
     #[must_use]
     pub fn in_use_bytes(&self, purpose: Purpose) -> u64 {
         self.0.core.cache.in_use_bytes(purpose)
@@ -416,23 +451,26 @@ impl Pool {
         self.0.core.live_domains()
     }
 
-    /// Lets go of the domain with this index, because its device goes: ends every registration with it. The buffers stay.
+    /// Lets go of the domain with this index, because its device goes: ends every registration with
+    /// it. The buffers stay.
     ///
-    /// Nothing may be in flight on it: destroy its queue pairs and shared receive queues first, or the device answers what
-    /// it still has with protection errors.
+    /// Nothing may be in flight on it: destroy its queue pairs and shared receive queues first, or
+    /// the device answers what it still has with protection errors.
     pub fn retire_domain(&self, index: usize) {
         self.0.core.retire(index);
     }
 
-    /// Puts a domain in the place of one that was retired, because its device is back: registers all there is with it, and
-    /// what the pool grows by later. Buffers that are out can be used with it, too. Who needs the pool to grow waits meanwhile.
+    /// Puts a domain in the place of one that was retired, because its device is back: registers
+    /// all there is with it, and what the pool grows by later. Buffers that are out can be used
+    /// with it, too. Who needs the pool to grow waits meanwhile.
     ///
-    /// Nothing may be in flight on the index: requests that were made with the keys of the old domain mean nothing to the
-    /// new one, and are answered with protection errors.
+    /// Nothing may be in flight on the index: requests that were made with the keys of the old
+    /// domain mean nothing to the new one, and are answered with protection errors.
     ///
     /// # Errors
-    /// [`PoolError::Register`] if the device or the locked-memory limit refuses, then nothing is registered with it;
-    /// [`PoolError::Misuse`] if there is no domain with this index, or it was not retired.
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses, then nothing is
+    /// registered with it; [`PoolError::Misuse`] if there is no domain with this index, or it was
+    /// not retired.
     ///
     /// ```
     /// # use ferrite_fabric::mem::{Pool, Purpose};
@@ -454,8 +492,8 @@ impl Pool {
         self.0.core.restore(index, domain)
     }
 
-    /// What it is made of now. The parts are read one after the other: they add up while nobody takes or returns. Does not
-    /// wait for memory that is being registered.
+    /// What it is made of now. The parts are read one after the other: they add up while nobody
+    /// takes or returns. Does not wait for memory that is being registered.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         PoolStats::of(&self.0.core)
@@ -490,8 +528,11 @@ mod tests {
 
     #[test]
     fn the_beginning_is_shared_out_by_the_limits() {
-        let config =
-            PoolConfig { memory_pool_initial: 64 * MIB, receive_reserve: 256 * MIB, ..PoolConfig::default() };
+        let config = PoolConfig {
+            memory_pool_initial: 64 * MIB,
+            receive_reserve: 256 * MIB,
+            ..PoolConfig::default()
+        };
         let config = config.checked().expect("fits");
         assert_eq!(Purpose::ALL.map(|purpose| config.initial_of(purpose)), [48 * MIB, 16 * MIB]);
         let default = PoolConfig::default().checked().expect("fits");
@@ -508,8 +549,14 @@ mod tests {
             (PoolConfig { receive_reserve: 0, ..PoolConfig::default() }, "receive_reserve must be"),
             (PoolConfig { receive_reserve: 1 << 30, ..PoolConfig::default() }, "for sends"),
             (PoolConfig { receive_reserve: usize::MAX, ..PoolConfig::default() }, "for sends"),
-            (PoolConfig { memory_pool_initial: 2 << 30, ..PoolConfig::default() }, "memory_pool_initial"),
-            (PoolConfig { memory_pool_initial: usize::MAX, ..PoolConfig::default() }, "memory_pool_initial"),
+            (
+                PoolConfig { memory_pool_initial: 2 << 30, ..PoolConfig::default() },
+                "memory_pool_initial",
+            ),
+            (
+                PoolConfig { memory_pool_initial: usize::MAX, ..PoolConfig::default() },
+                "memory_pool_initial",
+            ),
         ] {
             let error = wrong.checked().expect_err(word);
             assert!(error.to_string().contains(word), "{error}");

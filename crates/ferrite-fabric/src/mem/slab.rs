@@ -1,7 +1,7 @@
 //! A slab: a chunk that was given to a size class, and what is known of each of its blocks.
 //!
-//! It lies in ordinary memory, away from the bytes it describes. It lives while the heap lists it or a block of it is
-//! out, and keeps arena and pool alive that long.
+//! It lies in ordinary memory, away from the bytes it describes. It lives while the heap lists it
+//! or a block of it is out, and keeps arena and pool alive that long.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
@@ -46,7 +46,15 @@ impl Slab {
         class: SizeClass,
     ) -> Self {
         let metas = (0..class.blocks_per_chunk()).map(|_| Meta::default()).collect();
-        Self { core: Arc::clone(core), arena: Arc::clone(arena), offset, chunk, purpose, class, metas }
+        Self {
+            core: Arc::clone(core),
+            arena: Arc::clone(arena),
+            offset,
+            chunk,
+            purpose,
+            class,
+            metas,
+        }
     }
 
     pub(super) fn meta(&self, index: u32) -> &Meta {
@@ -59,8 +67,8 @@ impl Slab {
     }
 }
 
-/// A block that nobody uses, as a value: there is one for each block at most, in a free list, a cache, or on its way.
-/// Dropping one loses the block, nothing worse.
+/// A block that nobody uses, as a value: there is one for each block at most, in a free list, a
+/// cache, or on its way. Dropping one loses the block, nothing worse.
 pub(super) struct Block {
     pub(super) slab: Arc<Slab>,
     pub(super) index: u32,

@@ -1,4 +1,5 @@
-//! What a pool counts: plain numbers, copied out at once. Exporting them is somebody else's business.
+//! What a pool counts: plain numbers, copied out at once. Exporting them is somebody else's
+//! business.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -205,7 +206,8 @@ impl PoolStats {
 
 impl HeapStats {
     fn counters(&self, purpose: Purpose, out: &mut Vec<(String, u64)>) {
-        let Self { max_bytes, mapped_bytes, in_use_bytes, cached_bytes, free_bytes, in_use_blocks } = self;
+        let Self { max_bytes, mapped_bytes, in_use_bytes, cached_bytes, free_bytes, in_use_blocks } =
+            self;
         let bytes = [
             ("max", max_bytes),
             ("mapped", mapped_bytes),
@@ -264,8 +266,12 @@ impl Counters {
     #[cold]
     pub(super) fn count_failure(&self, error: &PoolError) {
         let counter = match error {
-            PoolError::OverBudget { which: Budget::Heap(Purpose::Send), .. } => &self.send_exhausted,
-            PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. } => &self.receive_exhausted,
+            PoolError::OverBudget { which: Budget::Heap(Purpose::Send), .. } => {
+                &self.send_exhausted
+            }
+            PoolError::OverBudget { which: Budget::Heap(Purpose::Receive), .. } => {
+                &self.receive_exhausted
+            }
             PoolError::OverBudget { which: Budget::Account(_), .. } => &self.account_exhausted,
             PoolError::TooLarge { .. } => &self.too_large,
             PoolError::Map { .. } => &self.map,

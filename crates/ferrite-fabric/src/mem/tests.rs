@@ -1,5 +1,5 @@
-//! Tests that need the inside: pool buffers as the two ends of a transfer, with the parts given to a device by hand as
-//! the fabric's slots will do it.
+//! Tests that need the inside: pool buffers as the two ends of a transfer, with the parts given to
+//! a device by hand as the fabric's slots will do it.
 #![expect(unsafe_code, reason = "plays the fabric: each block states its obligations")]
 
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -41,8 +41,8 @@ fn reap(cq: &CompletionQueue) -> Status {
 /// # Safety
 /// The buffer must be owned until the work request has completed.
 unsafe fn sge(RawParts { addr, len, lkey }: RawParts) -> Sge<'static> {
-    // SAFETY: the pool keeps the memory registered and mapped while the buffer lives, and who owns the buffer has
-    // no reference into it; the caller vouches for both until the completion.
+    // SAFETY: the pool keeps the memory registered and mapped while the buffer lives, and who owns
+    // the buffer has no reference into it; the caller vouches for both until the completion.
     unsafe { Sge::from_raw(addr, len, lkey) }
 }
 
@@ -103,7 +103,8 @@ fn buffers_are_good_for_a_device_that_came_back() {
     // SAFETY: as above.
     unsafe {
         b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])]).expect("post");
-        a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(0))]).signaled()]).expect("post");
+        a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(0))]).signaled()])
+            .expect("post");
     }
     assert_eq!((reap(&a.1), reap(&b.1)), (Status::SUCCESS, Status::SUCCESS));
     assert_eq!(received[..], message[..]);

@@ -37,7 +37,10 @@ struct State {
 impl Window {
     pub(super) fn new(window: MemoryWindow) -> Arc<Self> {
         let remote = window.remote();
-        Arc::new(Self { state: Mutex::new(State { open: Some(window), binding: false, left: None }), remote })
+        Arc::new(Self {
+            state: Mutex::new(State { open: Some(window), binding: false, left: None }),
+            remote,
+        })
     }
 
     /// Where it is for the peer of the queue pair that it is bound to.
@@ -49,9 +52,12 @@ impl Window {
         lock(&self.state).open.is_some()
     }
 
-    /// Has `post` give the request that binds it to the device, and say whether the device has it; `None` if it has not, or if
-    /// the window is closed.
-    pub(crate) fn bind(self: &Arc<Self>, post: impl FnOnce(&MemoryWindow) -> bool) -> Option<Binding> {
+    /// Has `post` give the request that binds it to the device, and say whether the device has it;
+    /// `None` if it has not, or if the window is closed.
+    pub(crate) fn bind(
+        self: &Arc<Self>,
+        post: impl FnOnce(&MemoryWindow) -> bool,
+    ) -> Option<Binding> {
         let mut state = lock(&self.state);
         let posted = post(state.open.as_ref()?);
         state.binding |= posted;
@@ -142,7 +148,9 @@ impl Ways {
         while let Some((index, window)) = self.windows.pop() {
             match window.keep(self, buf) {
                 Ok(()) => {
-                    bound.iter().for_each(|(_, window): &(usize, Arc<Window>)| drop(window.close()));
+                    bound
+                        .iter()
+                        .for_each(|(_, window): &(usize, Arc<Window>)| drop(window.close()));
                     return;
                 }
                 Err(back) => (self, buf) = back,

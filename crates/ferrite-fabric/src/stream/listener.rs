@@ -10,7 +10,8 @@ use crate::connect::UNKNOWN_PEER;
 use crate::fabric::Fabric;
 use crate::listener::Listener;
 
-/// Takes streams of peers, as `tokio::net::TcpListener` does. Dropping it stops listening; streams that were accepted stay.
+/// Takes streams of peers, as `tokio::net::TcpListener` does. Dropping it stops listening; streams
+/// that were accepted stay.
 ///
 /// ```
 /// use ferrite_fabric::{Fabric, Stream, StreamListener};
@@ -61,7 +62,8 @@ impl StreamListener {
         self.0.local_addr()
     }
 
-    /// The next stream, and the peer's address. Safe to drop: a stream that nobody took stays in line.
+    /// The next stream, and the peer's address. Safe to drop: a stream that nobody took stays in
+    /// line.
     ///
     /// # Errors
     /// When the listener's device has gone.

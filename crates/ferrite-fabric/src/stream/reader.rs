@@ -13,7 +13,8 @@ use crate::link::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 
-/// A reader with less room is served from what the fabric has read: it would ask the kernel too often.
+/// A reader with less room is served from what the fabric has read: it would ask the kernel too
+/// often.
 const ROOM: usize = 16 << 10;
 
 pub(super) struct Reader {
@@ -32,7 +33,11 @@ impl Reader {
         Self { link, piece: None, at: 0, rest: Vec::new().into_iter(), over: false }
     }
 
-    pub(super) fn poll_read(&mut self, cx: &mut Context<'_>, out: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    pub(super) fn poll_read(
+        &mut self,
+        cx: &mut Context<'_>,
+        out: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         if out.remaining() == 0 {
             return Poll::Ready(Ok(()));
         }
@@ -62,7 +67,8 @@ impl Reader {
         Poll::Ready(Ok(()))
     }
 
-    /// Reads from the kernel what is there of large frames, if TCP carries the link and nothing else stands before it.
+    /// Reads from the kernel what is there of large frames, if TCP carries the link and nothing
+    /// else stands before it.
     fn read_through(&mut self, out: &mut ReadBuf<'_>) -> io::Result<bool> {
         let here = self.piece.is_some() || self.rest.len() > 0 || self.over;
         Ok(!here && out.remaining() >= ROOM && self.link.shared().read_through(CHANNEL, out)?)
@@ -86,7 +92,8 @@ impl Reader {
             }
             match self.link.shared().receive(Some(cx.waker())) {
                 // Of others that use the link.
-                Ok(Some(message)) if message.notice().is_some() || message.channel() != CHANNEL => {}
+                Ok(Some(message)) if message.notice().is_some() || message.channel() != CHANNEL => {
+                }
                 Ok(Some(message)) => self.take(message.into_parts()),
                 Ok(None) => return Poll::Pending,
                 Err(error) => self.ended(error)?,
@@ -126,7 +133,8 @@ impl Reader {
         self.at = 0;
     }
 
-    /// A peer that left in good order has written all it wanted. Anything else is no end of the stream.
+    /// A peer that left in good order has written all it wanted. Anything else is no end of the
+    /// stream.
     fn ended(&mut self, error: Error) -> io::Result<()> {
         if error.kind() != ErrorKind::Closed {
             return Err(error.into());

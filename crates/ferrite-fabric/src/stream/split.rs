@@ -30,8 +30,9 @@ use crate::link::Link;
 /// ```
 pub struct OwnedReadHalf(Reader);
 
-/// The writing half of a [`Stream`]: see [`Stream::into_split`]. When it is dropped, the peer reads the end of the stream
-/// after all that was written, as after [`poll_shutdown`](tokio::io::AsyncWrite::poll_shutdown).
+/// The writing half of a [`Stream`]: see [`Stream::into_split`]. When it is dropped, the peer reads
+/// the end of the stream after all that was written, as after
+/// [`poll_shutdown`](tokio::io::AsyncWrite::poll_shutdown).
 ///
 /// ```
 /// # use ferrite_fabric::OwnedWriteHalf;
@@ -106,7 +107,11 @@ impl AsyncRead for OwnedReadHalf {
 }
 
 impl AsyncWrite for OwnedWriteHalf {
-    fn poll_write(self: Pin<&mut Self>, cx: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         self.0.poll_write(cx, &[IoSlice::new(bytes)])
     }
 

@@ -1,8 +1,9 @@
 //! The writing side of a stream: bytes into messages.
 //!
-//! A write copies into registered memory, queues the message and returns; nobody waits for an acknowledgement. The link's
-//! queue bounds what waits (`send_queue_messages`, `send_queue_bytes`), the peer's window what is under way. Over TCP it goes
-//! to the kernel from where it is, and nothing is queued: what the kernel does not take waits with the caller.
+//! A write copies into registered memory, queues the message and returns; nobody waits for an
+//! acknowledgement. The link's queue bounds what waits (`send_queue_messages`, `send_queue_bytes`),
+//! the peer's window what is under way. Over TCP it goes to the kernel from where it is, and
+//! nothing is queued: what the kernel does not take waits with the caller.
 
 use std::io::{self, IoSlice};
 use std::task::{Context, Poll, ready};
@@ -36,7 +37,11 @@ impl Writer {
     }
 
     /// Sends a part of the slices, at least a byte unless there is none; how much.
-    pub(super) fn poll_write(&self, cx: &mut Context<'_>, slices: &[IoSlice<'_>]) -> Poll<io::Result<usize>> {
+    pub(super) fn poll_write(
+        &self,
+        cx: &mut Context<'_>,
+        slices: &[IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
         if self.over {
             let what = "the stream was shut down on this side";
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, what)));
@@ -52,7 +57,11 @@ impl Writer {
     }
 
     /// Sends a part of `buf` from where it lies; how much.
-    pub(super) fn poll_write_buf(&self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
+    pub(super) fn poll_write_buf(
+        &self,
+        cx: &mut Context<'_>,
+        buf: &Buf,
+    ) -> Poll<io::Result<usize>> {
         // Over TCP, that is what a write of bytes does.
         if self.over || buf.is_empty() || self.link.transport() != Transport::Rdma {
             return self.poll_write(cx, &[IoSlice::new(buf)]);
@@ -63,7 +72,8 @@ impl Writer {
             ready!(shared.poll_room(len as u64, cx.waker()))?;
             match shared.post(CHANNEL, buf.slice(..len)) {
                 Ok(()) => break,
-                Err((_, error)) if error.kind() == ErrorKind::Full => {} // another user of the link was quicker
+                // another user of the link was quicker
+                Err((_, error)) if error.kind() == ErrorKind::Full => {}
                 Err((_, error)) => return Poll::Ready(Err(error.into())),
             }
         }
@@ -101,7 +111,8 @@ impl Writer {
             gather(slices, &mut buf);
             match shared.post(CHANNEL, buf.freeze()) {
                 Ok(()) => return Poll::Ready(Ok(len)),
-                Err((_, error)) if error.kind() == ErrorKind::Full => {} // another user of the link was quicker
+                // another user of the link was quicker
+                Err((_, error)) if error.kind() == ErrorKind::Full => {}
                 Err((_, error)) => return Poll::Ready(Err(error.into())),
             }
         }

@@ -24,7 +24,8 @@ pub const CONTROL_BYTES: usize = 16;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Control {
-    /// Says nothing: its frame carries the count of consumed frames when there is nothing else to send.
+    /// Says nothing: its frame carries the count of consumed frames when there is nothing else to
+    /// send.
     Credit,
     /// Are you there?
     Ping(u64),
@@ -136,10 +137,16 @@ mod tests {
     #[test]
     fn what_is_no_message() {
         for len in 0..CONTROL_BYTES {
-            assert_eq!(Control::decode(&[1; CONTROL_BYTES][..len]), Err(ControlError::Short { got: len }));
+            assert_eq!(
+                Control::decode(&[1; CONTROL_BYTES][..len]),
+                Err(ControlError::Short { got: len })
+            );
         }
         for kind in [0, 8, 255] {
-            assert_eq!(Control::decode(&[kind; CONTROL_BYTES]), Err(ControlError::Unknown { kind }));
+            assert_eq!(
+                Control::decode(&[kind; CONTROL_BYTES]),
+                Err(ControlError::Unknown { kind })
+            );
         }
     }
 

@@ -8,8 +8,8 @@
 //!   └─────────┴──────┴────────────────┴────────────────┘
 //! ```
 //!
-//! So a payload has no header: it lies in the receiver's buffer as it lay in the sender's, and every frame brings
-//! credit back.
+//! So a payload has no header: it lies in the receiver's buffer as it lay in the sender's, and
+//! every frame brings credit back.
 
 /// What comes with the payload of a two-sided frame.
 ///
@@ -39,7 +39,8 @@ impl Frame {
     const CONTROL: u32 = 1 << 31;
     const MORE: u32 = 1 << 30;
 
-    /// As a number. A channel beyond [`Frame::CHANNEL_MAX`] is the caller's mistake: its upper bits are lost.
+    /// As a number. A channel beyond [`Frame::CHANNEL_MAX`] is the caller's mistake: its upper bits
+    /// are lost.
     #[must_use]
     pub const fn to_imm(self) -> u32 {
         debug_assert!(self.channel <= Self::CHANNEL_MAX, "a channel of more than 14 bits");
@@ -50,7 +51,8 @@ impl Frame {
         control | more | u32::from_le_bytes([consumed_low, consumed_high, low, high])
     }
 
-    /// From the number: every one is a frame. Whether the channel exists is for the receiver to say.
+    /// From the number: every one is a frame. Whether the channel exists is for the receiver to
+    /// say.
     #[must_use]
     pub const fn from_imm(imm: u32) -> Self {
         let [consumed_low, consumed_high, low, high] = imm.to_le_bytes();

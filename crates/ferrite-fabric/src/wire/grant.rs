@@ -1,4 +1,5 @@
-//! The grant: what an owner of memory gives a peer, in whatever message of the application it likes.
+//! The grant: what an owner of memory gives a peer, in whatever message of the application it
+//! likes.
 //!
 //! ```text
 //!   0       8      16     24     28       29         32      40
@@ -8,8 +9,8 @@
 //!   └───────┴──────┴──────┴──────┴────────┴──────────┴───────┘
 //! ```
 //!
-//! The check is against mangling, not against malice: anyone can compute it. What a peer may reach is decided by the
-//! registration behind the remote key, which the owner ends when it likes.
+//! The check is against mangling, not against malice: anyone can compute it. What a peer may reach
+//! is decided by the registration behind the remote key, which the owner ends when it likes.
 
 use std::fmt;
 use std::ops::BitOr;
@@ -147,8 +148,8 @@ impl GrantToken {
         })
     }
 
-    /// The address of `len` bytes at `offset`, if they lie in the grant. Nothing lies in one that goes beyond the end
-    /// of all addresses.
+    /// The address of `len` bytes at `offset`, if they lie in the grant. Nothing lies in one that
+    /// goes beyond the end of all addresses.
     #[must_use]
     pub fn range(&self, offset: u64, len: u64) -> Option<u64> {
         self.addr.checked_add(self.len)?;

@@ -134,7 +134,11 @@ mod tests {
     fn stumps_and_other_kinds() {
         let mut bytes = Greeting { hello: HELLO, resume: None }.encode();
         for len in 4..GREETING_BYTES {
-            assert_eq!(Greeting::decode(&bytes[..len]), Err(HelloError::Short { got: len }), "{len}");
+            assert_eq!(
+                Greeting::decode(&bytes[..len]),
+                Err(HelloError::Short { got: len }),
+                "{len}"
+            );
         }
         for kind in [0, 3, 255] {
             bytes[48] = kind;

@@ -8,8 +8,8 @@
 //!   └──────────┴─────┴─────┴────────┴──────────┴───────────────┴────────┴──────────┴───────────────────┴──────────┴────────┘
 //! ```
 //!
-//! Magic and version keep their places in every version; all else may change with the major one. It must fit into the
-//! 56 bytes that the CM carries with a request.
+//! Magic and version keep their places in every version; all else may change with the major one. It
+//! must fit into the 56 bytes that the CM carries with a request.
 
 use std::fmt;
 use std::ops::{BitAnd, BitOr, RangeInclusive};
@@ -22,7 +22,8 @@ pub const HELLO_BYTES: usize = 48;
 /// How a [`Hello`] begins.
 pub const MAGIC: [u8; 4] = *b"FRTE";
 
-/// A version of the protocol. Peers whose major versions differ cannot talk; minor ones add what may be ignored.
+/// A version of the protocol. Peers whose major versions differ cannot talk; minor ones add what
+/// may be ignored.
 ///
 /// ```
 /// use ferrite_fabric::wire::Version;
@@ -144,7 +145,8 @@ pub struct Hello {
     pub max_message_bytes: u64,
     /// Random per process: tells a restarted peer from the old one.
     pub instance: u64,
-    /// Random per link: who knows both of a link's may move it to another path. 0 if it cannot move.
+    /// Random per link: who knows both of a link's may move it to another path. 0 if it cannot
+    /// move.
     pub session: u64,
 }
 
@@ -156,7 +158,8 @@ impl Hello {
     /// What [`Hello::channels`] may be: a frame has 14 bits for the channel.
     pub const CHANNELS: RangeInclusive<u16> = 1..=16_384;
 
-    /// Frames of messages that have begun and not ended, at most: each takes a receive, however short it is.
+    /// Frames of messages that have begun and not ended, at most: each takes a receive, however
+    /// short it is.
     #[must_use]
     pub fn max_frames(&self) -> u64 {
         let whole = self.max_message_bytes / u64::from(self.segment_bytes.max(1));
@@ -182,7 +185,8 @@ impl Hello {
     /// Reads a hello of our major version.
     ///
     /// # Errors
-    /// In this order: it is none, it ends too early, its version is another, a limit is out of its range.
+    /// In this order: it is none, it ends too early, its version is another, a limit is out of its
+    /// range.
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
         if !bytes.starts_with(&MAGIC) {
             return Err(HelloError::ForeignPeer);
@@ -318,7 +322,8 @@ mod tests {
     fn strangers_and_stumps() {
         let bytes = HELLO.encode();
         for len in 0..HELLO_BYTES {
-            let expected = if len < 4 { HelloError::ForeignPeer } else { HelloError::Short { got: len } };
+            let expected =
+                if len < 4 { HelloError::ForeignPeer } else { HelloError::Short { got: len } };
             assert_eq!(Hello::decode(&bytes[..len]), Err(expected), "{len}");
         }
         assert_eq!(Hello::decode(&[0; 56]), Err(HelloError::ForeignPeer));
@@ -336,7 +341,8 @@ mod tests {
 
     #[test]
     fn limits_have_ranges() {
-        let least = Hello { segment_bytes: 256, window: 2, channels: 1, max_message_bytes: 256, ..HELLO };
+        let least =
+            Hello { segment_bytes: 256, window: 2, channels: 1, max_message_bytes: 256, ..HELLO };
         let most = Hello {
             segment_bytes: 2 << 20,
             window: 32_767,

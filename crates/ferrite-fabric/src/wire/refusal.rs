@@ -8,8 +8,8 @@
 //!   └──────────┴─────┴─────┴──────┴────────────────┴─────────────┴──────────────┘
 //! ```
 //!
-//! The same in every version: who speaks another one must be able to read that this is the reason. It must fit into
-//! the 148 bytes that the CM carries with a rejection.
+//! The same in every version: who speaks another one must be able to read that this is the reason.
+//! It must fit into the 148 bytes that the CM carries with a rejection.
 
 use std::fmt;
 
@@ -51,7 +51,7 @@ impl RefusalCode {
     /// No memory for another link.
     pub const MEMORY: Self = Self(7);
     /// The request was none of ours.
-    pub const STRANGER: Self = Self(8);
+    pub const FOREIGN_PEER: Self = Self(8);
 }
 
 impl fmt::Display for RefusalCode {
@@ -64,7 +64,7 @@ impl fmt::Display for RefusalCode {
             Self::SHUTDOWN => "shutting down",
             Self::PROTOCOL => "malformed hello",
             Self::MEMORY => "no memory for another link",
-            Self::STRANGER => "not a Ferrite peer",
+            Self::FOREIGN_PEER => "not a Ferrite peer",
             Self(code) => return write!(f, "refused with code {code}"),
         })
     }
@@ -117,8 +117,8 @@ impl Refusal {
         bytes
     }
 
-    /// Reads a refusal of any version; `None` if it is none of ours. The text is for logs: it is cut where the bytes
-    /// end, and made printable.
+    /// Reads a refusal of any version; `None` if it is none of ours. The text is for logs: it is
+    /// cut where the bytes end, and made printable.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         if !bytes.starts_with(&REFUSAL_MAGIC) {
@@ -157,7 +157,12 @@ mod tests {
 
     fn refusal(text: &str) -> Refusal {
         let version = Version { major: 1, minor: 2 };
-        Refusal { version, code: RefusalCode(0x0304), retry_after_ms: 0x0506_0708, text: text.into() }
+        Refusal {
+            version,
+            code: RefusalCode(0x0304),
+            retry_after_ms: 0x0506_0708,
+            text: text.into(),
+        }
     }
 
     /// What a peer with no manners sends as text.
@@ -208,7 +213,8 @@ mod tests {
 
     #[test]
     fn every_code_has_a_text() {
-        let texts: std::collections::HashSet<_> = (1..=8).map(|n| RefusalCode(n).to_string()).collect();
+        let texts: std::collections::HashSet<_> =
+            (1..=8).map(|n| RefusalCode(n).to_string()).collect();
         assert_eq!(texts.len(), 8);
         assert!(texts.iter().all(|text| !text.contains("code")));
         assert_eq!(refusal("").to_string(), "refused with code 772");

@@ -18,12 +18,13 @@
 //!  13 Rekey    grant, offset, imm: address and key of a grant on the device that is next
 //! ```
 //!
-//! One-sided operations are served by the peer's fabric in the order in which they come, among the frames: as on a queue pair.
+//! One-sided operations are served by the peer's fabric in the order in which they come, among the
+//! frames: as on a queue pair.
 
 use super::{field, put};
 
 /// The bytes of a [`TcpFrame`] without its payload.
-pub const PARCEL_BYTES: usize = 32;
+pub const TCP_FRAME_HEADER_BYTES: usize = 32;
 
 /// What a TCP frame is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,7 +85,7 @@ pub struct TcpFrame {
 impl TcpFrame {
     /// Its bytes.
     #[must_use]
-    pub fn encode(&self) -> [u8; PARCEL_BYTES] {
+    pub fn encode(&self) -> [u8; TCP_FRAME_HEADER_BYTES] {
         let kind = match self.kind {
             TcpFrameKind::Frame => 1,
             TcpFrameKind::Write => 2,
@@ -100,7 +101,7 @@ impl TcpFrame {
             TcpFrameKind::Resume => 12,
             TcpFrameKind::Rekey => 13,
         };
-        let mut bytes = [0; PARCEL_BYTES];
+        let mut bytes = [0; TCP_FRAME_HEADER_BYTES];
         put(&mut bytes, 0, [kind]);
         put(&mut bytes, 4, self.imm.to_le_bytes());
         put(&mut bytes, 8, self.len.to_le_bytes());
@@ -112,7 +113,7 @@ impl TcpFrame {
 
     /// Reads the head of a TCP frame; `None` if its kind is not known.
     #[must_use]
-    pub fn decode(bytes: &[u8; PARCEL_BYTES]) -> Option<Self> {
+    pub fn decode(bytes: &[u8; TCP_FRAME_HEADER_BYTES]) -> Option<Self> {
         let kind = match bytes[0] {
             1 => TcpFrameKind::Frame,
             2 => TcpFrameKind::Write,
@@ -176,7 +177,7 @@ mod tests {
             grant: 0x1413_1211_100F_0E0D,
             offset: 0x1C1B_1A19_1817_1615,
         };
-        let mut bytes = [0; PARCEL_BYTES];
+        let mut bytes = [0; TCP_FRAME_HEADER_BYTES];
         bytes[0] = 3;
         for (at, byte) in bytes[4..].iter_mut().enumerate() {
             *byte = at as u8 + 1;
@@ -187,7 +188,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes(mut bytes: [u8; PARCEL_BYTES]) {
+        fn any_bytes(mut bytes: [u8; TCP_FRAME_HEADER_BYTES]) {
             bytes[1..4].fill(0);
             if let Some(tcp_frame) = TcpFrame::decode(&bytes) {
                 prop_assert_eq!(tcp_frame.encode(), bytes);

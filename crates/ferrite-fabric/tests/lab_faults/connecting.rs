@@ -15,7 +15,8 @@ use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, pace, quick, until,
 const PATIENT_FOR: Duration = Duration::from_secs(2);
 /// Beyond that: to wake up, and for the diagnosis.
 const SLACK: Duration = Duration::from_secs(1);
-/// For an answer that comes at once: when the neighbour is not known, finding it takes a quarter of a second.
+/// For an answer that comes at once: when the neighbour is not known, finding it takes a quarter of
+/// a second.
 const SOON: Duration = Duration::from_secs(1);
 
 /// What a connect from `local` to `target` ends in, at most after `limit`.
@@ -26,7 +27,8 @@ fn failure(own: &Host, local: Option<SocketAddr>, target: SocketAddr, limit: Dur
         options = options.local(local);
     }
     let since = Instant::now();
-    let error = within(PATIENCE, "a connect", own.fabric.connect_with(target, &options)).expect_err("nobody");
+    let error = within(PATIENCE, "a connect", own.fabric.connect_with(target, &options))
+        .expect_err("nobody");
     let after = since.elapsed();
     show(&format!("connect to {target}, after {after:.0?}"), &error);
     assert!(after <= limit * pace(), "after {after:?}: {error}");
@@ -69,14 +71,17 @@ fn no_device_has_the_address() {
         let error = failure(&own, None, target.parse().expect("an address"), PATIENT_FOR + SLACK);
         assert_eq!(error.kind(), ErrorKind::Unreachable, "{target}: {error:?}");
     }
-    let error = own.fabric.listen("10.9.0.1:0".parse().expect("an address")).expect_err("no device");
+    let error =
+        own.fabric.listen("10.9.0.1:0".parse().expect("an address")).expect_err("no device");
     show("listen on 10.9.0.1", &error);
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
     drop(dummy);
-    let error = failure(&own, None, "203.0.113.5:7471".parse().expect("an address"), PATIENT_FOR + SLACK);
+    let error =
+        failure(&own, None, "203.0.113.5:7471".parse().expect("an address"), PATIENT_FOR + SLACK);
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error:?}");
     // The other device of this host, which the fabric was not given.
-    let error = failure(&own, Some(any_port(PEER)), "10.0.0.2:7471".parse().expect("an address"), SOON);
+    let error =
+        failure(&own, Some(any_port(PEER)), "10.0.0.2:7471".parse().expect("an address"), SOON);
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error:?}");
     own.finish();
     clean.end();
@@ -150,7 +155,10 @@ fn five_hundred_at_once() {
     let since = Instant::now();
     within(LIMIT * pace(), "all links close", async {
         let endings: FuturesUnordered<_> = there.iter().map(Link::close).collect();
-        assert!(endings.collect::<Vec<_>>().await.into_iter().all(|end| end.is_ok()), "in good order");
+        assert!(
+            endings.collect::<Vec<_>>().await.into_iter().all(|end| end.is_ok()),
+            "in good order"
+        );
     });
     println!("{LINKS} links closed: {:.1?}", since.elapsed());
     drop((there, here, listener));

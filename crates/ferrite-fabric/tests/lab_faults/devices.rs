@@ -1,5 +1,5 @@
-//! A device is removed under traffic (`rdma link delete`). The kernel tells those who have an identifier on it, and waits until
-//! the last user of a Soft-RoCE device has let go.
+//! A device is removed under traffic (`rdma link delete`). The kernel tells those who have an
+//! identifier on it, and waits until the last user of a Soft-RoCE device has let go.
 
 use std::net::SocketAddr;
 use std::process::{Child, Command};
@@ -106,14 +106,23 @@ fn one_of_two_devices_removed() {
     let lost = connect(&own, peer.addr).expect("a link");
     // The other device, which talks to itself.
     let options = ConnectOptions::new().local(any_port(PEER));
-    let kept = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options)).expect("a link");
+    let kept = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options))
+        .expect("a link");
     assert_eq!((lost.device().as_deref(), kept.device().as_deref()), (Some(OWN.0), Some(PEER.0)));
     let (on_lost, on_kept) = (Traffic::start(&lost), Traffic::start(&kept));
     let since = Instant::now();
     let mut removal = remove(OWN.0);
-    judge("one of two devices removed", &lost, on_lost, since, &[ErrorKind::DeviceGone], HEARD_WITHIN);
+    judge(
+        "one of two devices removed",
+        &lost,
+        on_lost,
+        since,
+        &[ErrorKind::DeviceGone],
+        HEARD_WITHIN,
+    );
     on_kept.flows("on the other device");
-    let again = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options)).expect("a link");
+    let again = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options))
+        .expect("a link");
     drop((lost, again));
     let begun = Instant::now();
     while !removal.is_over() && begun.elapsed() < REMOVED_WITHIN * pace() {
@@ -131,8 +140,8 @@ fn one_of_two_devices_removed() {
     assert!(removed, "the removal waited for the fabric's end");
 }
 
-/// A device goes and comes back, with links and without: each time the removal ends while the fabric lives, links are made
-/// again, and no more is held than the first time.
+/// A device goes and comes back, with links and without: each time the removal ends while the
+/// fabric lives, links are made again, and no more is held than the first time.
 #[test]
 fn own_device_removed_and_added_again() {
     let (own, peer, mut link, mut traffic, clean) = Pair::start(quick(), quick()).into_parts();
@@ -143,7 +152,10 @@ fn own_device_removed_and_added_again() {
         judge("own device removed", &link, traffic, since, &[ErrorKind::DeviceGone], HEARD_WITHIN);
         drop(link);
         removal.ends();
-        println!("connect meanwhile: {:?}", connect(&own, peer.addr).expect_err("there is no device"));
+        println!(
+            "connect meanwhile: {:?}",
+            connect(&own, peer.addr).expect_err("there is no device")
+        );
         println!("missing: {:?}", own.fabric.missing_devices());
         drop(removal); // adds it again
         is_back(&own, time);
@@ -173,7 +185,8 @@ fn own_device_removed_and_added_again() {
     clean.end();
 }
 
-/// A device goes again at any moment of its return: before it was found, while everything is made anew, and after.
+/// A device goes again at any moment of its return: before it was found, while everything is made
+/// anew, and after.
 #[test]
 fn own_device_comes_and_goes() {
     let clean = Clean::begin();
@@ -185,7 +198,9 @@ fn own_device_comes_and_goes() {
         drop(removal); // adds it again
         std::thread::sleep(Duration::from_millis(pause));
     }
-    until(BACK_WITHIN * pace(), "the device is used again", || own.fabric.missing_devices().is_empty());
+    until(BACK_WITHIN * pace(), "the device is used again", || {
+        own.fabric.missing_devices().is_empty()
+    });
     let stats = own.fabric.stats();
     println!("lost {} times, back {} times", stats.devices_lost, stats.devices_back);
     assert_eq!(stats.devices_lost, stats.devices_back);
@@ -200,7 +215,9 @@ fn own_device_comes_and_goes() {
 #[track_caller]
 fn is_back(host: &Host, times: u64) {
     let begun = Instant::now();
-    until(BACK_WITHIN * pace(), "the device is used again", || host.fabric.stats().devices_back == times);
+    until(BACK_WITHIN * pace(), "the device is used again", || {
+        host.fabric.stats().devices_back == times
+    });
     println!("  (used again {:.0?} later)", begun.elapsed());
     assert_eq!(host.fabric.stats().devices_lost, times);
     assert!(host.fabric.missing_devices().is_empty());

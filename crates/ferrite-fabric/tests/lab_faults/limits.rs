@@ -30,7 +30,10 @@ fn memlock_too_small() {
         show("memlock too small for the pool", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.to_string().contains("memlock is 8 MiB, 16 MiB needed"), "{error}");
-        assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")), "{error}");
+        assert!(
+            error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")),
+            "{error}"
+        );
         // With less it works.
         let config = Config { recv_queue_depth: 64, ..Config::default() };
         let fabric = Fabric::builder(&verbs())
@@ -75,7 +78,8 @@ impl Group {
 
     /// In the child.
     fn join() {
-        std::fs::write(format!("{GROUP}/cgroup.procs"), std::process::id().to_string()).expect("joined");
+        std::fs::write(format!("{GROUP}/cgroup.procs"), std::process::id().to_string())
+            .expect("joined");
     }
 
     /// Lets it have so many objects on a device.
@@ -97,8 +101,8 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Linux 6.1 keeps a limit that is set in a list of the device's, also when the group is gone, and stumbles over it
-        // when the device is removed.
+        // Linux 6.1 keeps a limit that is set in a list of the device's, also when the group is
+        // gone, and stumbles over it when the device is removed.
         for (device, _) in HOSTS {
             let none = format!("{device} hca_handle=max hca_object=max");
             let _ = std::fs::write(format!("{GROUP}/rdma.max"), none);
@@ -107,7 +111,8 @@ impl Drop for Group {
     }
 }
 
-/// The role of a peer that may make so many objects beyond what its fabric has: a link takes a queue pair and what it grants.
+/// The role of a peer that may make so many objects beyond what its fabric has: a link takes a
+/// queue pair and what it grants.
 fn serve_with(objects: u64) {
     Group::join();
     // So much memory that it need not grow, which takes a region.
@@ -153,8 +158,8 @@ fn queue_pairs_of_the_peer_exhausted() {
     clean.end();
 }
 
-/// The own side has no queue pair left: a connect says so, and the link that there is does not notice. The same for memory
-/// to grant.
+/// The own side has no queue pair left: a connect says so, and the link that there is does not
+/// notice. The same for memory to grant.
 #[test]
 fn own_objects_exhausted() {
     if let Some(target) = role() {
@@ -193,8 +198,11 @@ fn no_room_for_a_fabric() {
     if role().is_some() {
         Group::join();
         Group::limit(PEER.0, "3"); // a domain and a pool, but neither queue
-        let error =
-            Fabric::builder(&verbs()).rdma(Rdma::Require).device(PEER.0).build().expect_err("no room");
+        let error = Fabric::builder(&verbs())
+            .rdma(Rdma::Require)
+            .device(PEER.0)
+            .build()
+            .expect_err("no room");
         show("no room for a fabric", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");
@@ -206,7 +214,8 @@ fn no_room_for_a_fabric() {
     clean.end();
 }
 
-/// A completion queue smaller than what the links could have under way: they take turns, and it never overruns.
+/// A completion queue smaller than what the links could have under way: they take turns, and it
+/// never overruns.
 #[test]
 fn completion_queue_too_small() {
     let small = || Config { cq_size: 40, recv_queue_depth: 16, ..quick() };

@@ -16,7 +16,8 @@ const RECOVERED_WITHIN: Duration = Duration::from_secs(2);
 
 /// 16 receives, of 256 that there is memory for.
 fn small() -> Config {
-    let memory = PoolConfig { memory_pool_max: 18 * MIB, receive_reserve: 2 * MIB, ..PoolConfig::default() };
+    let memory =
+        PoolConfig { memory_pool_max: 18 * MIB, receive_reserve: 2 * MIB, ..PoolConfig::default() };
     Config { memory, recv_queue_depth: 16, keepalive: KEEPALIVE, ..Config::default() }
 }
 
@@ -67,9 +68,17 @@ fn a_hoarder() {
     std::thread::sleep(Duration::from_millis(100)); // what was under way
     kept.extend(std::iter::from_fn(|| greedy.try_recv().expect("the link is up")));
     let stats = hoarder.fabric.stats();
-    println!("a hoarder has {} messages; {} receives are posted", kept.len(), stats.receives_posted);
+    println!(
+        "a hoarder has {} messages; {} receives are posted",
+        kept.len(),
+        stats.receives_posted
+    );
     assert!(!sender.is_finished() && kept.len() < MESSAGES as usize, "{} messages", kept.len());
-    assert_eq!((stats.receives_posted, stats.memory.receive.in_use_bytes), (0, 2 * MIB as u64), "{stats:?}");
+    assert_eq!(
+        (stats.receives_posted, stats.memory.receive.in_use_bytes),
+        (0, 2 * MIB as u64),
+        "{stats:?}"
+    );
     // The other link has done nothing wrong; it is held back all the same, and not broken.
     polite_there.post_bytes(0, b"hello").expect("posted");
     std::thread::sleep(Duration::from_millis(200));
@@ -79,8 +88,8 @@ fn a_hoarder() {
     let mut next = kept.len() as u32;
     drop(kept);
     let limit = RECOVERED_WITHIN * pace();
-    let hello =
-        within(limit, "the other link goes on when memory is back", polite.recv()).expect("a message");
+    let hello = within(limit, "the other link goes on when memory is back", polite.recv())
+        .expect("a message");
     assert_eq!(hello.to_vec(), b"hello");
     println!("memory is back: the other link goes on after {:.0?}", begun.elapsed());
     within(PATIENCE, "the rest comes", async {
@@ -96,7 +105,8 @@ fn a_hoarder() {
     clean.end();
 }
 
-/// A message that the peer has no memory for cannot stop the peer's other links: it is refused, or its link ends.
+/// A message that the peer has no memory for cannot stop the peer's other links: it is refused, or
+/// its link ends.
 #[test]
 fn a_message_larger_than_the_memory() {
     let clean = Clean::begin();
@@ -112,8 +122,8 @@ fn a_message_larger_than_the_memory() {
     let typed = [ErrorKind::TooLarge, ErrorKind::LinkDown, ErrorKind::PeerStalled];
     assert!(typed.contains(&error.kind()), "{error:?}");
     polite_there.post_bytes(0, b"hello").expect("the other link is up");
-    let hello =
-        within(RECOVERED_WITHIN * pace(), "the other link goes on", polite.recv()).expect("a message");
+    let hello = within(RECOVERED_WITHIN * pace(), "the other link goes on", polite.recv())
+        .expect("a message");
     assert_eq!(hello.to_vec(), b"hello");
     drop((hello, large, large_there, polite, polite_there));
     own.finish();

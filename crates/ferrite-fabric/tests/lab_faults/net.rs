@@ -1,4 +1,5 @@
-//! Breaking the guest's network by the tools an operator has (ip, tc, rdma), and mending it, however the test ends.
+//! Breaking the guest's network by the tools an operator has (ip, tc, rdma), and mending it,
+//! however the test ends.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
@@ -27,15 +28,17 @@ pub(crate) struct Mend(pub(crate) &'static str);
 impl Drop for Mend {
     fn drop(&mut self) {
         // Not `sh`: a second panic would hide the first.
-        let mended = Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
+        let mended =
+            Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
         hosts_come_up();
     }
 }
 
-/// A wire that can be made bad under traffic: on the bridge's port to the other host, not where the packets are sent. There, to put a
-/// queueing discipline in the place of another makes sends fail for a moment, and Soft-RoCE ends a queue pair for good when a send
-/// fails, that of the connection manager (GSI) too: no connection can be made through the device any more.
+/// A wire that can be made bad under traffic: on the bridge's port to the other host, not where the
+/// packets are sent. There, to put a queueing discipline in the place of another makes sends fail
+/// for a moment, and Soft-RoCE ends a queue pair for good when a send fails, that of the connection
+/// manager (GSI) too: no connection can be made through the device any more.
 pub(crate) struct Wire {
     netdevs: &'static [&'static str],
     _mend: Mend,
@@ -44,7 +47,9 @@ pub(crate) struct Wire {
 impl Wire {
     /// For what these interfaces send.
     pub(crate) fn new(netdevs: &'static [&'static str]) -> Self {
-        let mend = Mend("tc qdisc del dev p1 root 2>/dev/null; tc qdisc del dev p2 root 2>/dev/null; true");
+        let mend = Mend(
+            "tc qdisc del dev p1 root 2>/dev/null; tc qdisc del dev p2 root 2>/dev/null; true",
+        );
         let wire = Self { netdevs, _mend: mend };
         wire.tc("add", "delay 0");
         wire
@@ -73,15 +78,20 @@ fn hosts_come_up() {
 
 fn hosts_are_up() -> bool {
     HOSTS.into_iter().all(|(device, ip)| {
-        let Ok(context) = verbs().device(device).and_then(|device| device.open()) else { return false };
+        let Ok(context) = verbs().device(device).and_then(|device| device.open()) else {
+            return false;
+        };
         context.active_port().is_ok()
-            && context.gids().is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
+            && context
+                .gids()
+                .is_ok_and(|gids| gids.iter().any(|entry| entry.gid.ip().to_string() == ip))
     })
 }
 
-/// Makes the devices anew when the test ends. When the kernel cannot send a message of its connection manager, because the
-/// interface is down, Soft-RoCE ends the queue pair that carries such messages (GSI) and nothing ever brings it back: no
-/// connection can be made through the device any more. So a test that takes an interface down begins with this.
+/// Makes the devices anew when the test ends. When the kernel cannot send a message of its
+/// connection manager, because the interface is down, Soft-RoCE ends the queue pair that carries
+/// such messages (GSI) and nothing ever brings it back: no connection can be made through the
+/// device any more. So a test that takes an interface down begins with this.
 pub(crate) struct Renewal;
 
 impl Drop for Renewal {
@@ -95,7 +105,8 @@ impl Drop for Renewal {
 }
 
 fn renew(host: (&str, &str), netdev: &str) -> Option<()> {
-    // librdmacm holds the device too, and lets go when it loses an identifier that has heard of the removal.
+    // librdmacm holds the device too, and lets go when it loses an identifier that has heard of the
+    // removal.
     let listener = cm::Listener::bind(&verbs(), any_port(host), 1).ok()?;
     let mut removal = Command::new("rdma").args(["link", "delete", host.0]).spawn().ok()?;
     let event = listener.id().channel().wait_event(PATIENCE).ok()??;

@@ -9,14 +9,20 @@ use crate::net::{Mend, Renewal, Wire, fault, sh};
 use crate::pair::{Pair, Peer, connect, show};
 use crate::rig::{Clean, Host, OWN, PATIENCE, pace, quick, stalled_after, within};
 
-/// An acknowledgement is waited for 67 ms, seven times (`ack_timeout` 14, `retries` 6): half a second. But Soft-RoCE does not
-/// repeat while packets wait for the neighbour's address, for which the kernel takes three more to give up.
+/// An acknowledgement is waited for 67 ms, seven times (`ack_timeout` 14, `retries` 6): half a
+/// second. But Soft-RoCE does not repeat while packets wait for the neighbour's address, for which
+/// the kernel takes three more to give up.
 const RETRIES_OVER: Duration = Duration::from_secs(5);
 
-/// As by default, but an idle link asks for no sign of life within these outages, and closing takes less: the kernel cannot say
-/// goodbye over a device whose interface was down (see `Renewal`), so that it takes all of its time.
+/// As by default, but an idle link asks for no sign of life within these outages, and closing takes
+/// less: the kernel cannot say goodbye over a device whose interface was down (see `Renewal`), so
+/// that it takes all of its time.
 fn by_default() -> Config {
-    Config { keepalive: Duration::from_secs(20), close_timeout: quick().close_timeout, ..Config::default() }
+    Config {
+        keepalive: Duration::from_secs(20),
+        close_timeout: quick().close_timeout,
+        ..Config::default()
+    }
 }
 
 /// A second link on the same way, without traffic.
@@ -38,7 +44,8 @@ fn echoes(link: &Link) {
 fn path_cut_shortly() {
     for netdevs in [&["h1"][..], &["h2"], &["h1", "h2"]] {
         let wire = Wire::new(netdevs);
-        // A loaded machine makes the outage longer: four times the usual patience, and no other clock that is as short.
+        // A loaded machine makes the outage longer: four times the usual patience, and no other
+        // clock that is as short.
         let config = Config { ack_timeout: 16, ..Config::default() };
         let pair = Pair::start(config.clone(), config);
         wire.set("loss 100%");
@@ -49,7 +56,8 @@ fn path_cut_shortly() {
     }
 }
 
-/// Takes an interface down for a time. A link without traffic does not notice. One with traffic ends by an error, or goes on:
+/// Takes an interface down for a time. A link without traffic does not notice. One with traffic
+/// ends by an error, or goes on:
 ///
 /// | interface | link with traffic |
 /// |---|---|
@@ -128,8 +136,8 @@ fn black_hole() {
     assert_eq!(error.status(), Some(Status::RETRY_EXCEEDED), "{error}");
 }
 
-/// Where the device repeats for ever (7 retries, to Soft-RoCE), the clock ends the link; and nobody may say then that the
-/// peer's device answers.
+/// Where the device repeats for ever (7 retries, to Soft-RoCE), the clock ends the link; and nobody
+/// may say then that the peer's device answers.
 #[test]
 fn black_hole_with_endless_retries() {
     let config = Config { retries: 7, ..quick() };
@@ -138,11 +146,13 @@ fn black_hole_with_endless_retries() {
     let since = Instant::now();
     wire.set(HOLE);
     let limit = stalled_after(&config) + Duration::from_secs(1) * pace();
-    let error = pair.fails_during("black hole, endless retries", since, limit / pace(), || drop(wire));
+    let error =
+        pair.fails_during("black hole, endless retries", since, limit / pace(), || drop(wire));
     assert!(!error.to_string().contains("device acknowledges"), "{error}");
 }
 
-/// A link without traffic finds out when it asks for a sign of life: by the retries of that question.
+/// A link without traffic finds out when it asks for a sign of life: by the retries of that
+/// question.
 #[test]
 fn black_hole_around_an_idle_link() {
     let wire = Wire::new(&["h1"]);

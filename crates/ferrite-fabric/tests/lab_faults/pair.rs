@@ -1,4 +1,5 @@
-//! Two hosts with traffic between them, both in this process; and how a fault of the link is judged.
+//! Two hosts with traffic between them, both in this process; and how a fault of the link is
+//! judged.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -46,12 +47,14 @@ impl Peer {
         Self { host, addr, stop, thread }
     }
 
-    /// Takes no more links. Those that there are end by themselves in time; nothing of them is left.
+    /// Takes no more links. Those that there are end by themselves in time; nothing of them is
+    /// left.
     #[track_caller]
     pub(crate) fn finish(self) -> Ends {
         let Self { host, stop, thread, .. } = self;
         let _ = stop.send(());
-        let ends = join(thread, stalled_after(host.fabric.config()) + PATIENCE, "the peer's links end");
+        let ends =
+            join(thread, stalled_after(host.fabric.config()) + PATIENCE, "the peer's links end");
         host.finish();
         ends
     }
@@ -151,8 +154,8 @@ impl Pair {
         println!("{fault}: survives");
     }
 
-    /// All traffic ends by the same error within `limit` of `since`: the link is down. Then `mend`; both sides let go of
-    /// everything.
+    /// All traffic ends by the same error within `limit` of `since`: the link is down. Then `mend`;
+    /// both sides let go of everything.
     #[track_caller]
     pub(crate) fn fails_during(
         self,
@@ -195,7 +198,8 @@ pub(crate) fn judge(
         assert_eq!(format!("{error:?}"), format!("{first:?}"), "{kind} are told the first failure");
         assert!(after <= limit, "{kind} failed after {after:?}, {limit:?} allowed: {error}");
     }
-    let after = failures.iter().map(|failed| failed.at).max().map(|at| at.saturating_duration_since(since));
+    let after =
+        failures.iter().map(|failed| failed.at).max().map(|at| at.saturating_duration_since(since));
     show(&format!("{fault}, after {:.0?}", after.unwrap_or_default()), &first);
     first
 }

@@ -11,7 +11,8 @@ use crate::rig::{
 };
 use crate::traffic::Traffic;
 
-/// The kernel closes a dead process's identifiers at once, and the peer hears it by a message that is repeated if lost.
+/// The kernel closes a dead process's identifiers at once, and the peer hears it by a message that
+/// is repeated if lost.
 const HEARD_WITHIN: Duration = Duration::from_secs(2);
 /// Beyond the time that was agreed: for the fabric to wake up, and for the diagnosis.
 const SLACK: Duration = Duration::from_secs(1);
@@ -34,8 +35,8 @@ fn peer_killed() {
     clean.end();
 }
 
-/// Its device goes on: reads and writes succeed, and messages until the credits are used up. Then the own queue fills,
-/// and says so. The process is given up when it has not answered in time.
+/// Its device goes on: reads and writes succeed, and messages until the credits are used up. Then
+/// the own queue fills, and says so. The process is given up when it has not answered in time.
 #[test]
 fn peer_stopped() {
     if role().is_some() {
@@ -66,7 +67,8 @@ fn peer_stopped() {
     traffic.flows_one_sided();
 
     let stalled = stalled_after(&config);
-    let error = judge("peer stopped", &link, traffic, since, &[ErrorKind::PeerStalled], stalled + SLACK);
+    let error =
+        judge("peer stopped", &link, traffic, since, &[ErrorKind::PeerStalled], stalled + SLACK);
     assert!(!error.causes().is_empty(), "{error}");
     // Not before its time: who called asks after half of `keepalive` at the earliest.
     let earliest = config.keepalive / 2 + config.peer_timeout - Duration::from_millis(200);
@@ -96,7 +98,8 @@ fn peer_stopped_shortly() {
     let link = connect(&own, addr).expect("a link");
     let traffic = Traffic::start(&link);
     process.stop();
-    // It is asked after `keepalive` at the latest, and given up after half of that and `peer_timeout` at the earliest.
+    // It is asked after `keepalive` at the latest, and given up after half of that and
+    // `peer_timeout` at the earliest.
     std::thread::sleep(config.keepalive + config.peer_timeout / 4);
     process.signal("CONT");
     traffic.flows("after the stop");
@@ -110,7 +113,8 @@ fn peer_stopped_shortly() {
     clean.end();
 }
 
-/// A process that connects and then never drives its fabric: what is kept for it is bounded, and it is given up.
+/// A process that connects and then never drives its fabric: what is kept for it is bounded, and it
+/// is given up.
 #[test]
 fn peer_never_polls() {
     if let Some(target) = role() {
@@ -155,14 +159,18 @@ fn peer_never_polls() {
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");
     assert!(!error.causes().is_empty(), "{error}");
     assert!(after <= stalled_after(&config) + SLACK * pace(), "{after:?}");
-    assert!(posted <= (config.send_queue_messages + usize::from(config.window)) as u64 + 1, "{posted}");
+    assert!(
+        posted <= (config.send_queue_messages + usize::from(config.window)) as u64 + 1,
+        "{posted}"
+    );
     drop((link, listener));
     own.finish();
     process.finish();
     clean.end();
 }
 
-/// This process gets no time between asking the peer and looking for the answer, which has long been there.
+/// This process gets no time between asking the peer and looking for the answer, which has long
+/// been there.
 #[test]
 fn a_starved_process_blames_nobody() {
     let clean = Clean::begin();

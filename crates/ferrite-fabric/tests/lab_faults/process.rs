@@ -26,7 +26,9 @@ pub(crate) fn role() -> Option<String> {
 /// `test` again, in a process of its own, behind the words of `wrapper`, as `role`.
 pub(crate) fn again(test: &str, role: &str, wrapper: &[&str]) -> Command {
     let mut words: Vec<String> = wrapper.iter().map(|word| (*word).to_owned()).collect();
-    words.extend(std::env::var(RUNNER).iter().flat_map(|runner| runner.split(' ')).map(str::to_owned));
+    words.extend(
+        std::env::var(RUNNER).iter().flat_map(|runner| runner.split(' ')).map(str::to_owned),
+    );
     words.extend(std::env::args().take(1));
     let mut command = Command::new(&words[0]);
     command.args(&words[1..]).args(["--exact", test, "--nocapture"]).env(ROLE, role);
@@ -62,7 +64,8 @@ impl Process {
     /// What the child says next, which must begin with `word`.
     #[track_caller]
     pub(crate) fn says(&self, word: &str) -> String {
-        let line = self.lines.recv_timeout(PATIENCE).unwrap_or_else(|error| panic!("{word}: {error}"));
+        let line =
+            self.lines.recv_timeout(PATIENCE).unwrap_or_else(|error| panic!("{word}: {error}"));
         let rest = line.strip_prefix(word).unwrap_or_else(|| panic!("{word} expected, not {line}"));
         rest.trim().to_owned()
     }
@@ -72,11 +75,13 @@ impl Process {
         sh(&format!("kill -{name} {}", self.child.id()));
     }
 
-    /// Stops it, and waits until none of its threads runs any more: the signal alone says only that they will not for long.
+    /// Stops it, and waits until none of its threads runs any more: the signal alone says only that
+    /// they will not for long.
     pub(crate) fn stop(&self) {
         self.signal("STOP");
         until(PATIENCE, "it is stopped", || {
-            let threads = std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it is there");
+            let threads =
+                std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it is there");
             threads.flatten().all(|thread| {
                 let stat = std::fs::read_to_string(thread.path().join("stat")).unwrap_or_default();
                 stat.rsplit(')').next().is_some_and(|rest| rest.trim_start().starts_with('T'))

@@ -1,9 +1,10 @@
-//! Revocation under fire: peers read a region in tight loops while its owner takes it back and uses the memory for something
-//! else.
+//! Revocation under fire: peers read a region in tight loops while its owner takes it back and uses
+//! the memory for something else.
 //!
-//! The owner is the own host. One child reads over the link that it was given the grant on: it hears of the end, and keeps its
-//! link. Another has the token from elsewhere and reads on: it loses its link, and nobody else does. Neither ever sees a byte
-//! of what the memory was used for afterwards. A third link of the owner has traffic all the time.
+//! The owner is the own host. One child reads over the link that it was given the grant on: it
+//! hears of the end, and keeps its link. Another has the token from elsewhere and reads on: it
+//! loses its link, and nobody else does. Neither ever sees a byte of what the memory was used for
+//! afterwards. A third link of the owner has traffic all the time.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -54,8 +55,10 @@ fn under_fire() {
     for round in 0..ROUNDS {
         let thief_link = accept(&mut listener);
         buf.fill(OLD);
-        let region =
-            reader_link.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
+        let region = reader_link
+            .register_memory(buf, Rights::READ)
+            .map_err(|(_, error)| error)
+            .expect("a region");
         let token = region.grant(&reader_link).encode(); // not to the thief
         for link in [&reader_link, &thief_link] {
             within(PATIENCE, "the token goes", link.send_bytes(0, &token)).expect("sent");
@@ -65,13 +68,15 @@ fn under_fire() {
         buf = within(REVOKED_WITHIN * pace(), "revoked", region.revoke()).expect("the buffer");
         longest = longest.max(begun.elapsed());
         buf.fill(NEW);
-        let error = within(PATIENCE, "the thief's link ends", thief_link.ended()).expect_err("by an error");
+        let error =
+            within(PATIENCE, "the thief's link ends", thief_link.ended()).expect_err("by an error");
         if round == 0 {
             show("at the owner, the link of the one that does not listen", &error);
         }
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error:?}");
         // Reads of the other child were refused by its own fabric; its link works.
-        let message = within(PATIENCE, "the reader goes on", reader_link.recv()).expect("its link is up");
+        let message =
+            within(PATIENCE, "the reader goes on", reader_link.recv()).expect("its link is up");
         assert_eq!(message.to_vec(), b"denied");
         assert!(buf.iter().all(|byte| *byte == NEW), "nobody wrote");
     }
@@ -114,7 +119,8 @@ fn read_until_told(fabric: &Fabric, target: SocketAddr) {
     });
 }
 
-/// The role of the one that has the token from elsewhere: its reads end when the owner's device refuses one.
+/// The role of the one that has the token from elsewhere: its reads end when the owner's device
+/// refuses one.
 fn read_in_any_case(fabric: &Fabric, target: SocketAddr) {
     for round in 0..ROUNDS {
         let link = connect(fabric, target).expect("a link");
@@ -124,14 +130,19 @@ fn read_in_any_case(fabric: &Fabric, target: SocketAddr) {
         if round == 0 {
             show("at the one that does not listen", &error);
         }
-        // The owner's device refuses and its fabric hangs up: on a busy host the second can be heard first.
+        // The owner's device refuses and its fabric hangs up: on a busy host the second can be
+        // heard first.
         let expected = [ErrorKind::Denied, ErrorKind::LinkDown];
         assert!(expected.contains(&error.kind()), "{error:?}");
-        assert!(link.failure().is_some_and(|failure| expected.contains(&failure.kind())), "its link is down");
+        assert!(
+            link.failure().is_some_and(|failure| expected.contains(&failure.kind())),
+            "its link is down"
+        );
     }
 }
 
-/// Reads as fast as it can, looks at every byte, and says how it ended. After some it tells the owner.
+/// Reads as fast as it can, looks at every byte, and says how it ended. After some it tells the
+/// owner.
 async fn read_on(link: &Link, token: &GrantToken) -> Error {
     let read = || async {
         let buf = link.fabric().buffer(BYTES)?;

@@ -24,7 +24,8 @@ pub(crate) fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
 }
 
-/// Where everything is emulated it takes longer: what is a deadline on User-Mode Linux is multiplied by this.
+/// Where everything is emulated it takes longer: what is a deadline on User-Mode Linux is
+/// multiplied by this.
 pub(crate) fn pace() -> u32 {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") { 4 } else { 1 }
 }
@@ -34,7 +35,8 @@ pub(crate) fn any_port((_, ip): (&str, &str)) -> SocketAddr {
     SocketAddr::new(ip.parse().expect("an address"), 0)
 }
 
-/// Settings under which a dead or stuck peer is found within `stalled_after`, not within a quarter of a minute.
+/// Settings under which a dead or stuck peer is found within `stalled_after`, not within a quarter
+/// of a minute.
 pub(crate) fn quick() -> Config {
     Config {
         keepalive: Duration::from_secs(1) * pace(),
@@ -44,9 +46,11 @@ pub(crate) fn quick() -> Config {
     }
 }
 
-/// When a silent peer is given up at the latest: it is asked after one time, and waited for during the other.
+/// When a silent peer is given up at the latest: it is asked after one time, and waited for during
+/// the other.
 pub(crate) fn stalled_after(config: &Config) -> Duration {
-    config.keepalive * 4 / 3 + config.peer_timeout // the called side waits a third longer before it asks
+    // the called side waits a third longer before it asks
+    config.keepalive * 4 / 3 + config.peer_timeout
 }
 
 /// Runs a future on this thread; it must end in time. Fabrics are driven by their own threads.
@@ -99,7 +103,9 @@ impl Host {
     pub(crate) fn new(devices: &[&str], config: Config) -> Self {
         let builder = devices
             .iter()
-            .fold(Fabric::builder(&verbs()).rdma(Rdma::Require), |builder, device| builder.device(*device));
+            .fold(Fabric::builder(&verbs()).rdma(Rdma::Require), |builder, device| {
+                builder.device(*device)
+            });
         let fabric = builder.config(config).build().expect("a fabric");
         let driver = fabric.spawn_thread().expect("a thread");
         Self { fabric, driver }
@@ -109,11 +115,13 @@ impl Host {
     #[track_caller]
     pub(crate) fn finish(self) {
         let Self { fabric, driver } = self;
-        // The time to close, and that to give up what is in flight (2 s), after which links are gone by force.
+        // The time to close, and that to give up what is in flight (2 s), after which links are
+        // gone by force.
         let limit = fabric.config().close_timeout + Duration::from_secs(4) * pace();
         until(limit, "links are gone", || fabric.stats().links == 0);
         let stats = fabric.stats();
-        // A receive lies in a block that fits it, and no test has other receives than of whole blocks.
+        // A receive lies in a block that fits it, and no test has other receives than of whole
+        // blocks.
         let posted = stats.receives_posted * u64::from(fabric.config().recv_buffer_size);
         assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory: {stats:?}");
         assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
@@ -131,7 +139,8 @@ impl Clean {
         Self::with(&HOSTS)
     }
 
-    /// Where only these devices are used. librdmacm keeps devices open once it has opened them: here, not later.
+    /// Where only these devices are used. librdmacm keeps devices open once it has opened them:
+    /// here, not later.
     pub(crate) fn with(hosts: &[(&str, &str)]) -> Self {
         for host in hosts.iter().copied() {
             drop(cm::Listener::bind(&verbs(), any_port(host), 1).expect("a listener"));
@@ -139,11 +148,13 @@ impl Clean {
         Self(resources())
     }
 
-    /// Everything was dropped: nothing is left. (Less than at the start is well: a test before has let go meanwhile.)
+    /// Everything was dropped: nothing is left. (Less than at the start is well: a test before has
+    /// let go meanwhile.)
     #[track_caller]
     pub(crate) fn end(self) {
         let left = || -> Vec<(String, u64)> {
-            let more = |(what, count): &(String, u64)| *count > self.0.get(what).copied().unwrap_or(0);
+            let more =
+                |(what, count): &(String, u64)| *count > self.0.get(what).copied().unwrap_or(0);
             resources().into_iter().filter(more).collect()
         };
         // Identifiers linger in timewait, and the objects of a killed process go after it.
@@ -156,8 +167,8 @@ impl Clean {
     }
 }
 
-/// What a program cannot have more of by using its device again: objects on a device, except memory regions (pools grow),
-/// and file descriptors.
+/// What a program cannot have more of by using its device again: objects on a device, except memory
+/// regions (pools grow), and file descriptors.
 pub(crate) fn held_on(device: &str) -> BTreeMap<String, u64> {
     let counts = |what: &str| what.starts_with(device) && !what.ends_with(" mr") || what == "fds";
     resources().into_iter().filter(|(what, _)| counts(what)).collect()

@@ -106,7 +106,8 @@ impl Traffic {
         let before: Vec<u64> = kinds.iter().map(now).collect();
         until(PATIENCE * 2, &format!("traffic flows {when}"), || {
             // How it ended is for the caller to find out.
-            self.thread.is_finished() || kinds.iter().zip(&before).all(|(kind, was)| now(kind) >= was + count)
+            self.thread.is_finished()
+                || kinds.iter().zip(&before).all(|(kind, was)| now(kind) >= was + count)
         });
     }
 
@@ -129,20 +130,27 @@ impl Traffic {
     }
 }
 
-async fn failed(kind: &'static str, traffic: impl Future<Output = Result<(), Error>>) -> Option<Failed> {
+async fn failed(
+    kind: &'static str,
+    traffic: impl Future<Output = Result<(), Error>>,
+) -> Option<Failed> {
     traffic.await.err().map(|error| Failed { kind, error, at: Instant::now() })
 }
 
 async fn messages(link: &Link, shared: &Shared) -> Result<(), Error> {
     let mut seed = 0;
     while !shared.stop.load(Ordering::Relaxed) {
-        let sent: Vec<_> = SIZES.iter().zip(seed..).map(|(len, seed)| pattern(seed, *len)).collect();
+        let sent: Vec<_> =
+            SIZES.iter().zip(seed..).map(|(len, seed)| pattern(seed, *len)).collect();
         for bytes in &sent {
             link.send_bytes(1, bytes).await?;
         }
         for (at, bytes) in sent.iter().enumerate() {
             let answer = link.recv().await?;
-            assert!(answer.to_vec() == *bytes, "message {at} of burst {seed} came back as {answer:?}");
+            assert!(
+                answer.to_vec() == *bytes,
+                "message {at} of burst {seed} came back as {answer:?}"
+            );
         }
         seed += 1;
         shared.rounds[0].fetch_add(1, Ordering::Relaxed);
@@ -150,17 +158,31 @@ async fn messages(link: &Link, shared: &Shared) -> Result<(), Error> {
     Ok(())
 }
 
-async fn reads(link: &Link, token: &GrantToken, shared: &Shared, read_bytes: usize) -> Result<(), Error> {
+async fn reads(
+    link: &Link,
+    token: &GrantToken,
+    shared: &Shared,
+    read_bytes: usize,
+) -> Result<(), Error> {
     let expected = pattern(0, HALF as usize);
     while !shared.stop.load(Ordering::Relaxed) {
         let bytes = read_in_pieces(link, token, 0, HALF as usize, read_bytes).await?;
-        assert!(bytes == expected, "what was read is what is there: {}", difference(&bytes, &expected));
+        assert!(
+            bytes == expected,
+            "what was read is what is there: {}",
+            difference(&bytes, &expected)
+        );
         shared.rounds[1].fetch_add(1, Ordering::Relaxed);
     }
     Ok(())
 }
 
-async fn writes(link: &Link, token: &GrantToken, shared: &Shared, read_bytes: usize) -> Result<(), Error> {
+async fn writes(
+    link: &Link,
+    token: &GrantToken,
+    shared: &Shared,
+    read_bytes: usize,
+) -> Result<(), Error> {
     let mut seed = 0;
     while !shared.stop.load(Ordering::Relaxed) {
         for len in SIZES.into_iter().filter(|len| *len > 0) {
@@ -170,7 +192,11 @@ async fn writes(link: &Link, token: &GrantToken, shared: &Shared, read_bytes: us
             buf.copy_from_slice(&bytes);
             link.rdma_write(token, HALF, buf)?.await?;
             let back = read_in_pieces(link, token, HALF, len, read_bytes).await?;
-            assert!(back == bytes, "{len} bytes that were written are there: {}", difference(&back, &bytes));
+            assert!(
+                back == bytes,
+                "{len} bytes that were written are there: {}",
+                difference(&back, &bytes)
+            );
         }
         shared.rounds[2].fetch_add(1, Ordering::Relaxed);
     }

@@ -1,4 +1,5 @@
-//! A bad wire: packets are lost, late, out of order, doubled or damaged, and nobody but the clock notices.
+//! A bad wire: packets are lost, late, out of order, doubled or damaged, and nobody but the clock
+//! notices.
 
 use std::time::{Duration, Instant};
 
@@ -46,8 +47,9 @@ fn delay_with_reordering() {
     pair.survives(REORDER);
 }
 
-/// Soft-RoCE takes the pieces of a read that come in another order for a fatal error (drivers/infiniband/sw/rxe/rxe_comp.c,
-/// `check_ack`), where hardware asks again: the link is down, and says so. If the order is kept by chance, it goes on.
+/// Soft-RoCE takes the pieces of a read that come in another order for a fatal error
+/// (drivers/infiniband/sw/rxe/rxe_comp.c, `check_ack`), where hardware asks again: the link is
+/// down, and says so. If the order is kept by chance, it goes on.
 #[test]
 fn long_reads_reordered() {
     let wire = Wire::new(&["h1", "h2"]);

@@ -1,5 +1,5 @@
-//! What only the fake can do: devices, ports, queue pairs and wires break while things are under way. Everything that
-//! waits is told the first failure, and everything comes back.
+//! What only the fake can do: devices, ports, queue pairs and wires break while things are under
+//! way. Everything that waits is told the first failure, and everything comes back.
 
 use std::time::{Duration, Instant};
 
@@ -11,17 +11,20 @@ use futures_util::join;
 
 use crate::faults::{assert_told, run};
 use crate::links::pair::{
-    End, Pair, assert_unused, buffer, call, clear, drive, failed, filled, meet, once, run_for, until,
+    End, Pair, assert_unused, buffer, call, clear, drive, failed, filled, meet, once, run_for,
+    until,
 };
 
-/// What is under way on a link when something breaks: sends that wait, requests that the device has, a receive.
+/// What is under way on a link when something breaks: sends that wait, requests that the device
+/// has, a receive.
 struct UnderWay {
     sending: Vec<ferrite_fabric::Sending>,
     reading: Vec<ferrite_fabric::Reading>,
     writing: Vec<ferrite_fabric::Writing>,
 }
 
-/// The peer is not driven, and has 16 receives: the device keeps the rest, and the queue what is behind that.
+/// The peer is not driven, and has 16 receives: the device keeps the rest, and the queue what is
+/// behind that.
 fn stuck() -> Config {
     Config { recv_queue_depth: 16, window: 30, send_queue_depth: 20, ..Config::default() }
 }
@@ -29,8 +32,10 @@ fn stuck() -> Config {
 impl UnderWay {
     fn new(pair: &Pair) -> Self {
         let (from, to) = (&pair.a, &pair.b);
-        let region =
-            to.link.register_memory(buffer(&to.fabric, &[1; 1000]), Rights::READ_WRITE).expect("a region");
+        let region = to
+            .link
+            .register_memory(buffer(&to.fabric, &[1; 1000]), Rights::READ_WRITE)
+            .expect("a region");
         let token = region.grant(&to.link);
         let mut sending: Vec<_> =
             (0..60).map(|_| from.link.send(0, filled(&from.fabric, &[1; 1000]))).collect();
@@ -57,7 +62,13 @@ impl UnderWay {
     fn ends(self, fabric: &Fabric, end: &End) -> Vec<Error> {
         let Self { sending, reading, writing } = self;
         let all = async {
-            join!(join_all(sending), join_all(reading), join_all(writing), end.link.recv(), end.link.ended())
+            join!(
+                join_all(sending),
+                join_all(reading),
+                join_all(writing),
+                end.link.recv(),
+                end.link.ended()
+            )
         };
         let (sent, read, written, received, ended) = drive(&[fabric], all);
         let mut errors: Vec<Error> = sent.into_iter().filter_map(Result::err).collect();
@@ -90,7 +101,8 @@ fn breaks(kinds: &[ErrorKind], fault: impl FnOnce(&World, &Pair)) {
         }
         drop(errors);
         let Pair { a, b, listener } = pair;
-        // The peer's side ends, too, for its own reason; and if it is told nothing, when it is dropped.
+        // The peer's side ends, too, for its own reason; and if it is told nothing, when it is
+        // dropped.
         drop((a.link, b.link, listener));
         let pools = [&a.fabric, &b.fabric].map(|fabric| fabric.pool().clone());
         run_for(&[&a.fabric, &b.fabric], Duration::from_millis(20));
@@ -151,7 +163,8 @@ fn one_of_two_devices_removed() {
     run(|world, fixture| {
         let [host, peer] = &fixture.hosts;
         let fabric = fixture.builder().build().expect("a fabric");
-        let mut listeners = [host, peer].map(|host| fabric.listen(host.any_port()).expect("listen"));
+        let mut listeners =
+            [host, peer].map(|host| fabric.listen(host.any_port()).expect("listen"));
         let mut links = Vec::new();
         for (at, listener) in listeners.iter_mut().enumerate() {
             let from = &fixture.hosts[at];
@@ -167,7 +180,8 @@ fn one_of_two_devices_removed() {
         }
         let error = failed(fabric.block_on(listeners[1].accept()), "its device is gone");
         assert_told(&error, &[ErrorKind::DeviceGone]);
-        let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(500));
+        let options =
+            ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(500));
         let target = listeners[0].local_addr();
         failed(fabric.block_on(fabric.connect_with(target, &options)), "no such device");
         links[0][0].post_bytes(0, b"still here").expect("room");
@@ -185,9 +199,13 @@ fn black_hole_during_handshake() {
         let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
         let mut listener = b.listen(host.any_port()).expect("listen");
         world.black_hole("fake1", "fake2");
-        let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(300));
+        let options =
+            ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(300));
         let begun = Instant::now();
-        let error = failed(drive(&[&a, &b], a.connect_with(listener.local_addr(), &options)), "nobody hears");
+        let error = failed(
+            drive(&[&a, &b], a.connect_with(listener.local_addr(), &options)),
+            "nobody hears",
+        );
         assert_told(&error, &[ErrorKind::Timeout, ErrorKind::Unreachable]);
         assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
         world.heal("fake1", "fake2");
@@ -215,15 +233,19 @@ fn idle_through_a_black_hole() {
 #[test]
 fn many_part_at_once() {
     run(|_, fixture| {
-        let mut pair =
-            Pair::with(fixture, &Config { close_timeout: Duration::from_secs(30), ..Config::default() });
+        let mut pair = Pair::with(
+            fixture,
+            &Config { close_timeout: Duration::from_secs(30), ..Config::default() },
+        );
         let links: Vec<_> = (0..300).map(|_| pair.another(fixture)).collect();
         let ending: Vec<_> = links.iter().flatten().map(ferrite_fabric::Link::close).collect();
         for ended in pair.drive(join_all(ending)) {
             ended.expect("in good order");
         }
         drop(links);
-        until(&[&pair.a.fabric, &pair.b.fabric], "they are gone", || pair.a.fabric.stats().links == 1);
+        until(&[&pair.a.fabric, &pair.b.fabric], "they are gone", || {
+            pair.a.fabric.stats().links == 1
+        });
         pair.end();
     });
 }

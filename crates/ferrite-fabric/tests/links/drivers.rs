@@ -1,4 +1,5 @@
-//! The ways to drive a fabric: under tokio, on a thread, from a foreign loop. Whoever waits is woken.
+//! The ways to drive a fabric: under tokio, on a thread, from a foreign loop. Whoever waits is
+//! woken.
 
 use std::future::Future;
 use std::ops::ControlFlow;
@@ -43,7 +44,8 @@ async fn ask(link: Link, client: u64, rounds: u64) -> Result<(), Error> {
     for round in 0..rounds {
         let len = (round as usize * 1327 + client as usize) % (40 * KIB);
         let bytes = pattern(client << 32 | round, len);
-        let (sent, answer) = join!(link.send((round % 5) as u16, filled(link.fabric(), &bytes)), link.recv());
+        let (sent, answer) =
+            join!(link.send((round % 5) as u16, filled(link.fabric(), &bytes)), link.recv());
         sent?;
         assert!(answer?.to_vec() == bytes, "round {round} of client {client}");
     }
@@ -73,7 +75,11 @@ fn under_tokio(fixture: &Fixture, mut builder: Builder) {
                 let (there, here) = timeout(PATIENCE, async { join!(calling, listener.accept()) })
                     .await
                     .expect("a link in time");
-                assert!(begun.elapsed() < Duration::from_secs(4), "{:?} for a handshake", begun.elapsed());
+                assert!(
+                    begun.elapsed() < Duration::from_secs(4),
+                    "{:?} for a handshake",
+                    begun.elapsed()
+                );
                 tasks.push(tokio::spawn(ask(there.expect("connect"), client, rounds)));
                 tasks.push(tokio::spawn(echo(here.expect("accept"))));
             }
@@ -186,7 +192,10 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
             for _ in 0..each * u64::from(SENDERS) {
                 let message = in_time(here.recv()).expect("a message");
                 let number = &mut next[usize::from(message.channel())];
-                assert!(message.to_vec() == pattern(*number, (*number % 700) as usize), "message {number}");
+                assert!(
+                    message.to_vec() == pattern(*number, (*number % 700) as usize),
+                    "message {number}"
+                );
                 *number += 1;
             }
         });
@@ -196,8 +205,8 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     driving.join().expect("no panic");
 }
 
-/// A plain epoll loop that knows the fabric by its descriptor alone. A wait that ends by its time limit is a wake-up
-/// that was lost.
+/// A plain epoll loop that knows the fabric by its descriptor alone. A wait that ends by its time
+/// limit is a wake-up that was lost.
 fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::EventFlags) {
     let pair = Pair::with(fixture, &Config { busy_poll_us, ..Config::default() });
     let rounds = 200 / fixture.slower.min(10) as u64;
@@ -205,7 +214,8 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
     let ends = [&pair.a, &pair.b];
     for (token, end) in (0..).zip(ends) {
         let data = epoll::EventData::new_u64(token);
-        epoll::add(&poll, end.fabric.as_fd(), data, epoll::EventFlags::IN | trigger).expect("epoll");
+        epoll::add(&poll, end.fabric.as_fd(), data, epoll::EventFlags::IN | trigger)
+            .expect("epoll");
     }
     let bytes = |round: u64| pattern(round, (round as usize * 997) % (20 * KIB));
     let patience = Timespec { tv_sec: 5, tv_nsec: 0 };
@@ -278,7 +288,8 @@ pub(crate) fn idle_fabrics_sleep(fixture: &Fixture) {
 
 /// Memory that the application gives back is posted again, though nothing tells the fabric of it.
 pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
-    let memory = PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
+    let memory =
+        PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
     let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
     let (a, b, mut listener) = fabrics(fixture, &config);
     let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
@@ -298,7 +309,10 @@ pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
     kept.clear();
     while received < 600 {
         let message = wait(here.recv(), Duration::from_secs(3)).expect("it goes on soon");
-        assert!(message.expect("it is up").to_vec() == pattern(received, 300), "message {received}");
+        assert!(
+            message.expect("it is up").to_vec() == pattern(received, 300),
+            "message {received}"
+        );
         received += 1;
     }
     drop((there, here, listener, a, b));
@@ -329,7 +343,9 @@ pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
         let serving = scope.spawn(|| {
             let mut random = Random::new(9);
             while !over.load(std::sync::atomic::Ordering::Acquire) {
-                let Some(link) = wait(listener.accept(), Duration::from_millis(20)) else { continue };
+                let Some(link) = wait(listener.accept(), Duration::from_millis(20)) else {
+                    continue;
+                };
                 let (link, seed) = (link.expect("it listens"), random.below(1 << 30));
                 scope.spawn(move || hurry(&link, &mut Random::new(seed)));
             }
@@ -367,7 +383,8 @@ fn hurry(link: &Link, random: &mut Random) {
             }
             _ => {
                 let Some(token) = &token else { continue };
-                let Ok(reading) = link.rdma_read(token, 0, link.fabric().buffer(4096).expect("memory"))
+                let Ok(reading) =
+                    link.rdma_read(token, 0, link.fabric().buffer(4096).expect("memory"))
                 else {
                     continue;
                 };
@@ -387,7 +404,8 @@ fn hurry(link: &Link, random: &mut Random) {
     }
 }
 
-/// Who breaks off is called again, and does not come to rest before all is done; who has nothing to do sleeps, whatever it says.
+/// Who breaks off is called again, and does not come to rest before all is done; who has nothing to
+/// do sleeps, whatever it says.
 pub(crate) fn broken_off(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let is_readable = || {
@@ -412,6 +430,9 @@ pub(crate) fn broken_off(fixture: &Fixture) {
     }
     assert!(is_readable(), "there may be more");
     come_to_rest(ControlFlow::Break(()));
-    assert_eq!(pair.b.link.try_recv().expect("it is up").expect("a message").to_vec(), b"something to do");
+    assert_eq!(
+        pair.b.link.try_recv().expect("it is up").expect("a message").to_vec(),
+        b"something to do"
+    );
     pair.end();
 }

@@ -25,7 +25,9 @@ fn exchange(pair: &Pair, links: &[[Link; 2]], count: u64) {
             let receive = async {
                 for _ in 0..count {
                     let message = to.recv().await.expect("a message");
-                    let number = (0..count).find(|number| len(*number) == message.len()).expect("its length");
+                    let number = (0..count)
+                        .find(|number| len(*number) == message.len())
+                        .expect("its length");
                     assert!(message.to_vec() == pattern(number, message.len()), "message {number}");
                 }
             };
@@ -148,9 +150,11 @@ fn thread_cpu_time() -> Duration {
     time.try_into().expect("it is not negative")
 }
 
-/// The application keeps what it received until there is no memory for more: peers wait, and go on when it lets go.
+/// The application keeps what it received until there is no memory for more: peers wait, and go on
+/// when it lets go.
 pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
-    let memory = PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
+    let memory =
+        PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
     let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
     let pair = Pair::of(fixture, &Config::default(), &config);
     let mut kept = Vec::new();
@@ -187,9 +191,11 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     pair.end();
 }
 
-/// A message that is larger than the peer's memory for receives is refused at once: it could never arrive.
+/// A message that is larger than the peer's memory for receives is refused at once: it could never
+/// arrive.
 pub(crate) fn message_larger_than_the_memory(fixture: &Fixture) {
-    let memory = PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
+    let memory =
+        PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
     let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
     let pair = Pair::of(fixture, &Config::default(), &config);
     let error = failed(pair.drive(pair.a.link.send_bytes(0, &vec![1; 4 * MIB])), "too large");
@@ -215,7 +221,8 @@ pub(crate) fn message_larger_than_the_memory(fixture: &Fixture) {
 
 /// Sends have nothing left: said, and over when something has come back.
 pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
-    let memory = PoolConfig { memory_pool_max: 8 << 20, receive_reserve: 6 << 20, ..PoolConfig::default() };
+    let memory =
+        PoolConfig { memory_pool_max: 8 << 20, receive_reserve: 6 << 20, ..PoolConfig::default() };
     let config = Config { memory, inline_threshold: 0, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let mut kept = Vec::new();
@@ -228,7 +235,10 @@ pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
     assert_eq!(error.kind(), ErrorKind::Full, "{error}");
     assert_eq!(kept.len(), 32);
     assert_eq!(failed(pair.a.link.post_bytes(0, b"x"), "no memory").kind(), ErrorKind::Full);
-    assert_eq!(failed(pair.drive(pair.a.link.send_bytes(0, b"x")), "no memory").kind(), ErrorKind::Full);
+    assert_eq!(
+        failed(pair.drive(pair.a.link.send_bytes(0, b"x")), "no memory").kind(),
+        ErrorKind::Full
+    );
     // Not even the answer to a farewell has memory; it goes when there is some.
     for number in 0..200_u32 {
         pair.b.link.post_bytes(0, &number.to_le_bytes()).expect("room");
@@ -261,7 +271,9 @@ pub(crate) fn statistics(fixture: &Fixture) {
     pair.until("all is acknowledged", || a.stats().send_ops == 10);
     assert_eq!(pair.a.fabric.stats().totals.send_bytes, 10_000);
     pair.drive(a.close()).expect("in good order");
-    pair.until("it is gone", || pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1);
+    pair.until("it is gone", || {
+        pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1
+    });
     let after = pair.b.fabric.stats();
     assert_eq!(
         (after.totals.recv_ops, after.totals.recv_bytes),

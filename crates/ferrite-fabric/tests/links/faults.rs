@@ -1,4 +1,5 @@
-//! What only the fake can do: every call that can fail fails once; it is told, and nothing is left of it.
+//! What only the fake can do: every call that can fail fails once; it is told, and nothing is left
+//! of it.
 
 use std::time::{Duration, Instant};
 
@@ -7,7 +8,9 @@ use ferrite_fabric::{Config, Error, ErrorKind, Fabric, Rdma};
 use ferrite_verbs::fake::{Objects, World};
 use futures_util::join;
 
-use crate::links::pair::{Pair, buffer, call, clear, drive, failed, filled, meet, once, pattern, run_for};
+use crate::links::pair::{
+    Pair, buffer, call, clear, drive, failed, filled, meet, once, pattern, run_for,
+};
 use crate::links::{Fixture, KIB};
 
 const EIO: i32 = 5;
@@ -52,7 +55,8 @@ fn making_a_fabric() {
         let error = failed(build(), "no kernel support");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
         assert!(error.absence().is_some());
-        let error = failed(Fabric::builder(&World::new().verbs()).rdma(Rdma::Require).build(), "no device");
+        let error =
+            failed(Fabric::builder(&World::new().verbs()).rdma(Rdma::Require).build(), "no device");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
         build().expect("a fabric");
     });
@@ -80,8 +84,8 @@ fn listening() {
     });
 }
 
-/// Every step of a handshake fails once, on either side: the caller hears of it in time, the next attempt succeeds, and
-/// nothing is left of the first.
+/// Every step of a handshake fails once, on either side: the caller hears of it in time, the next
+/// attempt succeeds, and nothing is left of the first.
 #[test]
 fn handshake() {
     for call in [
@@ -128,7 +132,8 @@ fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     let made = drive(&[&a, &b], &mut connecting);
     assert!(begun.elapsed() < Duration::from_secs(4), "{fault}: {:?}", begun.elapsed());
     if let Err(error) = &made {
-        let kinds = [ErrorKind::DeviceGone, ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
+        let kinds =
+            [ErrorKind::DeviceGone, ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
         assert_told(error, &kinds);
     }
     drop((made, connecting));
@@ -151,7 +156,8 @@ fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     clear([a, b]);
 }
 
-/// A refusal that cannot be sent, a farewell that cannot be said: the peer hears something, and nobody hangs.
+/// A refusal that cannot be sent, a farewell that cannot be said: the peer hears something, and
+/// nobody hangs.
 #[test]
 fn parting() {
     run(|world, fixture| {
@@ -267,9 +273,13 @@ fn refused_receives() {
 /// Calls that fail once while everything else is well: nothing is lost.
 #[test]
 fn hiccups() {
-    for call in
-        ["ibv_poll_cq", "ibv_req_notify_cq", "ibv_get_cq_event", "ibv_get_async_event", "rdma_get_cm_event"]
-    {
+    for call in [
+        "ibv_poll_cq",
+        "ibv_req_notify_cq",
+        "ibv_get_cq_event",
+        "ibv_get_async_event",
+        "rdma_get_cm_event",
+    ] {
         run(|world, fixture| {
             let mut pair = Pair::new(fixture);
             for number in 0..20_u64 {
@@ -278,7 +288,10 @@ fn hiccups() {
                 // By all ways that arm the queue.
                 pair.a.fabric.progress();
                 pair.b.fabric.progress();
-                assert!(pair.receive(&pair.b).to_vec() == pattern(number, 10 * KIB), "{call}, {number}");
+                assert!(
+                    pair.receive(&pair.b).to_vec() == pattern(number, 10 * KIB),
+                    "{call}, {number}"
+                );
             }
             let links = pair.another(fixture);
             drop(links);
@@ -317,8 +330,8 @@ fn no_registration() {
     });
 }
 
-/// The pool has to grow for a control frame, and cannot: the frame waits, or the link says why; no place in the
-/// completion queue is lost.
+/// The pool has to grow for a control frame, and cannot: the frame waits, or the link says why; no
+/// place in the completion queue is lost.
 #[test]
 fn no_registration_for_a_control_frame() {
     run(|world, fixture| {
@@ -337,7 +350,9 @@ fn no_registration_for_a_control_frame() {
         }
         for number in 0..20_u64 {
             match pair.drive(pair.b.link.recv()) {
-                Ok(message) => assert!(message.to_vec() == pattern(number, 300), "message {number}"),
+                Ok(message) => {
+                    assert!(message.to_vec() == pattern(number, 300), "message {number}")
+                }
                 Err(error) => {
                     assert_told(&error, &[ErrorKind::Resources]);
                     break;
@@ -349,13 +364,17 @@ fn no_registration_for_a_control_frame() {
     });
 }
 
-/// The device does not let go of a region: the owner is told, and the memory is not used again until it does.
+/// The device does not let go of a region: the owner is told, and the memory is not used again
+/// until it does.
 #[test]
 fn region_that_stays() {
     run(|world, fixture| {
         let pair = Pair::new(fixture);
-        let region =
-            pair.b.link.register_memory(buffer(&pair.b.fabric, &[1; 100]), Rights::READ).expect("a region");
+        let region = pair
+            .b
+            .link
+            .register_memory(buffer(&pair.b.fabric, &[1; 100]), Rights::READ)
+            .expect("a region");
         let _token = region.grant(&pair.b.link);
         // Once when it is revoked, once when it is dropped.
         world.fail_next("ibv_dereg_mr", 16);

@@ -36,7 +36,8 @@ pub(crate) fn nobody_there(fixture: &Fixture) {
     let fabric = fixture.fabric(host, &Config::default());
     for target in ["10.0.0.77:7471", "192.0.2.1:7471"] {
         let begun = Instant::now();
-        let options = ConnectOptions::new().local(host.any_port()).timeout(Duration::from_millis(600));
+        let options =
+            ConnectOptions::new().local(host.any_port()).timeout(Duration::from_millis(600));
         let connecting = fabric.connect_with(target.parse().expect("an address"), &options);
         let error = failed(drive(&[&fabric], connecting), "nobody is there");
         let kinds = [ErrorKind::Unreachable, ErrorKind::Timeout];
@@ -44,8 +45,10 @@ pub(crate) fn nobody_there(fixture: &Fixture) {
         assert!(begun.elapsed() < Duration::from_secs(4), "{target}: {:?}", begun.elapsed());
     }
     let from = ConnectOptions::new().local("192.0.2.7:0".parse().expect("an address"));
-    let error =
-        failed(drive(&[&fabric], fabric.connect_with("10.0.0.2:1".parse().expect("one"), &from)), "not ours");
+    let error = failed(
+        drive(&[&fabric], fabric.connect_with("10.0.0.2:1".parse().expect("one"), &from)),
+        "not ours",
+    );
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     let error = failed(fabric.listen("192.0.2.7:0".parse().expect("an address")), "not ours");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
@@ -116,7 +119,8 @@ pub(crate) fn made_and_never_taken(fixture: &Fixture) {
     clear([a, b]);
 }
 
-/// Who is in line when the listener goes is told; who was accepted stays; who comes later is refused.
+/// Who is in line when the listener goes is told; who was accepted stays; who comes later is
+/// refused.
 pub(crate) fn dropped_listener(fixture: &Fixture) {
     let peer = &fixture.hosts[1];
     let Pair { a, b, listener } = Pair::new(fixture);
@@ -163,8 +167,9 @@ fn refused(fixture: &Fixture, private_data: &[u8]) -> Refusal {
     let host = &fixture.hosts[0];
     let fabric = fixture.fabric(host, &Config::default());
     let listener = fabric.listen(host.any_port()).expect("listen");
-    let error =
-        VerbsPeer::call(fixture, listener.local_addr(), private_data, &[&fabric]).err().expect("refused");
+    let error = VerbsPeer::call(fixture, listener.local_addr(), private_data, &[&fabric])
+        .err()
+        .expect("refused");
     let rejection = error.rejection().expect("a rejection");
     let refusal = Refusal::decode(&rejection.private_data).expect("a refusal of ours");
     assert_eq!(fabric.stats().refused, 1);
@@ -177,7 +182,7 @@ fn refused(fixture: &Fixture, private_data: &[u8]) -> Refusal {
 pub(crate) fn rejects_foreign_peers(fixture: &Fixture) {
     for hello in [&b"*1 PING"[..], b"", b"FRT", &[0xff; 56]] {
         let refusal = refused(fixture, hello);
-        assert_eq!(refusal.code, RefusalCode::STRANGER, "{refusal}");
+        assert_eq!(refusal.code, RefusalCode::FOREIGN_PEER, "{refusal}");
         assert!(refusal.text.contains("Ferrite"), "{refusal}");
     }
 }
@@ -196,8 +201,8 @@ pub(crate) fn other_versions_are_refused(fixture: &Fixture) {
     let fabric = fixture.fabric(host, &Config::default());
     let mut listener = fabric.listen(host.any_port()).expect("listen");
     let hello = Hello { version: minor, ..HELLO };
-    let verbs_peer =
-        VerbsPeer::call(fixture, listener.local_addr(), &hello.encode(), &[&fabric]).expect("a link");
+    let verbs_peer = VerbsPeer::call(fixture, listener.local_addr(), &hello.encode(), &[&fabric])
+        .expect("a link");
     let link = drive(&[&fabric], listener.accept()).expect("a link");
     assert_eq!(link.peer_hello().version, minor);
     link.abort();
@@ -228,7 +233,8 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
         let fabric = fixture.fabric(peer, &Config::default());
         let listener = cm::Listener::bind(fixture.verbs(), host.any_port(), 4).expect("listen");
         let target = listener.id().local_addr().expect("an address");
-        let mut connecting = fabric.connect_with(target, &ConnectOptions::new().local(peer.any_port()));
+        let mut connecting =
+            fabric.connect_with(target, &ConnectOptions::new().local(peer.any_port()));
         let verbs_peer = VerbsPeer::answer(fixture, &listener, answer, &[&fabric]);
         assert!(verbs_peer.is_err(), "we do not finish the handshake");
         let error = failed(drive(&[&fabric], &mut connecting), "not ours");
@@ -242,17 +248,22 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
 /// A peer that begins the handshake and does not end it makes place for another that means it.
 pub(crate) fn half_open(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
-    let config =
-        Config { max_half_open: 1, connection_timeout: Duration::from_secs(20), ..Config::default() };
+    let config = Config {
+        max_half_open: 1,
+        connection_timeout: Duration::from_secs(20),
+        ..Config::default()
+    };
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &config));
     let mut listener = b.listen(host.any_port()).expect("listen");
     let id = cm::resolve(fixture.verbs(), Some(peer.any_port()), listener.local_addr(), PATIENCE)
         .expect("resolve");
     let hello = HELLO.encode();
-    let context = fixture.verbs().device(&peer.device).and_then(|device| device.open()).expect("device");
+    let context =
+        fixture.verbs().device(&peer.device).and_then(|device| device.open()).expect("device");
     let domain = context.allocate_protection_domain().expect("domain");
     let cq = context.create_completion_queue(4, None, 0).expect("queue");
-    let qp = domain.create_queue_pair(&ferrite_verbs::QueuePairConfig::new(&cq)).expect("queue pair");
+    let qp =
+        domain.create_queue_pair(&ferrite_verbs::QueuePairConfig::new(&cq)).expect("queue pair");
     let params = ferrite_verbs::ConnectParams {
         qp_num: qp.number(),
         srq: false,
@@ -264,14 +275,15 @@ pub(crate) fn half_open(fixture: &Fixture) {
     };
     id.connect(&params).expect("connect");
     until(&[&b], "it is half open", || b.stats().links == 1);
-    // Another may be told to come again, comes again, and gets its turn long before the first has used up its time.
+    // Another may be told to come again, comes again, and gets its turn long before the first has
+    // used up its time.
     let begun = Instant::now();
     let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_secs(10));
     let connecting = a.connect_with(listener.local_addr(), &options);
     let (there, here) = drive(&[&a, &b], async { join!(connecting, listener.accept()) });
     let links = (there.expect("a link"), here.expect("a link"));
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    assert_eq!(b.stats().crowded_out, 1);
+    assert_eq!(b.stats().handshakes_displaced, 1);
     drop((links, listener, id));
     clear([a, b]);
 }
@@ -301,8 +313,11 @@ pub(crate) fn fifty_at_once(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     for (ours, theirs) in [(64, 64), (4, 64), (64, 4)] {
         let timeout = Duration::from_secs(20);
-        let config =
-            |max_half_open| Config { max_half_open, connection_timeout: timeout, ..Config::default() };
+        let config = |max_half_open| Config {
+            max_half_open,
+            connection_timeout: timeout,
+            ..Config::default()
+        };
         let (a, b) = (fixture.fabric(peer, &config(ours)), fixture.fabric(host, &config(theirs)));
         let mut listener = b.listen(host.any_port()).expect("listen");
         let connecting: Vec<_> = (0..count).map(|_| call(&a, peer, &listener)).collect();
@@ -338,7 +353,10 @@ pub(crate) fn with_itself(fixture: &Fixture) {
         let connecting = call(&fabric, from, &listener);
         let (there, here) = fabric.block_on(async { join!(connecting, listener.accept()) });
         let (there, here) = (there.expect("connect"), here.expect("accept"));
-        assert_eq!((there.device(), here.device()), (Some(from.device.clone()), Some(host.device.clone())));
+        assert_eq!(
+            (there.device(), here.device()),
+            (Some(from.device.clone()), Some(host.device.clone()))
+        );
         assert_eq!(there.peer_addr(), Some(listener.local_addr()));
         assert_eq!(here.peer_addr(), there.local_addr());
         there.post_bytes(0, &[7; 100_000]).expect("room");

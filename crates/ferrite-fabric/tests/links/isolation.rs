@@ -2,7 +2,8 @@
 
 use ferrite_fabric::mem::{Exposed, Purpose};
 use ferrite_fabric::{
-    Arrival, Config, ConnectOptions, Error, ErrorKind, Fabric, ForeignPeers, Listener, RawConnection,
+    Arrival, Config, ConnectOptions, Error, ErrorKind, Fabric, ForeignPeers, Listener,
+    RawConnection,
 };
 use futures_util::join;
 
@@ -142,7 +143,8 @@ pub(crate) fn who_reaches_for_others_memory_is_turned_away(fixture: &Fixture) {
 pub(crate) fn a_grant_is_good_on_its_link_only(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [thief, at] = pair.another(fixture);
-    let region = pair.b.link.register_memory(pair.b.fabric.buffer(100).expect("memory"), Rights::READ);
+    let region =
+        pair.b.link.register_memory(pair.b.fabric.buffer(100).expect("memory"), Rights::READ);
     let region = region.map_err(|(_, error)| error).expect("a region");
     let token = region.grant(&pair.b.link);
     // So that its queue pair has rights, too.

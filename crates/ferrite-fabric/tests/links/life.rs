@@ -91,7 +91,11 @@ pub(crate) fn closing_waits_for_a_slow_receiver(fixture: &Fixture) {
             let end = Instant::now() + Duration::from_millis(1);
             std::future::poll_fn(|cx| {
                 cx.waker().wake_by_ref();
-                if Instant::now() < end { std::task::Poll::Pending } else { std::task::Poll::Ready(()) }
+                if Instant::now() < end {
+                    std::task::Poll::Pending
+                } else {
+                    std::task::Poll::Ready(())
+                }
             })
             .await;
         }
@@ -182,7 +186,8 @@ pub(crate) fn closing_after_a_pause(fixture: &Fixture) {
 
 /// A peer that takes nothing does not keep a closing link for ever.
 pub(crate) fn closing_has_a_deadline(fixture: &Fixture) {
-    let config = Config { window: 4, close_timeout: Duration::from_millis(300), ..Config::default() };
+    let config =
+        Config { window: 4, close_timeout: Duration::from_millis(300), ..Config::default() };
     let pair = Pair::with(fixture, &config);
     post_some(&pair.a, 100);
     let begun = Instant::now();
@@ -242,18 +247,25 @@ pub(crate) fn half_a_message_is_none(fixture: &Fixture) {
         let taken = pair.b.link.stats().recv_bytes - before;
         pair.b.link.abort();
         pair.run_for(Duration::from_millis(20));
-        let whole = std::iter::from_fn(|| pair.b.link.try_recv().ok().flatten()).collect::<Vec<_>>();
+        let whole =
+            std::iter::from_fn(|| pair.b.link.try_recv().ok().flatten()).collect::<Vec<_>>();
         for message in whole {
-            assert!(message.to_vec() == bytes, "{} bytes as a message, {taken} before", message.len());
+            assert!(
+                message.to_vec() == bytes,
+                "{} bytes as a message, {taken} before",
+                message.len()
+            );
         }
         pair.clear();
     }
 }
 
-/// The peer's fabric is dropped with everything on it: it said farewell, and did not wait for the answer.
+/// The peer's fabric is dropped with everything on it: it said farewell, and did not wait for the
+/// answer.
 pub(crate) fn dropped_fabric(fixture: &Fixture) {
     let Pair { a, b, listener } = Pair::with(fixture, &Config { window: 2, ..Config::default() });
-    let sending = (0..5).map(|_| a.link.send(0, filled(&a.fabric, &[1; 20_000]))).collect::<Vec<_>>();
+    let sending =
+        (0..5).map(|_| a.link.send(0, filled(&a.fabric, &[1; 20_000]))).collect::<Vec<_>>();
     let begun = Instant::now();
     let (sent, received, ended) = drive(&[&a.fabric], async {
         let dropped = async { drop((b, listener)) };
@@ -282,7 +294,8 @@ pub(crate) fn futures_outlive_their_fabric(fixture: &Fixture) {
     let Pair { a, b, listener } = pair;
     let pool = a.fabric.pool().clone();
     drop((a, listener));
-    let (sent, ended) = drive(&[&b.fabric], async { join!(futures_util::future::join_all(sending), ending) });
+    let (sent, ended) =
+        drive(&[&b.fabric], async { join!(futures_util::future::join_all(sending), ending) });
     for error in sent.into_iter().map(|sent| failed(sent, "the fabric is gone")) {
         assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     }

@@ -61,7 +61,8 @@ pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let len = 20 * MIB / fixture.slower;
     let bytes = pattern(7, len);
-    let (sent, received) = pair.drive(async { join!(pair.a.link.send_bytes(0, &bytes), pair.b.link.recv()) });
+    let (sent, received) =
+        pair.drive(async { join!(pair.a.link.send_bytes(0, &bytes), pair.b.link.recv()) });
     sent.expect("acknowledged");
     assert!(received.expect("a message").to_vec() == bytes, "another content");
 
@@ -69,7 +70,8 @@ pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
     let mut parts: Vec<_> =
         cuts.windows(2).map(|cut| filled(&pair.b.fabric, &bytes[cut[0]..cut[1]])).collect();
     parts.push(filled(&pair.b.fabric, &[]));
-    let (sent, received) = pair.drive(async { join!(pair.b.link.send_parts(5, parts), pair.a.link.recv()) });
+    let (sent, received) =
+        pair.drive(async { join!(pair.b.link.send_parts(5, parts), pair.a.link.recv()) });
     sent.expect("acknowledged");
     let received = received.expect("a message");
     assert_eq!(received.channel(), 5);
@@ -78,8 +80,8 @@ pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
     pair.end();
 }
 
-/// Posts until there is no room, waits, goes on; the other side takes at its own pace. More than the 16 bits in which
-/// frames are counted.
+/// Posts until there is no room, waits, goes on; the other side takes at its own pace. More than
+/// the 16 bits in which frames are counted.
 pub(crate) fn many_in_order(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let count = 70_000 / fixture.slower as u64;
@@ -104,7 +106,10 @@ pub(crate) fn many_in_order(fixture: &Fixture) {
     }
     let stats = (pair.a.link.stats(), pair.b.link.stats());
     assert_eq!(stats.1.recv_ops, count);
-    assert_eq!(stats.0.completion_errors + stats.0.stale_completions + stats.1.stale_completions, 0);
+    assert_eq!(
+        stats.0.completion_errors + stats.0.stale_completions + stats.1.stale_completions,
+        0
+    );
     pair.end();
 }
 
@@ -119,8 +124,9 @@ fn pattern_of(number: u64, len: usize) -> Vec<u8> {
 pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { channels: 4, ..Config::default() });
     let each = 60 / fixture.slower.min(3) as u64;
-    let len =
-        |channel: u16, number: u64| 8 + (number as usize * 2917 + usize::from(channel) * 977) % (30 * KIB);
+    let len = |channel: u16, number: u64| {
+        8 + (number as usize * 2917 + usize::from(channel) * 977) % (30 * KIB)
+    };
     let send = async |link: &Link, channel: u16| {
         for number in 0..each {
             let bytes = pattern_of(number, len(channel, number));
@@ -134,11 +140,17 @@ pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
             let message = pair.b.link.recv().await.expect("a message");
             let number = &mut next[usize::from(message.channel())];
             let expected = pattern_of(*number, len(message.channel(), *number));
-            assert!(message.to_vec() == expected, "message {number} of channel {}", message.channel());
+            assert!(
+                message.to_vec() == expected,
+                "message {number} of channel {}",
+                message.channel()
+            );
             *number += 1;
         }
     };
-    pair.drive(async { join!(send(link, 0), send(link, 1), send(link, 2), send(link, 3), receive) });
+    pair.drive(async {
+        join!(send(link, 0), send(link, 1), send(link, 2), send(link, 3), receive)
+    });
     pair.end();
 }
 
@@ -168,7 +180,8 @@ pub(crate) fn small_beside_large(fixture: &Fixture) {
     pair.end();
 }
 
-/// The same with the default limit on what may wait: senders wait for room, and still come before its end.
+/// The same with the default limit on what may wait: senders wait for room, and still come before
+/// its end.
 pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
     const SMALL: usize = 64;
     let pair = Pair::new(fixture);
@@ -186,7 +199,11 @@ pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
         pair.drive(async { join!(link.send_bytes(1, &large), join_all(small), receive) });
     sent.expect("acknowledged");
     small.into_iter().for_each(|sent| sent.expect("acknowledged"));
-    assert_eq!(channels.iter().position(|channel| *channel == 1), Some(SMALL), "all small ones first");
+    assert_eq!(
+        channels.iter().position(|channel| *channel == 1),
+        Some(SMALL),
+        "all small ones first"
+    );
     pair.end();
 }
 
@@ -198,16 +215,28 @@ pub(crate) fn wrong_calls(fixture: &Fixture) {
     assert_eq!((link.peer_hello().channels, link.peer_hello().max_message_bytes), (3, 64 << 10));
     let (buf, error) = link.post(0, filled(fabric, &[1; 64 * KIB + 1])).expect_err("too large");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::TooLarge, 64 * KIB + 1), "{error}");
-    assert_eq!(failed(link.post_bytes(0, &[1; 64 * KIB + 1]), "too large").kind(), ErrorKind::TooLarge);
+    assert_eq!(
+        failed(link.post_bytes(0, &[1; 64 * KIB + 1]), "too large").kind(),
+        ErrorKind::TooLarge
+    );
     let parts = vec![buf.clone(), buf.clone()];
-    assert_eq!(failed(pair.drive(link.send_parts(0, parts)), "too large").kind(), ErrorKind::TooLarge);
+    assert_eq!(
+        failed(pair.drive(link.send_parts(0, parts)), "too large").kind(),
+        ErrorKind::TooLarge
+    );
     drop(buf);
 
     let buf = filled(fabric, &[1; 100]);
     let (buf, error) = link.post(3, buf).expect_err("no such channel");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");
-    assert_eq!(failed(link.post_bytes(u16::MAX, b"x"), "no such channel").kind(), ErrorKind::Misuse);
-    assert_eq!(failed(pair.drive(link.send(3, buf.clone())), "no such channel").kind(), ErrorKind::Misuse);
+    assert_eq!(
+        failed(link.post_bytes(u16::MAX, b"x"), "no such channel").kind(),
+        ErrorKind::Misuse
+    );
+    assert_eq!(
+        failed(pair.drive(link.send(3, buf.clone())), "no such channel").kind(),
+        ErrorKind::Misuse
+    );
 
     let (buf, error) = pair.b.link.post(0, buf).expect_err("of another pool");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");

@@ -12,7 +12,8 @@ use super::{Fixture, KIB, MIB};
 
 /// A region of `owner`'s with these bytes, and the grant for the peer.
 fn region(owner: &End, bytes: &[u8], rights: Rights) -> (Region, GrantToken) {
-    let region = owner.link.register_memory(buffer(&owner.fabric, bytes), rights).expect("a region");
+    let region =
+        owner.link.register_memory(buffer(&owner.fabric, bytes), rights).expect("a region");
     let token = region.grant(&owner.link);
     // As it travels.
     (region, GrantToken::decode(&token.encode()).expect("a grant"))
@@ -62,7 +63,10 @@ pub(crate) fn reads(fixture: &Fixture) {
             from.link.rdma_read(&token, number * 1000, buf).expect("allowed")
         });
         for (number, read) in pair.drive(join_all(reading)).into_iter().enumerate() {
-            assert!(read.expect("read")[..] == bytes[number * 1000..(number + 1) * 1000], "read {number}");
+            assert!(
+                read.expect("read")[..] == bytes[number * 1000..(number + 1) * 1000],
+                "read {number}"
+            );
         }
         assert_eq!(from.link.stats().read_ops, 208);
         assert!(contents(&region) == bytes, "reading changes nothing");
@@ -75,9 +79,15 @@ pub(crate) fn writes(fixture: &Fixture) {
     for (from, to) in pair.directions() {
         let mut expected = pattern(2, MIB);
         let (region, token) = region(to, &expected, Rights::WRITE);
-        for (seed, (offset, len)) in
-            (0..).zip([(0, 1), (5, 0), (7, 100), (8191, 2), (8 * KIB, 64 * KIB), (MIB - 1, 1), (MIB, 0)])
-        {
+        for (seed, (offset, len)) in (0..).zip([
+            (0, 1),
+            (5, 0),
+            (7, 100),
+            (8191, 2),
+            (8 * KIB, 64 * KIB),
+            (MIB - 1, 1),
+            (MIB, 0),
+        ]) {
             let bytes = pattern(100 + seed, len);
             let writing = from.link.rdma_write(&token, offset as u64, filled(&from.fabric, &bytes));
             pair.drive(writing.expect("allowed")).expect("written");
@@ -100,8 +110,10 @@ pub(crate) fn notices(fixture: &Fixture) {
         // Any 32 bits, those of our own frames among them.
         let imm = round.wrapping_mul(0x9e37_79b9) ^ 0xC000_0000;
         let bytes = pattern(round.into(), 4096);
-        let writing =
-            from.link.rdma_write_imm(&token, 0, filled(&from.fabric, &bytes), imm).expect("allowed");
+        let writing = from
+            .link
+            .rdma_write_imm(&token, 0, filled(&from.fabric, &bytes), imm)
+            .expect("allowed");
         from.link.post_bytes(1, &round.to_le_bytes()).expect("room");
         let notice = pair.receive(to);
         assert_eq!((notice.notice(), notice.len()), (Some(imm), 0));
@@ -111,7 +123,9 @@ pub(crate) fn notices(fixture: &Fixture) {
     }
     // More than the window at once: they need credit, and wait for it.
     let writing: Vec<_> = (0..300)
-        .map(|imm| from.link.rdma_write_imm(&token, 0, filled(&from.fabric, b"x"), imm).expect("room"))
+        .map(|imm| {
+            from.link.rdma_write_imm(&token, 0, filled(&from.fabric, b"x"), imm).expect("room")
+        })
         .collect();
     let receive = async {
         for imm in 0..300 {
@@ -135,11 +149,14 @@ pub(crate) fn bounds_and_rights(fixture: &Fixture) {
         let failed_read = link.rdma_read(&read_token, offset, buf).expect_err("outside");
         assert_eq!(failed_read.error.kind(), ErrorKind::Denied, "{}", failed_read.error);
         assert_eq!(failed_read.buf.map(|buf| buf.len()), Some(len));
-        let error = failed(link.rdma_write(&write_token, offset, filled(fabric, &vec![0; len])), "outside");
+        let error =
+            failed(link.rdma_write(&write_token, offset, filled(fabric, &vec![0; len])), "outside");
         assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     }
-    let error =
-        link.rdma_read(&write_token, 0, fabric.buffer(1).expect("memory")).expect_err("no right").error;
+    let error = link
+        .rdma_read(&write_token, 0, fabric.buffer(1).expect("memory"))
+        .expect_err("no right")
+        .error;
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     let error = failed(link.rdma_write(&read_token, 0, filled(fabric, b"x")), "no right");
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
@@ -151,7 +168,8 @@ pub(crate) fn bounds_and_rights(fixture: &Fixture) {
         (failed_read.error.kind(), failed_read.buf.map(|buf| buf.len())),
         (ErrorKind::Misuse, Some(10))
     );
-    let error = failed(link.rdma_write(&write_token, 0, filled(&pair.b.fabric, b"x")), "of another pool");
+    let error =
+        failed(link.rdma_write(&write_token, 0, filled(&pair.b.fabric, b"x")), "of another pool");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     assert_up(&pair);
     assert!(contents(&readable) == [1; 1000] && contents(&writable) == [2; 1000]);
@@ -163,12 +181,15 @@ pub(crate) fn bounds_and_rights(fixture: &Fixture) {
 pub(crate) fn cannot_be_registered(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let own = pair.a.fabric.buffer(100).expect("memory");
-    let (own, error) = pair.a.fabric.register_memory("nic9", own, Rights::READ).expect_err("no such device");
+    let (own, error) =
+        pair.a.fabric.register_memory("nic9", own, Rights::READ).expect_err("no such device");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
-    let (own, error) = pair.b.link.register_memory(own, Rights::READ).expect_err("of another fabric");
+    let (own, error) =
+        pair.b.link.register_memory(own, Rights::READ).expect_err("of another fabric");
     assert_eq!((error.kind(), own.len()), (ErrorKind::Misuse, 100), "{error}");
     let empty = pair.a.fabric.buffer(0).expect("memory");
-    let (_, error) = pair.a.link.register_memory(empty, Rights::READ).expect_err("nothing to reach");
+    let (_, error) =
+        pair.a.link.register_memory(empty, Rights::READ).expect_err("nothing to reach");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     drop(own);
     pair.end();
@@ -212,8 +233,11 @@ pub(crate) fn forged_grants(fixture: &Fixture) {
 pub(crate) fn revoke_idle(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (region, token) = region(&pair.b, &pattern(1, 1000), Rights::READ_WRITE);
-    let other_region =
-        pair.b.link.register_memory(buffer(&pair.b.fabric, &[9; 10]), Rights::READ).expect("one more");
+    let other_region = pair
+        .b
+        .link
+        .register_memory(buffer(&pair.b.fabric, &[9; 10]), Rights::READ)
+        .expect("one more");
     let other_token = other_region.grant(&pair.b.link);
     let buf = pair.drive(region.revoke()).expect("revoked");
     assert!(buf[..] == pattern(1, 1000), "the buffer as it was");
@@ -223,7 +247,11 @@ pub(crate) fn revoke_idle(fixture: &Fixture) {
     let error = failed(pair.a.link.rdma_write(&token, 0, filled(&pair.a.fabric, b"x")), "revoked");
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     let reading = pair.a.link.rdma_read(&other_token, 0, pair.a.fabric.buffer(10).expect("memory"));
-    assert_eq!(pair.drive(reading.expect("allowed")).expect("read")[..], [9; 10], "others are as they were");
+    assert_eq!(
+        pair.drive(reading.expect("allowed")).expect("read")[..],
+        [9; 10],
+        "others are as they were"
+    );
     assert_up(&pair);
     drop((buf, other_region));
     pair.end();
@@ -241,8 +269,8 @@ pub(crate) fn revoke_many(fixture: &Fixture) {
     pair.end();
 }
 
-/// Taken back while the peer reads and writes without pause: it finishes or is denied, the link lives, and not one byte
-/// is read or written when the owner has its buffer again.
+/// Taken back while the peer reads and writes without pause: it finishes or is denied, the link
+/// lives, and not one byte is read or written when the owner has its buffer again.
 pub(crate) fn revoke_under_fire(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let rounds = 40 / fixture.slower.min(10) as u64;
@@ -264,9 +292,14 @@ pub(crate) fn revoke_under_fire(fixture: &Fixture) {
                     }
                 } else {
                     match link.rdma_read(&token, 0, fabric.buffer(64 * KIB).expect("memory")) {
-                        Ok(reading) => reading.await.map_err(ferrite_fabric::Error::from).map(|buf| {
-                            assert!(buf[..] == pattern(1, 64 * KIB), "bytes of after the revocation");
-                        }),
+                        Ok(reading) => {
+                            reading.await.map_err(ferrite_fabric::Error::from).map(|buf| {
+                                assert!(
+                                    buf[..] == pattern(1, 64 * KIB),
+                                    "bytes of after the revocation"
+                                );
+                            })
+                        }
                         Err(failed) => Err(failed.error),
                     }
                 };
@@ -323,12 +356,14 @@ pub(crate) fn ignored_revocation(fixture: &Fixture) {
     // By another number its own side does not know what is revoked.
     let token = region.grant(&b);
     let token = GrantToken { grant: token.grant + 1000, ..token };
-    let reading =
-        a.rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory")).expect("keys know no numbers");
+    let reading = a
+        .rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory"))
+        .expect("keys know no numbers");
     assert!(pair.drive(reading).expect("read")[..] == pattern(1, 1000));
     let mut buf = pair.drive(region.revoke()).expect("revoked");
     buf.fill(0xee);
-    let reading = a.rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory")).expect("not told");
+    let reading =
+        a.rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory")).expect("not told");
     let failed_read = pair.drive(reading).expect_err("the key is dead");
     assert_eq!(failed_read.error.kind(), ErrorKind::Denied, "{}", failed_read.error);
     let left = failed_read.buf.expect("its buffer comes back");
@@ -387,7 +422,8 @@ pub(crate) fn dropped_region(fixture: &Fixture) {
     drop(region);
     assert_eq!(pair.b.fabric.stats().memory.exposed_regions, 0);
     pair.until("its buffer is free", || pair.b.fabric.stats().memory.send.in_use_bytes == 0);
-    let reading = a.rdma_read(&token, 0, pair.a.fabric.buffer(100).expect("memory")).expect("not told");
+    let reading =
+        a.rdma_read(&token, 0, pair.a.fabric.buffer(100).expect("memory")).expect("not told");
     let error = pair.drive(reading).expect_err("the key is dead").error;
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     drop((a, b));
@@ -405,8 +441,11 @@ pub(crate) fn revoke_without_a_link(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     for round in 0..3 {
         let [a, b] = pair.another(fixture);
-        let region =
-            pair.b.link.register_memory(buffer(&pair.b.fabric, &[1; 10]), Rights::READ).expect("a region");
+        let region = pair
+            .b
+            .link
+            .register_memory(buffer(&pair.b.fabric, &[1; 10]), Rights::READ)
+            .expect("a region");
         let _token = region.grant(&b);
         match round {
             0 => a.abort(),
@@ -445,15 +484,17 @@ pub(crate) fn forgotten_operations(fixture: &Fixture) {
     pair.end();
 }
 
-/// The peer reads what it may not: on the owner's side, too, requests under way are told what happened and not what
-/// followed from it.
+/// The peer reads what it may not: on the owner's side, too, requests under way are told what
+/// happened and not what followed from it.
 pub(crate) fn owner_with_requests_under_way(fixture: &Fixture) {
-    let config = Config { recv_queue_depth: 16, window: 30, send_queue_depth: 20, ..Config::default() };
+    let config =
+        Config { recv_queue_depth: 16, window: 30, send_queue_depth: 20, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let (from, to) = (&pair.a, &pair.b);
     let (region, mut token) = region(to, &[1; 100], Rights::READ);
     // They wait for receives of the reader's, which is not driven.
-    let mut sending: Vec<_> = (0..40).map(|_| to.link.send(0, filled(&to.fabric, &[1; 1000]))).collect();
+    let mut sending: Vec<_> =
+        (0..40).map(|_| to.link.send(0, filled(&to.fabric, &[1; 1000]))).collect();
     for future in &mut sending {
         once(future);
     }

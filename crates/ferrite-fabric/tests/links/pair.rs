@@ -1,7 +1,7 @@
 //! Two fabrics on two hosts and a link between them, driven from one thread by hand.
 //!
-//! Everything that waits has a deadline. A future is asked again only when it was woken: a wake that is lost is a test
-//! that fails.
+//! Everything that waits has a deadline. A future is asked again only when it was woken: a wake
+//! that is lost is a test that fails.
 
 use std::future::Future;
 use std::pin::pin;
@@ -90,7 +90,8 @@ impl Pair {
     }
 }
 
-/// WaitSet until fabrics without users have no link left, drops them, and looks for what they left behind.
+/// WaitSet until fabrics without users have no link left, drops them, and looks for what they left
+/// behind.
 pub(crate) fn clear<const N: usize>(fabrics: [Fabric; N]) {
     let driven: Vec<&Fabric> = fabrics.iter().collect();
     until(&driven, "no link is left", || fabrics.iter().all(|fabric| fabric.stats().links == 0));
@@ -155,7 +156,8 @@ pub(crate) fn drive<F: Future>(fabrics: &[&Fabric], future: F) -> F::Output {
     }
 }
 
-/// One pass of each; yields if there was nothing to do: the lab's guest has few CPUs, and one of them plays the card.
+/// One pass of each; yields if there was nothing to do: the lab's guest has few CPUs, and one of
+/// them plays the card.
 pub(crate) fn pass(fabrics: &[&Fabric]) -> usize {
     let done = fabrics.iter().map(|fabric| fabric.poll()).sum();
     if done == 0 {

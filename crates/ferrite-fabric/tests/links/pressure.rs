@@ -8,7 +8,8 @@ use futures_util::join;
 use super::pair::{Pair, failed, filled, once, pattern};
 use super::{Fixture, KIB};
 
-/// A peer that takes nothing: so much is sent, so much waits, then no more; and all of it arrives in the end.
+/// A peer that takes nothing: so much is sent, so much waits, then no more; and all of it arrives
+/// in the end.
 pub(crate) fn nobody_takes(fixture: &Fixture) {
     let config = Config { window: 16, send_queue_messages: 100, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -60,7 +61,8 @@ pub(crate) fn bytes_that_wait_are_counted(fixture: &Fixture) {
     }
     // More than the limit by itself: goes when nothing waits.
     let large = pattern(4, 1500 * KIB);
-    let (sent, received) = pair.drive(async { join!(pair.a.link.send_bytes(0, &large), pair.b.link.recv()) });
+    let (sent, received) =
+        pair.drive(async { join!(pair.a.link.send_bytes(0, &large), pair.b.link.recv()) });
     sent.expect("acknowledged");
     assert!(received.expect("a message").to_vec() == large, "another content");
     pair.end();
@@ -102,8 +104,9 @@ pub(crate) fn smallest_segments(fixture: &Fixture) {
     for len in [255, 256, 257, 64 * KIB] {
         let bytes = pattern(len as u64, len);
         for (from, to) in pair.directions() {
-            let (sent, received) =
-                pair.drive(async { join!(from.link.send(9, filled(&from.fabric, &bytes)), to.link.recv()) });
+            let (sent, received) = pair.drive(async {
+                join!(from.link.send(9, filled(&from.fabric, &bytes)), to.link.recv())
+            });
             sent.expect("acknowledged");
             assert!(received.expect("a message").to_vec() == bytes, "{len} bytes");
         }
@@ -149,7 +152,8 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     pair.end();
 }
 
-/// Fewer receives than the windows of all links allow: senders are held up by the device, and nothing is lost.
+/// Fewer receives than the windows of all links allow: senders are held up by the device, and
+/// nothing is lost.
 pub(crate) fn receives_run_dry(fixture: &Fixture) {
     let config = Config { recv_queue_depth: 16, ..Config::default() };
     let mut pair = Pair::with(fixture, &config);
@@ -195,13 +199,15 @@ pub(crate) fn many_small_parts(fixture: &Fixture) {
     pair.end();
 }
 
-/// Both ends of many links send all they can, and take nothing: neither pins more than its limit, nothing is lost, and what was
-/// pinned goes back.
+/// Both ends of many links send all they can, and take nothing: neither pins more than its limit,
+/// nothing is lost, and what was pinned goes back.
 pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
     const LIMIT: usize = 32 << 20;
     const LINKS: usize = 8; // whose windows are 4 MiB each
-    let memory = PoolConfig { memory_pool_max: LIMIT, receive_reserve: LIMIT / 2, ..PoolConfig::default() };
-    let config = Config { memory, recv_buffer_size: 64 << 10, recv_queue_depth: 48, ..Config::default() };
+    let memory =
+        PoolConfig { memory_pool_max: LIMIT, receive_reserve: LIMIT / 2, ..PoolConfig::default() };
+    let config =
+        Config { memory, recv_buffer_size: 64 << 10, recv_queue_depth: 48, ..Config::default() };
     let mut pair = Pair::with(fixture, &config);
     let pinned = |pair: &Pair| {
         [&pair.a, &pair.b].map(|end| {
@@ -230,18 +236,24 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
         pinned(&pair);
     }
     let most = pinned(&pair);
-    assert!(most.iter().all(|bytes| *bytes >= LIMIT as u64 * 3 / 4), "{most:?} of {LIMIT}, {posted:?}");
+    assert!(
+        most.iter().all(|bytes| *bytes >= LIMIT as u64 * 3 / 4),
+        "{most:?} of {LIMIT}, {posted:?}"
+    );
     for (links, posted) in links.iter().zip(posted) {
         for (link, posted) in [(&links[1], posted[0]), (&links[0], posted[1])] {
             for _ in 0..posted {
-                assert!(pair.drive(link.recv()).expect("a message").to_vec() == bytes, "another content");
+                assert!(
+                    pair.drive(link.recv()).expect("a message").to_vec() == bytes,
+                    "another content"
+                );
                 pinned(&pair);
             }
         }
     }
     drop(links);
-    // What it began with, a step for the receives that are posted, and one to spare for each purpose. Receives stay
-    // where they are until they are used.
+    // What it began with, a step for the receives that are posted, and one to spare for each
+    // purpose. Receives stay where they are until they are used.
     let rest = (config.memory.memory_pool_initial + 3 * config.memory.memory_pool_increase) as u64;
     pair.until("what was pinned goes back", || {
         for (from, to) in pair.directions() {

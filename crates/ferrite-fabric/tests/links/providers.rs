@@ -31,7 +31,13 @@ fn receives(fabric: &Fabric) -> (u64, u64, u64) {
 }
 
 /// Clients that go on sending while the server ends their sessions, `together` at a time.
-fn flood(fixture: &Fixture, server: &Fabric, client: &Fabric, listener: &mut Listener, together: usize) {
+fn flood(
+    fixture: &Fixture,
+    server: &Fabric,
+    client: &Fabric,
+    listener: &mut Listener,
+    together: usize,
+) {
     let calls: Vec<_> = (0..together).map(|_| call(client, &fixture.hosts[1], listener)).collect();
     let accepting = async {
         let mut ours = Vec::new();
@@ -52,7 +58,9 @@ fn flood(fixture: &Fixture, server: &Fabric, client: &Fabric, listener: &mut Lis
     }
     drop(ours);
     drop(theirs);
-    until(&[server, client], "the links have ended", || server.stats().links + client.stats().links == 0);
+    until(&[server, client], "the links have ended", || {
+        server.stats().links + client.stats().links == 0
+    });
 }
 
 /// M2: mlx5 removes completions that nobody has polled when their queue pair is destroyed.
@@ -81,7 +89,8 @@ fn keeps_all_receives_when_clients_flood_sessions_that_end() {
 #[test]
 fn ends_links_on_devices_that_report_no_last_receive() {
     let (world, fixture) = world(|device| device.reports_last_receive = false);
-    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let before = receives(&server);
     let begun = Instant::now();
@@ -103,12 +112,16 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     assert_eq!(server.devices(), ["fake2"]);
     let [(name, error)] = server.unused_devices() else { panic!("{:?}", server.unused_devices()) };
     assert_eq!(name, "fake1");
-    assert!(error.to_string().contains("fake1 has 0 receives in a shared receive queue"), "{error}");
+    assert!(
+        error.to_string().contains("fake1 has 0 receives in a shared receive queue"),
+        "{error}"
+    );
     let mut listener = server.listen(fixture.hosts[1].any_port()).expect("listen");
     let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     flood(&fixture, &server, &client, &mut listener, 1);
     // By itself it is an error, and no panic.
-    let alone = Fabric::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");
+    let alone =
+        Fabric::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");
     assert_eq!(alone.kind(), ErrorKind::Absent, "{alone}");
     drop(listener);
     clear([server, client]);
@@ -118,7 +131,8 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
 /// A device that fails for another reason does not fail the others either.
 #[test]
 fn leaves_out_devices_that_refuse_queues_or_memory() {
-    for call in ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_srq", "ibv_reg_mr"] {
+    for call in ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_srq", "ibv_reg_mr"]
+    {
         let (world, fixture) = world(|_| {});
         world.fail_next(call, 12);
         let fabric = Fabric::builder(fixture.verbs.as_ref().expect("a world")).build().expect(call);
@@ -144,7 +158,8 @@ fn opens_only_the_device_that_has_the_address() {
     for devices in [1, 2, 4, 8] {
         let world = many(devices);
         let builder = Fabric::builder(&world.verbs()).config(server_config());
-        let fabric = builder.serving("10.0.0.1".parse().expect("an address")).build().expect("a fabric");
+        let fabric =
+            builder.serving("10.0.0.1".parse().expect("an address")).build().expect("a fabric");
         assert_eq!(fabric.devices(), ["fake1"]);
         let memory = fabric.stats().memory;
         assert!(memory.registered_bytes <= 40 << 20, "{devices} devices: {memory:?}");
@@ -153,7 +168,8 @@ fn opens_only_the_device_that_has_the_address() {
     }
     let world = many(2);
     let builder = Fabric::builder(&world.verbs()).rdma(Rdma::Require);
-    let error = builder.serving("10.0.0.9".parse().expect("an address")).build().expect_err("nobody's");
+    let error =
+        builder.serving("10.0.0.9".parse().expect("an address")).build().expect_err("nobody's");
     assert!(error.to_string().contains("no RDMA device has the address 10.0.0.9"), "{error}");
 }
 
@@ -171,7 +187,8 @@ fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
     clear([fabric]);
 }
 
-/// M5: a module pinned 36, 136, 528 and 2,080 MiB on 1, 2, 4 and 8 devices, and went above its limit.
+/// M5: a module pinned 36, 136, 528 and 2,080 MiB on 1, 2, 4 and 8 devices, and went above its
+/// limit.
 #[test]
 fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
     for devices in [1, 2, 4, 8] {
@@ -203,17 +220,20 @@ fn server_config() -> Config {
     Config { recv_buffer_size: 64 << 10, ..Config::default() }
 }
 
-/// M6: the kernel takes a device away (mlx5: removal, firmware reset). Its descriptors report an error
-/// for ever, and every destroy fails with EIO.
+/// M6: the kernel takes a device away (mlx5: removal, firmware reset). Its descriptors report an
+/// error for ever, and every destroy fails with EIO.
 #[test]
 fn lets_go_of_a_device_that_the_kernel_took_away_and_sleeps() {
     let (world, fixture) = world(|_| {});
-    let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
+    let [server, client] =
+        [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let [there, here] = meet(&client, &fixture.hosts[1], &server, &mut listener);
     there.post_bytes(0, b"on its way").expect("room");
     world.disassociate_device("fake1");
-    until(&[&server, &client], "the links have ended", || server.stats().links + client.stats().links == 0);
+    until(&[&server, &client], "the links have ended", || {
+        server.stats().links + client.stats().links == 0
+    });
     assert_eq!(here.failure().map(|error| error.kind()), Some(ErrorKind::DeviceGone));
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
     // Nothing is left to do until the device is looked for again, which the clock tells.
@@ -233,7 +253,8 @@ fn lets_go_of_a_device_that_the_kernel_took_away_and_sleeps() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// M8: a post failed, and the provider does not say which request it refused: all may be in its queue.
+/// M8: a post failed, and the provider does not say which request it refused: all may be in its
+/// queue.
 #[test]
 fn ends_the_link_when_a_post_fails_without_naming_a_request() {
     for bytes in [16, 4096] {
@@ -255,7 +276,8 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
     }
 }
 
-/// M8, of the request that binds a window: it may be in the queue, and then its memory stays until it is done.
+/// M8, of the request that binds a window: it may be in the queue, and then its memory stays until
+/// it is done.
 #[test]
 fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     let (world, fixture) = world(|_| {});

@@ -3,7 +3,9 @@
 use std::time::Duration;
 
 use ferrite_fabric::mem::{Exposed, Purpose};
-use ferrite_fabric::{Arrival, Config, ConnectOptions, Done, ErrorKind, Fabric, Listener, RawConnection};
+use ferrite_fabric::{
+    Arrival, Config, ConnectOptions, Done, ErrorKind, Fabric, Listener, RawConnection,
+};
 use futures_util::join;
 
 use super::Fixture;
@@ -54,7 +56,8 @@ impl Ends {
         let Self { a, b, fabrics, listener } = self;
         let closing = (a.close(), b.close());
         drop((a, b));
-        let (first, second) = drive(&[&fabrics[0], &fabrics[1]], async { join!(closing.0, closing.1) });
+        let (first, second) =
+            drive(&[&fabrics[0], &fabrics[1]], async { join!(closing.0, closing.1) });
         first.and(second).expect("in good order");
         drop(listener);
         clear(fabrics);
@@ -70,8 +73,10 @@ pub(crate) fn messages_and_writes(fixture: &Fixture) {
         from.send_message(b"before").expect("sent");
         let bytes = pattern(7, 10_000);
         let (small, large) = bytes.split_at(100);
-        from.write_quietly(filled(from.fabric(), small), remote.addr, remote.rkey, 100).expect("written");
-        from.write(filled(from.fabric(), large), remote.addr + 100, remote.rkey, 9900).expect("written");
+        from.write_quietly(filled(from.fabric(), small), remote.addr, remote.rkey, 100)
+            .expect("written");
+        from.write(filled(from.fabric(), large), remote.addr + 100, remote.rkey, 9900)
+            .expect("written");
         from.send_message(&[9; 32]).expect("sent");
         assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == *b"before"));
         let (mut told, mut notices) = (0, 0);
@@ -152,7 +157,8 @@ pub(crate) fn silence_is_golden(fixture: &Fixture) {
     ends.end();
 }
 
-/// A Ferrite listener that takes no foreign peers refuses; one that is a Ferrite peer's is none of ours.
+/// A Ferrite listener that takes no foreign peers refuses; one that is a Ferrite peer's is none of
+/// ours.
 pub(crate) fn nobody_takes_them(fixture: &Fixture) {
     let [b_host, a_host] = &fixture.hosts;
     let fabrics = [a_host, b_host].map(|host| fixture.fabric(host, &Config::default()));

@@ -1,4 +1,5 @@
-//! What only the fake can do at will: devices that are pulled out come back, and the fabrics that had them go on.
+//! What only the fake can do at will: devices that are pulled out come back, and the fabrics that
+//! had them go on.
 
 use std::time::{Duration, Instant};
 
@@ -47,8 +48,9 @@ fn talk(fabrics: [&Fabric; 2], links: [&Link; 2]) {
             sent.expect("sent");
             assert_eq!(got.expect("a message").to_vec(), bytes);
         }
-        let region =
-            links[to].register_memory(buffer(fabrics[to], &[7; 1000]), Rights::READ).expect("a region");
+        let region = links[to]
+            .register_memory(buffer(fabrics[to], &[7; 1000]), Rights::READ)
+            .expect("a region");
         let token = region.grant(links[to]);
         let reading = links[from].rdma_read(&token, 100, fabrics[from].buffer(8).expect("memory"));
         assert_eq!(&drive(&fabrics, reading.expect("room")).expect("read")[..], [7; 8]);
@@ -56,7 +58,8 @@ fn talk(fabrics: [&Fabric; 2], links: [&Link; 2]) {
     }
 }
 
-/// The device of the side that connects: what was taken and registered before is good afterwards, or told to be gone.
+/// The device of the side that connects: what was taken and registered before is good afterwards,
+/// or told to be gone.
 #[test]
 fn own_device() {
     run(|world, fixture| {
@@ -68,14 +71,16 @@ fn own_device() {
         let everything = world.objects();
         for round in 1..=3 {
             talk(fabrics, [&links[0], &links[1]]);
-            let region =
-                links[0].register_memory(buffer(&a.fabric, &[1; 100]), Rights::READ).expect("a region");
+            let region = links[0]
+                .register_memory(buffer(&a.fabric, &[1; 100]), Rights::READ)
+                .expect("a region");
             pull(world, a_host, &a.fabric, &[&b.fabric]);
             let error = failed(drive(&fabrics, links[0].ended()), "its device is gone");
             assert_told(&error, &[ErrorKind::DeviceGone]);
             assert!(!region.is_live());
             let buf = drive(&fabrics, region.revoke()).expect("the buffer");
-            let (_, error) = links[0].register_memory(buf, Rights::READ).expect_err("there is no device");
+            let (_, error) =
+                links[0].register_memory(buf, Rights::READ).expect_err("there is no device");
             assert_told(&error, &[ErrorKind::DeviceGone]);
             failed(drive(&fabrics, call(&a.fabric, a_host, &listener)), "there is no device");
             put_back(world, a_host, &a.fabric);
@@ -84,7 +89,10 @@ fn own_device() {
                 fabrics.iter().all(|fabric| fabric.stats().links == 1)
             });
             links[0].post(0, kept.clone()).expect("room");
-            assert_eq!(drive(&fabrics, links[1].recv()).expect("a message").to_vec(), b"from before");
+            assert_eq!(
+                drive(&fabrics, links[1].recv()).expect("a message").to_vec(),
+                b"from before"
+            );
             assert_eq!(world.objects(), everything, "as before");
             let stats = a.fabric.stats();
             assert_eq!((stats.devices_lost, stats.devices_back), (round, round));
@@ -97,7 +105,8 @@ fn own_device() {
     });
 }
 
-/// A listener on the device's address is lost with it; one on all addresses goes on with the device that came back.
+/// A listener on the device's address is lost with it; one on all addresses goes on with the device
+/// that came back.
 #[test]
 fn device_of_listeners() {
     run(|world, fixture| {
@@ -151,8 +160,9 @@ fn one_of_two_devices() {
     });
 }
 
-/// A device that is there and does not work yet: each step that can fail fails once. Nothing is left of the try, the reason
-/// is told, and the next succeeds. Each in a world of its own, all at the same time, because they wait for the clock.
+/// A device that is there and does not work yet: each step that can fail fails once. Nothing is
+/// left of the try, the reason is told, and the next succeeds. Each in a world of its own, all at
+/// the same time, because they wait for the clock.
 #[test]
 fn by_and_by() {
     const CALLS: [(&str, i32); 11] = [
@@ -194,7 +204,8 @@ fn by_and_by() {
     }
     for (_, world, fixture, fabric, mut listener, _) in worlds {
         let target = std::net::SocketAddr::new(fixture.hosts[0].ip, listener.local_addr().port());
-        let calling = fabric.connect_with(target, &ConnectOptions::new().local(fixture.hosts[0].any_port()));
+        let calling =
+            fabric.connect_with(target, &ConnectOptions::new().local(fixture.hosts[0].any_port()));
         let (there, here) = drive(&[&fabric], async { join!(calling, listener.accept()) });
         let links = [there.expect("connect"), here.expect("accept")];
         talk([&fabric, &fabric], [&links[0], &links[1]]);

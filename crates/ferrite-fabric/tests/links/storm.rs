@@ -1,12 +1,14 @@
-//! A storm: operations of all kinds whose futures are dropped at any moment, on links that break at any moment, to peers
-//! that go at any moment. Whatever arrives whole is what was sent, and in the end everything is back.
+//! A storm: operations of all kinds whose futures are dropped at any moment, on links that break at
+//! any moment, to peers that go at any moment. Whatever arrives whole is what was sent, and in the
+//! end everything is back.
 //!
-//! Each message, each region and each cell of a region has bytes that follow from its name. If a buffer were freed or used
-//! again while a device has it, bytes of one would turn up in another.
+//! Each message, each region and each cell of a region has bytes that follow from its name. If a
+//! buffer were freed or used again while a device has it, bytes of one would turn up in another.
 //!
-//! A run is printed with its seed: `FERRITE_SEED` replays it as far as the clock allows, `FERRITE_STORM` says how many
-//! operations (by default half of them in the lab, a hundredth where it is emulated). In the lab:
-//! `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000 FERRITE_SEED=1"`.
+//! A run is printed with its seed: `FERRITE_SEED` replays it as far as the clock allows,
+//! `FERRITE_STORM` says how many operations (by default half of them in the lab, a hundredth where
+//! it is emulated). In the lab: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000
+//! FERRITE_SEED=1"`.
 #![expect(clippy::print_stdout, reason = "the seed, and how long it took")]
 
 mod harbour;
@@ -54,7 +56,8 @@ fn run(fixture: &Fixture, random: Random, config: Config, operations: u64) {
 pub(crate) fn cancel_storm(fixture: &Fixture) {
     let (seed, operations) = (seed(), operations(fixture));
     println!("FERRITE_SEED={seed} FERRITE_STORM={operations}");
-    let config = Config { window: 16, send_queue_messages: 64, recv_queue_depth: 16, ..Config::default() };
+    let config =
+        Config { window: 16, send_queue_messages: 64, recv_queue_depth: 16, ..Config::default() };
     run(fixture, Random::new(seed), config, operations);
 }
 
@@ -84,8 +87,8 @@ pub(crate) fn storms_at_the_edge(fixture: &Fixture) {
 /// What the header of a message says: who it is.
 const HEADER: usize = 16;
 
-/// A message by its name: the name, its number on its channel, and bytes that follow from the name. One that is too short
-/// for that has bytes that follow from its length.
+/// A message by its name: the name, its number on its channel, and bytes that follow from the name.
+/// One that is too short for that has bytes that follow from its length.
 fn message(name: u64, number: u64, len: usize) -> Vec<u8> {
     if len < HEADER {
         return vec![len as u8 ^ 0x5a; len];
@@ -102,6 +105,10 @@ fn check(bytes: &[u8]) -> Option<u64> {
     let field = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
     let (name, number) = (field(0).filter(|_| bytes.len() >= HEADER), field(8));
     let expected = message(name.unwrap_or_default(), number.unwrap_or_default(), bytes.len());
-    assert!(bytes == expected, "a message of {} bytes, said to be {name:x?}, has others' bytes", bytes.len());
+    assert!(
+        bytes == expected,
+        "a message of {} bytes, said to be {name:x?}, has others' bytes",
+        bytes.len()
+    );
     name.and(number)
 }

@@ -41,9 +41,11 @@ pub(crate) type Received = (Option<u32>, Vec<u8>);
 
 impl VerbsPeer {
     fn new(fixture: &Fixture, host: &Host, id: CmId) -> Self {
-        let context = fixture.verbs().device(&host.device).and_then(|device| device.open()).expect("device");
+        let context =
+            fixture.verbs().device(&host.device).and_then(|device| device.open()).expect("device");
         let domain = context.allocate_protection_domain().expect("domain");
-        let cq = context.create_completion_queue((SENDS + RECEIVES) as u32, None, 0).expect("queue");
+        let cq =
+            context.create_completion_queue((SENDS + RECEIVES) as u32, None, 0).expect("queue");
         let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
         let region = domain.allocate((RECEIVES + 2) * BLOCK, access).expect("region");
         let qp = domain
@@ -53,10 +55,20 @@ impl VerbsPeer {
                 ..QueuePairConfig::new(&cq)
             })
             .expect("queue pair");
-        Self { id, qp, cq, region, next: RECEIVES * BLOCK, deaf: false, early: Vec::new(), _domain: domain }
+        Self {
+            id,
+            qp,
+            cq,
+            region,
+            next: RECEIVES * BLOCK,
+            deaf: false,
+            early: Vec::new(),
+            _domain: domain,
+        }
     }
 
-    /// Calls a listener with these bytes, while fabrics are driven. Also what the listener answered.
+    /// Calls a listener with these bytes, while fabrics are driven. Also what the listener
+    /// answered.
     pub(crate) fn call(
         fixture: &Fixture,
         to: SocketAddr,
@@ -70,8 +82,13 @@ impl VerbsPeer {
                 id.set_ack_timeout(14)?;
                 let verbs_peer = Self::new(fixture, host, id);
                 let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
-                let answer =
-                    cm::connect(&verbs_peer.id, &verbs_peer.qp, access, &params(private_data), PATIENCE)?;
+                let answer = cm::connect(
+                    &verbs_peer.id,
+                    &verbs_peer.qp,
+                    access,
+                    &params(private_data),
+                    PATIENCE,
+                )?;
                 verbs_peer.post_receives();
                 Ok((verbs_peer, answer))
             });
@@ -96,7 +113,8 @@ impl VerbsPeer {
                 let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
                 let mut verbs_peer = Self::new(fixture, &fixture.hosts[0], request.id);
                 let request = ferrite_verbs::ConnectionRequest { id: verbs_peer.id, ..request };
-                let accepted = cm::accept(&request, &verbs_peer.qp, access, &params(private_data), PATIENCE);
+                let accepted =
+                    cm::accept(&request, &verbs_peer.qp, access, &params(private_data), PATIENCE);
                 verbs_peer.id = request.id;
                 accepted.map(|()| verbs_peer)
             });

@@ -28,11 +28,13 @@ struct Scene {
 impl Scene {
     fn new(fixture: &Fixture, config: &Config) -> Self {
         let [host, peer] = &fixture.hosts;
-        let (good, fabric) = (fixture.fabric(peer, &Config::default()), fixture.fabric(host, config));
+        let (good, fabric) =
+            (fixture.fabric(peer, &Config::default()), fixture.fabric(host, config));
         let mut listener = fabric.listen(host.any_port()).expect("listen");
         let good_links = meet(&good, peer, &fabric, &mut listener);
         let (verbs_peer, answer) =
-            VerbsPeer::call(fixture, listener.local_addr(), &HELLO.encode(), &[&fabric]).expect("a link");
+            VerbsPeer::call(fixture, listener.local_addr(), &HELLO.encode(), &[&fabric])
+                .expect("a link");
         let hello = ferrite_fabric::wire::Hello::decode(&answer).expect("a hello");
         assert_eq!(hello.channels, config.channels);
         let link = drive(&[&fabric], listener.accept()).expect("a link");
@@ -95,7 +97,8 @@ pub(crate) fn exactly_the_window(fixture: &Fixture) {
     let mut scene = Scene::new(fixture, &Config { window: 8, ..Config::default() });
     for round in 0..3 {
         for _ in 0..8 {
-            let sent = scene.verbs_peer.send(Some(frame(false, false, 0, 0)), b"hello", &[&scene.host]);
+            let sent =
+                scene.verbs_peer.send(Some(frame(false, false, 0, 0)), b"hello", &[&scene.host]);
             assert_eq!(sent, Status::SUCCESS);
         }
         for _ in 0..8 {
@@ -128,7 +131,10 @@ pub(crate) fn credits_taken_back(fixture: &Fixture) {
     for _ in 0..3 {
         scene.link.post_bytes(0, b"one").expect("room");
     }
-    assert_eq!(scene.verbs_peer.send(Some(frame(false, false, 0, 3)), b"x", &[&scene.host]), Status::SUCCESS);
+    assert_eq!(
+        scene.verbs_peer.send(Some(frame(false, false, 0, 3)), b"x", &[&scene.host]),
+        Status::SUCCESS
+    );
     scene.verbs_peer.post(Some(frame(false, false, 0, 2)), b"x");
     scene.ends("credits for frames that were never sent");
 }
@@ -216,11 +222,16 @@ pub(crate) fn questions_are_answered(fixture: &Fixture) {
     let mut scene = Scene::new(fixture, &Config::default());
     let mut answers = Vec::new();
     for number in 0..500 {
-        assert_eq!(scene.verbs_peer.control(Control::Ping(number), &[&scene.host]), Status::SUCCESS);
+        assert_eq!(
+            scene.verbs_peer.control(Control::Ping(number), &[&scene.host]),
+            Status::SUCCESS
+        );
         let deadline = Instant::now() + super::PATIENCE;
         while answers.len() as u64 <= number {
             pass(&[&scene.host]);
-            answers.extend(scene.verbs_peer.received().into_iter().map(|(_, bytes)| Control::decode(&bytes)));
+            answers.extend(
+                scene.verbs_peer.received().into_iter().map(|(_, bytes)| Control::decode(&bytes)),
+            );
             assert!(Instant::now() < deadline, "no answer to {number}");
         }
     }
@@ -267,14 +278,17 @@ pub(crate) fn never_gives_credit(fixture: &Fixture) {
         assert!(posted < 1000, "it takes without end");
     }
     assert_eq!(posted, usize::from(HELLO.window) + 10);
-    let error = failed(drive(&[&scene.host, &scene.good], scene.link.ended()), "it does not answer");
+    let error =
+        failed(drive(&[&scene.host, &scene.good], scene.link.ended()), "it does not answer");
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error}");
-    let data = scene.verbs_peer.received().into_iter().filter(|(_, bytes)| bytes.len() == 300).count();
+    let data =
+        scene.verbs_peer.received().into_iter().filter(|(_, bytes)| bytes.len() == 300).count();
     assert_eq!(data, usize::from(HELLO.window));
     scene.others_are_well();
 }
 
-/// It does not listen when a grant is taken back: it has its time, then its next access costs it the link.
+/// It does not listen when a grant is taken back: it has its time, then its next access costs it
+/// the link.
 pub(crate) fn ignores_a_revocation(fixture: &Fixture) {
     let config = Config { peer_timeout: Duration::from_millis(300), ..Config::default() };
     let mut scene = Scene::new(fixture, &config);
@@ -302,7 +316,8 @@ pub(crate) fn ignores_a_revocation(fixture: &Fixture) {
     scene.others_are_well();
 }
 
-/// It takes back one grant after the other, as an owner does that has many in its life: that is no offence.
+/// It takes back one grant after the other, as an owner does that has many in its life: that is no
+/// offence.
 pub(crate) fn revocations_without_end(fixture: &Fixture) {
     const AT_A_TIME: usize = 50;
     let mut scene = Scene::new(fixture, &Config::default());
@@ -316,7 +331,11 @@ pub(crate) fn revocations_without_end(fixture: &Fixture) {
         while answers < AT_A_TIME {
             answers += scene.verbs_peer.received().len();
             pass(&[&scene.host, &scene.good]); // it takes longer than a keepalive
-            assert!(Instant::now() < deadline, "{answers} answers, then {:?}", scene.link.failure());
+            assert!(
+                Instant::now() < deadline,
+                "{answers} answers, then {:?}",
+                scene.link.failure()
+            );
         }
     }
     assert!(scene.link.failure().is_none(), "{:?}", scene.link.failure());

@@ -77,7 +77,8 @@ impl Traffic {
             threads.push(std::thread::spawn(move || told(&reason, send(&from, seed, &stopped))));
             let (count, gap) = (Arc::clone(&received[1 - at]), Arc::clone(&longest_gap_us));
             let reason = Arc::clone(&why);
-            threads.push(std::thread::spawn(move || told(&reason, receive(&to, seed, &count, &gap))));
+            threads
+                .push(std::thread::spawn(move || told(&reason, receive(&to, seed, &count, &gap))));
         }
         Self { stop, received, longest_gap_us, why, threads }
     }
@@ -106,7 +107,10 @@ impl Traffic {
             if let Some(ended) = self.ended() {
                 panic!("{what}: the traffic has ended: {ended}");
             }
-            assert!(begun.elapsed() < patience, "{what}: {before:?} messages, {now:?} after {patience:?}");
+            assert!(
+                begun.elapsed() < patience,
+                "{what}: {before:?} messages, {now:?} after {patience:?}"
+            );
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -138,7 +142,11 @@ fn send(link: &Link, seed: u64, stop: &AtomicBool) -> Result<(), String> {
     let mut number = 0;
     while !stop.load(Ordering::Relaxed) {
         let bytes = content(number, seed);
-        let sent = if number % 3 == 0 { wait(link.send_bytes(CHANNEL, &bytes)) } else { post(link, &bytes) };
+        let sent = if number % 3 == 0 {
+            wait(link.send_bytes(CHANNEL, &bytes))
+        } else {
+            post(link, &bytes)
+        };
         sent.map_err(|error| format!("message {number} was not sent: {error}"))?;
         number += 1;
     }
@@ -150,17 +158,25 @@ fn send(link: &Link, seed: u64, stop: &AtomicBool) -> Result<(), String> {
 fn post(link: &Link, bytes: &[u8]) -> Result<(), ferrite_fabric::Error> {
     loop {
         match link.post_bytes(CHANNEL, bytes) {
-            Err(error) if error.kind() == ErrorKind::Full => std::thread::sleep(Duration::from_micros(200)),
+            Err(error) if error.kind() == ErrorKind::Full => {
+                std::thread::sleep(Duration::from_micros(200))
+            }
             posted => return posted,
         }
     }
 }
 
-fn receive(link: &Link, seed: u64, count: &AtomicU64, longest_gap_us: &AtomicU64) -> Result<(), String> {
+fn receive(
+    link: &Link,
+    seed: u64,
+    count: &AtomicU64,
+    longest_gap_us: &AtomicU64,
+) -> Result<(), String> {
     let mut number = 0;
     let mut last = Instant::now();
     loop {
-        let message = wait(link.recv()).map_err(|error| format!("instead of message {number}: {error:?}"))?;
+        let message =
+            wait(link.recv()).map_err(|error| format!("instead of message {number}: {error:?}"))?;
         let gap = u64::try_from(last.elapsed().as_micros()).unwrap_or(u64::MAX);
         longest_gap_us.fetch_max(gap, Ordering::Relaxed);
         last = Instant::now();

@@ -10,7 +10,8 @@ use super::{KIB, MIB, Pair, Random, Scene, pattern};
 pub(crate) async fn of_every_size(scene: Scene) {
     let mut pair = scene.pair().await;
     let sizes = [1, 2, 63, 64, 219, 220, 221, 256, 257, 4096, 8 * KIB - 1, 8 * KIB, 8 * KIB + 1];
-    let large = [64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, 5 * MIB + 3].map(|size| size / scene.slower);
+    let large =
+        [64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, 5 * MIB + 3].map(|size| size / scene.slower);
     for size in sizes.into_iter().chain(large) {
         let bytes = pattern(size, size);
         let (mut there, mut back) = (vec![0; size], vec![0; size]);
@@ -92,8 +93,13 @@ pub(crate) async fn from_where_it_lies(scene: Scene) {
 pub(crate) async fn vectored(scene: Scene) {
     let mut pair = scene.pair().await;
     assert!(pair.a.is_write_vectored());
-    for parts in [&[3, 0, 5][..], &[100, 100, 20], &[200, 57], &[8 * KIB, 1, 60 * KIB], &[40 * KIB, 40 * KIB]]
-    {
+    for parts in [
+        &[3, 0, 5][..],
+        &[100, 100, 20],
+        &[200, 57],
+        &[8 * KIB, 1, 60 * KIB],
+        &[40 * KIB, 40 * KIB],
+    ] {
         let total: usize = parts.iter().sum();
         let bytes = pattern(0, total);
         let mut rest = &bytes[..];
@@ -141,7 +147,10 @@ pub(crate) async fn without_a_copy(scene: Scene) {
 pub(crate) async fn nothing_is_nothing(scene: Scene) {
     let mut pair = scene.pair().await;
     assert_eq!(pair.a.write(&[]).await.expect("nothing"), 0);
-    assert_eq!(pair.a.write_vectored(&[IoSlice::new(&[]), IoSlice::new(&[])]).await.expect("nothing"), 0);
+    assert_eq!(
+        pair.a.write_vectored(&[IoSlice::new(&[]), IoSlice::new(&[])]).await.expect("nothing"),
+        0
+    );
     assert_eq!(pair.b.read(&mut []).await.expect("no wait"), 0);
     pair.a.flush().await.expect("nothing to wait for");
     pair.a.write_all(b"x").await.expect("to write");

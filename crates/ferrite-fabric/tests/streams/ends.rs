@@ -100,7 +100,11 @@ pub(crate) async fn aborted_is_no_end(scene: Scene) {
     pair.b.read_exact(&mut read).await.expect("to read");
     pair.a.link().abort();
     let error = pair.b.read(&mut [0; 8]).await.expect_err("no end was said");
-    assert_eq!((error.kind(), ours(&error)), (ErrorKind::ConnectionReset, Kind::LinkDown), "{error}");
+    assert_eq!(
+        (error.kind(), ours(&error)),
+        (ErrorKind::ConnectionReset, Kind::LinkDown),
+        "{error}"
+    );
     let error = pair.b.write(b"after").await.expect_err("nobody takes it");
     assert_eq!(error.kind(), ErrorKind::ConnectionReset, "{error}");
     pair.end().await;
@@ -110,7 +114,11 @@ pub(crate) async fn aborted_here(scene: Scene) {
     let mut pair = scene.pair().await;
     pair.a.link().abort();
     let error = pair.a.read(&mut [0; 8]).await.expect_err("the peer said no end");
-    assert_eq!((error.kind(), ours(&error)), (ErrorKind::ConnectionAborted, Kind::Closed), "{error}");
+    assert_eq!(
+        (error.kind(), ours(&error)),
+        (ErrorKind::ConnectionAborted, Kind::Closed),
+        "{error}"
+    );
     pair.end().await;
 }
 
@@ -136,7 +144,10 @@ pub(crate) async fn writing_to_nobody(scene: Scene) {
     b.read_exact(&mut [0; 100]).await.expect("it writes");
     drop(b);
     let error = writing.await.expect("the writer");
-    assert!(matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset), "{error:?}");
+    assert!(
+        matches!(error.kind(), ErrorKind::BrokenPipe | ErrorKind::ConnectionReset),
+        "{error:?}"
+    );
     fabrics.clear().await;
 }
 
@@ -146,7 +157,11 @@ pub(crate) async fn nobody_listens(scene: Scene) {
     assert_eq!(a.peer_addr().expect("an address"), there);
     there.set_port(there.port() ^ 1);
     let error = fabrics.call_at(there).await.expect_err("nobody");
-    assert_eq!((error.kind(), ours(&error)), (ErrorKind::ConnectionRefused, Kind::Refused), "{error:?}");
+    assert_eq!(
+        (error.kind(), ours(&error)),
+        (ErrorKind::ConnectionRefused, Kind::Refused),
+        "{error:?}"
+    );
     drop((a, b));
     fabrics.clear().await;
 }

@@ -20,7 +20,8 @@ pub(crate) async fn slow_reader_stops_the_writer(scene: Scene) {
     while let Ok(result) = timeout(4 * SHORT, a.write(&chunk[written % chunk.len()..])).await {
         written += result.expect("to write");
     }
-    // The queue, the peer's window, and one message on its way. Over TCP the window: nothing is queued.
+    // The queue, the peer's window, and one message on its way. Over TCP the window: nothing is
+    // queued.
     let most = if scene.is_tcp() { 64 * 64 * KIB } else { MIB + 64 * 8 * KIB + 128 * KIB };
     assert!((MIB..=most).contains(&written), "{written} bytes");
     let held = fabrics.of_caller().pool().stats().send.in_use_bytes;
@@ -35,7 +36,8 @@ pub(crate) async fn slow_reader_stops_the_writer(scene: Scene) {
 }
 
 fn two_mib_for_sends() -> Config {
-    let memory = PoolConfig { memory_pool_max: 10 * MIB, receive_reserve: 8 * MIB, ..PoolConfig::default() };
+    let memory =
+        PoolConfig { memory_pool_max: 10 * MIB, receive_reserve: 8 * MIB, ..PoolConfig::default() };
     Config { memory, recv_queue_depth: 128, max_message_bytes: MIB as u64, ..Config::default() }
 }
 
@@ -51,7 +53,8 @@ pub(crate) async fn memory_runs_out(scene: Scene) {
         a
     });
     if !scene.is_tcp() {
-        // Over TCP no memory is needed. Here, until there is next to none left: on an emulated machine that takes a while.
+        // Over TCP no memory is needed. Here, until there is next to none left: on an emulated
+        // machine that takes a while.
         while fabrics.of_caller().pool().stats().send.in_use_bytes < 3 * MIB as u64 / 2 {
             tokio::time::sleep(SHORT / 10).await;
         }
@@ -63,7 +66,8 @@ pub(crate) async fn memory_runs_out(scene: Scene) {
     fabrics.clear().await;
 }
 
-/// Somebody else has all memory: a stream that has nothing under way is slow then, and does not fail.
+/// Somebody else has all memory: a stream that has nothing under way is slow then, and does not
+/// fail.
 pub(crate) async fn others_have_the_memory(scene: Scene) {
     let Pair { mut a, mut b, fabrics } = scene.pair_with(&two_mib_for_sends()).await;
     let pool = fabrics.of_caller().pool().clone();
@@ -84,7 +88,8 @@ pub(crate) async fn others_have_the_memory(scene: Scene) {
 
 /// A peer that takes messages of 1 KiB only.
 pub(crate) async fn small_messages_only(scene: Scene) {
-    let config = Config { max_message_bytes: KIB as u64, recv_buffer_size: KIB as u32, ..Config::default() };
+    let config =
+        Config { max_message_bytes: KIB as u64, recv_buffer_size: KIB as u32, ..Config::default() };
     let Pair { mut a, mut b, fabrics } = scene.pair_with(&config).await;
     let bytes = pattern(0, 100 * KIB);
     let mut read = vec![0; bytes.len()];

@@ -10,7 +10,10 @@ async fn exchange(stream: Stream, total: usize, from: usize) {
     let (mut reading, mut writing) = stream.into_split();
     let writer = tokio::spawn(async move {
         for at in (0..total).step_by(48 * KIB) {
-            writing.write_all(&pattern(from + at, (48 * KIB).min(total - at))).await.expect("to write");
+            writing
+                .write_all(&pattern(from + at, (48 * KIB).min(total - at)))
+                .await
+                .expect("to write");
         }
         writing.shutdown().await.expect("the end");
     });
@@ -48,7 +51,8 @@ pub(crate) async fn relay(scene: Scene) {
     let [client, mut inner] = fabrics.meet().await;
     let [mut outer, server] = fabrics.meet().await;
     let total = 2 * MIB / scene.slower;
-    let relay = tokio::spawn(async move { tokio::io::copy_bidirectional(&mut inner, &mut outer).await });
+    let relay =
+        tokio::spawn(async move { tokio::io::copy_bidirectional(&mut inner, &mut outer).await });
     let serving = tokio::spawn(async move {
         let (mut reading, mut writing) = server.into_split();
         tokio::io::copy(&mut reading, &mut writing).await.expect("an echo")
@@ -64,7 +68,8 @@ pub(crate) async fn relay(scene: Scene) {
 pub(crate) async fn on_one_thread(scene: Scene) {
     let (done, finished) = std::sync::mpsc::channel();
     let thread = std::thread::spawn(move || {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
             let Pair { a, b, fabrics } = scene.pair().await;
             let total = MIB / scene.slower;
@@ -73,6 +78,9 @@ pub(crate) async fn on_one_thread(scene: Scene) {
         });
         let _ = done.send(());
     });
-    tokio::task::spawn_blocking(move || finished.recv()).await.expect("a thread").expect("it passes");
+    tokio::task::spawn_blocking(move || finished.recv())
+        .await
+        .expect("a thread")
+        .expect("it passes");
     thread.join().expect("the thread");
 }

@@ -1,12 +1,16 @@
-//! Commands run by the engine on our behalf, outside of any command: the part of the module API that crashes the engine if it is
-//! used as it looks.
+//! Commands run by the engine on our behalf, outside of any command: the part of the module API
+//! that crashes the engine if it is used as it looks.
 //!
-//! - The context is a detached one. With any other, Redis 7.0 dies when it refuses a call by the user's rights.
+//! - The context is a detached one. With any other, Redis 7.0 dies when it refuses a call by the
+//!   user's rights.
 //! - `E` always: Valkey 9.1 dies when it refuses a call without.
 //! - `!` always: without, Redis 7.0 drops the writes of the whole batch from AOF and replicas.
 //! - After a batch on Redis 7.0: [`CallContext::propagate`], or it dies before it sleeps.
 //! - Which commands may be called, and when, is for `crate::calls` to know.
-#![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
+#![expect(
+    unsafe_code,
+    reason = "calls by function pointers, with pointers that the engine gave us"
+)]
 
 use std::ffi::{CStr, c_char, c_int};
 use std::marker::PhantomData;
@@ -18,14 +22,15 @@ use super::table::{RawContext, RawReply, RawString, RawUser};
 use super::{Context, OK, api};
 use crate::router::NAME_MAX;
 
-/// The most arguments of a call after the command's name. Lists of strings, the API's way for more, change how the engine
-/// encodes values.
+/// The most arguments of a call after the command's name. Lists of strings, the API's way for more,
+/// change how the engine encodes values.
 const ARGS_MAX: usize = 32;
 
 /// `b` is an argument by address and length. A call with fewer takes the end of it.
 ///
-/// `!` to AOF and replicas, `E` refusals are replies, `M` none that takes memory when there is none, `S` only what scripts may call
-/// and only when they may write, `C` within the user's rights, `3` RESP3.
+/// `!` to AOF and replicas, `E` refusals are replies, `M` none that takes memory when there is
+/// none, `S` only what scripts may call and only when they may write, `C` within the user's rights,
+/// `3` RESP3.
 const AS_USER: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb!EMSC";
 const AS_USER_RESP3: &CStr = c"bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb!EMSC3";
 /// By the module itself, which may everything.
@@ -54,8 +59,8 @@ unsafe extern "C" {
     safe fn __errno_location() -> *mut c_int;
 }
 
-/// A context of our own, for the engine's main thread. It is not freed: there is one per load, and at the end of the process, when
-/// it could be, the engine's own things go.
+/// A context of our own, for the engine's main thread. It is not freed: there is one per load, and
+/// at the end of the process, when it could be, the engine's own things go.
 pub(crate) struct CallContext {
     raw: NonNull<RawContext>,
     /// Whether [`Self::propagate`] has its subscriber.
@@ -77,7 +82,8 @@ impl CallContext {
 
     /// For what the module asks for itself.
     pub(crate) fn context(&self) -> Option<Context<'_>> {
-        // SAFETY: it is there as long as this is, and used on the engine's main thread alone, as this is.
+        // SAFETY: it is there as long as this is, and used on the engine's main thread alone, as
+        // this is.
         unsafe { Context::new(self.raw.as_ptr()) }
     }
 
@@ -87,7 +93,8 @@ impl CallContext {
         unsafe { (api().context_flags)(self.raw.as_ptr()) }
     }
 
-    /// Whether clients are paused: a write now would be one that replicas must not get, and the engine dies of it.
+    /// Whether clients are paused: a write now would be one that replicas must not get, and the
+    /// engine dies of it.
     pub(crate) fn is_paused(&self) -> bool {
         // SAFETY: it takes nothing.
         unsafe { (api().avoid_replica_traffic)() != 0 }
@@ -99,10 +106,12 @@ impl CallContext {
         unsafe { (api().select_db)(self.raw.as_ptr(), db) == OK }
     }
 
-    /// Calls as this user, who is looked for now: one that was kept may be deleted by the next command. `None`: there is none.
+    /// Calls as this user, who is looked for now: one that was kept may be deleted by the next
+    /// command. `None`: there is none.
     pub(crate) fn act_as(&mut self, name: &Text) -> Option<Acting<'_>> {
         let set_user = api().set_context_user?;
-        // SAFETY: the string is there, and only read. The user is freed by `Acting`, after the context has forgotten it.
+        // SAFETY: the string is there, and only read. The user is freed by `Acting`, after the
+        // context has forgotten it.
         let user = unsafe {
             let user = NonNull::new((api().user_from_name)(name.0.as_ptr()))?;
             set_user(self.raw.as_ptr(), user.as_ptr());
@@ -111,19 +120,23 @@ impl CallContext {
         Some(Acting { context: self, user })
     }
 
-    /// A reply to a command of the module's own, as it would be on a connection. `None` if it was refused.
+    /// A reply to a command of the module's own, as it would be on a connection. `None` if it was
+    /// refused.
     pub(crate) fn ask(&self, name: &CStr, args: &[&[u8]]) -> Option<Vec<u8>> {
         let (name, mut reply) = (name.to_bytes(), Vec::new());
-        let outcome = self.call(name, AS_MODULE, args.len(), |index| args.get(index).copied(), &mut reply);
+        let outcome =
+            self.call(name, AS_MODULE, args.len(), |index| args.get(index).copied(), &mut reply);
         (outcome == Outcome::Done).then_some(reply)
     }
 
-    /// Sends what the calls of a batch wrote to the AOF and to replicas. Redis 7.0 does it where a context of its own ends, and
-    /// calls from a file's event have none; an event does it, whose only subscriber is us. Later engines do it with each call.
+    /// Sends what the calls of a batch wrote to the AOF and to replicas. Redis 7.0 does it where a
+    /// context of its own ends, and calls from a file's event have none; an event does it, whose
+    /// only subscriber is us. Later engines do it with each call.
     pub(crate) fn propagate(&mut self, key: &Text) {
         let raw = self.raw.as_ptr();
-        // SAFETY: the context is there as long as this is; the function stays; strings are only read. Subscribed not earlier than
-        // here, since a module that is refused at load leaves its subscriptions behind.
+        // SAFETY: the context is there as long as this is; the function stays; strings are only
+        // read. Subscribed not earlier than here, since a module that is refused at load leaves its
+        // subscriptions behind.
         unsafe {
             if !self.is_subscribed {
                 (api().subscribe_to_keyspace_events)(raw, OUR_EVENTS, on_nothing);
@@ -150,8 +163,9 @@ impl CallContext {
         };
         place.copy_from_slice(name);
         let errno = __errno_location();
-        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has as many `b` as there are arguments, of which
-        // each is there until the call is over. The reply is used before it is freed, and is as long as the engine says.
+        // SAFETY: `errno` is this thread's. The name ends with a zero. The format has as many `b`
+        // as there are arguments, of which each is there until the call is over. The reply is used
+        // before it is freed, and is as long as the engine says.
         unsafe {
             *errno = 0;
             let reply = self.raw_call(terminated.as_ptr().cast(), &format[skipped..], count, arg);
@@ -163,8 +177,8 @@ impl CallContext {
             let bytes = (api().call_reply_proto)(reply, &raw mut len);
             let bytes: &[u8] =
                 if bytes.is_null() { &[] } else { std::slice::from_raw_parts(bytes.cast(), len) };
-            // Refused before it ran: that leaves a number in `errno`. A command that ran may leave one too, but not by rule, and
-            // one that ran and failed has changed nothing.
+            // Refused before it ran: that leaves a number in `errno`. A command that ran may leave
+            // one too, but not by rule, and one that ran and failed has changed nothing.
             let is_refused = bytes.is_empty() || (errno != 0 && bytes[0] == b'-');
             if !is_refused {
                 out.extend_from_slice(bytes);
@@ -187,11 +201,13 @@ impl CallContext {
         count: usize,
         arg: impl Fn(usize) -> Option<&'a [u8]>,
     ) -> *mut RawReply {
-        let at = |index: usize| arg(index).map_or((ptr::null(), 0), |arg| (arg.as_ptr(), arg.len()));
+        let at =
+            |index: usize| arg(index).map_or((ptr::null(), 0), |arg| (arg.as_ptr(), arg.len()));
         // Arguments beyond the format's are not looked at, so that a few lengths do for all.
         macro_rules! call {
             ($($index:literal)*) => {
-                // SAFETY: a pair for each `b`, and maybe more. The context is there as long as this is.
+                // SAFETY: a pair for each `b`, and maybe more. The context is there as long as this
+                // is.
                 unsafe {
                     (api().call)(self.raw.as_ptr(), name, format.as_ptr() $(, at($index).0, at($index).1)*)
                 }
@@ -204,7 +220,9 @@ impl CallContext {
             3..=4 => call!(0 1 2 3),
             5..=8 => call!(0 1 2 3 4 5 6 7),
             9..=16 => call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15),
-            _ => call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31),
+            _ => {
+                call!(0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26 27 28 29 30 31)
+            }
         }
     }
 }
@@ -255,8 +273,8 @@ impl Acting<'_> {
 
 impl Drop for Acting<'_> {
     fn drop(&mut self) {
-        // SAFETY: the context is there; it forgets the user before that is freed. Only our handle of the user is: he is the
-        // engine's.
+        // SAFETY: the context is there; it forgets the user before that is freed. Only our handle
+        // of the user is: he is the engine's.
         unsafe {
             if let Some(set_user) = api().set_context_user {
                 set_user(self.context.raw.as_ptr(), ptr::null());
@@ -276,7 +294,8 @@ impl Text {
 
     pub(crate) fn of(bytes: &[u8]) -> Option<Self> {
         // SAFETY: the bytes are copied. Without a context the string is nobody's but ours.
-        let raw = unsafe { (api().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
+        let raw =
+            unsafe { (api().create_string)(ptr::null_mut(), bytes.as_ptr().cast(), bytes.len()) };
         NonNull::new(raw).map(|raw| Self(raw, PhantomData))
     }
 
@@ -301,6 +320,11 @@ impl Drop for Text {
 }
 
 /// That there is somebody is all that [`CallContext::propagate`] needs.
-unsafe extern "C" fn on_nothing(_: *mut RawContext, _: c_int, _: *const c_char, _: *mut RawString) -> c_int {
+unsafe extern "C" fn on_nothing(
+    _: *mut RawContext,
+    _: c_int,
+    _: *const c_char,
+    _: *mut RawString,
+) -> c_int {
     OK
 }

@@ -1,5 +1,8 @@
 //! What the engine tells about its clients, by their ids. On the engine's main thread only.
-#![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
+#![expect(
+    unsafe_code,
+    reason = "calls by function pointers, with pointers that the engine gave us"
+)]
 
 use super::calls::{CallContext, Text};
 use super::table::RawClientInfo;
@@ -46,7 +49,8 @@ pub(crate) fn set_client_name(id: u64, name: &str) {
 impl CallContext {
     /// Shows the name of a client's user; `None` if there is no such client, or it has no user.
     pub(crate) fn with_user_name<R>(&self, id: u64, look: impl FnOnce(&[u8]) -> R) -> Option<R> {
-        // SAFETY: the context is there as long as this is. The string is ours: it is looked at, then freed.
+        // SAFETY: the context is there as long as this is. The string is ours: it is looked at,
+        // then freed.
         unsafe {
             let name = (api().client_user_name)(self.raw(), id);
             if name.is_null() {
@@ -81,6 +85,7 @@ impl Context<'_> {
 /// # Safety
 /// `data` is what the engine passed with an event of that kind.
 pub(crate) unsafe fn client_of_event(data: *const std::ffi::c_void) -> Option<u64> {
-    // SAFETY: the caller's promise; the structure begins with version, flags and id in every version.
+    // SAFETY: the caller's promise; the structure begins with version, flags and id in every
+    // version.
     unsafe { data.cast::<RawClientInfo>().as_ref().map(|info| info.id) }
 }

@@ -1,7 +1,7 @@
 //! What a forked child of the engine (BGSAVE, say) must not keep: the listener's descriptors.
 //!
-//! A child that outlives its engine would hold the port, and the engine that is started again could not
-//! listen. The engine closes its own listeners in its children, too.
+//! A child that outlives its engine would hold the port, and the engine that is started again could
+//! not listen. The engine closes its own listeners in its children, too.
 #![expect(unsafe_code, reason = "a handler that the C library calls in a forked child")]
 
 use std::mem::MaybeUninit;
@@ -17,9 +17,9 @@ struct Slot {
 }
 
 /// More than addresses to listen on.
-static SLOTS: [Slot; 64] =
-    [const { Slot { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) } };
-        64];
+static SLOTS: [Slot; 64] = [const {
+    Slot { descriptor: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+}; 64];
 
 /// From now on forked children close these, and none that were named before.
 pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
@@ -27,14 +27,16 @@ pub(crate) fn close_in_children(descriptors: impl IntoIterator<Item = RawFd>) {
     let mut descriptors = descriptors.into_iter();
     for slot in &SLOTS {
         slot.descriptor.store(-1, Ordering::SeqCst);
-        let found = descriptors.next().and_then(|descriptor| Some((descriptor, file_of(descriptor)?)));
+        let found =
+            descriptors.next().and_then(|descriptor| Some((descriptor, file_of(descriptor)?)));
         if let Some((descriptor, (device, inode))) = found {
             slot.device.store(device, Ordering::SeqCst);
             slot.inode.store(inode, Ordering::SeqCst);
             slot.descriptor.store(descriptor, Ordering::SeqCst);
         }
     }
-    // SAFETY: the handler is there as long as this library is, which takes its handlers along when it is unloaded.
+    // SAFETY: the handler is there as long as this library is, which takes its handlers along when
+    // it is unloaded.
     ONCE.call_once(|| unsafe {
         libc::pthread_atfork(None, None, Some(in_child));
     });

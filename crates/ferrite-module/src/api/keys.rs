@@ -1,9 +1,14 @@
 //! Values read where they lie.
 //!
-//! - Only strings that are not encoded: to be given any other, the engine would encode it anew, for good.
-//! - A key whose time is over is not deleted where the engine can be told so. Redis 7.0 cannot: there the deletion is propagated
-//!   with the batch ([`CallContext::propagate`](super::calls::CallContext::propagate)).
-#![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
+//! - Only strings that are not encoded: to be given any other, the engine would encode it anew, for
+//!   good.
+//! - A key whose time is over is not deleted where the engine can be told so. Redis 7.0 cannot:
+//!   there the deletion is propagated with the batch
+//!   ([`CallContext::propagate`](super::calls::CallContext::propagate)).
+#![expect(
+    unsafe_code,
+    reason = "calls by function pointers, with pointers that the engine gave us"
+)]
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
@@ -29,7 +34,8 @@ pub(crate) enum Found {
 }
 
 impl Acting<'_> {
-    /// Gives the string of at least `min` bytes that a key has to `take`, if the user may `command` it.
+    /// Gives the string of at least `min` bytes that a key has to `take`, if the user may `command`
+    /// it.
     ///
     /// The engine counts this as a read that found the key or missed it, as GET does.
     pub(crate) fn read_string(
@@ -43,13 +49,14 @@ impl Acting<'_> {
         let mut words = [command.as_ptr(), key.as_ptr()];
         // SAFETY: it takes nothing.
         let how = READ | api().open_key_modes.map_or(0, |modes| NOEXPIRE & unsafe { modes() });
-        // SAFETY: the user is there as long as this is, the strings until the end of this, and so is the context; all are only read.
-        // The key is closed before the strings go.
+        // SAFETY: the user is there as long as this is, the strings until the end of this, and so
+        // is the context; all are only read. The key is closed before the strings go.
         let open = unsafe {
             if (api().may_call)(self.user.as_ptr(), words.as_mut_ptr(), 2) != OK {
                 return Found::Other;
             }
-            let Some(open) = NonNull::new((api().open_key)(self.raw_context(), key.as_ptr(), how)) else {
+            let Some(open) = NonNull::new((api().open_key)(self.raw_context(), key.as_ptr(), how))
+            else {
                 return Found::Nothing;
             };
             Open(open)
@@ -64,8 +71,8 @@ struct Open(NonNull<RawKey>);
 impl Open {
     fn read(&self, min: usize, take: impl FnOnce(&[u8])) -> Found {
         let key = self.0.as_ptr();
-        // SAFETY: the key is open. Its value stays where it is until the engine runs something else, which it does not while
-        // `take` looks at it: that has no way to call.
+        // SAFETY: the key is open. Its value stays where it is until the engine runs something
+        // else, which it does not while `take` looks at it: that has no way to call.
         unsafe {
             if (api().key_type)(key) != STRING || (api().value_length)(key) < min {
                 return Found::Other;

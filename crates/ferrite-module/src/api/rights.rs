@@ -3,7 +3,10 @@
 //! Redis 7.0 has no ACL categories for commands of modules: a user with `-@admin -@dangerous` may
 //! run all of them. A command of ours that does what one of the engine's own does asks here for the
 //! right to that one.
-#![expect(unsafe_code, reason = "calls by function pointers, with pointers that the engine gave us")]
+#![expect(
+    unsafe_code,
+    reason = "calls by function pointers, with pointers that the engine gave us"
+)]
 
 use std::ffi::c_int;
 use std::ptr::NonNull;
@@ -17,9 +20,9 @@ impl Context<'_> {
     /// False if that is not known: for a caller that is no client of the engine (another module),
     /// for a client without a user, and where the engine has no such command.
     pub(crate) fn caller_may(self, words: &[&str]) -> bool {
-        // By the client's id: `GetCurrentUserName` of Redis 7.0 crashes for a client without a user,
-        // and other modules call commands by such clients.
-        // SAFETY: the context is that of a command. The name is a new string, which is ours.
+        // By the client's id: `GetCurrentUserName` of Redis 7.0 crashes for a client without a
+        // user, and other modules call commands by such clients. SAFETY: the context is that of a
+        // command. The name is a new string, which is ours.
         let name = unsafe { (api().client_user_name)(self.raw(), self.client_id()) };
         // SAFETY: made for us just now, or null.
         let Some(name) = (unsafe { Text::from_raw(name) }) else { return false };

@@ -1,6 +1,8 @@
-//! The functions of the module API with their types, as the API's header has them, and how they are found: by name, once, at load.
+//! The functions of the module API with their types, as the API's header has them, and how they are
+//! found: by name, once, at load.
 //!
-//! The names are those of Redis, which Valkey answers to as well. Whatever is required is in Redis 7.0 and everything after it.
+//! The names are those of Redis, which Valkey answers to as well. Whatever is required is in Redis
+//! 7.0 and everything after it.
 #![expect(unsafe_code, reason = "pointers that the engine says are functions of these types")]
 
 use std::ffi::{c_char, c_int, c_long, c_longlong, c_uint, c_ulonglong, c_void};
@@ -45,7 +47,8 @@ pub(crate) struct RawEvent {
     pub(crate) version: u64,
 }
 
-/// What the engine tells of a client, in the first version of the structure, which all engines fill.
+/// What the engine tells of a client, in the first version of the structure, which all engines
+/// fill.
 #[repr(C)]
 pub(crate) struct RawClientInfo {
     pub(super) version: u64,
@@ -62,7 +65,8 @@ impl RawClientInfo {
     }
 }
 
-pub(crate) type CommandFn = unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
+pub(crate) type CommandFn =
+    unsafe extern "C" fn(*mut RawContext, *mut *mut RawString, c_int) -> c_int;
 pub(crate) type InfoFn = unsafe extern "C" fn(*mut RawInfo, c_int);
 pub(crate) type EventFn = unsafe extern "C" fn(*mut RawContext, RawEvent, u64, *mut c_void);
 pub(crate) type FdFn = unsafe extern "C" fn(c_int, *mut c_void, c_int);
@@ -96,7 +100,8 @@ macro_rules! table {
             pub(super) unsafe fn find(get_api: GetApi) -> Result<Self, Vec<&'static str>> {
                 let mut missing = Vec::new();
                 $(
-                    // SAFETY: the caller's promise. The engine writes a function of this name, or nothing.
+                    // SAFETY: the caller's promise. The engine writes a function of this name, or
+                    // nothing.
                     let $field = unsafe { find(get_api, concat!("RedisModule_", $name, "\0")) };
                     if $field.is_none() {
                         missing.push(concat!("RedisModule_", $name));
@@ -108,7 +113,8 @@ macro_rules! table {
                 Ok(Self { $(
                     $field: {
                         let found = $field.unwrap_or(ptr::null_mut()); // there: none is missing
-                        // SAFETY: the API's header gives the function of this name this type, in every version of it.
+                        // SAFETY: the API's header gives the function of this name this type, in
+                        // every version of it.
                         unsafe { std::mem::transmute::<*mut c_void, $kind>(found) }
                     },
                 )+ $(

@@ -10,7 +10,9 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use ferrite_fabric::wire::{Features, Frame, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind};
+use ferrite_fabric::wire::{
+    Features, Frame, GREETING_BYTES, Greeting, Hello, TcpFrame, TcpFrameKind,
+};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpSocket, TcpStream};
 use tokio::sync::watch;
@@ -30,11 +32,13 @@ pub(crate) struct Size {
     pub(crate) resumes: usize,
 }
 
-/// Frames sent on one link. The first ends it, so the others find out what a link that has ended costs.
+/// Frames sent on one link. The first ends it, so the others find out what a link that has ended
+/// costs.
 const RESUMES_PER_LINK: usize = 1000;
 /// Links for `Resume` frames at a time.
 const RESUMING: usize = 8;
-/// What the kernel keeps for one attacker: it is not what is measured, and a thousand of them would fill it.
+/// What the kernel keeps for one attacker: it is not what is measured, and a thousand of them would
+/// fill it.
 const SEND_BUFFER: u32 = 64 << 10;
 
 /// What the attackers have done so far.
@@ -92,7 +96,12 @@ impl Attack {
     }
 }
 
-async fn run(target: SocketAddr, size: Size, progress: Arc<Progress>, stopped: watch::Receiver<bool>) {
+async fn run(
+    target: SocketAddr,
+    size: Size,
+    progress: Arc<Progress>,
+    stopped: watch::Receiver<bool>,
+) {
     let mut attackers = JoinSet::new();
     for number in 0..size.clients {
         let (progress, stopped) = (Arc::clone(&progress), stopped.clone());
@@ -124,7 +133,8 @@ async fn until(mut stopped: watch::Receiver<bool>, act: impl Future<Output = ()>
     let _ = stopped.wait_for(|stopped| *stopped).await;
 }
 
-/// A connection from one of 250 addresses: limits for each source alone do not hold the attack back.
+/// A connection from one of 250 addresses: limits for each source alone do not hold the attack
+/// back.
 async fn connect(target: SocketAddr, number: usize) -> io::Result<TcpStream> {
     loop {
         let socket = TcpSocket::new_v4()?;
@@ -139,8 +149,8 @@ async fn connect(target: SocketAddr, number: usize) -> io::Result<TcpStream> {
     }
 }
 
-/// Sends commands as long as the other side takes them, and never reads. Half of the clients send many
-/// small commands, half send few long ones.
+/// Sends commands as long as the other side takes them, and never reads. Half of the clients send
+/// many small commands, half send few long ones.
 async fn send_commands(target: SocketAddr, number: usize, most: u64, progress: Arc<Progress>) {
     let commands = match number % 2 {
         0 => b"*1\r\n$4\r\nPING\r\n".repeat(4096),
@@ -180,8 +190,8 @@ async fn greet(target: SocketAddr, number: usize) -> io::Result<(TcpStream, Hell
     Ok((socket, theirs.hello))
 }
 
-/// Sends the frames of one message up to the window, and never the last. It comes back when the link ends,
-/// since it answers nothing.
+/// Sends the frames of one message up to the window, and never the last. It comes back when the
+/// link ends, since it answers nothing.
 async fn begin_messages(target: SocketAddr, number: usize, progress: Arc<Progress>) {
     let mut is_counted = false;
     loop {
@@ -210,7 +220,8 @@ fn unfinished(theirs: &Hello) -> Vec<u8> {
 
 async fn send_resumes(target: SocketAddr, number: usize) {
     let Ok((mut socket, _)) = greet(target, number).await else { return };
-    let resume = TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
+    let resume =
+        TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
     // The other side hangs up at the first of them.
     let _ = socket.write_all(&resume.encode().repeat(RESUMES_PER_LINK)).await;
 }

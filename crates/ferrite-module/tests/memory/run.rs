@@ -11,8 +11,8 @@ use crate::talk::Peer;
 pub(crate) const PASSWORD: &str = "x";
 
 const MIB: u64 = 1 << 20;
-/// What may be left of the memory: allocators keep some. The one of the C library keeps most, as it does
-/// for the engine's own clients; there the next attack must find it again.
+/// What may be left of the memory: allocators keep some. The one of the C library keeps most, as it
+/// does for the engine's own clients; there the next attack must find it again.
 const LEFT_OVER: u64 = 16 * MIB;
 /// How long it may take to return.
 const RETURNS: Duration = Duration::from_secs(60);
@@ -27,7 +27,8 @@ pub(crate) struct Plan {
     rounds: usize,
     /// How much more memory the process may have during the attack.
     growth: u64,
-    /// How long the attack goes on when it is complete, and how long honest clients are alone before.
+    /// How long the attack goes on when it is complete, and how long honest clients are alone
+    /// before.
     holds: Duration,
     /// Whether honest clients are measured.
     is_timed: bool,
@@ -142,12 +143,19 @@ pub(crate) fn attack(server: &mut Server, plan: &Plan) {
     let log = server.log();
     let said: Vec<_> = log.lines().skip(lines).collect();
     let minutes = begun.elapsed().as_secs() as usize / 60 + 1;
-    assert!(said.len() <= LINES_PER_MINUTE * minutes, "{} lines in {minutes} minutes: {log}", said.len());
+    assert!(
+        said.len() <= LINES_PER_MINUTE * minutes,
+        "{} lines in {minutes} minutes: {log}",
+        said.len()
+    );
     assert!(most.rss <= before.rss + plan.growth, "RSS: {before:?}, then {most:?}");
     assert!(most.pinned <= before.pinned + plan.growth, "pinned: {before:?}, then {most:?}");
     let expected = plan.rounds * (plan.size.clients + plan.size.links);
     let now = held(server, &mut admin);
-    assert!(now.begun >= before.begun + expected as u64, "all attackers got in: {before:?}, then {now:?}");
+    assert!(
+        now.begun >= before.begun + expected as u64,
+        "all attackers got in: {before:?}, then {now:?}"
+    );
     let [mut calm, mut attacked] = honest.stop();
     let [usual, slowest] = [&mut calm, &mut attacked].map(|all| all.percentile(99));
     eprintln!(

@@ -1,4 +1,5 @@
-//! What cannot be equal between two engines, whatever carries the commands, and what is not generated. Each with its reason.
+//! What cannot be equal between two engines, whatever carries the commands, and what is not
+//! generated. Each with its reason.
 
 use ferrite_proto::resp::Value;
 
@@ -23,8 +24,12 @@ pub(crate) enum Rule {
 const RULES: &[(&str, Rule, &str)] = &[
     ("acl|genpass", Rule::Type, "random"),
     ("acl|log", Rule::Type, "ages and addresses of clients"),
-    ("client|getname", Rule::SourceName, "a session's client is named by its address until it names itself"),
-    ("client|id", Rule::Type, "numbers of connections: the bridge has connections of its own"),
+    (
+        "client|getname",
+        Rule::SourceName,
+        "a session's client is named by its address until it names itself",
+    ),
+    ("client|id", Rule::Type, "numbers of connections: the proxy path has connections of its own"),
     ("client|trackinginfo", Rule::Unordered, "a set"),
     ("cluster|links", Rule::Type, "times and buffers of links"),
     ("cluster|myshardid", Rule::Type, "random"),
@@ -110,7 +115,8 @@ const NOT_GENERATED: &[(&str, &str)] = &[
     ("unsubscribe", "several answers: in the scripts"),
 ];
 
-/// In a cluster these change it, and with it all that comes after; outside of one they are generated like others.
+/// In a cluster these change it, and with it all that comes after; outside of one they are
+/// generated like others.
 const CHANGE_THE_CLUSTER: &[&str] = &[
     "addslots",
     "addslotsrange",
@@ -133,13 +139,16 @@ const CHANGE_THE_CLUSTER: &[&str] = &[
 ];
 
 pub(crate) fn is_generated(spec: &Spec, in_cluster: bool) -> bool {
-    let changes = spec.name.strip_prefix("cluster|").is_some_and(|name| CHANGE_THE_CLUSTER.contains(&name));
+    let changes =
+        spec.name.strip_prefix("cluster|").is_some_and(|name| CHANGE_THE_CLUSTER.contains(&name));
     !(in_cluster && changes) && why_not_generated(spec).is_none()
 }
 
 /// The reason, if it is not generated; that of a command is that of its subcommands.
 pub(crate) fn why_not_generated(spec: &Spec) -> Option<&'static str> {
-    let of = |wanted: &str| NOT_GENERATED.iter().find(|(name, _)| *name == wanted).map(|(_, reason)| *reason);
+    let of = |wanted: &str| {
+        NOT_GENERATED.iter().find(|(name, _)| *name == wanted).map(|(_, reason)| *reason)
+    };
     of(&spec.name).or_else(|| of(spec.name.split('|').next()?))
 }
 
@@ -163,9 +172,12 @@ pub(crate) fn same(rule: Rule, one: &[u8], other: &[u8]) -> bool {
         _ if is_error => false,
         Rule::Unordered => sorted(&left) == sorted(&right),
         Rule::Near(difference) => near(&left, &right, difference),
-        Rule::Type => one.first() == other.first() && (left == Value::Null) == (right == Value::Null),
+        Rule::Type => {
+            one.first() == other.first() && (left == Value::Null) == (right == Value::Null)
+        }
         Rule::SourceName => {
-            left == Value::Null && matches!(right, Value::Bulk(name) if name.starts_with(b"ferrite:"))
+            left == Value::Null
+                && matches!(right, Value::Bulk(name) if name.starts_with(b"ferrite:"))
         }
     }
 }
@@ -175,7 +187,9 @@ fn sorted(value: &Value<'_>) -> Vec<u8> {
         Value::Array(values) | Value::Set(values) | Value::Push(values) => {
             values.iter().map(sorted).collect()
         }
-        Value::Map(pairs) => pairs.iter().map(|(key, value)| [sorted(key), sorted(value)].concat()).collect(),
+        Value::Map(pairs) => {
+            pairs.iter().map(|(key, value)| [sorted(key), sorted(value)].concat()).collect()
+        }
         other => {
             let mut bytes = Vec::new();
             other.encode(&mut bytes);
@@ -191,10 +205,12 @@ fn near(one: &Value<'_>, other: &Value<'_>, difference: i64) -> bool {
     match (one, other) {
         // Negative ones are answers of their own: no key, no end.
         (Value::Integer(one), Value::Integer(other)) => {
-            one == other || (*one >= 0 && *other >= 0 && one.abs_diff(*other) <= difference.unsigned_abs())
+            one == other
+                || (*one >= 0 && *other >= 0 && one.abs_diff(*other) <= difference.unsigned_abs())
         }
         (Value::Array(one), Value::Array(other)) => {
-            one.len() == other.len() && one.iter().zip(other).all(|(one, other)| near(one, other, difference))
+            one.len() == other.len()
+                && one.iter().zip(other).all(|(one, other)| near(one, other, difference))
         }
         (one, other) => one == other,
     }

@@ -1,4 +1,5 @@
-//! Argument lists for a command, from what the engine says of its arguments: good ones, and good ones spoiled. The same each run.
+//! Argument lists for a command, from what the engine says of its arguments: good ones, and good
+//! ones spoiled. The same each run.
 
 use super::keys::{self, Tags};
 use super::spec::{Argument, Spec};
@@ -12,8 +13,8 @@ pub(crate) struct Amount {
 
 pub(crate) type Words = Vec<Vec<u8>>;
 
-/// Small positive numbers are not here: as a time they would end while the test runs. Nor -2147483648: as a count it makes an
-/// answer of so many elements.
+/// Small positive numbers are not here: as a time they would end while the test runs. Nor
+/// -2147483648: as a count it makes an answer of so many elements.
 const EDGES: &[&[u8]] = &[
     b"",
     b"0",
@@ -123,8 +124,11 @@ impl Making<'_> {
             _ => 1,
         };
         for time in 0..times {
-            if let Some(token) = argument.token.as_ref().filter(|_| time == 0 || argument.multiple_token) {
-                let mut token = if token == "\"\"" { Vec::new() } else { token.clone().into_bytes() };
+            if let Some(token) =
+                argument.token.as_ref().filter(|_| time == 0 || argument.multiple_token)
+            {
+                let mut token =
+                    if token == "\"\"" { Vec::new() } else { token.clone().into_bytes() };
                 self.random.change_case(&mut token);
                 into.push(token);
             }
@@ -160,7 +164,8 @@ impl Making<'_> {
     }
 
     fn value(&mut self, argument: &Argument) -> Vec<u8> {
-        let pick = |random: &mut Random, from: &[&str]| from[random.below(from.len())].as_bytes().to_vec();
+        let pick =
+            |random: &mut Random, from: &[&str]| from[random.below(from.len())].as_bytes().to_vec();
         let random = &mut self.random;
         let blocking = self.spec.waits();
         match (argument.kind.as_str(), argument.name.as_str()) {
@@ -234,11 +239,9 @@ struct Random(u64);
 
 impl Random {
     fn seeded(name: &str) -> Self {
-        Self(
-            name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-                (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-            }),
-        )
+        Self(name.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        }))
     }
 
     fn next(&mut self) -> u64 {

@@ -1,4 +1,5 @@
-//! The keys that commands find: every type in every encoding that a few commands can make, with and without an end, on both engines alike.
+//! The keys that commands find: every type in every encoding that a few commands can make, with and
+//! without an end, on both engines alike.
 
 /// How keys are called, so that in a cluster they have slots of three kinds.
 #[derive(Clone, Copy)]
@@ -15,7 +16,8 @@ pub(crate) const PLAIN: Tags = Tags { main: "", other: "other:", foreign: "forei
 /// Slots 3300, 7365 and 15495.
 pub(crate) const SLOTS: Tags = Tags { main: "{b}", other: "{c}", foreign: "{a}" };
 
-const STRINGS: &[&str] = &["str:raw", "str:short", "str:int", "str:float", "str:long", "str:volatile"];
+const STRINGS: &[&str] =
+    &["str:raw", "str:short", "str:int", "str:float", "str:long", "str:volatile"];
 const LISTS: &[&str] = &["list:small", "list:big"];
 const SETS: &[&str] = &["set:int", "set:small", "set:big"];
 const SORTED_SETS: &[&str] = &["zset:small", "zset:big", "zset:same"];
@@ -78,18 +80,21 @@ pub(crate) fn making(tags: Tags) -> Vec<Vec<Vec<u8>>> {
     ]
     .map(str::to_owned)
     .into();
-    let numbered =
-        |count: usize, each: &dyn Fn(usize) -> String| (0..count).map(each).collect::<Vec<_>>().join(" ");
+    let numbered = |count: usize, each: &dyn Fn(usize) -> String| {
+        (0..count).map(each).collect::<Vec<_>>().join(" ")
+    };
     lines.push(format!("SET str:long {}", "0123456789abcdef".repeat(1200)));
     lines.push(format!(
         "RPUSH list:big {}",
         numbered(600, &|at| format!("element-{at:04}-{}", "x".repeat(at % 40)))
     ));
     lines.push(format!("SADD set:big {}", numbered(300, &|at| format!("member-{at}"))));
-    lines.push(format!("ZADD zset:big {}", numbered(300, &|at| format!("{} member-{at}", at % 97))));
+    lines
+        .push(format!("ZADD zset:big {}", numbered(300, &|at| format!("{} member-{at}", at % 97))));
     lines.push(format!("HSET hash:big {}", numbered(300, &|at| format!("field-{at} value-{at}"))));
     let commands = lines.iter().map(|line| {
-        let mut words: Vec<Vec<u8>> = line.split(' ').map(|word| word.as_bytes().to_vec()).collect();
+        let mut words: Vec<Vec<u8>> =
+            line.split(' ').map(|word| word.as_bytes().to_vec()).collect();
         let at = match &words[0][..] {
             b"XGROUP" => 2,
             b"XREADGROUP" => 7,
@@ -101,6 +106,7 @@ pub(crate) fn making(tags: Tags) -> Vec<Vec<Vec<u8>>> {
     });
     let second = ["SET", "str:raw", "in another place"].map(|word| word.as_bytes().to_vec());
     let second =
-        [second[0].clone(), [tags.other.as_bytes(), &second[1]].concat(), second[2].clone()].to_vec();
+        [second[0].clone(), [tags.other.as_bytes(), &second[1]].concat(), second[2].clone()]
+            .to_vec();
     commands.chain([second]).collect()
 }

@@ -1,9 +1,11 @@
-//! Cases by hand: what changes the connection or the engine, answers unasked or not at all, and what is no command.
+//! Cases by hand: what changes the connection or the engine, answers unasked or not at all, and
+//! what is no command.
 //!
-//! They stand in `scripts.txt`, each under its name. A line is a command, its words as redis-cli takes them; `raw` sends bytes as they are. Before it may stand
-//! `2:` (on a second connection), and in brackets what is heard after it: a number of replies (1 if nothing is said), `end`
-//! (everything up to the hang-up), `quiet` (nothing). `~` within: their types alone. Without a command something is heard that was
-//! caused before.
+//! They stand in `scripts.txt`, each under its name. A line is a command, its words as redis-cli
+//! takes them; `raw` sends bytes as they are. Before it may stand `2:` (on a second connection),
+//! and in brackets what is heard after it: a number of replies (1 if nothing is said), `end`
+//! (everything up to the hang-up), `quiet` (nothing). `~` within: their types alone. Without a
+//! command something is heard that was caused before.
 
 pub(crate) struct Script {
     pub(crate) name: &'static str,
@@ -56,7 +58,9 @@ impl Script {
                     words.iter().map(|word| String::from_utf8_lossy(word).to_lowercase()).collect();
                 typed.join(" ").starts_with(&wanted)
             }
-            Some(Sent::Raw(bytes)) => String::from_utf8_lossy(&bytes).to_lowercase().contains(&wanted),
+            Some(Sent::Raw(bytes)) => {
+                String::from_utf8_lossy(&bytes).to_lowercase().contains(&wanted)
+            }
             None => false,
         })
     }
@@ -103,7 +107,8 @@ fn split(line: &str) -> Vec<Vec<u8>> {
                     Some(b'n') => b'\n',
                     Some(b't') => b'\t',
                     Some(b'x') => {
-                        let digits = [bytes.next(), bytes.next()].map(|digit| digit.map_or('0', char::from));
+                        let digits =
+                            [bytes.next(), bytes.next()].map(|digit| digit.map_or('0', char::from));
                         u8::from_str_radix(&String::from_iter(digits), 16).expect("two digits")
                     }
                     other => other.expect("something behind a backslash"),

@@ -1,4 +1,5 @@
-//! What the live engine says of its commands: COMMAND DOCS for their arguments, COMMAND for their nature.
+//! What the live engine says of its commands: COMMAND DOCS for their arguments, COMMAND for their
+//! nature.
 
 use std::collections::BTreeMap;
 use std::time::Duration;
@@ -104,7 +105,9 @@ fn document(name: &str, entry: &Value<'_>, found: &mut BTreeMap<String, Spec>) {
                 let spec = found.get_mut(name).expect("what is documented is there");
                 spec.arguments = list(value).iter().map(argument).collect();
             }
-            "group" => found.get_mut(name).expect("what is documented is there").group = text(value),
+            "group" => {
+                found.get_mut(name).expect("what is documented is there").group = text(value)
+            }
             _ => {}
         }
     }

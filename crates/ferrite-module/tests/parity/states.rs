@@ -1,4 +1,5 @@
-//! The states in which engines are compared: each is a function that brings two engines into it, compares, and says how much.
+//! The states in which engines are compared: each is a function that brings two engines into it,
+//! compares, and says how much.
 
 use std::path::Path;
 use std::time::Duration;
@@ -84,7 +85,8 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
     const OTHER: &str = "2222222222222222222222222222222222222222";
     let directory = std::env::temp_dir().join(format!("ferrite-parity-{}", std::process::id()));
     std::fs::create_dir_all(&directory).expect("a directory");
-    // Valkey 9.1 fails an assertion in SPUBLISH if it is not told of shards; Redis 7.0 does not know them.
+    // Valkey 9.1 fails an assertion in SPUBLISH if it is not told of shards; Redis 7.0 does not
+    // know them.
     let shard = |id: &str| {
         if name(program).starts_with("Valkey") { format!(",,shard-id={id}") } else { String::new() }
     };
@@ -133,7 +135,8 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
 
 /// A replica that is in step: writes are refused.
 pub(crate) fn replica(way: &Way<'_>, program: &Path) {
-    let primaries = [(); 2].map(|()| Node::begin(program, way, &["--repl-diskless-sync-delay", "0"]));
+    let primaries =
+        [(); 2].map(|()| Node::begin(program, way, &["--repl-diskless-sync-delay", "0"]));
     let nodes = [0, 1].map(|number| {
         let primary: &Node = &primaries[number];
         let mut wire = primary.wire();
@@ -170,15 +173,24 @@ pub(crate) fn loading(way: &Way<'_>, program: &Path) {
     source.ask("DEBUG POPULATE 20000 key 1000");
     assert_eq!(source.ask("SAVE"), b"+OK\r\n");
     let directory = source.server.directory().to_str().expect("UTF-8");
-    let options =
-        ["--dir", directory, "--key-load-delay", "3000", "--loading-process-events-interval-bytes", "1024"];
+    let options = [
+        "--dir",
+        directory,
+        "--key-load-delay",
+        "3000",
+        "--loading-process-events-interval-bytes",
+        "1024",
+    ];
     let mut bench = pair(way, program, "loading", &options);
     bench.amount = FEW;
     bench.pace = Pace::Pipelined;
     bench.all_commands(false);
     for node in &bench.nodes {
         let info = node.ask("INFO persistence");
-        assert!(String::from_utf8_lossy(&info).contains("loading:1"), "it has ended loading too early");
+        assert!(
+            String::from_utf8_lossy(&info).contains("loading:1"),
+            "it has ended loading too early"
+        );
     }
     bench.end();
 }
@@ -188,7 +200,10 @@ pub(crate) fn busy(way: &Way<'_>, program: &Path) {
     let mut bench = pair(way, program, "busy with a script", &["--lua-time-limit", "20"]);
     let specs = bench.specs();
     let mut endless = bench.nodes.each_ref().map(Node::wire);
-    send(&mut endless, &["EVAL", "while true do end", "0"].map(|word| word.as_bytes().to_vec()).to_vec());
+    send(
+        &mut endless,
+        &["EVAL", "while true do end", "0"].map(|word| word.as_bytes().to_vec()).to_vec(),
+    );
     bench.nodes.iter().for_each(|node| node.until("it is busy", "PING", "-BUSY"));
     bench.amount = FEW;
     bench.pace = Pace::Pipelined;
@@ -197,7 +212,10 @@ pub(crate) fn busy(way: &Way<'_>, program: &Path) {
     }
     bench.order("SCRIPT KILL");
     for wire in &mut endless {
-        assert!(matches!(wire.hear(LONG), Heard::Reply(reply) if reply[0] == b'-'), "it was killed");
+        assert!(
+            matches!(wire.hear(LONG), Heard::Reply(reply) if reply[0] == b'-'),
+            "it was killed"
+        );
     }
     bench.end();
 }
@@ -246,22 +264,32 @@ pub(crate) fn restricted(way: &Way<'_>, program: &Path) {
 /// Clients are paused: who is answered all the same, and what the others hear when it is over.
 pub(crate) fn paused(way: &Way<'_>, program: &Path) {
     const AT_ONCE: usize = 128;
-    for (kind, order) in [("all", "CLIENT PAUSE 4000 ALL"), ("writes", "CLIENT PAUSE 600000 WRITE")] {
+    for (kind, order) in [("all", "CLIENT PAUSE 4000 ALL"), ("writes", "CLIENT PAUSE 600000 WRITE")]
+    {
         let mut bench = standalone(way, program, &format!("paused, {kind}"), &[]);
         let specs = bench.specs();
-        let specs: Vec<_> =
-            specs.iter().filter(|spec| is_generated(spec, false) && spec.name != "client|unpause").collect();
+        let specs: Vec<_> = specs
+            .iter()
+            .filter(|spec| is_generated(spec, false) && spec.name != "client|unpause")
+            .collect();
         for batch in specs.chunks(AT_ONCE) {
             bench.make_keys();
             let mut wires: Vec<[Wire; 2]> = batch.iter().map(|_| bench.open()).collect();
-            // So that the module's sessions are clients of the engine's before the pause, as the others are.
-            wires.iter_mut().flatten().for_each(|wire| assert_eq!(super::ask(wire, "PING"), b"+PONG\r\n"));
+            // So that the module's sessions are clients of the engine's before the pause, as the
+            // others are.
+            wires
+                .iter_mut()
+                .flatten()
+                .for_each(|wire| assert_eq!(super::ask(wire, "PING"), b"+PONG\r\n"));
             let amount = Amount { good: 1, spoiled: 0 };
-            let cases: Vec<_> =
-                batch.iter().map(|spec| generate::cases(spec, bench.tags, amount)[1].clone()).collect();
+            let cases: Vec<_> = batch
+                .iter()
+                .map(|spec| generate::cases(spec, bench.tags, amount)[1].clone())
+                .collect();
             bench.order(order);
             for (wires, words) in wires.iter_mut().zip(&cases) {
-                // So that those who wait stand in the same line at both. An engine that pauses all cannot be asked.
+                // So that those who wait stand in the same line at both. An engine that pauses all
+                // cannot be asked.
                 if kind == "all" {
                     send(wires, words);
                     std::thread::sleep(Duration::from_millis(5));
@@ -272,11 +300,15 @@ pub(crate) fn paused(way: &Way<'_>, program: &Path) {
                 }
             }
             std::thread::sleep(Duration::from_millis(100));
-            let heard: Vec<_> =
-                wires.iter_mut().map(|wires| super::hear(wires, Duration::from_millis(1))).collect();
+            let heard: Vec<_> = wires
+                .iter_mut()
+                .map(|wires| super::hear(wires, Duration::from_millis(1)))
+                .collect();
             // Nothing ends a pause of all but time: who asks is answered then.
             bench.order(if kind == "all" { "PING" } else { "CLIENT UNPAUSE" });
-            for (((spec, words), wires), heard) in batch.iter().zip(&cases).zip(&mut wires).zip(heard) {
+            for (((spec, words), wires), heard) in
+                batch.iter().zip(&cases).zip(&mut wires).zip(heard)
+            {
                 bench.commands += 1;
                 bench.judge(words, rule(spec), &heard);
                 if heard == [Heard::Silence, Heard::Silence] {

@@ -6,13 +6,13 @@ use std::time::{Duration, Instant};
 use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
 
 /// What carries bytes to an engine.
-pub(crate) trait Carrier {
+pub(crate) trait Transport {
     fn send(&mut self, bytes: &[u8]) -> io::Result<()>;
     /// What has come: 0 bytes are the end, `TimedOut` or `WouldBlock` is silence.
     fn receive(&mut self, into: &mut [u8], limit: Duration) -> io::Result<usize>;
 }
 
-impl Carrier for std::net::TcpStream {
+impl Transport for std::net::TcpStream {
     fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         io::Write::write_all(self, bytes)
     }
@@ -48,19 +48,19 @@ impl std::fmt::Debug for Heard {
 }
 
 pub(crate) struct Wire {
-    carrier: Box<dyn Carrier>,
+    transport: Box<dyn Transport>,
     /// What has come and was not given out.
     heard: Vec<u8>,
 }
 
 impl Wire {
-    pub(crate) fn new(carrier: Box<dyn Carrier>) -> Self {
-        Self { carrier, heard: Vec::new() }
+    pub(crate) fn new(transport: Box<dyn Transport>) -> Self {
+        Self { transport, heard: Vec::new() }
     }
 
     /// A failure shows when the answer is waited for.
     pub(crate) fn send(&mut self, bytes: &[u8]) {
-        let _ = self.carrier.send(bytes);
+        let _ = self.transport.send(bytes);
     }
 
     /// The next reply.
@@ -101,13 +101,15 @@ impl Wire {
     /// Whether there is more, or `Err` if nothing came in time.
     fn more(&mut self, limit: Duration) -> Result<bool, ()> {
         let mut buffer = [0; 64 << 10];
-        match self.carrier.receive(&mut buffer, limit) {
+        match self.transport.receive(&mut buffer, limit) {
             Ok(0) => Ok(false),
             Ok(count) => {
                 self.heard.extend_from_slice(&buffer[..count]);
                 Ok(true)
             }
-            Err(error) if matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock) => {
+            Err(error)
+                if matches!(error.kind(), io::ErrorKind::TimedOut | io::ErrorKind::WouldBlock) =>
+            {
                 Err(())
             }
             // Hung up without a word, or with one: clients cannot rely on either.

@@ -1,7 +1,7 @@
 //! The commands that sessions are made of.
 //!
-//! Data commands are those whose replies depend on nothing but the data: no random choice, no order of
-//! a hash table, no clock. So replies can be compared to the byte.
+//! Data commands are those whose replies depend on nothing but the data: no random choice, no order
+//! of a hash table, no clock. So replies can be compared to the byte.
 
 use super::session::{Setup, Word};
 use super::vocabulary::{ACL, CLIENT, COLLECTIONS, CONFIG, STRINGS, TRACKING};
@@ -68,8 +68,9 @@ pub(crate) const KINDS: &[(Kind, u64)] = &[
     (Kind::Unknown, 2),
 ];
 
-const KEYS: &[&str] =
-    &["low:a", "low:b", "public:a", "shared", "k1", "k2", "cnt", "list", "hash", "set", "zset", "str"];
+const KEYS: &[&str] = &[
+    "low:a", "low:b", "public:a", "shared", "k1", "k2", "cnt", "list", "hash", "set", "zset", "str",
+];
 const CHANNELS: &[&str] = &["ch1", "ch2", "news", "low:ch"];
 pub(crate) const PASSWORDS: &[(&str, &str)] =
     &[("admin", "right"), ("low", "p"), ("reader", "r"), ("default", "pw"), ("nobody", "x")];
@@ -122,8 +123,8 @@ impl Maker<'_> {
         pick(self.random, from)
     }
 
-    /// A line of words, of which some are chosen: `K` a key, `C` a channel, `N` a number, `V` a value,
-    /// `#` the number of a client.
+    /// A line of words, of which some are chosen: `K` a key, `C` a channel, `N` a number, `V` a
+    /// value, `#` the number of a client.
     fn line(&mut self, line: &str) -> Made {
         let mut words = Vec::new();
         for word in line.split(' ') {
@@ -132,13 +133,16 @@ impl Maker<'_> {
                 "C" => self.bytes(CHANNELS),
                 "N" => self.bytes(&["0", "1", "2", "-1", "7", "100", "x", ""]),
                 "V" => self.bytes(&["v", "value", "10", "", "a\r\nb", "\0\u{7f}", "3.5"]),
-                limit if limit.starts_with("normal_") => Word::Bytes(limit.replace('_', " ").into_bytes()),
+                limit if limit.starts_with("normal_") => {
+                    Word::Bytes(limit.replace('_', " ").into_bytes())
+                }
                 "#" => Word::Id(self.random.below(self.setup.clients as u64) as usize),
                 word => Word::Bytes(word.as_bytes().to_vec()),
             });
         }
         if let Some(Word::Bytes(name)) = words.first_mut() {
-            let typed = self.setup.typed(std::str::from_utf8(name).unwrap_or_default()).as_bytes().to_vec();
+            let typed =
+                self.setup.typed(std::str::from_utf8(name).unwrap_or_default()).as_bytes().to_vec();
             *name = self.cased(typed);
         }
         Made { words, wait_ms: 0, may_block: false }
@@ -175,7 +179,9 @@ impl Maker<'_> {
             Kind::Auth => self.auth(),
             Kind::Hello => self.hello(),
             Kind::Reset => self.line("RESET"),
-            Kind::Multi => self.one_of(&["MULTI", "MULTI", "EXEC", "EXEC", "DISCARD", "MULTI x", "EXEC x"]),
+            Kind::Multi => {
+                self.one_of(&["MULTI", "MULTI", "EXEC", "EXEC", "DISCARD", "MULTI x", "EXEC x"])
+            }
             Kind::Watch => self.one_of(&["WATCH K", "WATCH K K", "UNWATCH", "WATCH"]),
             Kind::Subscribe => self.one_of(&[
                 "SUBSCRIBE C",
@@ -225,8 +231,9 @@ impl Maker<'_> {
             Kind::Acl => self.one_of(ACL),
             Kind::Pause => self.pause(),
             Kind::Config => self.one_of(CONFIG),
-            Kind::Select => self
-                .one_of(&["SELECT 0", "SELECT 1", "SELECT 2", "SELECT 3", "SELECT 9", "SELECT x", "SELECT"]),
+            Kind::Select => self.one_of(&[
+                "SELECT 0", "SELECT 1", "SELECT 2", "SELECT 3", "SELECT 9", "SELECT x", "SELECT",
+            ]),
             Kind::Script => self.script(),
             Kind::Blocking => self.blocking(),
             Kind::Databases => self.one_of(&[
@@ -338,8 +345,8 @@ impl Maker<'_> {
         }
     }
 
-    /// Short ones, which are over before another client speaks: in which order the commands of several
-    /// clients run when a pause ends is not defined.
+    /// Short ones, which are over before another client speaks: in which order the commands of
+    /// several clients run when a pause ends is not defined.
     fn pause(&mut self) -> Made {
         let mut made = self.one_of(&[
             "CLIENT PAUSE 30 ALL",

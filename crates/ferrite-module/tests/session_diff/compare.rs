@@ -3,7 +3,8 @@
 use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
 
 use super::differences::{
-    Broadcasts, is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised, put_in_order,
+    Broadcasts, is_about_a_flood, is_monitor_line, is_push, is_same, may_be_missing, normalised,
+    put_in_order,
 };
 
 /// Where the whole replies in these bytes end.
@@ -51,12 +52,14 @@ pub(crate) fn take_equal(faults: Faults, one: &mut Vec<u8>, other: &mut Vec<u8>)
     let tails = [one.len() - ends[0], other.len() - ends[1]];
     if one != other {
         let Faults { omits_wrongpass, broadcasts } = faults;
-        let is_open = |reply: &[u8]| (omits_wrongpass && may_be_missing(reply)) || broadcasts.covers(reply);
+        let is_open =
+            |reply: &[u8]| (omits_wrongpass && may_be_missing(reply)) || broadcasts.covers(reply);
         let sure = |replies: &[&[u8]]| {
             parted(&replies.iter().filter(|reply| !is_open(reply)).copied().collect::<Vec<_>>())
         };
         let are_equal = are_same(&parted(&whole), &parted(&other_whole))
-            || (are_same(&sure(&whole), &sure(&other_whole)) && broadcasts.are_same(&whole, &other_whole));
+            || (are_same(&sure(&whole), &sure(&other_whole))
+                && broadcasts.are_same(&whole, &other_whole));
         if !are_equal || (tails[0] == 0) != (tails[1] == 0) {
             return false;
         }
@@ -68,7 +71,9 @@ pub(crate) fn take_equal(faults: Faults, one: &mut Vec<u8>, other: &mut Vec<u8>)
 
 fn are_same(one: &[Vec<Vec<u8>>; 2], other: &[Vec<Vec<u8>>; 2]) -> bool {
     let mut pairs = one.iter().zip(other);
-    pairs.all(|(one, other)| one.len() == other.len() && one.iter().zip(other).all(|(l, r)| is_same(l, r)))
+    pairs.all(|(one, other)| {
+        one.len() == other.len() && one.iter().zip(other).all(|(l, r)| is_same(l, r))
+    })
 }
 
 /// Replies and pushes, each in their order, without what may differ.
@@ -88,14 +93,18 @@ fn all_normalised(replies: &[&[u8]]) -> Vec<Vec<u8>> {
 /// The first replies that differ, with their place.
 pub(crate) fn first_difference(one: &[u8], other: &[u8]) -> String {
     let show = |reply: Option<&&[u8]>| {
-        reply.map_or("nothing".into(), |reply| format!("\"{}\"", super::session::excerpt(reply, 300)))
+        reply.map_or("nothing".into(), |reply| {
+            format!("\"{}\"", super::session::excerpt(reply, 300))
+        })
     };
     let [left, right] = [one, other].map(|bytes| {
-        let ignored = |reply: &&[u8]| is_monitor_line(reply) || (is_push(reply) && is_about_a_flood(reply));
+        let ignored =
+            |reply: &&[u8]| is_monitor_line(reply) || (is_push(reply) && is_about_a_flood(reply));
         replies(bytes).into_iter().filter(|reply| !ignored(reply)).collect::<Vec<_>>()
     });
     let [plain_left, plain_right] = [&left, &right].map(|all| all_normalised(all));
-    let equal = plain_left.iter().zip(&plain_right).take_while(|(one, other)| is_same(one, other)).count();
+    let equal =
+        plain_left.iter().zip(&plain_right).take_while(|(one, other)| is_same(one, other)).count();
     format!(
         "after {equal} equal replies (engine {}, module {} in all)\n    engine: {}\n    module: {}",
         left.len(),
@@ -116,7 +125,9 @@ mod tests {
     #[test]
     fn numbers_of_clients_may_differ_and_nothing_else_of_hello() {
         let hello = |id, proto| {
-            format!("*6\r\n$6\r\nserver\r\n$5\r\nredis\r\n$5\r\nproto\r\n:{proto}\r\n$2\r\nid\r\n:{id}\r\n")
+            format!(
+                "*6\r\n$6\r\nserver\r\n$5\r\nredis\r\n$5\r\nproto\r\n:{proto}\r\n$2\r\nid\r\n:{id}\r\n"
+            )
         };
         assert!(equal(&hello(7, 2), &hello(12, 2)));
         assert!(!equal(&hello(7, 2), &hello(7, 3)));
@@ -140,7 +151,8 @@ mod tests {
 
     #[test]
     fn pushes_may_come_before_or_after_a_reply_but_not_in_another_order() {
-        let [one, two] = ["1", "2"].map(|text| format!(">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n{text}\r\n"));
+        let [one, two] =
+            ["1", "2"].map(|text| format!(">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n{text}\r\n"));
         assert!(equal(&format!("+OK\r\n{one}{two}"), &format!("{one}+OK\r\n{two}")));
         assert!(!equal(&format!("+OK\r\n{one}{two}"), &format!("+OK\r\n{two}{one}")));
         assert!(!equal("+OK\r\n:1\r\n", ":1\r\n+OK\r\n"));
@@ -193,7 +205,8 @@ mod tests {
     #[test]
     fn broadcasts_tell_the_same_keys_in_any_number_of_messages() {
         let told = |keys: &[&str]| {
-            let keys: Vec<_> = keys.iter().map(|key| format!("${}\r\n{key}\r\n", key.len())).collect();
+            let keys: Vec<_> =
+                keys.iter().map(|key| format!("${}\r\n{key}\r\n", key.len())).collect();
             format!(">2\r\n$10\r\ninvalidate\r\n*{}\r\n{}", keys.len(), keys.concat())
         };
         let equal = |broadcasts, one: &str, other: &str| {
@@ -204,7 +217,10 @@ mod tests {
         assert!(equal(Broadcasts::Gathered, &once, &twice));
         assert!(!equal(Broadcasts::None, &once, &twice));
         assert!(!equal(Broadcasts::Gathered, &once, &(told(&["a"]) + ":1\r\n")));
-        assert!(!equal(Broadcasts::Gathered, &once, &(told(&["a", "b"]) + ":2\r\n")), "other replies");
+        assert!(
+            !equal(Broadcasts::Gathered, &once, &(told(&["a", "b"]) + ":2\r\n")),
+            "other replies"
+        );
         assert!(equal(Broadcasts::MayBeMissing, &once, ":1\r\n"));
         assert!(!equal(Broadcasts::MayBeMissing, &once, &(told(&["c"]) + ":1\r\n")));
         let flush = ">2\r\n$10\r\ninvalidate\r\n_\r\n";

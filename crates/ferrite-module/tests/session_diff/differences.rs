@@ -14,13 +14,13 @@ const HELLO: &[(&str, &str)] = &[
     ("engine", "an argument of the module, in the list of modules"),
 ];
 
-/// The word before HELLO's list of modules, which has the order of a hash table with a random seed. Valkey
-/// 9.1 has a module of its own beside ours.
+/// The word before HELLO's list of modules, which has the order of a hash table with a random seed.
+/// Valkey 9.1 has a module of its own beside ours.
 const MODULES: &[u8] = b"modules";
 
 /// A reply that may be missing, on engines that have this fault: `addAuthErrReply` of Redis 7.2 and
-/// Valkey 7.2 to 9 says nothing while the client has replies that were not written yet. Whether it has
-/// depends on how the input was cut into reads.
+/// Valkey 7.2 to 9 says nothing while the client has replies that were not written yet. Whether it
+/// has depends on how the input was cut into reads.
 const MAY_BE_MISSING: &[u8] = b"-WRONGPASS ";
 
 /// Fields of a line of CLIENT INFO and CLIENT LIST.
@@ -49,8 +49,8 @@ const CLIENT_INFO: &[(&str, &str)] = &[
     ("tot-cmds", "in-process commands do not pass the proxy connection"),
 ];
 
-/// What the name of a proxy connection begins with until the client chooses one: the module names it after
-/// the client's address, so that CLIENT LIST and ACL LOG lead back to it (S13).
+/// What the name of a proxy connection begins with until the client chooses one: the module names
+/// it after the client's address, so that CLIENT LIST and ACL LOG lead back to it (S13).
 const PROXY_NAME: &str = "ferrite:";
 
 /// A flag of a CLIENT INFO line: the proxy connection is a Unix socket.
@@ -69,21 +69,37 @@ const ACL_LOG: &[(&str, &str)] = &[
 /// in-process command a second time, in the context of the module (docs/module.md, Limits).
 const ACL_LOG_MODULE_CONTEXT: &[u8] = b"module";
 
-/// Replies and pushes whose order among themselves is that of a hash table with a random seed, by their
-/// kind; the field of each that gives the order.
+/// Replies and pushes whose order among themselves is that of a hash table with a random seed, by
+/// their kind; the field of each that gives the order.
 const ANY_ORDER: &[(&str, usize, &str)] = &[
-    ("unsubscribe", 1, "UNSUBSCRIBE without channels leaves all, in the order of the client's table"),
-    ("punsubscribe", 1, "PUNSUBSCRIBE without patterns leaves all, in the order of the client's table"),
-    ("sunsubscribe", 1, "SUNSUBSCRIBE without channels leaves all, in the order of the client's table"),
-    ("pmessage", 1, "a message goes to all patterns that match, in the order of the server's table"),
+    (
+        "unsubscribe",
+        1,
+        "UNSUBSCRIBE without channels leaves all, in the order of the client's table",
+    ),
+    (
+        "punsubscribe",
+        1,
+        "PUNSUBSCRIBE without patterns leaves all, in the order of the client's table",
+    ),
+    (
+        "sunsubscribe",
+        1,
+        "SUNSUBSCRIBE without channels leaves all, in the order of the client's table",
+    ),
+    (
+        "pmessage",
+        1,
+        "a message goes to all patterns that match, in the order of the server's table",
+    ),
 ];
 
 fn is_listed(table: &[(&str, &str)], name: &[u8]) -> bool {
     table.iter().any(|(listed, _)| listed.as_bytes() == name)
 }
 
-/// Writes a reply without what may differ. It goes by words, not by nesting: engines put pushes into
-/// arrays, and leave elements out of the array of EXEC.
+/// Writes a reply without what may differ. It goes by words, not by nesting: engines put pushes
+/// into arrays, and leave elements out of the array of EXEC.
 pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
     let mut out = Vec::new();
     let mut before: [&[u8]; 3] = [b""; 3];
@@ -108,7 +124,9 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
         // RESP3 has a word on the format before such a text.
         let plain = payload.map(|text| text.strip_prefix(b"txt:").unwrap_or(text));
         match plain {
-            Some(text) if text.starts_with(b"id=") => out.extend_from_slice(client_info(text).as_bytes()),
+            Some(text) if text.starts_with(b"id=") => {
+                out.extend_from_slice(client_info(text).as_bytes())
+            }
             _ if is_hello => out.extend_from_slice(b"(differs)"),
             Some(text) => out.extend_from_slice(&[head, b"\n", text].concat()),
             None => out.extend_from_slice(head),
@@ -122,10 +140,12 @@ pub(crate) fn normalised(reply: &[u8]) -> Vec<u8> {
 
 /// The elements behind the head of a list, normalised and in order, and what comes after.
 fn in_order<'a>(head: &[u8], mut rest: &'a [u8]) -> Option<(Vec<u8>, &'a [u8])> {
-    let count = head.strip_prefix(b"*").and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
+    let count =
+        head.strip_prefix(b"*").and_then(|digits| std::str::from_utf8(digits).ok()?.parse().ok());
     let mut elements = Vec::new();
     for _ in 0..count.unwrap_or(0_usize) {
-        let progress = ReplyFramer::new(Limits::default()).feed(rest).ok().filter(|it| it.complete)?;
+        let progress =
+            ReplyFramer::new(Limits::default()).feed(rest).ok().filter(|it| it.complete)?;
         let (element, after) = rest.split_at(progress.consumed);
         elements.push(normalised(element));
         rest = after;
@@ -144,7 +164,8 @@ fn word(bytes: &[u8]) -> Option<Split<'_>> {
     if !matches!(head.first(), Some(b'$' | b'=' | b'!')) {
         return Some((head, None, after));
     }
-    let len: Option<usize> = std::str::from_utf8(&head[1..]).ok().and_then(|digits| digits.parse().ok());
+    let len: Option<usize> =
+        std::str::from_utf8(&head[1..]).ok().and_then(|digits| digits.parse().ok());
     match len {
         Some(len) if after.len() >= len + 2 => Some((head, Some(&after[..len]), &after[len + 2..])),
         Some(_) => None,
@@ -152,15 +173,16 @@ fn word(bytes: &[u8]) -> Option<Split<'_>> {
     }
 }
 
-/// Whether these normalised replies say the same: no name at the engine, and the module's at the module. EXEC's array may have
-/// one among other elements.
+/// Whether these normalised replies say the same: no name at the engine, and the module's at the
+/// module. EXEC's array may have one among other elements.
 pub(crate) fn is_same(engine: &[u8], module: &[u8]) -> bool {
     let [lines, mut others] = [engine, module].map(|reply| reply.split(|byte| *byte == b'\n'));
     let mut is_next = |line: &[u8]| {
         let Some(other) = others.next() else { return false };
         let is_named = matches!(line, b"$-1" | b"_") && other.starts_with(b"$");
         line == other
-            || (is_named && others.next().is_some_and(|name| name.starts_with(PROXY_NAME.as_bytes())))
+            || (is_named
+                && others.next().is_some_and(|name| name.starts_with(PROXY_NAME.as_bytes())))
     };
     engine == module || (lines.into_iter().all(&mut is_next) && others.next().is_none())
 }
@@ -179,7 +201,10 @@ fn client_info(text: &[u8]) -> String {
                 !is_listed(CLIENT_INFO, field.split('=').next().unwrap_or_default().as_bytes())
             });
             let fields = fields.map(|field| match field.strip_prefix("flags=") {
-                None if field.strip_prefix("name=").is_some_and(|name| name.starts_with(PROXY_NAME)) => {
+                None if field
+                    .strip_prefix("name=")
+                    .is_some_and(|name| name.starts_with(PROXY_NAME)) =>
+                {
                     "name=".into()
                 }
                 Some(flags) => {
@@ -204,9 +229,11 @@ pub(crate) fn put_in_order(replies: &mut [Vec<u8>], originals: &[&[u8]]) {
             from += 1;
             continue;
         };
-        let same = |field: &Option<(usize, Vec<u8>)>| matches!(field, Some((other, _)) if other == kind);
+        let same =
+            |field: &Option<(usize, Vec<u8>)>| matches!(field, Some((other, _)) if other == kind);
         let to = from + fields[from..].iter().take_while(|field| same(field)).count();
-        let mut names: Vec<_> = fields[from..to].iter().flatten().map(|(_, name)| name.clone()).collect();
+        let mut names: Vec<_> =
+            fields[from..to].iter().flatten().map(|(_, name)| name.clone()).collect();
         let in_place = |reply: &[u8], name: &[u8], other: &[u8]| {
             let at = reply.windows(name.len()).position(|part| part == name).unwrap_or(0);
             [&reply[..at], other, &reply[at + name.len()..]].concat()
@@ -221,9 +248,12 @@ pub(crate) fn put_in_order(replies: &mut [Vec<u8>], originals: &[&[u8]]) {
     }
 }
 
-/// The place of a reply's kind in the list, and the field that is in any order, as it is normalised.
+/// The place of a reply's kind in the list, and the field that is in any order, as it is
+/// normalised.
 fn order_field(reply: &[u8]) -> Option<(usize, Vec<u8>)> {
-    let (Value::Push(values) | Value::Array(values)) = Value::parse(reply).ok()? else { return None };
+    let (Value::Push(values) | Value::Array(values)) = Value::parse(reply).ok()? else {
+        return None;
+    };
     let Value::Bulk(kind) = values.first()? else { return None };
     let place = ANY_ORDER.iter().position(|(name, ..)| name.as_bytes() == *kind)?;
     let Value::Bulk(name) = values.get(ANY_ORDER[place].1)? else { return None };
@@ -236,42 +266,50 @@ pub(crate) fn is_about_a_flood(push: &[u8]) -> bool {
     push.windows(prefix.len()).any(|part| part == prefix)
 }
 
-/// Whether this is one of the lines that MONITOR shows. They are not compared: on the module's side there
-/// are commands of the proxy connection itself, and none for what ran in-process (docs/module.md).
+/// Whether this is one of the lines that MONITOR shows. They are not compared: on the module's side
+/// there are commands of the proxy connection itself, and none for what ran in-process
+/// (docs/module.md).
 pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
     let Some(line) = reply.strip_prefix(b"+") else { return false };
     let digits = line.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    digits >= 10 && line.get(digits) == Some(&b'.') && line.get(digits + 7..digits + 9) == Some(b" [")
+    digits >= 10
+        && line.get(digits) == Some(&b'.')
+        && line.get(digits + 7..digits + 9) == Some(b" [")
 }
 
-/// Whether the engine's log tells of a client that was disconnected for hardly any replies that wait. Engines with the fix of
-/// CVE-2025-21605 do so to clients without a login from 1 KiB on, and a reply whose length is not known before takes 16 KiB at once;
-/// a RESET in the same read takes the login away while it waits.
+/// Whether the engine's log tells of a client that was disconnected for hardly any replies that
+/// wait. Engines with the fix of CVE-2025-21605 do so to clients without a login from 1 KiB on, and
+/// a reply whose length is not known before takes 16 KiB at once; a RESET in the same read takes
+/// the login away while it waits.
 pub(crate) fn is_cut_off_early(log: &str) -> bool {
     const EARLY: u64 = 64 << 10;
     let cut_off = log.lines().filter(|line| line.contains("overcoming of output buffer limits"));
-    let mut waiting =
-        cut_off.filter_map(|line| line.split(" omem=").nth(1)?.split(' ').next()?.parse::<u64>().ok());
+    let mut waiting = cut_off
+        .filter_map(|line| line.split(" omem=").nth(1)?.split(' ').next()?.parse::<u64>().ok());
     waiting.any(|bytes| bytes < EARLY)
 }
 
-/// Whether the last thing that was said is the refusal of a large command before a login. Valkey 9.1 looks at the heads of all
-/// commands that it has read before it runs the first of them: one that comes with the RESET before it is still taken.
+/// Whether the last thing that was said is the refusal of a large command before a login. Valkey
+/// 9.1 looks at the heads of all commands that it has read before it runs the first of them: one
+/// that comes with the RESET before it is still taken.
 pub(crate) fn is_refused_by_its_head(heard: &[u8]) -> bool {
     let refusal = b"-ERR Protocol error: unauthenticated ";
     super::compare::replies(heard).last().is_some_and(|reply| reply.starts_with(refusal))
 }
 
-/// Whether a line of this CLIENT LIST is of a client that is hung up on after its next reply. There is none if it has sent QUIT
-/// while replies are off, or the next was to be skipped: engines hang up then only if an earlier reply was not written yet.
+/// Whether a line of this CLIENT LIST is of a client that is hung up on after its next reply. There
+/// is none if it has sent QUIT while replies are off, or the next was to be skipped: engines hang
+/// up then only if an earlier reply was not written yet.
 pub(crate) fn has_silent_quit(client_list: &[u8]) -> bool {
     let list = String::from_utf8_lossy(client_list);
-    list.split_whitespace().filter_map(|field| field.strip_prefix("flags=")).any(|flags| flags.contains('c'))
+    list.split_whitespace()
+        .filter_map(|field| field.strip_prefix("flags="))
+        .any(|flags| flags.contains('c'))
 }
 
-/// Whether a client that has ended its side heard less on one side for that reason alone. An engine that has written 64 KiB at
-/// once goes on in its next event-loop iteration, where it reads the end first, and hangs up. So does the one behind the module at
-/// the connection of a pinned session.
+/// Whether a client that has ended its side heard less on one side for that reason alone. An engine
+/// that has written 64 KiB at once goes on in its next event-loop iteration, where it reads the end
+/// first, and hangs up. So does the one behind the module at the connection of a pinned session.
 pub(crate) fn is_cut_off_at_the_end(one: &[u8], other: &[u8]) -> bool {
     const AT_ONCE: usize = 64 << 10; // NET_MAX_WRITES_PER_EVENT
     let (short, long) = if one.len() < other.len() { (one, other) } else { (other, one) };
@@ -290,9 +328,10 @@ pub(crate) fn is_push(reply: &[u8]) -> bool {
     }
 }
 
-/// How invalidations of CLIENT TRACKING BCAST may reach a client. Engines gather the keys until an event-loop iteration ends
-/// (`trackingBroadcastInvalidationMessages` in `beforeSleep`), and send them by the protocol and the tracking that the client has
-/// then. What that is depends on how the input was cut into reads, at the engine's own port too.
+/// How invalidations of CLIENT TRACKING BCAST may reach a client. Engines gather the keys until an
+/// event-loop iteration ends (`trackingBroadcastInvalidationMessages` in `beforeSleep`), and send
+/// them by the protocol and the tracking that the client has then. What that is depends on how the
+/// input was cut into reads, at the engine's own port too.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub(crate) enum Broadcasts {
     /// The client has not asked for them.
@@ -300,8 +339,8 @@ pub(crate) enum Broadcasts {
     None,
     /// The same keys may be told in one message or in several.
     Gathered,
-    /// The client has just changed its protocol or its tracking: one side may not be told of keys before that. RESP2 has no
-    /// pushes.
+    /// The client has just changed its protocol or its tracking: one side may not be told of keys
+    /// before that. RESP2 has no pushes.
     MayBeMissing,
 }
 
@@ -313,7 +352,8 @@ impl Broadcasts {
         };
         let changes = ["HELLO", "RESET", "TRACKING"].map(|name| setup.typed(name));
         // One that ends in what is not done yet.
-        let is_new = |word: &str| is_said(word, compared.saturating_sub(word.len().saturating_sub(1)));
+        let is_new =
+            |word: &str| is_said(word, compared.saturating_sub(word.len().saturating_sub(1)));
         match is_said("BCAST", 0) {
             false => Self::None,
             true if changes.iter().any(|word| is_new(word)) => Self::MayBeMissing,
@@ -345,8 +385,9 @@ fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
     let Ok(Value::Push(values)) = Value::parse(reply) else { return Vec::new() };
     match &values[..] {
         [Value::Bulk(b"invalidate"), Value::Array(keys)] => {
-            let keys =
-                keys.iter().filter_map(|key| if let Value::Bulk(key) = key { Some(key) } else { None });
+            let keys = keys
+                .iter()
+                .filter_map(|key| if let Value::Bulk(key) = key { Some(key) } else { None });
             keys.map(|key| key.to_vec()).collect()
         }
         _ => Vec::new(),
@@ -356,8 +397,8 @@ fn invalidated(reply: &[u8]) -> Vec<Vec<u8>> {
 /// The entries of ACL LOG in any order, without what may differ.
 pub(crate) fn acl_log(reply: &[u8], is_module_side: bool) -> Vec<String> {
     let Ok(Value::Array(entries)) = Value::parse(reply) else { return vec![excerpt_of(reply)] };
-    // The engine merges a denial with an equal one among the last ten entries: where the module's own
-    // entries stand between them they are two. So counts are added up.
+    // The engine merges a denial with an equal one among the last ten entries: where the module's
+    // own entries stand between them they are two. So counts are added up.
     let mut counts: BTreeMap<String, u64> = BTreeMap::new();
     for entry in &entries {
         let pairs: Vec<(&[u8], String)> = match entry {

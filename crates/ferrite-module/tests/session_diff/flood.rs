@@ -1,5 +1,5 @@
-//! A client that sends without a pause while it is killed. Once whoever stops it has the reply, and the
-//! engine has served one more request, the client must not have run another command.
+//! A client that sends without a pause while it is killed. Once whoever stops it has the reply, and
+//! the engine has served one more request, the client must not have run another command.
 
 use std::fmt;
 use std::io::{Read as _, Write as _};
@@ -91,7 +91,9 @@ pub(crate) fn run(side: &mut Side, key: &str, stop: Stop, by_observer: bool) -> 
 
 fn count(side: &mut Side, key: &str) -> i64 {
     match Value::parse(&side.observe(&format!("GET {key}"))) {
-        Ok(Value::Bulk(digits)) => std::str::from_utf8(digits).ok().and_then(|n| n.parse().ok()).unwrap_or(0),
+        Ok(Value::Bulk(digits)) => {
+            std::str::from_utf8(digits).ok().and_then(|n| n.parse().ok()).unwrap_or(0)
+        }
         _ => 0,
     }
 }
@@ -103,9 +105,12 @@ fn end_it(side: &mut Side, id: i64, stop: Stop, by_observer: bool) -> String {
         Stop::KillId => &[&kill_id],
         Stop::KillUser => &["CLIENT KILL USER flood"],
         Stop::DeleteUser => &["ACL DELUSER flood"],
-        Stop::RecreateUser => {
-            &["MULTI", "ACL DELUSER flood", "ACL SETUSER flood reset on >other ~flood* +@all", "EXEC"]
-        }
+        Stop::RecreateUser => &[
+            "MULTI",
+            "ACL DELUSER flood",
+            "ACL SETUSER flood reset on >other ~flood* +@all",
+            "EXEC",
+        ],
     };
     let mut reply = Vec::new();
     if by_observer {

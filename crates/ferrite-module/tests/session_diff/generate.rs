@@ -38,8 +38,19 @@ const RENAMES: &[(&str, &str)] = &[
     ("COMMAND", "commands"),
 ];
 /// Those that may be disabled: neither the observer nor the login of a flood needs them.
-const DISABLED: &[&str] =
-    &["SUBSCRIBE", "MULTI", "EXEC", "WATCH", "HELLO", "RESET", "QUIT", "EVAL", "APPEND", "SWAPDB", "COMMAND"];
+const DISABLED: &[&str] = &[
+    "SUBSCRIBE",
+    "MULTI",
+    "EXEC",
+    "WATCH",
+    "HELLO",
+    "RESET",
+    "QUIT",
+    "EVAL",
+    "APPEND",
+    "SWAPDB",
+    "COMMAND",
+];
 
 /// Bytes of a command that is worth sending in two pieces.
 const LONG_COMMAND: usize = 4000;
@@ -164,7 +175,8 @@ impl Generator {
         self.queues[client].push_back(Step { client, action, burst: self.bursts });
     }
 
-    /// Client 0 is mostly an administrator; the others are whoever they are. Most tell their number.
+    /// Client 0 is mostly an administrator; the others are whoever they are. Most tell their
+    /// number.
     fn greet(&mut self, client: usize) {
         let login = match client {
             0 if chance(&mut self.random, 80) => Some(("admin", "right")),
@@ -231,7 +243,8 @@ impl Generator {
         let count = pick(&mut self.random, &[1, 1, 1, 2, 3, 4, 6]);
         let mut kinds: Vec<_> = (0..count).map(|_| self.kind()).collect();
         if let Some(at) = kinds.iter().position(|kind| *kind == Kind::Many) {
-            // One is enough. Whoever counts its replies wrong misreads those of the commands after it.
+            // One is enough. Whoever counts its replies wrong misreads those of the commands after
+            // it.
             kinds.truncate(at + 1);
             kinds.drain(..if chance(&mut self.random, 70) { at } else { 0 });
             for _ in 0..=self.random.below(3) {
@@ -251,11 +264,14 @@ impl Generator {
             wait_ms = made.wait_ms;
             if wait_ms > 0 {
                 if kind == Kind::Pause {
-                    // It waits for the end of the pause. All of it in one piece: what another client
-                    // sends between two pieces would find the pause, or not, and if that client then
-                    // ends its side, the engine drops what waits.
+                    // It waits for the end of the pause. All of it in one piece: what another
+                    // client sends between two pieces would find the pause, or not, and if that
+                    // client then ends its side, the engine drops what waits.
                     encode(&self.make(client, Kind::Strings).words, &mut parts);
-                    self.queue(client, Action::Write { parts, settle: true, wait_ms, tells_id: false });
+                    self.queue(
+                        client,
+                        Action::Write { parts, settle: true, wait_ms, tells_id: false },
+                    );
                     return;
                 }
                 break; // what comes after depends on the clock until that time is over
@@ -298,8 +314,8 @@ impl Generator {
         self.deliver(client, parts, wait_ms, 0);
     }
 
-    /// The client ends its side of the connection behind what it sends, mostly at once: all of it is
-    /// answered, but for a command that is cut off.
+    /// The client ends its side of the connection behind what it sends, mostly at once: all of it
+    /// is answered, but for a command that is cut off.
     fn last_words(&mut self, client: usize) {
         match self.random.below(5) {
             0 => self.inline(client),
@@ -307,10 +323,12 @@ impl Generator {
             _ => self.commands(client),
         }
         let rests = chance(&mut self.random, 20);
-        let cut_off = if chance(&mut self.random, 20) { 1 + self.random.below(20) as usize } else { 0 };
+        let cut_off =
+            if chance(&mut self.random, 20) { 1 + self.random.below(20) as usize } else { 0 };
         let last = self.queues[client].back_mut().map(|step| &mut step.action);
         let Some(Action::Write { parts, settle, wait_ms: 0, .. }) = last else {
-            return; // engines give up what waits for the clock when they see the end, which is a race
+            // engines give up what waits for the clock when they see the end, which is a race
+            return;
         };
         *settle = rests;
         if let Some(Part::Raw(raw)) = parts.last_mut() {
@@ -329,13 +347,22 @@ impl Generator {
             let kind = self.kind();
             let made = Maker { random: &mut self.random, setup: &self.setup }.make(kind);
             let plain = |word: &Word| match word {
-                Word::Bytes(bytes) => bytes.iter().all(u8::is_ascii_alphanumeric) && bytes.len() < 100,
+                Word::Bytes(bytes) => {
+                    bytes.iter().all(u8::is_ascii_alphanumeric) && bytes.len() < 100
+                }
                 Word::Id(_) => false,
             };
-            if made.words.len() > 50 || made.wait_ms > 0 || made.may_block || !made.words.iter().all(plain) {
+            if made.words.len() > 50
+                || made.wait_ms > 0
+                || made.may_block
+                || !made.words.iter().all(plain)
+            {
                 push(
                     &mut parts,
-                    pick(&mut self.random, &[&b"PING\r\n"[..], b"\r\n", b"SET k1 \"a b\"\n", b"GET 'k1\r\n"]),
+                    pick(
+                        &mut self.random,
+                        &[&b"PING\r\n"[..], b"\r\n", b"SET k1 \"a b\"\n", b"GET 'k1\r\n"],
+                    ),
                 );
                 continue;
             }
@@ -390,7 +417,8 @@ impl Generator {
     /// Cuts in a command's head are those of the command at `focus`.
     fn deliver(&mut self, client: usize, parts: Vec<Part>, wait_ms: u64, focus: usize) {
         // A command with many words is often sent head first.
-        let is_long = parts.iter().any(|part| matches!(part, Part::Raw(bytes) if bytes.len() > LONG_COMMAND));
+        let is_long =
+            parts.iter().any(|part| matches!(part, Part::Raw(bytes) if bytes.len() > LONG_COMMAND));
         let rests = chance(&mut self.random, if is_long { 90 } else { 70 });
         let cuts = match self.random.below(4) {
             0..3 if is_long && rests => self.head_cuts(&parts, focus),
@@ -428,7 +456,8 @@ impl Generator {
             8 if len < 300 && !rests => (1..first.len()).collect(),
             9..12 => {
                 let cut = |random: &mut Random| 1 + random.below(len.max(2) - 1) as usize;
-                let mut cuts: Vec<_> = (0..=self.random.below(3)).map(|_| cut(&mut self.random)).collect();
+                let mut cuts: Vec<_> =
+                    (0..=self.random.below(3)).map(|_| cut(&mut self.random)).collect();
                 cuts.sort_unstable();
                 cuts.dedup();
                 cuts
@@ -502,7 +531,9 @@ mod tests {
         let all: Vec<_> = (0..20).map(|seed| session(seed).steps).collect();
         let mut ends = 0;
         for steps in &all {
-            for (at, step) in steps.iter().enumerate().filter(|(_, step)| step.action == Action::EndWriting) {
+            for (at, step) in
+                steps.iter().enumerate().filter(|(_, step)| step.action == Action::EndWriting)
+            {
                 let mut next = steps[at + 1..].iter().filter(|next| next.client == step.client);
                 assert_eq!(next.next().map(|next| &next.action), Some(&Action::Reconnect));
                 ends += 1;
@@ -529,11 +560,13 @@ mod tests {
 
     #[test]
     fn pieces_are_the_whole() {
-        let whole = vec![Part::Raw(b"*2\r\n$4\r\nPING".to_vec()), Part::Id(1), Part::Raw(b"x".to_vec())];
+        let whole =
+            vec![Part::Raw(b"*2\r\n$4\r\nPING".to_vec()), Part::Id(1), Part::Raw(b"x".to_vec())];
         let pieces = cut(whole.clone(), &[4, 8]);
         assert_eq!(pieces.len(), 3);
         assert_eq!(pieces[0], [Part::Raw(b"*2\r\n".to_vec())]);
-        let joined: usize = pieces.iter().flatten().filter(|part| matches!(part, Part::Raw(_))).count();
+        let joined: usize =
+            pieces.iter().flatten().filter(|part| matches!(part, Part::Raw(_))).count();
         assert_eq!(joined, 4);
         assert_eq!(pieces[2][1..], whole[1..]);
     }

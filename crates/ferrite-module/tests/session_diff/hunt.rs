@@ -17,7 +17,7 @@ const TRIES: usize = 3;
 pub(crate) struct Hunt {
     pub(crate) program: PathBuf,
     /// The module's argument of that name; without it the module's own default.
-    pub(crate) call_lane: Option<String>,
+    pub(crate) call_path: Option<String>,
     pub(crate) seeds: std::ops::RangeInclusive<u64>,
     /// No new session begins after that.
     pub(crate) time: Option<Duration>,
@@ -119,13 +119,18 @@ impl Hunt {
     fn keep(&self, seed: u64, text: &str) {
         let Some(folder) = &self.folder else { return };
         let file = folder.join(format!("session-diff-{seed}.txt"));
-        if let Err(error) = std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&file, text)) {
+        if let Err(error) =
+            std::fs::create_dir_all(folder).and_then(|()| std::fs::write(&file, text))
+        {
             eprintln!("cannot write {}: {error}", file.display());
         }
     }
 
     fn pair(&self, session: &Session) -> Pair {
-        Pair::begin(&Engine { program: self.program.clone(), call_lane: self.call_lane.clone() }, session)
+        Pair::begin(
+            &Engine { program: self.program.clone(), call_path: self.call_path.clone() },
+            session,
+        )
     }
 
     /// The same kind of finding in new engines.
@@ -147,8 +152,12 @@ impl Hunt {
                 }
                 let all = bursts(&session.steps);
                 let dropped = &all[from..(from + at_once).min(all.len())];
-                let kept =
-                    session.steps.iter().filter(|step| !dropped.contains(&step.burst)).cloned().collect();
+                let kept = session
+                    .steps
+                    .iter()
+                    .filter(|step| !dropped.contains(&step.burst))
+                    .cloned()
+                    .collect();
                 let shorter = session.with_steps(kept);
                 match self.again(&shorter, &finding) {
                     Some(found) => {

@@ -1,9 +1,9 @@
 //! Whether a process is at rest, asked of the kernel.
 //!
-//! Bytes that a process has not read yet make the thread that waits for them runnable, at the moment
-//! when they are sent over loopback. So a process has nothing left to do if all of its threads sleep,
-//! and if none of them has run between two looks. No time limit decides, and no marker command changes
-//! what the clients say.
+//! Bytes that a process has not read yet make the thread that waits for them runnable, at the
+//! moment when they are sent over loopback. So a process has nothing left to do if all of its
+//! threads sleep, and if none of them has run between two looks. No time limit decides, and no
+//! marker command changes what the clients say.
 
 use std::path::PathBuf;
 

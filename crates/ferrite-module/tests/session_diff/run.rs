@@ -6,7 +6,8 @@ use ferrite_proto::resp::Value;
 
 use super::compare::{Faults, first_difference, replies, take_equal};
 use super::differences::{
-    Broadcasts, acl_log, has_silent_quit, is_cut_off_at_the_end, is_cut_off_early, is_refused_by_its_head,
+    Broadcasts, acl_log, has_silent_quit, is_cut_off_at_the_end, is_cut_off_early,
+    is_refused_by_its_head,
 };
 use super::flood;
 use super::session::{Action, Part, Session, Setup, Step, excerpt};
@@ -69,14 +70,20 @@ impl Pair {
         self.end().map_err(|(kind, what)| finding(kind, session.steps.len(), what, &transcript))
     }
 
-    fn step(&mut self, at: usize, step: &Step, transcript: &mut Vec<String>) -> Result<(), (Kind, String)> {
+    fn step(
+        &mut self,
+        at: usize,
+        step: &Step,
+        transcript: &mut Vec<String>,
+    ) -> Result<(), (Kind, String)> {
         match &step.action {
             Action::Write { parts, settle, wait_ms, tells_id } => {
                 let others_wait = self.others_wait_with_more(step.client);
                 let pieces = if others_wait { one_by_one(parts) } else { vec![parts.clone()] };
                 for piece in &pieces {
                     if others_wait && self.said[step.client].wait != Wait::No {
-                        transcript.push("      the rest is not sent: two would wait with more".into());
+                        transcript
+                            .push("      the rest is not sent: two would wait with more".into());
                         break;
                     }
                     self.send(step.client, piece);
@@ -111,10 +118,13 @@ impl Pair {
             }
             Action::Flood { stop, by_observer } => {
                 let key = format!("{}{at}", flood::KEYS);
-                let outcomes = self.sides.each_mut().map(|side| flood::run(side, &key, *stop, *by_observer));
+                let outcomes =
+                    self.sides.each_mut().map(|side| flood::run(side, &key, *stop, *by_observer));
                 self.sides.iter_mut().for_each(|side| side.clients[step.client].close());
-                transcript.push(format!("      engine: {}\n      module: {}", outcomes[0], outcomes[1]));
-                if outcomes[0] != outcomes[1] || outcomes.iter().any(|outcome| outcome.went_on > 0) {
+                transcript
+                    .push(format!("      engine: {}\n      module: {}", outcomes[0], outcomes[1]));
+                if outcomes[0] != outcomes[1] || outcomes.iter().any(|outcome| outcome.went_on > 0)
+                {
                     let what = format!("engine: {}\n    module: {}", outcomes[0], outcomes[1]);
                     return Err((Kind::Flood, what));
                 }
@@ -194,13 +204,14 @@ impl Pair {
 
     /// Takes the numbers that both engines have told this client, if both have.
     fn learn_id(&mut self, client: usize) {
-        let ids = self.sides.each_ref().map(|side| match &replies(&side.clients[client].heard)[..] {
-            [reply] => match Value::parse(reply) {
-                Ok(Value::Integer(id)) => Some(id),
+        let ids =
+            self.sides.each_ref().map(|side| match &replies(&side.clients[client].heard)[..] {
+                [reply] => match Value::parse(reply) {
+                    Ok(Value::Integer(id)) => Some(id),
+                    _ => None,
+                },
                 _ => None,
-            },
-            _ => None,
-        });
+            });
         if let [Some(one), Some(other)] = ids {
             for (side, id) in self.sides.iter_mut().zip([one, other]) {
                 side.clients[client].id = Some(id);
@@ -241,14 +252,21 @@ impl Pair {
 
     fn first_unequal(&mut self) -> Result<(), (usize, (Kind, String))> {
         let [engine, module] = &mut self.sides;
-        for (number, (one, other)) in engine.clients.iter_mut().zip(&mut module.clients).enumerate() {
+        for (number, (one, other)) in engine.clients.iter_mut().zip(&mut module.clients).enumerate()
+        {
             let mut are_equal = |faults| take_equal(faults, &mut one.heard, &mut other.heard);
             let Said { bytes, compared, .. } = &self.said[number];
             let broadcasts = || Broadcasts::of(&self.setup, bytes, *compared);
-            if !are_equal(self.faults) && !are_equal(Faults { broadcasts: broadcasts(), ..self.faults }) {
+            if !are_equal(self.faults)
+                && !are_equal(Faults { broadcasts: broadcasts(), ..self.faults })
+            {
                 let difference = first_difference(&one.heard, &other.heard);
                 let ends = [(one, "engine"), (other, "module")].map(|(client, name)| {
-                    if client.is_closed { format!("\n    {name} has hung up") } else { String::new() }
+                    if client.is_closed {
+                        format!("\n    {name} has hung up")
+                    } else {
+                        String::new()
+                    }
                 });
                 return Err((
                     number,
@@ -265,8 +283,8 @@ impl Pair {
         Ok(())
     }
 
-    /// Whether one engine has hung up on this client, or will, and the other has not, for a reason that depends on how its input
-    /// was cut into reads.
+    /// Whether one engine has hung up on this client, or will, and the other has not, for a reason
+    /// that depends on how its input was cut into reads.
     fn is_engines_mood(&mut self, client: usize) -> bool {
         if self.sides.iter().any(|side| is_refused_by_its_head(&side.clients[client].heard)) {
             return true;
@@ -278,7 +296,8 @@ impl Pair {
         }
         match (engine.clients[client].is_closed, module.clients[client].is_closed) {
             (true, false) => {
-                is_cut_off_early(&engine.server.log()) || has_silent_quit(&module.observe("CLIENT LIST"))
+                is_cut_off_early(&engine.server.log())
+                    || has_silent_quit(&module.observe("CLIENT LIST"))
             }
             (false, true) => has_silent_quit(&engine.observe("CLIENT LIST")),
             _ => false,

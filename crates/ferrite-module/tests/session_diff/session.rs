@@ -1,11 +1,11 @@
-//! A session as data: how the two engines are started, and what the clients do, step by step. It holds
-//! no connection and no clock, so that a seed always gives the same session and the minimiser can drop
-//! parts of it.
+//! A session as data: how the two engines are started, and what the clients do, step by step. It
+//! holds no connection and no clock, so that a seed always gives the same session and the minimiser
+//! can drop parts of it.
 
 use std::fmt;
 
-/// A word of a command. The number of a client differs between the engines and is filled in when the
-/// step is sent.
+/// A word of a command. The number of a client differs between the engines and is filled in when
+/// the step is sent.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Word {
     Bytes(Vec<u8>),
@@ -89,14 +89,16 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// The same with other steps, and with rest between steps of different clients: the order of two
-    /// clients is defined only if the first has been served before the second speaks.
+    /// The same with other steps, and with rest between steps of different clients: the order of
+    /// two clients is defined only if the first has been served before the second speaks.
     pub(crate) fn with_steps(&self, mut steps: Vec<Step>) -> Self {
         for at in 0..steps.len() {
             let client = steps[at].client;
             let goes_on = steps.get(at + 1).is_some_and(|next| {
-                let goes_on =
-                    matches!(next.action, Action::Write { tells_id: false, .. } | Action::EndWriting);
+                let goes_on = matches!(
+                    next.action,
+                    Action::Write { tells_id: false, .. } | Action::EndWriting
+                );
                 next.client == client && goes_on
             });
             if let Action::Write { settle, tells_id, .. } = &mut steps[at].action {

@@ -27,7 +27,7 @@ const ACL_FILE: &str = "users.acl";
 #[derive(Clone)]
 pub(crate) struct Engine {
     pub(crate) program: PathBuf,
-    pub(crate) call_lane: Option<String>,
+    pub(crate) call_path: Option<String>,
 }
 
 /// A client of one engine.
@@ -117,7 +117,8 @@ impl Side {
         let users = [&[OBSERVER.to_owned()][..], &setup.users].concat().join("\n") + "\n";
         std::fs::create_dir_all(&folder).expect("a folder");
         std::fs::write(folder.join(ACL_FILE), users).expect("a file");
-        let mut options: Vec<&str> = vec!["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
+        let mut options: Vec<&str> =
+            vec!["--port", &port, "--bind", "127.0.0.1", "--protected-mode", "no"];
         // Timeouts are looked at every 10 ms.
         options.extend(["--hz", "100", "--databases", "4", "--proto-max-bulk-len", "4mb"]);
         options.extend(["--acllog-max-len", "10000", "--slowlog-log-slower-than", "-1"]);
@@ -130,11 +131,14 @@ impl Side {
         if setup.typed("CONFIG") != "CONFIG" {
             arguments.extend(["engine", &own]); // the module cannot ask where the engine listens
         }
-        if let Some(value) = &engine.call_lane {
-            arguments.extend(["call-lane", value]);
+        if let Some(value) = &engine.call_path {
+            arguments.extend(["call-path", value]);
         }
-        let server =
-            Server::begin(&Start { program: &engine.program, arguments: &arguments, options: &options });
+        let server = Server::begin(&Start {
+            program: &engine.program,
+            arguments: &arguments,
+            options: &options,
+        });
         Self {
             process: Process::new(server.pid()),
             server,
@@ -148,7 +152,8 @@ impl Side {
         }
     }
 
-    /// Waits until both ports are its own. If somebody else took one of them first, it starts again.
+    /// Waits until both ports are its own. If somebody else took one of them first, it starts
+    /// again.
     pub(crate) fn await_listeners(&mut self) {
         for _ in 0..10 {
             let mut is_up = false;
@@ -191,14 +196,17 @@ impl Side {
 
     /// What `--version` of the engine says.
     pub(crate) fn version(&self) -> String {
-        let output =
-            Command::new(&self.engine.program).arg("--version").output().expect("the engine is there");
+        let output = Command::new(&self.engine.program)
+            .arg("--version")
+            .output()
+            .expect("the engine is there");
         String::from_utf8_lossy(&output.stdout).into_owned()
     }
 
-    /// The client hangs up, and comes back with the next bytes that it sends. The module connects to
-    /// the engine when it has seen the first bytes, which tell what the peer speaks: whether `default`
-    /// needs a password is decided then, and at the engine's own port when the client connects.
+    /// The client hangs up, and comes back with the next bytes that it sends. The module connects
+    /// to the engine when it has seen the first bytes, which tell what the peer speaks: whether
+    /// `default` needs a password is decided then, and at the engine's own port when the client
+    /// connects.
     pub(crate) fn reconnect(&mut self, client: usize) {
         self.clients[client] = Client::default();
     }
@@ -293,7 +301,8 @@ impl Side {
             let reply = self.observe("KEYS *");
             for key in strings(&reply) {
                 let ask = |side: &mut Self, words: &[&str], rest: &[&str]| {
-                    let mut line: Vec<Vec<u8>> = words.iter().map(|word| word.as_bytes().to_vec()).collect();
+                    let mut line: Vec<Vec<u8>> =
+                        words.iter().map(|word| word.as_bytes().to_vec()).collect();
                     line[0] = side.setup.typed(words[0]).as_bytes().to_vec();
                     line.push(key.clone());
                     line.extend(rest.iter().map(|word| word.as_bytes().to_vec()));
@@ -379,7 +388,7 @@ fn sorted(reply: &[u8], at_once: usize) -> Vec<u8> {
 
 /// Tells long values apart in a short text.
 fn fnv(bytes: &[u8]) -> u64 {
-    bytes
-        .iter()
-        .fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }

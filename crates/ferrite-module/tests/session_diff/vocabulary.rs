@@ -1,5 +1,5 @@
-//! Lines of commands, with places for what is chosen (see `Maker::line`). A line that stands twice is
-//! chosen twice as often.
+//! Lines of commands, with places for what is chosen (see `Maker::line`). A line that stands twice
+//! is chosen twice as often.
 
 pub(super) const STRINGS: &[&str] = &[
     "GET K",

@@ -1,13 +1,14 @@
 //! Clients that wait in the engine, in BLPOP and the like, with more commands behind that.
 //!
 //! When another client ends the wait, the engine serves those further commands at the end of its
-//! event-loop iteration (`processUnblockedClients` in `beforeSleep`), so after all that it has read of
-//! the other client. No engine promises that: if the other client's commands come in two writes, those
-//! of the waiting client run between them, at the own ports of Redis 7.0, Valkey 8.0 and Valkey 9.1.
-//! Through the module they run there after one write too.
+//! event-loop iteration (`processUnblockedClients` in `beforeSleep`), so after all that it has read
+//! of the other client. No engine promises that: if the other client's commands come in two writes,
+//! those of the waiting client run between them, at the own ports of Redis 7.0, Valkey 8.0 and
+//! Valkey 9.1. Through the module they run there after one write too.
 //!
 //! So while a client waits with more behind it, the others send one command at a time. Nothing is
-//! changed for clients that wait alone: they are served after the very command that ends their wait.
+//! changed for clients that wait alone: they are served after the very command that ends their
+//! wait.
 
 use super::session::{Part, Setup, push};
 
@@ -83,9 +84,12 @@ pub(crate) fn is_waiting(client_list: &[u8], address: &str) -> bool {
     let list = String::from_utf8_lossy(client_list);
     let address = format!("addr={address}");
     let mut lines = list.lines().map(|line| line.split(' ').collect::<Vec<_>>());
-    let flags =
-        |fields: &[&str]| fields.iter().find_map(|field| Some(field.strip_prefix("flags=")?.contains('b')));
-    lines.find(|fields| fields.contains(&&*address)).is_some_and(|fields| flags(&fields) == Some(true))
+    let flags = |fields: &[&str]| {
+        fields.iter().find_map(|field| Some(field.strip_prefix("flags=")?.contains('b')))
+    };
+    lines
+        .find(|fields| fields.contains(&&*address))
+        .is_some_and(|fields| flags(&fields) == Some(true))
 }
 
 /// The same bytes, cut before every command. More cuts do no harm.

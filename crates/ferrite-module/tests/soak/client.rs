@@ -1,5 +1,6 @@
-//! A client that works on its own keys and holds every reply against its model of them. Connections end in the middle of it: what
-//! was not answered may have happened or not, up to some command, and reading back tells up to which.
+//! A client that works on its own keys and holds every reply against its model of them. Connections
+//! end in the middle of it: what was not answered may have happened or not, up to some command, and
+//! reading back tells up to which.
 
 use std::collections::BTreeSet;
 use std::io;
@@ -21,7 +22,8 @@ use crate::world::World;
 
 /// That any of them may take, whatever goes on: a failover's pause and a link's end included.
 const PATIENCE: Duration = Duration::from_secs(90);
-/// A client of Valkey Over RDMA is not told that the other side is gone if the wire was cut at that time.
+/// A client of Valkey Over RDMA is not told that the other side is gone if the wire was cut at that
+/// time.
 const SILENCE: Duration = Duration::from_secs(4);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -150,8 +152,9 @@ impl Client {
     async fn what_the_engine_knows(&self, world: &World) -> String {
         let mut known = String::new();
         for question in [&["FERRITE", "CLIENTS"][..], &["CLIENT", "LIST"], &["INFO", "ferrite"]] {
-            let asking =
-                async { Connection::to_socket(&world.sockets[self.engine]).await?.ask(question).await };
+            let asking = async {
+                Connection::to_socket(&world.sockets[self.engine]).await?.ask(question).await
+            };
             if let Ok(Ok(answer)) = timeout(PATIENCE, asking).await {
                 known += &format!("\n{question:?}: {}", String::from_utf8_lossy(&answer));
             }
@@ -178,11 +181,18 @@ impl Client {
     }
 
     /// Holds a reply against the model; what it should have been, if it differs.
-    fn check(&mut self, words: &Words, reply: &[u8], begun: &mut Option<Begun>) -> Result<(), Vec<u8>> {
+    fn check(
+        &mut self,
+        words: &Words,
+        reply: &[u8],
+        begun: &mut Option<Begun>,
+    ) -> Result<(), Vec<u8>> {
         let must = |expected: Vec<u8>| if reply == expected { Ok(()) } else { Err(expected) };
         match (words[0].as_slice(), begun.take()) {
             (b"MULTI", _) if reply == b"+OK\r\n" => *begun = Some(Begun::default()),
-            (b"MULTI", _) => return if is_refusal(reply) { Ok(()) } else { Err(b"+OK\r\n".to_vec()) },
+            (b"MULTI", _) => {
+                return if is_refusal(reply) { Ok(()) } else { Err(b"+OK\r\n".to_vec()) };
+            }
             (b"EXEC", None) => return must(b"-ERR EXEC without MULTI\r\n".to_vec()),
             (b"EXEC", Some(all)) if all.is_refused || is_refusal(reply) => {
                 return if is_refusal(reply) { Ok(()) } else { Err(b"-EXECABORT".to_vec()) };
@@ -206,18 +216,24 @@ impl Client {
         Ok(())
     }
 
-    /// Its connection has ended, and of these commands some may have happened: the first few, in order.
+    /// Its connection has ended, and of these commands some may have happened: the first few, in
+    /// order.
     async fn settle(&mut self, world: &World, rest: &[Words], begun: Option<Begun>) {
         world.settled.fetch_add(1, Ordering::Relaxed);
         let mut queued = begun.map(|begun| begun.queued);
-        let touched: BTreeSet<_> = queued.iter().flatten().chain(rest).flat_map(keys_of).cloned().collect();
+        let touched: BTreeSet<_> =
+            queued.iter().flatten().chain(rest).flat_map(keys_of).cloned().collect();
         let mut states = vec![self.model.part(&touched)];
         for words in rest {
             let mut next = states.last().expect("one").clone();
             match (words[0].as_slice(), &mut queued) {
                 (b"MULTI", _) => queued = Some(Vec::new()),
                 (b"EXEC", _) => {
-                    queued.take().unwrap_or_default().iter().for_each(|words| drop(next.apply(words)));
+                    queued
+                        .take()
+                        .unwrap_or_default()
+                        .iter()
+                        .for_each(|words| drop(next.apply(words)));
                 }
                 (_, Some(queued)) => queued.push(words.clone()),
                 (_, None) => drop(next.apply(words)),
@@ -243,7 +259,10 @@ impl Client {
         let begun = Instant::now();
         loop {
             let listed = async {
-                Connection::to_socket(&world.sockets[self.engine]).await?.ask(&["CLIENT", "LIST"]).await
+                Connection::to_socket(&world.sockets[self.engine])
+                    .await?
+                    .ask(&["CLIENT", "LIST"])
+                    .await
             };
             match timeout(PATIENCE, listed).await {
                 Ok(Ok(list)) if !contains(&list, name.as_bytes()) => break,
@@ -260,7 +279,11 @@ impl Client {
     }
 
     /// What the engine has under these keys.
-    async fn read_back(&mut self, world: &World, keys: &BTreeSet<Vec<u8>>) -> Vec<(Vec<u8>, Option<Value>)> {
+    async fn read_back(
+        &mut self,
+        world: &World,
+        keys: &BTreeSet<Vec<u8>>,
+    ) -> Vec<(Vec<u8>, Option<Value>)> {
         let commands: Vec<_> = keys.iter().map(|key| model::read_back(key)).collect();
         let begun = Instant::now();
         loop {
@@ -290,7 +313,11 @@ impl Client {
             let opening = async {
                 let mut connection = Connection::new(self.open(world).await?);
                 let answer = connection.ask(&["CLIENT", "SETNAME", &self.name()]).await?;
-                if answer == b"+OK\r\n" { Ok(connection) } else { Err(io::Error::other(brief(&answer))) }
+                if answer == b"+OK\r\n" {
+                    Ok(connection)
+                } else {
+                    Err(io::Error::other(brief(&answer)))
+                }
             };
             match timeout(SILENCE, opening).await {
                 Ok(Ok(connection)) => {
@@ -355,13 +382,15 @@ fn differences(model: &Model, found: &[(Vec<u8>, Option<Value>)]) -> String {
         let found = match (model.get(key), found) {
             (Some(Value::Hash(_)), Some(Value::List(flat))) => {
                 let flat: Vec<_> = flat.iter().cloned().collect();
-                Some(Value::Hash(flat.chunks(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect()))
+                Some(Value::Hash(
+                    flat.chunks(2).map(|pair| (pair[0].clone(), pair[1].clone())).collect(),
+                ))
             }
             (_, found) => found.clone(),
         };
         if model.get(key) != found.as_ref() {
-            let [wanted, found] =
-                [model.get(key), found.as_ref()].map(|value| brief(format!("{value:?}").as_bytes()));
+            let [wanted, found] = [model.get(key), found.as_ref()]
+                .map(|value| brief(format!("{value:?}").as_bytes()));
             told += &format!("{}: {found} is there, not {wanted}; ", brief(key));
         }
     }

@@ -33,12 +33,22 @@ impl Connection {
     }
 
     /// Says all of it, and hears a reply for each; those that came stay in `replies` if it fails.
-    pub(crate) async fn talk(&mut self, commands: &[Words], replies: &mut Vec<Vec<u8>>) -> io::Result<()> {
+    pub(crate) async fn talk(
+        &mut self,
+        commands: &[Words],
+        replies: &mut Vec<Vec<u8>>,
+    ) -> io::Result<()> {
         let mut bytes = Vec::new();
-        commands.iter().for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
+        commands
+            .iter()
+            .for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
         let (reader, mut writer) = tokio::io::split(&mut self.stream);
-        let mut reader =
-            Replies { reader, heard: &mut self.heard, framer: &mut self.framer, framed: &mut self.framed };
+        let mut reader = Replies {
+            reader,
+            heard: &mut self.heard,
+            framer: &mut self.framer,
+            framed: &mut self.framed,
+        };
         let saying = async {
             writer.write_all(&bytes).await?;
             writer.flush().await
@@ -62,7 +72,9 @@ impl Connection {
     /// A part of what could be said, and then nothing more.
     pub(crate) async fn break_off(mut self, commands: &[Words], random: &mut Random) {
         let mut bytes = Vec::new();
-        commands.iter().for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
+        commands
+            .iter()
+            .for_each(|words| encode_command(words.iter().map(Vec::as_slice), &mut bytes));
         bytes.truncate(random.below(bytes.len() as u64 + 1) as usize);
         let said = async {
             self.stream.write_all(&bytes).await?;
@@ -82,7 +94,8 @@ struct Replies<'a, R> {
 impl<R: AsyncRead + Unpin> Replies<'_, R> {
     async fn next(&mut self) -> io::Result<Vec<u8>> {
         loop {
-            let progress = self.framer.feed(&self.heard[*self.framed..]).map_err(io::Error::other)?;
+            let progress =
+                self.framer.feed(&self.heard[*self.framed..]).map_err(io::Error::other)?;
             *self.framed += progress.consumed;
             if progress.complete {
                 let rest = self.heard.split_off(*self.framed);

@@ -1,7 +1,8 @@
-//! Peers that do not keep to the rules: whatever they do, they lose their own connection and nobody else notices.
+//! Peers that do not keep to the rules: whatever they do, they lose their own connection and nobody
+//! else notices.
 //!
-//! Engines turn a source away that reaches for memory repeatedly, so those that do have addresses of their own, each of which is
-//! used for a round of them.
+//! Engines turn a source away that reaches for memory repeatedly, so those that do have addresses
+//! of their own, each of which is used for a round of them.
 
 use std::net::SocketAddr;
 use std::process::Command;
@@ -68,7 +69,8 @@ fn noise(random: &mut Random, most: u64) -> Vec<u8> {
 
 async fn raw(world: &World, engine: usize, local: SocketAddr) -> Option<RawConnection> {
     let options = ConnectOptions::new().local(local);
-    let connected = timeout(LIMIT, world.fabric.connect_raw(world.rdma[engine], &options)).await.ok()?;
+    let connected =
+        timeout(LIMIT, world.fabric.connect_raw(world.rdma[engine], &options)).await.ok()?;
     let is_refused = connected.as_ref().is_err_and(|error| error.kind() == ErrorKind::Refused);
     if is_refused && local != world.local {
         world.turned_away.fetch_add(1, Ordering::Relaxed);
@@ -99,7 +101,9 @@ pub(crate) async fn break_rules(world: &World, random: &mut Random) {
         }
         if random.below(2) == 0 {
             // Until the other side has had enough, or is not impressed.
-            let _ = timeout(Duration::from_millis(300), async { while raw.arrival().await.is_ok() {} }).await;
+            let _ =
+                timeout(Duration::from_millis(300), async { while raw.arrival().await.is_ok() {} })
+                    .await;
         }
     }
 }
@@ -125,11 +129,14 @@ fn misdeed(raw: &RawConnection, window: Registration, random: &mut Random) {
             drop(raw.send_message(&Message::RegisterXferMemory(registration).encode()));
         }
         kind => {
-            let bytes = if kind == 3 { b"*1\r\n$4\r\nPING\r\n".to_vec() } else { noise(random, 2000) };
+            let bytes =
+                if kind == 3 { b"*1\r\n$4\r\nPING\r\n".to_vec() } else { noise(random, 2000) };
             let Some(buf) = buf(&bytes) else { return };
-            let offset = if random.below(3) == 0 { random.below(u64::from(window.length) * 2) } else { 0 };
+            let offset =
+                if random.below(3) == 0 { random.below(u64::from(window.length) * 2) } else { 0 };
             let key = if random.below(8) == 0 { window.rkey ^ 0x100 } else { window.rkey };
-            let told = if random.below(4) == 0 { random.below(1 << 32) } else { bytes.len() as u64 };
+            let told =
+                if random.below(4) == 0 { random.below(1 << 32) } else { bytes.len() as u64 };
             let _ = raw.write(buf, window.addr.wrapping_add(offset), key, told as u32);
         }
     }
@@ -151,7 +158,9 @@ pub(crate) async fn talk_nonsense(world: &World, random: &mut Random) {
                 break;
             }
             let mut heard = [0; 4096];
-            if let Ok(Ok(0) | Err(_)) = timeout(Duration::from_millis(20), stream.read(&mut heard)).await {
+            if let Ok(Ok(0) | Err(_)) =
+                timeout(Duration::from_millis(20), stream.read(&mut heard)).await
+            {
                 break;
             }
         }
@@ -221,10 +230,13 @@ fn nonsense(random: &mut Random) -> Vec<u8> {
 /// Commands, and never an end.
 pub(crate) async fn ask_until_killed(fabric: Fabric, address: SocketAddr) {
     let local = "10.0.0.2:0".parse().expect("an address");
-    let Ok(mut session) = Connector::new(&fabric).local(local).connect(address).await else { return };
+    let Ok(mut session) = Connector::new(&fabric).local(local).connect(address).await else {
+        return;
+    };
     let value = "v".repeat(30_000);
     let mut bytes = Vec::new();
-    for words in [&["SET", "fuzz:killed", &value][..], &["GET", "fuzz:killed"], &["BLPOP", "fuzz:l", "0.01"]]
+    for words in
+        [&["SET", "fuzz:killed", &value][..], &["GET", "fuzz:killed"], &["BLPOP", "fuzz:l", "0.01"]]
     {
         encode_command(words.iter().map(|word| word.as_bytes()), &mut bytes);
     }

@@ -1,4 +1,5 @@
-//! What a client's own keys must hold: a small engine of a few commands, whose replies are held against the real one's.
+//! What a client's own keys must hold: a small engine of a few commands, whose replies are held
+//! against the real one's.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
@@ -49,7 +50,8 @@ fn array(items: impl ExactSizeIterator<Item = Vec<u8>>) -> Vec<u8> {
     reply
 }
 
-/// What replies that are no success begin with while an engine changes its part, or turns clients away.
+/// What replies that are no success begin with while an engine changes its part, or turns clients
+/// away.
 pub(crate) fn is_refusal(reply: &[u8]) -> bool {
     ["-READONLY", "-LOADING", "-MASTERDOWN", "-UNBLOCKED", "-EXECABORT", "-DENIED"]
         .iter()
@@ -75,15 +77,19 @@ impl Model {
                 Some(Value::Text(text)) => bulk(text),
                 _ => bulk_or_nil(None),
             })),
-            ("DEL", keys) => number(keys.iter().filter(|key| self.keys.remove(*key).is_some()).count()),
+            ("DEL", keys) => {
+                number(keys.iter().filter(|key| self.keys.remove(*key).is_some()).count())
+            }
             ("EXISTS", [key]) => number(u8::from(self.keys.contains_key(key))),
             ("EXPIRE", [key, _]) => number(u8::from(self.keys.contains_key(key))), // a day away
-            ("GET" | "STRLEN" | "APPEND" | "GETRANGE" | "INCRBY" | "SETRANGE", [key, rest @ ..]) => {
-                self.on_text(&name, key, rest)
-            }
-            ("RPUSH" | "LPUSH" | "LPOP" | "RPOP" | "LLEN" | "LRANGE" | "LTRIM", [key, rest @ ..]) => {
-                self.on_list(&name, key, rest)
-            }
+            (
+                "GET" | "STRLEN" | "APPEND" | "GETRANGE" | "INCRBY" | "SETRANGE",
+                [key, rest @ ..],
+            ) => self.on_text(&name, key, rest),
+            (
+                "RPUSH" | "LPUSH" | "LPOP" | "RPOP" | "LLEN" | "LRANGE" | "LTRIM",
+                [key, rest @ ..],
+            ) => self.on_list(&name, key, rest),
             ("HSET" | "HGET" | "HDEL" | "HLEN" | "HINCRBY", [key, rest @ ..]) => {
                 self.on_hash(&name, key, rest)
             }
@@ -107,7 +113,8 @@ impl Model {
             }
             "INCRBY" => {
                 let add = parse(&rest[0]).expect("our own");
-                let Some(sum) = text.map_or(Some(0), |text| parse(text)).and_then(|now| now.checked_add(add))
+                let Some(sum) =
+                    text.map_or(Some(0), |text| parse(text)).and_then(|now| now.checked_add(add))
                 else {
                     return NO_INTEGER.to_vec();
                 };
@@ -166,7 +173,8 @@ impl Model {
         };
         let reply = match name {
             "HSET" => {
-                let new = |pair: &[Vec<u8>]| hash.insert(pair[0].clone(), pair[1].clone()).is_none();
+                let new =
+                    |pair: &[Vec<u8>]| hash.insert(pair[0].clone(), pair[1].clone()).is_none();
                 number(rest.chunks(2).map(new).filter(|new| *new).count())
             }
             "HGET" => bulk_or_nil(hash.get(&rest[0]).map(Vec::as_slice)),
@@ -174,7 +182,9 @@ impl Model {
             "HLEN" => number(hash.len()),
             _ => {
                 let now = hash.get(&rest[0]).map_or(Some(0), |value| parse(value));
-                let Some(sum) = now.and_then(|now| now.checked_add(parse(&rest[1]).expect("our own"))) else {
+                let Some(sum) =
+                    now.and_then(|now| now.checked_add(parse(&rest[1]).expect("our own")))
+                else {
                     return b"-ERR hash value is not an integer\r\n".to_vec();
                 };
                 hash.insert(rest[0].clone(), sum.to_string().into_bytes());
@@ -286,11 +296,15 @@ pub(crate) fn command(random: &mut Random, client: usize) -> Words {
         12 => {
             let from = random.below(1000);
             let to = from + random.below(70_000);
-            ("GETRANGE", vec![string(random), from.to_string().into_bytes(), to.to_string().into_bytes()])
+            (
+                "GETRANGE",
+                vec![string(random), from.to_string().into_bytes(), to.to_string().into_bytes()],
+            )
         }
-        13 => {
-            ("SETRANGE", vec![string(random), random.below(5000).to_string().into_bytes(), b"piece".to_vec()])
-        }
+        13 => (
+            "SETRANGE",
+            vec![string(random), random.below(5000).to_string().into_bytes(), b"piece".to_vec()],
+        ),
         14..17 => ("INCRBY", vec![counter(random), small(random)]),
         17 => ("DEL", vec![any(random), any(random)]),
         18 => ("EXISTS", vec![any(random)]),
@@ -299,10 +313,13 @@ pub(crate) fn command(random: &mut Random, client: usize) -> Words {
         21 => (["LPOP", "RPOP"][random.below(2) as usize], vec![list(random)]),
         22 => ("LTRIM", vec![list(random), b"0".to_vec(), (LIST_MAX - 1).to_string().into_bytes()]),
         23 => ("LRANGE", vec![list(random), b"0".to_vec(), b"-1".to_vec()]),
-        24 => ("HSET", vec![hash(random), field(random), bytes(random), b"n".to_vec(), small(random)]),
+        24 => {
+            ("HSET", vec![hash(random), field(random), bytes(random), b"n".to_vec(), small(random)])
+        }
         25 => ("HGET", vec![hash(random), field(random)]),
         26 => ("HINCRBY", vec![hash(random), b"n".to_vec(), small(random)]),
-        27 => (["HLEN", "LLEN", "STRLEN"][random.below(3) as usize], vec![any(random)]), // the wrong type, at times
+        // the wrong type, at times
+        27 => (["HLEN", "LLEN", "STRLEN"][random.below(3) as usize], vec![any(random)]),
         28 => ("MGET", vec![string(random), counter(random), list(random)]),
         _ => match random.below(3) {
             0 => ("EXPIRE", vec![any(random), b"100000".to_vec()]),

@@ -37,7 +37,7 @@ const SETTINGS: &[(&str, &[&str])] = &[
     ("ferrite.rx-size", &["4kb", "16kb", "64kb", "2mb"]),
     ("ferrite.rx-size-max", &["64kb", "2mb"]),
     ("ferrite.busy-poll-us", &["0", "0", "5", "20"]),
-    ("ferrite.turn-us", &["500", "50", "5000"]),
+    ("ferrite.slice-us", &["500", "50", "5000"]),
     ("ferrite.max-clients", &["100", "10000"]),
     ("maxmemory", &["1gb", "0"]),
     ("maxmemory-policy", &["noeviction", "allkeys-lfu", "allkeys-lru"]),
@@ -51,8 +51,9 @@ const SETTINGS: &[(&str, &[&str])] = &[
     ("latency-tracking", &["yes", "no"]),
 ];
 
-/// The ports to both hosts, as they were when it is dropped. Not the hosts' own interfaces: to put a queueing discipline in the
-/// place of another there makes sends fail for a moment, and Soft-RoCE ends a queue pair for good when a send fails.
+/// The ports to both hosts, as they were when it is dropped. Not the hosts' own interfaces: to put
+/// a queueing discipline in the place of another there makes sends fail for a moment, and Soft-RoCE
+/// ends a queue pair for good when a send fails.
 pub(crate) struct Wires(());
 
 const PORTS: [&str; 2] = ["p1", "p2"];
@@ -75,7 +76,8 @@ impl Drop for Wires {
 
 fn tc(verb: &str, netem: &str) -> bool {
     PORTS.iter().all(|port| {
-        let words = ["qdisc", verb, "dev", port, "root", "netem"].into_iter().chain(netem.split(' '));
+        let words =
+            ["qdisc", verb, "dev", port, "root", "netem"].into_iter().chain(netem.split(' '));
         Command::new("tc").args(words).status().is_ok_and(|status| status.success())
     })
 }
@@ -95,7 +97,14 @@ impl Troubles {
     pub(crate) fn new(world: Arc<World>, seed: u64) -> Self {
         let done = TROUBLES.iter().map(|what| (*what, 0)).collect();
         let is_told = std::env::var_os("FERRITE_SOAK_TROUBLES").is_some();
-        Self { world, random: Random::new(seed), round: Vec::new(), done, begun: Instant::now(), is_told }
+        Self {
+            world,
+            random: Random::new(seed),
+            round: Vec::new(),
+            done,
+            begun: Instant::now(),
+            is_told,
+        }
     }
 
     pub(crate) async fn go_on(mut self) -> Self {
@@ -106,7 +115,10 @@ impl Troubles {
             let what = self.round.remove(self.random.below(self.round.len() as u64) as usize);
             self.note(what.into());
             self.one(what).await;
-            self.done.iter_mut().filter(|(name, _)| *name == what).for_each(|(_, count)| *count += 1);
+            self.done
+                .iter_mut()
+                .filter(|(name, _)| *name == what)
+                .for_each(|(_, count)| *count += 1);
             self.note(format!("after {what}"));
             sleep(Duration::from_millis(200 + self.random.below(1500))).await;
         }
@@ -152,7 +164,8 @@ impl Troubles {
 
     /// An engine's answer at its own socket.
     async fn ask(&self, engine: usize, words: &[&str]) -> String {
-        let asking = async { Connection::to_socket(&self.world.sockets[engine]).await?.ask(words).await };
+        let asking =
+            async { Connection::to_socket(&self.world.sockets[engine]).await?.ask(words).await };
         let answer = tokio::time::timeout(PATIENCE, asking).await;
         let answer = answer.unwrap_or_else(|_| panic!("{words:?}: no answer of engine {engine}"));
         let answer = answer.unwrap_or_else(|error| panic!("{words:?}: engine {engine}: {error}"));
@@ -202,7 +215,8 @@ impl Troubles {
     }
 
     async fn spoil(&mut self) {
-        let kinds = ["loss 5%", "delay 2ms 1ms", "duplicate 5%", "corrupt 2%", "delay 1ms reorder 25%"];
+        let kinds =
+            ["loss 5%", "delay 2ms 1ms", "duplicate 5%", "corrupt 2%", "delay 1ms reorder 25%"];
         assert!(tc("change", kinds[self.random.below(kinds.len() as u64) as usize]), "tc");
         sleep(Duration::from_millis(1000)).await;
         self.mend();
@@ -247,8 +261,10 @@ impl Troubles {
         let mut answer;
         loop {
             let port = self.world.tcp[to].port().to_string();
-            // Clients wait meanwhile, until the replica has everything; it may be at its first copy.
-            answer = self.ask(from, &["FAILOVER", "TO", "127.0.0.1", &port, "TIMEOUT", "10000"]).await;
+            // Clients wait meanwhile, until the replica has everything; it may be at its first
+            // copy.
+            answer =
+                self.ask(from, &["FAILOVER", "TO", "127.0.0.1", &port, "TIMEOUT", "10000"]).await;
             while self.ask(from, &["INFO", "replication"]).await.contains("failover-in-progress") {
                 sleep(Duration::from_millis(5)).await;
             }

@@ -21,7 +21,8 @@ pub(crate) fn held(server: &Server) -> Held {
     let pid = server.pid();
     // Before it is asked, and after it was asked something else: that is a descriptor, too.
     std::thread::sleep(Duration::from_millis(50));
-    let descriptors = std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives").count() as u64;
+    let descriptors =
+        std::fs::read_dir(format!("/proc/{pid}/fd")).expect("it lives").count() as u64;
     let info: String = server.ask(&["INFO", "ferrite"]);
     let field = |name: &str| {
         let found = info
@@ -91,7 +92,8 @@ impl Watch {
         ];
         for (name, field, slack) in fields {
             let median = |from: usize| {
-                let mut values: Vec<_> = self.samples[from..from + third].iter().map(field).collect();
+                let mut values: Vec<_> =
+                    self.samples[from..from + third].iter().map(field).collect();
                 values.sort_unstable();
                 values[third / 2]
             };

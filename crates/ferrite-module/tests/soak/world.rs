@@ -44,7 +44,8 @@ pub(crate) struct World {
     pub(crate) unconnected: AtomicU64,
     /// Why the last of them failed, by way.
     pub(crate) failures: Mutex<BTreeMap<Way, String>>,
-    /// How often peers came that break rules, and how many of them were refused because of those before.
+    /// How often peers came that break rules, and how many of them were refused because of those
+    /// before.
     pub(crate) hostile_rounds: AtomicU64,
     pub(crate) turned_away: AtomicU64,
     /// The longest that an engine took to give up a connection.

@@ -15,30 +15,33 @@ use std::time::Duration;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
-    /// The longest window that a peer may announce. It costs nothing here: bytes are gathered from where they are.
-    /// Default 1 GiB.
+    /// The longest window that a peer may announce. It costs nothing here: bytes are gathered from
+    /// where they are. Default 1 GiB.
     pub max_peer_window: u32,
     /// The longest single write. Default 1 GiB: a network card takes no more than 2 GiB.
     pub max_write: u32,
     /// Writes without a local completion. A send queue needs room for these and for
     /// [`MESSAGES_IN_FLIGHT`](super::MESSAGES_IN_FLIGHT) messages. Default 512.
     pub max_writes_in_flight: u32,
-    /// Writes and messages of a client since the last sign of the server's, after which no write is begun.
+    /// Writes and messages of a client since the last sign of the server's, after which no write is
+    /// begun.
     ///
-    /// Each takes one of the server's receives (1024 where nothing else is known) until its software has seen it, and a
-    /// local completion does not say that it has. A sign does, for what came before it was sent; what went out while the
-    /// sign was on its way is not covered, hence at most half of what the server has, and better a quarter. Default 256: a
-    /// Valkey server's connection dies of the first write that finds no receive. A client whose queue pair tries again
-    /// (RNR retry 7) may have none. The longest wait is the server's keepalive interval.
+    /// Each takes one of the server's receives (1024 where nothing else is known) until its
+    /// software has seen it, and a local completion does not say that it has. A sign does, for what
+    /// came before it was sent; what went out while the sign was on its way is not covered, hence
+    /// at most half of what the server has, and better a quarter. Default 256: a Valkey server's
+    /// connection dies of the first write that finds no receive. A client whose queue pair tries
+    /// again (RNR retry 7) may have none. The longest wait is the server's keepalive interval.
     ///
-    /// Servers have no such limit: clients send no keepalives, so that they would wait for ever, and need none, because
-    /// their network card tries again for as long as it takes.
+    /// Servers have no such limit: clients send no keepalives, so that they would wait for ever,
+    /// and need none, because their network card tries again for as long as it takes.
     pub max_unseen: Option<u32>,
     /// How often a server sends a keepalive. Default 3 s. Clients send none.
     pub keepalive_interval: Duration,
     /// Keepalives without a local completion, after which none are sent. Default 3.
     pub max_keepalives: u32,
-    /// How long a keepalive may be without a local completion, and the peer silent, before it counts as dead. Default 30 s.
+    /// How long a keepalive may be without a local completion, and the peer silent, before it
+    /// counts as dead. Default 30 s.
     pub dead_after: Duration,
     /// What a server answers who asks for its features. Default 0: none are defined.
     pub features: u64,

@@ -22,7 +22,8 @@ pub enum ProtocolError {
     /// Against the rules of the windows.
     #[error(transparent)]
     Window(#[from] WindowError),
-    /// A write of more bytes than its immediate says. Fewer are legal: writes without immediate may have gone before.
+    /// A write of more bytes than its immediate says. Fewer are legal: writes without immediate may
+    /// have gone before.
     #[error("the peer wrote {byte_len} bytes and says {immediate}")]
     Immediate {
         /// What it says.
@@ -42,7 +43,8 @@ pub enum ProtocolError {
     /// Keepalives are not acknowledged, and nothing else is heard.
     #[error("the peer has not been heard for {after:?}")]
     Dead {
-        /// Since the oldest keepalive without acknowledgement, or since the last sign if that is later.
+        /// Since the oldest keepalive without acknowledgement, or since the last sign if that is
+        /// later.
         after: Duration,
     },
 }

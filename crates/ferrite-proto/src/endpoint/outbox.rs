@@ -1,14 +1,17 @@
-//! Control messages on their way: those that wait to be polled, and those without a local completion.
+//! Control messages on their way: those that wait to be polled, and those without a local
+//! completion.
 //!
-//! Bounded whatever the peer does: an announcement is a flag, questions and answers have a limit, keepalives too, and no
-//! more than [`MESSAGES_IN_FLIGHT`] are handed out before the first comes back.
+//! Bounded whatever the peer does: an announcement is a flag, questions and answers have a limit,
+//! keepalives too, and no more than [`MESSAGES_IN_FLIGHT`] are handed out before the first comes
+//! back.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::message::Message;
 
-/// Messages that [`poll_message`](super::Endpoint::poll_message) hands out before one is reported as sent.
+/// Messages that [`poll_message`](super::Endpoint::poll_message) hands out before one is reported
+/// as sent.
 pub const MESSAGES_IN_FLIGHT: usize = 32;
 
 /// Feature messages that may wait.

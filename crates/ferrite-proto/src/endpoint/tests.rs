@@ -1,4 +1,5 @@
-//! Endpoints alone: what they say, take and refuse. Two of them with bytes between: `tests/pair.rs`.
+//! Endpoints alone: what they say, take and refuse. Two of them with bytes between:
+//! `tests/pair.rs`.
 
 use std::time::Duration;
 
@@ -92,7 +93,10 @@ fn an_error_is_for_ever_and_a_close_is_quiet() {
     assert_eq!(server.handle_timeout(now), Err(unknown));
     server.close();
     assert_eq!((server.error(), server.is_closed()), (Some(unknown), true));
-    assert_eq!((server.write_plan(1), server.poll_message(), server.poll_timeout()), (None, None, None));
+    assert_eq!(
+        (server.write_plan(1), server.poll_message(), server.poll_timeout()),
+        (None, None, None)
+    );
 
     let mut client = ready(Role::Client, Config::default(), now);
     client.close();
@@ -184,8 +188,13 @@ fn features_of_a_server() {
     let mut server = open(Role::Server, Config { features: 5, ..Config::default() }, now);
     let question = Message::GetServerFeature { select: 7, features: 0 }.encode();
     server.handle_message(&question).expect("a question");
-    server.handle_message(&Message::SetClientFeature { select: 0, features: 3 }.encode()).expect("a wish");
-    assert_eq!(server.poll_message(), Some(Message::GetServerFeature { select: 7, features: 5 }.encode()));
+    server
+        .handle_message(&Message::SetClientFeature { select: 0, features: 3 }.encode())
+        .expect("a wish");
+    assert_eq!(
+        server.poll_message(),
+        Some(Message::GetServerFeature { select: 7, features: 5 }.encode())
+    );
     assert_eq!((server.poll_message(), server.peer_features()), (None, Some(3)));
     assert!(!server.ask_features(0) && !server.set_features(0, 0));
 
@@ -202,9 +211,17 @@ fn features_of_a_client() {
     let answer = |select| Message::GetServerFeature { select, features: 9 }.encode();
     let mut client = open(Role::Client, Config::default(), now);
     assert!(client.ask_features(2) && !client.ask_features(2) && client.set_features(2, 1));
-    assert_eq!(client.poll_message(), Some(Message::GetServerFeature { select: 2, features: 0 }.encode()));
-    assert_eq!(client.poll_message(), Some(Message::SetClientFeature { select: 2, features: 1 }.encode()));
-    client.handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode()).expect("ignored");
+    assert_eq!(
+        client.poll_message(),
+        Some(Message::GetServerFeature { select: 2, features: 0 }.encode())
+    );
+    assert_eq!(
+        client.poll_message(),
+        Some(Message::SetClientFeature { select: 2, features: 1 }.encode())
+    );
+    client
+        .handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode())
+        .expect("ignored");
     client.handle_message(&answer(2)).expect("asked");
     assert_eq!(client.peer_features(), Some(9));
     assert_eq!(client.handle_message(&answer(2)), Err(ProtocolError::UnaskedFeatures));
@@ -274,8 +291,12 @@ fn messages_in_flight_are_bounded() {
 #[test]
 fn every_count_is_counted() {
     let now = Instant::now();
-    let config =
-        Config { max_writes_in_flight: 2, max_unseen: Some(3), max_keepalives: 1, ..Config::default() };
+    let config = Config {
+        max_writes_in_flight: 2,
+        max_unseen: Some(3),
+        max_keepalives: 1,
+        ..Config::default()
+    };
     let mut server = ready(Role::Server, config.clone(), now);
     for turn in 1..=2 {
         server.handle_timeout(now + turn * config.keepalive_interval).expect("alive");
@@ -283,7 +304,9 @@ fn every_count_is_counted() {
     server.poll_message().expect("a keepalive");
     let mut client = ready(Role::Client, config, now);
     client.handle_message(&Message::Keepalive.encode()).expect("ignored");
-    client.handle_message(&Message::SetClientFeature { select: 0, features: 0 }.encode()).expect("ignored");
+    client
+        .handle_message(&Message::SetClientFeature { select: 0, features: 0 }.encode())
+        .expect("ignored");
     client.handle_immediate(2, 2).expect("room");
     client.consume(1);
     for (available, sent) in [(1, 0), (1, 0), (1, 2), (1, 1), (1, 0)] {
@@ -295,7 +318,10 @@ fn every_count_is_counted() {
     client.write_plan(100);
 
     let server = server.stats();
-    assert_eq!((server.keepalives_sent, server.keepalives_skipped, server.messages_sent), (1, 1, 2));
+    assert_eq!(
+        (server.keepalives_sent, server.keepalives_skipped, server.messages_sent),
+        (1, 1, 2)
+    );
     let counted = Stats {
         messages_sent: 1,
         messages_received: 3,

@@ -41,14 +41,16 @@ impl<'a> Command<'a> {
     pub fn parse_within(bytes: &'a [u8], limits: Limits) -> Result<Self, CommandError> {
         match CommandFramer::new(limits).feed(bytes)? {
             Progress { complete: false, .. } => return Err(CommandError::Incomplete),
-            Progress { consumed, .. } if consumed < bytes.len() => return Err(CommandError::Trailing),
+            Progress { consumed, .. } if consumed < bytes.len() => {
+                return Err(CommandError::Trailing);
+            }
             _ => {}
         }
         Self::framed(bytes).ok_or(CommandError::MultibulkLength)
     }
 
-    /// Looks into what a [`CommandFramer`] has found to be one command, without doing so again. Of other bytes there may be fewer
-    /// arguments than the count says.
+    /// Looks into what a [`CommandFramer`] has found to be one command, without doing so again. Of
+    /// other bytes there may be fewer arguments than the count says.
     #[must_use]
     pub fn framed(bytes: &'a [u8]) -> Option<Self> {
         if let Some(rest) = bytes.strip_prefix(b"*") {
@@ -80,8 +82,8 @@ pub struct Args<'a> {
 }
 
 impl Args<'_> {
-    /// Returns how long the next argument says that it is, also if it has not arrived. `None`: there is
-    /// no next one, or its length has not arrived.
+    /// Returns how long the next argument says that it is, also if it has not arrived. `None`:
+    /// there is no next one, or its length has not arrived.
     #[must_use]
     pub fn announced(&self) -> Option<usize> {
         self.count.checked_sub(1)?;
@@ -137,7 +139,8 @@ mod tests {
 
     #[test]
     fn lines_without_their_end() {
-        for (bytes, line) in [(&b"PING\r\n"[..], &b"PING"[..]), (b"PING\n", b"PING"), (b"\n", b"")] {
+        for (bytes, line) in [(&b"PING\r\n"[..], &b"PING"[..]), (b"PING\n", b"PING"), (b"\n", b"")]
+        {
             assert_eq!(Command::parse(bytes).map(|command| command.inline()), Ok(Some(line)));
         }
         assert_eq!(Command::parse(b"*0\r\n").map(|command| command.inline()), Ok(None));

@@ -6,9 +6,10 @@
 //!   \r\n    *0\r\n    *-1\r\n               nothing: complete commands without arguments
 //! ```
 //!
-//! As Redis does, what stands where `\n` belongs after `\r`, and the two bytes after a bulk string, are skipped and not
-//! looked at, unless [`Limits::exact_ends`] says otherwise: Valkey 9.1 looks at some of them. Where Redis waits for the
-//! rest of a line that can be no number any more, this does not.
+//! As Redis does, what stands where `\n` belongs after `\r`, and the two bytes after a bulk string,
+//! are skipped and not looked at, unless [`Limits::exact_ends`] says otherwise: Valkey 9.1 looks at
+//! some of them. Where Redis waits for the rest of a line that can be no number any more, this does
+//! not.
 
 use super::number::Length;
 use super::{Limits, Progress};
@@ -94,7 +95,9 @@ impl CommandFramer {
     #[must_use]
     pub fn wanted(&self) -> u64 {
         match self.state {
-            State::Bulk { args, left } => left.saturating_add(args.saturating_sub(1).saturating_mul(6)),
+            State::Bulk { args, left } => {
+                left.saturating_add(args.saturating_sub(1).saturating_mul(6))
+            }
             State::Argument { args } => args.saturating_mul(6), // $0\r\n\r\n
             State::SizeEnd { size, .. } => size.saturating_add(3),
             _ => 1,
@@ -130,7 +133,8 @@ impl CommandFramer {
         }
     }
 
-    /// How many of the bytes, of which there is at least one, are taken, and what comes after: `None` at the end.
+    /// How many of the bytes, of which there is at least one, are taken, and what comes after:
+    /// `None` at the end.
     fn step(&self, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
         let first = rest.first().copied().unwrap_or_default();
         Ok(match self.state {
@@ -149,7 +153,9 @@ impl CommandFramer {
                 count.push(first).ok_or(CommandError::MultibulkLength)?;
                 (1, Some(State::Count(count)))
             }
-            State::CountEnd { .. } | State::SizeEnd { .. } if self.limits.exact_ends && first != b'\n' => {
+            State::CountEnd { .. } | State::SizeEnd { .. }
+                if self.limits.exact_ends && first != b'\n' =>
+            {
                 return Err(CommandError::LineEnd);
             }
             State::CountEnd { args: 0 } => (1, None),
@@ -167,10 +173,13 @@ impl CommandFramer {
                 size.push(first).ok_or(CommandError::BulkLength)?;
                 (1, Some(State::Size { args, size }))
             }
-            State::SizeEnd { args, size } => (1, Some(State::Bulk { args, left: size.saturating_add(2) })),
+            State::SizeEnd { args, size } => {
+                (1, Some(State::Bulk { args, left: size.saturating_add(2) }))
+            }
             State::Bulk { args, left } => {
                 let taken = usize::try_from(left).unwrap_or(usize::MAX).min(rest.len());
-                if self.limits.exact_ends && !ends_exactly(rest.get(..taken).unwrap_or(rest), left) {
+                if self.limits.exact_ends && !ends_exactly(rest.get(..taken).unwrap_or(rest), left)
+                {
                     return Err(CommandError::LineEnd);
                 }
                 match left.saturating_sub(taken as u64) {
@@ -187,7 +196,8 @@ impl CommandFramer {
     fn inline(&self, before: u32, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
         let room = (self.limits.inline_bytes.saturating_sub(before) as usize).saturating_add(1);
         let within = rest.get(..room).unwrap_or(rest);
-        // Redis looks for the end of the line as C looks for it in a string: it would not see one after a zero.
+        // Redis looks for the end of the line as C looks for it in a string: it would not see one
+        // after a zero.
         match within.iter().position(|byte| matches!(byte, b'\n' | 0)) {
             Some(at) if within.get(at) == Some(&0) => Err(CommandError::InlineZero),
             Some(at) => Ok((at + 1, None)),
@@ -200,9 +210,11 @@ impl CommandFramer {
     }
 }
 
-/// Whether these bytes, the next ones of so many that are left of a bulk string, can be of one that ends in `\r\n`.
+/// Whether these bytes, the next ones of so many that are left of a bulk string, can be of one that
+/// ends in `\r\n`.
 fn ends_exactly(bytes: &[u8], left: u64) -> bool {
-    let from_end = |count| usize::try_from(left.checked_sub(count)?).ok().and_then(|at| bytes.get(at));
+    let from_end =
+        |count| usize::try_from(left.checked_sub(count)?).ok().and_then(|at| bytes.get(at));
     from_end(2).is_none_or(|byte| *byte == b'\r') && from_end(1).is_none_or(|byte| *byte == b'\n')
 }
 
@@ -302,7 +314,9 @@ mod tests {
         let whole = b"*2\r\n$3\r\nGET\r\n$0\r\n\r\n";
         for piece in 1..=whole.len() {
             let mut framer = CommandFramer::new(limits);
-            let fed = whole.chunks(piece).map(|bytes| framer.feed(bytes).map(|progress| progress.complete));
+            let fed = whole
+                .chunks(piece)
+                .map(|bytes| framer.feed(bytes).map(|progress| progress.complete));
             assert_eq!(fed.last(), Some(Ok(true)));
         }
         for at in [3, 7, 11, 12, 16, 17, 18] {
@@ -311,7 +325,10 @@ mod tests {
             let feed = |len: usize| CommandFramer::new(limits).feed(&wrong[..len]);
             assert_eq!(feed(at + 1), Err(CommandError::LineEnd), "{at}");
             assert!(feed(at).is_ok());
-            assert!(CommandFramer::new(Limits::default()).feed(&wrong).is_ok(), "as sloppy as Redis");
+            assert!(
+                CommandFramer::new(Limits::default()).feed(&wrong).is_ok(),
+                "as sloppy as Redis"
+            );
         }
     }
 

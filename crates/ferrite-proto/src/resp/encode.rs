@@ -65,7 +65,8 @@ pub struct Head {
 }
 
 impl Head {
-    /// Without the formatting of the standard library, which takes as long as it does to copy a small value.
+    /// Without the formatting of the standard library, which takes as long as it does to copy a
+    /// small value.
     #[must_use]
     pub fn new(kind: u8, len: usize) -> Self {
         let mut bytes = *b"000000000000000000000\r\n";

@@ -10,7 +10,8 @@
 //!   $-1  *-1                                  the nulls of RESP2
 //! ```
 //!
-//! Attributes belong to the frame of their value. A push is a frame of its own, never inside another.
+//! Attributes belong to the frame of their value. A push is a frame of its own, never inside
+//! another.
 
 mod error;
 mod state;
@@ -82,7 +83,8 @@ impl ReplyFramer {
                 self.frame_bytes = self.frame_bytes.saturating_add(at as u64);
                 return Ok(Progress { consumed: at, complete: false });
             };
-            let room = self.limits.reply_bytes.saturating_sub(self.frame_bytes).saturating_sub(at as u64);
+            let room =
+                self.limits.reply_bytes.saturating_sub(self.frame_bytes).saturating_sub(at as u64);
             if room == 0 {
                 self.state = State::Failed(ReplyError::TooLarge { limit: self.limits.reply_bytes });
                 continue;
@@ -115,12 +117,16 @@ impl ReplyFramer {
                 let kind = self.scalar(kind, len, first)?;
                 State::Line { kind, len: len.saturating_add(1) }
             }
-            State::Size { kind, size } if first == b'\r' => State::LineEnd(self.size_ends(kind, size)?),
+            State::Size { kind, size } if first == b'\r' => {
+                State::LineEnd(self.size_ends(kind, size)?)
+            }
             State::Size { kind, size } => State::Size { kind, size: next_of_size(size, first)? },
             State::LineEnd(then) if first == b'\n' => self.then(then)?,
             State::LineEnd(_) => return Err(ReplyError::LineEnd),
             State::Blob { left, format, chunk } => return blob(left, format, chunk, rest),
-            State::BlobEnd { feed: false, chunk } if first == b'\r' => State::BlobEnd { feed: true, chunk },
+            State::BlobEnd { feed: false, chunk } if first == b'\r' => {
+                State::BlobEnd { feed: true, chunk }
+            }
             State::BlobEnd { feed: true, chunk: true } if first == b'\n' => State::Chunk,
             State::BlobEnd { feed: true, chunk: false } if first == b'\n' => self.value_ends(),
             State::BlobEnd { .. } => return Err(ReplyError::BlobEnd),
@@ -203,7 +209,9 @@ impl ReplyFramer {
 
     fn scalar_ends(&self, kind: Scalar) -> Result<Then, ReplyError> {
         match kind {
-            Scalar::Integer(number) => number.finish().map(|_| Then::Value).ok_or(ReplyError::Number),
+            Scalar::Integer(number) => {
+                number.finish().map(|_| Then::Value).ok_or(ReplyError::Number)
+            }
             Scalar::BigNumber { digits: false } => Err(ReplyError::Number),
             Scalar::Boolean { seen: false } => Err(ReplyError::Boolean),
             Scalar::End => Ok(Then::EndOfStream),
@@ -214,7 +222,8 @@ impl ReplyFramer {
     }
 
     fn size_ends(&self, kind: Counted, size: Size) -> Result<Then, ReplyError> {
-        let is_blob = matches!(kind, Counted::Bulk | Counted::BlobError | Counted::Verbatim | Counted::Chunk);
+        let is_blob =
+            matches!(kind, Counted::Bulk | Counted::BlobError | Counted::Verbatim | Counted::Chunk);
         let wrong = if is_blob { ReplyError::BulkLength } else { ReplyError::AggregateLength };
         let size = match (size, kind) {
             (Size::Open, Counted::Bulk) => return Ok(Then::Chunks),
@@ -238,7 +247,9 @@ impl ReplyFramer {
         Ok(match kind {
             Counted::Verbatim if size < 4 => return Err(ReplyError::Verbatim),
             Counted::Verbatim => Then::Blob { len: size, verbatim: true, chunk: false },
-            Counted::Bulk | Counted::BlobError => Then::Blob { len: size, verbatim: false, chunk: false },
+            Counted::Bulk | Counted::BlobError => {
+                Then::Blob { len: size, verbatim: false, chunk: false }
+            }
             Counted::Chunk if size == 0 => Then::Value,
             Counted::Chunk => Then::Blob { len: size, verbatim: false, chunk: true },
             Counted::Array | Counted::Set | Counted::Push => level(size, false),
@@ -317,8 +328,14 @@ fn next_of_size(size: Size, byte: u8) -> Result<Size, ReplyError> {
     }
 }
 
-/// The bytes of a string. The first four of a verbatim string, which it has, are its format and a colon.
-fn blob(left: u64, format: Option<u8>, chunk: bool, rest: &[u8]) -> Result<(usize, State), ReplyError> {
+/// The bytes of a string. The first four of a verbatim string, which it has, are its format and a
+/// colon.
+fn blob(
+    left: u64,
+    format: Option<u8>,
+    chunk: bool,
+    rest: &[u8],
+) -> Result<(usize, State), ReplyError> {
     let end = State::BlobEnd { feed: false, chunk };
     let behind = |left, format| if left == 0 { end } else { State::Blob { left, format, chunk } };
     match (format, rest.first()) {

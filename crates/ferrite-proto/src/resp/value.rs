@@ -1,10 +1,12 @@
-//! A look into a complete reply. Strings lie where they came; only the lists of aggregates are made.
+//! A look into a complete reply. Strings lie where they came; only the lists of aggregates are
+//! made.
 
 use super::encode::{blob, header, line};
 use super::number::Integer;
 use super::{Limits, Progress, ReplyError, ReplyFramer};
 
-/// A complete reply. Lists grow by what came, never by what a length says; each value takes 40 bytes, however short it came.
+/// A complete reply. Lists grow by what came, never by what a length says; each value takes 40
+/// bytes, however short it came.
 ///
 /// ```
 /// use ferrite_proto::resp::Value;
@@ -66,7 +68,8 @@ pub enum Value<'a> {
 }
 
 impl<'a> Value<'a> {
-    /// The deepest that is looked into, whatever the limits say: each level is a call within a call.
+    /// The deepest that is looked into, whatever the limits say: each level is a call within a
+    /// call.
     pub const MAX_DEPTH: u32 = 128;
 
     /// Looks into exactly one reply, within the default limits.
@@ -85,7 +88,9 @@ impl<'a> Value<'a> {
         let limits = Limits { depth: limits.depth.min(Self::MAX_DEPTH), ..limits };
         match ReplyFramer::new(limits).feed(bytes)? {
             Progress { complete: false, .. } => return Err(ReplyError::Incomplete),
-            Progress { consumed, .. } if consumed < bytes.len() => return Err(ReplyError::Trailing),
+            Progress { consumed, .. } if consumed < bytes.len() => {
+                return Err(ReplyError::Trailing);
+            }
             _ => {}
         }
         Reader { rest: bytes }.value()
@@ -101,7 +106,10 @@ impl<'a> Value<'a> {
             Self::Chunks(chunks) => {
                 line(b'$', b"?", into);
                 // An empty one would be the end.
-                chunks.iter().filter(|chunk| !chunk.is_empty()).for_each(|chunk| blob(b';', chunk, into));
+                chunks
+                    .iter()
+                    .filter(|chunk| !chunk.is_empty())
+                    .for_each(|chunk| blob(b';', chunk, into));
                 line(b';', b"0", into);
             }
             Self::Null => line(b'_', b"", into),
@@ -109,7 +117,9 @@ impl<'a> Value<'a> {
             Self::Double { text, .. } => line(b',', text, into),
             Self::BigNumber(digits) => line(b'(', digits, into),
             Self::BlobError(bytes) => blob(b'!', bytes, into),
-            Self::Verbatim { format, text } => blob(b'=', &[format, &b":"[..], text].concat(), into),
+            Self::Verbatim { format, text } => {
+                blob(b'=', &[format, &b":"[..], text].concat(), into)
+            }
             Self::Array(values) => aggregate(b'*', values, into),
             Self::Set(values) => aggregate(b'~', values, into),
             Self::Push(values) => aggregate(b'>', values, into),
@@ -143,7 +153,8 @@ enum Count {
     Stream,
 }
 
-/// Reads what a framer has found to be whole: it ends early only by a mistake of ours, which is an error and no panic.
+/// Reads what a framer has found to be whole: it ends early only by a mistake of ours, which is an
+/// error and no panic.
 struct Reader<'a> {
     rest: &'a [u8],
 }
@@ -189,7 +200,10 @@ impl<'a> Reader<'a> {
             b'=' => {
                 let blob = self.sized_blob()?;
                 let (format, text) = blob.split_at_checked(4).ok_or(ReplyError::Verbatim)?;
-                Value::Verbatim { format: format.strip_suffix(b":").ok_or(ReplyError::Verbatim)?, text }
+                Value::Verbatim {
+                    format: format.strip_suffix(b":").ok_or(ReplyError::Verbatim)?,
+                    text,
+                }
             }
             b'*' => self.values()?.map_or(Value::Null, Value::Array),
             b'~' => self.values()?.map_or(Value::Null, Value::Set),
@@ -334,7 +348,10 @@ mod tests {
         assert_eq!(Value::parse(b"_\r\n_\r\n"), Err(ReplyError::Trailing));
         assert_eq!(Value::parse(b",one\r\n"), Err(ReplyError::Double));
         let shallow = Limits { depth: 1, ..Limits::default() };
-        assert_eq!(Value::parse_within(b"*1\r\n*1\r\n", shallow), Err(ReplyError::TooDeep { limit: 1 }));
+        assert_eq!(
+            Value::parse_within(b"*1\r\n*1\r\n", shallow),
+            Err(ReplyError::TooDeep { limit: 1 })
+        );
         let bottomless = Limits { depth: u32::MAX, ..Limits::default() };
         let too_deep = Err(ReplyError::TooDeep { limit: 128 });
         assert_eq!(Value::parse_within(&b"*1\r\n".repeat(129), bottomless), too_deep);

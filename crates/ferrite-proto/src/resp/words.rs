@@ -1,4 +1,5 @@
-//! The plain form of a command, as clients send it, read in one look: where it ends and where its words lie.
+//! The plain form of a command, as clients send it, read in one look: where it ends and where its
+//! words lie.
 
 use std::ops::Range;
 
@@ -7,9 +8,9 @@ const WORDS_MAX: usize = 33;
 /// Digits of the longest word that is plain.
 const DIGITS_MAX: usize = 7;
 
-/// Finds the command that lies whole at this place of `bytes`, adds where its words are, and says where it ends. `None`: it is not
-/// whole, or not in the plain form (a few words, lines that end as they should), and a [`CommandFramer`](super::CommandFramer) has
-/// to look.
+/// Finds the command that lies whole at this place of `bytes`, adds where its words are, and says
+/// where it ends. `None`: it is not whole, or not in the plain form (a few words, lines that end as
+/// they should), and a [`CommandFramer`](super::CommandFramer) has to look.
 ///
 /// ```
 /// use ferrite_proto::resp::{Words, plain_command};
@@ -75,7 +76,9 @@ fn long_line(bytes: &[u8], at: usize) -> Option<(usize, usize)> {
     for (index, byte) in bytes.get(at..)?.iter().take(DIGITS_MAX + 1).enumerate() {
         match byte {
             b'0'..=b'9' => number = number * 10 + usize::from(byte - b'0'),
-            b'\r' if bytes.get(at + index + 1) == Some(&b'\n') => return Some((number, at + index + 2)),
+            b'\r' if bytes.get(at + index + 1) == Some(&b'\n') => {
+                return Some((number, at + index + 2));
+            }
             _ => return None,
         }
     }

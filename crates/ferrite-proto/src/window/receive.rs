@@ -11,8 +11,8 @@ use super::WindowError;
 ///   ├─ taken ──────┼─ readable ────┼─ room ──────┤
 /// ```
 ///
-/// It is closed until it is announced: a peer that writes before breaks the rules. When the last byte was consumed it is
-/// closed again, and to be announced with the same length.
+/// It is closed until it is announced: a peer that writes before breaks the rules. When the last
+/// byte was consumed it is closed again, and to be announced with the same length.
 ///
 /// ```
 /// use ferrite_proto::ReceiveWindow;
@@ -69,7 +69,8 @@ impl ReceiveWindow {
         self.consumed..self.filled
     }
 
-    /// The registration goes out: the peer may write from now on. Does nothing while the window is open.
+    /// The registration goes out: the peer may write from now on. Does nothing while the window is
+    /// open.
     pub fn announce(&mut self) {
         self.open = true;
     }
@@ -88,13 +89,18 @@ impl ReceiveWindow {
         Ok(())
     }
 
-    /// The reader took `bytes`. Whether the window is to be announced again: it is then closed and empty.
+    /// The reader took `bytes`. Whether the window is to be announced again: it is then closed and
+    /// empty.
     ///
     /// # Panics
     /// That many are not readable.
     #[must_use]
     pub fn consume(&mut self, bytes: u32) -> bool {
-        assert!(bytes <= self.filled - self.consumed, "{bytes} bytes of {:?} consumed", self.readable());
+        assert!(
+            bytes <= self.filled - self.consumed,
+            "{bytes} bytes of {:?} consumed",
+            self.readable()
+        );
         self.consumed += bytes;
         let done = self.open && self.consumed == self.length;
         if done {

@@ -1,4 +1,5 @@
-//! What we may write at the peer: the registration that it announced last, and how far it is filled.
+//! What we may write at the peer: the registration that it announced last, and how far it is
+//! filled.
 
 use super::WindowError;
 use crate::message::Registration;
@@ -12,17 +13,18 @@ pub struct Write {
     pub rkey: u32,
     /// How many bytes.
     pub len: u32,
-    /// What the peer is told: how many bytes there are since the last immediate. In host order: verbs wants it in
-    /// network order.
+    /// What the peer is told: how many bytes there are since the last immediate. In host order:
+    /// verbs wants it in network order.
     pub immediate: u32,
 }
 
 /// What we may write at the peer.
 ///
-/// A registration is taken if none came before, if the one before is filled to the last byte, or if nothing was written
-/// into the one before: then no byte is on its way to it, be the new one the same or another. Any other is an error of
-/// the peer's, because it could not tell the bytes of the old one from those of the new. Address, length and key may
-/// change from one to the next; every registration is filled from its first byte.
+/// A registration is taken if none came before, if the one before is filled to the last byte, or if
+/// nothing was written into the one before: then no byte is on its way to it, be the new one the
+/// same or another. Any other is an error of the peer's, because it could not tell the bytes of the
+/// old one from those of the new. Address, length and key may change from one to the next; every
+/// registration is filled from its first byte.
 ///
 /// ```
 /// use ferrite_proto::{Registration, SendWindow, WindowError};
@@ -74,7 +76,8 @@ impl SendWindow {
     /// The peer announced memory.
     ///
     /// # Errors
-    /// It is empty, too long, past the end of addresses, or not yet due. The window is then as it was.
+    /// It is empty, too long, past the end of addresses, or not yet due. The window is then as it
+    /// was.
     pub fn register(&mut self, registration: Registration) -> Result<(), WindowError> {
         let Registration { addr, length, .. } = registration;
         if length == 0 {
@@ -96,8 +99,8 @@ impl SendWindow {
         Ok(())
     }
 
-    /// Takes room for the next write of at most `available` and at most `max_write` bytes. `None` if there is nothing to
-    /// write or no room. What is taken must be written, in order.
+    /// Takes room for the next write of at most `available` and at most `max_write` bytes. `None`
+    /// if there is nothing to write or no room. What is taken must be written, in order.
     pub fn write(&mut self, available: usize, max_write: u32) -> Option<Write> {
         let registration = self.registration?;
         let available = u32::try_from(available).unwrap_or(u32::MAX);
@@ -142,9 +145,14 @@ mod tests {
     #[test]
     fn the_last_address_can_be_written() {
         let mut window = SendWindow::new(100);
-        window.register(Registration { addr: u64::MAX - 7, ..MEMORY }).expect("ends at the last address");
+        window
+            .register(Registration { addr: u64::MAX - 7, ..MEMORY })
+            .expect("ends at the last address");
         assert_eq!(window.write(7, 100).map(|write| write.remote_addr), Some(u64::MAX - 7));
-        assert_eq!(window.write(7, 100).map(|write| (write.remote_addr, write.len)), Some((u64::MAX, 1)));
+        assert_eq!(
+            window.write(7, 100).map(|write| (write.remote_addr, write.len)),
+            Some((u64::MAX, 1))
+        );
     }
 
     #[test]
@@ -154,7 +162,10 @@ mod tests {
         window.register(MEMORY).expect("the same");
         let other = Registration { addr: 0x9000, length: 3, rkey: 2 };
         window.register(other).expect("another");
-        assert_eq!(window.write(1, 100).map(|write| (write.remote_addr, write.rkey)), Some((0x9000, 2)));
+        assert_eq!(
+            window.write(1, 100).map(|write| (write.remote_addr, write.rkey)),
+            Some((0x9000, 2))
+        );
         // Not while it is partly filled, but when it is full, with another length too.
         let early = WindowError::Early { offset: 1, length: 3 };
         assert_eq!(window.register(other), Err(early));

@@ -1,8 +1,8 @@
 //! What a session needs of the engine that it runs inside of.
 //!
 //! The engine knows who a client is, which database it is at, whether it is in a transaction and
-//! whether it still exists. A session keeps no copy of that: it asks [`ProxyClient`], which asks the
-//! engine by the id of the session's proxy connection.
+//! whether it still exists. A session keeps no copy of that: it asks [`ProxyClient`], which asks
+//! the engine by the id of the session's proxy connection.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -25,18 +25,18 @@ pub trait InProcessEngine: Send + Sync {
     /// Runs a session where calls can be made.
     fn spawn(&self, session: SessionFuture);
 
-    /// Returns whether a client that connects now needs no password. `None`: nothing can be called, and
-    /// the engine's socket is to be asked.
+    /// Returns whether a client that connects now needs no password. `None`: nothing can be called,
+    /// and the engine's socket is to be asked.
     fn is_open_to_all(&self) -> Option<bool>;
 
-    /// Returns whether the engine had no place (`maxclients`) for a client that was accepted and heard at
-    /// these times: its own port would have refused it.
+    /// Returns whether the engine had no place (`maxclients`) for a client that was accepted and
+    /// heard at these times: its own port would have refused it.
     fn was_full(&self, _accepted: Instant, _heard: Instant) -> bool {
         false
     }
 
-    /// Makes the engine's record of a new session's proxy connection. `gone` is notified when the engine
-    /// has freed that client.
+    /// Makes the engine's record of a new session's proxy connection. `gone` is notified when the
+    /// engine has freed that client.
     fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient>;
 
     /// Looks up the command that a client has typed, by its name and first argument.
@@ -55,8 +55,8 @@ pub trait InProcessEngine: Send + Sync {
         0
     }
 
-    /// Notes that something was sent over a proxy connection. What others ask for after that is not to
-    /// be called before the engine has read it.
+    /// Notes that something was sent over a proxy connection. What others ask for after that is not
+    /// to be called before the engine has read it.
     fn on_proxied(&self) {}
 
     /// Is ready when what was written before is as safe as the engine makes it before it answers.
@@ -68,30 +68,34 @@ pub trait InProcessEngine: Send + Sync {
 
 /// A session's proxy connection, as the engine knows it: one of the engine's clients, by its id.
 pub trait ProxyClient: Send + Sync {
-    /// Returns the command that identifies the proxy connection to the engine. It has one reply, runs
-    /// whatever the client's rights are, and is also the way to learn what the engine shows only to
-    /// commands (the protocol version). To be sent first, and after [`ProxyClient::identity_changes`].
+    /// Returns the command that identifies the proxy connection to the engine. It has one reply,
+    /// runs whatever the client's rights are, and is also the way to learn what the engine shows
+    /// only to commands (the protocol version). To be sent first, and after
+    /// [`ProxyClient::identity_changes`].
     fn identify(&self) -> Vec<u8>;
 
-    /// Returns a command that does nothing and has one reply, which begins with `-NOAUTH` if, and only if,
-    /// the engine refuses all commands of the client but a login.
+    /// Returns a command that does nothing and has one reply, which begins with `-NOAUTH` if, and
+    /// only if, the engine refuses all commands of the client but a login.
     fn probe_login(&self) -> &'static [u8];
 
     /// Notes that this command, which may change the user, the authentication or the protocol, is
     /// proxied.
     fn identity_changes(&self, command: SessionCommand);
 
-    /// Asks the engine what the client is now. To be called when all replies to proxied commands are in.
+    /// Asks the engine what the client is now. To be called when all replies to proxied commands
+    /// are in.
     fn refresh(&self) -> Access;
 
-    /// Calls these commands in order as the client, and adds their replies, until one cannot be called.
+    /// Calls these commands in order as the client, and adds their replies, until one cannot be
+    /// called.
     fn call(&self, commands: Commands<'_>, replies: &mut Replies) -> Called;
 
-    /// Returns the command that makes WAIT on the proxy connection cover what was called. It has one
-    /// reply.
+    /// Returns the command that makes WAIT on the proxy connection cover what was called. It has
+    /// one reply.
     fn mark_writes(&self) -> &'static [u8];
 
-    /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that wrote.
+    /// Returns whether the engine has run [`ProxyClient::mark_writes`] since the last call that
+    /// wrote.
     fn is_marked(&self) -> bool;
 
     /// Returns whether the client waits in the engine (BLPOP and the like).
@@ -148,8 +152,8 @@ pub enum CommandKind {
 pub struct Called {
     /// How many have their reply. The next one, if there is one, was not executed.
     pub done: usize,
-    /// The next command may be called, but not yet: replies are many and should leave before, or the engine
-    /// has to serve clients that wait for what was written.
+    /// The next command may be called, but not yet: replies are many and should leave before, or
+    /// the engine has to serve clients that wait for what was written.
     pub is_full: bool,
     /// It is not about that command: none can be called at the moment.
     pub is_closed: bool,
@@ -164,7 +168,8 @@ pub struct Called {
 /// The engine's limits for what clients make it keep. Zero means no limit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ClientLimits {
-    /// `client-output-buffer-limit normal`: a client with more unread bytes is disconnected at once.
+    /// `client-output-buffer-limit normal`: a client with more unread bytes is disconnected at
+    /// once.
     pub hard_bytes: usize,
     /// A client with more unread bytes is disconnected after [`ClientLimits::soft_time`].
     pub soft_bytes: usize,

@@ -7,7 +7,9 @@ use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
-use tokio::io::{AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf};
+use tokio::io::{
+    AsyncReadExt as _, AsyncWrite as _, AsyncWriteExt as _, ReadBuf, ReadHalf, WriteHalf,
+};
 use tokio::time::timeout;
 
 use super::limits::BEFORE_AUTH;
@@ -16,8 +18,8 @@ use super::{Client, InProcessSession, OWN_REPLY_MAX, REPLIES_MAX};
 use crate::engine::ProxyConnection;
 use crate::pump::has_hung_up;
 
-/// What a client sends while one of its commands is in the engine is read up to this. If the command
-/// waits there (BLPOP and the like) more is read: the client's end must be seen.
+/// What a client sends while one of its commands is in the engine is read up to this. If the
+/// command waits there (BLPOP and the like) more is read: the client's end must be seen.
 const AHEAD_MAX: usize = 256 << 10;
 /// How soon to look whether it waits, and how often at least.
 const FIRST_LOOK: Duration = Duration::from_millis(1);
@@ -60,8 +62,8 @@ pub(super) enum Met {
     Answered,
     /// The engine has hung up.
     Over,
-    /// The engine has said what is no reply, as scripts can make it, or the client what is no command:
-    /// where replies end cannot be told any more. This is still to be sent.
+    /// The engine has said what is no reply, as scripts can make it, or the client what is no
+    /// command: where replies end cannot be told any more. This is still to be sent.
     Unclear {
         unsent: Vec<u8>,
     },
@@ -79,8 +81,8 @@ pub(super) enum Event {
     Read,
 }
 
-/// Waits for the next event: bytes to the engine and replies to the client leave, the engine and the
-/// client are read from where there is room.
+/// Waits for the next event: bytes to the engine and replies to the client leave, the engine and
+/// the client are read from where there is room.
 pub(super) async fn next_event<C: Client>(
     (client, replies): (&mut C, &mut Replies),
     (writes, unsent): (&mut WriteHalf<ProxyConnection>, &[u8]),
@@ -129,8 +131,8 @@ fn poll_hear(
 }
 
 impl<C: Client> InProcessSession<'_, C> {
-    /// Sends this (and, if it is streaming, the command that has begun as it comes), and hears what is
-    /// awaited. What the client sends meanwhile is kept, up to a limit.
+    /// Sends this (and, if it is streaming, the command that has begun as it comes), and hears what
+    /// is awaited. What the client sends meanwhile is kept, up to a limit.
     pub(super) async fn exchange(
         &mut self,
         mut unsent: Vec<u8>,
@@ -183,11 +185,17 @@ impl<C: Client> InProcessSession<'_, C> {
             );
             let event = self.output.watch(event);
             let looks = if client_ended { !is_given_up } else { is_far_ahead && is_authenticated };
-            let event = if looks { timeout(look, event).await.ok().transpose()? } else { Some(event.await?) };
+            let event = if looks {
+                timeout(look, event).await.ok().transpose()?
+            } else {
+                Some(event.await?)
+            };
             let Some(event) = event else {
                 if client_ended {
-                    // A client without a login has its answer by now, and so has the session's own command.
-                    let is_late = look == LAST_LOOK && (!is_authenticated || self.record.id().is_none());
+                    // A client without a login has its answer by now, and so has the session's own
+                    // command.
+                    let is_late =
+                        look == LAST_LOOK && (!is_authenticated || self.record.id().is_none());
                     is_given_up = self.give_up_waiting(is_late).await?;
                 }
                 look = (look * 2).min(LAST_LOOK);
@@ -210,9 +218,9 @@ impl<C: Client> InProcessSession<'_, C> {
         }
     }
 
-    /// The client has ended. As over a socket, what it asked before is answered, all of it; but a command that
-    /// waits in the engine, or that is never answered (it never came to its end, say), is given up. Returns
-    /// whether that is so.
+    /// The client has ended. As over a socket, what it asked before is answered, all of it; but a
+    /// command that waits in the engine, or that is never answered (it never came to its end, say),
+    /// is given up. Returns whether that is so.
     async fn give_up_waiting(&mut self, is_unanswered: bool) -> io::Result<bool> {
         let gives_up = is_unanswered || self.record.is_blocked();
         if gives_up {
@@ -221,8 +229,8 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(gives_up)
     }
 
-    /// Looks at what the engine has said: replies are counted, and all but the session's own go to the
-    /// client.
+    /// Looks at what the engine has said: replies are counted, and all but the session's own go to
+    /// the client.
     pub(super) fn hear(&mut self, awaited: &mut Awaited) -> io::Result<()> {
         let mut rest = &self.heard[..];
         while !rest.is_empty() {

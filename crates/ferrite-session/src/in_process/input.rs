@@ -3,7 +3,9 @@
 use std::ops::Range;
 
 use super::limits::BEFORE_AUTH;
-use ferrite_proto::resp::{Args, Command, CommandError, CommandFramer, Limits, Words, plain_command};
+use ferrite_proto::resp::{
+    Args, Command, CommandError, CommandFramer, Limits, Words, plain_command,
+};
 
 /// Commands beyond this go on to the engine while they come, instead of waiting here for their end.
 const LARGE: u64 = 256 << 10;
@@ -51,13 +53,15 @@ pub(super) struct Found {
 }
 
 pub(super) struct Input {
-    /// With room behind what came: zeros, or what was there before. To be read into it must have been written once.
+    /// With room behind what came: zeros, or what was there before. To be read into it must have
+    /// been written once.
     buffer: Vec<u8>,
     /// Up to here it came.
     filled: usize,
     /// Up to here commands were taken.
     taken: usize,
-    /// Up to here the framer has looked. It is further than that if a command has begun and not ended.
+    /// Up to here the framer has looked. It is further than that if a command has begun and not
+    /// ended.
     framed: usize,
     framer: CommandFramer,
     /// Where the words of commands are that were found since places were last forgotten.
@@ -68,8 +72,9 @@ pub(super) struct Input {
 
 impl Default for Input {
     fn default() -> Self {
-        // The engine's limits are its own: what is too large goes there, and is refused there in its words.
-        // So does what ends in another way than it should, for the engine to take or to refuse.
+        // The engine's limits are its own: what is too large goes there, and is refused there in
+        // its words. So does what ends in another way than it should, for the engine to take or to
+        // refuse.
         let limits = Limits {
             bulk_bytes: u64::MAX >> 1,
             multibulk_args: i32::MAX as u64,
@@ -149,8 +154,8 @@ impl Input {
     /// What was found before is no longer asked for.
     pub(super) fn forget(&mut self) {
         self.words.clear();
-        // A client that sends on while its commands are proxied never leaves the buffer empty. No more is
-        // moved than is given up.
+        // A client that sends on while its commands are proxied never leaves the buffer empty. No
+        // more is moved than is given up.
         if self.taken >= BEFORE_AUTH && self.taken >= self.filled - self.taken {
             self.move_up();
         }
@@ -169,10 +174,12 @@ impl Input {
     /// Returns whether a large command has begun. Before authentication a small one is large.
     pub(super) fn is_large(&self, is_authenticated: bool) -> bool {
         let large = if is_authenticated { LARGE } else { BEFORE_AUTH as u64 };
-        self.framer.is_inside() && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > large
+        self.framer.is_inside()
+            && self.framer.frame_bytes().saturating_add(self.framer.wanted()) > large
     }
 
-    /// Returns whether a command has begun that has more arguments than engines take before a login.
+    /// Returns whether a command has begun that has more arguments than engines take before a
+    /// login.
     pub(super) fn has_many_args(&self) -> bool {
         const BEFORE_AUTH_ARGS: usize = 10;
         let many = |command: Command<'_>| command.args().len() > BEFORE_AUTH_ARGS;
@@ -200,8 +207,9 @@ impl Input {
         self.buffer.capacity()
     }
 
-    /// What there is of the command that has begun, to go on its way; and whether that is all of it. Nothing else may have a place
-    /// in the input. An error if it is no command: where it ends is for the engine to say.
+    /// What there is of the command that has begun, to go on its way; and whether that is all of
+    /// it. Nothing else may have a place in the input. An error if it is no command: where it ends
+    /// is for the engine to say.
     pub(super) fn stream(&mut self, out: &mut Vec<u8>) -> Result<bool, CommandError> {
         let (end, is_whole) = match self.peek()? {
             Some(found) => (found.place.end, true),

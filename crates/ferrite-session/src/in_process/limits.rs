@@ -1,7 +1,8 @@
 //! What a client can make a session keep.
 //!
-//! The engine limits its own clients by `client-output-buffer-limit` and `maxmemory-clients`. Replies that
-//! were made in-process are not in the engine's buffers, so the same limits are applied here.
+//! The engine limits its own clients by `client-output-buffer-limit` and `maxmemory-clients`.
+//! Replies that were made in-process are not in the engine's buffers, so the same limits are
+//! applied here.
 
 use std::future::Future;
 use std::io;
@@ -12,19 +13,19 @@ use tokio::time::{Instant, timeout, timeout_at};
 
 use super::{Client, ClientLimits, InProcessSession, REPLIES_MAX};
 
-/// Before authentication: unread replies, commands that have not ended, and input that is read ahead,
-/// each. Together with what the session itself needs it stays below 64 KiB.
+/// Before authentication: unread replies, commands that have not ended, and input that is read
+/// ahead, each. Together with what the session itself needs it stays below 64 KiB.
 pub(super) const BEFORE_AUTH: usize = 8 << 10;
 
-/// Sessions before authentication that use the engine at a time. Each has a few commands there, then the
-/// next has its turn.
+/// Sessions before authentication that use the engine at a time. Each has a few commands there,
+/// then the next has its turn.
 const BEFORE_AUTH_AT_A_TIME: usize = 2;
-/// How long a session keeps the others waiting. Engines refuse a client without a password at once; but where
-/// it cannot be told whether a client has one, it may run a command that blocks.
+/// How long a session keeps the others waiting. Engines refuse a client without a password at once;
+/// but where it cannot be told whether a client has one, it may run a command that blocks.
 const BEFORE_AUTH_TIME: Duration = Duration::from_millis(20);
 
-/// Who may use the engine before authentication, in the order in which they ask. However many clients
-/// without a password send commands, the others wait for few of them.
+/// Who may use the engine before authentication, in the order in which they ask. However many
+/// clients without a password send commands, the others wait for few of them.
 #[derive(Debug)]
 pub(crate) struct BeforeAuthQueue(Semaphore);
 
@@ -35,7 +36,10 @@ impl Default for BeforeAuthQueue {
 }
 
 /// Awaits an event that was waited for in that queue, if it was.
-pub(super) async fn within_turn<T>(permit: Option<SemaphorePermit<'_>>, event: impl Future<Output = T>) -> T {
+pub(super) async fn within_turn<T>(
+    permit: Option<SemaphorePermit<'_>>,
+    event: impl Future<Output = T>,
+) -> T {
     let mut event = std::pin::pin!(event);
     if permit.is_some()
         && let Ok(done) = timeout(BEFORE_AUTH_TIME, &mut event).await
@@ -69,12 +73,15 @@ impl OutputGuard {
     }
 
     /// Waits for an event, at most until the client has been over the soft limit for too long.
-    pub(super) async fn watch<T>(&self, event: impl Future<Output = io::Result<T>>) -> io::Result<T> {
+    pub(super) async fn watch<T>(
+        &self,
+        event: impl Future<Output = io::Result<T>>,
+    ) -> io::Result<T> {
         match self.over_soft_since {
             None => event.await,
-            Some(since) => {
-                timeout_at(since + self.soft_time, event).await.unwrap_or_else(|_| Err(over("soft", 0)))
-            }
+            Some(since) => timeout_at(since + self.soft_time, event)
+                .await
+                .unwrap_or_else(|_| Err(over("soft", 0))),
         }
     }
 }
@@ -86,8 +93,8 @@ fn over(which: &str, unread: usize) -> io::Error {
 }
 
 impl<'a, C: Client> InProcessSession<'a, C> {
-    /// Waits until this session may use the engine: before authentication, the client must have read most
-    /// replies, and then others go first. Nobody who has the permit waits for a client.
+    /// Waits until this session may use the engine: before authentication, the client must have
+    /// read most replies, and then others go first. Nobody who has the permit waits for a client.
     pub(super) async fn wait_for_turn(&mut self) -> io::Result<Option<SemaphorePermit<'a>>> {
         if self.access.is_authenticated() {
             return Ok(None);
@@ -108,8 +115,8 @@ impl<'a, C: Client> InProcessSession<'a, C> {
         })
     }
 
-    /// Returns how much may be read ahead of a client that waits in the engine, when so much was not enough
-    /// to see its end: the engine reads on meanwhile, too.
+    /// Returns how much may be read ahead of a client that waits in the engine, when so much was
+    /// not enough to see its end: the engine reads on meanwhile, too.
     pub(super) fn read_further_ahead(&self, ahead_max: usize) -> io::Result<usize> {
         let limit = self.engine.client_limits().query_bytes;
         if limit > 0 && ahead_max >= limit {

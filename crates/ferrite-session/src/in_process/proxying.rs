@@ -32,9 +32,14 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     /// Proxies commands that lie one behind the other, and asks the engine what the client is then.
-    pub(super) async fn proxy(&mut self, run: &[Due], command: Option<SessionCommand>) -> io::Result<Met> {
+    pub(super) async fn proxy(
+        &mut self,
+        run: &[Due],
+        command: Option<SessionCommand>,
+    ) -> io::Result<Met> {
         let permit = self.wait_for_turn().await?;
-        if let Some(command @ (SessionCommand::ChangesIdentity | SessionCommand::Resets)) = command {
+        if let Some(command @ (SessionCommand::ChangesIdentity | SessionCommand::Resets)) = command
+        {
             self.record.identity_changes(command);
             self.identity_due = true;
         }
@@ -67,9 +72,9 @@ impl<C: Client> InProcessSession<'_, C> {
         if met == Met::Answered { self.ask_engine().await } else { Ok(met) }
     }
 
-    /// Returns whether the client has not shown a login, so that the engine may refuse what would pin the
-    /// session. Were such a session pinned, one line would spare a client without a password the queue in
-    /// which it waits for its turn.
+    /// Returns whether the client has not shown a login, so that the engine may refuse what would
+    /// pin the session. Were such a session pinned, one line would spare a client without a
+    /// password the queue in which it waits for its turn.
     pub(super) fn may_be_refused(&self) -> bool {
         !self.access.is_authenticated() && !self.in_transaction()
     }
@@ -83,9 +88,9 @@ impl<C: Client> InProcessSession<'_, C> {
         within_turn(permit, self.proxy_refused()).await
     }
 
-    /// The same, in its turn. One that logs in is not refused, and has one reply as well. Were the client let in
-    /// between the probe and the command, the reply of one that changes the session would be misread: nobody's
-    /// but its own, and by an administrator's act alone.
+    /// The same, in its turn. One that logs in is not refused, and has one reply as well. Were the
+    /// client let in between the probe and the command, the reply of one that changes the session
+    /// would be misread: nobody's but its own, and by an administrator's act alone.
     async fn proxy_refused(&mut self) -> io::Result<Option<Met>> {
         match self.is_refused().await? {
             Ok(true) => {}
@@ -150,11 +155,12 @@ impl<C: Client> InProcessSession<'_, C> {
         Ok(Met::Answered)
     }
 
-    /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses that,
-    /// the refusal is the answer, since WAIT would speak of older writes.
+    /// Proxies WAIT. What was called is marked on the proxy connection first; if the engine refuses
+    /// that, the refusal is the answer, since WAIT would speak of older writes.
     pub(super) async fn ask_for_writes(&mut self, run: &[Due]) -> io::Result<Met> {
         if self.wrote && self.in_transaction() {
-            // The engine refused the mark before the transaction, and an error now would not abort it.
+            // The engine refused the mark before the transaction, and an error now would not abort
+            // it.
             self.write_replies().await?;
             self.warn_of_unmarked_writes();
             return Ok(Met::Over);
@@ -174,8 +180,8 @@ impl<C: Client> InProcessSession<'_, C> {
         self.proxy(run, Some(SessionCommand::AsksForWrites)).await
     }
 
-    /// Returns whether calls have written what is to be marked, and it can be: in a transaction the mark
-    /// would be one of its commands, with a reply in EXEC's.
+    /// Returns whether calls have written what is to be marked, and it can be: in a transaction the
+    /// mark would be one of its commands, with a reply in EXEC's.
     pub(super) fn is_mark_due(&self) -> bool {
         self.wrote && !self.in_transaction()
     }
@@ -197,11 +203,12 @@ impl<C: Client> InProcessSession<'_, C> {
         );
     }
 
-    /// Returns how the large command that has begun is proxied. `None`: none has begun, or its name has not
-    /// arrived.
+    /// Returns how the large command that has begun is proxied. `None`: none has begun, or its name
+    /// has not arrived.
     pub(super) fn large_command(&mut self) -> Option<LargeCommand> {
         if !self.access.is_authenticated() && self.input.has_many_args() {
-            return Some(LargeCommand::Pins); // the engine hangs up by its head, before the rest has come
+            // the engine hangs up by its head, before the rest has come
+            return Some(LargeCommand::Pins);
         }
         if !self.input.is_large(self.access.is_authenticated()) {
             return None;
@@ -221,8 +228,8 @@ impl<C: Client> InProcessSession<'_, C> {
         })
     }
 
-    /// Proxies the command that has begun as it comes; `None` if it pins the session, since the engine does not
-    /// refuse it.
+    /// Proxies the command that has begun as it comes; `None` if it pins the session, since the
+    /// engine does not refuse it.
     pub(super) async fn stream(&mut self, may_be_refused: bool) -> io::Result<Option<Met>> {
         drop(self.wait_for_turn().await?); // from here on it waits for the client
         if may_be_refused {

@@ -1,7 +1,7 @@
 //! Replies on their way to the client.
 //!
-//! Small ones are gathered as bytes, which are copied once more into the device's memory when they leave. A long value is put there
-//! at once, and leaves from where it lies.
+//! Small ones are gathered as bytes, which are copied once more into the device's memory when they
+//! leave. A long value is put there at once, and leaves from where it lies.
 
 use std::collections::VecDeque;
 use std::io;
@@ -21,7 +21,8 @@ use crate::stream::ValkeyStream;
 const LONG: usize = 32 << 10;
 /// A block of the pool, and a write.
 const BLOCK: usize = 64 << 10;
-/// So much lies in blocks at most, as much as is ever under way to one client: memory of the device is for all of them.
+/// So much lies in blocks at most, as much as is ever under way to one client: memory of the device
+/// is for all of them.
 const BLOCKS_MAX: usize = 1 << 20;
 /// What is left of a value behind its last block goes with the next reply instead.
 const CRUMB: usize = 1 << 10;
@@ -187,7 +188,8 @@ impl Replies {
     }
 }
 
-/// Half of the memory for sends is for what is copied when it leaves, whoever reads long values and takes his time.
+/// Half of the memory for sends is for what is copied when it leaves, whoever reads long values and
+/// takes his time.
 fn has_plenty(pool: &Pool) -> bool {
     pool.in_use_bytes(Purpose::Send) <= pool.max_bytes(Purpose::Send) / 2
 }
@@ -201,12 +203,14 @@ impl<C: Client> InProcessSession<'_, C> {
         }
     }
 
-    /// Lets replies leave as far as the client takes them now, and holds the rest to the engine's limits.
+    /// Lets replies leave as far as the client takes them now, and holds the rest to the engine's
+    /// limits.
     pub(super) async fn send_replies(&mut self) -> io::Result<()> {
         self.settle().await;
         while !self.replies.is_empty() {
             let (client, replies) = (&mut *self.client, &mut self.replies);
-            let polled = std::future::poll_fn(|cx| Poll::Ready(replies.poll_write(client, cx))).await;
+            let polled =
+                std::future::poll_fn(|cx| Poll::Ready(replies.poll_write(client, cx))).await;
             match polled {
                 Poll::Ready(Ok(0)) => return Err(io::ErrorKind::WriteZero.into()),
                 Poll::Ready(written) => self.on_replied(written?).await?,

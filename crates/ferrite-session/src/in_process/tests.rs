@@ -13,7 +13,7 @@ use tokio::sync::Notify;
 
 use super::*;
 use crate::engine::EngineSocket;
-use crate::sessions::{Carrier, Sessions};
+use crate::sessions::{ClientTransport, Sessions};
 
 /// What came of it lies ready in pieces, then nothing more comes. What is written to it is noted.
 struct Pieces<'a> {
@@ -40,7 +40,11 @@ impl AsyncRead for Pieces<'_> {
 }
 
 impl AsyncWrite for Pieces<'_> {
-    fn poll_write(mut self: Pin<&mut Self>, _: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        _: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let count = bytes.len().min(self.takes);
         self.written.push(bytes[..count].to_vec());
         Poll::Ready(Ok(count))
@@ -153,14 +157,16 @@ fn replies_to(input: &[u8]) -> Vec<usize> {
 
 /// The same, and how many commands had been called after each poll.
 fn polled(inside: &Willing, input: &[u8]) -> (Vec<usize>, Vec<u64>) {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
+    let runtime =
+        tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
     runtime.block_on(async {
         let (ours, mut engine) = UnixStream::pair().expect("a pair");
         engine.write_all(b"+PONG\r\n").await.expect("it is there"); // the client is identified
         let mut client = Pieces { pieces: [input].into(), written: Vec::new(), takes: usize::MAX };
         let (sessions, paths) = (Arc::<Sessions>::default(), CommandPaths::default());
-        let (open, _) = sessions.begin(None, None, Carrier::Tcp);
-        let (proxy, mut called) = (ProxyConnection::new(EngineSocket::Unix(ours), None), Vec::new());
+        let (open, _) = sessions.begin(None, None, ClientTransport::Tcp);
+        let (proxy, mut called) =
+            (ProxyConnection::new(EngineSocket::Unix(ours), None), Vec::new());
         {
             let mut session =
                 std::pin::pin!(serve((&mut client, &[]), proxy, (inside, inside), (&open, &paths)));
@@ -186,7 +192,8 @@ fn sets(count: usize, value_bytes: usize) -> Vec<u8> {
     bytes
 }
 
-/// One write of replies for a pipeline that has come, not one for each value that fills the buffer it is read into.
+/// One write of replies for a pipeline that has come, not one for each value that fills the buffer
+/// it is read into.
 #[test]
 fn replies_to_large_values_leave_together() {
     assert_eq!(replies_to(&sets(16, 64 << 10)), [16]);
@@ -212,11 +219,13 @@ fn replies_leave_in_time() {
 /// One step at a time while others wait, and nothing is lost by it.
 #[test]
 fn a_session_stops_when_its_time_is_over() {
-    let (replies, called) = polled(&Willing { is_pressed: true, ..Willing::default() }, &sets(16, 64 << 10));
+    let (replies, called) =
+        polled(&Willing { is_pressed: true, ..Willing::default() }, &sets(16, 64 << 10));
     assert_eq!((replies, &called[..3], called.last()), (vec![16], &[1, 2, 3][..], Some(&16)));
 }
 
-/// Values of these lengths, a short reply behind each, to a client that takes so much of them at once.
+/// Values of these lengths, a short reply behind each, to a client that takes so much of them at
+/// once.
 fn comes_whole(memory: Option<&Pool>, lengths: &[usize], takes: usize) -> Pieces<'static> {
     let (mut replies, mut known) = (Replies::with_memory(memory.cloned()), Vec::new());
     for (length, first) in lengths.iter().zip(0u8..) {
@@ -229,7 +238,8 @@ fn comes_whole(memory: Option<&Pool>, lengths: &[usize], takes: usize) -> Pieces
     assert_eq!(replies.len(), known.len());
     let mut client = Pieces { pieces: VecDeque::new(), written: Vec::new(), takes };
     while !replies.is_empty() {
-        let polled = replies.poll_write(&mut client, &mut Context::from_waker(std::task::Waker::noop()));
+        let polled =
+            replies.poll_write(&mut client, &mut Context::from_waker(std::task::Waker::noop()));
         assert!(matches!(polled, Poll::Ready(Ok(1..))));
     }
     assert!(client.written.concat() == known, "{lengths:?}");
@@ -243,7 +253,11 @@ fn pool() -> Pool {
     world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse().expect("an address")));
     let domain = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
     let domain = domain.allocate_protection_domain().expect("a domain");
-    Pool::builder(&[domain]).memory_pool_max(8 << 20).receive_reserve(2 << 20).build().expect("a pool")
+    Pool::builder(&[domain])
+        .memory_pool_max(8 << 20)
+        .receive_reserve(2 << 20)
+        .build()
+        .expect("a pool")
 }
 
 #[test]

@@ -1,12 +1,14 @@
 //! The memory that the peer writes to: small at first, large for who writes much at a time.
 //!
-//! Whoever fills a window waits for the next to be announced, a round trip. For requests of a hundred bytes that is seldom,
-//! and thousands of connections cost little; a value of megabytes would wait at every turn. So a client that has filled its
-//! window by a few writes is given a large one, as large as there is memory for, and a small one again when its writes are small:
-//! at the next announcement, the only moment when nobody writes.
+//! Whoever fills a window waits for the next to be announced, a round trip. For requests of a
+//! hundred bytes that is seldom, and thousands of connections cost little; a value of megabytes
+//! would wait at every turn. So a client that has filled its window by a few writes is given a
+//! large one, as large as there is memory for, and a small one again when its writes are small: at
+//! the next announcement, the only moment when nobody writes.
 //!
-//! Other memory is registered elsewhere if the engine has threads for that (`RawConnection::prepare`). Until it is ready the window
-//! stays what it is, and goes on at an announcement after that.
+//! Other memory is registered elsewhere if the engine has threads for that
+//! (`RawConnection::prepare`). Until it is ready the window stays what it is, and goes on at an
+//! announcement after that.
 
 use ferrite_fabric::mem::{Exposed, Purpose, SizeClass};
 use ferrite_fabric::{Preparing, RawConnection};
@@ -14,14 +16,15 @@ use ferrite_proto::{Registration, Role};
 
 use super::ValkeyConfig;
 
-/// Who fills a window by so many writes, or fewer, gets a larger one. For others it would not be worth what each step costs:
-/// memory is registered and cleared, which takes as long as many requests.
+/// Who fills a window by so many writes, or fewer, gets a larger one. For others it would not be
+/// worth what each step costs: memory is registered and cleared, which takes as long as many
+/// requests.
 const FEW: u64 = 2;
 /// Bytes of a write, on average, below which a window need not be larger than at first.
 const SMALL: u64 = 512;
 
-/// A window may become at most this part of the memory that is left for large ones, so that many clients come to have the same; it
-/// stays what it is until it is twice that part.
+/// A window may become at most this part of the memory that is left for large ones, so that many
+/// clients come to have the same; it stays what it is until it is twice that part.
 const SHARE: u64 = 16;
 
 pub(super) struct Window {
@@ -62,7 +65,8 @@ impl Window {
         self.memory.read(from as usize, out);
     }
 
-    /// It is full and everything was taken: makes it what it should be from now on, and says whether that is other memory.
+    /// It is full and everything was taken: makes it what it should be from now on, and says
+    /// whether that is other memory.
     pub(super) fn renew(&mut self, raw: &RawConnection) -> bool {
         let writes = std::mem::take(&mut self.notices).max(1);
         if self.next.is_some() {
@@ -101,11 +105,13 @@ impl Window {
 
     /// What there is memory for, of what is wanted: that, or the block of a smaller class.
     fn fitting(&self, wanted: u32, raw: &RawConnection) -> u32 {
-        let (used, max) = (raw.pool().in_use_bytes(Purpose::Receive), raw.pool().max_bytes(Purpose::Receive));
+        let (used, max) =
+            (raw.pool().in_use_bytes(Purpose::Receive), raw.pool().max_bytes(Purpose::Receive));
         let others = used.saturating_sub(block_bytes(self.bytes));
         // Half is for messages and small windows, whoever sends large values.
         let left = (max / 2).saturating_sub(others);
-        let smaller = class_bytes().rev().filter(|&bytes| self.small_bytes < bytes && bytes < wanted);
+        let smaller =
+            class_bytes().rev().filter(|&bytes| self.small_bytes < bytes && bytes < wanted);
         [wanted]
             .into_iter()
             .chain(smaller)

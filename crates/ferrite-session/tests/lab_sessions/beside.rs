@@ -1,6 +1,6 @@
-//! What misbehaviour costs others. A client asks and is answered all the time, over one connection; another attacks, and pauses,
-//! in turn. The client's p99 beside the attack is held against its p99 in the pauses, of the same seconds; afterwards the gateway
-//! has what it had before.
+//! What misbehaviour costs others. A client asks and is answered all the time, over one connection;
+//! another attacks, and pauses, in turn. The client's p99 beside the attack is held against its p99
+//! in the pauses, of the same seconds; afterwards the gateway has what it had before.
 //!
 //! ```text
 //!   the client    ask, answer, ask, answer, …                              a thread of its own
@@ -8,9 +8,9 @@
 //!   measured       alone    beside    alone    beside    alone    beside    medians of p99s
 //! ```
 //!
-//! Attacker, gateway, engine and client share the guest's two CPUs. Where an attack is nothing but work, that alone costs others
-//! their share: such attacks are held against a neighbour that keeps to the rules, asks as fast as it is answered and has the pauses
-//! to itself.
+//! Attacker, gateway, engine and client share the guest's two CPUs. Where an attack is nothing but
+//! work, that alone costs others their share: such attacks are held against a neighbour that keeps
+//! to the rules, asks as fast as it is answered and has the pauses to itself.
 #![expect(
     clippy::print_stdout,
     reason = "what was measured, for who looks: `cargo xtask lab-test beside -- --no-capture`"
@@ -27,8 +27,8 @@ use ferrite_fabric::{Arrival, Fabric};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_session::{GatewayConfig, ValkeyConfig, ValkeyStream};
 use ferrite_verbs::{
-    Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair, QueuePairConfig,
-    RecvRequest, RemoteSlice, SendRequest, State, WorkCompletion, cm,
+    Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair,
+    QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State, WorkCompletion, cm,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::Builder;
@@ -46,7 +46,8 @@ const WINDOW: Duration = Duration::from_millis(800);
 const BETWEEN: Duration = Duration::from_millis(150);
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// What goes on: none of the measured windows, one of them (even ones are pauses, odd ones attacks), or the end.
+/// What goes on: none of the measured windows, one of them (even ones are pauses, odd ones
+/// attacks), or the end.
 struct Script(AtomicUsize);
 
 const NOTHING: usize = usize::MAX;
@@ -138,7 +139,8 @@ fn give_way() {
 
 fn p99(took: &mut [Duration]) -> Duration {
     took.sort_unstable();
-    took.get(took.len() * 99 / 100).copied().unwrap_or(WINDOW) // without any answer, all of it or more
+    // without any answer, all of it or more
+    took.get(took.len() * 99 / 100).copied().unwrap_or(WINDOW)
 }
 
 fn median(mut values: Vec<Duration>) -> Duration {
@@ -241,7 +243,8 @@ where
     let begun = Instant::now();
     loop {
         let now = least(&served).await;
-        // Looked at while receives are taken and posted: an attack that left one of each connection's would be seen.
+        // Looked at while receives are taken and posted: an attack that left one of each
+        // connection's would be seen.
         if now.0 == 1 && now.1 == before.1 && now.2 < before.2 + 8 {
             break;
         }
@@ -308,7 +311,10 @@ fn pings() -> Neighbour {
 }
 
 fn values() -> Neighbour {
-    Neighbour { asks: b"GET value\r\n".repeat(10), is_told: 10 * (b"$60000\r\n\r\n".len() + 60_000) }
+    Neighbour {
+        asks: b"GET value\r\n".repeat(10),
+        is_told: 10 * (b"$60000\r\n\r\n".len() + 60_000),
+    }
 }
 
 /// As many as the attacker can make, one byte each, a few at a time.
@@ -398,8 +404,10 @@ pub(crate) async fn slow_readers(scene: Scene) {
             let mut slow: Vec<(Hostile, Exposed)> = Vec::new();
             for _ in 0..10 {
                 let hostile = it.connect().await;
-                let memory = hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
-                let exposed = hostile.raw.expose(memory).map_err(|(_, error)| error).expect("exposed");
+                let memory =
+                    hostile.raw.pool().take_uncharged(64 << 10, Purpose::Receive).expect("memory");
+                let exposed =
+                    hostile.raw.expose(memory).map_err(|(_, error)| error).expect("exposed");
                 hostile.register(exposed.remote().addr, 64 << 10, exposed.remote().rkey);
                 let asked = b"GET value\r\n".repeat(10);
                 hostile.write(0, &asked, asked.len() as u32);
@@ -411,7 +419,8 @@ pub(crate) async fn slow_readers(scene: Scene) {
     .await;
 }
 
-/// They have one receive, for the first message, and take nothing after it: the gateway's device repeats.
+/// They have one receive, for the first message, and take nothing after it: the gateway's device
+/// repeats.
 pub(crate) async fn never_polling(scene: Scene) {
     beside(scene, "never-polling", async |it| {
         while it.next().await {
@@ -428,10 +437,12 @@ pub(crate) async fn stopping_half_way(scene: Scene) {
     beside(scene, "stopping-half-way", async |it| {
         let mut begun = 0;
         let mut begin = || {
-            let id = cm::resolve(&it.scene.verbs, Some(any_port(1)), it.at, PATIENCE).expect("a route");
+            let id =
+                cm::resolve(&it.scene.verbs, Some(any_port(1)), it.at, PATIENCE).expect("a route");
             begun += 1;
             // Each by another number: the kernel takes two of the same queue pair for one.
-            id.connect(&ConnectParams { qp_num: 0x1_0000 + begun, ..nothing_of_ours() }).expect("to ask");
+            id.connect(&ConnectParams { qp_num: 0x1_0000 + begun, ..nothing_of_ours() })
+                .expect("to ask");
             (id, begun)
         };
         let mut total = 0;
@@ -441,7 +452,8 @@ pub(crate) async fn stopping_half_way(scene: Scene) {
                 let (id, begun) = begin();
                 half_way.push(id);
                 total = begun;
-                sleep(Duration::from_millis(2)).await; // as they come from many hosts, not all at once
+                // as they come from many hosts, not all at once
+                sleep(Duration::from_millis(2)).await;
             }
             it.pause().await;
         }
@@ -477,18 +489,22 @@ impl Deaf {
     fn connect(it: &Attacker) -> Self {
         const WINDOW: usize = 1024;
         let id = cm::resolve(&it.scene.verbs, Some(any_port(1)), it.at, PATIENCE).expect("a route");
-        let context = it.scene.verbs.device("rxe2").and_then(|device| device.open()).expect("a device");
+        let context =
+            it.scene.verbs.device("rxe2").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
         let cq = context.create_completion_queue(16, None, 0).expect("a queue");
-        let config = QueuePairConfig { max_send_wr: 4, max_recv_wr: 1, ..QueuePairConfig::new(&cq) };
+        let config =
+            QueuePairConfig { max_send_wr: 4, max_recv_wr: 1, ..QueuePairConfig::new(&cq) };
         let qp = domain.create_queue_pair(&config).expect("a queue pair");
-        let mut region = domain.allocate(WINDOW + 2 * MESSAGE_BYTES, Access::REMOTE_WRITE).expect("memory");
+        let mut region =
+            domain.allocate(WINDOW + 2 * MESSAGE_BYTES, Access::REMOTE_WRITE).expect("memory");
         let init = id.queue_pair_attributes(State::INIT).expect("attributes");
         qp.modify(&init.access(Access::REMOTE_WRITE)).expect("INIT");
         let (heard, said) =
             (WINDOW..WINDOW + MESSAGE_BYTES, WINDOW + MESSAGE_BYTES..WINDOW + 2 * MESSAGE_BYTES);
         qp.post_recv(&[RecvRequest::new(0, &[region.sge(heard.clone())])]).expect("room");
-        cm::connect(&id, &qp, Access::REMOTE_WRITE, &nothing_of_ours(), PATIENCE).expect("connected");
+        cm::connect(&id, &qp, Access::REMOTE_WRITE, &nothing_of_ours(), PATIENCE)
+            .expect("connected");
         let begun = Instant::now();
         let mut completion = [WorkCompletion::default()];
         while cq.poll(&mut completion).expect("a queue") == 0 {

@@ -5,8 +5,8 @@ use std::time::Duration;
 use ferrite_fabric::{Config, ConnectOptions, Fabric, ListenOptions, Listener, Rdma, Stream};
 use ferrite_proto::Role;
 use ferrite_session::{
-    Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, SessionTransport, ValkeyConfig,
-    ValkeyStream, pump,
+    Connector, EngineAddress, EngineSocket, Gateway, GatewayConfig, Moved, SessionTransport,
+    ValkeyConfig, ValkeyStream, pump,
 };
 use redis::aio::MultiplexedConnection;
 use redis::{AsyncCommands as _, AsyncConnectionConfig, RedisConnectionInfo};
@@ -58,13 +58,14 @@ impl Served {
         scene.call(&self.client, self.at, &ValkeyConfig::default()).await
     }
 
-    /// Links of the gateway's host and blocks of its memory that are in use, to send and to receive. Receives that wait for messages
-    /// do not count, since their number changes while some are replaced; those that failed links took along are known, and come
-    /// back when no link is left that could have them.
+    /// Links of the gateway's host and blocks of its memory that are in use, to send and to
+    /// receive. Receives that wait for messages do not count, since their number changes while some
+    /// are replaced; those that failed links took along are known, and come back when no link is
+    /// left that could have them.
     pub(crate) fn holds(&self) -> (u64, u64, u64) {
         let stats = self.server.stats();
-        let [send, receive] =
-            [stats.memory.send, stats.memory.receive].map(|heap| heap.in_use_blocks.iter().sum::<u64>());
+        let [send, receive] = [stats.memory.send, stats.memory.receive]
+            .map(|heap| heap.in_use_blocks.iter().sum::<u64>());
         (stats.links, send, receive.saturating_sub(stats.receives_overdue + stats.receives_posted))
     }
 
@@ -75,7 +76,10 @@ impl Served {
 }
 
 pub(crate) fn open(redis: &Redis) -> GatewayConfig {
-    GatewayConfig { protected_mode: false, ..GatewayConfig::new(EngineAddress::Unix(redis.socket.clone())) }
+    GatewayConfig {
+        protected_mode: false,
+        ..GatewayConfig::new(EngineAddress::Unix(redis.socket.clone()))
+    }
 }
 
 pub(crate) async fn connection<S>(stream: S) -> MultiplexedConnection
@@ -105,8 +109,13 @@ pub(crate) async fn commands(scene: Scene) {
     pipeline.cmd("DBSIZE");
     let (keys,): (u64,) = pipeline.query_async(&mut connection).await.expect("a pipeline");
     assert_eq!(keys, 1000);
-    let (a, b): (i64, i64) =
-        redis::pipe().atomic().incr("n", 1).incr("n", 10).query_async(&mut connection).await.expect("MULTI");
+    let (a, b): (i64, i64) = redis::pipe()
+        .atomic()
+        .incr("n", 1)
+        .incr("n", 10)
+        .query_async(&mut connection)
+        .await
+        .expect("MULTI");
     assert_eq!((a, b), (1, 11));
     drop(connection);
     served.end().await;
@@ -180,7 +189,8 @@ pub(crate) async fn tcp_clients(scene: Scene) {
     let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build().expect("a fabric");
     tokio::spawn(fabric.drive());
     let options = ListenOptions::new().accept_foreign_peers();
-    let listener = fabric.listen_with("127.0.0.1:0".parse().expect("an address"), &options).expect("listen");
+    let listener =
+        fabric.listen_with("127.0.0.1:0".parse().expect("an address"), &options).expect("listen");
     let served = Served::of(listener, [fabric, scene.fabric(1)], open(&redis));
     let tcp = tokio::net::TcpStream::connect(served.at).await.expect("connected");
     let mut connection = connection(tcp).await;
@@ -227,7 +237,8 @@ pub(crate) async fn sessions_find_their_way(scene: Scene) {
     // Nobody listens there on RDMA; on TCP somebody does.
     let tcp = tokio::net::TcpListener::bind("127.0.0.1:0").await.expect("a port");
     let at = tcp.local_addr().expect("bound");
-    let preferring = Connector::new(&served.client).rdma(Rdma::Prefer).timeout(Duration::from_secs(1));
+    let preferring =
+        Connector::new(&served.client).rdma(Rdma::Prefer).timeout(Duration::from_secs(1));
     let (session, accepted) = tokio::join!(preferring.connect(at), tcp.accept());
     let (session, _accepted) = (session.expect("a session"), accepted.expect("a client"));
     assert_eq!(session.transport(), SessionTransport::Tcp);
@@ -250,8 +261,10 @@ async fn serve_as_valkey(listener: Listener, socket: std::path::PathBuf) {
     loop {
         let request = foreign_peers.next().await.expect("a client");
         let raw = foreign_peers.accept(request).await.expect("it stays");
-        let mut client = ValkeyStream::new(raw, Role::Server, &ValkeyConfig::default()).expect("a window");
-        let mut engine = EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("a fabric");
+        let mut client =
+            ValkeyStream::new(raw, Role::Server, &ValkeyConfig::default()).expect("a window");
+        let mut engine =
+            EngineSocket::connect(&EngineAddress::Unix(socket.clone())).await.expect("a fabric");
         tokio::spawn(async move { pump(&mut client, &mut engine, &Moved::default()).await });
     }
 }
@@ -272,7 +285,8 @@ pub(crate) async fn refusals(scene: Scene) {
     served.end().await;
 
     let with_password = Redis::start("password", &["--requirepass", "secret"]).await;
-    let served = Served::start(&scene, GatewayConfig { protected_mode: true, ..open(&with_password) });
+    let served =
+        Served::start(&scene, GatewayConfig { protected_mode: true, ..open(&with_password) });
     let mut stream = served.call(&scene).await;
     stream.write_all(b"GET a\r\nAUTH secret\r\nPING\r\n").await.expect("to write");
     let expected = b"-NOAUTH Authentication required.\r\n+OK\r\n+PONG\r\n";
@@ -286,13 +300,17 @@ pub(crate) async fn refusals(scene: Scene) {
     let mut first = served.call(&scene).await;
     first.write_all(b"PING\r\n").await.expect("to write");
     first.read_exact(&mut [0; 7]).await.expect("an answer");
-    assert_eq!(last_words(served.call(&scene).await).await, "-ERR max number of clients reached\r\n");
+    assert_eq!(
+        last_words(served.call(&scene).await).await,
+        "-ERR max number of clients reached\r\n"
+    );
     assert_eq!(served.gateway.stats().refused, 1);
     drop(first);
     served.end().await;
 }
 
-/// The engine goes: its clients are told by the end, new ones in words, and when it is back all is well.
+/// The engine goes: its clients are told by the end, new ones in words, and when it is back all is
+/// well.
 pub(crate) async fn engine_restarts(scene: Scene) {
     let redis = Redis::start("restarts", &[]).await;
     let served = Served::start(&scene, open(&redis));
@@ -316,8 +334,8 @@ pub(crate) async fn engine_restarts(scene: Scene) {
     served.end().await;
 }
 
-/// A part of a command is no work of the engine's: its client does not hold the gateway's end for the
-/// whole drain time, and one whose command is under way is waited for beside it.
+/// A part of a command is no work of the engine's: its client does not hold the gateway's end for
+/// the whole drain time, and one whose command is under way is waited for beside it.
 pub(crate) async fn half_a_command_does_not_hold_the_end(scene: Scene) {
     let redis = Redis::start("half", &[]).await;
     let drain_timeout = Duration::from_secs(40);
@@ -355,7 +373,8 @@ async fn said_of(redis: &Redis, command: &str) -> String {
     said
 }
 
-/// The gateway ends: what is under way is answered first, however slow client and engine are, then clients see the end.
+/// The gateway ends: what is under way is answered first, however slow client and engine are, then
+/// clients see the end.
 pub(crate) async fn drains(scene: Scene) {
     let redis = Redis::start("drains", &[]).await;
     let served = Served::start(&scene, open(&redis));

@@ -53,7 +53,9 @@ impl Hostile {
     /// Waits until the server has hung up.
     pub(crate) async fn wait_for_the_end(self, what: &str) {
         let over = async { while self.raw.arrival().await.is_ok() {} };
-        timeout(Duration::from_secs(20), over).await.unwrap_or_else(|_| panic!("{what}: still connected"));
+        timeout(Duration::from_secs(20), over)
+            .await
+            .unwrap_or_else(|_| panic!("{what}: still connected"));
     }
 }
 
@@ -109,7 +111,8 @@ pub(crate) async fn rules_are_broken(scene: Scene) {
         assert_eq!(&said, b"+PONG\r\n", "beside {what}");
     }
     while served.gateway.stats().sessions > 1 || served.holds() != before {
-        tokio::time::sleep(Duration::from_millis(10)).await; // or nothing comes of this test in time
+        // or nothing comes of this test in time
+        tokio::time::sleep(Duration::from_millis(10)).await;
     }
     drop(bystander);
     served.end().await;
@@ -143,7 +146,8 @@ pub(crate) async fn tiny_writes(scene: Scene) {
     served.end().await;
 }
 
-/// Clients that connect, and never say where their memory is: a refusal cannot reach them, and they are hung up on.
+/// Clients that connect, and never say where their memory is: a refusal cannot reach them, and they
+/// are hung up on.
 pub(crate) async fn half_open(scene: Scene) {
     let redis = Redis::start("half", &[]).await;
     let served = Served::start(&scene, GatewayConfig { max_clients: 5, ..open(&redis) });

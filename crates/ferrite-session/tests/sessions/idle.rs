@@ -1,7 +1,8 @@
-//! An hour without a word, which takes a second: sessions take the time from tokio's clock, and the test moves that. Devices,
-//! and the fabrics that drive them, go by the real one.
+//! An hour without a word, which takes a second: sessions take the time from tokio's clock, and the
+//! test moves that. Devices, and the fabrics that drive them, go by the real one.
 //!
-//! An hour is more keepalives than a client of Valkey's has receives (1,024): who does not take them is lost after 51 minutes.
+//! An hour is more keepalives than a client of Valkey's has receives (1,024): who does not take
+//! them is lost after 51 minutes.
 
 use std::pin::Pin;
 use std::task::Poll;
@@ -31,8 +32,8 @@ async fn on_one_thread(scene: Scene, test: impl AsyncFnOnce(Scene) + Send + 'sta
     running.await.expect("no panic");
 }
 
-/// Lets an hour pass for all sessions. Nothing is said to these, and they are looked after: each keepalive must have come before
-/// the next is due. How many came.
+/// Lets an hour pass for all sessions. Nothing is said to these, and they are looked after: each
+/// keepalive must have come before the next is due. How many came.
 async fn an_hour_passes<const N: usize>(mut idle: [&mut ValkeyStream; N], hears: usize) -> u64 {
     let first = idle[hears].stats().messages_received;
     let mut steps = 0;
@@ -47,7 +48,8 @@ async fn an_hour_passes<const N: usize>(mut idle: [&mut ValkeyStream; N], hears:
             std::future::poll_fn(|cx| {
                 for stream in &mut idle {
                     let mut bytes = [0];
-                    let polled = Pin::new(&mut **stream).poll_read(cx, &mut ReadBuf::new(&mut bytes));
+                    let polled =
+                        Pin::new(&mut **stream).poll_read(cx, &mut ReadBuf::new(&mut bytes));
                     assert!(polled.is_pending(), "after {:?}: {polled:?}", steps * STEP);
                 }
                 Poll::Ready(())
@@ -77,8 +79,8 @@ pub(crate) async fn an_hour(scene: Scene) {
     .await;
 }
 
-/// A client waits, and `vanish` makes its server unreachable without a word. Nothing that it has asked for is under way: it
-/// hears of it all the same.
+/// A client waits, and `vanish` makes its server unreachable without a word. Nothing that it has
+/// asked for is under way: it hears of it all the same.
 pub(crate) fn gone_without_a_word<T>(verbs: Verbs, vanish: impl FnOnce() -> T) {
     let runtime = Builder::new_current_thread().enable_all().build();
     run_on(&runtime.expect("a runtime"), Scene { verbs, slower: 1 }, async |scene| {

@@ -8,8 +8,9 @@ use ferrite_fabric::Config;
 use ferrite_fabric::mem::{Exposed, Purpose};
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_verbs::{
-    Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair, QueuePairConfig,
-    RecvRequest, RemoteSlice, SendRequest, State, Status, Verbs, WorkCompletion, cm,
+    Access, CmId, CompletionQueue, ConnectParams, MemoryRegion, Operation, QueuePair,
+    QueuePairConfig, RecvRequest, RemoteSlice, SendRequest, State, Status, Verbs, WorkCompletion,
+    cm,
 };
 use redis::AsyncCommands as _;
 
@@ -38,7 +39,8 @@ impl Attacker {
         let context = verbs.device("rxe2").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
         let cq = context.create_completion_queue(16, None, 0).expect("a queue");
-        let config = QueuePairConfig { max_send_wr: 4, max_recv_wr: 1, ..QueuePairConfig::new(&cq) };
+        let config =
+            QueuePairConfig { max_send_wr: 4, max_recv_wr: 1, ..QueuePairConfig::new(&cq) };
         let qp = domain.create_queue_pair(&config).expect("a queue pair");
         let mut region = domain.allocate(4096, Access::LOCAL).expect("memory");
         region.write(0, EVIL);
@@ -57,7 +59,8 @@ impl Attacker {
         let window = Registration { addr: 0, length: 0, rkey: 0 };
         let mut it = Self { qp, cq, region, window, _id: id };
         assert_eq!(it.completion(), Status::SUCCESS);
-        let Ok(Message::RegisterXferMemory(window)) = Message::decode(&it.region.to_vec(64, MESSAGE_BYTES))
+        let Ok(Message::RegisterXferMemory(window)) =
+            Message::decode(&it.region.to_vec(64, MESSAGE_BYTES))
         else {
             panic!("another message")
         };
@@ -83,7 +86,8 @@ impl Attacker {
     }
 }
 
-type Attempt = (&'static str, fn(RemoteSlice) -> Operation, fn(&Registration, &Registration) -> u32);
+type Attempt =
+    (&'static str, fn(RemoteSlice) -> Operation, fn(&Registration, &Registration) -> u32);
 
 /// How it is asked, and by which key of the victim's window or the attacker's own.
 const ATTEMPTS: &[Attempt] = &[
@@ -141,7 +145,8 @@ pub(crate) async fn anothers_window_is_out_of_reach(scene: Scene) {
         );
         victim.incr();
         loop {
-            let clean: usize = bystander.get("clean").await.map(Option::unwrap_or_default).expect("GET");
+            let clean: usize =
+                bystander.get("clean").await.map(Option::unwrap_or_default).expect("GET");
             if clean == at + 1 {
                 break;
             }
@@ -151,7 +156,8 @@ pub(crate) async fn anothers_window_is_out_of_reach(scene: Scene) {
     let pwned: Option<u64> = bystander.get("pwned").await.expect("GET");
     assert_eq!(pwned, None);
     while served.remote_access_errors() < ATTEMPTS.len() as u64 {
-        tokio::time::sleep(std::time::Duration::from_millis(10)).await; // or nothing comes of this test in time
+        // or nothing comes of this test in time
+        tokio::time::sleep(std::time::Duration::from_millis(10)).await;
     }
     assert_eq!(served.remote_access_errors(), ATTEMPTS.len() as u64);
     drop((bystander, victim));

@@ -14,7 +14,10 @@ use super::{Scene, pattern};
 const KIB: usize = 1 << 10;
 
 /// A client and a server that met, and their fabrics.
-pub(super) async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream, ValkeyStream, [Fabric; 2]) {
+pub(super) async fn pair(
+    scene: &Scene,
+    config: &ValkeyConfig,
+) -> (ValkeyStream, ValkeyStream, [Fabric; 2]) {
     let fabrics = [scene.fabric(0), scene.fabric(1)];
     let listener = scene.listen(&fabrics[0]);
     let foreign_peers = listener.foreign_peers();
@@ -23,11 +26,13 @@ pub(super) async fn pair(scene: &Scene, config: &ValkeyConfig) -> (ValkeyStream,
         let raw = foreign_peers.accept(request).await.expect("it stays");
         ValkeyStream::new(raw, Role::Server, config).expect("a window")
     };
-    let (client, server) = tokio::join!(scene.call(&fabrics[1], listener.local_addr(), config), answering);
+    let (client, server) =
+        tokio::join!(scene.call(&fabrics[1], listener.local_addr(), config), answering);
     (client, server, fabrics)
 }
 
-/// Sends `total` bytes from one to the other in pieces of any size, reads them in others, and compares.
+/// Sends `total` bytes from one to the other in pieces of any size, reads them in others, and
+/// compares.
 pub(super) async fn carry(from: &mut ValkeyStream, to: &mut ValkeyStream, total: usize) {
     let bytes = pattern(0, total);
     let mut read = vec![0; total];
@@ -61,14 +66,16 @@ pub(crate) async fn both_ways(scene: Scene) {
 
 /// Windows that are announced again and again.
 pub(crate) async fn windows_smaller_than_messages(scene: Scene) {
-    let config = ValkeyConfig { window_bytes: 1000, window_max_bytes: 1000, ..ValkeyConfig::default() };
+    let config =
+        ValkeyConfig { window_bytes: 1000, window_max_bytes: 1000, ..ValkeyConfig::default() };
     let (mut client, mut server, _engines) = pair(&scene, &config).await;
     carry(&mut client, &mut server, 100 * KIB).await;
     carry(&mut server, &mut client, 100 * KIB).await;
     assert!(server.stats().registrations_sent > 100, "{:?}", server.stats());
 }
 
-/// Who writes much at a time gets a larger window, until its writes are small again; a client's stays.
+/// Who writes much at a time gets a larger window, until its writes are small again; a client's
+/// stays.
 pub(crate) async fn windows_follow_what_comes(scene: Scene) {
     let (small, large) = (4 * KIB, 64 * KIB);
     let config = ValkeyConfig {
@@ -99,12 +106,14 @@ pub(crate) async fn windows_share_the_memory(scene: Scene) {
     let (mut client, mut server, fabrics) = pair(&scene, &config).await;
     let pool = fabrics[0].pool();
     let mut taken = Vec::new();
-    // (MiB that are left for large windows, or half of one more; the server's window in KiB: this client writes at most 64 at once)
+    // (MiB that are left for large windows, or half of one more; the server's window in KiB: this
+    // client writes at most 64 at once)
     for (left, window) in [(100, 512), (5, 512), (2, 64), (0, 16), (2, 64), (100, 512)] {
         let (left, block) = (left << 20, 512 << 10);
         let is_left = || {
             let receive = pool.stats().receive;
-            (receive.max_bytes / 2).saturating_sub(receive.in_use_bytes - pool.stats().exposed_bytes)
+            (receive.max_bytes / 2)
+                .saturating_sub(receive.in_use_bytes - pool.stats().exposed_bytes)
         };
         while is_left() >= left + block {
             taken.push(pool.take_uncharged(512 << 10, Purpose::Receive).expect("there is more"));
@@ -125,8 +134,10 @@ pub(crate) async fn idle_ones_stay(scene: Scene) {
     let (idle, begun) = (Duration::from_secs(1), Instant::now());
     let (mut one, mut other) = ([0], [0]);
     loop {
-        let silent =
-            tokio::join!(timeout(idle, client.read(&mut one)), timeout(idle, server.read(&mut other)));
+        let silent = tokio::join!(
+            timeout(idle, client.read(&mut one)),
+            timeout(idle, server.read(&mut other))
+        );
         assert!(silent.0.is_err() && silent.1.is_err(), "nothing was said");
         let (sent, heard) = (server.stats().keepalives_sent, client.stats().messages_received);
         if sent > 10 && heard > 10 {
@@ -143,14 +154,16 @@ pub(crate) async fn slow_reader(scene: Scene) {
     let (mut client, mut server, fabrics) = pair(&scene, &ValkeyConfig::default()).await;
     let mut written = 0;
     let bytes = pattern(0, 1 << 20);
-    while let Ok(count) = timeout(Duration::from_millis(300), client.write(&bytes[written..])).await {
+    while let Ok(count) = timeout(Duration::from_millis(300), client.write(&bytes[written..])).await
+    {
         written += count.expect("to write");
     }
     assert_eq!(written, 64 * KIB, "the server's window");
     let held = fabrics[1].pool().stats().send.in_use_bytes;
     assert!(held <= 64 * KIB as u64, "{held} bytes");
     let mut read = vec![0; bytes.len()];
-    let (wrote, done) = tokio::join!(client.write_all(&bytes[written..]), server.read_exact(&mut read));
+    let (wrote, done) =
+        tokio::join!(client.write_all(&bytes[written..]), server.read_exact(&mut read));
     wrote.expect("to write");
     done.expect("to read");
     assert!(read == bytes);

@@ -58,8 +58,13 @@ pub(crate) fn from_raw(storage: &sys::sockaddr_storage) -> Option<SocketAddr> {
                 let raw = at.cast::<sys::sockaddr_in6>().read();
                 let ip = Ipv6Addr::from(raw.sin6_addr.__in6_u.__u6_addr8);
                 Some(
-                    SocketAddrV6::new(ip, u16::from_be(raw.sin6_port), raw.sin6_flowinfo, raw.sin6_scope_id)
-                        .into(),
+                    SocketAddrV6::new(
+                        ip,
+                        u16::from_be(raw.sin6_port),
+                        raw.sin6_flowinfo,
+                        raw.sin6_scope_id,
+                    )
+                    .into(),
                 )
             }
             _ => None,

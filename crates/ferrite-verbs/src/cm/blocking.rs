@@ -1,7 +1,8 @@
-//! The handshake in one call, for callers that may block: resolve, connect, accept, with a deadline.
+//! The handshake in one call, for callers that may block: resolve, connect, accept, with a
+//! deadline.
 //!
-//! One event channel per connection keeps it simple: every event that arrives is ours. Drivers with many
-//! connections use the events themselves.
+//! One event channel per connection keeps it simple: every event that arrives is ours. Drivers with
+//! many connections use the events themselves.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -12,8 +13,8 @@ use crate::mr::Access;
 use crate::qp::{QueuePair, State};
 use crate::table::Verbs;
 
-/// Finds the device and the path for `peer`, from `local` if given; make the queue pair on that device
-/// ([`CmId::device`]), then [`connect`].
+/// Finds the device and the path for `peer`, from `local` if given; make the queue pair on that
+/// device ([`CmId::device`]), then [`connect`].
 ///
 /// # Errors
 /// [`ErrorKind::NoRoute`], [`ErrorKind::Timeout`], or that RDMA is absent.
@@ -23,8 +24,9 @@ pub fn resolve(
     peer: SocketAddr,
     timeout: Duration,
 ) -> Result<CmId, Error> {
-    // The kernel can miss the moment when a neighbour's address becomes known, and then looks again only
-    // when its time is over. So it is asked with a short time first, and again with a longer one.
+    // The kernel can miss the moment when a neighbour's address becomes known, and then looks again
+    // only when its time is over. So it is asked with a short time first, and again with a longer
+    // one.
     const FIRST_TRY: Duration = Duration::from_millis(250);
     let deadline = Instant::now() + timeout;
     let mut patience = FIRST_TRY;
@@ -32,7 +34,9 @@ pub fn resolve(
         let left = deadline.saturating_duration_since(Instant::now());
         let last = patience >= left;
         match resolve_once(verbs, local, peer, patience.min(left)) {
-            Err(error) if !last && matches!(error.kind(), ErrorKind::NoRoute | ErrorKind::Timeout) => {
+            Err(error)
+                if !last && matches!(error.kind(), ErrorKind::NoRoute | ErrorKind::Timeout) =>
+            {
                 patience *= 2;
             }
             settled => return settled,
@@ -56,8 +60,8 @@ fn resolve_once(
     Ok(id)
 }
 
-/// Connects `qp` through a resolved identifier. `params.qp_num` and `params.srq` are taken from `qp`;
-/// `access` is what the peer may do to our memory. Returns the peer's private data.
+/// Connects `qp` through a resolved identifier. `params.qp_num` and `params.srq` are taken from
+/// `qp`; `access` is what the peer may do to our memory. Returns the peer's private data.
 ///
 /// # Errors
 /// [`ErrorKind::Rejected`] with the reason, [`ErrorKind::Unreachable`], [`ErrorKind::Timeout`].
@@ -109,8 +113,8 @@ pub fn accept(
     let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
     let deadline = Instant::now() + timeout;
     loop {
-        // The listener shares the channel: other peers' events are not ours to judge, and a request that
-        // arrives meanwhile is refused by being dropped.
+        // The listener shares the channel: other peers' events are not ours to judge, and a request
+        // that arrives meanwhile is refused by being dropped.
         let event = next(id.channel(), deadline, peer)?;
         if event.id == id.key() {
             return judge(event, CmEventKind::ESTABLISHED, peer).map(drop);
@@ -119,7 +123,13 @@ pub fn accept(
 }
 
 /// INIT was done; RTR and RTS follow from what the CM agreed on.
-fn bring_up(id: &CmId, qp: &QueuePair, access: Access, reads_in: u8, reads_out: u8) -> Result<(), Error> {
+fn bring_up(
+    id: &CmId,
+    qp: &QueuePair,
+    access: Access,
+    reads_in: u8,
+    reads_out: u8,
+) -> Result<(), Error> {
     // 640 µs: the CM's own choice stalls a peer that meets an empty receive queue for 655 ms.
     const RNR_TIMER: u8 = 12;
     let ready_to_receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
@@ -159,7 +169,11 @@ impl Listener {
             let left = deadline.saturating_duration_since(Instant::now());
             let Some(event) = self.0.channel().wait_event(left)? else { return Ok(None) };
             if event.id == self.0.key() && event.kind == CmEventKind::DEVICE_REMOVAL {
-                return Err(Error::new(ErrorKind::DeviceGone, "rdma_listen", "the device is being removed"));
+                return Err(Error::new(
+                    ErrorKind::DeviceGone,
+                    "rdma_listen",
+                    "the device is being removed",
+                ));
             }
             if let Some(request) = event.request {
                 return Ok(Some(request));
@@ -168,12 +182,14 @@ impl Listener {
     }
 }
 
-const UNKNOWN_PEER: SocketAddr = SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
+const UNKNOWN_PEER: SocketAddr =
+    SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
 
 fn next(channel: &EventChannel, deadline: Instant, peer: SocketAddr) -> Result<CmEvent, Error> {
     channel.wait_event(deadline.saturating_duration_since(Instant::now()))?.ok_or_else(|| {
-        Error::new(ErrorKind::Timeout, "rdma_get_cm_event", peer.to_string())
-            .because("the peer's connection manager did not answer in time: host down, or UDP 4791 filtered")
+        Error::new(ErrorKind::Timeout, "rdma_get_cm_event", peer.to_string()).because(
+            "the peer's connection manager did not answer in time: host down, or UDP 4791 filtered",
+        )
     })
 }
 
@@ -209,7 +225,10 @@ mod tests {
     fn a_rejection_is_one_with_a_reason_or_an_error_number() {
         let error = rejected(28);
         assert_eq!(error.kind(), ErrorKind::Rejected);
-        assert_eq!(error.rejection().map(|rejection| rejection.private_data.as_slice()), Some(&b"full"[..]));
+        assert_eq!(
+            error.rejection().map(|rejection| rejection.private_data.as_slice()),
+            Some(&b"full"[..])
+        );
         let error = rejected(-111);
         assert_eq!((error.kind(), error.rejection()), (ErrorKind::Rejected, None), "{error}");
         assert!(error.to_string().contains("refused"), "{error}");

@@ -23,11 +23,13 @@ pub struct EventChannel(Arc<ChannelInner>);
 struct ChannelInner {
     raw: NonNull<sys::rdma_event_channel>,
     cm: &'static sys::CmFunctions,
-    /// Held while an event is fetched, until the identifier of a request has its key: nobody else may fetch an event of
-    /// that identifier before. No call on an identifier takes it, so that fetching never waits for one.
+    /// Held while an event is fetched, until the identifier of a request has its key: nobody else
+    /// may fetch an event of that identifier before. No call on an identifier takes it, so that
+    /// fetching never waits for one.
     fetching: Mutex<()>,
-    /// What is known of each identifier. librdmacm writes it to the identifier's struct while it fetches an event, without a
-    /// lock; this is a copy that any thread may read. Never held across a call.
+    /// What is known of each identifier. librdmacm writes it to the identifier's struct while it
+    /// fetches an event, without a lock; this is a copy that any thread may read. Never held across
+    /// a call.
     known: Mutex<HashMap<CmKey, Known>>,
     /// Set when an identifier heard that its device is being removed.
     device_removed: AtomicBool,
@@ -47,13 +49,13 @@ impl Known {
     /// # Safety
     /// The identifier is alive, and no other thread changes these fields meanwhile.
     pub(super) unsafe fn copy_local(&mut self, raw: *const sys::rdma_cm_id) {
-        // SAFETY: the caller vouches for it. The storage member covers the union, and librdmacm's own context of the device
-        // lives as long as the identifier.
+        // SAFETY: the caller vouches for it. The storage member covers the union, and librdmacm's
+        // own context of the device lives as long as the identifier.
         unsafe {
             self.local = address::from_raw(&(*raw).route.addr.__bindgen_anon_1.src_storage);
             let verbs = (*raw).verbs;
-            self.device =
-                (!verbs.is_null()).then(|| (text((*(*verbs).device).name.as_ptr()), (*raw).port_num));
+            self.device = (!verbs.is_null())
+                .then(|| (text((*(*verbs).device).name.as_ptr()), (*raw).port_num));
         }
     }
 
@@ -74,7 +76,8 @@ unsafe impl Sync for ChannelInner {}
 
 impl Drop for ChannelInner {
     fn drop(&mut self) {
-        // SAFETY: created by us and destroyed once, after every identifier on it (each holds an `Arc`).
+        // SAFETY: created by us and destroyed once, after every identifier on it (each holds an
+        // `Arc`).
         unsafe { (self.cm.rdma_destroy_event_channel)(self.raw.as_ptr()) };
     }
 }
@@ -116,8 +119,8 @@ impl EventChannel {
     pub fn create_id(&self) -> Result<CmId, Error> {
         let key = CmKey::next();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the channel is alive, `raw` is valid for the write, and the context is a number that
-        // nobody follows.
+        // SAFETY: the channel is alive, `raw` is valid for the write, and the context is a number
+        // that nobody follows.
         let rc = unsafe {
             (self.0.cm.rdma_create_id)(
                 self.0.raw.as_ptr(),
@@ -146,7 +149,8 @@ impl EventChannel {
         self.0.device_removed.load(Ordering::Relaxed)
     }
 
-    /// The next event, without waiting: not for a call on an identifier of this channel, either, which another thread makes.
+    /// The next event, without waiting: not for a call on an identifier of this channel, either,
+    /// which another thread makes.
     ///
     /// # Errors
     /// When the connection manager has gone.
@@ -163,8 +167,8 @@ impl EventChannel {
         }
         // SAFETY: fetched above and not acknowledged yet, and nobody else fetches.
         let event = unsafe { CmEvent::take(raw, self) };
-        // Everything was copied, so it is acknowledged at once: destroying an identifier waits for that.
-        // SAFETY: acknowledged once, and not used after.
+        // Everything was copied, so it is acknowledged at once: destroying an identifier waits for
+        // that. SAFETY: acknowledged once, and not used after.
         unsafe { (self.0.cm.rdma_ack_cm_event)(raw) };
         if event.kind == CmEventKind::DEVICE_REMOVAL {
             self.0.device_removed.store(true, Ordering::Relaxed);

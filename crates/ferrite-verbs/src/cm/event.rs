@@ -19,8 +19,8 @@ pub struct CmEvent {
     pub kind: CmEventKind,
     /// 0, a negative error number, or for a rejection the code of its [`RejectReason`].
     pub status: i32,
-    /// What the peer sent along (with a request: see there). The CM pads it with zeros to the size of its
-    /// message.
+    /// What the peer sent along (with a request: see there). The CM pads it with zeros to the size
+    /// of its message.
     pub private_data: Vec<u8>,
     /// The request, if this is one. Dropping it refuses the connection.
     pub request: Option<ConnectionRequest>,
@@ -57,20 +57,25 @@ impl CmEvent {
         // SAFETY: the event and the identifiers it names live until it is acknowledged.
         let event = unsafe { &*raw };
         let kind = CmEventKind(event.event.0);
-        // SAFETY: every event we can get is one of a connection (we make no UD identifiers); where an
-        // event has no parameters they are zero.
+        // SAFETY: every event we can get is one of a connection (we make no UD identifiers); where
+        // an event has no parameters they are zero.
         let param = unsafe { &event.param.conn };
         let mut private_data = if param.private_data.is_null() {
             Vec::new()
         } else {
             // SAFETY: librdmacm keeps as many bytes there as it says, until the acknowledgement.
             unsafe {
-                std::slice::from_raw_parts(param.private_data.cast::<u8>(), param.private_data_len.into())
+                std::slice::from_raw_parts(
+                    param.private_data.cast::<u8>(),
+                    param.private_data_len.into(),
+                )
             }
             .to_vec()
         };
-        let request =
-            (kind == CmEventKind::CONNECT_REQUEST).then(|| NonNull::new(event.id)).flatten().map(|raw| {
+        let request = (kind == CmEventKind::CONNECT_REQUEST)
+            .then(|| NonNull::new(event.id))
+            .flatten()
+            .map(|raw| {
                 let key = CmKey::next();
                 let mut known = Known::default();
                 // SAFETY: the identifier is new and nobody else knows it; from here on we own it.
@@ -94,8 +99,9 @@ impl CmEvent {
         if kind == CmEventKind::ADDRESS_RESOLVED
             && let Some(known) = channel.known().get_mut(&id)
         {
-            // SAFETY: the identifier lives until the acknowledgement. librdmacm filled these fields in while it fetched, and
-            // the call that asked for it (which may not have returned) writes the peer's address alone.
+            // SAFETY: the identifier lives until the acknowledgement. librdmacm filled these fields
+            // in while it fetched, and the call that asked for it (which may not have returned)
+            // writes the peer's address alone.
             unsafe { known.copy_local(event.id) };
         }
         Self { id, kind, status: event.status, private_data, request }
@@ -103,20 +109,26 @@ impl CmEvent {
 }
 
 impl CmEvent {
-    /// What the event means for whoever waited for the next step of a handshake with `peer`: a failure, as an error.
+    /// What the event means for whoever waited for the next step of a handshake with `peer`: a
+    /// failure, as an error.
     #[must_use]
     pub fn into_error(self, peer: SocketAddr) -> Error {
         let error = Error::new(ErrorKind::System, "rdma_get_cm_event", peer.to_string());
         if let Some(reason) = self.reject_reason() {
-            return error.because_of_rejection(Rejection { reason, private_data: self.private_data });
+            return error
+                .because_of_rejection(Rejection { reason, private_data: self.private_data });
         }
         let errno = || std::io::Error::from_raw_os_error(self.status.abs()).to_string();
         let (kind, why) = match self.kind {
             // iWARP gives an error number instead of a reason.
             CmEventKind::REJECTED => (ErrorKind::Rejected, errno()),
             CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => (ErrorKind::NoRoute, errno()),
-            CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => (ErrorKind::Unreachable, errno()),
-            CmEventKind::DEVICE_REMOVAL => (ErrorKind::DeviceGone, "the device is being removed".to_owned()),
+            CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
+                (ErrorKind::Unreachable, errno())
+            }
+            CmEventKind::DEVICE_REMOVAL => {
+                (ErrorKind::DeviceGone, "the device is being removed".to_owned())
+            }
             CmEventKind::DISCONNECTED => (ErrorKind::Disconnected, "the peer hung up".to_owned()),
             _ => (ErrorKind::System, format!("status {}, which was not expected", self.status)),
         };

@@ -1,10 +1,10 @@
 //! The locked-memory limit, explained with its numbers.
 //!
 //! `ibv_reg_mr` says ENOMEM whether the host is out of memory or the process may not pin more. The
-//! second is by far the most common failure of a first RDMA set-up, so it is told apart here. The same
-//! holds for queues, which providers keep in the process's memory and drivers pin (`mlx5_ib_create_cq`,
-//! `create_srq_user` and `_create_user_qp` in the kernel's `drivers/infiniband/hw/mlx5`), and the first
-//! of which is made before any memory is registered.
+//! second is by far the most common failure of a first RDMA set-up, so it is told apart here. The
+//! same holds for queues, which providers keep in the process's memory and drivers pin
+//! (`mlx5_ib_create_cq`, `create_srq_user` and `_create_user_qp` in the kernel's
+//! `drivers/infiniband/hw/mlx5`), and the first of which is made before any memory is registered.
 
 use std::fmt;
 
@@ -77,20 +77,23 @@ impl fmt::Display for Size {
 
 fn kib(status: &str, field: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(field));
-    line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0) << 10
+    line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0)
+        << 10
 }
 
 /// CAP_IPC_LOCK (bit 14) lifts the limit.
 fn may_ignore_limit(status: &str) -> bool {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
-    line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok()).is_some_and(|caps| caps >> 14 & 1 == 1)
+    line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok())
+        .is_some_and(|caps| caps >> 14 & 1 == 1)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    const STATUS: &str = "Name:\tx\nVmLck:\t      64 kB\nVmPin:\t    1024 kB\nCapEff:\t0000000000000000\n";
+    const STATUS: &str =
+        "Name:\tx\nVmLck:\t      64 kB\nVmPin:\t    1024 kB\nCapEff:\t0000000000000000\n";
 
     #[test]
     fn reads_what_is_locked_and_pinned() {

@@ -9,7 +9,9 @@ use rustix::io::Errno;
 use super::World;
 use super::engine::{INIT, RTR, RTS};
 use super::handshake::{CmChannel, Identifier, Params, Phase};
-use super::object::{self, ACK_PATIENCE, Events, Id, Object, enter, enter_until, minus_one, pointer};
+use super::object::{
+    self, ACK_PATIENCE, Events, Id, Object, enter, enter_until, minus_one, pointer,
+};
 use super::state::State;
 use crate::cm::address::{RawAddress, from_raw};
 use crate::sys;
@@ -31,7 +33,11 @@ struct FetchedEvent {
 }
 
 impl State {
-    pub(super) fn add_identifier(&mut self, channel: Id, context: *mut c_void) -> Result<Id, Errno> {
+    pub(super) fn add_identifier(
+        &mut self,
+        channel: Id,
+        context: *mut c_void,
+    ) -> Result<Id, Errno> {
         let raw_channel = self.cm_channels.get(&channel).ok_or(Errno::INVAL)?.raw;
         let id = self.name();
         let raw = sys::rdma_cm_id {
@@ -68,8 +74,8 @@ impl State {
     pub(super) fn show(&mut self, id: Id) {
         let Some(found) = self.identifiers.get(&id) else { return };
         let device = found.device.and_then(|device| self.devices.get(&device));
-        // SAFETY: the identifier is alive while it is in the map. Its owner reads these fields, but is in a
-        // call on it now, or does not know it yet.
+        // SAFETY: the identifier is alive while it is in the map. Its owner reads these fields, but
+        // is in a call on it now, or does not know it yet.
         unsafe {
             let raw = found.raw.0;
             if let Some(local) = found.local {
@@ -90,7 +96,9 @@ impl State {
         self.say_goodbye(id);
         let Some(gone) = self.identifiers.remove(&id) else { return };
         let unfetched = match self.cm_channels.get_mut(&gone.channel) {
-            Some(channel) => channel.events.remove(|event| event.id == id || event.listener == Some(id)),
+            Some(channel) => {
+                channel.events.remove(|event| event.id == id || event.listener == Some(id))
+            }
             None => Vec::new(),
         };
         for event in unfetched.into_iter().filter(|event| event.listener == Some(id)) {
@@ -143,7 +151,8 @@ impl State {
             }
             RTS if agreed => {
                 // The side that asked decides.
-                let asked = if found.is_passive { found.heard.retry_count } else { found.sent.retry_count };
+                let asked =
+                    if found.is_passive { found.heard.retry_count } else { found.sent.retry_count };
                 attr.sq_psn = found.sent.qp_num;
                 attr.timeout = found.ack_timeout.unwrap_or(ACK_TIMEOUT);
                 attr.retry_cnt = asked;
@@ -263,21 +272,28 @@ pub(super) unsafe extern "C" fn create_id(
 pub(super) unsafe extern "C" fn destroy_id(id: *mut sys::rdma_cm_id) -> c_int {
     // SAFETY: the caller's identifier is alive until here, and not used after.
     minus_one(unsafe {
-        enter_until("rdma_destroy_id", id, Some(ACK_PATIENCE), |state, id| match state.identifiers.get(&id) {
-            None => Poll::Ready(Err(Errno::INVAL)),
-            Some(found) if found.unacked > 0 => Poll::Pending,
-            Some(_) => {
-                state.remove_identifier(id);
-                Poll::Ready(Ok(()))
+        enter_until("rdma_destroy_id", id, Some(ACK_PATIENCE), |state, id| {
+            match state.identifiers.get(&id) {
+                None => Poll::Ready(Err(Errno::INVAL)),
+                Some(found) if found.unacked > 0 => Poll::Pending,
+                Some(_) => {
+                    state.remove_identifier(id);
+                    Poll::Ready(Ok(()))
+                }
             }
         })
     })
 }
 
-pub(super) unsafe extern "C" fn bind_addr(id: *mut sys::rdma_cm_id, addr: *mut sys::sockaddr) -> c_int {
+pub(super) unsafe extern "C" fn bind_addr(
+    id: *mut sys::rdma_cm_id,
+    addr: *mut sys::sockaddr,
+) -> c_int {
     // SAFETY: the caller's identifier is alive; its address is valid for the call.
     minus_one(unsafe {
-        enter("rdma_bind_addr", id, |state, id| state.bind(id, address(addr).ok_or(Errno::AFNOSUPPORT)?))
+        enter("rdma_bind_addr", id, |state, id| {
+            state.bind(id, address(addr).ok_or(Errno::AFNOSUPPORT)?)
+        })
     })
 }
 
@@ -295,21 +311,29 @@ pub(super) unsafe extern "C" fn resolve_addr(
     })
 }
 
-pub(super) unsafe extern "C" fn resolve_route(id: *mut sys::rdma_cm_id, _timeout_ms: c_int) -> c_int {
+pub(super) unsafe extern "C" fn resolve_route(
+    id: *mut sys::rdma_cm_id,
+    _timeout_ms: c_int,
+) -> c_int {
     // SAFETY: the caller's identifier is alive.
     minus_one(unsafe { enter("rdma_resolve_route", id, State::resolve_route) })
 }
 
 pub(super) unsafe extern "C" fn listen(id: *mut sys::rdma_cm_id, backlog: c_int) -> c_int {
-    let backlog = usize::try_from(backlog).ok().filter(|backlog| (1..BACKLOG_MAX).contains(backlog));
+    let backlog =
+        usize::try_from(backlog).ok().filter(|backlog| (1..BACKLOG_MAX).contains(backlog));
     // SAFETY: the caller's identifier is alive.
     minus_one(unsafe {
         enter("rdma_listen", id, |state, id| state.listen(id, backlog.unwrap_or(BACKLOG_MAX)))
     })
 }
 
-pub(super) unsafe extern "C" fn connect(id: *mut sys::rdma_cm_id, param: *mut sys::rdma_conn_param) -> c_int {
-    // SAFETY: the caller's identifier is alive; the parameters and their data are valid for the call.
+pub(super) unsafe extern "C" fn connect(
+    id: *mut sys::rdma_cm_id,
+    param: *mut sys::rdma_conn_param,
+) -> c_int {
+    // SAFETY: the caller's identifier is alive; the parameters and their data are valid for the
+    // call.
     minus_one(unsafe {
         enter("rdma_connect", id, |state, id| {
             let (params, data) = params(param)?;
@@ -323,7 +347,10 @@ pub(super) unsafe extern "C" fn establish(id: *mut sys::rdma_cm_id) -> c_int {
     minus_one(unsafe { enter("rdma_establish", id, State::establish) })
 }
 
-pub(super) unsafe extern "C" fn accept(id: *mut sys::rdma_cm_id, param: *mut sys::rdma_conn_param) -> c_int {
+pub(super) unsafe extern "C" fn accept(
+    id: *mut sys::rdma_cm_id,
+    param: *mut sys::rdma_conn_param,
+) -> c_int {
     // SAFETY: as in `connect`.
     minus_one(unsafe {
         enter("rdma_accept", id, |state, id| {
@@ -333,7 +360,11 @@ pub(super) unsafe extern "C" fn accept(id: *mut sys::rdma_cm_id, param: *mut sys
     })
 }
 
-pub(super) unsafe extern "C" fn reject(id: *mut sys::rdma_cm_id, data: *const c_void, len: u8) -> c_int {
+pub(super) unsafe extern "C" fn reject(
+    id: *mut sys::rdma_cm_id,
+    data: *const c_void,
+    len: u8,
+) -> c_int {
     // SAFETY: the caller's identifier is alive; the data is valid for the call.
     minus_one(unsafe { enter("rdma_reject", id, |state, id| state.reject(id, bytes(data, len))) })
 }
@@ -354,9 +385,12 @@ pub(super) unsafe extern "C" fn get_cm_event(
                 Ok(world) => world,
                 Err(errno) => return Poll::Ready(Err(errno)),
             };
-            let Some(channel) = state.cm_channels.get_mut(&id) else { return Poll::Ready(Err(Errno::INVAL)) };
+            let Some(channel) = state.cm_channels.get_mut(&id) else {
+                return Poll::Ready(Err(Errno::INVAL));
+            };
             channel.events.take().map_ok(|taken| {
-                let raw_of = |id: Id| state.identifiers.get(&id).map_or(std::ptr::null_mut(), |id| id.raw.0);
+                let raw_of =
+                    |id: Id| state.identifiers.get(&id).map_or(std::ptr::null_mut(), |id| id.raw.0);
                 let mut raw = sys::rdma_cm_event {
                     id: raw_of(taken.id),
                     listen_id: taken.listener.map_or(std::ptr::null_mut(), raw_of),
@@ -391,7 +425,8 @@ pub(super) unsafe extern "C" fn get_cm_event(
 }
 
 pub(super) unsafe extern "C" fn ack_cm_event(event: *mut sys::rdma_cm_event) -> c_int {
-    // SAFETY: the caller's event came from `get_cm_event`, is acknowledged once, and not used after.
+    // SAFETY: the caller's event came from `get_cm_event`, is acknowledged once, and not used
+    // after.
     let fetched = unsafe { Box::from_raw(event.cast::<FetchedEvent>()) };
     let FetchedEvent { counted_on, world, data, .. } = *fetched;
     drop(data);

@@ -8,8 +8,8 @@ use rustix::io::Errno;
 
 use super::device::Subject;
 use super::object::{
-    self, ACK_PATIENCE, Events, Id, Object, Ptr, code, enter, enter_until, extended, id_of, minus_one,
-    pointer,
+    self, ACK_PATIENCE, Events, Id, Object, Ptr, code, enter, enter_until, extended, id_of,
+    minus_one, pointer,
 };
 use super::state::State;
 use crate::sys;
@@ -71,7 +71,11 @@ impl State {
         if queue.entries.len() >= queue.depth {
             // Lost, and with it the room in its work queue.
             if !std::mem::replace(&mut queue.overrun, true) {
-                self.notify(context, sys::ibv_event_type::IBV_EVENT_CQ_ERR, Subject::Queue(queue_id));
+                self.notify(
+                    context,
+                    sys::ibv_event_type::IBV_EVENT_CQ_ERR,
+                    Subject::Queue(queue_id),
+                );
             }
             return;
         }
@@ -94,8 +98,9 @@ impl State {
     /// Removes the completions of a queue pair that is gone.
     pub(super) fn clean(&mut self, queue: Id, qp_num: u32) {
         let Some(queue) = self.queues.get_mut(&queue) else { return };
-        let (gone, kept): (VecDeque<_>, _) =
-            std::mem::take(&mut queue.entries).into_iter().partition(|entry| entry.wc.qp_num == qp_num);
+        let (gone, kept): (VecDeque<_>, _) = std::mem::take(&mut queue.entries)
+            .into_iter()
+            .partition(|entry| entry.wc.qp_num == qp_num);
         queue.entries = kept;
         for entry in gone {
             self.give_back(entry.frees);
@@ -167,15 +172,21 @@ pub(super) unsafe extern "C" fn create_cq(
             let raw_context = state.usable(context)?.raw.context();
             let spec = &state.device_of(context)?.spec;
             let depth = usize::try_from(cqe).map_err(|_| Errno::INVAL)?;
-            let foreign =
-                channel_id.is_some_and(|id| state.channels.get(&id).is_none_or(|c| c.context != context));
+            let foreign = channel_id
+                .is_some_and(|id| state.channels.get(&id).is_none_or(|c| c.context != context));
             if depth == 0 || depth > spec.max_cqe as usize || comp_vector < 0 || foreign {
                 return Err(Errno::INVAL);
             }
             if state.queues.len() >= spec.max_cq as usize {
                 return Err(Errno::NOMEM);
             }
-            let raw = sys::ibv_cq { context: raw_context, channel, cq_context, cqe, ..Default::default() };
+            let raw = sys::ibv_cq {
+                context: raw_context,
+                channel,
+                cq_context,
+                cqe,
+                ..Default::default()
+            };
             let id = state.name();
             let raw = Object::give(raw, id, state.world()?);
             let queue = Queue {
@@ -205,7 +216,9 @@ pub(super) unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
                 Some(queue) if queue.unacked > 0 => return Poll::Pending,
                 Some(_) => {}
             }
-            let Some(queue) = state.queues.remove(&id) else { return Poll::Ready(Err(Errno::INVAL)) };
+            let Some(queue) = state.queues.remove(&id) else {
+                return Poll::Ready(Err(Errno::INVAL));
+            };
             if let Some(channel) = queue.channel.and_then(|id| state.channels.get_mut(&id)) {
                 channel.events.remove(|waiting| *waiting == id);
             }
@@ -221,11 +234,13 @@ pub(super) unsafe extern "C" fn get_cq_event(
     cq: *mut *mut sys::ibv_cq,
     cq_context: *mut *mut c_void,
 ) -> c_int {
-    // SAFETY: the caller's channel is alive, and both places are valid for the write. The queue is alive:
-    // destroying it removes its events.
+    // SAFETY: the caller's channel is alive, and both places are valid for the write. The queue is
+    // alive: destroying it removes its events.
     minus_one(unsafe {
         enter_until("ibv_get_cq_event", channel, None, |state, id| {
-            let Some(channel) = state.channels.get_mut(&id) else { return Poll::Ready(Err(Errno::INVAL)) };
+            let Some(channel) = state.channels.get_mut(&id) else {
+                return Poll::Ready(Err(Errno::INVAL));
+            };
             channel.events.take().map_ok(|queue_id| {
                 if let Some(queue) = state.queues.get_mut(&queue_id) {
                     queue.unacked += 1;
@@ -271,7 +286,10 @@ pub(super) unsafe extern "C" fn poll_cq(
     reaped.unwrap_or(-1)
 }
 
-pub(super) unsafe extern "C" fn req_notify_cq(cq: *mut sys::ibv_cq, solicited_only: c_int) -> c_int {
+pub(super) unsafe extern "C" fn req_notify_cq(
+    cq: *mut sys::ibv_cq,
+    solicited_only: c_int,
+) -> c_int {
     // SAFETY: the caller's queue is alive.
     code(unsafe {
         enter("ibv_req_notify_cq", cq, |state, id| {

@@ -28,8 +28,8 @@ pub(super) struct Device {
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: made by `add` for this device alone; whoever has these pointers also holds the world,
-        // which is going.
+        // SAFETY: made by `add` for this device alone; whoever has these pointers also holds the
+        // world, which is going.
         unsafe {
             object::free(self.cm_context);
             object::free(self.raw);
@@ -105,7 +105,8 @@ impl State {
         put_text(&mut raw.dev_name, &spec.name);
         let raw = Object::keep(raw, id, self.weak());
         let cm_context = Object::keep(new_context(raw, -1), 0, self.weak());
-        self.devices.insert(id, Device { id, spec, guid, up: true, removed: false, raw, cm_context });
+        self.devices
+            .insert(id, Device { id, spec, guid, up: true, removed: false, raw, cm_context });
     }
 
     pub(super) fn set_up(&mut self, device: Id, up: bool) {
@@ -122,8 +123,12 @@ impl State {
         let Some(found) = self.devices.get_mut(&device) else { return };
         (found.removed, found.up) = (true, false);
         self.notify_all(device, sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL, Subject::Device);
-        let doomed: Vec<Id> =
-            self.queue_pairs.iter().filter(|(_, qp)| qp.device == device).map(|(id, _)| *id).collect();
+        let doomed: Vec<Id> = self
+            .queue_pairs
+            .iter()
+            .filter(|(_, qp)| qp.device == device)
+            .map(|(id, _)| *id)
+            .collect();
         for id in doomed {
             self.fail(id);
         }
@@ -135,11 +140,19 @@ impl State {
     pub(super) fn disassociate(&mut self, device: Id) {
         self.remove(device);
         self.disassociated = true;
-        let contexts: Vec<Id> =
-            self.contexts.iter().filter(|(_, context)| context.device == device).map(|(id, _)| *id).collect();
+        let contexts: Vec<Id> = self
+            .contexts
+            .iter()
+            .filter(|(_, context)| context.device == device)
+            .map(|(id, _)| *id)
+            .collect();
         let of = |context: Id| contexts.contains(&context);
-        let domains: Vec<Id> =
-            self.domains.iter().filter(|(_, domain)| of(domain.context)).map(|(id, _)| *id).collect();
+        let domains: Vec<Id> = self
+            .domains
+            .iter()
+            .filter(|(_, domain)| of(domain.context))
+            .map(|(id, _)| *id)
+            .collect();
         let kept = |domain: Id| !domains.contains(&domain);
         // What callers have of them stays where it is, as a provider's does.
         self.queue_pairs.retain(|_, qp| kept(qp.domain));
@@ -152,7 +165,9 @@ impl State {
         self.domains.retain(|id, _| kept(*id));
         for context in self.contexts.values_mut().filter(|context| context.device == device) {
             // Those about objects go with them, as `ib_uverbs_release_uevent` has it.
-            context.events.remove(|event| !matches!(event.subject, Subject::Device | Subject::Port(_)));
+            context
+                .events
+                .remove(|event| !matches!(event.subject, Subject::Device | Subject::Port(_)));
             context.events.close();
         }
         for channel in self.channels.values_mut().filter(|channel| of(channel.context)) {
@@ -221,13 +236,16 @@ fn new_context(device: Ptr<sys::ibv_device>, async_fd: c_int) -> sys::verbs_cont
     raw
 }
 
-pub(super) unsafe extern "C" fn get_device_list(num_devices: *mut c_int) -> *mut *mut sys::ibv_device {
+pub(super) unsafe extern "C" fn get_device_list(
+    num_devices: *mut c_int,
+) -> *mut *mut sys::ibv_device {
     let list = World::current().ok_or(Errno::NOSYS).and_then(|world| {
         let mut state = world.lock();
         if let Some(errno) = state.take_fault("ibv_get_device_list") {
             return Err(errno);
         }
-        let mut list: Vec<_> = state.devices.values().filter(|d| !d.removed).map(|d| d.raw.0).collect();
+        let mut list: Vec<_> =
+            state.devices.values().filter(|d| !d.removed).map(|d| d.raw.0).collect();
         if !num_devices.is_null() {
             // SAFETY: the caller's place for the number.
             unsafe { *num_devices = c_int::try_from(list.len()).unwrap_or(c_int::MAX) };
@@ -245,8 +263,8 @@ pub(super) unsafe extern "C" fn free_device_list(list: *mut *mut sys::ibv_device
     if list.is_null() {
         return;
     }
-    // SAFETY: the list came from `get_device_list`: a boxed slice that ends with a null pointer. Its
-    // devices live as long as the world, which the caller holds.
+    // SAFETY: the list came from `get_device_list`: a boxed slice that ends with a null pointer.
+    // Its devices live as long as the world, which the caller holds.
     unsafe {
         let mut len = 0;
         while !(*list.add(len)).is_null() {
@@ -272,7 +290,8 @@ pub(super) unsafe extern "C" fn fork_init() -> c_int {
         }
         if state.forks == Status::IBV_FORK_DISABLED {
             if !state.domains.is_empty() {
-                return Err(Errno::INVAL); // too late, as `ibv_fork_init` has it: something is registered
+                // too late, as `ibv_fork_init` has it: something is registered
+                return Err(Errno::INVAL);
             }
             state.forks = Status::IBV_FORK_ENABLED;
         }
@@ -291,7 +310,8 @@ pub(super) unsafe extern "C" fn get_device_name(device: *mut sys::ibv_device) ->
 
 pub(super) unsafe extern "C" fn get_device_guid(device: *mut sys::ibv_device) -> sys::__be64 {
     // SAFETY: as above.
-    let guid = unsafe { enter("ibv_get_device_guid", device, |state, id| Ok(state.devices[&id].guid)) };
+    let guid =
+        unsafe { enter("ibv_get_device_guid", device, |state, id| Ok(state.devices[&id].guid)) };
     guid.unwrap_or(0).to_be()
 }
 
@@ -348,7 +368,11 @@ pub(super) unsafe extern "C" fn query_device(
                 max_cqe: count(spec.max_cqe),
                 max_mr: count(spec.max_mr),
                 max_pd: count(spec.max_pd),
-                max_mw: if spec.queue_pair_windows && !spec.hides_max_mw { count(spec.max_mw) } else { 0 },
+                max_mw: if spec.queue_pair_windows && !spec.hides_max_mw {
+                    count(spec.max_mw)
+                } else {
+                    0
+                },
                 device_cap_flags: if spec.queue_pair_windows { crate::mw::TYPE_2B } else { 0 },
                 max_qp_rd_atom: count(spec.max_reads),
                 max_qp_init_rd_atom: count(spec.max_reads),
@@ -504,25 +528,34 @@ pub(super) unsafe extern "C" fn get_async_event(
 
 pub(super) unsafe extern "C" fn ack_async_event(event: *mut sys::ibv_async_event) {
     use sys::ibv_event_type as Kind;
-    // SAFETY: the caller's event was filled by `get_async_event` and is acknowledged once: the object it
-    // names cannot have been destroyed.
+    // SAFETY: the caller's event was filled by `get_async_event` and is acknowledged once: the
+    // object it names cannot have been destroyed.
     unsafe {
         let element = (*event).element;
         let _ = match (*event).event_type {
             Kind::IBV_EVENT_CQ_ERR => enter("", element.cq, |state, id| {
-                state.queues.entry(id).and_modify(|queue| queue.unacked = queue.unacked.saturating_sub(1));
+                state
+                    .queues
+                    .entry(id)
+                    .and_modify(|queue| queue.unacked = queue.unacked.saturating_sub(1));
                 Ok(())
             }),
             Kind::IBV_EVENT_QP_FATAL
             | Kind::IBV_EVENT_QP_REQ_ERR
             | Kind::IBV_EVENT_QP_ACCESS_ERR
             | Kind::IBV_EVENT_QP_LAST_WQE_REACHED => enter("", element.qp, |state, id| {
-                state.queue_pairs.entry(id).and_modify(|qp| qp.unacked = qp.unacked.saturating_sub(1));
+                state
+                    .queue_pairs
+                    .entry(id)
+                    .and_modify(|qp| qp.unacked = qp.unacked.saturating_sub(1));
                 Ok(())
             }),
             Kind::IBV_EVENT_SRQ_ERR | Kind::IBV_EVENT_SRQ_LIMIT_REACHED => {
                 enter("", element.srq, |state, id| {
-                    state.srqs.entry(id).and_modify(|srq| srq.unacked = srq.unacked.saturating_sub(1));
+                    state
+                        .srqs
+                        .entry(id)
+                        .and_modify(|srq| srq.unacked = srq.unacked.saturating_sub(1));
                     Ok(())
                 })
             }

@@ -1,8 +1,9 @@
 //! The queue pairs at work: what a send, a write or a read does to both ends.
 //!
-//! Nothing runs by itself. A post executes on the caller's thread, under the world's lock, as far as it can;
-//! what cannot go on (the peer has no receive, or is not ready yet) stays in `pending` and is tried again by
-//! [`State::settle`] after every change. Time does not pass here: a retry that would end in failure ends now.
+//! Nothing runs by itself. A post executes on the caller's thread, under the world's lock, as far
+//! as it can; what cannot go on (the peer has no receive, or is not ready yet) stays in `pending`
+//! and is tried again by [`State::settle`] after every change. Time does not pass here: a retry
+//! that would end in failure ends now.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -220,10 +221,11 @@ impl State {
             return Ok(Answer::ReceiverNotReady);
         }
         if needed != 0 {
-            let remote = self.remote(id, send.rkey, send.remote_addr, send.len, needed).ok_or(Refusal {
-                why: Status::IBV_WC_REM_ACCESS_ERR,
-                event: Some(Event::IBV_EVENT_QP_ACCESS_ERR),
-            })?;
+            let remote =
+                self.remote(id, send.rkey, send.remote_addr, send.len, needed).ok_or(Refusal {
+                    why: Status::IBV_WC_REM_ACCESS_ERR,
+                    event: Some(Event::IBV_EVENT_QP_ACCESS_ERR),
+                })?;
             match send.kind {
                 Kind::Read => memory::copy(&[remote], local),
                 _ => memory::copy(local, &[remote]),
@@ -237,7 +239,8 @@ impl State {
                     self.received(id, &receive, Status::IBV_WC_LOC_LEN_ERR, opcode, send);
                     return Err(Refusal { why: Status::IBV_WC_REM_INV_REQ_ERR, event: None });
                 }
-                let Some(places) = self.local(domain, &receive.pieces, send.len, LOCAL_WRITE) else {
+                let Some(places) = self.local(domain, &receive.pieces, send.len, LOCAL_WRITE)
+                else {
                     self.received(id, &receive, Status::IBV_WC_LOC_PROT_ERR, opcode, send);
                     return Err(Refusal { why: Status::IBV_WC_REM_OP_ERR, event: None });
                 };
@@ -312,7 +315,9 @@ impl State {
         qp.state = ERROR;
         let (context, has_srq, device) = (qp.context, qp.srq.is_some(), qp.device);
         self.flush(id);
-        if has_srq && self.devices.get(&device).is_some_and(|device| device.spec.reports_last_receive) {
+        if has_srq
+            && self.devices.get(&device).is_some_and(|device| device.spec.reports_last_receive)
+        {
             self.notify(context, Event::IBV_EVENT_QP_LAST_WQE_REACHED, Subject::QueuePair(id));
         }
     }
@@ -341,21 +346,27 @@ impl State {
         let qp = &self.queue_pairs[&id];
         // SAFETY: both members of the union are plain bytes.
         let gid = unsafe { qp.attr.ah_attr.grh.dgid.raw };
-        let Some(device) = self.device_at(gid).filter(|device| self.reaches(qp.device, *device)) else {
+        let Some(device) = self.device_at(gid).filter(|device| self.reaches(qp.device, *device))
+        else {
             return Peer::Silent;
         };
         let number = qp.attr.dest_qp_num;
         match self.by_qp_num.get(&number).and_then(|id| Some((*id, self.queue_pairs.get(id)?))) {
             Some((_, peer)) if peer.device != device => Peer::Silent,
             Some((_, peer)) if peer.state == RESET || peer.state == INIT => Peer::NotYet,
-            Some((id, peer)) if peer.state != ERROR && peer.attr.dest_qp_num == qp.number => Peer::Ready(id),
+            Some((id, peer)) if peer.state != ERROR && peer.attr.dest_qp_num == qp.number => {
+                Peer::Ready(id)
+            }
             _ => Peer::Silent,
         }
     }
 
     /// The device that has `gid`.
     pub(super) fn device_at(&self, gid: [u8; 16]) -> Option<Id> {
-        self.devices.values().find(|device| !device.removed && device.index_of(gid).is_some()).map(|d| d.id)
+        self.devices
+            .values()
+            .find(|device| !device.removed && device.index_of(gid).is_some())
+            .map(|d| d.id)
     }
 
     /// Whether packets get from one device to the other.
@@ -366,9 +377,11 @@ impl State {
 
     fn accept_send(&mut self, id: Id, send: Send, pieces: usize) -> Result<(), Errno> {
         let qp = self.queue_pairs.get_mut(&id).ok_or(Errno::INVAL)?;
-        let inline_too_long =
-            matches!(&send.payload, Payload::Inline(_)) && send.len > u64::from(qp.cap.max_inline_data);
-        if (qp.state != RTS && qp.state != ERROR) || pieces > qp.cap.max_send_sge as usize || inline_too_long
+        let inline_too_long = matches!(&send.payload, Payload::Inline(_))
+            && send.len > u64::from(qp.cap.max_inline_data);
+        if (qp.state != RTS && qp.state != ERROR)
+            || pieces > qp.cap.max_send_sge as usize
+            || inline_too_long
         {
             return Err(Errno::INVAL);
         }
@@ -439,7 +452,8 @@ impl Send {
             rkey: if kind == Kind::Invalidate { imm } else { remote.rkey },
             // SAFETY: the opcode says that this member was written, and its window and region are
             // alive.
-            binding: (kind == Kind::Bind).then(|| unsafe { Binding::from_raw(&wr.__bindgen_anon_2.bind_mw) }),
+            binding: (kind == Kind::Bind)
+                .then(|| unsafe { Binding::from_raw(&wr.__bindgen_anon_2.bind_mw) }),
         })
     }
 }
@@ -452,7 +466,10 @@ pub(super) unsafe fn pieces(list: *const sys::ibv_sge, len: c_int) -> Vec<Piece>
     let len = usize::try_from(len).unwrap_or(0);
     // SAFETY: the caller vouches for it.
     let read = |at| unsafe { list.add(at).read() };
-    (0..len).map(read).map(|sge| Piece { addr: sge.addr, len: sge.length, lkey: sge.lkey }).collect()
+    (0..len)
+        .map(read)
+        .map(|sge| Piece { addr: sge.addr, len: sge.length, lkey: sge.lkey })
+        .collect()
 }
 
 pub(super) unsafe extern "C" fn post_send(

@@ -8,8 +8,9 @@
 //! anywhere ─► Over: refused, or the device went
 //! ```
 //!
-//! As with the kernel, whoever disconnects hears of its own disconnect only when the peer has answered, by
-//! disconnecting or by destroying its identifier. Messages arrive at once or, in a black hole, never.
+//! As with the kernel, whoever disconnects hears of its own disconnect only when the peer has
+//! answered, by disconnecting or by destroying its identifier. Messages arrive at once or, in a
+//! black hole, never.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
@@ -109,7 +110,10 @@ impl State {
     }
 
     fn at_phase(&mut self, id: Id, allowed: &[Phase]) -> Result<&mut Identifier, Errno> {
-        self.identifiers.get_mut(&id).filter(|found| allowed.contains(&found.phase)).ok_or(Errno::INVAL)
+        self.identifiers
+            .get_mut(&id)
+            .filter(|found| allowed.contains(&found.phase))
+            .ok_or(Errno::INVAL)
     }
 
     fn set_phase(&mut self, id: Id, phase: Phase) {
@@ -167,7 +171,8 @@ impl State {
         Ok(())
     }
 
-    /// Starts from `source`, or from a device of its own choice: the first other one that reaches the target.
+    /// Starts from `source`, or from a device of its own choice: the first other one that reaches
+    /// the target.
     pub(super) fn resolve_address(
         &mut self,
         id: Id,
@@ -200,7 +205,8 @@ impl State {
     }
 
     fn source_for(&self, target: Option<Id>) -> Option<IpAddr> {
-        let other = self.devices.values().find(|device| device.is_alive() && Some(device.id) != target);
+        let other =
+            self.devices.values().find(|device| device.is_alive() && Some(device.id) != target);
         let device = other.or_else(|| self.devices.get(&target?))?;
         device.spec.addresses.first().copied()
     }
@@ -215,7 +221,8 @@ impl State {
         let found = self.at_phase(id, &[Phase::RouteResolved])?;
         let data = padded(data, REQUEST_DATA)?;
         (found.phase, found.sent) = (Phase::Connecting, params);
-        let (Some(from), Some(local), Some(target)) = (found.device, found.local, found.remote) else {
+        let (Some(from), Some(local), Some(target)) = (found.device, found.local, found.remote)
+        else {
             return Err(Errno::INVAL);
         };
         let Some(to) = self.device_with(target.ip()).filter(|to| self.reaches(from, *to)) else {
@@ -225,14 +232,16 @@ impl State {
         let listener = self.identifiers.iter().find(|(_, other)| {
             other.phase == Phase::Listening
                 && other.local.is_some_and(|at| {
-                    at.port() == target.port() && (at.ip() == target.ip() || at.ip().is_unspecified())
+                    at.port() == target.port()
+                        && (at.ip() == target.ip() || at.ip().is_unspecified())
                 })
         });
         let Some((listener_id, listener)) = listener.map(|(id, found)| (*id, found)) else {
             self.refuse(id, RejectReason::NO_LISTENER, Vec::new());
             return Ok(());
         };
-        let (channel, waiting, backlog) = (listener.channel, self.unfetched(listener_id), listener.backlog);
+        let (channel, waiting, backlog) =
+            (listener.channel, self.unfetched(listener_id), listener.backlog);
         if waiting >= backlog {
             self.refuse(id, RejectReason::BY_APPLICATION, Vec::new());
             return Ok(());
@@ -279,7 +288,13 @@ impl State {
     fn refuse(&mut self, id: Id, reason: RejectReason, data: Vec<u8>) {
         self.set_phase(id, Phase::Over);
         let data = padded(data, REJECT_DATA).unwrap_or_default();
-        self.tell(id, Kind::RDMA_CM_EVENT_REJECTED, reason.code().cast_signed(), Params::default(), data);
+        self.tell(
+            id,
+            Kind::RDMA_CM_EVENT_REJECTED,
+            reason.code().cast_signed(),
+            Params::default(),
+            data,
+        );
     }
 
     pub(super) fn accept(&mut self, id: Id, params: Params, data: Vec<u8>) -> Result<(), Errno> {
@@ -340,7 +355,11 @@ impl State {
                 self.set_phase(id, Phase::Left);
                 self.answer_leaving(id);
             }
-            Phase::Idle | Phase::Bound | Phase::AddressResolved | Phase::RouteResolved | Phase::Listening => {
+            Phase::Idle
+            | Phase::Bound
+            | Phase::AddressResolved
+            | Phase::RouteResolved
+            | Phase::Listening => {
                 return Err(Errno::INVAL);
             }
             // The kernel answers 0 to every other.
@@ -388,8 +407,12 @@ impl State {
 
     /// A device went: its identifiers hear it, and so do their peers.
     pub(super) fn leave_device(&mut self, device: Id) {
-        let here: Vec<Id> =
-            self.identifiers.iter().filter(|(_, id)| id.device == Some(device)).map(|(id, _)| *id).collect();
+        let here: Vec<Id> = self
+            .identifiers
+            .iter()
+            .filter(|(_, id)| id.device == Some(device))
+            .map(|(id, _)| *id)
+            .collect();
         for id in here {
             let connected = [Phase::Connected, Phase::Accepted, Phase::Leaving];
             let peer = self.identifiers.get(&id).and_then(|found| found.peer);
@@ -408,7 +431,11 @@ impl State {
 impl Params {
     /// The same numbers from the other side: what one serves is what the other may ask.
     fn as_heard(self) -> Self {
-        Self { responder_resources: self.initiator_depth, initiator_depth: self.responder_resources, ..self }
+        Self {
+            responder_resources: self.initiator_depth,
+            initiator_depth: self.responder_resources,
+            ..self
+        }
     }
 }
 

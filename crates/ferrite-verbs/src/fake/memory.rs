@@ -1,7 +1,8 @@
 //! Protection domains and memory regions: what a key allows, and the copying itself.
 //!
-//! The only place that touches callers' memory. Bytes move one by one as relaxed atomics: to Rust (and to
-//! Miri) the fake is a thread that shares the memory, as a network card would if it were one.
+//! The only place that touches callers' memory. Bytes move one by one as relaxed atomics: to Rust
+//! (and to Miri) the fake is a thread that shares the memory, as a network card would if it were
+//! one.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -77,7 +78,13 @@ impl Region {
 
 impl State {
     /// The first `len` bytes of `pieces`; `None` if a key does not allow `access`.
-    pub(super) fn local(&self, domain: Id, pieces: &[Piece], mut len: u64, access: u32) -> Option<Vec<Span>> {
+    pub(super) fn local(
+        &self,
+        domain: Id,
+        pieces: &[Piece],
+        mut len: u64,
+        access: u32,
+    ) -> Option<Vec<Span>> {
         let mut spans = Vec::with_capacity(pieces.len());
         for piece in pieces {
             let part = u64::from(piece.len).min(len);
@@ -90,7 +97,14 @@ impl State {
     }
 
     /// `len` bytes that the peer of `qp` named; `None` if the key does not allow `access`.
-    pub(super) fn remote(&self, qp: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
+    pub(super) fn remote(
+        &self,
+        qp: Id,
+        rkey: u32,
+        addr: u64,
+        len: u64,
+        access: u32,
+    ) -> Option<Span> {
         if len == 0 {
             return Some(Span { at: 0, len: 0 });
         }
@@ -101,9 +115,18 @@ impl State {
         self.span(self.queue_pairs.get(&qp)?.domain, REMOTE_TAG, rkey, addr, len, access)
     }
 
-    fn span(&self, domain: Id, tag: u32, key: u32, addr: u64, len: u64, access: u32) -> Option<Span> {
+    fn span(
+        &self,
+        domain: Id,
+        tag: u32,
+        key: u32,
+        addr: u64,
+        len: u64,
+        access: u32,
+    ) -> Option<Span> {
         let region = self.regions.get(self.keys.get(&(key >> 8))?)?;
-        let allowed = region.domain == domain && key & KEY_TAG == tag && region.access & access == access;
+        let allowed =
+            region.domain == domain && key & KEY_TAG == tag && region.access & access == access;
         allowed.then(|| region.part(addr, len)).flatten()
     }
 
@@ -182,10 +205,10 @@ fn copy_bytes(from: usize, to: usize, len: usize) {
     let from: *mut u8 = std::ptr::with_exposed_provenance_mut(from);
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(to);
     for at in 0..len {
-        // SAFETY: both ranges lie in regions that are registered now (a `Span` is made from one under the
-        // same lock, or from bytes of our own), and whoever registered them promised that they are valid
-        // until they are deregistered, which takes the same lock. Others may access them at the same time:
-        // hence atomics.
+        // SAFETY: both ranges lie in regions that are registered now (a `Span` is made from one
+        // under the same lock, or from bytes of our own), and whoever registered them promised that
+        // they are valid until they are deregistered, which takes the same lock. Others may access
+        // them at the same time: hence atomics.
         unsafe {
             let byte = AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
             AtomicU8::from_ptr(to.add(at)).store(byte, Ordering::Relaxed);

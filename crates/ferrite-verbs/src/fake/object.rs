@@ -80,8 +80,8 @@ impl<C> Clone for Ptr<C> {
 
 impl<C> Copy for Ptr<C> {}
 
-// SAFETY: the pointer is a name here; what it points to is written only under the world's lock, or by
-// the caller who owns the object.
+// SAFETY: the pointer is a name here; what it points to is written only under the world's lock, or
+// by the caller who owns the object.
 unsafe impl<C> Send for Ptr<C> {}
 
 impl Ptr<sys::verbs_context> {
@@ -116,8 +116,8 @@ unsafe fn world_of<C>(raw: *mut C) -> Option<World> {
     }
 }
 
-/// Runs the C function `call` on the object behind `raw`: finds its world, locks it, and takes an injected
-/// failure instead if there is one.
+/// Runs the C function `call` on the object behind `raw`: finds its world, locks it, and takes an
+/// injected failure instead if there is one.
 ///
 /// # Safety
 /// `raw` is null or points to a live [`Object`].
@@ -136,8 +136,8 @@ pub(super) unsafe fn enter<C, T>(
     }
 }
 
-/// The same for a call that may have to wait: `step` is asked again after every change of the world, until
-/// `patience` ends (EBUSY).
+/// The same for a call that may have to wait: `step` is asked again after every change of the
+/// world, until `patience` ends (EBUSY).
 ///
 /// # Safety
 /// As [`enter`].
@@ -148,7 +148,8 @@ pub(super) unsafe fn enter_until<C, T>(
     mut step: impl FnMut(&mut State, Id) -> Poll<Result<T, Errno>>,
 ) -> Result<T, Errno> {
     // SAFETY: the caller vouches for `raw`.
-    let (world, id) = unsafe { (world_of(raw).ok_or(Errno::INVAL)?, id_of(raw).ok_or(Errno::INVAL)?) };
+    let (world, id) =
+        unsafe { (world_of(raw).ok_or(Errno::INVAL)?, id_of(raw).ok_or(Errno::INVAL)?) };
     let mut state = world.lock();
     state.calls.entry(std::thread::current().id()).or_default().insert(call);
     if state.held.contains(call) {
@@ -236,7 +237,8 @@ impl<T> Events<T> {
         self.signal = None;
     }
 
-    /// The first event; `Pending` when there is none and the caller left the fd blocking, else EAGAIN.
+    /// The first event; `Pending` when there is none and the caller left the fd blocking, else
+    /// EAGAIN.
     pub(super) fn take(&mut self) -> Poll<Result<T, Errno>> {
         if let Some(event) = self.queue.pop_front() {
             self.lower();
@@ -246,7 +248,8 @@ impl<T> Events<T> {
             return Poll::Ready(Err(Errno::IO));
         }
         if cfg!(miri) {
-            return Poll::Ready(Err(Errno::AGAIN)); // has no such call; those that we make never block
+            // has no such call; those that we make never block
+            return Poll::Ready(Err(Errno::AGAIN));
         }
         match fcntl_getfl(&self.fd) {
             Ok(flags) if !flags.contains(OFlags::NONBLOCK) => Poll::Pending,
@@ -264,7 +267,8 @@ impl<T> Events<T> {
         if !self.queue.iter().any(&matches) {
             return Vec::new();
         }
-        let (gone, kept) = std::mem::take(&mut self.queue).into_iter().partition(|event| matches(event));
+        let (gone, kept) =
+            std::mem::take(&mut self.queue).into_iter().partition(|event| matches(event));
         self.queue = kept;
         self.lower();
         Vec::from_iter::<VecDeque<T>>(gone)

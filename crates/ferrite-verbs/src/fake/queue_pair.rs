@@ -32,8 +32,9 @@ const TO_RTS: u32 = Mask::IBV_QP_TIMEOUT.0
     | Mask::IBV_QP_SQ_PSN.0
     | Mask::IBV_QP_MAX_QP_RD_ATOMIC.0;
 
-/// Attributes that a transition must bring and those that it may bring, as the kernel's table has it for
-/// reliable connections; `None` if there is no such transition. The send queue drained state is left out.
+/// Attributes that a transition must bring and those that it may bring, as the kernel's table has
+/// it for reliable connections; `None` if there is no such transition. The send queue drained state
+/// is left out.
 fn attributes(from: sys::ibv_qp_state, to: sys::ibv_qp_state) -> Option<(u32, u32)> {
     match (from, to) {
         (RESET, INIT) => Some((TO_INIT, 0)),
@@ -61,7 +62,9 @@ impl State {
         }
         if mask & Mask::IBV_QP_AV.0 != 0 {
             let route = new.ah_attr.grh;
-            if new.ah_attr.is_global == 0 || usize::from(route.sgid_index) > device.spec.addresses.len() {
+            if new.ah_attr.is_global == 0
+                || usize::from(route.sgid_index) > device.spec.addresses.len()
+            {
                 return Err(Errno::INVAL);
             }
             // The kernel looks the hardware address up, and gives up after a while.
@@ -137,8 +140,11 @@ pub(super) unsafe extern "C" fn create_qp(
             let raw_context = state.usable(context)?.raw.context();
             let device = state.device_of(context)?;
             let (device_id, spec, cap) = (device.id, &device.spec, init.cap);
-            let (send_cq, recv_cq, srq) = (id_of(init.send_cq), id_of(init.recv_cq), id_of(init.srq));
-            let (Some(send_cq), Some(recv_cq)) = (send_cq, recv_cq) else { return Err(Errno::INVAL) };
+            let (send_cq, recv_cq, srq) =
+                (id_of(init.send_cq), id_of(init.recv_cq), id_of(init.srq));
+            let (Some(send_cq), Some(recv_cq)) = (send_cq, recv_cq) else {
+                return Err(Errno::INVAL);
+            };
             let ours = |id| state.queues.get(id).is_some_and(|queue| queue.context == context);
             let too_much = cap.max_send_wr > spec.max_qp_wr
                 || cap.max_recv_wr > spec.max_qp_wr
@@ -210,7 +216,9 @@ pub(super) unsafe extern "C" fn modify_qp(
     mask: c_int,
 ) -> c_int {
     // SAFETY: the caller's queue pair is alive, and `attr` is valid for the call.
-    code(unsafe { enter("ibv_modify_qp", qp, |state, id| state.modify(id, &*attr, mask.cast_unsigned())) })
+    code(unsafe {
+        enter("ibv_modify_qp", qp, |state, id| state.modify(id, &*attr, mask.cast_unsigned()))
+    })
 }
 
 pub(super) unsafe extern "C" fn query_qp(
@@ -257,7 +265,11 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
                 state.by_qp_num.remove(&qp.number);
                 state.pending.remove(&id);
                 state.forget_async(qp.context, Subject::QueuePair(id));
-                if state.devices.get(&qp.device).is_some_and(|device| device.spec.cleans_completions) {
+                if state
+                    .devices
+                    .get(&qp.device)
+                    .is_some_and(|device| device.spec.cleans_completions)
+                {
                     state.clean(qp.recv_cq, qp.number);
                     state.clean(qp.send_cq, qp.number);
                 }

@@ -69,7 +69,12 @@ impl State {
         }
     }
 
-    fn accept_receive(&mut self, id: Id, wr: &sys::ibv_recv_wr, pieces: Vec<Piece>) -> Result<(), Errno> {
+    fn accept_receive(
+        &mut self,
+        id: Id,
+        wr: &sys::ibv_recv_wr,
+        pieces: Vec<Piece>,
+    ) -> Result<(), Errno> {
         let qp = self.queue_pairs.get_mut(&id).ok_or(Errno::INVAL)?;
         if qp.state == RESET || qp.srq.is_some() || pieces.len() > qp.cap.max_recv_sge as usize {
             return Err(Errno::INVAL);
@@ -78,7 +83,8 @@ impl State {
             return Err(Errno::NOMEM);
         }
         qp.receives_used += 1;
-        let receive = Receive { wr_id: wr.wr_id, pieces, frees: Frees::Receive { qp: id, epoch: qp.epoch } };
+        let receive =
+            Receive { wr_id: wr.wr_id, pieces, frees: Frees::Receive { qp: id, epoch: qp.epoch } };
         qp.receives.push_back(receive);
         if qp.state == ERROR {
             self.flush(id);
@@ -86,7 +92,12 @@ impl State {
         Ok(())
     }
 
-    fn accept_shared(&mut self, id: Id, wr: &sys::ibv_recv_wr, pieces: Vec<Piece>) -> Result<(), Errno> {
+    fn accept_shared(
+        &mut self,
+        id: Id,
+        wr: &sys::ibv_recv_wr,
+        pieces: Vec<Piece>,
+    ) -> Result<(), Errno> {
         let srq = self.srqs.get_mut(&id).ok_or(Errno::INVAL)?;
         if pieces.len() > srq.max_sge as usize {
             return Err(Errno::INVAL);
@@ -164,12 +175,19 @@ pub(super) unsafe extern "C" fn modify_srq(
     })
 }
 
-pub(super) unsafe extern "C" fn query_srq(srq: *mut sys::ibv_srq, attr: *mut sys::ibv_srq_attr) -> c_int {
+pub(super) unsafe extern "C" fn query_srq(
+    srq: *mut sys::ibv_srq,
+    attr: *mut sys::ibv_srq_attr,
+) -> c_int {
     // SAFETY: the caller's queue is alive, and `attr` is valid for the write.
     code(unsafe {
         enter("ibv_query_srq", srq, |state, id| {
             let srq = state.srqs.get(&id).ok_or(Errno::INVAL)?;
-            *attr = sys::ibv_srq_attr { max_wr: srq.max_wr, max_sge: srq.max_sge, srq_limit: srq.limit };
+            *attr = sys::ibv_srq_attr {
+                max_wr: srq.max_wr,
+                max_sge: srq.max_sge,
+                srq_limit: srq.limit,
+            };
             Ok(())
         })
     })

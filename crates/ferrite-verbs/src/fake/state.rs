@@ -114,7 +114,10 @@ impl State {
     }
 
     pub(super) fn device_called(&self, name: &str) -> Option<Id> {
-        self.devices.values().find(|device| device.spec.name == name && !device.removed).map(|d| d.id)
+        self.devices
+            .values()
+            .find(|device| device.spec.name == name && !device.removed)
+            .map(|d| d.id)
     }
 
     /// The context, if its device can still make objects.

@@ -33,8 +33,8 @@ fn open() -> (World, *mut sys::ibv_context) {
 fn parents_are_busy_while_they_have_children() {
     let (world, context) = open();
     let mut memory = [0_u8; 64];
-    // SAFETY: objects are used between their creation and their destruction, in this thread; the memory
-    // outlives its region.
+    // SAFETY: objects are used between their creation and their destruction, in this thread; the
+    // memory outlives its region.
     unsafe {
         let pd = (IBV.ibv_alloc_pd)(context);
         let mr = (IBV.ibv_reg_mr)(pd, memory.as_mut_ptr().cast(), memory.len(), 1);
@@ -46,14 +46,18 @@ fn parents_are_busy_while_they_have_children() {
         let mut init = sys::ibv_srq_init_attr::default();
         (init.attr.max_wr, init.attr.max_sge) = (4, 1);
         let srq = (IBV.ibv_create_srq)(pd, &raw mut init);
-        let mut init = sys::ibv_qp_init_attr { send_cq: cq, recv_cq: cq, srq, ..Default::default() };
+        let mut init =
+            sys::ibv_qp_init_attr { send_cq: cq, recv_cq: cq, srq, ..Default::default() };
         (init.qp_type, init.cap.max_send_wr) = (sys::ibv_qp_type::IBV_QPT_RC, 4);
         let qp = (IBV.ibv_create_qp)(pd, &raw mut init);
         assert_eq!((IBV.ibv_destroy_cq)(cq), EBUSY);
         assert_eq!((IBV.ibv_destroy_srq)(srq), EBUSY);
         assert_eq!((IBV.ibv_close_device)(context), EBUSY);
         let live = world.objects();
-        assert_eq!((live.queue_pairs, live.shared_receive_queues, live.protection_domains), (1, 1, 1));
+        assert_eq!(
+            (live.queue_pairs, live.shared_receive_queues, live.protection_domains),
+            (1, 1, 1)
+        );
         assert_eq!((IBV.ibv_destroy_qp)(qp), 0);
         assert_eq!((IBV.ibv_destroy_srq)(srq), 0);
         assert_eq!((IBV.ibv_destroy_cq)(cq), 0);
@@ -81,7 +85,8 @@ unsafe fn flushed(
         let post = ops.post_recv.expect("an operation");
         assert_eq!(post(qp, &raw mut wr, &raw mut bad), EINVAL, "nothing can be posted in RESET");
         assert_eq!(bad, &raw mut wr);
-        let mut attr = sys::ibv_qp_attr { qp_state: sys::ibv_qp_state::IBV_QPS_RTR, ..Default::default() };
+        let mut attr =
+            sys::ibv_qp_attr { qp_state: sys::ibv_qp_state::IBV_QPS_RTR, ..Default::default() };
         assert_eq!((IBV.ibv_modify_qp)(qp, &raw mut attr, 1), EINVAL, "not from RESET to RTR");
         attr.qp_state = sys::ibv_qp_state::IBV_QPS_INIT;
         assert_eq!((IBV.ibv_modify_qp)(qp, &raw mut attr, 1), EINVAL, "INIT needs a port");
@@ -96,8 +101,8 @@ unsafe fn flushed(
 #[test]
 fn a_blocking_channel_blocks_and_a_destroy_waits_for_the_acknowledgement() {
     let (world, context) = open();
-    // SAFETY: as above; the queue is acknowledged by the other thread while this one waits in its destruction,
-    // as the C interface allows.
+    // SAFETY: as above; the queue is acknowledged by the other thread while this one waits in its
+    // destruction, as the C interface allows.
     unsafe {
         let (pd, channel, cq, qp) = flushed(context);
         let (mut got, mut key) = (null_mut(), null_mut());

@@ -94,7 +94,9 @@ impl State {
     pub(super) fn bind_window(&mut self, qp: Id, asked: &Binding) -> Result<(), Status> {
         let refused = Err(Status::IBV_WC_MW_BIND_ERR);
         let Some(domain) = self.queue_pairs.get(&qp).map(|qp| qp.domain) else { return refused };
-        let Some(region) = asked.region.and_then(|id| self.regions.get(&id)) else { return refused };
+        let Some(region) = asked.region.and_then(|id| self.regions.get(&id)) else {
+            return refused;
+        };
         let writes = asked.access & REMOTE_WRITE != 0;
         let is_right = region.has_local_key(asked.lkey)
             && region.domain == domain
@@ -103,10 +105,15 @@ impl State {
             && asked.access & !(REMOTE_READ | REMOTE_WRITE) == 0
             && asked.len > 0
             && region.part(asked.addr, asked.len).is_some();
-        let Some(window) = asked.window.and_then(|id| self.windows.get_mut(&id)) else { return refused };
-        let is_free = window.domain == domain && window.bound.is_none() && window.rkey == asked.rkey_before;
+        let Some(window) = asked.window.and_then(|id| self.windows.get_mut(&id)) else {
+            return refused;
+        };
+        let is_free =
+            window.domain == domain && window.bound.is_none() && window.rkey == asked.rkey_before;
         let is_next = asked.rkey >> 8 == window.rkey >> 8 && asked.rkey != window.rkey;
-        let Some(region) = asked.region.filter(|_| is_right && is_free && is_next) else { return refused };
+        let Some(region) = asked.region.filter(|_| is_right && is_free && is_next) else {
+            return refused;
+        };
         window.rkey = asked.rkey;
         let Binding { addr, len, access, .. } = *asked;
         window.bound = Some(Bound { qp, region, addr, len, access });
@@ -125,7 +132,10 @@ impl State {
     }
 }
 
-pub(super) unsafe extern "C" fn alloc_mw(pd: *mut sys::ibv_pd, kind: sys::ibv_mw_type) -> *mut sys::ibv_mw {
+pub(super) unsafe extern "C" fn alloc_mw(
+    pd: *mut sys::ibv_pd,
+    kind: sys::ibv_mw_type,
+) -> *mut sys::ibv_mw {
     // SAFETY: the caller's domain is alive.
     pointer(unsafe {
         enter("ibv_alloc_mw", pd, |state, domain| {
@@ -143,9 +153,16 @@ pub(super) unsafe extern "C" fn alloc_mw(pd: *mut sys::ibv_pd, kind: sys::ibv_mw
                 return Err(Errno::NOMEM);
             }
             let id = state.name();
-            let index = u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
+            let index =
+                u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
             let rkey = index << 8 | (index & KEY_TAG);
-            let raw = sys::ibv_mw { context: raw_context, pd: raw_pd.0, rkey, handle: index, type_: kind };
+            let raw = sys::ibv_mw {
+                context: raw_context,
+                pd: raw_pd.0,
+                rkey,
+                handle: index,
+                type_: kind,
+            };
             let raw = Object::give(raw, id, state.world()?);
             state.windows.insert(id, Window { domain, rkey, bound: None, raw });
             Ok(raw.0)

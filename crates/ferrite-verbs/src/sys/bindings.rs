@@ -46,7 +46,8 @@ const _: () = {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of __atomic_wide_counter"][::std::mem::size_of::<__atomic_wide_counter>() - 8usize];
-    ["Alignment of __atomic_wide_counter"][::std::mem::align_of::<__atomic_wide_counter>() - 8usize];
+    ["Alignment of __atomic_wide_counter"]
+        [::std::mem::align_of::<__atomic_wide_counter>() - 8usize];
     ["Offset of field: __atomic_wide_counter::__value64"]
         [::std::mem::offset_of!(__atomic_wide_counter, __value64) - 0usize];
     ["Offset of field: __atomic_wide_counter::__value32"]
@@ -70,7 +71,8 @@ pub struct __pthread_internal_list {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of __pthread_internal_list"][::std::mem::size_of::<__pthread_internal_list>() - 16usize];
-    ["Alignment of __pthread_internal_list"][::std::mem::align_of::<__pthread_internal_list>() - 8usize];
+    ["Alignment of __pthread_internal_list"]
+        [::std::mem::align_of::<__pthread_internal_list>() - 8usize];
     ["Offset of field: __pthread_internal_list::__prev"]
         [::std::mem::offset_of!(__pthread_internal_list, __prev) - 0usize];
     ["Offset of field: __pthread_internal_list::__next"]
@@ -143,7 +145,8 @@ pub struct __pthread_cond_s {
 const _: () = {
     ["Size of __pthread_cond_s"][::std::mem::size_of::<__pthread_cond_s>() - 48usize];
     ["Alignment of __pthread_cond_s"][::std::mem::align_of::<__pthread_cond_s>() - 8usize];
-    ["Offset of field: __pthread_cond_s::__wseq"][::std::mem::offset_of!(__pthread_cond_s, __wseq) - 0usize];
+    ["Offset of field: __pthread_cond_s::__wseq"]
+        [::std::mem::offset_of!(__pthread_cond_s, __wseq) - 0usize];
     ["Offset of field: __pthread_cond_s::__g1_start"]
         [::std::mem::offset_of!(__pthread_cond_s, __g1_start) - 8usize];
     ["Offset of field: __pthread_cond_s::__g_refs"]
@@ -177,9 +180,12 @@ pub union pthread_mutex_t {
 const _: () = {
     ["Size of pthread_mutex_t"][::std::mem::size_of::<pthread_mutex_t>() - 40usize];
     ["Alignment of pthread_mutex_t"][::std::mem::align_of::<pthread_mutex_t>() - 8usize];
-    ["Offset of field: pthread_mutex_t::__data"][::std::mem::offset_of!(pthread_mutex_t, __data) - 0usize];
-    ["Offset of field: pthread_mutex_t::__size"][::std::mem::offset_of!(pthread_mutex_t, __size) - 0usize];
-    ["Offset of field: pthread_mutex_t::__align"][::std::mem::offset_of!(pthread_mutex_t, __align) - 0usize];
+    ["Offset of field: pthread_mutex_t::__data"]
+        [::std::mem::offset_of!(pthread_mutex_t, __data) - 0usize];
+    ["Offset of field: pthread_mutex_t::__size"]
+        [::std::mem::offset_of!(pthread_mutex_t, __size) - 0usize];
+    ["Offset of field: pthread_mutex_t::__align"]
+        [::std::mem::offset_of!(pthread_mutex_t, __align) - 0usize];
 };
 impl Default for pthread_mutex_t {
     fn default() -> Self {
@@ -201,9 +207,12 @@ pub union pthread_cond_t {
 const _: () = {
     ["Size of pthread_cond_t"][::std::mem::size_of::<pthread_cond_t>() - 48usize];
     ["Alignment of pthread_cond_t"][::std::mem::align_of::<pthread_cond_t>() - 8usize];
-    ["Offset of field: pthread_cond_t::__data"][::std::mem::offset_of!(pthread_cond_t, __data) - 0usize];
-    ["Offset of field: pthread_cond_t::__size"][::std::mem::offset_of!(pthread_cond_t, __size) - 0usize];
-    ["Offset of field: pthread_cond_t::__align"][::std::mem::offset_of!(pthread_cond_t, __align) - 0usize];
+    ["Offset of field: pthread_cond_t::__data"]
+        [::std::mem::offset_of!(pthread_cond_t, __data) - 0usize];
+    ["Offset of field: pthread_cond_t::__size"]
+        [::std::mem::offset_of!(pthread_cond_t, __size) - 0usize];
+    ["Offset of field: pthread_cond_t::__align"]
+        [::std::mem::offset_of!(pthread_cond_t, __align) - 0usize];
 };
 impl Default for pthread_cond_t {
     fn default() -> Self {
@@ -258,8 +267,11 @@ const _: () = {
         [::std::mem::align_of::<ib_uverbs_flow_action_esp_encap__bindgen_ty_1>() - 8usize];
     ["Offset of field: ib_uverbs_flow_action_esp_encap__bindgen_ty_1::val_ptr"]
         [::std::mem::offset_of!(ib_uverbs_flow_action_esp_encap__bindgen_ty_1, val_ptr) - 0usize];
-    ["Offset of field: ib_uverbs_flow_action_esp_encap__bindgen_ty_1::val_ptr_data_u64"]
-        [::std::mem::offset_of!(ib_uverbs_flow_action_esp_encap__bindgen_ty_1, val_ptr_data_u64) - 0usize];
+    ["Offset of field: ib_uverbs_flow_action_esp_encap__bindgen_ty_1::val_ptr_data_u64"][::std::mem::offset_of!(
+        ib_uverbs_flow_action_esp_encap__bindgen_ty_1,
+        val_ptr_data_u64
+    )
+        - 0usize];
 };
 impl Default for ib_uverbs_flow_action_esp_encap__bindgen_ty_1 {
     fn default() -> Self {
@@ -284,8 +296,11 @@ const _: () = {
         [::std::mem::align_of::<ib_uverbs_flow_action_esp_encap__bindgen_ty_2>() - 8usize];
     ["Offset of field: ib_uverbs_flow_action_esp_encap__bindgen_ty_2::next_ptr"]
         [::std::mem::offset_of!(ib_uverbs_flow_action_esp_encap__bindgen_ty_2, next_ptr) - 0usize];
-    ["Offset of field: ib_uverbs_flow_action_esp_encap__bindgen_ty_2::next_ptr_data_u64"]
-        [::std::mem::offset_of!(ib_uverbs_flow_action_esp_encap__bindgen_ty_2, next_ptr_data_u64) - 0usize];
+    ["Offset of field: ib_uverbs_flow_action_esp_encap__bindgen_ty_2::next_ptr_data_u64"][::std::mem::offset_of!(
+        ib_uverbs_flow_action_esp_encap__bindgen_ty_2,
+        next_ptr_data_u64
+    )
+        - 0usize];
 };
 impl Default for ib_uverbs_flow_action_esp_encap__bindgen_ty_2 {
     fn default() -> Self {
@@ -327,8 +342,10 @@ pub struct ib_uverbs_flow_action_esp {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ib_uverbs_flow_action_esp"][::std::mem::size_of::<ib_uverbs_flow_action_esp>() - 24usize];
-    ["Alignment of ib_uverbs_flow_action_esp"][::std::mem::align_of::<ib_uverbs_flow_action_esp>() - 8usize];
+    ["Size of ib_uverbs_flow_action_esp"]
+        [::std::mem::size_of::<ib_uverbs_flow_action_esp>() - 24usize];
+    ["Alignment of ib_uverbs_flow_action_esp"]
+        [::std::mem::align_of::<ib_uverbs_flow_action_esp>() - 8usize];
     ["Offset of field: ib_uverbs_flow_action_esp::spi"]
         [::std::mem::offset_of!(ib_uverbs_flow_action_esp, spi) - 0usize];
     ["Offset of field: ib_uverbs_flow_action_esp::seq"]
@@ -341,7 +358,8 @@ const _: () = {
         [::std::mem::offset_of!(ib_uverbs_flow_action_esp, hard_limit_pkts) - 16usize];
 };
 impl ib_uverbs_advise_mr_advice {
-    pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH: ib_uverbs_advise_mr_advice = ib_uverbs_advise_mr_advice(0);
+    pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH: ib_uverbs_advise_mr_advice =
+        ib_uverbs_advise_mr_advice(0);
     pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_WRITE: ib_uverbs_advise_mr_advice =
         ib_uverbs_advise_mr_advice(1);
     pub const IB_UVERBS_ADVISE_MR_ADVICE_PREFETCH_NO_FAULT: ib_uverbs_advise_mr_advice =
@@ -365,7 +383,8 @@ pub struct ibv_gid__bindgen_ty_1 {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ibv_gid__bindgen_ty_1"][::std::mem::size_of::<ibv_gid__bindgen_ty_1>() - 16usize];
-    ["Alignment of ibv_gid__bindgen_ty_1"][::std::mem::align_of::<ibv_gid__bindgen_ty_1>() - 8usize];
+    ["Alignment of ibv_gid__bindgen_ty_1"]
+        [::std::mem::align_of::<ibv_gid__bindgen_ty_1>() - 8usize];
     ["Offset of field: ibv_gid__bindgen_ty_1::subnet_prefix"]
         [::std::mem::offset_of!(ibv_gid__bindgen_ty_1, subnet_prefix) - 0usize];
     ["Offset of field: ibv_gid__bindgen_ty_1::interface_id"]
@@ -409,9 +428,12 @@ const _: () = {
     ["Size of ibv_gid_entry"][::std::mem::size_of::<ibv_gid_entry>() - 32usize];
     ["Alignment of ibv_gid_entry"][::std::mem::align_of::<ibv_gid_entry>() - 8usize];
     ["Offset of field: ibv_gid_entry::gid"][::std::mem::offset_of!(ibv_gid_entry, gid) - 0usize];
-    ["Offset of field: ibv_gid_entry::gid_index"][::std::mem::offset_of!(ibv_gid_entry, gid_index) - 16usize];
-    ["Offset of field: ibv_gid_entry::port_num"][::std::mem::offset_of!(ibv_gid_entry, port_num) - 20usize];
-    ["Offset of field: ibv_gid_entry::gid_type"][::std::mem::offset_of!(ibv_gid_entry, gid_type) - 24usize];
+    ["Offset of field: ibv_gid_entry::gid_index"]
+        [::std::mem::offset_of!(ibv_gid_entry, gid_index) - 16usize];
+    ["Offset of field: ibv_gid_entry::port_num"]
+        [::std::mem::offset_of!(ibv_gid_entry, port_num) - 20usize];
+    ["Offset of field: ibv_gid_entry::gid_type"]
+        [::std::mem::offset_of!(ibv_gid_entry, gid_type) - 24usize];
     ["Offset of field: ibv_gid_entry::ndev_ifindex"]
         [::std::mem::offset_of!(ibv_gid_entry, ndev_ifindex) - 28usize];
 };
@@ -502,8 +524,10 @@ const _: () = {
     ["Size of ibv_dm"][::std::mem::size_of::<ibv_dm>() - 32usize];
     ["Alignment of ibv_dm"][::std::mem::align_of::<ibv_dm>() - 8usize];
     ["Offset of field: ibv_dm::context"][::std::mem::offset_of!(ibv_dm, context) - 0usize];
-    ["Offset of field: ibv_dm::memcpy_to_dm"][::std::mem::offset_of!(ibv_dm, memcpy_to_dm) - 8usize];
-    ["Offset of field: ibv_dm::memcpy_from_dm"][::std::mem::offset_of!(ibv_dm, memcpy_from_dm) - 16usize];
+    ["Offset of field: ibv_dm::memcpy_to_dm"]
+        [::std::mem::offset_of!(ibv_dm, memcpy_to_dm) - 8usize];
+    ["Offset of field: ibv_dm::memcpy_from_dm"]
+        [::std::mem::offset_of!(ibv_dm, memcpy_from_dm) - 16usize];
     ["Offset of field: ibv_dm::comp_mask"][::std::mem::offset_of!(ibv_dm, comp_mask) - 24usize];
     ["Offset of field: ibv_dm::handle"][::std::mem::offset_of!(ibv_dm, handle) - 28usize];
 };
@@ -564,7 +588,8 @@ pub struct ibv_device_attr {
 const _: () = {
     ["Size of ibv_device_attr"][::std::mem::size_of::<ibv_device_attr>() - 232usize];
     ["Alignment of ibv_device_attr"][::std::mem::align_of::<ibv_device_attr>() - 8usize];
-    ["Offset of field: ibv_device_attr::fw_ver"][::std::mem::offset_of!(ibv_device_attr, fw_ver) - 0usize];
+    ["Offset of field: ibv_device_attr::fw_ver"]
+        [::std::mem::offset_of!(ibv_device_attr, fw_ver) - 0usize];
     ["Offset of field: ibv_device_attr::node_guid"]
         [::std::mem::offset_of!(ibv_device_attr, node_guid) - 64usize];
     ["Offset of field: ibv_device_attr::sys_image_guid"]
@@ -577,8 +602,10 @@ const _: () = {
         [::std::mem::offset_of!(ibv_device_attr, vendor_id) - 96usize];
     ["Offset of field: ibv_device_attr::vendor_part_id"]
         [::std::mem::offset_of!(ibv_device_attr, vendor_part_id) - 100usize];
-    ["Offset of field: ibv_device_attr::hw_ver"][::std::mem::offset_of!(ibv_device_attr, hw_ver) - 104usize];
-    ["Offset of field: ibv_device_attr::max_qp"][::std::mem::offset_of!(ibv_device_attr, max_qp) - 108usize];
+    ["Offset of field: ibv_device_attr::hw_ver"]
+        [::std::mem::offset_of!(ibv_device_attr, hw_ver) - 104usize];
+    ["Offset of field: ibv_device_attr::max_qp"]
+        [::std::mem::offset_of!(ibv_device_attr, max_qp) - 108usize];
     ["Offset of field: ibv_device_attr::max_qp_wr"]
         [::std::mem::offset_of!(ibv_device_attr, max_qp_wr) - 112usize];
     ["Offset of field: ibv_device_attr::device_cap_flags"]
@@ -587,11 +614,14 @@ const _: () = {
         [::std::mem::offset_of!(ibv_device_attr, max_sge) - 120usize];
     ["Offset of field: ibv_device_attr::max_sge_rd"]
         [::std::mem::offset_of!(ibv_device_attr, max_sge_rd) - 124usize];
-    ["Offset of field: ibv_device_attr::max_cq"][::std::mem::offset_of!(ibv_device_attr, max_cq) - 128usize];
+    ["Offset of field: ibv_device_attr::max_cq"]
+        [::std::mem::offset_of!(ibv_device_attr, max_cq) - 128usize];
     ["Offset of field: ibv_device_attr::max_cqe"]
         [::std::mem::offset_of!(ibv_device_attr, max_cqe) - 132usize];
-    ["Offset of field: ibv_device_attr::max_mr"][::std::mem::offset_of!(ibv_device_attr, max_mr) - 136usize];
-    ["Offset of field: ibv_device_attr::max_pd"][::std::mem::offset_of!(ibv_device_attr, max_pd) - 140usize];
+    ["Offset of field: ibv_device_attr::max_mr"]
+        [::std::mem::offset_of!(ibv_device_attr, max_mr) - 136usize];
+    ["Offset of field: ibv_device_attr::max_pd"]
+        [::std::mem::offset_of!(ibv_device_attr, max_pd) - 140usize];
     ["Offset of field: ibv_device_attr::max_qp_rd_atom"]
         [::std::mem::offset_of!(ibv_device_attr, max_qp_rd_atom) - 144usize];
     ["Offset of field: ibv_device_attr::max_ee_rd_atom"]
@@ -604,10 +634,12 @@ const _: () = {
         [::std::mem::offset_of!(ibv_device_attr, max_ee_init_rd_atom) - 160usize];
     ["Offset of field: ibv_device_attr::atomic_cap"]
         [::std::mem::offset_of!(ibv_device_attr, atomic_cap) - 164usize];
-    ["Offset of field: ibv_device_attr::max_ee"][::std::mem::offset_of!(ibv_device_attr, max_ee) - 168usize];
+    ["Offset of field: ibv_device_attr::max_ee"]
+        [::std::mem::offset_of!(ibv_device_attr, max_ee) - 168usize];
     ["Offset of field: ibv_device_attr::max_rdd"]
         [::std::mem::offset_of!(ibv_device_attr, max_rdd) - 172usize];
-    ["Offset of field: ibv_device_attr::max_mw"][::std::mem::offset_of!(ibv_device_attr, max_mw) - 176usize];
+    ["Offset of field: ibv_device_attr::max_mw"]
+        [::std::mem::offset_of!(ibv_device_attr, max_mw) - 176usize];
     ["Offset of field: ibv_device_attr::max_raw_ipv6_qp"]
         [::std::mem::offset_of!(ibv_device_attr, max_raw_ipv6_qp) - 180usize];
     ["Offset of field: ibv_device_attr::max_raw_ethy_qp"]
@@ -618,7 +650,8 @@ const _: () = {
         [::std::mem::offset_of!(ibv_device_attr, max_mcast_qp_attach) - 192usize];
     ["Offset of field: ibv_device_attr::max_total_mcast_qp_attach"]
         [::std::mem::offset_of!(ibv_device_attr, max_total_mcast_qp_attach) - 196usize];
-    ["Offset of field: ibv_device_attr::max_ah"][::std::mem::offset_of!(ibv_device_attr, max_ah) - 200usize];
+    ["Offset of field: ibv_device_attr::max_ah"]
+        [::std::mem::offset_of!(ibv_device_attr, max_ah) - 200usize];
     ["Offset of field: ibv_device_attr::max_fmr"]
         [::std::mem::offset_of!(ibv_device_attr, max_fmr) - 204usize];
     ["Offset of field: ibv_device_attr::max_map_per_fmr"]
@@ -652,8 +685,10 @@ pub struct ibv_query_device_ex_input {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_query_device_ex_input"][::std::mem::size_of::<ibv_query_device_ex_input>() - 4usize];
-    ["Alignment of ibv_query_device_ex_input"][::std::mem::align_of::<ibv_query_device_ex_input>() - 4usize];
+    ["Size of ibv_query_device_ex_input"]
+        [::std::mem::size_of::<ibv_query_device_ex_input>() - 4usize];
+    ["Alignment of ibv_query_device_ex_input"]
+        [::std::mem::align_of::<ibv_query_device_ex_input>() - 4usize];
     ["Offset of field: ibv_query_device_ex_input::comp_mask"]
         [::std::mem::offset_of!(ibv_query_device_ex_input, comp_mask) - 0usize];
 };
@@ -672,7 +707,8 @@ pub struct ibv_odp_caps__bindgen_ty_1 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_odp_caps__bindgen_ty_1"][::std::mem::size_of::<ibv_odp_caps__bindgen_ty_1>() - 12usize];
+    ["Size of ibv_odp_caps__bindgen_ty_1"]
+        [::std::mem::size_of::<ibv_odp_caps__bindgen_ty_1>() - 12usize];
     ["Alignment of ibv_odp_caps__bindgen_ty_1"]
         [::std::mem::align_of::<ibv_odp_caps__bindgen_ty_1>() - 4usize];
     ["Offset of field: ibv_odp_caps__bindgen_ty_1::rc_odp_caps"]
@@ -701,7 +737,8 @@ pub struct ibv_tso_caps {
 const _: () = {
     ["Size of ibv_tso_caps"][::std::mem::size_of::<ibv_tso_caps>() - 8usize];
     ["Alignment of ibv_tso_caps"][::std::mem::align_of::<ibv_tso_caps>() - 4usize];
-    ["Offset of field: ibv_tso_caps::max_tso"][::std::mem::offset_of!(ibv_tso_caps, max_tso) - 0usize];
+    ["Offset of field: ibv_tso_caps::max_tso"]
+        [::std::mem::offset_of!(ibv_tso_caps, max_tso) - 0usize];
     ["Offset of field: ibv_tso_caps::supported_qpts"]
         [::std::mem::offset_of!(ibv_tso_caps, supported_qpts) - 4usize];
 };
@@ -739,7 +776,8 @@ pub struct ibv_packet_pacing_caps {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ibv_packet_pacing_caps"][::std::mem::size_of::<ibv_packet_pacing_caps>() - 12usize];
-    ["Alignment of ibv_packet_pacing_caps"][::std::mem::align_of::<ibv_packet_pacing_caps>() - 4usize];
+    ["Alignment of ibv_packet_pacing_caps"]
+        [::std::mem::align_of::<ibv_packet_pacing_caps>() - 4usize];
     ["Offset of field: ibv_packet_pacing_caps::qp_rate_limit_min"]
         [::std::mem::offset_of!(ibv_packet_pacing_caps, qp_rate_limit_min) - 0usize];
     ["Offset of field: ibv_packet_pacing_caps::qp_rate_limit_max"]
@@ -765,8 +803,10 @@ const _: () = {
     ["Offset of field: ibv_tm_caps::max_num_tags"]
         [::std::mem::offset_of!(ibv_tm_caps, max_num_tags) - 4usize];
     ["Offset of field: ibv_tm_caps::flags"][::std::mem::offset_of!(ibv_tm_caps, flags) - 8usize];
-    ["Offset of field: ibv_tm_caps::max_ops"][::std::mem::offset_of!(ibv_tm_caps, max_ops) - 12usize];
-    ["Offset of field: ibv_tm_caps::max_sge"][::std::mem::offset_of!(ibv_tm_caps, max_sge) - 16usize];
+    ["Offset of field: ibv_tm_caps::max_ops"]
+        [::std::mem::offset_of!(ibv_tm_caps, max_ops) - 12usize];
+    ["Offset of field: ibv_tm_caps::max_sge"]
+        [::std::mem::offset_of!(ibv_tm_caps, max_sge) - 16usize];
 };
 #[repr(C)]
 #[derive(Debug, Default, Copy, Clone)]
@@ -777,7 +817,8 @@ pub struct ibv_cq_moderation_caps {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ibv_cq_moderation_caps"][::std::mem::size_of::<ibv_cq_moderation_caps>() - 4usize];
-    ["Alignment of ibv_cq_moderation_caps"][::std::mem::align_of::<ibv_cq_moderation_caps>() - 2usize];
+    ["Alignment of ibv_cq_moderation_caps"]
+        [::std::mem::align_of::<ibv_cq_moderation_caps>() - 2usize];
     ["Offset of field: ibv_cq_moderation_caps::max_cq_count"]
         [::std::mem::offset_of!(ibv_cq_moderation_caps, max_cq_count) - 0usize];
     ["Offset of field: ibv_cq_moderation_caps::max_cq_period"]
@@ -921,8 +962,10 @@ pub struct ibv_port_attr {
 const _: () = {
     ["Size of ibv_port_attr"][::std::mem::size_of::<ibv_port_attr>() - 52usize];
     ["Alignment of ibv_port_attr"][::std::mem::align_of::<ibv_port_attr>() - 4usize];
-    ["Offset of field: ibv_port_attr::state"][::std::mem::offset_of!(ibv_port_attr, state) - 0usize];
-    ["Offset of field: ibv_port_attr::max_mtu"][::std::mem::offset_of!(ibv_port_attr, max_mtu) - 4usize];
+    ["Offset of field: ibv_port_attr::state"]
+        [::std::mem::offset_of!(ibv_port_attr, state) - 0usize];
+    ["Offset of field: ibv_port_attr::max_mtu"]
+        [::std::mem::offset_of!(ibv_port_attr, max_mtu) - 4usize];
     ["Offset of field: ibv_port_attr::active_mtu"]
         [::std::mem::offset_of!(ibv_port_attr, active_mtu) - 8usize];
     ["Offset of field: ibv_port_attr::gid_tbl_len"]
@@ -938,11 +981,13 @@ const _: () = {
     ["Offset of field: ibv_port_attr::pkey_tbl_len"]
         [::std::mem::offset_of!(ibv_port_attr, pkey_tbl_len) - 32usize];
     ["Offset of field: ibv_port_attr::lid"][::std::mem::offset_of!(ibv_port_attr, lid) - 34usize];
-    ["Offset of field: ibv_port_attr::sm_lid"][::std::mem::offset_of!(ibv_port_attr, sm_lid) - 36usize];
+    ["Offset of field: ibv_port_attr::sm_lid"]
+        [::std::mem::offset_of!(ibv_port_attr, sm_lid) - 36usize];
     ["Offset of field: ibv_port_attr::lmc"][::std::mem::offset_of!(ibv_port_attr, lmc) - 38usize];
     ["Offset of field: ibv_port_attr::max_vl_num"]
         [::std::mem::offset_of!(ibv_port_attr, max_vl_num) - 39usize];
-    ["Offset of field: ibv_port_attr::sm_sl"][::std::mem::offset_of!(ibv_port_attr, sm_sl) - 40usize];
+    ["Offset of field: ibv_port_attr::sm_sl"]
+        [::std::mem::offset_of!(ibv_port_attr, sm_sl) - 40usize];
     ["Offset of field: ibv_port_attr::subnet_timeout"]
         [::std::mem::offset_of!(ibv_port_attr, subnet_timeout) - 41usize];
     ["Offset of field: ibv_port_attr::init_type_reply"]
@@ -955,7 +1000,8 @@ const _: () = {
         [::std::mem::offset_of!(ibv_port_attr, phys_state) - 45usize];
     ["Offset of field: ibv_port_attr::link_layer"]
         [::std::mem::offset_of!(ibv_port_attr, link_layer) - 46usize];
-    ["Offset of field: ibv_port_attr::flags"][::std::mem::offset_of!(ibv_port_attr, flags) - 47usize];
+    ["Offset of field: ibv_port_attr::flags"]
+        [::std::mem::offset_of!(ibv_port_attr, flags) - 47usize];
     ["Offset of field: ibv_port_attr::port_cap_flags2"]
         [::std::mem::offset_of!(ibv_port_attr, port_cap_flags2) - 48usize];
 };
@@ -1038,7 +1084,8 @@ impl Default for ibv_async_event__bindgen_ty_1 {
 const _: () = {
     ["Size of ibv_async_event"][::std::mem::size_of::<ibv_async_event>() - 16usize];
     ["Alignment of ibv_async_event"][::std::mem::align_of::<ibv_async_event>() - 8usize];
-    ["Offset of field: ibv_async_event::element"][::std::mem::offset_of!(ibv_async_event, element) - 0usize];
+    ["Offset of field: ibv_async_event::element"]
+        [::std::mem::offset_of!(ibv_async_event, element) - 0usize];
     ["Offset of field: ibv_async_event::event_type"]
         [::std::mem::offset_of!(ibv_async_event, event_type) - 8usize];
 };
@@ -1172,7 +1219,8 @@ const _: () = {
     ["Offset of field: ibv_wc::pkey_index"][::std::mem::offset_of!(ibv_wc, pkey_index) - 40usize];
     ["Offset of field: ibv_wc::slid"][::std::mem::offset_of!(ibv_wc, slid) - 42usize];
     ["Offset of field: ibv_wc::sl"][::std::mem::offset_of!(ibv_wc, sl) - 44usize];
-    ["Offset of field: ibv_wc::dlid_path_bits"][::std::mem::offset_of!(ibv_wc, dlid_path_bits) - 45usize];
+    ["Offset of field: ibv_wc::dlid_path_bits"]
+        [::std::mem::offset_of!(ibv_wc, dlid_path_bits) - 45usize];
 };
 impl Default for ibv_wc {
     fn default() -> Self {
@@ -1209,9 +1257,12 @@ pub struct ibv_mw_bind_info {
 const _: () = {
     ["Size of ibv_mw_bind_info"][::std::mem::size_of::<ibv_mw_bind_info>() - 32usize];
     ["Alignment of ibv_mw_bind_info"][::std::mem::align_of::<ibv_mw_bind_info>() - 8usize];
-    ["Offset of field: ibv_mw_bind_info::mr"][::std::mem::offset_of!(ibv_mw_bind_info, mr) - 0usize];
-    ["Offset of field: ibv_mw_bind_info::addr"][::std::mem::offset_of!(ibv_mw_bind_info, addr) - 8usize];
-    ["Offset of field: ibv_mw_bind_info::length"][::std::mem::offset_of!(ibv_mw_bind_info, length) - 16usize];
+    ["Offset of field: ibv_mw_bind_info::mr"]
+        [::std::mem::offset_of!(ibv_mw_bind_info, mr) - 0usize];
+    ["Offset of field: ibv_mw_bind_info::addr"]
+        [::std::mem::offset_of!(ibv_mw_bind_info, addr) - 8usize];
+    ["Offset of field: ibv_mw_bind_info::length"]
+        [::std::mem::offset_of!(ibv_mw_bind_info, length) - 16usize];
     ["Offset of field: ibv_mw_bind_info::mw_access_flags"]
         [::std::mem::offset_of!(ibv_mw_bind_info, mw_access_flags) - 24usize];
 };
@@ -1291,7 +1342,8 @@ const _: () = {
     ["Alignment of ibv_xrcd_init_attr"][::std::mem::align_of::<ibv_xrcd_init_attr>() - 4usize];
     ["Offset of field: ibv_xrcd_init_attr::comp_mask"]
         [::std::mem::offset_of!(ibv_xrcd_init_attr, comp_mask) - 0usize];
-    ["Offset of field: ibv_xrcd_init_attr::fd"][::std::mem::offset_of!(ibv_xrcd_init_attr, fd) - 4usize];
+    ["Offset of field: ibv_xrcd_init_attr::fd"]
+        [::std::mem::offset_of!(ibv_xrcd_init_attr, fd) - 4usize];
     ["Offset of field: ibv_xrcd_init_attr::oflags"]
         [::std::mem::offset_of!(ibv_xrcd_init_attr, oflags) - 8usize];
 };
@@ -1395,7 +1447,8 @@ pub struct ibv_global_route {
 const _: () = {
     ["Size of ibv_global_route"][::std::mem::size_of::<ibv_global_route>() - 24usize];
     ["Alignment of ibv_global_route"][::std::mem::align_of::<ibv_global_route>() - 8usize];
-    ["Offset of field: ibv_global_route::dgid"][::std::mem::offset_of!(ibv_global_route, dgid) - 0usize];
+    ["Offset of field: ibv_global_route::dgid"]
+        [::std::mem::offset_of!(ibv_global_route, dgid) - 0usize];
     ["Offset of field: ibv_global_route::flow_label"]
         [::std::mem::offset_of!(ibv_global_route, flow_label) - 16usize];
     ["Offset of field: ibv_global_route::sgid_index"]
@@ -1434,9 +1487,12 @@ const _: () = {
     ["Offset of field: ibv_ah_attr::sl"][::std::mem::offset_of!(ibv_ah_attr, sl) - 26usize];
     ["Offset of field: ibv_ah_attr::src_path_bits"]
         [::std::mem::offset_of!(ibv_ah_attr, src_path_bits) - 27usize];
-    ["Offset of field: ibv_ah_attr::static_rate"][::std::mem::offset_of!(ibv_ah_attr, static_rate) - 28usize];
-    ["Offset of field: ibv_ah_attr::is_global"][::std::mem::offset_of!(ibv_ah_attr, is_global) - 29usize];
-    ["Offset of field: ibv_ah_attr::port_num"][::std::mem::offset_of!(ibv_ah_attr, port_num) - 30usize];
+    ["Offset of field: ibv_ah_attr::static_rate"]
+        [::std::mem::offset_of!(ibv_ah_attr, static_rate) - 28usize];
+    ["Offset of field: ibv_ah_attr::is_global"]
+        [::std::mem::offset_of!(ibv_ah_attr, is_global) - 29usize];
+    ["Offset of field: ibv_ah_attr::port_num"]
+        [::std::mem::offset_of!(ibv_ah_attr, port_num) - 30usize];
 };
 impl Default for ibv_ah_attr {
     fn default() -> Self {
@@ -1465,9 +1521,12 @@ pub struct ibv_srq_attr {
 const _: () = {
     ["Size of ibv_srq_attr"][::std::mem::size_of::<ibv_srq_attr>() - 12usize];
     ["Alignment of ibv_srq_attr"][::std::mem::align_of::<ibv_srq_attr>() - 4usize];
-    ["Offset of field: ibv_srq_attr::max_wr"][::std::mem::offset_of!(ibv_srq_attr, max_wr) - 0usize];
-    ["Offset of field: ibv_srq_attr::max_sge"][::std::mem::offset_of!(ibv_srq_attr, max_sge) - 4usize];
-    ["Offset of field: ibv_srq_attr::srq_limit"][::std::mem::offset_of!(ibv_srq_attr, srq_limit) - 8usize];
+    ["Offset of field: ibv_srq_attr::max_wr"]
+        [::std::mem::offset_of!(ibv_srq_attr, max_wr) - 0usize];
+    ["Offset of field: ibv_srq_attr::max_sge"]
+        [::std::mem::offset_of!(ibv_srq_attr, max_sge) - 4usize];
+    ["Offset of field: ibv_srq_attr::srq_limit"]
+        [::std::mem::offset_of!(ibv_srq_attr, srq_limit) - 8usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -1481,7 +1540,8 @@ const _: () = {
     ["Alignment of ibv_srq_init_attr"][::std::mem::align_of::<ibv_srq_init_attr>() - 8usize];
     ["Offset of field: ibv_srq_init_attr::srq_context"]
         [::std::mem::offset_of!(ibv_srq_init_attr, srq_context) - 0usize];
-    ["Offset of field: ibv_srq_init_attr::attr"][::std::mem::offset_of!(ibv_srq_init_attr, attr) - 8usize];
+    ["Offset of field: ibv_srq_init_attr::attr"]
+        [::std::mem::offset_of!(ibv_srq_init_attr, attr) - 8usize];
 };
 impl Default for ibv_srq_init_attr {
     fn default() -> Self {
@@ -1510,7 +1570,8 @@ pub struct ibv_tm_cap {
 const _: () = {
     ["Size of ibv_tm_cap"][::std::mem::size_of::<ibv_tm_cap>() - 8usize];
     ["Alignment of ibv_tm_cap"][::std::mem::align_of::<ibv_tm_cap>() - 4usize];
-    ["Offset of field: ibv_tm_cap::max_num_tags"][::std::mem::offset_of!(ibv_tm_cap, max_num_tags) - 0usize];
+    ["Offset of field: ibv_tm_cap::max_num_tags"]
+        [::std::mem::offset_of!(ibv_tm_cap, max_num_tags) - 0usize];
     ["Offset of field: ibv_tm_cap::max_ops"][::std::mem::offset_of!(ibv_tm_cap, max_ops) - 4usize];
 };
 #[repr(C)]
@@ -1537,10 +1598,12 @@ const _: () = {
         [::std::mem::offset_of!(ibv_srq_init_attr_ex, comp_mask) - 20usize];
     ["Offset of field: ibv_srq_init_attr_ex::srq_type"]
         [::std::mem::offset_of!(ibv_srq_init_attr_ex, srq_type) - 24usize];
-    ["Offset of field: ibv_srq_init_attr_ex::pd"][::std::mem::offset_of!(ibv_srq_init_attr_ex, pd) - 32usize];
+    ["Offset of field: ibv_srq_init_attr_ex::pd"]
+        [::std::mem::offset_of!(ibv_srq_init_attr_ex, pd) - 32usize];
     ["Offset of field: ibv_srq_init_attr_ex::xrcd"]
         [::std::mem::offset_of!(ibv_srq_init_attr_ex, xrcd) - 40usize];
-    ["Offset of field: ibv_srq_init_attr_ex::cq"][::std::mem::offset_of!(ibv_srq_init_attr_ex, cq) - 48usize];
+    ["Offset of field: ibv_srq_init_attr_ex::cq"]
+        [::std::mem::offset_of!(ibv_srq_init_attr_ex, cq) - 48usize];
     ["Offset of field: ibv_srq_init_attr_ex::tm_cap"]
         [::std::mem::offset_of!(ibv_srq_init_attr_ex, tm_cap) - 56usize];
 };
@@ -1579,11 +1642,14 @@ const _: () = {
         [::std::mem::offset_of!(ibv_wq_init_attr, wq_context) - 0usize];
     ["Offset of field: ibv_wq_init_attr::wq_type"]
         [::std::mem::offset_of!(ibv_wq_init_attr, wq_type) - 8usize];
-    ["Offset of field: ibv_wq_init_attr::max_wr"][::std::mem::offset_of!(ibv_wq_init_attr, max_wr) - 12usize];
+    ["Offset of field: ibv_wq_init_attr::max_wr"]
+        [::std::mem::offset_of!(ibv_wq_init_attr, max_wr) - 12usize];
     ["Offset of field: ibv_wq_init_attr::max_sge"]
         [::std::mem::offset_of!(ibv_wq_init_attr, max_sge) - 16usize];
-    ["Offset of field: ibv_wq_init_attr::pd"][::std::mem::offset_of!(ibv_wq_init_attr, pd) - 24usize];
-    ["Offset of field: ibv_wq_init_attr::cq"][::std::mem::offset_of!(ibv_wq_init_attr, cq) - 32usize];
+    ["Offset of field: ibv_wq_init_attr::pd"]
+        [::std::mem::offset_of!(ibv_wq_init_attr, pd) - 24usize];
+    ["Offset of field: ibv_wq_init_attr::cq"]
+        [::std::mem::offset_of!(ibv_wq_init_attr, cq) - 32usize];
     ["Offset of field: ibv_wq_init_attr::comp_mask"]
         [::std::mem::offset_of!(ibv_wq_init_attr, comp_mask) - 40usize];
     ["Offset of field: ibv_wq_init_attr::create_flags"]
@@ -1620,12 +1686,15 @@ pub struct ibv_wq_attr {
 const _: () = {
     ["Size of ibv_wq_attr"][::std::mem::size_of::<ibv_wq_attr>() - 20usize];
     ["Alignment of ibv_wq_attr"][::std::mem::align_of::<ibv_wq_attr>() - 4usize];
-    ["Offset of field: ibv_wq_attr::attr_mask"][::std::mem::offset_of!(ibv_wq_attr, attr_mask) - 0usize];
-    ["Offset of field: ibv_wq_attr::wq_state"][::std::mem::offset_of!(ibv_wq_attr, wq_state) - 4usize];
+    ["Offset of field: ibv_wq_attr::attr_mask"]
+        [::std::mem::offset_of!(ibv_wq_attr, attr_mask) - 0usize];
+    ["Offset of field: ibv_wq_attr::wq_state"]
+        [::std::mem::offset_of!(ibv_wq_attr, wq_state) - 4usize];
     ["Offset of field: ibv_wq_attr::curr_wq_state"]
         [::std::mem::offset_of!(ibv_wq_attr, curr_wq_state) - 8usize];
     ["Offset of field: ibv_wq_attr::flags"][::std::mem::offset_of!(ibv_wq_attr, flags) - 12usize];
-    ["Offset of field: ibv_wq_attr::flags_mask"][::std::mem::offset_of!(ibv_wq_attr, flags_mask) - 16usize];
+    ["Offset of field: ibv_wq_attr::flags_mask"]
+        [::std::mem::offset_of!(ibv_wq_attr, flags_mask) - 16usize];
 };
 impl Default for ibv_wq_attr {
     fn default() -> Self {
@@ -1675,7 +1744,8 @@ pub struct ibv_rwq_ind_table_init_attr {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_rwq_ind_table_init_attr"][::std::mem::size_of::<ibv_rwq_ind_table_init_attr>() - 24usize];
+    ["Size of ibv_rwq_ind_table_init_attr"]
+        [::std::mem::size_of::<ibv_rwq_ind_table_init_attr>() - 24usize];
     ["Alignment of ibv_rwq_ind_table_init_attr"]
         [::std::mem::align_of::<ibv_rwq_ind_table_init_attr>() - 8usize];
     ["Offset of field: ibv_rwq_ind_table_init_attr::log_ind_tbl_size"]
@@ -1719,10 +1789,14 @@ pub struct ibv_qp_cap {
 const _: () = {
     ["Size of ibv_qp_cap"][::std::mem::size_of::<ibv_qp_cap>() - 20usize];
     ["Alignment of ibv_qp_cap"][::std::mem::align_of::<ibv_qp_cap>() - 4usize];
-    ["Offset of field: ibv_qp_cap::max_send_wr"][::std::mem::offset_of!(ibv_qp_cap, max_send_wr) - 0usize];
-    ["Offset of field: ibv_qp_cap::max_recv_wr"][::std::mem::offset_of!(ibv_qp_cap, max_recv_wr) - 4usize];
-    ["Offset of field: ibv_qp_cap::max_send_sge"][::std::mem::offset_of!(ibv_qp_cap, max_send_sge) - 8usize];
-    ["Offset of field: ibv_qp_cap::max_recv_sge"][::std::mem::offset_of!(ibv_qp_cap, max_recv_sge) - 12usize];
+    ["Offset of field: ibv_qp_cap::max_send_wr"]
+        [::std::mem::offset_of!(ibv_qp_cap, max_send_wr) - 0usize];
+    ["Offset of field: ibv_qp_cap::max_recv_wr"]
+        [::std::mem::offset_of!(ibv_qp_cap, max_recv_wr) - 4usize];
+    ["Offset of field: ibv_qp_cap::max_send_sge"]
+        [::std::mem::offset_of!(ibv_qp_cap, max_send_sge) - 8usize];
+    ["Offset of field: ibv_qp_cap::max_recv_sge"]
+        [::std::mem::offset_of!(ibv_qp_cap, max_recv_sge) - 12usize];
     ["Offset of field: ibv_qp_cap::max_inline_data"]
         [::std::mem::offset_of!(ibv_qp_cap, max_inline_data) - 16usize];
 };
@@ -1747,8 +1821,10 @@ const _: () = {
         [::std::mem::offset_of!(ibv_qp_init_attr, send_cq) - 8usize];
     ["Offset of field: ibv_qp_init_attr::recv_cq"]
         [::std::mem::offset_of!(ibv_qp_init_attr, recv_cq) - 16usize];
-    ["Offset of field: ibv_qp_init_attr::srq"][::std::mem::offset_of!(ibv_qp_init_attr, srq) - 24usize];
-    ["Offset of field: ibv_qp_init_attr::cap"][::std::mem::offset_of!(ibv_qp_init_attr, cap) - 32usize];
+    ["Offset of field: ibv_qp_init_attr::srq"]
+        [::std::mem::offset_of!(ibv_qp_init_attr, srq) - 24usize];
+    ["Offset of field: ibv_qp_init_attr::cap"]
+        [::std::mem::offset_of!(ibv_qp_init_attr, cap) - 32usize];
     ["Offset of field: ibv_qp_init_attr::qp_type"]
         [::std::mem::offset_of!(ibv_qp_init_attr, qp_type) - 52usize];
     ["Offset of field: ibv_qp_init_attr::sq_sig_all"]
@@ -1823,15 +1899,18 @@ const _: () = {
         [::std::mem::offset_of!(ibv_qp_init_attr_ex, send_cq) - 8usize];
     ["Offset of field: ibv_qp_init_attr_ex::recv_cq"]
         [::std::mem::offset_of!(ibv_qp_init_attr_ex, recv_cq) - 16usize];
-    ["Offset of field: ibv_qp_init_attr_ex::srq"][::std::mem::offset_of!(ibv_qp_init_attr_ex, srq) - 24usize];
-    ["Offset of field: ibv_qp_init_attr_ex::cap"][::std::mem::offset_of!(ibv_qp_init_attr_ex, cap) - 32usize];
+    ["Offset of field: ibv_qp_init_attr_ex::srq"]
+        [::std::mem::offset_of!(ibv_qp_init_attr_ex, srq) - 24usize];
+    ["Offset of field: ibv_qp_init_attr_ex::cap"]
+        [::std::mem::offset_of!(ibv_qp_init_attr_ex, cap) - 32usize];
     ["Offset of field: ibv_qp_init_attr_ex::qp_type"]
         [::std::mem::offset_of!(ibv_qp_init_attr_ex, qp_type) - 52usize];
     ["Offset of field: ibv_qp_init_attr_ex::sq_sig_all"]
         [::std::mem::offset_of!(ibv_qp_init_attr_ex, sq_sig_all) - 56usize];
     ["Offset of field: ibv_qp_init_attr_ex::comp_mask"]
         [::std::mem::offset_of!(ibv_qp_init_attr_ex, comp_mask) - 60usize];
-    ["Offset of field: ibv_qp_init_attr_ex::pd"][::std::mem::offset_of!(ibv_qp_init_attr_ex, pd) - 64usize];
+    ["Offset of field: ibv_qp_init_attr_ex::pd"]
+        [::std::mem::offset_of!(ibv_qp_init_attr_ex, pd) - 64usize];
     ["Offset of field: ibv_qp_init_attr_ex::xrcd"]
         [::std::mem::offset_of!(ibv_qp_init_attr_ex, xrcd) - 72usize];
     ["Offset of field: ibv_qp_init_attr_ex::create_flags"]
@@ -1871,8 +1950,10 @@ const _: () = {
     ["Alignment of ibv_qp_open_attr"][::std::mem::align_of::<ibv_qp_open_attr>() - 8usize];
     ["Offset of field: ibv_qp_open_attr::comp_mask"]
         [::std::mem::offset_of!(ibv_qp_open_attr, comp_mask) - 0usize];
-    ["Offset of field: ibv_qp_open_attr::qp_num"][::std::mem::offset_of!(ibv_qp_open_attr, qp_num) - 4usize];
-    ["Offset of field: ibv_qp_open_attr::xrcd"][::std::mem::offset_of!(ibv_qp_open_attr, xrcd) - 8usize];
+    ["Offset of field: ibv_qp_open_attr::qp_num"]
+        [::std::mem::offset_of!(ibv_qp_open_attr, qp_num) - 4usize];
+    ["Offset of field: ibv_qp_open_attr::xrcd"]
+        [::std::mem::offset_of!(ibv_qp_open_attr, xrcd) - 8usize];
     ["Offset of field: ibv_qp_open_attr::qp_context"]
         [::std::mem::offset_of!(ibv_qp_open_attr, qp_context) - 16usize];
     ["Offset of field: ibv_qp_open_attr::qp_type"]
@@ -1969,22 +2050,28 @@ pub struct ibv_qp_attr {
 const _: () = {
     ["Size of ibv_qp_attr"][::std::mem::size_of::<ibv_qp_attr>() - 144usize];
     ["Alignment of ibv_qp_attr"][::std::mem::align_of::<ibv_qp_attr>() - 8usize];
-    ["Offset of field: ibv_qp_attr::qp_state"][::std::mem::offset_of!(ibv_qp_attr, qp_state) - 0usize];
+    ["Offset of field: ibv_qp_attr::qp_state"]
+        [::std::mem::offset_of!(ibv_qp_attr, qp_state) - 0usize];
     ["Offset of field: ibv_qp_attr::cur_qp_state"]
         [::std::mem::offset_of!(ibv_qp_attr, cur_qp_state) - 4usize];
-    ["Offset of field: ibv_qp_attr::path_mtu"][::std::mem::offset_of!(ibv_qp_attr, path_mtu) - 8usize];
+    ["Offset of field: ibv_qp_attr::path_mtu"]
+        [::std::mem::offset_of!(ibv_qp_attr, path_mtu) - 8usize];
     ["Offset of field: ibv_qp_attr::path_mig_state"]
         [::std::mem::offset_of!(ibv_qp_attr, path_mig_state) - 12usize];
     ["Offset of field: ibv_qp_attr::qkey"][::std::mem::offset_of!(ibv_qp_attr, qkey) - 16usize];
     ["Offset of field: ibv_qp_attr::rq_psn"][::std::mem::offset_of!(ibv_qp_attr, rq_psn) - 20usize];
     ["Offset of field: ibv_qp_attr::sq_psn"][::std::mem::offset_of!(ibv_qp_attr, sq_psn) - 24usize];
-    ["Offset of field: ibv_qp_attr::dest_qp_num"][::std::mem::offset_of!(ibv_qp_attr, dest_qp_num) - 28usize];
+    ["Offset of field: ibv_qp_attr::dest_qp_num"]
+        [::std::mem::offset_of!(ibv_qp_attr, dest_qp_num) - 28usize];
     ["Offset of field: ibv_qp_attr::qp_access_flags"]
         [::std::mem::offset_of!(ibv_qp_attr, qp_access_flags) - 32usize];
     ["Offset of field: ibv_qp_attr::cap"][::std::mem::offset_of!(ibv_qp_attr, cap) - 36usize];
-    ["Offset of field: ibv_qp_attr::ah_attr"][::std::mem::offset_of!(ibv_qp_attr, ah_attr) - 56usize];
-    ["Offset of field: ibv_qp_attr::alt_ah_attr"][::std::mem::offset_of!(ibv_qp_attr, alt_ah_attr) - 88usize];
-    ["Offset of field: ibv_qp_attr::pkey_index"][::std::mem::offset_of!(ibv_qp_attr, pkey_index) - 120usize];
+    ["Offset of field: ibv_qp_attr::ah_attr"]
+        [::std::mem::offset_of!(ibv_qp_attr, ah_attr) - 56usize];
+    ["Offset of field: ibv_qp_attr::alt_ah_attr"]
+        [::std::mem::offset_of!(ibv_qp_attr, alt_ah_attr) - 88usize];
+    ["Offset of field: ibv_qp_attr::pkey_index"]
+        [::std::mem::offset_of!(ibv_qp_attr, pkey_index) - 120usize];
     ["Offset of field: ibv_qp_attr::alt_pkey_index"]
         [::std::mem::offset_of!(ibv_qp_attr, alt_pkey_index) - 122usize];
     ["Offset of field: ibv_qp_attr::en_sqd_async_notify"]
@@ -1997,15 +2084,20 @@ const _: () = {
         [::std::mem::offset_of!(ibv_qp_attr, max_dest_rd_atomic) - 127usize];
     ["Offset of field: ibv_qp_attr::min_rnr_timer"]
         [::std::mem::offset_of!(ibv_qp_attr, min_rnr_timer) - 128usize];
-    ["Offset of field: ibv_qp_attr::port_num"][::std::mem::offset_of!(ibv_qp_attr, port_num) - 129usize];
-    ["Offset of field: ibv_qp_attr::timeout"][::std::mem::offset_of!(ibv_qp_attr, timeout) - 130usize];
-    ["Offset of field: ibv_qp_attr::retry_cnt"][::std::mem::offset_of!(ibv_qp_attr, retry_cnt) - 131usize];
-    ["Offset of field: ibv_qp_attr::rnr_retry"][::std::mem::offset_of!(ibv_qp_attr, rnr_retry) - 132usize];
+    ["Offset of field: ibv_qp_attr::port_num"]
+        [::std::mem::offset_of!(ibv_qp_attr, port_num) - 129usize];
+    ["Offset of field: ibv_qp_attr::timeout"]
+        [::std::mem::offset_of!(ibv_qp_attr, timeout) - 130usize];
+    ["Offset of field: ibv_qp_attr::retry_cnt"]
+        [::std::mem::offset_of!(ibv_qp_attr, retry_cnt) - 131usize];
+    ["Offset of field: ibv_qp_attr::rnr_retry"]
+        [::std::mem::offset_of!(ibv_qp_attr, rnr_retry) - 132usize];
     ["Offset of field: ibv_qp_attr::alt_port_num"]
         [::std::mem::offset_of!(ibv_qp_attr, alt_port_num) - 133usize];
     ["Offset of field: ibv_qp_attr::alt_timeout"]
         [::std::mem::offset_of!(ibv_qp_attr, alt_timeout) - 134usize];
-    ["Offset of field: ibv_qp_attr::rate_limit"][::std::mem::offset_of!(ibv_qp_attr, rate_limit) - 136usize];
+    ["Offset of field: ibv_qp_attr::rate_limit"]
+        [::std::mem::offset_of!(ibv_qp_attr, rate_limit) - 136usize];
 };
 impl Default for ibv_qp_attr {
     fn default() -> Self {
@@ -2027,7 +2119,8 @@ pub struct ibv_qp_rate_limit_attr {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ibv_qp_rate_limit_attr"][::std::mem::size_of::<ibv_qp_rate_limit_attr>() - 16usize];
-    ["Alignment of ibv_qp_rate_limit_attr"][::std::mem::align_of::<ibv_qp_rate_limit_attr>() - 4usize];
+    ["Alignment of ibv_qp_rate_limit_attr"]
+        [::std::mem::align_of::<ibv_qp_rate_limit_attr>() - 4usize];
     ["Offset of field: ibv_qp_rate_limit_attr::rate_limit"]
         [::std::mem::offset_of!(ibv_qp_rate_limit_attr, rate_limit) - 0usize];
     ["Offset of field: ibv_qp_rate_limit_attr::max_burst_sz"]
@@ -2102,8 +2195,10 @@ pub union ibv_send_wr__bindgen_ty_1 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_send_wr__bindgen_ty_1"][::std::mem::size_of::<ibv_send_wr__bindgen_ty_1>() - 4usize];
-    ["Alignment of ibv_send_wr__bindgen_ty_1"][::std::mem::align_of::<ibv_send_wr__bindgen_ty_1>() - 4usize];
+    ["Size of ibv_send_wr__bindgen_ty_1"]
+        [::std::mem::size_of::<ibv_send_wr__bindgen_ty_1>() - 4usize];
+    ["Alignment of ibv_send_wr__bindgen_ty_1"]
+        [::std::mem::align_of::<ibv_send_wr__bindgen_ty_1>() - 4usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_1::imm_data"]
         [::std::mem::offset_of!(ibv_send_wr__bindgen_ty_1, imm_data) - 0usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_1::invalidate_rkey"]
@@ -2196,8 +2291,10 @@ impl Default for ibv_send_wr__bindgen_ty_2__bindgen_ty_3 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_send_wr__bindgen_ty_2"][::std::mem::size_of::<ibv_send_wr__bindgen_ty_2>() - 32usize];
-    ["Alignment of ibv_send_wr__bindgen_ty_2"][::std::mem::align_of::<ibv_send_wr__bindgen_ty_2>() - 8usize];
+    ["Size of ibv_send_wr__bindgen_ty_2"]
+        [::std::mem::size_of::<ibv_send_wr__bindgen_ty_2>() - 32usize];
+    ["Alignment of ibv_send_wr__bindgen_ty_2"]
+        [::std::mem::align_of::<ibv_send_wr__bindgen_ty_2>() - 8usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_2::rdma"]
         [::std::mem::offset_of!(ibv_send_wr__bindgen_ty_2, rdma) - 0usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_2::atomic"]
@@ -2235,8 +2332,10 @@ const _: () = {
 };
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_send_wr__bindgen_ty_3"][::std::mem::size_of::<ibv_send_wr__bindgen_ty_3>() - 4usize];
-    ["Alignment of ibv_send_wr__bindgen_ty_3"][::std::mem::align_of::<ibv_send_wr__bindgen_ty_3>() - 4usize];
+    ["Size of ibv_send_wr__bindgen_ty_3"]
+        [::std::mem::size_of::<ibv_send_wr__bindgen_ty_3>() - 4usize];
+    ["Alignment of ibv_send_wr__bindgen_ty_3"]
+        [::std::mem::align_of::<ibv_send_wr__bindgen_ty_3>() - 4usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_3::xrc"]
         [::std::mem::offset_of!(ibv_send_wr__bindgen_ty_3, xrc) - 0usize];
 };
@@ -2315,8 +2414,10 @@ impl Default for ibv_send_wr__bindgen_ty_4__bindgen_ty_2 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_send_wr__bindgen_ty_4"][::std::mem::size_of::<ibv_send_wr__bindgen_ty_4>() - 48usize];
-    ["Alignment of ibv_send_wr__bindgen_ty_4"][::std::mem::align_of::<ibv_send_wr__bindgen_ty_4>() - 8usize];
+    ["Size of ibv_send_wr__bindgen_ty_4"]
+        [::std::mem::size_of::<ibv_send_wr__bindgen_ty_4>() - 48usize];
+    ["Alignment of ibv_send_wr__bindgen_ty_4"]
+        [::std::mem::align_of::<ibv_send_wr__bindgen_ty_4>() - 8usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_4::bind_mw"]
         [::std::mem::offset_of!(ibv_send_wr__bindgen_ty_4, bind_mw) - 0usize];
     ["Offset of field: ibv_send_wr__bindgen_ty_4::tso"]
@@ -2337,12 +2438,16 @@ const _: () = {
     ["Alignment of ibv_send_wr"][::std::mem::align_of::<ibv_send_wr>() - 8usize];
     ["Offset of field: ibv_send_wr::wr_id"][::std::mem::offset_of!(ibv_send_wr, wr_id) - 0usize];
     ["Offset of field: ibv_send_wr::next"][::std::mem::offset_of!(ibv_send_wr, next) - 8usize];
-    ["Offset of field: ibv_send_wr::sg_list"][::std::mem::offset_of!(ibv_send_wr, sg_list) - 16usize];
-    ["Offset of field: ibv_send_wr::num_sge"][::std::mem::offset_of!(ibv_send_wr, num_sge) - 24usize];
+    ["Offset of field: ibv_send_wr::sg_list"]
+        [::std::mem::offset_of!(ibv_send_wr, sg_list) - 16usize];
+    ["Offset of field: ibv_send_wr::num_sge"]
+        [::std::mem::offset_of!(ibv_send_wr, num_sge) - 24usize];
     ["Offset of field: ibv_send_wr::opcode"][::std::mem::offset_of!(ibv_send_wr, opcode) - 28usize];
-    ["Offset of field: ibv_send_wr::send_flags"][::std::mem::offset_of!(ibv_send_wr, send_flags) - 32usize];
+    ["Offset of field: ibv_send_wr::send_flags"]
+        [::std::mem::offset_of!(ibv_send_wr, send_flags) - 32usize];
     ["Offset of field: ibv_send_wr::wr"][::std::mem::offset_of!(ibv_send_wr, wr) - 40usize];
-    ["Offset of field: ibv_send_wr::qp_type"][::std::mem::offset_of!(ibv_send_wr, qp_type) - 72usize];
+    ["Offset of field: ibv_send_wr::qp_type"]
+        [::std::mem::offset_of!(ibv_send_wr, qp_type) - 72usize];
 };
 impl Default for ibv_send_wr {
     fn default() -> Self {
@@ -2367,8 +2472,10 @@ const _: () = {
     ["Alignment of ibv_recv_wr"][::std::mem::align_of::<ibv_recv_wr>() - 8usize];
     ["Offset of field: ibv_recv_wr::wr_id"][::std::mem::offset_of!(ibv_recv_wr, wr_id) - 0usize];
     ["Offset of field: ibv_recv_wr::next"][::std::mem::offset_of!(ibv_recv_wr, next) - 8usize];
-    ["Offset of field: ibv_recv_wr::sg_list"][::std::mem::offset_of!(ibv_recv_wr, sg_list) - 16usize];
-    ["Offset of field: ibv_recv_wr::num_sge"][::std::mem::offset_of!(ibv_recv_wr, num_sge) - 24usize];
+    ["Offset of field: ibv_recv_wr::sg_list"]
+        [::std::mem::offset_of!(ibv_recv_wr, sg_list) - 16usize];
+    ["Offset of field: ibv_recv_wr::num_sge"]
+        [::std::mem::offset_of!(ibv_recv_wr, num_sge) - 24usize];
 };
 impl Default for ibv_recv_wr {
     fn default() -> Self {
@@ -2440,8 +2547,10 @@ impl Default for ibv_ops_wr__bindgen_ty_1__bindgen_ty_1 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_ops_wr__bindgen_ty_1"][::std::mem::size_of::<ibv_ops_wr__bindgen_ty_1>() - 48usize];
-    ["Alignment of ibv_ops_wr__bindgen_ty_1"][::std::mem::align_of::<ibv_ops_wr__bindgen_ty_1>() - 8usize];
+    ["Size of ibv_ops_wr__bindgen_ty_1"]
+        [::std::mem::size_of::<ibv_ops_wr__bindgen_ty_1>() - 48usize];
+    ["Alignment of ibv_ops_wr__bindgen_ty_1"]
+        [::std::mem::align_of::<ibv_ops_wr__bindgen_ty_1>() - 8usize];
     ["Offset of field: ibv_ops_wr__bindgen_ty_1::unexpected_cnt"]
         [::std::mem::offset_of!(ibv_ops_wr__bindgen_ty_1, unexpected_cnt) - 0usize];
     ["Offset of field: ibv_ops_wr__bindgen_ty_1::handle"]
@@ -2489,8 +2598,10 @@ const _: () = {
     ["Size of ibv_mw_bind"][::std::mem::size_of::<ibv_mw_bind>() - 48usize];
     ["Alignment of ibv_mw_bind"][::std::mem::align_of::<ibv_mw_bind>() - 8usize];
     ["Offset of field: ibv_mw_bind::wr_id"][::std::mem::offset_of!(ibv_mw_bind, wr_id) - 0usize];
-    ["Offset of field: ibv_mw_bind::send_flags"][::std::mem::offset_of!(ibv_mw_bind, send_flags) - 8usize];
-    ["Offset of field: ibv_mw_bind::bind_info"][::std::mem::offset_of!(ibv_mw_bind, bind_info) - 16usize];
+    ["Offset of field: ibv_mw_bind::send_flags"]
+        [::std::mem::offset_of!(ibv_mw_bind, send_flags) - 8usize];
+    ["Offset of field: ibv_mw_bind::bind_info"]
+        [::std::mem::offset_of!(ibv_mw_bind, bind_info) - 16usize];
 };
 impl Default for ibv_mw_bind {
     fn default() -> Self {
@@ -2517,7 +2628,8 @@ const _: () = {
     ["Size of ibv_srq"][::std::mem::size_of::<ibv_srq>() - 128usize];
     ["Alignment of ibv_srq"][::std::mem::align_of::<ibv_srq>() - 8usize];
     ["Offset of field: ibv_srq::context"][::std::mem::offset_of!(ibv_srq, context) - 0usize];
-    ["Offset of field: ibv_srq::srq_context"][::std::mem::offset_of!(ibv_srq, srq_context) - 8usize];
+    ["Offset of field: ibv_srq::srq_context"]
+        [::std::mem::offset_of!(ibv_srq, srq_context) - 8usize];
     ["Offset of field: ibv_srq::pd"][::std::mem::offset_of!(ibv_srq, pd) - 16usize];
     ["Offset of field: ibv_srq::handle"][::std::mem::offset_of!(ibv_srq, handle) - 24usize];
     ["Offset of field: ibv_srq::mutex"][::std::mem::offset_of!(ibv_srq, mutex) - 32usize];
@@ -2643,8 +2755,10 @@ const _: () = {
     ["Alignment of ibv_comp_channel"][::std::mem::align_of::<ibv_comp_channel>() - 8usize];
     ["Offset of field: ibv_comp_channel::context"]
         [::std::mem::offset_of!(ibv_comp_channel, context) - 0usize];
-    ["Offset of field: ibv_comp_channel::fd"][::std::mem::offset_of!(ibv_comp_channel, fd) - 8usize];
-    ["Offset of field: ibv_comp_channel::refcnt"][::std::mem::offset_of!(ibv_comp_channel, refcnt) - 12usize];
+    ["Offset of field: ibv_comp_channel::fd"]
+        [::std::mem::offset_of!(ibv_comp_channel, fd) - 8usize];
+    ["Offset of field: ibv_comp_channel::refcnt"]
+        [::std::mem::offset_of!(ibv_comp_channel, refcnt) - 12usize];
 };
 impl Default for ibv_comp_channel {
     fn default() -> Self {
@@ -2716,7 +2830,8 @@ const _: () = {
     ["Size of ibv_wc_tm_info"][::std::mem::size_of::<ibv_wc_tm_info>() - 16usize];
     ["Alignment of ibv_wc_tm_info"][::std::mem::align_of::<ibv_wc_tm_info>() - 8usize];
     ["Offset of field: ibv_wc_tm_info::tag"][::std::mem::offset_of!(ibv_wc_tm_info, tag) - 0usize];
-    ["Offset of field: ibv_wc_tm_info::priv_"][::std::mem::offset_of!(ibv_wc_tm_info, priv_) - 8usize];
+    ["Offset of field: ibv_wc_tm_info::priv_"]
+        [::std::mem::offset_of!(ibv_wc_tm_info, priv_) - 8usize];
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -2734,27 +2849,38 @@ pub struct ibv_cq_ex {
     pub status: ibv_wc_status,
     pub wr_id: u64,
     pub start_poll: ::std::option::Option<
-        unsafe extern "C" fn(current: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> ::std::os::raw::c_int,
+        unsafe extern "C" fn(
+            current: *mut ibv_cq_ex,
+            attr: *mut ibv_poll_cq_attr,
+        ) -> ::std::os::raw::c_int,
     >,
-    pub next_poll:
-        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ::std::os::raw::c_int>,
+    pub next_poll: ::std::option::Option<
+        unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ::std::os::raw::c_int,
+    >,
     pub end_poll: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex)>,
-    pub read_opcode: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ibv_wc_opcode>,
-    pub read_vendor_err: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
+    pub read_opcode:
+        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ibv_wc_opcode>,
+    pub read_vendor_err:
+        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
     pub read_byte_len: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
-    pub read_imm_data: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> __be32>,
+    pub read_imm_data:
+        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> __be32>,
     pub read_qp_num: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
     pub read_src_qp: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
-    pub read_wc_flags:
-        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ::std::os::raw::c_uint>,
+    pub read_wc_flags: ::std::option::Option<
+        unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ::std::os::raw::c_uint,
+    >,
     pub read_slid: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
     pub read_sl: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u8>,
-    pub read_dlid_path_bits: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u8>,
-    pub read_completion_ts: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u64>,
+    pub read_dlid_path_bits:
+        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u8>,
+    pub read_completion_ts:
+        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u64>,
     pub read_cvlan: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u16>,
     pub read_flow_tag: ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
-    pub read_tm_info:
-        ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex, tm_info: *mut ibv_wc_tm_info)>,
+    pub read_tm_info: ::std::option::Option<
+        unsafe extern "C" fn(current: *mut ibv_cq_ex, tm_info: *mut ibv_wc_tm_info),
+    >,
     pub read_completion_wallclock_ns:
         ::std::option::Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u64>,
 }
@@ -2764,7 +2890,8 @@ const _: () = {
     ["Alignment of ibv_cq_ex"][::std::mem::align_of::<ibv_cq_ex>() - 8usize];
     ["Offset of field: ibv_cq_ex::context"][::std::mem::offset_of!(ibv_cq_ex, context) - 0usize];
     ["Offset of field: ibv_cq_ex::channel"][::std::mem::offset_of!(ibv_cq_ex, channel) - 8usize];
-    ["Offset of field: ibv_cq_ex::cq_context"][::std::mem::offset_of!(ibv_cq_ex, cq_context) - 16usize];
+    ["Offset of field: ibv_cq_ex::cq_context"]
+        [::std::mem::offset_of!(ibv_cq_ex, cq_context) - 16usize];
     ["Offset of field: ibv_cq_ex::handle"][::std::mem::offset_of!(ibv_cq_ex, handle) - 24usize];
     ["Offset of field: ibv_cq_ex::cqe"][::std::mem::offset_of!(ibv_cq_ex, cqe) - 28usize];
     ["Offset of field: ibv_cq_ex::mutex"][::std::mem::offset_of!(ibv_cq_ex, mutex) - 32usize];
@@ -2773,33 +2900,43 @@ const _: () = {
         [::std::mem::offset_of!(ibv_cq_ex, comp_events_completed) - 120usize];
     ["Offset of field: ibv_cq_ex::async_events_completed"]
         [::std::mem::offset_of!(ibv_cq_ex, async_events_completed) - 124usize];
-    ["Offset of field: ibv_cq_ex::comp_mask"][::std::mem::offset_of!(ibv_cq_ex, comp_mask) - 128usize];
+    ["Offset of field: ibv_cq_ex::comp_mask"]
+        [::std::mem::offset_of!(ibv_cq_ex, comp_mask) - 128usize];
     ["Offset of field: ibv_cq_ex::status"][::std::mem::offset_of!(ibv_cq_ex, status) - 132usize];
     ["Offset of field: ibv_cq_ex::wr_id"][::std::mem::offset_of!(ibv_cq_ex, wr_id) - 136usize];
-    ["Offset of field: ibv_cq_ex::start_poll"][::std::mem::offset_of!(ibv_cq_ex, start_poll) - 144usize];
-    ["Offset of field: ibv_cq_ex::next_poll"][::std::mem::offset_of!(ibv_cq_ex, next_poll) - 152usize];
-    ["Offset of field: ibv_cq_ex::end_poll"][::std::mem::offset_of!(ibv_cq_ex, end_poll) - 160usize];
-    ["Offset of field: ibv_cq_ex::read_opcode"][::std::mem::offset_of!(ibv_cq_ex, read_opcode) - 168usize];
+    ["Offset of field: ibv_cq_ex::start_poll"]
+        [::std::mem::offset_of!(ibv_cq_ex, start_poll) - 144usize];
+    ["Offset of field: ibv_cq_ex::next_poll"]
+        [::std::mem::offset_of!(ibv_cq_ex, next_poll) - 152usize];
+    ["Offset of field: ibv_cq_ex::end_poll"]
+        [::std::mem::offset_of!(ibv_cq_ex, end_poll) - 160usize];
+    ["Offset of field: ibv_cq_ex::read_opcode"]
+        [::std::mem::offset_of!(ibv_cq_ex, read_opcode) - 168usize];
     ["Offset of field: ibv_cq_ex::read_vendor_err"]
         [::std::mem::offset_of!(ibv_cq_ex, read_vendor_err) - 176usize];
     ["Offset of field: ibv_cq_ex::read_byte_len"]
         [::std::mem::offset_of!(ibv_cq_ex, read_byte_len) - 184usize];
     ["Offset of field: ibv_cq_ex::read_imm_data"]
         [::std::mem::offset_of!(ibv_cq_ex, read_imm_data) - 192usize];
-    ["Offset of field: ibv_cq_ex::read_qp_num"][::std::mem::offset_of!(ibv_cq_ex, read_qp_num) - 200usize];
-    ["Offset of field: ibv_cq_ex::read_src_qp"][::std::mem::offset_of!(ibv_cq_ex, read_src_qp) - 208usize];
+    ["Offset of field: ibv_cq_ex::read_qp_num"]
+        [::std::mem::offset_of!(ibv_cq_ex, read_qp_num) - 200usize];
+    ["Offset of field: ibv_cq_ex::read_src_qp"]
+        [::std::mem::offset_of!(ibv_cq_ex, read_src_qp) - 208usize];
     ["Offset of field: ibv_cq_ex::read_wc_flags"]
         [::std::mem::offset_of!(ibv_cq_ex, read_wc_flags) - 216usize];
-    ["Offset of field: ibv_cq_ex::read_slid"][::std::mem::offset_of!(ibv_cq_ex, read_slid) - 224usize];
+    ["Offset of field: ibv_cq_ex::read_slid"]
+        [::std::mem::offset_of!(ibv_cq_ex, read_slid) - 224usize];
     ["Offset of field: ibv_cq_ex::read_sl"][::std::mem::offset_of!(ibv_cq_ex, read_sl) - 232usize];
     ["Offset of field: ibv_cq_ex::read_dlid_path_bits"]
         [::std::mem::offset_of!(ibv_cq_ex, read_dlid_path_bits) - 240usize];
     ["Offset of field: ibv_cq_ex::read_completion_ts"]
         [::std::mem::offset_of!(ibv_cq_ex, read_completion_ts) - 248usize];
-    ["Offset of field: ibv_cq_ex::read_cvlan"][::std::mem::offset_of!(ibv_cq_ex, read_cvlan) - 256usize];
+    ["Offset of field: ibv_cq_ex::read_cvlan"]
+        [::std::mem::offset_of!(ibv_cq_ex, read_cvlan) - 256usize];
     ["Offset of field: ibv_cq_ex::read_flow_tag"]
         [::std::mem::offset_of!(ibv_cq_ex, read_flow_tag) - 264usize];
-    ["Offset of field: ibv_cq_ex::read_tm_info"][::std::mem::offset_of!(ibv_cq_ex, read_tm_info) - 272usize];
+    ["Offset of field: ibv_cq_ex::read_tm_info"]
+        [::std::mem::offset_of!(ibv_cq_ex, read_tm_info) - 272usize];
     ["Offset of field: ibv_cq_ex::read_completion_wallclock_ns"]
         [::std::mem::offset_of!(ibv_cq_ex, read_completion_wallclock_ns) - 280usize];
 };
@@ -2890,14 +3027,18 @@ pub struct ibv_flow_attr {
 const _: () = {
     ["Size of ibv_flow_attr"][::std::mem::size_of::<ibv_flow_attr>() - 20usize];
     ["Alignment of ibv_flow_attr"][::std::mem::align_of::<ibv_flow_attr>() - 4usize];
-    ["Offset of field: ibv_flow_attr::comp_mask"][::std::mem::offset_of!(ibv_flow_attr, comp_mask) - 0usize];
-    ["Offset of field: ibv_flow_attr::type_"][::std::mem::offset_of!(ibv_flow_attr, type_) - 4usize];
+    ["Offset of field: ibv_flow_attr::comp_mask"]
+        [::std::mem::offset_of!(ibv_flow_attr, comp_mask) - 0usize];
+    ["Offset of field: ibv_flow_attr::type_"]
+        [::std::mem::offset_of!(ibv_flow_attr, type_) - 4usize];
     ["Offset of field: ibv_flow_attr::size"][::std::mem::offset_of!(ibv_flow_attr, size) - 8usize];
-    ["Offset of field: ibv_flow_attr::priority"][::std::mem::offset_of!(ibv_flow_attr, priority) - 10usize];
+    ["Offset of field: ibv_flow_attr::priority"]
+        [::std::mem::offset_of!(ibv_flow_attr, priority) - 10usize];
     ["Offset of field: ibv_flow_attr::num_of_specs"]
         [::std::mem::offset_of!(ibv_flow_attr, num_of_specs) - 12usize];
     ["Offset of field: ibv_flow_attr::port"][::std::mem::offset_of!(ibv_flow_attr, port) - 13usize];
-    ["Offset of field: ibv_flow_attr::flags"][::std::mem::offset_of!(ibv_flow_attr, flags) - 16usize];
+    ["Offset of field: ibv_flow_attr::flags"]
+        [::std::mem::offset_of!(ibv_flow_attr, flags) - 16usize];
 };
 impl Default for ibv_flow_attr {
     fn default() -> Self {
@@ -2941,7 +3082,8 @@ pub struct ibv_flow_action {
 const _: () = {
     ["Size of ibv_flow_action"][::std::mem::size_of::<ibv_flow_action>() - 8usize];
     ["Alignment of ibv_flow_action"][::std::mem::align_of::<ibv_flow_action>() - 8usize];
-    ["Offset of field: ibv_flow_action::context"][::std::mem::offset_of!(ibv_flow_action, context) - 0usize];
+    ["Offset of field: ibv_flow_action::context"]
+        [::std::mem::offset_of!(ibv_flow_action, context) - 0usize];
 };
 impl Default for ibv_flow_action {
     fn default() -> Self {
@@ -2968,8 +3110,10 @@ pub struct ibv_flow_action_esp_attr {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_flow_action_esp_attr"][::std::mem::size_of::<ibv_flow_action_esp_attr>() - 56usize];
-    ["Alignment of ibv_flow_action_esp_attr"][::std::mem::align_of::<ibv_flow_action_esp_attr>() - 8usize];
+    ["Size of ibv_flow_action_esp_attr"]
+        [::std::mem::size_of::<ibv_flow_action_esp_attr>() - 56usize];
+    ["Alignment of ibv_flow_action_esp_attr"]
+        [::std::mem::align_of::<ibv_flow_action_esp_attr>() - 8usize];
     ["Offset of field: ibv_flow_action_esp_attr::esp_attr"]
         [::std::mem::offset_of!(ibv_flow_action_esp_attr, esp_attr) - 0usize];
     ["Offset of field: ibv_flow_action_esp_attr::keymat_proto"]
@@ -3004,7 +3148,10 @@ impl Default for ibv_flow_action_esp_attr {
 #[derive(Debug, Default, Copy, Clone)]
 pub struct _ibv_device_ops {
     pub _dummy1: ::std::option::Option<
-        unsafe extern "C" fn(device: *mut ibv_device, cmd_fd: ::std::os::raw::c_int) -> *mut ibv_context,
+        unsafe extern "C" fn(
+            device: *mut ibv_device,
+            cmd_fd: ::std::os::raw::c_int,
+        ) -> *mut ibv_context,
     >,
     pub _dummy2: ::std::option::Option<unsafe extern "C" fn(context: *mut ibv_context)>,
 }
@@ -3012,8 +3159,10 @@ pub struct _ibv_device_ops {
 const _: () = {
     ["Size of _ibv_device_ops"][::std::mem::size_of::<_ibv_device_ops>() - 16usize];
     ["Alignment of _ibv_device_ops"][::std::mem::align_of::<_ibv_device_ops>() - 8usize];
-    ["Offset of field: _ibv_device_ops::_dummy1"][::std::mem::offset_of!(_ibv_device_ops, _dummy1) - 0usize];
-    ["Offset of field: _ibv_device_ops::_dummy2"][::std::mem::offset_of!(_ibv_device_ops, _dummy2) - 8usize];
+    ["Offset of field: _ibv_device_ops::_dummy1"]
+        [::std::mem::offset_of!(_ibv_device_ops, _dummy1) - 0usize];
+    ["Offset of field: _ibv_device_ops::_dummy2"]
+        [::std::mem::offset_of!(_ibv_device_ops, _dummy2) - 8usize];
 };
 #[repr(C)]
 #[derive(Debug, Copy, Clone)]
@@ -3031,13 +3180,17 @@ const _: () = {
     ["Size of ibv_device"][::std::mem::size_of::<ibv_device>() - 664usize];
     ["Alignment of ibv_device"][::std::mem::align_of::<ibv_device>() - 8usize];
     ["Offset of field: ibv_device::_ops"][::std::mem::offset_of!(ibv_device, _ops) - 0usize];
-    ["Offset of field: ibv_device::node_type"][::std::mem::offset_of!(ibv_device, node_type) - 16usize];
+    ["Offset of field: ibv_device::node_type"]
+        [::std::mem::offset_of!(ibv_device, node_type) - 16usize];
     ["Offset of field: ibv_device::transport_type"]
         [::std::mem::offset_of!(ibv_device, transport_type) - 20usize];
     ["Offset of field: ibv_device::name"][::std::mem::offset_of!(ibv_device, name) - 24usize];
-    ["Offset of field: ibv_device::dev_name"][::std::mem::offset_of!(ibv_device, dev_name) - 88usize];
-    ["Offset of field: ibv_device::dev_path"][::std::mem::offset_of!(ibv_device, dev_path) - 152usize];
-    ["Offset of field: ibv_device::ibdev_path"][::std::mem::offset_of!(ibv_device, ibdev_path) - 408usize];
+    ["Offset of field: ibv_device::dev_name"]
+        [::std::mem::offset_of!(ibv_device, dev_name) - 88usize];
+    ["Offset of field: ibv_device::dev_path"]
+        [::std::mem::offset_of!(ibv_device, dev_path) - 152usize];
+    ["Offset of field: ibv_device::ibdev_path"]
+        [::std::mem::offset_of!(ibv_device, ibdev_path) - 408usize];
 };
 impl Default for ibv_device {
     fn default() -> Self {
@@ -3069,13 +3222,19 @@ pub struct ibv_context_ops {
             port_attr: *mut _compat_ibv_port_attr,
         ) -> ::std::os::raw::c_int,
     >,
-    pub _compat_alloc_pd: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_dealloc_pd: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_reg_mr: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_rereg_mr: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_dereg_mr: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub alloc_mw:
-        ::std::option::Option<unsafe extern "C" fn(pd: *mut ibv_pd, type_: ibv_mw_type) -> *mut ibv_mw>,
+    pub _compat_alloc_pd:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_dealloc_pd:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_reg_mr:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_rereg_mr:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_dereg_mr:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub alloc_mw: ::std::option::Option<
+        unsafe extern "C" fn(pd: *mut ibv_pd, type_: ibv_mw_type) -> *mut ibv_mw,
+    >,
     pub bind_mw: ::std::option::Option<
         unsafe extern "C" fn(
             qp: *mut ibv_qp,
@@ -3083,8 +3242,10 @@ pub struct ibv_context_ops {
             mw_bind: *mut ibv_mw_bind,
         ) -> ::std::os::raw::c_int,
     >,
-    pub dealloc_mw: ::std::option::Option<unsafe extern "C" fn(mw: *mut ibv_mw) -> ::std::os::raw::c_int>,
-    pub _compat_create_cq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub dealloc_mw:
+        ::std::option::Option<unsafe extern "C" fn(mw: *mut ibv_mw) -> ::std::os::raw::c_int>,
+    pub _compat_create_cq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
     pub poll_cq: ::std::option::Option<
         unsafe extern "C" fn(
             cq: *mut ibv_cq,
@@ -3093,15 +3254,25 @@ pub struct ibv_context_ops {
         ) -> ::std::os::raw::c_int,
     >,
     pub req_notify_cq: ::std::option::Option<
-        unsafe extern "C" fn(cq: *mut ibv_cq, solicited_only: ::std::os::raw::c_int) -> ::std::os::raw::c_int,
+        unsafe extern "C" fn(
+            cq: *mut ibv_cq,
+            solicited_only: ::std::os::raw::c_int,
+        ) -> ::std::os::raw::c_int,
     >,
-    pub _compat_cq_event: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_resize_cq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_destroy_cq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_create_srq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_modify_srq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_query_srq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_destroy_srq: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_cq_event:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_resize_cq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_destroy_cq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_create_srq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_modify_srq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_query_srq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_destroy_srq:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
     pub post_srq_recv: ::std::option::Option<
         unsafe extern "C" fn(
             srq: *mut ibv_srq,
@@ -3109,10 +3280,14 @@ pub struct ibv_context_ops {
             bad_recv_wr: *mut *mut ibv_recv_wr,
         ) -> ::std::os::raw::c_int,
     >,
-    pub _compat_create_qp: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_query_qp: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_modify_qp: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_destroy_qp: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_create_qp:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_query_qp:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_modify_qp:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_destroy_qp:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
     pub post_send: ::std::option::Option<
         unsafe extern "C" fn(
             qp: *mut ibv_qp,
@@ -3127,11 +3302,16 @@ pub struct ibv_context_ops {
             bad_wr: *mut *mut ibv_recv_wr,
         ) -> ::std::os::raw::c_int,
     >,
-    pub _compat_create_ah: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_destroy_ah: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_attach_mcast: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_detach_mcast: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
-    pub _compat_async_event: ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_create_ah:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_destroy_ah:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_attach_mcast:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_detach_mcast:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
+    pub _compat_async_event:
+        ::std::option::Option<unsafe extern "C" fn() -> *mut ::std::os::raw::c_void>,
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
@@ -3153,12 +3333,14 @@ const _: () = {
         [::std::mem::offset_of!(ibv_context_ops, _compat_dereg_mr) - 48usize];
     ["Offset of field: ibv_context_ops::alloc_mw"]
         [::std::mem::offset_of!(ibv_context_ops, alloc_mw) - 56usize];
-    ["Offset of field: ibv_context_ops::bind_mw"][::std::mem::offset_of!(ibv_context_ops, bind_mw) - 64usize];
+    ["Offset of field: ibv_context_ops::bind_mw"]
+        [::std::mem::offset_of!(ibv_context_ops, bind_mw) - 64usize];
     ["Offset of field: ibv_context_ops::dealloc_mw"]
         [::std::mem::offset_of!(ibv_context_ops, dealloc_mw) - 72usize];
     ["Offset of field: ibv_context_ops::_compat_create_cq"]
         [::std::mem::offset_of!(ibv_context_ops, _compat_create_cq) - 80usize];
-    ["Offset of field: ibv_context_ops::poll_cq"][::std::mem::offset_of!(ibv_context_ops, poll_cq) - 88usize];
+    ["Offset of field: ibv_context_ops::poll_cq"]
+        [::std::mem::offset_of!(ibv_context_ops, poll_cq) - 88usize];
     ["Offset of field: ibv_context_ops::req_notify_cq"]
         [::std::mem::offset_of!(ibv_context_ops, req_notify_cq) - 96usize];
     ["Offset of field: ibv_context_ops::_compat_cq_event"]
@@ -3217,12 +3399,15 @@ const _: () = {
     ["Alignment of ibv_context"][::std::mem::align_of::<ibv_context>() - 8usize];
     ["Offset of field: ibv_context::device"][::std::mem::offset_of!(ibv_context, device) - 0usize];
     ["Offset of field: ibv_context::ops"][::std::mem::offset_of!(ibv_context, ops) - 8usize];
-    ["Offset of field: ibv_context::cmd_fd"][::std::mem::offset_of!(ibv_context, cmd_fd) - 264usize];
-    ["Offset of field: ibv_context::async_fd"][::std::mem::offset_of!(ibv_context, async_fd) - 268usize];
+    ["Offset of field: ibv_context::cmd_fd"]
+        [::std::mem::offset_of!(ibv_context, cmd_fd) - 264usize];
+    ["Offset of field: ibv_context::async_fd"]
+        [::std::mem::offset_of!(ibv_context, async_fd) - 268usize];
     ["Offset of field: ibv_context::num_comp_vectors"]
         [::std::mem::offset_of!(ibv_context, num_comp_vectors) - 272usize];
     ["Offset of field: ibv_context::mutex"][::std::mem::offset_of!(ibv_context, mutex) - 280usize];
-    ["Offset of field: ibv_context::abi_compat"][::std::mem::offset_of!(ibv_context, abi_compat) - 320usize];
+    ["Offset of field: ibv_context::abi_compat"]
+        [::std::mem::offset_of!(ibv_context, abi_compat) - 320usize];
 };
 impl Default for ibv_context {
     fn default() -> Self {
@@ -3249,7 +3434,8 @@ pub struct ibv_cq_init_attr_ex {
 const _: () = {
     ["Size of ibv_cq_init_attr_ex"][::std::mem::size_of::<ibv_cq_init_attr_ex>() - 56usize];
     ["Alignment of ibv_cq_init_attr_ex"][::std::mem::align_of::<ibv_cq_init_attr_ex>() - 8usize];
-    ["Offset of field: ibv_cq_init_attr_ex::cqe"][::std::mem::offset_of!(ibv_cq_init_attr_ex, cqe) - 0usize];
+    ["Offset of field: ibv_cq_init_attr_ex::cqe"]
+        [::std::mem::offset_of!(ibv_cq_init_attr_ex, cqe) - 0usize];
     ["Offset of field: ibv_cq_init_attr_ex::cq_context"]
         [::std::mem::offset_of!(ibv_cq_init_attr_ex, cq_context) - 8usize];
     ["Offset of field: ibv_cq_init_attr_ex::channel"]
@@ -3301,7 +3487,8 @@ pub struct ibv_parent_domain_init_attr {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of ibv_parent_domain_init_attr"][::std::mem::size_of::<ibv_parent_domain_init_attr>() - 48usize];
+    ["Size of ibv_parent_domain_init_attr"]
+        [::std::mem::size_of::<ibv_parent_domain_init_attr>() - 48usize];
     ["Alignment of ibv_parent_domain_init_attr"]
         [::std::mem::align_of::<ibv_parent_domain_init_attr>() - 8usize];
     ["Offset of field: ibv_parent_domain_init_attr::pd"]
@@ -3334,7 +3521,8 @@ pub struct ibv_counters_init_attr {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ibv_counters_init_attr"][::std::mem::size_of::<ibv_counters_init_attr>() - 4usize];
-    ["Alignment of ibv_counters_init_attr"][::std::mem::align_of::<ibv_counters_init_attr>() - 4usize];
+    ["Alignment of ibv_counters_init_attr"]
+        [::std::mem::align_of::<ibv_counters_init_attr>() - 4usize];
     ["Offset of field: ibv_counters_init_attr::comp_mask"]
         [::std::mem::offset_of!(ibv_counters_init_attr, comp_mask) - 0usize];
 };
@@ -3347,7 +3535,8 @@ pub struct ibv_counters {
 const _: () = {
     ["Size of ibv_counters"][::std::mem::size_of::<ibv_counters>() - 8usize];
     ["Alignment of ibv_counters"][::std::mem::align_of::<ibv_counters>() - 8usize];
-    ["Offset of field: ibv_counters::context"][::std::mem::offset_of!(ibv_counters, context) - 0usize];
+    ["Offset of field: ibv_counters::context"]
+        [::std::mem::offset_of!(ibv_counters, context) - 0usize];
 };
 impl Default for ibv_counters {
     fn default() -> Self {
@@ -3375,7 +3564,8 @@ pub struct ibv_counter_attach_attr {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of ibv_counter_attach_attr"][::std::mem::size_of::<ibv_counter_attach_attr>() - 12usize];
-    ["Alignment of ibv_counter_attach_attr"][::std::mem::align_of::<ibv_counter_attach_attr>() - 4usize];
+    ["Alignment of ibv_counter_attach_attr"]
+        [::std::mem::align_of::<ibv_counter_attach_attr>() - 4usize];
     ["Offset of field: ibv_counter_attach_attr::counter_desc"]
         [::std::mem::offset_of!(ibv_counter_attach_attr, counter_desc) - 0usize];
     ["Offset of field: ibv_counter_attach_attr::index"]
@@ -3402,8 +3592,10 @@ pub struct ibv_values_ex {
 const _: () = {
     ["Size of ibv_values_ex"][::std::mem::size_of::<ibv_values_ex>() - 24usize];
     ["Alignment of ibv_values_ex"][::std::mem::align_of::<ibv_values_ex>() - 8usize];
-    ["Offset of field: ibv_values_ex::comp_mask"][::std::mem::offset_of!(ibv_values_ex, comp_mask) - 0usize];
-    ["Offset of field: ibv_values_ex::raw_clock"][::std::mem::offset_of!(ibv_values_ex, raw_clock) - 8usize];
+    ["Offset of field: ibv_values_ex::comp_mask"]
+        [::std::mem::offset_of!(ibv_values_ex, comp_mask) - 0usize];
+    ["Offset of field: ibv_values_ex::raw_clock"]
+        [::std::mem::offset_of!(ibv_values_ex, raw_clock) - 8usize];
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -3447,8 +3639,9 @@ pub struct verbs_context {
             init_attr: *mut ibv_counters_init_attr,
         ) -> *mut ibv_counters,
     >,
-    pub destroy_counters:
-        ::std::option::Option<unsafe extern "C" fn(counters: *mut ibv_counters) -> ::std::os::raw::c_int>,
+    pub destroy_counters: ::std::option::Option<
+        unsafe extern "C" fn(counters: *mut ibv_counters) -> ::std::os::raw::c_int,
+    >,
     pub reg_dm_mr: ::std::option::Option<
         unsafe extern "C" fn(
             pd: *mut ibv_pd,
@@ -3459,17 +3652,22 @@ pub struct verbs_context {
         ) -> *mut ibv_mr,
     >,
     pub alloc_dm: ::std::option::Option<
-        unsafe extern "C" fn(context: *mut ibv_context, attr: *mut ibv_alloc_dm_attr) -> *mut ibv_dm,
+        unsafe extern "C" fn(
+            context: *mut ibv_context,
+            attr: *mut ibv_alloc_dm_attr,
+        ) -> *mut ibv_dm,
     >,
-    pub free_dm: ::std::option::Option<unsafe extern "C" fn(dm: *mut ibv_dm) -> ::std::os::raw::c_int>,
+    pub free_dm:
+        ::std::option::Option<unsafe extern "C" fn(dm: *mut ibv_dm) -> ::std::os::raw::c_int>,
     pub modify_flow_action_esp: ::std::option::Option<
         unsafe extern "C" fn(
             action: *mut ibv_flow_action,
             attr: *mut ibv_flow_action_esp_attr,
         ) -> ::std::os::raw::c_int,
     >,
-    pub destroy_flow_action:
-        ::std::option::Option<unsafe extern "C" fn(action: *mut ibv_flow_action) -> ::std::os::raw::c_int>,
+    pub destroy_flow_action: ::std::option::Option<
+        unsafe extern "C" fn(action: *mut ibv_flow_action) -> ::std::os::raw::c_int,
+    >,
     pub create_flow_action_esp: ::std::option::Option<
         unsafe extern "C" fn(
             context: *mut ibv_context,
@@ -3477,7 +3675,10 @@ pub struct verbs_context {
         ) -> *mut ibv_flow_action,
     >,
     pub modify_qp_rate_limit: ::std::option::Option<
-        unsafe extern "C" fn(qp: *mut ibv_qp, attr: *mut ibv_qp_rate_limit_attr) -> ::std::os::raw::c_int,
+        unsafe extern "C" fn(
+            qp: *mut ibv_qp,
+            attr: *mut ibv_qp_rate_limit_attr,
+        ) -> ::std::os::raw::c_int,
     >,
     pub alloc_parent_domain: ::std::option::Option<
         unsafe extern "C" fn(
@@ -3485,12 +3686,19 @@ pub struct verbs_context {
             attr: *mut ibv_parent_domain_init_attr,
         ) -> *mut ibv_pd,
     >,
-    pub dealloc_td: ::std::option::Option<unsafe extern "C" fn(td: *mut ibv_td) -> ::std::os::raw::c_int>,
+    pub dealloc_td:
+        ::std::option::Option<unsafe extern "C" fn(td: *mut ibv_td) -> ::std::os::raw::c_int>,
     pub alloc_td: ::std::option::Option<
-        unsafe extern "C" fn(context: *mut ibv_context, init_attr: *mut ibv_td_init_attr) -> *mut ibv_td,
+        unsafe extern "C" fn(
+            context: *mut ibv_context,
+            init_attr: *mut ibv_td_init_attr,
+        ) -> *mut ibv_td,
     >,
     pub modify_cq: ::std::option::Option<
-        unsafe extern "C" fn(cq: *mut ibv_cq, attr: *mut ibv_modify_cq_attr) -> ::std::os::raw::c_int,
+        unsafe extern "C" fn(
+            cq: *mut ibv_cq,
+            attr: *mut ibv_modify_cq_attr,
+        ) -> ::std::os::raw::c_int,
     >,
     pub post_srq_ops: ::std::option::Option<
         unsafe extern "C" fn(
@@ -3508,15 +3716,22 @@ pub struct verbs_context {
             init_attr: *mut ibv_rwq_ind_table_init_attr,
         ) -> *mut ibv_rwq_ind_table,
     >,
-    pub destroy_wq: ::std::option::Option<unsafe extern "C" fn(wq: *mut ibv_wq) -> ::std::os::raw::c_int>,
+    pub destroy_wq:
+        ::std::option::Option<unsafe extern "C" fn(wq: *mut ibv_wq) -> ::std::os::raw::c_int>,
     pub modify_wq: ::std::option::Option<
         unsafe extern "C" fn(wq: *mut ibv_wq, wq_attr: *mut ibv_wq_attr) -> ::std::os::raw::c_int,
     >,
     pub create_wq: ::std::option::Option<
-        unsafe extern "C" fn(context: *mut ibv_context, wq_init_attr: *mut ibv_wq_init_attr) -> *mut ibv_wq,
+        unsafe extern "C" fn(
+            context: *mut ibv_context,
+            wq_init_attr: *mut ibv_wq_init_attr,
+        ) -> *mut ibv_wq,
     >,
     pub query_rt_values: ::std::option::Option<
-        unsafe extern "C" fn(context: *mut ibv_context, values: *mut ibv_values_ex) -> ::std::os::raw::c_int,
+        unsafe extern "C" fn(
+            context: *mut ibv_context,
+            values: *mut ibv_values_ex,
+        ) -> ::std::os::raw::c_int,
     >,
     pub create_cq_ex: ::std::option::Option<
         unsafe extern "C" fn(
@@ -3564,7 +3779,8 @@ pub struct verbs_context {
             xrcd_init_attr: *mut ibv_xrcd_init_attr,
         ) -> *mut ibv_xrcd,
     >,
-    pub close_xrcd: ::std::option::Option<unsafe extern "C" fn(xrcd: *mut ibv_xrcd) -> ::std::os::raw::c_int>,
+    pub close_xrcd:
+        ::std::option::Option<unsafe extern "C" fn(xrcd: *mut ibv_xrcd) -> ::std::os::raw::c_int>,
     pub _ABI_placeholder3: u64,
     pub sz: usize,
     pub context: ibv_context,
@@ -3575,7 +3791,8 @@ const _: () = {
     ["Alignment of verbs_context"][::std::mem::align_of::<verbs_context>() - 8usize];
     ["Offset of field: verbs_context::query_port"]
         [::std::mem::offset_of!(verbs_context, query_port) - 0usize];
-    ["Offset of field: verbs_context::advise_mr"][::std::mem::offset_of!(verbs_context, advise_mr) - 8usize];
+    ["Offset of field: verbs_context::advise_mr"]
+        [::std::mem::offset_of!(verbs_context, advise_mr) - 8usize];
     ["Offset of field: verbs_context::alloc_null_mr"]
         [::std::mem::offset_of!(verbs_context, alloc_null_mr) - 16usize];
     ["Offset of field: verbs_context::read_counters"]
@@ -3586,9 +3803,12 @@ const _: () = {
         [::std::mem::offset_of!(verbs_context, create_counters) - 40usize];
     ["Offset of field: verbs_context::destroy_counters"]
         [::std::mem::offset_of!(verbs_context, destroy_counters) - 48usize];
-    ["Offset of field: verbs_context::reg_dm_mr"][::std::mem::offset_of!(verbs_context, reg_dm_mr) - 56usize];
-    ["Offset of field: verbs_context::alloc_dm"][::std::mem::offset_of!(verbs_context, alloc_dm) - 64usize];
-    ["Offset of field: verbs_context::free_dm"][::std::mem::offset_of!(verbs_context, free_dm) - 72usize];
+    ["Offset of field: verbs_context::reg_dm_mr"]
+        [::std::mem::offset_of!(verbs_context, reg_dm_mr) - 56usize];
+    ["Offset of field: verbs_context::alloc_dm"]
+        [::std::mem::offset_of!(verbs_context, alloc_dm) - 64usize];
+    ["Offset of field: verbs_context::free_dm"]
+        [::std::mem::offset_of!(verbs_context, free_dm) - 72usize];
     ["Offset of field: verbs_context::modify_flow_action_esp"]
         [::std::mem::offset_of!(verbs_context, modify_flow_action_esp) - 80usize];
     ["Offset of field: verbs_context::destroy_flow_action"]
@@ -3601,7 +3821,8 @@ const _: () = {
         [::std::mem::offset_of!(verbs_context, alloc_parent_domain) - 112usize];
     ["Offset of field: verbs_context::dealloc_td"]
         [::std::mem::offset_of!(verbs_context, dealloc_td) - 120usize];
-    ["Offset of field: verbs_context::alloc_td"][::std::mem::offset_of!(verbs_context, alloc_td) - 128usize];
+    ["Offset of field: verbs_context::alloc_td"]
+        [::std::mem::offset_of!(verbs_context, alloc_td) - 128usize];
     ["Offset of field: verbs_context::modify_cq"]
         [::std::mem::offset_of!(verbs_context, modify_cq) - 136usize];
     ["Offset of field: verbs_context::post_srq_ops"]
@@ -3620,7 +3841,8 @@ const _: () = {
         [::std::mem::offset_of!(verbs_context, query_rt_values) - 192usize];
     ["Offset of field: verbs_context::create_cq_ex"]
         [::std::mem::offset_of!(verbs_context, create_cq_ex) - 200usize];
-    ["Offset of field: verbs_context::priv_"][::std::mem::offset_of!(verbs_context, priv_) - 208usize];
+    ["Offset of field: verbs_context::priv_"]
+        [::std::mem::offset_of!(verbs_context, priv_) - 208usize];
     ["Offset of field: verbs_context::query_device_ex"]
         [::std::mem::offset_of!(verbs_context, query_device_ex) - 216usize];
     ["Offset of field: verbs_context::ibv_destroy_flow"]
@@ -3631,7 +3853,8 @@ const _: () = {
         [::std::mem::offset_of!(verbs_context, ibv_create_flow) - 240usize];
     ["Offset of field: verbs_context::ABI_placeholder1"]
         [::std::mem::offset_of!(verbs_context, ABI_placeholder1) - 248usize];
-    ["Offset of field: verbs_context::open_qp"][::std::mem::offset_of!(verbs_context, open_qp) - 256usize];
+    ["Offset of field: verbs_context::open_qp"]
+        [::std::mem::offset_of!(verbs_context, open_qp) - 256usize];
     ["Offset of field: verbs_context::create_qp_ex"]
         [::std::mem::offset_of!(verbs_context, create_qp_ex) - 264usize];
     ["Offset of field: verbs_context::get_srq_num"]
@@ -3645,7 +3868,8 @@ const _: () = {
     ["Offset of field: verbs_context::_ABI_placeholder3"]
         [::std::mem::offset_of!(verbs_context, _ABI_placeholder3) - 304usize];
     ["Offset of field: verbs_context::sz"][::std::mem::offset_of!(verbs_context, sz) - 312usize];
-    ["Offset of field: verbs_context::context"][::std::mem::offset_of!(verbs_context, context) - 320usize];
+    ["Offset of field: verbs_context::context"]
+        [::std::mem::offset_of!(verbs_context, context) - 320usize];
 };
 impl Default for verbs_context {
     fn default() -> Self {
@@ -3725,7 +3949,8 @@ pub union in6_addr__bindgen_ty_1 {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of in6_addr__bindgen_ty_1"][::std::mem::size_of::<in6_addr__bindgen_ty_1>() - 16usize];
-    ["Alignment of in6_addr__bindgen_ty_1"][::std::mem::align_of::<in6_addr__bindgen_ty_1>() - 4usize];
+    ["Alignment of in6_addr__bindgen_ty_1"]
+        [::std::mem::align_of::<in6_addr__bindgen_ty_1>() - 4usize];
     ["Offset of field: in6_addr__bindgen_ty_1::__u6_addr8"]
         [::std::mem::offset_of!(in6_addr__bindgen_ty_1, __u6_addr8) - 0usize];
     ["Offset of field: in6_addr__bindgen_ty_1::__u6_addr16"]
@@ -3769,10 +3994,14 @@ pub struct sockaddr_in {
 const _: () = {
     ["Size of sockaddr_in"][::std::mem::size_of::<sockaddr_in>() - 16usize];
     ["Alignment of sockaddr_in"][::std::mem::align_of::<sockaddr_in>() - 4usize];
-    ["Offset of field: sockaddr_in::sin_family"][::std::mem::offset_of!(sockaddr_in, sin_family) - 0usize];
-    ["Offset of field: sockaddr_in::sin_port"][::std::mem::offset_of!(sockaddr_in, sin_port) - 2usize];
-    ["Offset of field: sockaddr_in::sin_addr"][::std::mem::offset_of!(sockaddr_in, sin_addr) - 4usize];
-    ["Offset of field: sockaddr_in::sin_zero"][::std::mem::offset_of!(sockaddr_in, sin_zero) - 8usize];
+    ["Offset of field: sockaddr_in::sin_family"]
+        [::std::mem::offset_of!(sockaddr_in, sin_family) - 0usize];
+    ["Offset of field: sockaddr_in::sin_port"]
+        [::std::mem::offset_of!(sockaddr_in, sin_port) - 2usize];
+    ["Offset of field: sockaddr_in::sin_addr"]
+        [::std::mem::offset_of!(sockaddr_in, sin_addr) - 4usize];
+    ["Offset of field: sockaddr_in::sin_zero"]
+        [::std::mem::offset_of!(sockaddr_in, sin_zero) - 8usize];
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -3789,10 +4018,12 @@ const _: () = {
     ["Alignment of sockaddr_in6"][::std::mem::align_of::<sockaddr_in6>() - 4usize];
     ["Offset of field: sockaddr_in6::sin6_family"]
         [::std::mem::offset_of!(sockaddr_in6, sin6_family) - 0usize];
-    ["Offset of field: sockaddr_in6::sin6_port"][::std::mem::offset_of!(sockaddr_in6, sin6_port) - 2usize];
+    ["Offset of field: sockaddr_in6::sin6_port"]
+        [::std::mem::offset_of!(sockaddr_in6, sin6_port) - 2usize];
     ["Offset of field: sockaddr_in6::sin6_flowinfo"]
         [::std::mem::offset_of!(sockaddr_in6, sin6_flowinfo) - 4usize];
-    ["Offset of field: sockaddr_in6::sin6_addr"][::std::mem::offset_of!(sockaddr_in6, sin6_addr) - 8usize];
+    ["Offset of field: sockaddr_in6::sin6_addr"]
+        [::std::mem::offset_of!(sockaddr_in6, sin6_addr) - 8usize];
     ["Offset of field: sockaddr_in6::sin6_scope_id"]
         [::std::mem::offset_of!(sockaddr_in6, sin6_scope_id) - 24usize];
 };
@@ -3832,10 +4063,14 @@ pub struct ibv_sa_path_rec {
 const _: () = {
     ["Size of ibv_sa_path_rec"][::std::mem::size_of::<ibv_sa_path_rec>() - 64usize];
     ["Alignment of ibv_sa_path_rec"][::std::mem::align_of::<ibv_sa_path_rec>() - 8usize];
-    ["Offset of field: ibv_sa_path_rec::dgid"][::std::mem::offset_of!(ibv_sa_path_rec, dgid) - 0usize];
-    ["Offset of field: ibv_sa_path_rec::sgid"][::std::mem::offset_of!(ibv_sa_path_rec, sgid) - 16usize];
-    ["Offset of field: ibv_sa_path_rec::dlid"][::std::mem::offset_of!(ibv_sa_path_rec, dlid) - 32usize];
-    ["Offset of field: ibv_sa_path_rec::slid"][::std::mem::offset_of!(ibv_sa_path_rec, slid) - 34usize];
+    ["Offset of field: ibv_sa_path_rec::dgid"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, dgid) - 0usize];
+    ["Offset of field: ibv_sa_path_rec::sgid"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, sgid) - 16usize];
+    ["Offset of field: ibv_sa_path_rec::dlid"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, dlid) - 32usize];
+    ["Offset of field: ibv_sa_path_rec::slid"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, slid) - 34usize];
     ["Offset of field: ibv_sa_path_rec::raw_traffic"]
         [::std::mem::offset_of!(ibv_sa_path_rec, raw_traffic) - 36usize];
     ["Offset of field: ibv_sa_path_rec::flow_label"]
@@ -3848,14 +4083,17 @@ const _: () = {
         [::std::mem::offset_of!(ibv_sa_path_rec, reversible) - 48usize];
     ["Offset of field: ibv_sa_path_rec::numb_path"]
         [::std::mem::offset_of!(ibv_sa_path_rec, numb_path) - 52usize];
-    ["Offset of field: ibv_sa_path_rec::pkey"][::std::mem::offset_of!(ibv_sa_path_rec, pkey) - 54usize];
+    ["Offset of field: ibv_sa_path_rec::pkey"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, pkey) - 54usize];
     ["Offset of field: ibv_sa_path_rec::sl"][::std::mem::offset_of!(ibv_sa_path_rec, sl) - 56usize];
     ["Offset of field: ibv_sa_path_rec::mtu_selector"]
         [::std::mem::offset_of!(ibv_sa_path_rec, mtu_selector) - 57usize];
-    ["Offset of field: ibv_sa_path_rec::mtu"][::std::mem::offset_of!(ibv_sa_path_rec, mtu) - 58usize];
+    ["Offset of field: ibv_sa_path_rec::mtu"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, mtu) - 58usize];
     ["Offset of field: ibv_sa_path_rec::rate_selector"]
         [::std::mem::offset_of!(ibv_sa_path_rec, rate_selector) - 59usize];
-    ["Offset of field: ibv_sa_path_rec::rate"][::std::mem::offset_of!(ibv_sa_path_rec, rate) - 60usize];
+    ["Offset of field: ibv_sa_path_rec::rate"]
+        [::std::mem::offset_of!(ibv_sa_path_rec, rate) - 60usize];
     ["Offset of field: ibv_sa_path_rec::packet_life_time_selector"]
         [::std::mem::offset_of!(ibv_sa_path_rec, packet_life_time_selector) - 61usize];
     ["Offset of field: ibv_sa_path_rec::packet_life_time"]
@@ -3951,8 +4189,10 @@ pub union rdma_addr__bindgen_ty_1 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of rdma_addr__bindgen_ty_1"][::std::mem::size_of::<rdma_addr__bindgen_ty_1>() - 128usize];
-    ["Alignment of rdma_addr__bindgen_ty_1"][::std::mem::align_of::<rdma_addr__bindgen_ty_1>() - 8usize];
+    ["Size of rdma_addr__bindgen_ty_1"]
+        [::std::mem::size_of::<rdma_addr__bindgen_ty_1>() - 128usize];
+    ["Alignment of rdma_addr__bindgen_ty_1"]
+        [::std::mem::align_of::<rdma_addr__bindgen_ty_1>() - 8usize];
     ["Offset of field: rdma_addr__bindgen_ty_1::src_addr"]
         [::std::mem::offset_of!(rdma_addr__bindgen_ty_1, src_addr) - 0usize];
     ["Offset of field: rdma_addr__bindgen_ty_1::src_sin"]
@@ -3981,8 +4221,10 @@ pub union rdma_addr__bindgen_ty_2 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of rdma_addr__bindgen_ty_2"][::std::mem::size_of::<rdma_addr__bindgen_ty_2>() - 128usize];
-    ["Alignment of rdma_addr__bindgen_ty_2"][::std::mem::align_of::<rdma_addr__bindgen_ty_2>() - 8usize];
+    ["Size of rdma_addr__bindgen_ty_2"]
+        [::std::mem::size_of::<rdma_addr__bindgen_ty_2>() - 128usize];
+    ["Alignment of rdma_addr__bindgen_ty_2"]
+        [::std::mem::align_of::<rdma_addr__bindgen_ty_2>() - 8usize];
     ["Offset of field: rdma_addr__bindgen_ty_2::dst_addr"]
         [::std::mem::offset_of!(rdma_addr__bindgen_ty_2, dst_addr) - 0usize];
     ["Offset of field: rdma_addr__bindgen_ty_2::dst_sin"]
@@ -4009,7 +4251,8 @@ pub union rdma_addr__bindgen_ty_3 {
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
     ["Size of rdma_addr__bindgen_ty_3"][::std::mem::size_of::<rdma_addr__bindgen_ty_3>() - 40usize];
-    ["Alignment of rdma_addr__bindgen_ty_3"][::std::mem::align_of::<rdma_addr__bindgen_ty_3>() - 8usize];
+    ["Alignment of rdma_addr__bindgen_ty_3"]
+        [::std::mem::align_of::<rdma_addr__bindgen_ty_3>() - 8usize];
     ["Offset of field: rdma_addr__bindgen_ty_3::ibaddr"]
         [::std::mem::offset_of!(rdma_addr__bindgen_ty_3, ibaddr) - 0usize];
 };
@@ -4049,8 +4292,10 @@ const _: () = {
     ["Size of rdma_route"][::std::mem::size_of::<rdma_route>() - 312usize];
     ["Alignment of rdma_route"][::std::mem::align_of::<rdma_route>() - 8usize];
     ["Offset of field: rdma_route::addr"][::std::mem::offset_of!(rdma_route, addr) - 0usize];
-    ["Offset of field: rdma_route::path_rec"][::std::mem::offset_of!(rdma_route, path_rec) - 296usize];
-    ["Offset of field: rdma_route::num_paths"][::std::mem::offset_of!(rdma_route, num_paths) - 304usize];
+    ["Offset of field: rdma_route::path_rec"]
+        [::std::mem::offset_of!(rdma_route, path_rec) - 296usize];
+    ["Offset of field: rdma_route::num_paths"]
+        [::std::mem::offset_of!(rdma_route, num_paths) - 304usize];
 };
 impl Default for rdma_route {
     fn default() -> Self {
@@ -4070,7 +4315,8 @@ pub struct rdma_event_channel {
 const _: () = {
     ["Size of rdma_event_channel"][::std::mem::size_of::<rdma_event_channel>() - 4usize];
     ["Alignment of rdma_event_channel"][::std::mem::align_of::<rdma_event_channel>() - 4usize];
-    ["Offset of field: rdma_event_channel::fd"][::std::mem::offset_of!(rdma_event_channel, fd) - 0usize];
+    ["Offset of field: rdma_event_channel::fd"]
+        [::std::mem::offset_of!(rdma_event_channel, fd) - 0usize];
 };
 #[repr(C)]
 #[derive(Copy, Clone)]
@@ -4101,17 +4347,21 @@ const _: () = {
     ["Offset of field: rdma_cm_id::qp"][::std::mem::offset_of!(rdma_cm_id, qp) - 24usize];
     ["Offset of field: rdma_cm_id::route"][::std::mem::offset_of!(rdma_cm_id, route) - 32usize];
     ["Offset of field: rdma_cm_id::ps"][::std::mem::offset_of!(rdma_cm_id, ps) - 344usize];
-    ["Offset of field: rdma_cm_id::port_num"][::std::mem::offset_of!(rdma_cm_id, port_num) - 348usize];
+    ["Offset of field: rdma_cm_id::port_num"]
+        [::std::mem::offset_of!(rdma_cm_id, port_num) - 348usize];
     ["Offset of field: rdma_cm_id::event"][::std::mem::offset_of!(rdma_cm_id, event) - 352usize];
     ["Offset of field: rdma_cm_id::send_cq_channel"]
         [::std::mem::offset_of!(rdma_cm_id, send_cq_channel) - 360usize];
-    ["Offset of field: rdma_cm_id::send_cq"][::std::mem::offset_of!(rdma_cm_id, send_cq) - 368usize];
+    ["Offset of field: rdma_cm_id::send_cq"]
+        [::std::mem::offset_of!(rdma_cm_id, send_cq) - 368usize];
     ["Offset of field: rdma_cm_id::recv_cq_channel"]
         [::std::mem::offset_of!(rdma_cm_id, recv_cq_channel) - 376usize];
-    ["Offset of field: rdma_cm_id::recv_cq"][::std::mem::offset_of!(rdma_cm_id, recv_cq) - 384usize];
+    ["Offset of field: rdma_cm_id::recv_cq"]
+        [::std::mem::offset_of!(rdma_cm_id, recv_cq) - 384usize];
     ["Offset of field: rdma_cm_id::srq"][::std::mem::offset_of!(rdma_cm_id, srq) - 392usize];
     ["Offset of field: rdma_cm_id::pd"][::std::mem::offset_of!(rdma_cm_id, pd) - 400usize];
-    ["Offset of field: rdma_cm_id::qp_type"][::std::mem::offset_of!(rdma_cm_id, qp_type) - 408usize];
+    ["Offset of field: rdma_cm_id::qp_type"]
+        [::std::mem::offset_of!(rdma_cm_id, qp_type) - 408usize];
 };
 impl Default for rdma_cm_id {
     fn default() -> Self {
@@ -4153,8 +4403,10 @@ const _: () = {
         [::std::mem::offset_of!(rdma_conn_param, retry_count) - 12usize];
     ["Offset of field: rdma_conn_param::rnr_retry_count"]
         [::std::mem::offset_of!(rdma_conn_param, rnr_retry_count) - 13usize];
-    ["Offset of field: rdma_conn_param::srq"][::std::mem::offset_of!(rdma_conn_param, srq) - 14usize];
-    ["Offset of field: rdma_conn_param::qp_num"][::std::mem::offset_of!(rdma_conn_param, qp_num) - 16usize];
+    ["Offset of field: rdma_conn_param::srq"]
+        [::std::mem::offset_of!(rdma_conn_param, srq) - 14usize];
+    ["Offset of field: rdma_conn_param::qp_num"]
+        [::std::mem::offset_of!(rdma_conn_param, qp_num) - 16usize];
 };
 impl Default for rdma_conn_param {
     fn default() -> Self {
@@ -4182,8 +4434,10 @@ const _: () = {
         [::std::mem::offset_of!(rdma_ud_param, private_data) - 0usize];
     ["Offset of field: rdma_ud_param::private_data_len"]
         [::std::mem::offset_of!(rdma_ud_param, private_data_len) - 8usize];
-    ["Offset of field: rdma_ud_param::ah_attr"][::std::mem::offset_of!(rdma_ud_param, ah_attr) - 16usize];
-    ["Offset of field: rdma_ud_param::qp_num"][::std::mem::offset_of!(rdma_ud_param, qp_num) - 48usize];
+    ["Offset of field: rdma_ud_param::ah_attr"]
+        [::std::mem::offset_of!(rdma_ud_param, ah_attr) - 16usize];
+    ["Offset of field: rdma_ud_param::qp_num"]
+        [::std::mem::offset_of!(rdma_ud_param, qp_num) - 48usize];
     ["Offset of field: rdma_ud_param::qkey"][::std::mem::offset_of!(rdma_ud_param, qkey) - 52usize];
 };
 impl Default for rdma_ud_param {
@@ -4212,7 +4466,8 @@ pub union rdma_cm_event__bindgen_ty_1 {
 }
 #[allow(clippy::unnecessary_operation, clippy::identity_op)]
 const _: () = {
-    ["Size of rdma_cm_event__bindgen_ty_1"][::std::mem::size_of::<rdma_cm_event__bindgen_ty_1>() - 56usize];
+    ["Size of rdma_cm_event__bindgen_ty_1"]
+        [::std::mem::size_of::<rdma_cm_event__bindgen_ty_1>() - 56usize];
     ["Alignment of rdma_cm_event__bindgen_ty_1"]
         [::std::mem::align_of::<rdma_cm_event__bindgen_ty_1>() - 8usize];
     ["Offset of field: rdma_cm_event__bindgen_ty_1::conn"]
@@ -4234,10 +4489,14 @@ const _: () = {
     ["Size of rdma_cm_event"][::std::mem::size_of::<rdma_cm_event>() - 80usize];
     ["Alignment of rdma_cm_event"][::std::mem::align_of::<rdma_cm_event>() - 8usize];
     ["Offset of field: rdma_cm_event::id"][::std::mem::offset_of!(rdma_cm_event, id) - 0usize];
-    ["Offset of field: rdma_cm_event::listen_id"][::std::mem::offset_of!(rdma_cm_event, listen_id) - 8usize];
-    ["Offset of field: rdma_cm_event::event"][::std::mem::offset_of!(rdma_cm_event, event) - 16usize];
-    ["Offset of field: rdma_cm_event::status"][::std::mem::offset_of!(rdma_cm_event, status) - 20usize];
-    ["Offset of field: rdma_cm_event::param"][::std::mem::offset_of!(rdma_cm_event, param) - 24usize];
+    ["Offset of field: rdma_cm_event::listen_id"]
+        [::std::mem::offset_of!(rdma_cm_event, listen_id) - 8usize];
+    ["Offset of field: rdma_cm_event::event"]
+        [::std::mem::offset_of!(rdma_cm_event, event) - 16usize];
+    ["Offset of field: rdma_cm_event::status"]
+        [::std::mem::offset_of!(rdma_cm_event, status) - 20usize];
+    ["Offset of field: rdma_cm_event::param"]
+        [::std::mem::offset_of!(rdma_cm_event, param) - 24usize];
 };
 impl Default for rdma_cm_event {
     fn default() -> Self {

@@ -21,7 +21,8 @@ pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
         (pattern(1, cm::REQUEST_PRIVATE_DATA_MAX), pattern(2, cm::ACCEPT_PRIVATE_DATA_MAX));
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            let event = listener.id().channel().wait_event(PATIENCE).expect("events").expect("a request");
+            let event =
+                listener.id().channel().wait_event(PATIENCE).expect("events").expect("a request");
             assert_eq!((event.kind, event.id), (CmEventKind::CONNECT_REQUEST, listener.id().key()));
             let request = event.request.expect("a request");
             assert_eq!(request.private_data, asked);
@@ -30,10 +31,12 @@ pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
             let parts = Parts::new(fixture, host, &config);
             let params = ConnectParams { private_data: &answered, ..params(&config) };
             cm::accept(&request, &parts.qp, ACCESS, &params, PATIENCE).expect("accept");
-            let hung_up = listener.id().channel().wait_event(PATIENCE).expect("events").expect("an event");
+            let hung_up =
+                listener.id().channel().wait_event(PATIENCE).expect("events").expect("an event");
             assert_eq!((hung_up.kind, hung_up.id), (CmEventKind::DISCONNECTED, request.id.key()));
         });
-        let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+        let id =
+            cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
         assert_eq!(id.device(), Some((peer.device.clone(), 1)));
         assert_eq!(id.local_addr().map(|addr| addr.ip()), Some(peer.ip));
         let parts = Parts::new(fixture, peer, &config);
@@ -55,8 +58,10 @@ fn connect_against(
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
     std::thread::scope(|scope| {
-        scope.spawn(|| answer(listener.next_request(PATIENCE).expect("events").expect("a request")));
-        let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+        scope
+            .spawn(|| answer(listener.next_request(PATIENCE).expect("events").expect("a request")));
+        let id =
+            cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
         let parts = Parts::new(fixture, peer, &config);
         cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal")
     })
@@ -85,7 +90,8 @@ pub(crate) fn nobody_listens(fixture: &Fixture) {
     drop(listener);
     let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
     let parts = Parts::new(fixture, peer, &config);
-    let error = cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal");
+    let error =
+        cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal");
     assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
     assert!(error.to_string().contains("nobody listens"), "{error}");
 }
@@ -115,7 +121,11 @@ pub(crate) fn settings_reach_the_queue_pair(fixture: &Fixture) {
     assert!(path.mtu.bytes() >= 1024, "{path:?}");
     // What a side tells in the handshake is how often the other resends to it.
     assert_eq!(pair.ends[0].qp.path().expect("path").rnr_retries, 3);
-    let id = fixture.verbs.open_event_channel().and_then(|channel| channel.create_id()).expect("identifier");
+    let id = fixture
+        .verbs
+        .open_event_channel()
+        .and_then(|channel| channel.create_id())
+        .expect("identifier");
     id.set_tos(0x68).expect("tos");
     id.set_reuse_address().expect("reuse");
 }
@@ -136,7 +146,11 @@ pub(crate) fn not_our_address(fixture: &Fixture) {
 }
 
 pub(crate) fn private_data_too_long(fixture: &Fixture) {
-    let id = fixture.verbs.open_event_channel().and_then(|channel| channel.create_id()).expect("identifier");
+    let id = fixture
+        .verbs
+        .open_event_channel()
+        .and_then(|channel| channel.create_id())
+        .expect("identifier");
     let data = [0; cm::REQUEST_PRIVATE_DATA_MAX + 1];
     let params = ConnectParams { private_data: &data, ..params(&PairConfig::default()) };
     let error = id.connect(&params).expect_err("too long");
@@ -153,18 +167,27 @@ pub(crate) fn by_hand_without_cm(fixture: &Fixture) {
         .iter()
         .map(|(host, parts)| {
             let gids = parts.context.gids().expect("addresses");
-            let mine = gids.iter().find(|entry| entry.gid.ip() == host.ip && entry.kind == GidType::ROCE_V2);
+            let mine = gids
+                .iter()
+                .find(|entry| entry.gid.ip() == host.ip && entry.kind == GidType::ROCE_V2);
             let mine = mine.expect("the host's address as RoCE v2");
             let psn = 1000 + parts.qp.number();
-            (PeerAddress { qp_num: parts.qp.number(), psn, gid: mine.gid, lid: 0 }, mine.index as u8)
+            (
+                PeerAddress { qp_num: parts.qp.number(), psn, gid: mine.gid, lid: 0 },
+                mine.index as u8,
+            )
         })
         .collect();
     for (at, (_, parts)) in sides.iter().enumerate() {
         let (own, gid_index) = addresses[at];
         let (peer, _) = addresses[1 - at];
-        let path = Path { mtu: parts.context.port(1).expect("port").active_mtu, ..Default::default() };
+        let path =
+            Path { mtu: parts.context.port(1).expect("port").active_mtu, ..Default::default() };
         parts.qp.modify(&QueuePairAttributes::init(1, config.access)).expect("init");
-        parts.qp.modify(&QueuePairAttributes::connect_to(&peer, 1, gid_index, &path, 4)).expect("RTR");
+        parts
+            .qp
+            .modify(&QueuePairAttributes::connect_to(&peer, 1, gid_index, &path, 4))
+            .expect("RTR");
         parts.qp.modify(&QueuePairAttributes::ready_to_send(own.psn, &path, 4)).expect("RTS");
         assert_eq!(parts.qp.state().expect("state"), State::READY_TO_SEND);
     }

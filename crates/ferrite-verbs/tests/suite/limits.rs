@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use ferrite_verbs::{
-    Access, AsyncEventKind, ErrorKind, QueuePairConfig, SendRequest, Status, Subject, WorkCompletion,
+    Access, AsyncEventKind, ErrorKind, QueuePairConfig, SendRequest, Status, Subject,
+    WorkCompletion,
 };
 
 use super::pair::{Mode, Pair, PairConfig, Parts};
@@ -73,11 +74,13 @@ pub(crate) fn inline_too_long(fixture: &Fixture) {
 
 pub(crate) fn posted_in_the_wrong_state(fixture: &Fixture) {
     let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
-    let error =
-        parts.qp.post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])]).expect_err("not connected");
+    let error = parts
+        .qp
+        .post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])])
+        .expect_err("not connected");
     assert_eq!(error.error.kind(), ErrorKind::Misuse, "{error}");
-    // Soft-RoCE has put the request into its queue before the kernel refuses it, and names none: then it
-    // counts as posted.
+    // Soft-RoCE has put the request into its queue before the kernel refuses it, and names none:
+    // then it counts as posted.
     assert!(error.posted <= 1, "{error}");
 }
 

@@ -6,8 +6,9 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
-    Access, CmId, CompletionChannel, CompletionQueue, ConnectParams, Context, MemoryRegion, ProtectionDomain,
-    QueuePair, QueuePairConfig, RecvRequest, SendRequest, SharedReceiveQueue, WorkCompletion,
+    Access, CmId, CompletionChannel, CompletionQueue, ConnectParams, Context, MemoryRegion,
+    ProtectionDomain, QueuePair, QueuePairConfig, RecvRequest, SendRequest, SharedReceiveQueue,
+    WorkCompletion,
 };
 
 use super::{Fixture, Host, PATIENCE};
@@ -112,7 +113,8 @@ impl Pair {
     /// Every object by itself, to be dropped in any order.
     pub(crate) fn into_pieces(self) -> Vec<Box<dyn Any>> {
         let mut pieces: Vec<Box<dyn Any>> = Vec::new();
-        for End { parts: Parts { context, domain, channel, cq, region, srq, qp }, id } in self.ends {
+        for End { parts: Parts { context, domain, channel, cq, region, srq, qp }, id } in self.ends
+        {
             pieces.extend([Box::new(context) as Box<dyn Any>, Box::new(domain), Box::new(channel)]);
             pieces.extend([Box::new(cq) as Box<dyn Any>, Box::new(region), Box::new(qp)]);
             pieces.extend([Box::new(srq) as Box<dyn Any>, Box::new(id)]);
@@ -156,10 +158,12 @@ impl Parts {
         let context = fixture.verbs.device(&host.device).expect("device").open().expect("open");
         let domain = context.allocate_protection_domain().expect("domain");
         let channel = context.create_completion_channel().expect("channel");
-        let cq = context.create_completion_queue(config.cq_depth, Some(&channel), 0).expect("queue");
+        let cq =
+            context.create_completion_queue(config.cq_depth, Some(&channel), 0).expect("queue");
         let region = domain.allocate(config.region_bytes, config.region_access).expect("region");
-        let srq =
-            config.srq_receives.map(|n| domain.create_shared_receive_queue(n, 1).expect("shared queue"));
+        let srq = config
+            .srq_receives
+            .map(|n| domain.create_shared_receive_queue(n, 1).expect("shared queue"));
         let qp = domain
             .create_queue_pair(&QueuePairConfig {
                 srq: srq.clone(),
@@ -214,5 +218,7 @@ impl Parts {
 
 /// Bytes that differ by place and by `seed`.
 pub(crate) fn pattern(seed: u8, len: usize) -> Vec<u8> {
-    (0..len).map(|at| (at as u8).wrapping_mul(31).wrapping_add(seed).wrapping_add((at >> 8) as u8)).collect()
+    (0..len)
+        .map(|at| (at as u8).wrapping_mul(31).wrapping_add(seed).wrapping_add((at >> 8) as u8))
+        .collect()
 }

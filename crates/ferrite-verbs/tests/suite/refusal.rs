@@ -6,14 +6,22 @@ use super::Fixture;
 use super::pair::{End, Mode, Pair, PairConfig};
 
 /// Writes (or reads) 64 bytes at `remote` and expects to be refused, in both directions.
-fn refused(fixture: &Fixture, config: &PairConfig, read: bool, remote: impl Fn(&End) -> RemoteSlice) {
+fn refused(
+    fixture: &Fixture,
+    config: &PairConfig,
+    read: bool,
+    remote: impl Fn(&End) -> RemoteSlice,
+) {
     for (from, to) in [(0, 1), (1, 0)] {
         let pair = Pair::with(fixture, config);
         let (from, to) = (&pair.ends[from], &pair.ends[to]);
         let local = [from.region.sge(0..64)];
         let remote = remote(to);
-        let request =
-            if read { SendRequest::read(1, &local, remote) } else { SendRequest::write(1, &local, remote) };
+        let request = if read {
+            SendRequest::read(1, &local, remote)
+        } else {
+            SendRequest::write(1, &local, remote)
+        };
         from.post(request.signaled());
         let done = from.reap(Mode::Event);
         let error = done.ok().expect_err("a refusal");
@@ -74,8 +82,8 @@ pub(crate) fn not_allowed_by_the_queue_pair(fixture: &Fixture) {
     assert!([Status::REMOTE_ACCESS, Status::REMOTE_INVALID_REQUEST].contains(&status), "{status}");
 }
 
-/// A key of another protection domain: "local protection" by the specification, "queue pair error" by Soft-RoCE
-/// of Linux 6.1, "flushed" by that of Linux 7.
+/// A key of another protection domain: "local protection" by the specification, "queue pair error"
+/// by Soft-RoCE of Linux 6.1, "flushed" by that of Linux 7.
 pub(crate) fn foreign_local_key(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = &pair.ends;
@@ -91,8 +99,8 @@ pub(crate) fn foreign_local_key(fixture: &Fixture) {
     assert_eq!(from.qp.state().expect("state"), State::ERROR);
 }
 
-/// The specification says "invalid request" to the sender and "length" to the receiver; Soft-RoCE of Linux 7
-/// says "operation error" to both.
+/// The specification says "invalid request" to the sender and "length" to the receiver; Soft-RoCE
+/// of Linux 7 says "operation error" to both.
 pub(crate) fn longer_than_the_receive(fixture: &Fixture) {
     for (from, to) in [(0, 1), (1, 0)] {
         let pair = Pair::new(fixture);
@@ -100,7 +108,10 @@ pub(crate) fn longer_than_the_receive(fixture: &Fixture) {
         to.receive_into(1, 0..32);
         from.post(SendRequest::send(2, &[from.region.sge(0..64)]).signaled());
         let status = from.reap(Mode::Poll).status();
-        assert!([Status::REMOTE_INVALID_REQUEST, Status::REMOTE_OPERATION].contains(&status), "{status}");
+        assert!(
+            [Status::REMOTE_INVALID_REQUEST, Status::REMOTE_OPERATION].contains(&status),
+            "{status}"
+        );
         let status = to.reap(Mode::Poll).status();
         assert!([Status::LOCAL_LENGTH, Status::LOCAL_QP_OPERATION].contains(&status), "{status}");
     }

@@ -4,8 +4,8 @@ use std::collections::BTreeSet;
 use std::time::Instant;
 
 use ferrite_verbs::{
-    Access, AsyncEventKind, QueuePairAttributes, QueuePairConfig, RecvRequest, SendRequest, State, Status,
-    Subject,
+    Access, AsyncEventKind, QueuePairAttributes, QueuePairConfig, RecvRequest, SendRequest, State,
+    Status, Subject,
 };
 
 use super::pair::{Mode, Pair, PairConfig, Parts, pattern};
@@ -18,9 +18,11 @@ pub(crate) fn shared_receive_queue_serves_two(fixture: &Fixture) {
         let to_end = &pair.ends[to];
         let srq = to_end.srq.clone().expect("a shared queue");
         assert!(to_end.qp.uses_srq());
-        let refused = to_end.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("it has a shared queue");
+        let refused =
+            to_end.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("it has a shared queue");
         assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
-        // A second queue pair takes from the same stock; it need not be connected to hold its parent.
+        // A second queue pair takes from the same stock; it need not be connected to hold its
+        // parent.
         let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to_end.cq) };
         let second = to_end.domain.create_queue_pair(&second).expect("queue pair");
         second.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
@@ -105,7 +107,9 @@ pub(crate) fn one_channel_many_queues(fixture: &Fixture) {
     let host = &fixture.hosts[0];
     let parts = Parts::new(fixture, host, &PairConfig::default());
     let queues: Vec<_> = (0..3)
-        .map(|vector| parts.context.create_completion_queue(16, Some(&parts.channel), vector).expect("queue"))
+        .map(|vector| {
+            parts.context.create_completion_queue(16, Some(&parts.channel), vector).expect("queue")
+        })
         .collect();
     let qps: Vec<_> = queues
         .iter()

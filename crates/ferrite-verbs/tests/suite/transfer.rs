@@ -9,8 +9,8 @@ use super::pair::{Mode, Pair, pattern};
 
 const SIZES: [usize; 4] = [1, 64, 4096, 100_000];
 
-/// Runs `exchange(pair, from, to, mode, size, seed)` for every direction, mode and size; `from` and `to` are
-/// indices of ends.
+/// Runs `exchange(pair, from, to, mode, size, seed)` for every direction, mode and size; `from` and
+/// `to` are indices of ends.
 fn everywhere(fixture: &Fixture, exchange: impl Fn(&mut Pair, usize, usize, Mode, usize, u8)) {
     let mut pair = Pair::new(fixture);
     let mut seed = 0;
@@ -33,7 +33,10 @@ fn two_sided(fixture: &Fixture, imm: Option<u32>) {
         let end = &pair.ends[from];
         end.post(SendRequest::new(8, operation, &[end.region.sge(0..size)]).signaled());
         let sent = end.reap(mode);
-        assert_eq!((sent.status(), sent.wr_id(), sent.opcode()), (Status::SUCCESS, 8, Opcode::SEND));
+        assert_eq!(
+            (sent.status(), sent.wr_id(), sent.opcode()),
+            (Status::SUCCESS, 8, Opcode::SEND)
+        );
         assert_eq!(sent.qp_num(), end.qp.number());
         let got = pair.ends[to].reap(mode);
         assert_eq!((got.status(), got.wr_id(), got.opcode()), (Status::SUCCESS, 7, Opcode::RECV));
@@ -76,8 +79,14 @@ pub(crate) fn write_with_immediate(fixture: &Fixture) {
         end.post(SendRequest::new(6, operation, &[end.region.sge(0..size)]).signaled());
         assert_eq!(end.reap(mode).status(), Status::SUCCESS);
         let got = pair.ends[to].reap(mode);
-        assert_eq!((got.status(), got.wr_id(), got.opcode()), (Status::SUCCESS, 5, Opcode::RECV_WRITE_IMM));
-        assert_eq!((got.byte_len() as usize, got.imm()), (size, Some(0xfe00_0000 | u32::from(seed))));
+        assert_eq!(
+            (got.status(), got.wr_id(), got.opcode()),
+            (Status::SUCCESS, 5, Opcode::RECV_WRITE_IMM)
+        );
+        assert_eq!(
+            (got.byte_len() as usize, got.imm()),
+            (size, Some(0xfe00_0000 | u32::from(seed)))
+        );
         assert_eq!(pair.ends[to].region.to_vec(0, size), bytes);
     });
 }
@@ -127,7 +136,8 @@ pub(crate) fn scatter_and_gather(fixture: &Fixture) {
         let (from, to) = (&pair.ends[from], &pair.ends[to]);
         let places = [to.region.sge(500..515), to.region.sge(5000..5100)];
         to.qp.post_recv(&[RecvRequest::new(1, &places)]).expect("post");
-        let pieces = [from.region.sge(1000..1010), from.region.sge(2000..2020), from.region.sge(3000..3030)];
+        let pieces =
+            [from.region.sge(1000..1010), from.region.sge(2000..2020), from.region.sge(3000..3030)];
         from.post(SendRequest::send(2, &pieces).signaled());
         assert_eq!(from.reap(mode).status(), Status::SUCCESS);
         assert_eq!(to.reap(mode).byte_len(), 60);
@@ -136,7 +146,10 @@ pub(crate) fn scatter_and_gather(fixture: &Fixture) {
         let places = [from.region.sge(9000..9005), from.region.sge(9500..9505)];
         from.post(SendRequest::read(3, &places, to.region.remote(500..510)).signaled());
         assert_eq!(from.reap(mode).status(), Status::SUCCESS);
-        assert_eq!([from.region.to_vec(9000, 5), from.region.to_vec(9500, 5)].concat(), whole[..10]);
+        assert_eq!(
+            [from.region.to_vec(9000, 5), from.region.to_vec(9500, 5)].concat(),
+            whole[..10]
+        );
     }
 }
 
@@ -173,8 +186,11 @@ pub(crate) fn long_chain(fixture: &Fixture) {
         from.region.write(at * 64, &pattern(at as u8, 64));
     }
     let pieces: Vec<_> = (0..count).map(|at| [from.region.sge(at * 64..at * 64 + 64)]).collect();
-    let sends: Vec<_> =
-        pieces.iter().zip(0..).map(|(piece, wr_id)| SendRequest::send(wr_id, piece).signaled()).collect();
+    let sends: Vec<_> = pieces
+        .iter()
+        .zip(0..)
+        .map(|(piece, wr_id)| SendRequest::send(wr_id, piece).signaled())
+        .collect();
     from.qp.post_send(&sends).expect("post");
     for wr_id in 0..count as u64 {
         let (sent, got) = (from.reap(Mode::Event), to.reap(Mode::Event));
@@ -208,7 +224,11 @@ pub(crate) fn solicited_only(fixture: &Fixture) {
     let piece = [from.region.sge(0..8)];
     from.post(SendRequest::send(1, &piece).signaled());
     assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
-    assert_eq!(to.channel.wait(Duration::from_millis(100)).expect("wait"), None, "not solicited: no event");
+    assert_eq!(
+        to.channel.wait(Duration::from_millis(100)).expect("wait"),
+        None,
+        "not solicited: no event"
+    );
     from.post(SendRequest::send(2, &piece).signaled().solicited());
     assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
     assert_eq!(to.channel.wait(super::PATIENCE).expect("wait"), Some(to.cq.key()));

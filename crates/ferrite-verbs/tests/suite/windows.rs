@@ -4,9 +4,9 @@ use std::ops::Range;
 use std::time::Instant;
 
 use ferrite_verbs::{
-    Access, CompletionQueue, Context, ErrorKind, GidType, MemoryRegion, MemoryWindow, Opcode, Operation,
-    Path, PeerAddress, ProtectionDomain, QueuePair, QueuePairAttributes, QueuePairConfig, RemoteSlice,
-    SendRequest, Status, WorkCompletion,
+    Access, CompletionQueue, Context, ErrorKind, GidType, MemoryRegion, MemoryWindow, Opcode,
+    Operation, Path, PeerAddress, ProtectionDomain, QueuePair, QueuePairAttributes,
+    QueuePairConfig, RemoteSlice, SendRequest, Status, WorkCompletion,
 };
 
 use super::{Fixture, Host, PATIENCE};
@@ -35,11 +35,20 @@ impl Side {
         let region = domain.allocate(REGION, access).expect("region");
         let qp = |_| domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
         let gids = context.gids().expect("addresses");
-        let mine = gids.iter().find(|entry| entry.gid.ip() == host.ip && entry.kind == GidType::ROCE_V2);
+        let mine =
+            gids.iter().find(|entry| entry.gid.ip() == host.ip && entry.kind == GidType::ROCE_V2);
         let mine = mine.expect("the host's address as RoCE v2");
         let address = PeerAddress { qp_num: 0, psn: 0, gid: mine.gid, lid: 0 };
         let gid_index = mine.index as u8;
-        Self { qps: (0..CLIENTS).map(qp).collect(), cq, region, domain, context, address, gid_index }
+        Self {
+            qps: (0..CLIENTS).map(qp).collect(),
+            cq,
+            region,
+            domain,
+            context,
+            address,
+            gid_index,
+        }
     }
 
     fn address(&self, at: usize) -> PeerAddress {
@@ -49,9 +58,11 @@ impl Side {
 
     fn connect(&self, at: usize, peer: &Self, access: Access) {
         let (qp, own, peer) = (&self.qps[at], self.address(at), peer.address(at));
-        let path = Path { mtu: self.context.port(1).expect("port").active_mtu, ..Default::default() };
+        let path =
+            Path { mtu: self.context.port(1).expect("port").active_mtu, ..Default::default() };
         qp.modify(&QueuePairAttributes::init(1, access)).expect("init");
-        qp.modify(&QueuePairAttributes::connect_to(&peer, 1, self.gid_index, &path, 4)).expect("RTR");
+        qp.modify(&QueuePairAttributes::connect_to(&peer, 1, self.gid_index, &path, 4))
+            .expect("RTR");
         qp.modify(&QueuePairAttributes::ready_to_send(own.psn, &path, 4)).expect("RTS");
     }
 
@@ -137,7 +148,9 @@ pub(crate) fn another_queue_pairs_window_is_refused(fixture: &Fixture) {
 pub(crate) fn region_under_a_window_is_out_of_reach(fixture: &Fixture) {
     let scene = Scene::new(fixture);
     let _window = scene.bound();
-    for (client, key) in [scene.server.region.rkey(), scene.server.region.lkey()].into_iter().enumerate() {
+    for (client, key) in
+        [scene.server.region.rkey(), scene.server.region.lkey()].into_iter().enumerate()
+    {
         let target = RemoteSlice { rkey: key, ..scene.server.region.remote(WINDOW) };
         assert_eq!(scene.write(client, target), Status::REMOTE_ACCESS);
     }

@@ -1,4 +1,5 @@
-//! `ferrite bench fabric`: latency and bandwidth of links, as programs that use the fabric see them.
+//! `ferrite bench fabric`: latency and bandwidth of links, as programs that use the fabric see
+//! them.
 //!
 //! | file | part |
 //! |---|---|
@@ -10,7 +11,8 @@
 //! | `client.rs` `server.rs` | the two ends |
 //! | `report.rs` `progress.rs` | what is printed, at the end and meanwhile |
 //!
-//! Everything goes through the public interface of ferrite-fabric, on one thread that drives the engine while it waits.
+//! Everything goes through the public interface of ferrite-fabric, on one thread that drives the
+//! engine while it waits.
 
 use std::net::SocketAddr;
 use std::time::Duration;
@@ -45,14 +47,14 @@ const IDLE_MAX: u32 = 15_000;
 
 /// Measure latency and bandwidth of the fabric's links
 ///
-/// On one host, `ferrite bench fabric --listen ADDRESS` serves clients, one after the other; on the other, `ferrite
-/// bench fabric ADDRESS` runs the measurements and prints them. The client's options travel with it: the server
-/// needs none.
+/// On one host, `ferrite bench fabric --listen ADDRESS` serves clients, one after the other; on the
+/// other, `ferrite bench fabric ADDRESS` runs the measurements and prints them. The client's
+/// options travel with it: the server needs none.
 ///
-/// Latency is half the round trip for send and write, and the full round trip for read, as perftest's ib_send_lat,
-/// ib_write_lat and ib_read_lat define it. Bandwidth is what the peer's device has acknowledged, divided by the time
-/// from the first post to the last acknowledgement, with a window of operations in flight. For send, the peer's
-/// program has taken every message.
+/// Latency is half the round trip for send and write, and the full round trip for read, as
+/// perftest's ib_send_lat, ib_write_lat and ib_read_lat define it. Bandwidth is what the peer's
+/// device has acknowledged, divided by the time from the first post to the last acknowledgement,
+/// with a window of operations in flight. For send, the peer's program has taken every message.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -67,8 +69,9 @@ pub(crate) struct Options {
     once: bool,
     /// Connect from this local address, and so over its device
     ///
-    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick another device
-    /// than you think, or loop back inside the host if the server's address is local as well.
+    /// Worth giving on a host with several: otherwise the routing table chooses, which may pick
+    /// another device than you think, or loop back inside the host if the server's address is local
+    /// as well.
     #[arg(long, value_name = "ADDRESS", value_parser = address::parse::<0>, conflicts_with = "listen")]
     local: Option<SocketAddr>,
     /// What crosses the wire; several with commas [default: all]
@@ -84,8 +87,9 @@ pub(crate) struct Options {
     size: Vec<u32>,
     /// How both sides wait for completions
     ///
-    /// A side that takes no part (the target of reads and of the writes that measure bandwidth) sleeps in either
-    /// mode. The latency of write is measured by poll only: a write completes nothing at its receiver.
+    /// A side that takes no part (the target of reads and of the writes that measure bandwidth)
+    /// sleeps in either mode. The latency of write is measured by poll only: a write completes
+    /// nothing at its receiver.
     #[arg(long, value_enum, default_value_t = Mode::Poll, conflicts_with = "listen")]
     mode: Mode,
     /// Links to the server; latency goes from one to the next, bandwidth over all at once
@@ -108,14 +112,15 @@ pub(crate) struct Options {
     #[arg(long, value_name = "COUNT", conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000_000))]
     warmup: Option<u64>,
-    /// Operations in flight on each link for bandwidth; fewer where a link's queue has no room for so many bytes
+    /// Operations in flight on each link for bandwidth; fewer where a link's queue has no room for
+    /// so many bytes
     #[arg(long, value_name = "COUNT", default_value_t = 16, conflicts_with = "listen",
           value_parser = clap::value_parser!(u32).range(1..=1024))]
     window: u32,
     /// Largest frame that this side takes, 8K unless said: a larger message comes in several
     ///
-    /// For client and server alike. Larger ones make large sends cheaper and pin more memory for each receive; 8K, 64K and
-    /// 2M waste none of it.
+    /// For client and server alike. Larger ones make large sends cheaper and pin more memory for
+    /// each receive; 8K, 64K and 2M waste none of it.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON

@@ -8,8 +8,8 @@
 //! | `plot.rs` | latencies as a picture |
 //! | `report.rs` | what is printed |
 //!
-//! Each thread has a runtime and an engine of its own; connections are spread over them. A reply is not looked into, but for
-//! whether it is an error: where it ends is all that is needed.
+//! Each thread has a runtime and an engine of its own; connections are spread over them. A reply is
+//! not looked into, but for whether it is an error: where it ends is all that is needed.
 
 use std::net::SocketAddr;
 use std::path::PathBuf;
@@ -35,10 +35,11 @@ const VALUE_MAX: u32 = 512 << 20;
 
 /// Load a Redis, Valkey or anything else that speaks RESP, and measure it
 ///
-/// GET and SET of keys `key:NUMBER`, over RDMA (ferrite.so, a Ferrite gateway, or Valkey's own listener), TCP or a Unix socket. By default each
-/// connection asks as fast as it is answered (a closed loop). With --rate requests are due at fixed times, whether or not earlier ones were
-/// answered in time, and latency counts from when a request was due: a server that stalls is not spared what it held up (no coordinated
-/// omission).
+/// GET and SET of keys `key:NUMBER`, over RDMA (ferrite.so, a Ferrite gateway, or Valkey's own
+/// listener), TCP or a Unix socket. By default each connection asks as fast as it is answered (a
+/// closed loop). With --rate requests are due at fixed times, whether or not earlier ones were
+/// answered in time, and latency counts from when a request was due: a server that stalls is not
+/// spared what it held up (no coordinated omission).
 ///
 /// With pipelines, the latency of a request is that of the batch it was in.
 #[derive(Args)]
@@ -89,7 +90,8 @@ pub(crate) struct Options {
     /// Time before it that is not measured
     #[arg(long, value_name = "SECONDS", value_parser = |text: &str| seconds::parse(text, 0.0), default_value = "1")]
     warmup: Duration,
-    /// A password, for AUTH; better in the environment variable REDISCLI_AUTH, where others do not see it
+    /// A password, for AUTH; better in the environment variable REDISCLI_AUTH, where others do not
+    /// see it
     #[arg(long, value_name = "PASSWORD")]
     auth: Option<String>,
     /// The server's process, if it is on this host: CPU time per request is measured too
@@ -141,7 +143,7 @@ fn parse_exponent(text: &str) -> Result<f64, String> {
 pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     ensure!(options.threads <= options.connections, "more threads than connections");
     let (mut results, mut lines) = (Vec::new(), Vec::new());
-    let mut carrier = None;
+    let mut transport_info = None;
     if options.test.iter().any(|test| *test != Test::Set) {
         load::fill(options).context("writing the keys that will be read")?;
     }
@@ -150,24 +152,31 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
         let run = load::run(options, *test)?;
         let used = match (before, options.server_pid) {
             // The warm-up's share is taken off by its part of the requests.
-            (Some(before), Some(pid)) => Some((cpu::used(pid)? - before) / run.all_requests.max(1) as f64),
+            (Some(before), Some(pid)) => {
+                Some((cpu::used(pid)? - before) / run.all_requests.max(1) as f64)
+            }
             _ => None,
         };
-        carrier = carrier.or_else(|| run.carrier.clone());
+        transport_info = transport_info.or_else(|| run.transport_info.clone());
         lines.push(plot::Line::new(name(test), &run.latency));
         results.push(report::Row::new(*test, &run, used));
     }
     if let Some(file) = &options.plot {
-        let picture =
-            plot::svg("Latency by percentile", &what_was_measured(options, carrier.as_ref()), &lines);
-        std::fs::write(file, picture).with_context(|| format!("cannot write {}", file.display()))?;
+        let picture = plot::svg(
+            "Latency by percentile",
+            &what_was_measured(options, transport_info.as_ref()),
+            &lines,
+        );
+        std::fs::write(file, picture)
+            .with_context(|| format!("cannot write {}", file.display()))?;
     }
-    report::print(options, carrier, results)
+    report::print(options, transport_info, results)
 }
 
-fn what_was_measured(options: &Options, carrier: Option<&load::Carrier>) -> String {
-    let over = carrier.map_or("nothing", |carrier| &carrier.transport);
-    let rate = options.rate.map_or("as fast as answered".to_owned(), |rate| format!("{rate} requests/s"));
+fn what_was_measured(options: &Options, transport_info: Option<&load::TransportInfo>) -> String {
+    let over = transport_info.map_or("nothing", |transport_info| &transport_info.transport);
+    let rate =
+        options.rate.map_or("as fast as answered".to_owned(), |rate| format!("{rate} requests/s"));
     format!(
         "over {over}: {} connections, pipeline {}, values of {} bytes, {rate}",
         options.connections, options.pipeline, options.size

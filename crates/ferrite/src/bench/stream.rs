@@ -1,4 +1,5 @@
-//! `ferrite bench stream`: latency and bandwidth of byte streams, as software that knows TCP sees them.
+//! `ferrite bench stream`: latency and bandwidth of byte streams, as software that knows TCP sees
+//! them.
 //!
 //! | file | part |
 //! |---|---|
@@ -31,11 +32,11 @@ const DEFAULT_PORT: u16 = 7473;
 
 /// Measure latency and bandwidth of byte streams
 ///
-/// On one host, `ferrite bench stream --listen ADDRESS` serves clients, one after the other; on the other, `ferrite
-/// bench stream ADDRESS` runs the measurements and prints them.
+/// On one host, `ferrite bench stream --listen ADDRESS` serves clients, one after the other; on the
+/// other, `ferrite bench stream ADDRESS` runs the measurements and prints them.
 ///
-/// Latency is half of a round: a write there and one back. Bandwidth is that of many writes there, then as many back,
-/// until the last byte has been read.
+/// Latency is half of a round: a write there and one back. Bandwidth is that of many writes there,
+/// then as many back, until the last byte has been read.
 #[derive(Args)]
 #[command(after_help = HELP)]
 pub(crate) struct Options {
@@ -69,13 +70,14 @@ pub(crate) struct Options {
     #[arg(long, value_name = "MIB", default_value_t = 64, conflicts_with = "listen",
           value_parser = clap::value_parser!(u64).range(1..=1_000_000))]
     mib: u64,
-    /// How long both sides look for completions before they sleep [default: 50, as programs have it by themselves]
+    /// How long both sides look for completions before they sleep [default: 50, as programs have it
+    /// by themselves]
     #[arg(long, value_name = "MICROSECONDS", conflicts_with = "listen")]
     busy_poll_us: Option<u32>,
     /// Largest frame that this side takes, 8K unless said
     ///
-    /// For client and server alike. Larger ones make large writes cheaper and pin more memory for each receive; 8K, 64K and
-    /// 2M waste none of it.
+    /// For client and server alike. Larger ones make large writes cheaper and pin more memory for
+    /// each receive; 8K, 64K and 2M waste none of it.
     #[arg(long, value_name = "SIZE", value_parser = size::parse)]
     recv_buffer_size: Option<u32>,
     /// Print the result as JSON
@@ -128,11 +130,13 @@ pub(crate) fn run(options: &Options) -> anyhow::Result<()> {
     }
 }
 
-/// A fabric with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none has.
+/// A fabric with the fabric's own settings but for what `options` say, on the device that has
+/// `local`; on all if none has.
 fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let recv_buffer_size = options.recv_buffer_size.unwrap_or(default.recv_buffer_size);
-    let builder = Fabric::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
+    let builder =
+        Fabric::builder(verbs).config(Config { busy_poll_us: 0, recv_buffer_size, ..default });
     let builder = match local.map(|local| fabric::device_of(verbs, local)).transpose()?.flatten() {
         Some(device) => builder.device(device),
         None => builder,

@@ -31,7 +31,8 @@ pub(super) fn render(inventory: &Inventory, verbose: bool) -> String {
 
 fn render_device(out: &mut String, device: &DeviceEntry, verbose: bool) {
     line!(out, "{}: {}", device.name, driver_text(device));
-    let numa = device.numa_node.map_or("no NUMA node".to_owned(), |node| format!("NUMA node {node}"));
+    let numa =
+        device.numa_node.map_or("no NUMA node".to_owned(), |node| format!("NUMA node {node}"));
     let firmware = match device.opened.as_ref().map(|opened| opened.firmware.as_str()) {
         None | Some("") => String::new(),
         Some(version) => format!("firmware {version}, "),
@@ -60,8 +61,11 @@ fn driver_text(device: &DeviceEntry) -> String {
 fn render_port(out: &mut String, port: &PortEntry) {
     let speed = port.mbit_per_s.map_or("unknown speed".to_owned(), speed_text);
     let state = if port.active { port.state.clone() } else { port.state.to_uppercase() };
-    let netdevs =
-        if port.netdevs.is_empty() { String::new() } else { format!(", {}", port.netdevs.join(" ")) };
+    let netdevs = if port.netdevs.is_empty() {
+        String::new()
+    } else {
+        format!(", {}", port.netdevs.join(" "))
+    };
     line!(
         out,
         "  port {}: {state}, {}, MTU {} (of {}), {speed}{netdevs}",
@@ -77,7 +81,8 @@ fn render_port(out: &mut String, port: &PortEntry) {
         line!(out, "    no GIDs: give the network interface an IP address");
         return;
     }
-    let width = port.gids.iter().map(|gid| gid.address.len()).max().unwrap_or(0).max("address".len());
+    let width =
+        port.gids.iter().map(|gid| gid.address.len()).max().unwrap_or(0).max("address".len());
     line!(out, "    {:>5}  {:width$}  {:10}  netdev", "GID", "address", "type");
     for gid in &port.gids {
         let chosen = port.chosen_gid.as_ref().filter(|chosen| chosen.index == gid.index);
@@ -212,7 +217,10 @@ connection manager (RDMA CM): available
             remedy: Some("load it".into()),
         };
         let text = render(&inventory, false);
-        assert!(text.contains("port 1: DOWN,") && text.contains("what to do: turn it on"), "{text}");
+        assert!(
+            text.contains("port 1: DOWN,") && text.contains("what to do: turn it on"),
+            "{text}"
+        );
         assert!(
             text.contains("no GIDs") && text.contains("NOT available: none\n  what to do: load it"),
             "{text}"
@@ -237,7 +245,10 @@ connection manager (RDMA CM): available
         let device = &json["devices"][0];
         let port = &device["ports"][0];
         assert_eq!((&device["software"], &device["limits"]["max_qp"]), (&true.into(), &9.into()));
-        assert_eq!((&port["chosen_gid"]["index"], &port["gids"][1]["type"]), (&1.into(), &"RoCE v2".into()));
+        assert_eq!(
+            (&port["chosen_gid"]["index"], &port["gids"][1]["type"]),
+            (&1.into(), &"RoCE v2".into())
+        );
         assert_eq!(port["mtu_bytes"], 1024);
     }
 

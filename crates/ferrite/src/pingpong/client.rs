@@ -7,7 +7,7 @@ use anyhow::Context as _;
 use ferrite_verbs::{CmId, ConnectParams, QueuePair, Verbs, cm};
 
 use super::Options;
-use super::lane;
+use super::endpoint;
 use super::report::{Link, Report};
 use super::rounds;
 use super::watch::Watch;
@@ -26,14 +26,15 @@ pub(super) fn run(options: &Options, server: SocketAddr) -> anyhow::Result<()> {
     let context = verbs.device(&device)?.open()?;
 
     let rounds = options.iters + u64::from(options.warmup);
-    let (qp, mut lane) = lane::open(&context, &id, options.op, options.mode, options.size, options.inline)?;
+    let (qp, mut endpoint) =
+        endpoint::open(&context, &id, options.op, options.mode, options.size, options.inline)?;
     let request = Request {
         op: options.op,
         mode: options.mode,
         size: options.size,
         inline: options.inline,
         rounds,
-        memory: lane.incoming(),
+        memory: endpoint.incoming(),
     };
     let mut recorder = Recorder::new(options.warmup.into())?;
     let memory = connect(options, server, &id, &qp, &request)?;
@@ -41,10 +42,10 @@ pub(super) fn run(options: &Options, server: SocketAddr) -> anyhow::Result<()> {
     let watch = Watch::new(rounds, options.timeout, !options.json);
     let started = Instant::now();
     watch.over(&id, &qp, || {
-        rounds::client(options.op, rounds, (&qp, &mut lane), memory, &watch, &mut recorder)
+        rounds::client(options.op, rounds, (&qp, &mut endpoint), memory, &watch, &mut recorder)
     })?;
     let elapsed = started.elapsed();
-    Report::new(options, &lane, link, &recorder.finish(), elapsed).print(options.json)
+    Report::new(options, &endpoint, link, &recorder.finish(), elapsed).print(options.json)
 }
 
 fn connect(
@@ -55,8 +56,10 @@ fn connect(
     request: &Request,
 ) -> anyhow::Result<Memory> {
     let params = ConnectParams { private_data: &request.encode(), ..params() };
-    let reply = cm::connect(id, qp, lane::access(), &params, options.timeout)
-        .with_context(|| format!("no connection to {server} (`ferrite pingpong --listen` must run there)"))?;
+    let reply =
+        cm::connect(id, qp, endpoint::access(), &params, options.timeout).with_context(|| {
+            format!("no connection to {server} (`ferrite pingpong --listen` must run there)")
+        })?;
     Ok(Memory::decode(&reply)?)
 }
 
@@ -69,7 +72,8 @@ pub(super) fn params() -> ConnectParams<'static> {
         reads_in: 1,
         reads_out: 1,
         retries: 7,
-        // The peer always has receives posted; where it has none it is stuck, and the watcher ends it.
+        // The peer always has receives posted; where it has none it is stuck, and the watcher ends
+        // it.
         rnr_retries: 7,
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ferrite_verbs::{CmId, Context, GidEntry, QueuePair, choose_gid};
 use serde::Serialize;
 
-use super::lane::Lane;
+use super::endpoint::Endpoint;
 use super::{Mode, Op, Options};
 use crate::choice::name;
 use crate::latency::{self, Latency, RoundTrips};
@@ -35,13 +35,19 @@ struct GidRow {
 
 impl Link {
     /// Of a queue pair that is connected.
-    pub(super) fn of(context: &Context, port: u8, id: &CmId, qp: &QueuePair) -> anyhow::Result<Self> {
+    pub(super) fn of(
+        context: &Context,
+        port: u8,
+        id: &CmId,
+        qp: &QueuePair,
+    ) -> anyhow::Result<Self> {
         let gids = context.gids()?;
         let local = id.local_addr();
-        // On RoCE the CM uses the GID of the local address. On InfiniBand the address belongs to an IPoIB
-        // interface, and the port has one GID.
-        let is_local =
-            |entry: &&GidEntry| entry.port == port && local.is_some_and(|local| entry.gid.ip() == local.ip());
+        // On RoCE the CM uses the GID of the local address. On InfiniBand the address belongs to an
+        // IPoIB interface, and the port has one GID.
+        let is_local = |entry: &&GidEntry| {
+            entry.port == port && local.is_some_and(|local| entry.gid.ip() == local.ip())
+        };
         let of_address: Vec<_> = gids.iter().filter(is_local).cloned().collect();
         let candidates = if of_address.is_empty() { gids } else { of_address };
         let gid = choose_gid(&context.port(port)?, &candidates).map(|choice| GidRow {
@@ -82,7 +88,7 @@ pub(super) struct Report {
 impl Report {
     pub(super) fn new(
         options: &Options,
-        lane: &Lane,
+        endpoint: &Endpoint,
         link: Link,
         round_trips: &RoundTrips,
         elapsed: Duration,
@@ -96,7 +102,7 @@ impl Report {
             size_bytes: options.size,
             iterations: options.iters,
             warmup: options.warmup,
-            inline: lane.inline(),
+            inline: endpoint.inline(),
             link,
             measure,
             latency_us: Latency::of(round_trips, parts),
@@ -111,10 +117,9 @@ impl Report {
     fn text(&self) -> String {
         let Self { link, latency_us: latency, .. } = self;
         let addr = |addr: Option<SocketAddr>| addr.map_or("?".to_owned(), |addr| addr.to_string());
-        let gid = link
-            .gid
-            .as_ref()
-            .map_or("no GID".to_owned(), |gid| format!("GID {} ({}, {})", gid.index, gid.address, gid.kind));
+        let gid = link.gid.as_ref().map_or("no GID".to_owned(), |gid| {
+            format!("GID {} ({}, {})", gid.index, gid.address, gid.kind)
+        });
         let inline = if self.inline { ", inline" } else { "" };
         let measure = self.measure.replace('_', " ");
         let caveat = if link.software {
@@ -171,7 +176,15 @@ mod tests {
                 mtu_bytes: 4096,
             },
             measure: "half_round_trip",
-            latency_us: Latency { min: 1.0, p50: 2.0, p90: 3.0, p99: 4.0, p99_9: 5.0, max: 6.0, mean: 2.5 },
+            latency_us: Latency {
+                min: 1.0,
+                p50: 2.0,
+                p90: 3.0,
+                p99: 4.0,
+                p99_9: 5.0,
+                max: 6.0,
+                mean: 2.5,
+            },
             seconds: 0.25,
         };
         let expected = "\

@@ -10,7 +10,7 @@ use serde::Serialize;
 use super::client::params;
 use super::watch::Watch;
 use super::wire::{Memory, Request};
-use super::{Mode, Op, Options, lane, rounds};
+use super::{Mode, Op, Options, endpoint, rounds};
 use crate::choice::name;
 
 /// A client that was served.
@@ -27,8 +27,8 @@ struct Served {
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
     verbs.devices()?;
-    let listener =
-        cm::Listener::bind(&verbs, listen, 8).with_context(|| format!("cannot listen on {listen}"))?;
+    let listener = cm::Listener::bind(&verbs, listen, 8)
+        .with_context(|| format!("cannot listen on {listen}"))?;
     let at = listener.id().local_addr().unwrap_or(listen);
     // On stderr, so that stdout carries results only.
     eprintln!("ferrite: listening on {at}");
@@ -47,28 +47,34 @@ pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     }
 }
 
-fn serve(verbs: &Verbs, options: &Options, connection: &ConnectionRequest) -> anyhow::Result<Served> {
+fn serve(
+    verbs: &Verbs,
+    options: &Options,
+    connection: &ConnectionRequest,
+) -> anyhow::Result<Served> {
     let id = &connection.id;
     let peer = id.peer_addr();
     let name = peer.map_or("a client".to_owned(), |peer| peer.to_string());
-    let request = Request::decode(&connection.private_data).with_context(|| format!("{name} was refused"))?;
+    let request =
+        Request::decode(&connection.private_data).with_context(|| format!("{name} was refused"))?;
     let (device, _) = id.device().context("RDMA CM named no device")?;
     let context = verbs.device(&device)?.open()?;
     let Request { op, mode, size, inline, .. } = request;
-    let (qp, mut lane) = lane::open(&context, id, op, mode, size, inline)?;
-    rounds::prepare(request.op, &mut lane);
+    let (qp, mut endpoint) = endpoint::open(&context, id, op, mode, size, inline)?;
+    rounds::prepare(request.op, &mut endpoint);
     // As on the client; kernels that refuse it here take the client's.
     let _ = id.set_ack_timeout(14);
 
-    let memory: Memory = if request.op == Op::Read { lane.outgoing() } else { lane.incoming() };
+    let memory: Memory =
+        if request.op == Op::Read { endpoint.outgoing() } else { endpoint.incoming() };
     let params = ConnectParams { private_data: &memory.encode(), ..params() };
-    cm::accept(connection, &qp, lane::access(), &params, options.timeout)
+    cm::accept(connection, &qp, endpoint::access(), &params, options.timeout)
         .with_context(|| format!("{name} did not finish the handshake"))?;
     let total = if request.op == Op::Read { 0 } else { request.rounds };
     let watch = Watch::new(total, options.timeout, false);
     watch
         .over(id, &qp, || {
-            rounds::server(request.op, request.rounds, (&qp, &mut lane), request.memory, &watch)
+            rounds::server(request.op, request.rounds, (&qp, &mut endpoint), request.memory, &watch)
         })
         .with_context(|| format!("serving {name}"))?;
     Ok(Served {

@@ -1,9 +1,9 @@
 //! Who notices that the peer died or that nothing moves: a thread beside the measured loop.
 //!
-//! The loop itself has no timeout: asking a clock costs a system call on some hosts, and sleeping with one
-//! costs two. The watcher listens to the connection manager, compares the loop's counter with its own
-//! clock, and ends a connection by stopping its queue pair: everything posted completes as flushed, which
-//! wakes the loop in either mode.
+//! The loop itself has no timeout: asking a clock costs a system call on some hosts, and sleeping
+//! with one costs two. The watcher listens to the connection manager, compares the loop's counter
+//! with its own clock, and ends a connection by stopping its queue pair: everything posted
+//! completes as flushed, which wakes the loop in either mode.
 
 use std::fmt;
 use std::io::{IsTerminal as _, Write as _};
@@ -41,7 +41,11 @@ pub(crate) struct Rounds {
 
 impl fmt::Display for Rounds {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        if self.total == 0 { Ok(()) } else { write!(f, " after {} of {} rounds", self.done, self.total) }
+        if self.total == 0 {
+            Ok(())
+        } else {
+            write!(f, " after {} of {} rounds", self.done, self.total)
+        }
     }
 }
 
@@ -91,8 +95,8 @@ pub(super) struct Watch {
 }
 
 impl Watch {
-    /// For a run of `total` rounds (0: this side cannot count them), each of which must take less than
-    /// `timeout`.
+    /// For a run of `total` rounds (0: this side cannot count them), each of which must take less
+    /// than `timeout`.
     pub(super) fn new(total: u64, timeout: Duration, show_progress: bool) -> Self {
         Self {
             total,
@@ -105,8 +109,8 @@ impl Watch {
         }
     }
 
-    /// Runs `work` while the connection is watched. If the work fails because the connection ended, the
-    /// ending is the error: a flushed work request is only its shadow.
+    /// Runs `work` while the connection is watched. If the work fails because the connection ended,
+    /// the ending is the error: a flushed work request is only its shadow.
     pub(super) fn over<T>(
         &self,
         id: &CmId,
@@ -139,7 +143,8 @@ impl Watch {
         self.ending.get().map_or(Ok(()), |ending| Err(ending.clone()))
     }
 
-    /// Waits for the peer to leave; `false` if it has not within `patience`. Another ending is an error.
+    /// Waits for the peer to leave; `false` if it has not within `patience`. Another ending is an
+    /// error.
     pub(super) fn peer_leaves_within(&self, patience: Duration) -> Result<bool, Ending> {
         let (mutex, ended) = &self.ended;
         let guard = mutex.lock().unwrap_or_else(PoisonError::into_inner);

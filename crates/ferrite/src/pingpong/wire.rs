@@ -154,7 +154,8 @@ impl Memory {
 
 /// The first `N` bytes, if they begin as ours do. More may follow: the CM pads, later versions add.
 fn checked<const N: usize>(bytes: &[u8]) -> Result<&[u8; N], Malformed> {
-    let found: &[u8; N] = bytes.first_chunk().ok_or(Malformed::Short { len: bytes.len(), wanted: N })?;
+    let found: &[u8; N] =
+        bytes.first_chunk().ok_or(Malformed::Short { len: bytes.len(), wanted: N })?;
     if found[0..4] != MAGIC {
         return Err(Malformed::Magic);
     }
@@ -224,7 +225,10 @@ mod tests {
             bytes[at] = value;
             Request::decode(&bytes)
         };
-        assert_eq!(Request::decode(&GOLDEN_REQUEST[..39]), Err(Malformed::Short { len: 39, wanted: 40 }));
+        assert_eq!(
+            Request::decode(&GOLDEN_REQUEST[..39]),
+            Err(Malformed::Short { len: 39, wanted: 40 })
+        );
         assert_eq!(with(0, b'X'), Err(Malformed::Magic));
         assert_eq!(with(4, 2), Err(Malformed::Version(2)));
         assert_eq!(with(5, 0), Err(Malformed::Field("operation", 0)));
@@ -236,7 +240,8 @@ mod tests {
 
     #[test]
     fn no_input_panics() {
-        // Every length, and every value of every byte: a decoder this small can be tried out in full.
+        // Every length, and every value of every byte: a decoder this small can be tried out in
+        // full.
         for len in 0..=GOLDEN_REQUEST.len() {
             let _ = Request::decode(&GOLDEN_REQUEST[..len]);
             let _ = Memory::decode(&GOLDEN_REQUEST[..len]);

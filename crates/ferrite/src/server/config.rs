@@ -1,6 +1,7 @@
 //! `ferrite.toml`, checked: what the file says, or the defaults.
 //!
-//! The keys are a table (`keys.rs`); reading values with their places is `value.rs`. Whatever is wrong names the key and the line.
+//! The keys are a table (`keys.rs`); reading values with their places is `value.rs`. Whatever is
+//! wrong names the key and the line.
 
 mod keys;
 mod value;
@@ -68,8 +69,8 @@ pub(super) struct Config {
     pub(super) rdma_devices: Vec<String>,
     pub(super) max_connections: Option<u32>,
     pub(super) busy_poll_us: Option<u32>,
-    pub(super) turn_us: Option<u32>,
-    pub(super) call_lane: Option<bool>,
+    pub(super) slice_us: Option<u32>,
+    pub(super) call_path: Option<bool>,
     pub(super) poller_thread: Option<bool>,
     pub(super) shared_windows: Option<bool>,
     pub(super) rx_size: Option<u32>,
@@ -108,8 +109,8 @@ impl Default for Config {
             rdma_devices: Vec::new(),
             max_connections: None,
             busy_poll_us: None,
-            turn_us: None,
-            call_lane: None,
+            slice_us: None,
+            call_path: None,
             poller_thread: None,
             shared_windows: None,
             rx_size: None,
@@ -156,7 +157,9 @@ impl Config {
             let wrong = |why: String| format!("{line}: {}: {why}", keys::full_name(section, name));
             let below = keys::full_name(section, name);
             match value.get_ref() {
-                DeValue::Table(table) if keys::is_section(&below) => self.take(&below, table, line_of)?,
+                DeValue::Table(table) if keys::is_section(&below) => {
+                    self.take(&below, table, line_of)?
+                }
                 value if section == "engine" => {
                     self.add_directive(name, &Value(value)).map_err(wrong)?;
                 }
@@ -181,7 +184,8 @@ impl Config {
         if let Some((_, remedy)) = ELSEWHERE.iter().find(|(taken, _)| first == *taken) {
             return Err((*remedy).into());
         }
-        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c)) {
+        if name.is_empty() || !name.chars().all(|c| c.is_ascii_alphanumeric() || "-_.".contains(c))
+        {
             return Err("not a name of the engine's configuration".into());
         }
         for line in value.lines()? {
@@ -215,10 +219,13 @@ impl Config {
         }
     }
 
-    /// A password by which the engine may be asked how it is, if the file has one that needs no quoting.
+    /// A password by which the engine may be asked how it is, if the file has one that needs no
+    /// quoting.
     pub(super) fn password(&self) -> Option<&str> {
-        let (_, word) = self.directives.iter().rfind(|(name, _)| name.eq_ignore_ascii_case("requirepass"))?;
-        let is_plain = !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\".contains(c));
+        let (_, word) =
+            self.directives.iter().rfind(|(name, _)| name.eq_ignore_ascii_case("requirepass"))?;
+        let is_plain =
+            !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\".contains(c));
         is_plain.then_some(word)
     }
 }

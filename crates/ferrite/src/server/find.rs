@@ -26,7 +26,8 @@ pub(super) fn engine(choice: &Choice, path: Option<&OsStr>) -> Result<PathBuf, S
 
 fn in_path(names: &[&OsStr], path: Option<&OsStr>) -> Result<PathBuf, String> {
     let directories: Vec<PathBuf> = path.map(std::env::split_paths).into_iter().flatten().collect();
-    let places = names.iter().flat_map(|name| directories.iter().map(move |place| place.join(name)));
+    let places =
+        names.iter().flat_map(|name| directories.iter().map(move |place| place.join(name)));
     places.into_iter().find(|place| is_program(place)).ok_or_else(|| {
         let names: Vec<_> = names.iter().map(|name| name.to_string_lossy()).collect();
         let path = path.unwrap_or_default().to_string_lossy();
@@ -55,7 +56,8 @@ pub(super) fn module(choice: &Choice, own: &Path) -> Result<PathBuf, String> {
         }
         Choice::Auto => {
             let beside = own.parent().unwrap_or(Path::new("/"));
-            let library = beside.parent().unwrap_or(Path::new("/")).join("lib/ferrite").join(MODULES[0]);
+            let library =
+                beside.parent().unwrap_or(Path::new("/")).join("lib/ferrite").join(MODULES[0]);
             MODULES.map(|name| beside.join(name)).into_iter().chain([library]).collect::<Vec<_>>()
         }
     };
@@ -76,7 +78,10 @@ mod tests {
     fn what_is_not_there_is_said() {
         let path = OsStr::new("/nowhere:/nor/here");
         let said = engine(&Choice::Auto, Some(path)).expect_err("none");
-        assert!(said.contains("valkey-server and redis-server in PATH (/nowhere:/nor/here)"), "{said}");
+        assert!(
+            said.contains("valkey-server and redis-server in PATH (/nowhere:/nor/here)"),
+            "{said}"
+        );
         let said = engine(&Choice::Path("no-such-engine".into()), Some(path)).expect_err("none");
         assert!(said.contains("looked for no-such-engine in PATH"), "{said}");
         let said = engine(&Choice::Path("/etc/passwd".into()), Some(path)).expect_err("no program");
@@ -95,7 +100,8 @@ mod tests {
 
     #[test]
     fn what_is_there_is_found() {
-        let found = engine(&Choice::Path("sh".into()), Some(OsStr::new("/nowhere:/bin"))).expect("a shell");
+        let found =
+            engine(&Choice::Path("sh".into()), Some(OsStr::new("/nowhere:/bin"))).expect("a shell");
         assert_eq!(found, Path::new("/bin/sh"));
         let both = std::env::temp_dir().join(format!("ferrite-find-{}", std::process::id()));
         std::fs::create_dir(&both).expect("a directory");
@@ -105,6 +111,9 @@ mod tests {
         let found = engine(&Choice::Auto, Some(both.as_os_str()));
         std::fs::remove_dir_all(&both).expect("removed");
         assert_eq!(found, Ok(both.join("valkey-server")));
-        assert_eq!(module(&Choice::Path("/etc/passwd".into()), Path::new("/")), Ok("/etc/passwd".into()));
+        assert_eq!(
+            module(&Choice::Path("/etc/passwd".into()), Path::new("/")),
+            Ok("/etc/passwd".into())
+        );
     }
 }

@@ -1,7 +1,8 @@
 //! The engine as a process of ours that does not outlive us.
 //!
-//! A parent cannot ask the kernel to signal its child (PR_SET_PDEATHSIG): the child has to, between fork and exec, where Rust would have us
-//! vouch for memory safety ourselves. So we start ourselves again, as the hidden command `server-exec`, which asks and then becomes the engine.
+//! A parent cannot ask the kernel to signal its child (PR_SET_PDEATHSIG): the child has to, between
+//! fork and exec, where Rust would have us vouch for memory safety ourselves. So we start ourselves
+//! again, as the hidden command `server-exec`, which asks and then becomes the engine.
 
 use std::os::unix::fs::{DirBuilderExt as _, MetadataExt as _, PermissionsExt as _};
 use std::os::unix::process::CommandExt as _;
@@ -10,7 +11,9 @@ use std::process::{ExitCode, ExitStatus, Stdio};
 
 use anyhow::Context as _;
 use clap::Args;
-use rustix::process::{Pid, Signal, geteuid, getppid, kill_process, set_parent_process_death_signal};
+use rustix::process::{
+    Pid, Signal, geteuid, getppid, kill_process, set_parent_process_death_signal,
+};
 use tokio::io::AsyncWriteExt as _;
 use tokio::process::{Child, Command};
 
@@ -44,9 +47,11 @@ pub(super) struct Engine {
 }
 
 impl Engine {
-    /// Starts it and gives it its configuration. From the thread that lives as long as we do: it is the thread's end that counts.
+    /// Starts it and gives it its configuration. From the thread that lives as long as we do: it is
+    /// the thread's end that counts.
     pub(super) async fn start(plan: &Plan) -> anyhow::Result<Self> {
-        let mut process = Command::new("/proc/self/exe") // our own file, also when another has taken its place
+        // our own file, also when another has taken its place
+        let mut process = Command::new("/proc/self/exe")
             .arg0("ferrite")
             .arg("server-exec")
             .arg(std::process::id().to_string())
@@ -109,12 +114,14 @@ impl Engine {
 pub(super) struct PrivateDir(PathBuf);
 
 impl PrivateDir {
-    /// Makes it. One that is there already is taken if it is ours and closed to others: it was left by a ferrite that was killed and had
-    /// our number, which in a container is always the same.
+    /// Makes it. One that is there already is taken if it is ours and closed to others: it was left
+    /// by a ferrite that was killed and had our number, which in a container is always the same.
     pub(super) fn make(path: &Path) -> anyhow::Result<Self> {
         let made = std::fs::DirBuilder::new().mode(0o700).create(path);
         let made = made.or_else(|error| if is_left_over(path) { Ok(()) } else { Err(error) });
-        made.with_context(|| format!("cannot make {} (server.runtime_dir names another)", path.display()))?;
+        made.with_context(|| {
+            format!("cannot make {} (server.runtime_dir names another)", path.display())
+        })?;
         Ok(Self(path.to_owned()))
     }
 }
@@ -122,7 +129,9 @@ impl PrivateDir {
 fn is_left_over(path: &Path) -> bool {
     // Of the thing itself: a link may lead anywhere.
     path.symlink_metadata().is_ok_and(|about| {
-        about.is_dir() && about.uid() == geteuid().as_raw() && about.permissions().mode() & 0o077 == 0
+        about.is_dir()
+            && about.uid() == geteuid().as_raw()
+            && about.permissions().mode() & 0o077 == 0
     })
 }
 

@@ -10,7 +10,8 @@ use tokio::task::JoinHandle;
 
 use super::secret;
 
-/// Lines that are remembered, for the last words of an engine that does not come up: a complaint about its configuration has four.
+/// Lines that are remembered, for the last words of an engine that does not come up: a complaint
+/// about its configuration has four.
 const REMEMBERED: usize = 4;
 /// A child of the engine (one that saves) may hold its output open when the engine has ended.
 const REST: Duration = Duration::from_millis(500);
@@ -63,9 +64,11 @@ impl Said {
         self.last.push_back(line.into());
     }
 
-    /// The last line of its log; or what was said after that without being one, which are complaints.
+    /// The last line of its log; or what was said after that without being one, which are
+    /// complaints.
     fn last_words(&self) -> Option<String> {
-        let complaints: Vec<_> = self.last.iter().rev().take_while(|line| stamped(line).is_none()).collect();
+        let complaints: Vec<_> =
+            self.last.iter().rev().take_while(|line| stamped(line).is_none()).collect();
         match (complaints.is_empty(), self.last.back()) {
             (true, last) => last.and_then(|line| stamped(line)).map(Into::into),
             (false, _) => {
@@ -102,7 +105,8 @@ impl Words {
 
     /// Until everything was passed on, or long enough.
     pub(super) async fn end(&mut self) {
-        // One that has ended must not be asked again, also when this is called again after it was cancelled.
+        // One that has ended must not be asked again, also when this is called again after it was
+        // cancelled.
         while let Some(reader) = self.readers.last_mut() {
             let _ = tokio::time::timeout(REST, reader).await;
             self.readers.pop();
@@ -126,8 +130,10 @@ fn lock(said: &Mutex<Said>) -> MutexGuard<'_, Said> {
 
 /// The text of `123:M 15 Nov 2026 10:00:00.000 # text`, or of any line that is one of a log.
 fn stamped(line: &str) -> Option<&str> {
-    let (stamp, text) =
-        LEVELS.iter().filter_map(|level| line.split_once(level)).min_by_key(|(stamp, _)| stamp.len())?;
+    let (stamp, text) = LEVELS
+        .iter()
+        .filter_map(|level| line.split_once(level))
+        .min_by_key(|(stamp, _)| stamp.len())?;
     stamp.starts_with(|c: char| c.is_ascii_digit()).then_some(text)
 }
 
@@ -145,7 +151,8 @@ mod tests {
     fn last_words_are_the_last_line_or_the_complaint_after_it() {
         let log = "12:M 15 Nov 2026 10:00:00.000 # Can't open the log - why";
         assert_eq!(said(&[log, ""]).last_words().as_deref(), Some("Can't open the log - why"));
-        let complaint = ["*** FATAL * CONFIG ***", "Reading it, at line 9", ">>> 'x'", "Bad directive"];
+        let complaint =
+            ["*** FATAL * CONFIG ***", "Reading it, at line 9", ">>> 'x'", "Bad directive"];
         let words = "*** FATAL * CONFIG ***; Reading it, at line 9; >>> 'x'; Bad directive";
         assert_eq!(said(&[&[log], &complaint[..]].concat()).last_words().as_deref(), Some(words));
         assert_eq!(said(&[]).last_words(), None);
@@ -154,7 +161,8 @@ mod tests {
     #[test]
     fn the_modules_words_outlast_the_engines() {
         let module = "12:M 15 Nov 2026 10:00:00.000 # <module> ferrite: not loaded: x";
-        let said = said(&[module, "# Module /ferrite.so initialization failed", "1", "2", "3", "4"]);
+        let said =
+            said(&[module, "# Module /ferrite.so initialization failed", "1", "2", "3", "4"]);
         assert_eq!(said.by_module.as_deref(), Some("not loaded: x"));
     }
 }

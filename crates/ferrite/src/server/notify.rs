@@ -1,4 +1,5 @@
-//! What systemd is told (sd_notify(3)): one datagram per change, to the socket that it names. Without one, nothing.
+//! What systemd is told (sd_notify(3)): one datagram per change, to the socket that it names.
+//! Without one, nothing.
 
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::ffi::OsStrExt as _;
@@ -37,7 +38,11 @@ impl Notify {
 
     /// Still at work before it is ready: TimeoutStartSec begins anew.
     pub(super) fn more_time(&self, status: &str, time: std::time::Duration) {
-        self.tell(&format!("EXTEND_TIMEOUT_USEC={}\nSTATUS={}", time.as_micros(), one_line(status)));
+        self.tell(&format!(
+            "EXTEND_TIMEOUT_USEC={}\nSTATUS={}",
+            time.as_micros(),
+            one_line(status)
+        ));
     }
 
     pub(super) fn stopping(&self) {

@@ -1,7 +1,7 @@
 //! What is run: the engine's program, and the configuration that it reads from its standard input.
 //!
-//! Standard input and not a file: nothing secret lies about, and CONFIG REWRITE says that there is no file instead of writing to
-//! one that the next start does not read.
+//! Standard input and not a file: nothing secret lies about, and CONFIG REWRITE says that there is
+//! no file instead of writing to one that the next start does not read.
 
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
@@ -102,7 +102,8 @@ fn lines(config: &Config, socket: &Path, module: Option<&Path>) -> Vec<Line> {
         add(name, rest.clone());
     }
     if let Some(module) = module {
-        let words = [quoted(&module.to_string_lossy())].into_iter().chain(module_arguments(config, socket));
+        let words =
+            [quoted(&module.to_string_lossy())].into_iter().chain(module_arguments(config, socket));
         add("loadmodule", words.collect::<Vec<_>>().join(" "));
     }
     lines
@@ -124,13 +125,14 @@ fn module_arguments(config: &Config, socket: &Path) -> Vec<String> {
     let numbers = [
         ("max-clients", config.max_connections),
         ("busy-poll-us", config.busy_poll_us),
-        ("turn-us", config.turn_us),
+        ("slice-us", config.slice_us),
         ("rx-size", config.rx_size),
         ("rx-size-max", config.rx_size_max),
     ];
-    words.extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
+    words
+        .extend(numbers.into_iter().filter_map(|(name, number)| Some((name, number?.to_string()))));
     let switches = [
-        ("call-lane", config.call_lane),
+        ("call-path", config.call_path),
         ("poller-thread", config.poller_thread),
         ("rdma-shared-windows", config.shared_windows),
         ("allow-clear-text", config.allow_clear_text),
@@ -208,7 +210,7 @@ mod tests {
         let lines = config_of(
             "[server]\nengine_config = \"/etc/r.conf\"\ndata_dir = \"/data\"\nrdma = \"require\"\n[network]\nport = 0\nbind = \"::1\"\n\
              rdma_listen = \"::1\"\nallow_clear_text = true\nrdma_device = [\"a\", \"b\"]\n[network.rdma]\n\
-             max_connections = 5\nrx_size = \"64K\"\ncall_lane = true\npoller_thread = false\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
+             max_connections = 5\nrx_size = \"64K\"\ncall_path = true\npoller_thread = false\n[cluster]\nenabled = true\n[engine]\nsave = \"\"",
         );
         assert_eq!(
             lines,
@@ -225,7 +227,7 @@ mod tests {
                 "cluster-enabled yes",
                 "save \"\"",
                 "loadmodule \"/lib/a b.so\" rdma-bind ::1 rdma-port 6380 rdma require engine \"unix:/run/s\\\"x.sock\" \
-                 rdma-device a,b max-clients 5 rx-size 65536 call-lane yes poller-thread no allow-clear-text yes",
+                 rdma-device a,b max-clients 5 rx-size 65536 call-path yes poller-thread no allow-clear-text yes",
             ]
         );
     }
@@ -233,7 +235,13 @@ mod tests {
     #[test]
     fn secrets_are_not_shown() {
         let lines = vec![Line { name: "RequirePass".into(), rest: "secret".into() }];
-        let plan = Plan { engine: "/e".into(), module: None, socket: "/s".into(), runtime_dir: None, lines };
+        let plan = Plan {
+            engine: "/e".into(),
+            module: None,
+            socket: "/s".into(),
+            runtime_dir: None,
+            lines,
+        };
         assert_eq!(
             (plan.shown(), plan.text().as_str()),
             (vec!["RequirePass …".into()], "RequirePass secret\n")

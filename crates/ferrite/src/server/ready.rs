@@ -1,7 +1,7 @@
 //! Whether the engine is ready: it answers PING, and the module has said what it listens on.
 //!
-//! Asked at the Unix socket, by a few bytes of RESP. An engine that wants a password is ready too; what it does not tell us then
-//! is taken from its log.
+//! Asked at the Unix socket, by a few bytes of RESP. An engine that wants a password is ready too;
+//! what it does not tell us then is taken from its log.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -27,7 +27,8 @@ pub(super) struct Report {
     pub(super) engine: Option<String>,
     /// The engine's own port for TCP.
     pub(super) tcp_port: Option<u16>,
-    /// Of the module: `listening`, `tcp-only`, `off`, `ended`, `none` (not loaded), or `unknown` (it could not be asked).
+    /// Of the module: `listening`, `tcp-only`, `off`, `ended`, `none` (not loaded), or `unknown`
+    /// (it could not be asked).
     pub(super) status: String,
     /// Where clients of the module come in.
     pub(super) address: Option<String>,
@@ -76,7 +77,8 @@ pub(super) async fn ready(
 async fn ask(socket: &Path, password: Option<&str>) -> io::Result<Answer> {
     let mut engine = BufReader::new(UnixStream::connect(socket).await?);
     if let Some(password) = password {
-        // Refused where the password is another one by now: then the engine does not tell, that is all.
+        // Refused where the password is another one by now: then the engine does not tell, that is
+        // all.
         let _ = command(&mut engine, &["AUTH", password]).await?;
     }
     let answer = command(&mut engine, &["PING"]).await?;
@@ -115,8 +117,9 @@ fn report(server: &str, module: &str) -> Report {
         .filter_map(|line| line.split_once(':'))
         .map(|(name, value)| (name, value.trim_end()))
         .collect();
-    let text =
-        |name: &str| fields.get(name).filter(|value| !value.is_empty()).map(|value| (*value).to_owned());
+    let text = |name: &str| {
+        fields.get(name).filter(|value| !value.is_empty()).map(|value| (*value).to_owned())
+    };
     let engine = (text("valkey_version").map(|version| format!("Valkey {version}")))
         .or_else(|| text("redis_version").map(|version| format!("Redis {version}")));
     let was_told = fields.contains_key("redis_version");
@@ -127,7 +130,9 @@ fn report(server: &str, module: &str) -> Report {
         status: text("ferrite_status").unwrap_or_else(|| unasked.into()),
         address: text("ferrite_address"),
         devices: text("ferrite_devices")
-            .map(|names| names.split([',', ' ']).filter(|name| !name.is_empty()).map(Into::into).collect())
+            .map(|names| {
+                names.split([',', ' ']).filter(|name| !name.is_empty()).map(Into::into).collect()
+            })
             .unwrap_or_default(),
         reason: text("ferrite_reason"),
     }
@@ -166,7 +171,8 @@ mod tests {
             report("redis_version:7.0.15\r\ntcp_port:0\r\n", "\r\n").sentence(),
             "ready: Redis 7.0.15; without RDMA"
         );
-        let silent = report("-NOAUTH Authentication required.\r\n", "-NOAUTH Authentication required.\r\n");
+        let silent =
+            report("-NOAUTH Authentication required.\r\n", "-NOAUTH Authentication required.\r\n");
         assert_eq!((silent.status.as_str(), silent.engine), ("unknown", None));
     }
 }

@@ -32,7 +32,8 @@ pub(super) fn passed_on(line: &[u8]) -> Option<String> {
 fn is_secret(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     let name = name.as_str();
-    OTHERS.contains(&name) || PARTS.iter().any(|part| name.contains(part)) && !HARMLESS.contains(&name)
+    OTHERS.contains(&name)
+        || PARTS.iter().any(|part| name.contains(part)) && !HARMLESS.contains(&name)
 }
 
 #[cfg(test)]

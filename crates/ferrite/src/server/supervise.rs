@@ -1,4 +1,5 @@
-//! One engine after the other: started, watched, ended when we are told to, started again if that is wanted.
+//! One engine after the other: started, watched, ended when we are told to, started again if that
+//! is wanted.
 //!
 //! ```text
 //! start ──► not ready ── answers ──► ready ── fails, restart = "on-failure" ──► waits a while ──► start
@@ -50,12 +51,23 @@ enum Life {
     /// We were told to end it.
     Asked(ExitStatus),
     /// It ended by itself, ready for so long, if it was ever.
-    Itself { status: ExitStatus, was_ready: Option<Duration>, words: Option<String>, module: Option<String> },
+    Itself {
+        status: ExitStatus,
+        was_ready: Option<Duration>,
+        words: Option<String>,
+        module: Option<String>,
+    },
 }
 
 impl<'a> Supervisor<'a> {
     pub(super) fn new(config: &'a Config, plan: &'a Plan, json: bool) -> anyhow::Result<Self> {
-        Ok(Self { config, plan, json, notify: Notify::from_environment(), signals: Signals::new()? })
+        Ok(Self {
+            config,
+            plan,
+            json,
+            notify: Notify::from_environment(),
+            signals: Signals::new()?,
+        })
     }
 
     /// Until the end: how the last engine ended.
@@ -68,7 +80,9 @@ impl<'a> Supervisor<'a> {
                 Life::Itself { status, was_ready: None, words, module } => {
                     (status, None, self.never_ready(status, words, module))
                 }
-                Life::Itself { status, was_ready, words, .. } => (status, was_ready, ended(status, words)),
+                Life::Itself { status, was_ready, words, .. } => {
+                    (status, was_ready, ended(status, words))
+                }
             };
             // One that has never come up will not do so the next time.
             if self.config.restart == Restart::No || (was_ready.is_none() && restarts == 0) {
@@ -95,14 +109,20 @@ impl<'a> Supervisor<'a> {
     }
 
     /// An engine did not come up: why, in its words.
-    fn never_ready(&self, status: ExitStatus, words: Option<String>, module: Option<String>) -> Ending {
+    fn never_ready(
+        &self,
+        status: ExitStatus,
+        words: Option<String>,
+        module: Option<String>,
+    ) -> Ending {
         let refusal = module.filter(|words| words.starts_with("not loaded: "));
         match refusal {
             Some(why) if self.config.rdma() == Rdma::Require && !why.contains(IN_USE) => {
                 Ending::no_rdma(format!("RDMA is required (server.rdma), and the module is {why}"))
             }
             why => {
-                let why = why.map(|why| format!("the module is {why}")).or(words).unwrap_or_default();
+                let why =
+                    why.map(|why| format!("the module is {why}")).or(words).unwrap_or_default();
                 Ending::engine(
                     status,
                     format!("the engine has ended before it was ready, {}: {why}", how(status)),
@@ -169,7 +189,8 @@ fn ended(status: ExitStatus, words: Option<String>) -> Ending {
 /// What the engine did not tell stands in its log, if perhaps not yet.
 async fn with_words(report: Report, engine: &Engine) -> Report {
     let mut tries = 0..WORD_TRIES;
-    while report.status == "unknown" && engine.words.of_module().is_none() && tries.next().is_some() {
+    while report.status == "unknown" && engine.words.of_module().is_none() && tries.next().is_some()
+    {
         sleep(WORD_PAUSE).await;
     }
     let told = engine.words.of_module().filter(|_| report.status == "unknown");
@@ -186,7 +207,11 @@ fn fit(report: Report, rdma: Rdma) -> Result<Report, Ending> {
 }
 
 /// Ends it in good order, or if that takes too long, or we are told again, otherwise.
-async fn stop(engine: &mut Engine, signals: &mut Signals, patience: Duration) -> anyhow::Result<ExitStatus> {
+async fn stop(
+    engine: &mut Engine,
+    signals: &mut Signals,
+    patience: Duration,
+) -> anyhow::Result<ExitStatus> {
     engine.terminate();
     let limit = sleep(patience);
     tokio::pin!(limit);
@@ -208,7 +233,8 @@ async fn stop(engine: &mut Engine, signals: &mut Signals, patience: Duration) ->
     engine.wait().await
 }
 
-/// An engine that was not yet one, or not yet far, dies of SIGTERM: that too is an end as we wanted it.
+/// An engine that was not yet one, or not yet far, dies of SIGTERM: that too is an end as we wanted
+/// it.
 fn as_asked(status: ExitStatus) -> ExitStatus {
     let by_ours = status.signal() == Some(rustix::process::Signal::TERM.as_raw());
     if by_ours { ExitStatus::default() } else { status }
@@ -273,6 +299,10 @@ mod tests {
         let waits: Vec<_> = (0..7).map(|restarts| delay(first, restarts).as_secs()).collect();
         assert_eq!(waits, [1, 2, 4, 8, 16, 30, 30]);
         assert_eq!(delay(first, 4_000_000).as_secs(), 30);
-        assert_eq!(delay(Duration::from_secs(100), 1).as_secs(), 100, "what was asked for is not cut");
+        assert_eq!(
+            delay(Duration::from_secs(100), 1).as_secs(),
+            100,
+            "what was asked for is not cut"
+        );
     }
 }

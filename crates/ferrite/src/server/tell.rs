@@ -21,7 +21,8 @@ struct Ready<'a> {
 
 pub(super) fn ready(json: bool, plan: &Plan, pid: i32, report: &Report) {
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
-    let line = Ready { event: "ready", pid, program, module: module.as_deref(), unix_socket, report };
+    let line =
+        Ready { event: "ready", pid, program, module: module.as_deref(), unix_socket, report };
     print(json, &line);
 }
 
@@ -35,7 +36,10 @@ struct Restarting {
 
 /// `code` is the exit code that it would have been.
 pub(super) fn restarting(json: bool, code: u8, restart: u32, delay: Duration) {
-    print(json, &Restarting { event: "restarting", code, restart, delay_seconds: delay.as_secs_f64() });
+    print(
+        json,
+        &Restarting { event: "restarting", code, restart, delay_seconds: delay.as_secs_f64() },
+    );
 }
 
 #[derive(Serialize)]
@@ -63,7 +67,10 @@ pub(super) fn check(json: bool, plan: &Plan, version: &str, without_effect: &[St
     let Plan { engine: program, module, socket: unix_socket, .. } = plan;
     let (module, configuration) = (module.as_deref(), plan.shown());
     if json {
-        print(true, &Check { program, version, module, unix_socket, configuration, without_effect });
+        print(
+            true,
+            &Check { program, version, module, unix_socket, configuration, without_effect },
+        );
         return;
     }
     println!("engine   {} ({version})", program.display());

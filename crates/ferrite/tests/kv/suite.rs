@@ -1,5 +1,5 @@
-//! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` with a real `redis-server`: over TCP on any host (`host_kv`), over RDMA in the lab
-//! (`lab_kv`).
+//! `ferrite gateway`, `ferrite relay` and `ferrite bench kv` with a real `redis-server`: over TCP
+//! on any host (`host_kv`), over RDMA in the lab (`lab_kv`).
 
 use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::net::TcpStream;
@@ -23,12 +23,14 @@ pub(crate) struct Place {
 struct Process(Child);
 
 impl Process {
-    /// Whether it leaves calls that may wait for a device to other threads than the one that serves. Without a device
-    /// it has none.
+    /// Whether it leaves calls that may wait for a device to other threads than the one that
+    /// serves. Without a device it has none.
     fn has_command_threads(&self) -> bool {
-        let threads = std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
-        let names =
-            threads.flatten().filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
+        let threads =
+            std::fs::read_dir(format!("/proc/{}/task", self.0.id())).expect("its threads");
+        let names = threads
+            .flatten()
+            .filter_map(|thread| std::fs::read_to_string(thread.path().join("comm")).ok());
         names.into_iter().any(|name| name.starts_with("ferrite-cmd"))
     }
 }
@@ -70,15 +72,26 @@ impl Scene {
             std::thread::sleep(Duration::from_millis(20));
         }
         let engine = format!("unix:{}", socket.display());
-        let words =
-            ["gateway", "--listen", place.listen, "--engine", &engine, "--rdma", place.rdma, "--json"];
-        let mut gateway =
-            ferrite(&[&words[..], more].concat()).stdout(Stdio::piped()).spawn().expect("ferrite starts");
+        let words = [
+            "gateway",
+            "--listen",
+            place.listen,
+            "--engine",
+            &engine,
+            "--rdma",
+            place.rdma,
+            "--json",
+        ];
+        let mut gateway = ferrite(&[&words[..], more].concat())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("ferrite starts");
         let mut stdout = BufReader::new(gateway.stdout.take().expect("piped"));
         let gateway = Process(gateway);
         let mut line = String::new();
         stdout.read_line(&mut line).expect("a line");
-        let listening: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        let listening: Value =
+            serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
         assert_eq!(listening["event"], "listening");
         let address = listening["address"].as_str().expect("an address").to_owned();
         Self { _redis: redis, gateway, stdout, socket, address }
@@ -135,11 +148,16 @@ pub(crate) fn load_through_the_gateway(place: &Place) {
             assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{case:?}: {row}");
             assert_eq!(row["errors"], 0, "{case:?}: {row}");
             let p50 = row["latency_us"]["p50"].as_f64().expect("a figure");
-            assert!(p50 > 0.0 && p50 <= row["latency_us"]["max"].as_f64().expect("a figure"), "{row}");
+            assert!(
+                p50 > 0.0 && p50 <= row["latency_us"]["max"].as_f64().expect("a figure"),
+                "{row}"
+            );
         }
     }
     let picture = std::env::temp_dir().join(format!("ferrite-kv-{}.svg", std::process::id()));
-    report(&scene.bench(place, &["--test", "set", "--plot", picture.to_str().expect("a plain path")]));
+    report(
+        &scene.bench(place, &["--test", "set", "--plot", picture.to_str().expect("a plain path")]),
+    );
     let drawn = std::fs::read_to_string(&picture).expect("a picture");
     let _ = std::fs::remove_file(&picture);
     assert!(
@@ -163,7 +181,10 @@ pub(crate) fn refusals_are_explained(place: &Place) {
     let refused = scene.bench(place, &["--test", "set"]);
     let said = String::from_utf8_lossy(&refused.stderr).into_owned();
     assert_eq!(refused.status.code(), Some(1), "{said}");
-    assert!(said.contains("the server hung up") || said.contains("max number of clients"), "{said}");
+    assert!(
+        said.contains("the server hung up") || said.contains("max number of clients"),
+        "{said}"
+    );
     scene.end();
 }
 
@@ -176,7 +197,8 @@ struct Relay {
 
 impl Relay {
     fn start(place: &Place, to: &str) -> Self {
-        let words = ["relay", "--listen", "127.0.0.1:0", "--to", to, "--rdma", place.rdma, "--json"];
+        let words =
+            ["relay", "--listen", "127.0.0.1:0", "--to", to, "--rdma", place.rdma, "--json"];
         let mut relay = ferrite(&[&words[..], place.client].concat())
             .stdout(Stdio::piped())
             .spawn()
@@ -185,7 +207,8 @@ impl Relay {
         let process = Process(relay);
         let mut line = String::new();
         stdout.read_line(&mut line).expect("a line");
-        let listening: Value = serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
+        let listening: Value =
+            serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: {line}"));
         let address = listening["address"].as_str().expect("an address").to_owned();
         Self { process, stdout, address }
     }
@@ -200,12 +223,23 @@ impl Relay {
     }
 }
 
-/// What comes over TCP leaves as the place says, and is counted; a server that is not there is named.
+/// What comes over TCP leaves as the place says, and is counted; a server that is not there is
+/// named.
 pub(crate) fn load_through_the_relay(place: &Place) {
     let scene = Scene::start(place, &["--protected-mode", "no"]);
     let relay = Relay::start(place, &scene.address);
-    let words =
-        ["bench", "kv", &relay.address, "--rdma", "forbid", "--json", "--seconds", "0.5", "--size", "16K"];
+    let words = [
+        "bench",
+        "kv",
+        &relay.address,
+        "--rdma",
+        "forbid",
+        "--json",
+        "--seconds",
+        "0.5",
+        "--size",
+        "16K",
+    ];
     let report = report(&ferrite(&words).output().expect("ferrite starts"));
     for row in report["results"].as_array().expect("rows") {
         assert!(row["requests"].as_u64().is_some_and(|count| count > 10), "{row}");
@@ -217,11 +251,15 @@ pub(crate) fn load_through_the_relay(place: &Place) {
     let carried = if place.rdma == "require" { "rdma" } else { "tcp" };
     let sessions = relay.end()["sessions"].clone();
     assert!(sessions[carried].as_u64().is_some_and(|count| count >= 10), "{sessions}");
-    assert_eq!(sessions["rdma"].as_u64().zip(sessions["tcp"].as_u64()).map(|(a, b)| a.min(b)), Some(0));
+    assert_eq!(
+        sessions["rdma"].as_u64().zip(sessions["tcp"].as_u64()).map(|(a, b)| a.min(b)),
+        Some(0)
+    );
     let to = scene.address.clone();
     scene.end();
     let relay = Relay::start(place, &to);
-    let refused = ferrite(&["bench", "kv", &relay.address, "--rdma", "forbid", "--test", "set"]).output();
+    let refused =
+        ferrite(&["bench", "kv", &relay.address, "--rdma", "forbid", "--test", "set"]).output();
     let said = String::from_utf8_lossy(&refused.expect("ferrite starts").stderr).into_owned();
     assert!(
         said.contains("Ferrite relay: cannot connect to the server") || said.contains("hung up"),
@@ -230,7 +268,8 @@ pub(crate) fn load_through_the_relay(place: &Place) {
     assert!(relay.end()["failed"].as_u64().is_some_and(|count| count > 0));
 }
 
-/// A client that waits in the engine holds the gateway's end for the drain time, but not a second signal.
+/// A client that waits in the engine holds the gateway's end for the drain time, but not a second
+/// signal.
 pub(crate) fn second_signal_ends_at_once(place: &Place) {
     let mut scene = Scene::start(place, &["--protected-mode", "no", "--drain", "600"]);
     let relay = Relay::start(place, &scene.address);

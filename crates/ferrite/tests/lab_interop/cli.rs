@@ -1,4 +1,5 @@
-//! `ferrite-cli` as a client of the same servers, over RDMA or not at all. It comes from the other host, as our other clients do.
+//! `ferrite-cli` as a client of the same servers, over RDMA or not at all. It comes from the other
+//! host, as our other clients do.
 
 use serde_json::{Value, json};
 
@@ -8,11 +9,11 @@ use crate::{LONG, SOON};
 /// Each a process; and what carries it, in its own words.
 pub(crate) fn cli_commands(scene: &mut Scene) {
     assert_eq!(scene.ferrite_cli(&["PING"], b"", SOON), b"PONG\n");
-    let carrier = match scene.transport() {
+    let transport_info = match scene.transport() {
         "RDMA (Valkey)" => "over RDMA, device rxe2, to a server of Valkey Over RDMA\n",
         _ => "over RDMA, device rxe2, to a Ferrite module or gateway\n",
     };
-    assert_eq!(scene.ferrite_cli_said(&["--verbose", "PING"], SOON), carrier);
+    assert_eq!(scene.ferrite_cli_said(&["--verbose", "PING"], SOON), transport_info);
     assert_eq!(scene.ferrite_cli(&["ECHO", "a b\r\n"], b"", SOON), b"a b\r\n\n");
     assert_eq!(scene.ferrite_cli(&["SET", "key", "a value"], b"", SOON), b"OK\n");
     assert_eq!(scene.engine(&["GET", "key"]), b"a value");
@@ -32,11 +33,27 @@ pub(crate) fn cli_commands(scene: &mut Scene) {
 
 /// Set and read over RDMA, each compared with the engine's own answer.
 pub(crate) fn cli_values(scene: &mut Scene) {
-    const SIZES: [usize; 12] =
-        [1, 2, 1000, 4096, 65_535, 65_536, 65_537, 1_048_575, 1_048_576, 1_048_577, 10_000_000, 64 << 20];
+    const SIZES: [usize; 12] = [
+        1,
+        2,
+        1000,
+        4096,
+        65_535,
+        65_536,
+        65_537,
+        1_048_575,
+        1_048_576,
+        1_048_577,
+        10_000_000,
+        64 << 20,
+    ];
     for (seed, size) in SIZES.into_iter().enumerate() {
         let value = bytes(seed, size);
-        assert_eq!(text(&scene.ferrite_cli(&["-x", "SET", "key"], &value, LONG)), "OK\n", "{size} B");
+        assert_eq!(
+            text(&scene.ferrite_cli(&["-x", "SET", "key"], &value, LONG)),
+            "OK\n",
+            "{size} B"
+        );
         assert!(scene.engine(&["GET", "key"]) == value, "the engine has another value of {size} B");
         let mut got = scene.ferrite_cli(&["--raw", "GET", "key"], b"", LONG);
         assert_eq!(got.pop(), Some(b'\n'), "{size} B");
@@ -82,25 +99,33 @@ pub(crate) fn cli_resp3(scene: &mut Scene) {
     assert_eq!(text(&said), "\"1.5\"\n");
     let script = "local list = {} for i = 1, 100000 do list[i] = i end return list";
     let list = text(&scene.ferrite_cli(&["-3", "EVAL", script, "0"], b"", LONG));
-    assert!(list.lines().eq((1..=100_000).map(|number| number.to_string())), "{} bytes", list.len());
+    assert!(
+        list.lines().eq((1..=100_000).map(|number| number.to_string())),
+        "{} bytes",
+        list.len()
+    );
 }
 
-/// Far more than fits anywhere, said at once to several who listen, in either protocol: each shows all of it, in order.
+/// Far more than fits anywhere, said at once to several who listen, in either protocol: each shows
+/// all of it, in order.
 pub(crate) fn cli_subscriptions(scene: &mut Scene) {
     const MESSAGES: usize = 20_000;
-    let listening = [&["SUBSCRIBE", "news"][..], &["-3", "SUBSCRIBE", "news"], &["SUBSCRIBE", "news"]];
+    let listening =
+        [&["SUBSCRIBE", "news"][..], &["-3", "SUBSCRIBE", "news"], &["SUBSCRIBE", "news"]];
     let mut subscribers = listening.map(|arguments| scene.start_ferrite_cli(arguments));
     for subscriber in &mut subscribers {
         assert_eq!(subscriber.lines(3, SOON), ["subscribe", "news", "1"]);
     }
     assert_eq!(scene.ferrite_cli(&["PUBLISH", "news", "first"], b"", SOON), b"3\n");
-    let flood =
-        "for i = 1, tonumber(ARGV[1]) do redis.call('PUBLISH', 'news', 'message ' .. i) end return 'OK'";
+    let flood = "for i = 1, tonumber(ARGV[1]) do redis.call('PUBLISH', 'news', 'message ' .. i) end return 'OK'";
     assert_eq!(scene.ferrite_cli(&["EVAL", flood, "0", &MESSAGES.to_string()], b"", LONG), b"OK\n");
     for subscriber in &mut subscribers {
         assert_eq!(subscriber.lines(3, SOON), ["message", "news", "first"]);
         for number in 1..=MESSAGES {
-            assert_eq!(subscriber.lines(3, SOON), ["message", "news", &format!("message {number}")]);
+            assert_eq!(
+                subscriber.lines(3, SOON),
+                ["message", "news", &format!("message {number}")]
+            );
         }
     }
 }

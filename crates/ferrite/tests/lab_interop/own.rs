@@ -1,7 +1,8 @@
-//! Ferrite's own clients of the same servers: redis-rs over our sessions (`ferrite-client`), and `ferrite bench kv`.
+//! Ferrite's own clients of the same servers: redis-rs over our sessions (`ferrite-client`), and
+//! `ferrite bench kv`.
 //!
-//! They come from the other host: what they say crosses the wire. Against Valkey's server this is our client's side of Valkey's
-//! protocol with its own listener; each test says what must carry it.
+//! They come from the other host: what they say crosses the wire. Against Valkey's server this is
+//! our client's side of Valkey's protocol with its own listener; each test says what must carry it.
 
 use std::time::{Duration, Instant};
 
@@ -17,7 +18,8 @@ use crate::{LONG, SOON};
 
 /// Runs what a client does, which must end in time; nothing may be left of its engine.
 fn run(server: &str, test: impl AsyncFnOnce(ClientBuilder)) {
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime").block_on(async {
         let config = Config { busy_poll_us: 0, ..Config::default() };
         let fabric = Fabric::system().rdma(Rdma::Require).device("rxe2").config(config).build();
@@ -26,7 +28,8 @@ fn run(server: &str, test: impl AsyncFnOnce(ClientBuilder)) {
         let config = AsyncConnectionConfig::new().set_response_timeout(Some(LONG));
         let local = format!("{CLIENT_HOST}:0").parse().expect("an address");
         let server = server.parse().expect("an address");
-        let client = Client::builder(&fabric, server).rdma(Rdma::Require).local(local).config(config);
+        let client =
+            Client::builder(&fabric, server).rdma(Rdma::Require).local(local).config(config);
         drop(fabric);
         tokio::time::timeout(2 * LONG, test(client)).await.expect("in time");
         tokio::time::timeout(SOON, driver)
@@ -41,21 +44,36 @@ fn run(server: &str, test: impl AsyncFnOnce(ClientBuilder)) {
 /// A connection, carried by what it must be.
 async fn connect(scene: &Scene, client: &Client) -> Connection {
     let connection = client.connect().await.expect("a connection");
-    assert_eq!(connection.carrier().transport.to_string(), scene.transport());
-    assert_eq!(connection.carrier().device.as_deref(), Some("rxe2"));
+    assert_eq!(connection.transport_info().transport.to_string(), scene.transport());
+    assert_eq!(connection.transport_info().device.as_deref(), Some("rxe2"));
     connection
 }
 
 /// Set and read over RDMA, each compared with the engine's own answer.
 pub(crate) fn client_values(scene: &mut Scene) {
-    const SIZES: [usize; 12] =
-        [1, 2, 1 << 10, 4096, 65_535, 65_536, 65_537, 1_048_575, 1_048_576, 1_048_577, 10_000_000, 64 << 20];
+    const SIZES: [usize; 12] = [
+        1,
+        2,
+        1 << 10,
+        4096,
+        65_535,
+        65_536,
+        65_537,
+        1_048_575,
+        1_048_576,
+        1_048_577,
+        10_000_000,
+        64 << 20,
+    ];
     run(&scene.address(), async |client| {
         let mut connection = connect(scene, &client.build()).await;
         for (seed, size) in SIZES.into_iter().enumerate() {
             let value = bytes(seed, size);
             let () = connection.set("key", &value).await.expect("SET");
-            assert!(scene.engine(&["GET", "key"]) == value, "the engine has another value of {size} B");
+            assert!(
+                scene.engine(&["GET", "key"]) == value,
+                "the engine has another value of {size} B"
+            );
             let got: Vec<u8> = connection.get("key").await.expect("GET");
             assert!(got == value, "of {size} B, {} came back, other ones", got.len());
         }
@@ -95,7 +113,8 @@ pub(crate) fn client_transactions(scene: &mut Scene) {
 pub(crate) fn client_blocking_pops(scene: &mut Scene) {
     run(&scene.address(), async |client| {
         let client = client.build();
-        let (mut waiting, mut other) = (connect(scene, &client).await, connect(scene, &client).await);
+        let (mut waiting, mut other) =
+            (connect(scene, &client).await, connect(scene, &client).await);
         let popped = tokio::spawn(async move { waiting.blpop("list", 30.0).await });
         while scene.info("blocked_clients") == 0 {
             tokio::time::sleep(Duration::from_millis(10)).await;
@@ -114,10 +133,12 @@ pub(crate) fn client_subscriptions(scene: &mut Scene) {
     const BATCHES: usize = 20;
     run(&scene.address(), async |client| {
         let (sender, mut pushes) = tokio::sync::mpsc::unbounded_channel::<PushInfo>();
-        let config = AsyncConnectionConfig::new().set_response_timeout(Some(LONG)).set_push_sender(sender);
+        let config =
+            AsyncConnectionConfig::new().set_response_timeout(Some(LONG)).set_push_sender(sender);
         let info = RedisConnectionInfo::default().set_protocol(ProtocolVersion::RESP3);
         let client = client.config(config).info(info).build();
-        let (mut subscriber, mut publisher) = (connect(scene, &client).await, connect(scene, &client).await);
+        let (mut subscriber, mut publisher) =
+            (connect(scene, &client).await, connect(scene, &client).await);
         redis::cmd("SUBSCRIBE").arg("news").exec_async(&mut subscriber).await.expect("SUBSCRIBE");
         assert_eq!(pushes.recv().await.expect("a push").kind, PushKind::Subscribe);
         for batch in 0..BATCHES {
@@ -129,12 +150,16 @@ pub(crate) fn client_subscriptions(scene: &mut Scene) {
             assert!(heard.iter().all(|count| *count == 1));
         }
         for number in 0..BATCHES * 1000 {
-            let push = tokio::time::timeout(SOON, pushes.recv()).await.expect("in time").expect("a push");
+            let push =
+                tokio::time::timeout(SOON, pushes.recv()).await.expect("in time").expect("a push");
             let expected = [
                 Value::BulkString(b"news".to_vec()),
                 Value::BulkString(bytes(number, number % 1000 % 100 + 1)),
             ];
-            assert!(push.kind == PushKind::Message && push.data == expected, "message {number}: {push:?}");
+            assert!(
+                push.kind == PushKind::Message && push.data == expected,
+                "message {number}: {push:?}"
+            );
         }
     });
 }
@@ -166,7 +191,8 @@ pub(crate) fn client_many(scene: &mut Scene) {
     scene.until("clients are gone", SOON, || scene.info("connected_clients") == 1);
 }
 
-/// The server goes and comes back: what is under way fails, a later command is answered, over RDMA again.
+/// The server goes and comes back: what is under way fails, a later command is answered, over RDMA
+/// again.
 pub(crate) fn client_reconnects(scene: &mut Scene) {
     run(&scene.address(), async |client| {
         let mut connection = connect(scene, &client.build()).await;
@@ -187,12 +213,13 @@ pub(crate) fn client_reconnects(scene: &mut Scene) {
             };
             assert_eq!(answer, None, "another engine");
             assert!(connection.reconnects() >= restart, "{connection:?}");
-            assert_eq!(connection.carrier().transport.to_string(), scene.transport());
+            assert_eq!(connection.transport_info().transport.to_string(), scene.transport());
         }
     });
 }
 
-/// Keys are few, so that each is written: every value that the engine has is then as long as it should be.
+/// Keys are few, so that each is written: every value that the engine has is then as long as it
+/// should be.
 fn load(scene: &Scene, size: &str, more: &[&str]) {
     const KEYS: usize = 20;
     let keys = KEYS.to_string();
@@ -204,9 +231,13 @@ fn load(scene: &Scene, size: &str, more: &[&str]) {
         assert_eq!((&row["test"], &row["errors"]), (&test.into(), &0.into()), "{more:?}: {row}");
         assert!(row["requests"].as_u64().is_some_and(|count| count > 0), "{more:?}: {row}");
     }
-    let value = vec![b'x'; usize::try_from(report["size_bytes"].as_u64().expect("a size")).expect("small")];
+    let value =
+        vec![b'x'; usize::try_from(report["size_bytes"].as_u64().expect("a size")).expect("small")];
     for key in 0..KEYS {
-        assert!(scene.engine(&["GET", &format!("key:{key}")]) == value, "key:{key} has another value");
+        assert!(
+            scene.engine(&["GET", &format!("key:{key}")]) == value,
+            "key:{key} has another value"
+        );
     }
 }
 

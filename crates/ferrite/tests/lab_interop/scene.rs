@@ -143,7 +143,13 @@ impl Scene {
     }
 
     /// What one of Valkey's programs prints, which must end well.
-    pub(crate) fn run(&self, program: &str, arguments: &[&str], input: &[u8], limit: Duration) -> Vec<u8> {
+    pub(crate) fn run(
+        &self,
+        program: &str,
+        arguments: &[&str],
+        input: &[u8],
+        limit: Duration,
+    ) -> Vec<u8> {
         let mut client = Process::start(&mut self.client(program, arguments));
         let (said, code) = client.end(input, limit);
         assert_eq!(code, Some(0), "{program} {arguments:?}: {}", text(&said));
@@ -172,7 +178,8 @@ impl Scene {
         command
     }
 
-    /// The engine's own answer, by its Unix socket: a string's bytes, or a line without its first character.
+    /// The engine's own answer, by its Unix socket: a string's bytes, or a line without its first
+    /// character.
     pub(crate) fn engine(&self, arguments: &[&str]) -> Vec<u8> {
         let mut request = format!("*{}\r\n", arguments.len());
         for argument in arguments {
@@ -268,7 +275,8 @@ fn start_engine(programs: &Path, directory: &Path, way: Way) -> Process {
 
 /// The module, which lies beside this test when it was built with it.
 fn module() -> PathBuf {
-    let module = std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
+    let module =
+        std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
     assert!(
         module.exists(),
         "{} is not built: these tests are run by `cargo xtask interop`",
@@ -280,7 +288,13 @@ fn module() -> PathBuf {
 /// A gateway that listens.
 fn gateway(engine: &Path, more: &[&str]) -> Process {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ferrite"));
-    command.args(["gateway", "--listen", &format!("{HOST}:{GATEWAY_PORT}"), "--protected-mode", "no"]);
+    command.args([
+        "gateway",
+        "--listen",
+        &format!("{HOST}:{GATEWAY_PORT}"),
+        "--protected-mode",
+        "no",
+    ]);
     command.arg("--engine").arg(format!("unix:{}", engine.display())).args(more);
     let json = more.contains(&"--json");
     if json {
@@ -317,7 +331,8 @@ impl Process {
         Self(child.unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }
 
-    /// Gives it its input, and takes what it says until it ends; its exit code, unless a signal ended it.
+    /// Gives it its input, and takes what it says until it ends; its exit code, unless a signal
+    /// ended it.
     fn end(&mut self, input: &[u8], limit: Duration) -> (Vec<u8>, Option<i32>) {
         let mut stdin = self.0.stdin.take().expect("piped");
         let mut stdout = self.0.stdout.take().expect("piped");
@@ -332,7 +347,8 @@ impl Process {
             self.kill();
         }
         let said = reader.join().expect("it does not panic").expect("a pipe");
-        let code = code.unwrap_or_else(|| panic!("not at its end after {limit:?}; it said: {}", text(&said)));
+        let code = code
+            .unwrap_or_else(|| panic!("not at its end after {limit:?}; it said: {}", text(&said)));
         (said, code)
     }
 
@@ -380,7 +396,9 @@ impl Talking {
         drop(child.0.stdin.take());
         let stdout = BufReader::new(child.0.stdout.take().expect("piped"));
         let (sender, lines) = channel();
-        thread::spawn(move || stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line)));
+        thread::spawn(move || {
+            stdout.lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+        });
         Self { child, lines }
     }
 
@@ -404,7 +422,8 @@ impl Talking {
 pub(crate) fn bytes(seed: usize, count: usize) -> Vec<u8> {
     let mut state = seed as u64 * 2 + 1;
     let next = || {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state =
+            state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (state >> 56) as u8
     };
     std::iter::repeat_with(next).take(count).collect()

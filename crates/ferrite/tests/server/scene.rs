@@ -17,18 +17,20 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// The module, built with ferrite-module's own tests: it lies beside this one.
 pub(crate) fn module() -> PathBuf {
-    let module = std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
+    let module =
+        std::env::current_exe().expect("a test has a file").with_file_name("libferrite_module.so");
     assert!(module.exists(), "{} is not built: cargo build -p ferrite-module", module.display());
     module
 }
 
-/// A port that nobody has. Not one of those that the kernel gives to who connects: such a one may be taken, or even be the very end of
-/// a connection to itself, before the engine listens.
+/// A port that nobody has. Not one of those that the kernel gives to who connects: such a one may
+/// be taken, or even be the very end of a connection to itself, before the engine listens.
 pub(crate) fn free_port() -> u16 {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     loop {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let port = 10_000 + (std::process::id().wrapping_mul(37).wrapping_add(number) % 20_000) as u16;
+        let port =
+            10_000 + (std::process::id().wrapping_mul(37).wrapping_add(number) % 20_000) as u16;
         if TcpListener::bind(("127.0.0.1", port)).is_ok() {
             return port;
         }
@@ -42,7 +44,8 @@ impl Directory {
     pub(crate) fn new() -> Self {
         static NUMBER: AtomicU32 = AtomicU32::new(0);
         let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("ferrite-server-test-{}-{number}", std::process::id()));
+        let path = std::env::temp_dir()
+            .join(format!("ferrite-server-test-{}-{number}", std::process::id()));
         std::fs::create_dir_all(&path).expect("a directory");
         Self(path)
     }
@@ -109,13 +112,19 @@ impl Server {
         command.args(["server", "--json", "--config"]).arg(file);
         // Its private directory within ours: what is killed leaves it behind.
         command.env("XDG_RUNTIME_DIR", directory.path());
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(File::create(&log).expect("a log"));
+        command
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(File::create(&log).expect("a log"));
         more(&mut command);
         let mut process = command.spawn().expect("ferrite starts");
         let output = process.stdout.take().expect("piped");
         let (sender, lines) = channel();
         std::thread::spawn(move || {
-            BufReader::new(output).lines().map_while(Result::ok).try_for_each(|line| sender.send(line))
+            BufReader::new(output)
+                .lines()
+                .map_while(Result::ok)
+                .try_for_each(|line| sender.send(line))
         });
         Self { process, lines, log, engines: Vec::new() }
     }
@@ -128,8 +137,8 @@ impl Server {
     pub(crate) fn event(&mut self, name: &str) -> Value {
         let line = self.lines.recv_timeout(PATIENCE);
         let line = line.unwrap_or_else(|why| panic!("no {name} event: {why}; {}", self.log()));
-        let event: Value =
-            serde_json::from_str(&line).unwrap_or_else(|why| panic!("{line}: {why}; {}", self.log()));
+        let event: Value = serde_json::from_str(&line)
+            .unwrap_or_else(|why| panic!("{line}: {why}; {}", self.log()));
         assert_eq!(event["event"], name, "{event}; {}", self.log());
         if name == "ready" {
             self.engines.push(u32::try_from(event["pid"].as_u64().expect("an id")).expect("an id"));
@@ -202,7 +211,8 @@ pub(crate) fn ask(mut engine: impl std::io::Read + std::io::Write, words: &[&str
     let mut engine = BufReader::new(engine);
     let mut line = String::new();
     engine.read_line(&mut line).expect("an answer");
-    let Some(length) = line.strip_prefix('$').and_then(|length| length.trim_end().parse().ok()) else {
+    let Some(length) = line.strip_prefix('$').and_then(|length| length.trim_end().parse().ok())
+    else {
         return line.trim_end().into();
     };
     let mut text = vec![0; length];

@@ -27,7 +27,8 @@ pub(super) struct Model {
     acknowledged: u64,
     /// Messages to the link that have begun, by channel.
     partial: Vec<(u16, Vec<Vec<u8>>)>,
-    /// Messages to the link that nobody took, each with its frames, and those of them that keep a buffer.
+    /// Messages to the link that nobody took, each with its frames, and those of them that keep a
+    /// buffer.
     ready: VecDeque<(Arrived, u64, usize)>,
     /// Messages of the link's application that have not arrived, and how much of the first one has.
     queued: [VecDeque<Vec<u8>>; PEERS.channels as usize],
@@ -59,7 +60,8 @@ impl Model {
             return self.control(payload);
         }
         let begun = self.partial.iter().position(|(channel, _)| *channel == frame.channel);
-        let under_way: usize = self.partial.iter().flat_map(|(_, pieces)| pieces).map(Vec::len).sum();
+        let under_way: usize =
+            self.partial.iter().flat_map(|(_, pieces)| pieces).map(Vec::len).sum();
         let frames: usize = self.partial.iter().map(|(_, pieces)| pieces.len()).sum();
         let frames_max = usize::from(OURS.window) + 2 * (OURS.message / OURS.segment);
         let alone = begun.is_none() && !frame.more;
@@ -160,15 +162,24 @@ impl Model {
             match Control::decode(payload).expect("a control message") {
                 Control::Credit => {}
                 Control::Fin => assert!(self.closing && !std::mem::replace(&mut self.fin, true)),
-                Control::FinAck => assert!(self.peer_fin && !std::mem::replace(&mut self.fin_ack, true)),
+                Control::FinAck => {
+                    assert!(self.peer_fin && !std::mem::replace(&mut self.fin_ack, true))
+                }
                 answer => assert_eq!(self.answers.pop_front(), Some(answer)),
             }
             return;
         }
         assert!(!self.fin, "a frame after the last");
         self.sent += 1;
-        assert!(self.sent - self.acknowledged <= PEERS.window.into(), "more than there was credit for");
-        assert!(channel < PEERS.channels && payload.len() <= PEERS.segment && !(more && payload.is_empty()));
+        assert!(
+            self.sent - self.acknowledged <= PEERS.window.into(),
+            "more than there was credit for"
+        );
+        assert!(
+            channel < PEERS.channels
+                && payload.len() <= PEERS.segment
+                && !(more && payload.is_empty())
+        );
         let channel = usize::from(channel);
         self.arriving[channel].extend_from_slice(payload);
         let under_way: usize = self.arriving.iter().map(Vec::len).sum();

@@ -1,4 +1,5 @@
-//! The rules of Valkey's protocol, written a second time, as far as a stream's peer and its application see them.
+//! The rules of Valkey's protocol, written a second time, as far as a stream's peer and its
+//! application see them.
 
 use std::collections::VecDeque;
 
@@ -34,7 +35,8 @@ pub(super) struct Model {
     role: Role,
     pub(super) ending: Ending,
     events: VecDeque<Event>,
-    /// The stream's window as it is, where the peer goes on by what it knows, and where the stream is.
+    /// The stream's window as it is, where the peer goes on by what it knows, and where the stream
+    /// is.
     window: Vec<u8>,
     due_at: u32,
     announced: bool,
@@ -101,7 +103,8 @@ impl Model {
 
     /// The peer sends a message; whether the memory that it may register is its own.
     pub(super) fn message(&mut self, bytes: &[u8], is_real: bool) {
-        let untaken = self.events.iter().filter(|event| matches!(event, Event::Message(..))).count();
+        let untaken =
+            self.events.iter().filter(|event| matches!(event, Event::Message(..))).count();
         if untaken == UNTAKEN_MAX {
             return self.violation();
         }
@@ -143,8 +146,9 @@ impl Model {
                 self.role == Role::Server && self.questions <= QUESTIONS_MAX
             }
             Ok(Message::RegisterXferMemory(memory)) => {
-                let due =
-                    self.theirs.is_none_or(|(before, _)| self.written == 0 || self.written == before.length);
+                let due = self
+                    .theirs
+                    .is_none_or(|(before, _)| self.written == 0 || self.written == before.length);
                 let fits = (1..=PEER_WINDOW_MAX).contains(&memory.length)
                     && u128::from(memory.addr) + u128::from(memory.length) <= 1 << 64;
                 if due && fits {
@@ -197,7 +201,9 @@ impl Model {
                 self.announced = true;
                 self.due_at = 0;
             }
-            Message::Keepalive | Message::GetServerFeature { .. } => assert_eq!(self.role, Role::Server),
+            Message::Keepalive | Message::GetServerFeature { .. } => {
+                assert_eq!(self.role, Role::Server)
+            }
             Message::SetClientFeature { .. } => panic!("nobody asked for that"),
         }
     }

@@ -4,7 +4,8 @@ use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_verbs::fake::World;
 use ferrite_verbs::{
     Access, CmEventKind, CmId, CompletionQueue, ConnectParams, MemoryRegion, Opcode, Operation,
-    ProtectionDomain, QueuePair, QueuePairConfig, RecvRequest, SendRequest, State, Status, WorkCompletion,
+    ProtectionDomain, QueuePair, QueuePairConfig, RecvRequest, SendRequest, State, Status,
+    WorkCompletion,
 };
 
 use super::model::Model;
@@ -30,8 +31,11 @@ pub(super) struct Peer {
 impl Peer {
     pub(super) fn new(domain: &ProtectionDomain, id: CmId) -> Self {
         let cq = domain.context().create_completion_queue(8 * RECEIVES, None, 0).expect("a queue");
-        let config =
-            QueuePairConfig { max_send_wr: RECEIVES, max_recv_wr: RECEIVES, ..QueuePairConfig::new(&cq) };
+        let config = QueuePairConfig {
+            max_send_wr: RECEIVES,
+            max_recv_wr: RECEIVES,
+            ..QueuePairConfig::new(&cq)
+        };
         let qp = domain.create_queue_pair(&config).expect("a queue pair");
         let room = MEMORY + (RECEIVES as usize) * PLACE + 256;
         let mut region = domain.allocate(room, Access::REMOTE_WRITE).expect("memory");
@@ -105,9 +109,18 @@ impl Peer {
     }
 
     /// Writes to the stream's window, and says `told` of it.
-    pub(super) fn write(&mut self, window: Registration, at: u32, payload: &[u8], told: Option<u32>) {
+    pub(super) fn write(
+        &mut self,
+        window: Registration,
+        at: u32,
+        payload: &[u8],
+        told: Option<u32>,
+    ) {
         let remote = slice(window, at, payload.len());
-        self.post(told.map_or(Operation::Write(remote), |imm| Operation::WriteImm(remote, imm)), payload);
+        self.post(
+            told.map_or(Operation::Write(remote), |imm| Operation::WriteImm(remote, imm)),
+            payload,
+        );
     }
 
     pub(super) fn post(&mut self, operation: Operation, payload: &[u8]) {
@@ -138,7 +151,8 @@ impl Peer {
                 }
                 let place = wc.wr_id() as usize;
                 if wc.opcode() == Opcode::RECV_WRITE_IMM {
-                    let (memory, from, bytes) = model.told(wc.imm().expect("immediate data"), wc.byte_len());
+                    let (memory, from, bytes) =
+                        model.told(wc.imm().expect("immediate data"), wc.byte_len());
                     let at = self.offset(memory.addr) + from as usize;
                     assert_eq!(self.region.to_vec(at, bytes.len()), bytes);
                     self.check_untouched();
@@ -147,7 +161,10 @@ impl Peer {
                     let message = Message::decode(&bytes).expect("a message");
                     model.heard(&message);
                     if let Message::RegisterXferMemory(memory) = message {
-                        assert!(self.theirs.is_none_or(|before| before == memory), "always the same");
+                        assert!(
+                            self.theirs.is_none_or(|before| before == memory),
+                            "always the same"
+                        );
                         self.theirs = Some(memory);
                     }
                 }
@@ -164,7 +181,10 @@ impl Peer {
         let may_be = MEMORY / 4..MEMORY / 4 + 512;
         for range in [0..may_be.start, may_be.end..MEMORY] {
             let bytes = self.region.to_vec(range.start, range.len());
-            assert!(bytes.iter().all(|byte| *byte == UNTOUCHED), "written to what was not registered");
+            assert!(
+                bytes.iter().all(|byte| *byte == UNTOUCHED),
+                "written to what was not registered"
+            );
         }
     }
 }

@@ -23,7 +23,8 @@ struct Files(PathBuf);
 
 impl Files {
     fn new(test: &str) -> Self {
-        let root = std::env::temp_dir().join(format!("ferrite-diagnose-{}-{test}", std::process::id()));
+        let root =
+            std::env::temp_dir().join(format!("ferrite-diagnose-{}-{test}", std::process::id()));
         let _ = fs::remove_dir_all(&root);
         let files = Self(root);
         let port = "sys/class/infiniband/here/ports/1";
@@ -39,8 +40,12 @@ impl Files {
         for (name, ip) in [("here", "0a00:0002"), ("there", "0a00:0001")] {
             let port = format!("sys/class/infiniband/{name}/ports/1");
             files.write(&format!("{port}/gids/0"), "0000:0000:0000:0000:0000:0000:0000:0000\n");
-            files.write(&format!("{port}/gids/1"), &format!("0000:0000:0000:0000:0000:ffff:{ip}\n"));
-            files.write(&format!("{port}/gid_attrs/ndevs/1"), if name == "here" { "n1\n" } else { "n2\n" });
+            files
+                .write(&format!("{port}/gids/1"), &format!("0000:0000:0000:0000:0000:ffff:{ip}\n"));
+            files.write(
+                &format!("{port}/gid_attrs/ndevs/1"),
+                if name == "here" { "n1\n" } else { "n2\n" },
+            );
         }
         files.netdev("n1", "0x1003", "up", "1");
         files.netdev("n2", "0x1003", "up", "1");
@@ -53,14 +58,18 @@ impl Files {
              10.0.0.254       0x1         0x0         00:00:00:00:00:00     *        n1\n\
              not a line of this table\n",
         );
-        let route = |netdev: &str, [destination, gateway, mask]: [[u8; 4]; 3], flags: &str, metric: u32| {
+        let route = |netdev: &str,
+                     [destination, gateway, mask]: [[u8; 4]; 3],
+                     flags: &str,
+                     metric: u32| {
             let [destination, gateway, mask] = [destination, gateway, mask].map(u32::from_ne_bytes);
             format!(
                 "{netdev}\t{destination:08X}\t{gateway:08X}\t{flags}\t0\t0\t{metric}\t{mask:08X}\t0\t0\t0 \n"
             )
         };
         let lines = [
-            "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n".to_owned(),
+            "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n"
+                .to_owned(),
             route("n0", [[0; 4], [192, 168, 0, 1], [0; 4]], "0003", 100),
             route("n1", [[10, 0, 0, 0], [0; 4], [255, 255, 255, 0]], "0001", 0),
             route("n1", [[10, 1, 0, 0], [10, 0, 0, 254], [255, 255, 0, 0]], "0003", 0),
@@ -134,17 +143,24 @@ fn surroundings_are_read() {
         assert_eq!(seen.neighbour(ip(peer), netdev), neighbour, "{peer} on {netdev}");
     }
     let twin = seen.twin(PEER).expect("the other device");
-    assert_eq!((twin.device.as_str(), twin.netdev.as_ref().map(|n| n.name.as_str())), ("there", Some("n2")));
+    assert_eq!(
+        (twin.device.as_str(), twin.netdev.as_ref().map(|n| n.name.as_str())),
+        ("there", Some("n2"))
+    );
     assert_eq!(seen.twin(ip("10.0.0.9")), None);
     let foreign_peer = Surroundings::read(&Roots { is_own: |_| false, ..files.roots() });
     assert_eq!(foreign_peer.twin(PEER), None);
-    let nothing =
-        Surroundings::read(&Roots { sys: files.0.join("no"), proc: files.0.join("no"), is_own: |_| true });
+    let nothing = Surroundings::read(&Roots {
+        sys: files.0.join("no"),
+        proc: files.0.join("no"),
+        is_own: |_| true,
+    });
     assert_eq!(nothing.route(PEER, "n1"), Route::Unknown);
     assert_eq!(nothing.neighbour(PEER, "n1"), Neighbour::Unknown);
 }
 
-/// A part of the routes could lack the best one, so that none are taken; neighbours are taken as far as they go.
+/// A part of the routes could lack the best one, so that none are taken; neighbours are taken as
+/// far as they go.
 #[test]
 fn long_tables_are_cut() {
     let files = Files::new("long");
@@ -175,8 +191,14 @@ fn facts_are_gathered_from_files_and_the_device() {
         Facts::gather(now, Some(Arc::clone(&then)), &seen, (Some(LOCAL), Some(peer)))
     };
     let facts = gather("10.0.0.1");
-    assert_eq!(facts.moved(Meaning::Sent).map(|moved| (moved.name, moved.by)), Some(("sent_pkts", 5)));
-    assert_eq!(facts.moved(Meaning::Received).map(|moved| (moved.name, moved.by)), Some(("rcvd_pkts", 0)));
+    assert_eq!(
+        facts.moved(Meaning::Sent).map(|moved| (moved.name, moved.by)),
+        Some(("sent_pkts", 5))
+    );
+    assert_eq!(
+        facts.moved(Meaning::Received).map(|moved| (moved.name, moved.by)),
+        Some(("rcvd_pkts", 0))
+    );
     assert_eq!(facts.moved(Meaning::Damaged), None, "no such counter");
     assert_eq!(
         facts.netdev().map(|netdev| (netdev.mtu_bytes, netdev.frames_received)),
@@ -189,7 +211,10 @@ fn facts_are_gathered_from_files_and_the_device() {
     assert_eq!(rank(RETRY, &facts)[0].what, "the peer's interface n2 is down");
 
     let facts = gather("10.1.9.9");
-    assert_eq!((&facts.route, facts.neighbour), (&Route::Own { gateway: Some(GATEWAY) }, Neighbour::Silent));
+    assert_eq!(
+        (&facts.route, facts.neighbour),
+        (&Route::Own { gateway: Some(GATEWAY) }, Neighbour::Silent)
+    );
     assert_eq!(rank(RETRY, &facts)[0].what, "the gateway 10.0.0.254 does not answer");
 
     fs::remove_dir_all(roots.device("here")).expect("removed");

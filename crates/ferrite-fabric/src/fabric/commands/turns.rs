@@ -1,10 +1,13 @@
-//! Whose command is next: who waits, who is served, and what nobody can take from the others. Knows nothing of threads.
+//! Whose command is next: who waits, who is served, and what nobody can take from the others. Knows
+//! nothing of threads.
 //!
-//! - Commands of one source run one after the other, in the order in which they were given. So a source has one thread at most.
+//! - Commands of one source run one after the other, in the order in which they were given. So a
+//!   source has one thread at most.
 //! - This process is a source of its own. It never waits for peers: they have all threads but one.
-//! - A peer cannot be told to be slow before it was. One that was, because the kernel or the device let a command of its
-//!   wait, is a slow source for a minute. Slow sources have half of the threads, and take turns among themselves: however
-//!   many they are, the other half is there for the rest.
+//! - A peer cannot be told to be slow before it was. One that was, because the kernel or the device
+//!   let a command of its wait, is a slow source for a minute. Slow sources have half of the
+//!   threads, and take turns among themselves: however many they are, the other half is there for
+//!   the rest.
 
 use std::collections::{HashMap, VecDeque};
 use std::time::{Duration, Instant};
@@ -65,8 +68,10 @@ impl<J> Turns<J> {
 
     pub(super) fn push(&mut self, caller: Option<Source>, job: J, now: Instant) {
         self.waiting += 1;
-        let line =
-            self.lines.entry(caller).or_insert_with(|| Line { jobs: VecDeque::new(), is_under_way: false });
+        let line = self
+            .lines
+            .entry(caller)
+            .or_insert_with(|| Line { jobs: VecDeque::new(), is_under_way: false });
         line.jobs.push_back(job);
         if line.jobs.len() == 1 && !line.is_under_way {
             self.queue(caller, now);
@@ -141,7 +146,9 @@ impl<J> Turns<J> {
     fn queue(&mut self, caller: Option<Source>, now: Instant) {
         let Some(source) = caller else { return };
         match self.was_slow.get(&source) {
-            Some(since) if now.saturating_duration_since(*since) < SLOW_FOR => self.slow.push_back(source),
+            Some(since) if now.saturating_duration_since(*since) < SLOW_FOR => {
+                self.slow.push_back(source)
+            }
             _ => self.quick.push_back(source),
         }
     }
@@ -188,7 +195,11 @@ mod tests {
         turns.done(own[0].0, Duration::ZERO, now);
         assert_eq!(turns.next().map(|(_, job)| job), Some(1));
         turns.done(begun[0].0, Duration::ZERO, now);
-        assert_eq!(begin(&mut turns).iter().map(|(_, job)| *job).collect::<Vec<_>>(), [40], "turn by turn");
+        assert_eq!(
+            begin(&mut turns).iter().map(|(_, job)| *job).collect::<Vec<_>>(),
+            [40],
+            "turn by turn"
+        );
     }
 
     #[test]

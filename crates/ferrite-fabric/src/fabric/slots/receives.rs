@@ -1,4 +1,5 @@
-//! Receives that wait for messages of all links of a device. What makes it sound is said at the top of `slots.rs`.
+//! Receives that wait for messages of all links of a device. What makes it sound is said at the top
+//! of `slots.rs`.
 #![expect(
     unsafe_code,
     reason = "gives the addresses of buffers to the device: each block states its obligations"
@@ -14,15 +15,17 @@ use crate::mem::{BufMut, Pool, PoolError, Purpose};
 
 /// A shared receive queue and the buffers in it.
 ///
-/// A queue pair that fails in the middle of a message may keep the receive it had begun, without a completion
-/// (Soft-RoCE does; the specification knows only that the queue pair took its last one). The device may write that buffer as
-/// long as its queue pair lives, and nobody can tell which buffer it is. So a receive that was overtaken by two rounds of
-/// the whole queue counts as overdue: its buffer stays where it is, and another receive takes its place, so that the stock
+/// A queue pair that fails in the middle of a message may keep the receive it had begun, without a
+/// completion (Soft-RoCE does; the specification knows only that the queue pair took its last one).
+/// The device may write that buffer as long as its queue pair lives, and nobody can tell which
+/// buffer it is. So a receive that was overtaken by two rounds of the whole queue counts as
+/// overdue: its buffer stays where it is, and another receive takes its place, so that the stock
 /// does not dwindle.
 ///
-/// It comes back when it completes after all, or when no queue pair is left that can have it. Of a device that takes
-/// receives in the order in which they were posted, a queue pair cannot have one if it was made when a younger one had been
-/// taken already, or if it has completed a younger one: it works on one message at a time.
+/// It comes back when it completes after all, or when no queue pair is left that can have it. Of a
+/// device that takes receives in the order in which they were posted, a queue pair cannot have one
+/// if it was made when a younger one had been taken already, or if it has completed a younger one:
+/// it works on one message at a time.
 pub(crate) struct ReceiveStock {
     /// `None` only while it is dropped.
     srq: Option<SharedReceiveQueue>,
@@ -41,12 +44,13 @@ pub(crate) struct ReceiveStock {
     block_bytes: usize,
     /// Whether the device takes receives in the order in which they were posted.
     in_order: bool,
-    /// Of each queue pair that receives from here; nobody else has those of queue pairs that are gone.
+    /// Of each queue pair that receives from here; nobody else has those of queue pairs that are
+    /// gone.
     takers: Vec<Arc<AtomicU64>>,
 }
 
-/// A queue pair that takes receives from a stock: the youngest of those that it cannot have any more. Dropped when the
-/// device said that the queue pair is gone, and never if it does not.
+/// A queue pair that takes receives from a stock: the youngest of those that it cannot have any
+/// more. Dropped when the device said that the queue pair is gone, and never if it does not.
 pub(crate) struct Taker(Arc<AtomicU64>);
 
 impl Taker {
@@ -143,7 +147,8 @@ impl ReceiveStock {
         self.overdue
     }
 
-    /// Looks for receives that were overtaken by two rounds, and makes room for others in their place.
+    /// Looks for receives that were overtaken by two rounds, and makes room for others in their
+    /// place.
     fn replace_overdue(&mut self) {
         let rounds = 2 * self.depth as u64;
         self.checked = self.youngest;
@@ -189,7 +194,8 @@ impl ReceiveStock {
                     }
                 };
                 let parts = buf.raw_parts(self.domain);
-                // SAFETY: the slot owns the buffer, its only handle, until the completion or the end of the queue.
+                // SAFETY: the slot owns the buffer, its only handle, until the completion or the
+                // end of the queue.
                 pieces[count] = unsafe { Sge::from_raw(parts.addr, parts.len, parts.lkey) };
                 let place = &mut self.slots[slot];
                 place.generation = place.generation.wrapping_add(1);
@@ -259,11 +265,13 @@ mod tests {
 
     use super::*;
 
-    /// A stock of four receives, of which the first was taken and never completed while four rounds went by.
+    /// A stock of four receives, of which the first was taken and never completed while four rounds
+    /// went by.
     fn one_lost(in_order: bool) -> (ReceiveStock, Pool, Taker) {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
-        let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
+        let context =
+            world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
         let domain = context.allocate_protection_domain().expect("domain");
         // Deeper than the stock: what the test takes out by hand the device still has.
         let srq = domain.create_shared_receive_queue(64, 1).expect("queue");
@@ -292,7 +300,11 @@ mod tests {
     fn receives_that_never_complete_are_replaced() {
         let (mut stock, _pool, _taker) = one_lost(true);
         stock.take(LOST).expect("late, but known");
-        assert_eq!((stock.posted(), stock.overdue(), stock.missing()), (4, 0, 0), "no place is free for it");
+        assert_eq!(
+            (stock.posted(), stock.overdue(), stock.missing()),
+            (4, 0, 0),
+            "no place is free for it"
+        );
         assert!(stock.take(LOST).is_none(), "twice");
     }
 

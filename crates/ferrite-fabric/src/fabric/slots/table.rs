@@ -1,7 +1,9 @@
-//! The slot table: what is in flight, by number, in the order it was posted. Knows nothing of devices.
+//! The slot table: what is in flight, by number, in the order it was posted. Knows nothing of
+//! devices.
 //!
-//! A key is a slot and its generation, which changes each time the slot is used. A completion whose key is not
-//! exactly what is in flight finds nothing and frees nothing, however late or often it comes.
+//! A key is a slot and its generation, which changes each time the slot is used. A completion whose
+//! key is not exactly what is in flight finds nothing and frees nothing, however late or often it
+//! comes.
 
 use std::collections::VecDeque;
 
@@ -28,14 +30,21 @@ pub(crate) struct Table<T> {
     /// What is in flight, oldest first.
     order: VecDeque<u16>,
     capacity: u16,
-    /// Where generations of new slots begin: what an earlier owner of the same numbers used lies behind it.
+    /// Where generations of new slots begin: what an earlier owner of the same numbers used lies
+    /// behind it.
     first_generation: u32,
 }
 
 impl<T> Table<T> {
     pub(crate) fn new(capacity: u16, first_generation: u32) -> Self {
         let first_generation = first_generation & GENERATION_MASK;
-        Self { slots: Vec::new(), free: Vec::new(), order: VecDeque::new(), capacity, first_generation }
+        Self {
+            slots: Vec::new(),
+            free: Vec::new(),
+            order: VecDeque::new(),
+            capacity,
+            first_generation,
+        }
     }
 
     pub(crate) fn in_flight(&self) -> usize {
@@ -73,8 +82,9 @@ impl<T> Table<T> {
         if place.generation == key.generation { place.entry.as_mut() } else { None }
     }
 
-    /// The entry with this key has completed, and with it all older ones, since a reliable connection completes in
-    /// order. Each goes to `each`, the named one last and marked so. `false` if nothing with this key is in flight.
+    /// The entry with this key has completed, and with it all older ones, since a reliable
+    /// connection completes in order. Each goes to `each`, the named one last and marked so.
+    /// `false` if nothing with this key is in flight.
     pub(crate) fn complete(&mut self, key: Key, mut each: impl FnMut(T, bool)) -> bool {
         if self.get_mut(key).is_none() {
             return false;
@@ -107,7 +117,8 @@ impl<T> Table<T> {
 
     /// Where the generations of the next owner of these numbers may begin.
     pub(crate) fn next_generation(&self) -> u32 {
-        let used = self.slots.iter().map(|slot| slot.generation.wrapping_sub(self.first_generation));
+        let used =
+            self.slots.iter().map(|slot| slot.generation.wrapping_sub(self.first_generation));
         let most = used.map(|used| used & GENERATION_MASK).max().unwrap_or(0);
         self.first_generation.wrapping_add(most).wrapping_add(1) & GENERATION_MASK
     }

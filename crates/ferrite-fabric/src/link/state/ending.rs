@@ -39,8 +39,8 @@ impl LinkState {
         std::mem::take(&mut self.close_called)
     }
 
-    /// Whether we have said goodbye and the peer has taken all before it: it may end as soon as it has heard that, and its answer
-    /// be lost.
+    /// Whether we have said goodbye and the peer has taken all before it: it may end as soon as it
+    /// has heard that, and its answer be lost.
     pub(crate) fn peer_has_everything(&self) -> bool {
         self.fin_sent && self.acknowledged == self.sent
     }
@@ -62,8 +62,8 @@ impl LinkState {
         }
     }
 
-    /// Ends the link: `error` is what everything under way is told, now or when its completion comes. The first
-    /// failure counts.
+    /// Ends the link: `error` is what everything under way is told, now or when its completion
+    /// comes. The first failure counts.
     pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
         if self.failure().is_some() {
             return;
@@ -87,13 +87,15 @@ impl LinkState {
         wakes.append(&mut self.wait_for_end);
     }
 
-    /// Whether the peer was asked and has not answered in time, by what was taken from the device so far.
+    /// Whether the peer was asked and has not answered in time, by what was taken from the device
+    /// so far.
     pub(crate) fn is_overdue(&self, now: Instant) -> bool {
-        self.asked.is_some_and(|asked| now.saturating_duration_since(asked) >= self.limits.peer_timeout)
+        self.asked
+            .is_some_and(|asked| now.saturating_duration_since(asked) >= self.limits.peer_timeout)
     }
 
-    /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look again, and whether the
-    /// peer was heard lately.
+    /// Looks at the clock: asks a silent peer for a sign of life, gives a dead one up. When to look
+    /// again, and whether the peer was heard lately.
     ///
     /// # Errors
     /// The peer has not answered.
@@ -141,8 +143,8 @@ impl LinkState {
         if self.device.is_some() { self.queue.next_generation() } else { self.generation }
     }
 
-    /// Whether the fabric is to look at the link: it went down, or nothing of it is in flight any more, or a grant came
-    /// back.
+    /// Whether the fabric is to look at the link: it went down, or nothing of it is in flight any
+    /// more, or a grant came back.
     pub(crate) fn wants_attention(&self) -> bool {
         if self.is_away() {
             return false; // when it is back
@@ -190,14 +192,14 @@ impl LinkState {
         self.queue.took_last() || self.device.as_ref().is_none_or(|device| device.is_gone())
     }
 
-    /// Whether nothing of the queue pair is under way any more: what the device did with it is in its
-    /// completion queue.
+    /// Whether nothing of the queue pair is under way any more: what the device did with it is in
+    /// its completion queue.
     pub(crate) fn may_destroy(&self) -> bool {
         self.queue.in_flight() == 0 && self.took_last()
     }
 
-    /// First step of the end: closes the connection, and gives away the queue pair to be destroyed, if nothing is under
-    /// way or `by_force`. The caller has reaped the completion queue.
+    /// First step of the end: closes the connection, and gives away the queue pair to be destroyed,
+    /// if nothing is under way or `by_force`. The caller has reaped the completion queue.
     pub(crate) fn begin_destroy(&mut self, by_force: bool, wakes: &mut Wakes) -> Destroying {
         if self.close_tcp(wakes) {
             self.inbox.drop_partial();
@@ -225,8 +227,10 @@ impl LinkState {
     ) {
         self.queue = queue;
         self.is_destroying = false;
-        let error =
-            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
+        let error = self
+            .failure()
+            .cloned()
+            .unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
         env.release(in_flight.len());
         for InFlight { held, request } in in_flight {
             if let Some(ticket) = request.ticket {
@@ -246,8 +250,10 @@ impl LinkState {
         if self.queue.qp().is_none() {
             return true;
         }
-        let error =
-            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
+        let error = self
+            .failure()
+            .cloned()
+            .unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
         let tickets = &mut self.tickets;
         let mut entries = 0;
         let destroyed = self.queue.destroy(|InFlight { held, request }| {

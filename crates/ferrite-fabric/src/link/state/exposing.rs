@@ -45,11 +45,16 @@ impl LinkState {
 
     /// The device that carries the link, or will.
     pub(crate) fn next_device(&self) -> Option<Arc<SharedDevice>> {
-        self.upgrade.as_ref().map(|upgrade| &upgrade.device).or(self.device.as_ref()).map(Arc::clone)
+        self.upgrade
+            .as_ref()
+            .map(|upgrade| &upgrade.device)
+            .or(self.device.as_ref())
+            .map(Arc::clone)
     }
 
-    /// Binds a window of `device` to the queue pair there. What is sent later comes after it. Where the path is lost, or the
-    /// link, there is none: it is told of a window on the next path when it goes there.
+    /// Binds a window of `device` to the queue pair there. What is sent later comes after it. Where
+    /// the path is lost, or the link, there is none: it is told of a window on the next path when
+    /// it goes there.
     pub(crate) fn bind(
         &mut self,
         device: &SharedDevice,
@@ -71,8 +76,13 @@ impl LinkState {
     }
 
     /// Binds a window to the queue pair that is upgraded to; where it is, if that went well.
-    pub(crate) fn bind_ahead(&mut self, device: &SharedDevice, window: &Arc<Window>) -> Option<RemoteSlice> {
-        let upgrade = self.upgrade.as_mut().filter(|upgrade| upgrade.device.index == device.index)?;
+    pub(crate) fn bind_ahead(
+        &mut self,
+        device: &SharedDevice,
+        window: &Arc<Window>,
+    ) -> Option<RemoteSlice> {
+        let upgrade =
+            self.upgrade.as_mut().filter(|upgrade| upgrade.device.index == device.index)?;
         if upgrade.queue.room() == 0 || upgrade.device.reserve(1) == 0 {
             return None;
         }

@@ -7,11 +7,11 @@
 //!      └────────────── Resume both ways ◄── Moving ◄───────┘ without a connection: the side that called calls again
 //! ```
 //!
-//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost, each side first destroys its
-//! queue pair, so that nothing can come or land any more, and then says how many frames it has: the other sends the rest again,
-//! on TCP. A write that was under way is carried out again, unless a frame after it has come: then it was carried out, since a
-//! queue pair keeps their order.
-//! The way up is in [`upgrading`](super::upgrading).
+//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost,
+//! each side first destroys its queue pair, so that nothing can come or land any more, and then
+//! says how many frames it has: the other sends the rest again, on TCP. A write that was under way
+//! is carried out again, unless a frame after it has come: then it was carried out, since a queue
+//! pair keeps their order. The way up is in [`upgrading`](super::upgrading).
 
 use std::collections::VecDeque;
 use std::time::Instant;
@@ -107,9 +107,15 @@ impl LinkState {
     fn can_move(&self, error: &Error) -> bool {
         let of_the_path = matches!(
             error.kind(),
-            ErrorKind::LinkDown | ErrorKind::DeviceGone | ErrorKind::Unreachable | ErrorKind::PeerStalled
+            ErrorKind::LinkDown
+                | ErrorKind::DeviceGone
+                | ErrorKind::Unreachable
+                | ErrorKind::PeerStalled
         );
-        self.moves && of_the_path && matches!(self.phase, Phase::Up) && self.transport != ActiveTransport::Tcp
+        self.moves
+            && of_the_path
+            && matches!(self.phase, Phase::Up)
+            && self.transport != ActiveTransport::Tcp
     }
 
     /// Ends the path if the link can go on elsewhere; `false` if it cannot.
@@ -158,8 +164,9 @@ impl LinkState {
         self.lost.as_ref().is_some_and(|lost| lost.draining)
     }
 
-    /// First step of the way down: gives away the queue pair of a path that was lost, to be destroyed. The caller has reaped
-    /// the completion queue. `None` if there is none to give, or a command has it.
+    /// First step of the way down: gives away the queue pair of a path that was lost, to be
+    /// destroyed. The caller has reaped the completion queue. `None` if there is none to give, or a
+    /// command has it.
     pub(crate) fn begin_detach(&mut self) -> Option<SendQueue<RequestContext>> {
         if self.is_away() || !self.is_to_be_detached() {
             return None;
@@ -168,10 +175,12 @@ impl LinkState {
         Some(std::mem::replace(&mut self.queue, SendQueue::none()))
     }
 
-    /// Second step: the queue pair is gone, with what was in flight. Nothing of it comes, or lands, any more.
+    /// Second step: the queue pair is gone, with what was in flight. Nothing of it comes, or lands,
+    /// any more.
     ///
     /// # Errors
-    /// The device did not let go, and the link cannot go on with that memory; or the link has ended meanwhile.
+    /// The device did not let go, and the link cannot go on with that memory; or the link has ended
+    /// meanwhile.
     pub(crate) fn end_detach(
         &mut self,
         env: &LinkEnv<'_>,
@@ -203,7 +212,8 @@ impl LinkState {
         Ok(())
     }
 
-    /// Says on the connection what has come, once nothing more can; and goes on there if the peer has said it too.
+    /// Says on the connection what has come, once nothing more can; and goes on there if the peer
+    /// has said it too.
     pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
         let Some(lost) = &mut self.lost else { return };
         let Some(tcp) = &mut self.tcp else { return };
@@ -221,7 +231,12 @@ impl LinkState {
     /// Another connection: both have said what they have in its greeting.
     ///
     /// `false` if it has a path, or a connection, already.
-    pub(crate) fn resume_over(&mut self, tcp: TcpPath, peer_received: u64, wakes: &mut Wakes) -> bool {
+    pub(crate) fn resume_over(
+        &mut self,
+        tcp: TcpPath,
+        peer_received: u64,
+        wakes: &mut Wakes,
+    ) -> bool {
         if self.tcp.is_some() {
             return false;
         }
@@ -242,7 +257,8 @@ impl LinkState {
         let Some(Lost { under_way, .. }) = self.lost.take() else { return };
         self.transport = ActiveTransport::Tcp;
         if peer_received > self.sent || peer_received < self.acknowledged {
-            let what = "the peer broke the protocol: it has frames that were never sent, or lost some";
+            let what =
+                "the peer broke the protocol: it has frames that were never sent, or lost some";
             self.end(Error::new(ErrorKind::Protocol, what), wakes);
             return;
         }
@@ -258,7 +274,12 @@ impl LinkState {
                     self.again_until(&mut kept, request.frame, wakes);
                     match kept.pop_front() {
                         Some(Kept { what: KeptFrame::Piece { channel, more, body }, .. }) => {
-                            self.again.push_back(Again::Frame { channel, more, body: body.into(), request });
+                            self.again.push_back(Again::Frame {
+                                channel,
+                                more,
+                                body: body.into(),
+                                request,
+                            });
                         }
                         _ => self.again.push_back(Again::OneSided { held, request }),
                     }
@@ -276,7 +297,8 @@ impl LinkState {
         if self.failure().is_some() {
             return;
         }
-        // What may have been lost of what is said past the application is said again; the farewells when all has gone.
+        // What may have been lost of what is said past the application is said again; the farewells
+        // when all has gone.
         (self.fin_sent, self.fin_ack_sent) = (false, false);
         self.controls.clear();
         self.controls.push_back(Control::Credit);
@@ -294,7 +316,8 @@ impl LinkState {
                 self.end(Error::new(ErrorKind::LinkDown, what), wakes);
                 return;
             };
-            let request = RequestContext { kind: Kind::Again, frame: number, ..RequestContext::default() };
+            let request =
+                RequestContext { kind: Kind::Again, frame: number, ..RequestContext::default() };
             self.again.push_back(Again::Frame { channel, more, body: body.into(), request });
         }
     }
@@ -337,7 +360,8 @@ impl LinkState {
         true
     }
 
-    /// The link is down: who waits for what was to be sent again is told, and what was kept is let go.
+    /// The link is down: who waits for what was to be sent again is told, and what was kept is let
+    /// go.
     pub(super) fn end_again(&mut self, error: &Error, wakes: &mut Wakes) {
         let lost = self.lost.take().map(|lost| lost.under_way.into_iter().chain(lost.not_posted));
         let lost = lost.into_iter().flatten();
@@ -361,7 +385,10 @@ impl LinkState {
         if self.moves {
             let body = piece.map_or(KeptBody::Nothing, |piece| KeptBody::Buf(piece.clone()));
             self.kept_bytes += body.len();
-            self.kept.push_back(Kept { number: self.sent, what: KeptFrame::Piece { channel, more, body } });
+            self.kept.push_back(Kept {
+                number: self.sent,
+                what: KeptFrame::Piece { channel, more, body },
+            });
         }
     }
 

@@ -1,4 +1,5 @@
-//! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided operations that the fabric serves.
+//! A link's state on a TCP connection: the same credits, tickets and messages, and one-sided
+//! operations that the fabric serves.
 
 use std::io::{self, IoSlice};
 use std::time::Instant;
@@ -8,7 +9,8 @@ use tokio::io::ReadBuf;
 
 use super::receiving::protocol;
 use super::{
-    ActiveTransport, Kind, LinkEnv, LinkState, Phase, REVOKED_MAX, RequestContext, Step, Wakes, outcome, took,
+    ActiveTransport, Kind, LinkEnv, LinkState, Phase, REVOKED_MAX, RequestContext, Step, Wakes,
+    outcome, took,
 };
 use crate::error::{Error, ErrorKind};
 use crate::fabric::slots::Held;
@@ -19,7 +21,8 @@ use crate::mem::BufMut;
 use crate::mem::Pool;
 use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
 
-/// Read before other links have their turn, and who waits for it takes it while it is in the CPU's cache.
+/// Read before other links have their turn, and who waits for it takes it while it is in the CPU's
+/// cache.
 const TURN_BYTES: usize = 256 << 10;
 
 /// What a peer asks of our memory: see `one_sided.rs`.
@@ -52,10 +55,12 @@ impl LinkState {
         if bytes.len() > self.tcp_segment() {
             return Ok(false);
         }
-        self.send_slices_over_tcp(channel, &[IoSlice::new(bytes)], bytes.len()).map(|sent| sent.is_some())
+        self.send_slices_over_tcp(channel, &[IoSlice::new(bytes)], bytes.len())
+            .map(|sent| sent.is_some())
     }
 
-    /// The same with the first `len` bytes of the slices, or as many as go, in messages of a frame each; how many.
+    /// The same with the first `len` bytes of the slices, or as many as go, in messages of a frame
+    /// each; how many.
     pub(crate) fn send_slices_over_tcp(
         &mut self,
         channel: u16,
@@ -69,11 +74,14 @@ impl LinkState {
             && self.transport == ActiveTransport::Tcp
             && self.again.is_empty()
             && self.upgrade.as_ref().is_none_or(|upgrade| !upgrade.switching);
-        let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else { return Ok(None) };
+        let Some(mut tcp) = self.tcp.take_if(|tcp| ready && tcp.is_written()) else {
+            return Ok(None);
+        };
         let most = usize::try_from(self.peer.max_message_bytes).unwrap_or(usize::MAX);
         let most = self.tcp_segment().min(most).max(1);
         let len = len.min(self.credits().saturating_mul(most));
-        let imm = Frame { control: false, more: false, channel, consumed: self.consumed as u16 }.to_imm();
+        let imm =
+            Frame { control: false, more: false, channel, consumed: self.consumed as u16 }.to_imm();
         let mut written = tcp.write_now(imm, slices, len, most);
         if let Err(error) = tcp.flush(|_| {}) {
             written = Err(error);
@@ -92,22 +100,25 @@ impl LinkState {
         Ok(Some(bytes))
     }
 
-    /// Whether large writes go to the kernel from where they are. Not with TLS, which copies anyway.
+    /// Whether large writes go to the kernel from where they are. Not with TLS, which copies
+    /// anyway.
     #[cfg(feature = "tokio")]
     pub(crate) fn writes_through(&self) -> bool {
         self.transport == ActiveTransport::Tcp && self.tcp.as_ref().is_some_and(TcpPath::is_plain)
     }
 
-    /// Whether nothing can go until the kernel or the peer says so. The fabric hears of it and pumps.
+    /// Whether nothing can go until the kernel or the peer says so. The fabric hears of it and
+    /// pumps.
     #[cfg(feature = "tokio")]
     pub(crate) fn is_held_up(&self) -> bool {
         self.credits() == 0 || self.tcp.as_ref().is_some_and(TcpPath::is_blocked)
     }
 
-    /// Reads into `out` what has come of large frames on `channel`, if nothing stands before it; `false` if nothing has.
+    /// Reads into `out` what has come of large frames on `channel`, if nothing stands before it;
+    /// `false` if nothing has.
     ///
-    /// The fabric reads as well and needs no call: what is left has an event of its own that it sees, or has seen and will
-    /// attend to.
+    /// The fabric reads as well and needs no call: what is left has an event of its own that it
+    /// sees, or has seen and will attend to.
     #[cfg(feature = "tokio")]
     pub(crate) fn read_through(
         &mut self,
@@ -185,7 +196,8 @@ impl LinkState {
         if let Some(control) = self.controls.pop_front() {
             self.told = self.consumed;
             let imm =
-                Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 }.to_imm();
+                Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 }
+                    .to_imm();
             self.stats.controls_sent += 1;
             tcp.push(&data_frame(imm, CONTROL_BYTES), Body::Few(control.encode()), None);
             return true;
@@ -217,20 +229,30 @@ impl LinkState {
                     }
                     _ => TcpFrameKind::Write,
                 };
-                let tcp_frame = TcpFrame { kind: tcp_frame_kind, imm, len: bytes, op: 0, grant, offset };
+                let tcp_frame =
+                    TcpFrame { kind: tcp_frame_kind, imm, len: bytes, op: 0, grant, offset };
                 let begun = self.began(ticket);
                 tcp.ask(
                     tcp_frame,
                     held,
-                    RequestContext { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun },
+                    RequestContext {
+                        ticket,
+                        kind,
+                        bytes,
+                        frame: self.sent,
+                        grant,
+                        offset,
+                        imm,
+                        begun,
+                    },
                 );
             }
         }
         true
     }
 
-    /// Something came, or the connection takes more. Reads and delivers a turn's worth; `serve` carries out what the peer asks
-    /// of our memory, `false` if it may not.
+    /// Something came, or the connection takes more. Reads and delivers a turn's worth; `serve`
+    /// carries out what the peer asks of our memory, `false` if it may not.
     pub(crate) fn on_socket(
         &mut self,
         env: &LinkEnv<'_>,
@@ -258,7 +280,9 @@ impl LinkState {
             match tcp.next(scratch, env.pool, largest) {
                 Ok(Arrival::TcpFrame(tcp_frame, body)) => {
                     left = left.saturating_sub(tcp_frame.follows() + size_of::<TcpFrame>());
-                    if let Err(error) = self.on_tcp_frame(&mut tcp, &tcp_frame, body, now, wakes, serve) {
+                    if let Err(error) =
+                        self.on_tcp_frame(&mut tcp, &tcp_frame, body, now, wakes, serve)
+                    {
                         break Err(error);
                     }
                     if self.failure().is_some() {
@@ -278,7 +302,8 @@ impl LinkState {
                     tcp.end_reading(scratch);
                     self.tcp = Some(tcp);
                     let error = self.hung_up();
-                    self.end(error, wakes); // also while RDMA carries the link: this is how a peer is heard to go
+                    // also while RDMA carries the link: this is how a peer is heard to go
+                    self.end(error, wakes);
                     return Reading::Done;
                 }
                 Err(error) if error.kind() == io::ErrorKind::InvalidData => {
@@ -358,7 +383,9 @@ impl LinkState {
                 tcp.answer(op, done, Body::Loose(bytes));
             }
             (TcpFrameKind::Offer | TcpFrameKind::Answer, Some(body)) => {
-                let Some(address) = Address::decode(&body) else { return Err(protocol("a wrong address")) };
+                let Some(address) = Address::decode(&body) else {
+                    return Err(protocol("a wrong address"));
+                };
                 let offered = kind == TcpFrameKind::Offer;
                 if self.steps.len() > 8 || offered && self.is_caller {
                     return Err(protocol("an offer at the wrong time"));
@@ -366,13 +393,21 @@ impl LinkState {
                 if offered && self.transport != ActiveTransport::Tcp {
                     // It crossed with a move of ours: it is made again.
                     tracing::debug!("an offer while {:?} carries the link", self.transport);
-                    tcp.push(&super::migration::plain(TcpFrameKind::Withdraw, 0), Body::Nothing, None);
+                    tcp.push(
+                        &super::migration::plain(TcpFrameKind::Withdraw, 0),
+                        Body::Nothing,
+                        None,
+                    );
                     return Ok(());
                 }
                 if offered && std::mem::replace(&mut self.peer_offers, true) {
                     return Err(protocol("an offer before the one before it was withdrawn"));
                 }
-                self.steps.push(if offered { Step::Offered(address) } else { Step::Answered(address) });
+                self.steps.push(if offered {
+                    Step::Offered(address)
+                } else {
+                    Step::Answered(address)
+                });
             }
             (TcpFrameKind::Withdraw, None) => {
                 if self.steps.len() > 8 {
@@ -390,7 +425,9 @@ impl LinkState {
                 self.rekeyed.insert(grant, (offset, imm));
             }
             (TcpFrameKind::Done, None) => self.on_answer(tcp, op, None, Ok(()), wakes)?,
-            (TcpFrameKind::Data, Some(body)) => self.on_answer(tcp, op, Some(body), Ok(()), wakes)?,
+            (TcpFrameKind::Data, Some(body)) => {
+                self.on_answer(tcp, op, Some(body), Ok(()), wakes)?
+            }
             (TcpFrameKind::Denied, None) => {
                 let what = "the peer refused: the grant is over, or does not cover this";
                 self.on_answer(tcp, op, None, Err(Error::new(ErrorKind::Denied, what)), wakes)?;
@@ -433,17 +470,22 @@ impl LinkState {
         Ok(())
     }
 
-    /// Tells all who wait on the connection, when the link is down; its last words are written first. `true` if there was one.
+    /// Tells all who wait on the connection, when the link is down; its last words are written
+    /// first. `true` if there was one.
     pub(super) fn close_tcp(&mut self, wakes: &mut Wakes) -> bool {
         let Some(mut tcp) = self.tcp.take() else { return false };
-        let error =
-            self.failure().cloned().unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
+        let error = self
+            .failure()
+            .cloned()
+            .unwrap_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"));
         let _ = tcp.flush(|_| {});
         tcp.shut_down();
         for request in tcp.take_leaving() {
             self.stats.completed(request.kind, request.bytes, true);
             if let Some(ticket) = request.ticket {
-                wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), Held::Nothing)));
+                wakes.extend(
+                    self.tickets.finish(ticket, outcome(Err(error.clone()), Held::Nothing)),
+                );
             }
         }
         for Asked { held, request, .. } in tcp.take_asked() {

@@ -1,7 +1,8 @@
-//! The state of a link whose peer speaks another protocol: requests as they are, and what came, in order.
+//! The state of a link whose peer speaks another protocol: requests as they are, and what came, in
+//! order.
 //!
-//! Nothing is added to what goes over the wire: no hello, no credits, no keepalive, no farewell. What the peer sends is
-//! counted, not understood.
+//! Nothing is added to what goes over the wire: no hello, no credits, no keepalive, no farewell.
+//! What the peer sends is counted, not understood.
 
 use std::collections::VecDeque;
 use std::task::Waker;
@@ -14,8 +15,9 @@ use crate::error::{Error, ErrorKind};
 use crate::fabric::slots::{Held, Work};
 use crate::mem::{Buf, BufMut};
 
-/// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a receive of ours is not held by a
-/// few bytes, and who sends them faster than they are taken costs no more than this.
+/// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a
+/// receive of ours is not held by a few bytes, and who sends them faster than they are taken costs
+/// no more than this.
 const MESSAGES_MAX: usize = 1024;
 const MESSAGE_BYTES_MAX: usize = 256 << 10;
 
@@ -24,14 +26,15 @@ const MESSAGE_BYTES_MAX: usize = 256 << 10;
 pub enum Arrival {
     /// A message of the peer's.
     Message(Box<[u8]>),
-    /// The peer has written to memory that it was told of, and says so by immediate data. Notices that nothing came between
-    /// are told together.
+    /// The peer has written to memory that it was told of, and says so by immediate data. Notices
+    /// that nothing came between are told together.
     Written {
         /// How many there were.
         notices: u64,
         /// The sum of their immediate data.
         sum: u64,
-        /// What the device says was written by those writes that were told of. A peer may have written more before them.
+        /// What the device says was written by those writes that were told of. A peer may have
+        /// written more before them.
         bytes: u64,
     },
 }
@@ -82,7 +85,12 @@ impl LinkState {
     pub(crate) fn push_raw_message(&mut self, message: Buf) -> Result<(), Error> {
         let bytes = message.len();
         let held = Held::Shared(message);
-        self.raw()?.outgoing.push_back(Outgoing { operation: Operation::Send, held, bytes, quiet: false });
+        self.raw()?.outgoing.push_back(Outgoing {
+            operation: Operation::Send,
+            held,
+            bytes,
+            quiet: false,
+        });
         Ok(())
     }
 
@@ -96,17 +104,27 @@ impl LinkState {
     ) -> Result<(), Error> {
         let operation = Operation::WriteImm(remote, imm);
         let bytes = buf.len();
-        self.raw()?.outgoing.push_back(Outgoing { operation, held: Held::Shared(buf), bytes, quiet });
+        self.raw()?.outgoing.push_back(Outgoing {
+            operation,
+            held: Held::Shared(buf),
+            bytes,
+            quiet,
+        });
         Ok(())
     }
 
-    /// A write of no bytes, to an address that nobody looks at: the peer hears nothing of it, its device answers, and it
-    /// reports, unless something that waits to go does so anyway.
+    /// A write of no bytes, to an address that nobody looks at: the peer hears nothing of it, its
+    /// device answers, and it reports, unless something that waits to go does so anyway.
     pub(crate) fn push_raw_probe(&mut self) {
         let probe = !self.has_raw_work();
         if let Some(raw) = self.raw.as_deref_mut().filter(|_| probe) {
             let operation = Operation::Write(RemoteSlice { addr: 0, len: 0, rkey: 0 });
-            raw.outgoing.push_back(Outgoing { operation, held: Held::Nothing, bytes: 0, quiet: false });
+            raw.outgoing.push_back(Outgoing {
+                operation,
+                held: Held::Nothing,
+                bytes: 0,
+                quiet: false,
+            });
         }
     }
 
@@ -121,7 +139,8 @@ impl LinkState {
         self.raw.as_ref().is_some_and(|raw| !raw.outgoing.is_empty())
     }
 
-    /// The next request. The last that is queued reports, unless it is quiet, so that the memory of all comes back soon.
+    /// The next request. The last that is queued reports, unless it is quiet, so that the memory of
+    /// all comes back soon.
     pub(super) fn next_raw_work(&mut self, env: &LinkEnv<'_>) -> Option<Work<RequestContext>> {
         let raw = self.raw.as_deref_mut()?;
         let Outgoing { operation, held, bytes, quiet } = raw.outgoing.pop_front()?;
@@ -185,7 +204,11 @@ impl LinkState {
                     *sum += more;
                     *bytes += written;
                 } else {
-                    raw.arrivals.push_back(Arrival::Written { notices: 1, sum: more, bytes: written });
+                    raw.arrivals.push_back(Arrival::Written {
+                        notices: 1,
+                        sum: more,
+                        bytes: written,
+                    });
                 }
             }
             (_, None) => {

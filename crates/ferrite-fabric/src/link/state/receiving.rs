@@ -4,7 +4,9 @@ use std::time::Instant;
 
 use ferrite_verbs::{Opcode, WorkCompletion};
 
-use super::{ActiveTransport, Again, CONTROLS_MAX, LinkState, REVOKED_MAX, RequestContext, Wakes, outcome};
+use super::{
+    ActiveTransport, Again, CONTROLS_MAX, LinkState, REVOKED_MAX, RequestContext, Wakes, outcome,
+};
 use crate::error::{Error, ErrorKind};
 use crate::link::outbox::OneSided;
 use crate::link::tcp::TcpPath;
@@ -160,10 +162,12 @@ impl LinkState {
         if self.transport != ActiveTransport::Rdma && self.tcp.is_none() || self.lost.is_some() {
             return; // its connection is being read, or there is none: afterwards
         }
-        let (queue, tcp, again, controls) = (&self.queue, &self.tcp, &self.again, &mut self.controls);
+        let (queue, tcp, again, controls) =
+            (&self.queue, &self.tcp, &self.again, &mut self.controls);
         self.revoking.retain(|grant| {
             // A peer may have a grant of number 0, which is what sends have.
-            let uses = |request: &RequestContext| request.grant == *grant && request.kind.is_one_sided();
+            let uses =
+                |request: &RequestContext| request.grant == *grant && request.kind.is_one_sided();
             let used = queue.iter().any(|in_flight| uses(&in_flight.request))
                 || again
                     .iter()

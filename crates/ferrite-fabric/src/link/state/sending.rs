@@ -2,21 +2,28 @@
 
 use ferrite_verbs::{Operation, RemoteSlice, Status, WorkCompletion};
 
-use super::{ActiveTransport, Kind, LinkEnv, LinkState, Phase, RequestContext, Wakes, outcome, took};
+use super::{
+    ActiveTransport, Kind, LinkEnv, LinkState, Phase, RequestContext, Wakes, outcome, took,
+};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::slots::{BATCH, Held, InFlight, Work};
 use crate::link::outbox::{Allowed, Next, OneSided};
 use crate::mem::Purpose;
 use crate::wire::{CONTROL_BYTES, Control, Frame};
 
-/// Frames that may be under way on a link, and bytes that are kept of them, whatever window the peer has: all that it can make
-/// this side hold by never saying that it has consumed them.
+/// Frames that may be under way on a link, and bytes that are kept of them, whatever window the
+/// peer has: all that it can make this side hold by never saying that it has consumed them.
 const FRAMES_UNDER_WAY_MAX: usize = 1024;
 const KEPT_BYTES_MAX: usize = 4 << 20;
 
 impl LinkState {
     /// Posts a small message at once, from the caller's bytes; `false` if it has to be queued.
-    pub(crate) fn send_now(&mut self, env: &LinkEnv<'_>, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
+    pub(crate) fn send_now(
+        &mut self,
+        env: &LinkEnv<'_>,
+        channel: u16,
+        bytes: &[u8],
+    ) -> Result<bool, Error> {
         if self.transport != ActiveTransport::Rdma {
             return self.send_now_over_tcp(channel, bytes);
         }
@@ -53,7 +60,8 @@ impl LinkState {
 
     pub(super) fn credits(&self) -> usize {
         let used = self.sent - self.acknowledged;
-        // Frames are kept until the peer has consumed them: it does not decide alone how many those are.
+        // Frames are kept until the peer has consumed them: it does not decide alone how many those
+        // are.
         let window = usize::from(self.peer.window).min(FRAMES_UNDER_WAY_MAX);
         if self.kept_bytes >= KEPT_BYTES_MAX {
             return 0;
@@ -67,7 +75,8 @@ impl LinkState {
         Frame { control: false, more, channel, consumed: self.consumed as u16 }.to_imm()
     }
 
-    /// Whether the next request must report: someone waits for it or for its memory, or too many have not.
+    /// Whether the next request must report: someone waits for it or for its memory, or too many
+    /// have not.
     pub(super) fn signal(&mut self, env: &LinkEnv<'_>, wanted: bool) -> bool {
         let run = (self.queue.room() + self.queue.in_flight()) / 4;
         let signaled = wanted || self.unsignaled >= run || env.is_pressed();
@@ -97,8 +106,9 @@ impl LinkState {
             wakes.append(&mut self.wait_for_room);
         }
         let mut more = false;
-        let all_gone =
-            self.outbox.is_empty() && self.again.is_empty() && self.transport != ActiveTransport::Moving;
+        let all_gone = self.outbox.is_empty()
+            && self.again.is_empty()
+            && self.transport != ActiveTransport::Moving;
         if self.closing && !self.fin_sent && all_gone {
             self.fin_sent = true;
             self.controls.push_back(Control::Fin);
@@ -191,7 +201,8 @@ impl LinkState {
                 }
                 for Work { held, request, .. } in unposted {
                     if let Some(ticket) = request.ticket {
-                        wakes.extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
+                        wakes
+                            .extend(self.tickets.finish(ticket, outcome(Err(error.clone()), held)));
                     }
                 }
                 return Err(error);
@@ -232,7 +243,8 @@ impl LinkState {
             Next::Frame { channel, more, piece, ticket } => {
                 let bytes = piece.as_ref().map_or(0, |piece| piece.len());
                 let inline = bytes <= self.inline;
-                // What is inline holds no memory, so nobody waits for it. Of the rest the last frame reports.
+                // What is inline holds no memory, so nobody waits for it. Of the rest the last
+                // frame reports.
                 let signaled = self.signal(env, ticket.is_some() || !inline && !more);
                 let operation = Operation::SendImm(self.data_frame(channel, more));
                 self.keep_piece(channel, more, piece.as_ref());
@@ -261,8 +273,16 @@ impl LinkState {
                 let inline = kind != Kind::Read && bytes as usize <= self.inline;
                 let signaled = self.signal(env, ticket.is_some() || !inline);
                 let begun = self.began(ticket);
-                let request =
-                    RequestContext { ticket, kind, bytes, frame: self.sent, grant, offset, imm, begun };
+                let request = RequestContext {
+                    ticket,
+                    kind,
+                    bytes,
+                    frame: self.sent,
+                    grant,
+                    offset,
+                    imm,
+                    begun,
+                };
                 Work { operation, held, signaled, inline, request }
             }
         }))
@@ -270,7 +290,8 @@ impl LinkState {
 
     /// On the device that carries the link, which may be another than when the grant was given.
     fn operation(&self, asked: &OneSided) -> Operation {
-        let (base, rkey) = self.rekeyed.get(&asked.grant).copied().unwrap_or((asked.base, asked.rkey));
+        let (base, rkey) =
+            self.rekeyed.get(&asked.grant).copied().unwrap_or((asked.base, asked.rkey));
         let addr = base.wrapping_add(asked.offset);
         let remote = RemoteSlice { addr, len: asked.bytes.into(), rkey };
         match asked.kind {
@@ -280,9 +301,14 @@ impl LinkState {
         }
     }
 
-    fn control_work(&mut self, control: Control, env: &LinkEnv<'_>) -> Result<Work<RequestContext>, Error> {
+    fn control_work(
+        &mut self,
+        control: Control,
+        env: &LinkEnv<'_>,
+    ) -> Result<Work<RequestContext>, Error> {
         self.told = self.consumed;
-        let frame = Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
+        let frame =
+            Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
         let inline = CONTROL_BYTES <= self.inline;
         let held = if inline {
             Held::Copied(control.encode())
@@ -294,8 +320,11 @@ impl LinkState {
         // That the peer's device took the question says something too.
         let signaled = self.signal(env, !inline || matches!(control, Control::Ping(_)));
         self.stats.controls_sent += 1;
-        let request =
-            RequestContext { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..RequestContext::default() };
+        let request = RequestContext {
+            kind: Kind::Control,
+            bytes: CONTROL_BYTES as u32,
+            ..RequestContext::default()
+        };
         Ok(Work { operation: Operation::SendImm(frame.to_imm()), held, signaled, inline, request })
     }
 
@@ -309,8 +338,8 @@ impl LinkState {
         }
     }
 
-    /// Requests that did not report and were done when the link went down do not report now either. One more, which is
-    /// flushed at once, completes them.
+    /// Requests that did not report and were done when the link went down do not report now either.
+    /// One more, which is flushed at once, completes them.
     pub(crate) fn post_last(&mut self, env: &LinkEnv<'_>) {
         let wanted = self.failure().is_some() && !self.last_posted && self.queue.in_flight() > 0;
         if !wanted || self.queue.room() == 0 || env.reserve(1) == 0 {
@@ -350,7 +379,8 @@ impl LinkState {
         }
         self.acknowledged_since |= ok;
         if !ok && self.failure().is_none() {
-            // All of ours was acknowledged before the farewell: a peer that has left by then has left in good order.
+            // All of ours was acknowledged before the farewell: a peer that has left by then has
+            // left in good order.
             let is_control = self.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
             let error = match self.fin_ack_sent && is_control {
                 true => Error::new(ErrorKind::Closed, "the peer has closed the link"),

@@ -1,7 +1,7 @@
 //! The way up: from TCP to RDMA, without a loss.
 //!
-//! Each side's `Switch` is its last on TCP. The side that called sends on RDMA when it has the peer's, and the peer when it hears
-//! the first of that (`GO`).
+//! Each side's `Switch` is its last on TCP. The side that called sends on RDMA when it has the
+//! peer's, and the peer when it hears the first of that (`GO`).
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -61,7 +61,8 @@ impl LinkState {
     ) {
         self.may_resume = false; // the last way up is over for both
         let (switching, switch_sent, peer_switched) = (false, false, false);
-        self.upgrade = Some(Upgrade { queue, device, inline, psn, switching, switch_sent, peer_switched });
+        self.upgrade =
+            Some(Upgrade { queue, device, inline, psn, switching, switch_sent, peer_switched });
     }
 
     /// Says something about the way up.
@@ -81,21 +82,30 @@ impl LinkState {
     /// Tells the peer where a grant is on the next device.
     pub(crate) fn say_key(&mut self, grant: u64, addr: u64, rkey: u32) {
         if let Some(tcp) = &mut self.tcp {
-            tcp.push(&TcpFrame { grant, imm: rkey, ..plain(TcpFrameKind::Rekey, addr) }, Body::Nothing, None);
+            tcp.push(
+                &TcpFrame { grant, imm: rkey, ..plain(TcpFrameKind::Rekey, addr) },
+                Body::Nothing,
+                None,
+            );
         }
     }
 
     /// Asks something on the new queue pair: its acknowledgement says that the way works.
     pub(crate) fn probe(&mut self) -> Result<(), Error> {
         let Some(upgrade) = &mut self.upgrade else { return Ok(()) };
-        let frame = Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
-        let request =
-            RequestContext { kind: Kind::Control, bytes: CONTROL_BYTES as u32, ..RequestContext::default() };
+        let frame =
+            Frame { control: true, more: false, channel: 0, consumed: self.consumed as u16 };
+        let request = RequestContext {
+            kind: Kind::Control,
+            bytes: CONTROL_BYTES as u32,
+            ..RequestContext::default()
+        };
         if upgrade.device.reserve(1) == 0 {
             return Err(Error::new(ErrorKind::Full, "the device has too much to do"));
         }
         let bytes = Control::Ping(PROBE).encode();
-        let posted = upgrade.queue.post_inline(Operation::SendImm(frame.to_imm()), &bytes, true, request);
+        let posted =
+            upgrade.queue.post_inline(Operation::SendImm(frame.to_imm()), &bytes, true, request);
         posted
             .inspect_err(|refused| upgrade.device.release(1 - refused.posted))
             .map_err(|refused| refused.error.into())
@@ -125,10 +135,13 @@ impl LinkState {
 
     /// Whether nothing new may go on TCP any more; says so when it is time.
     pub(super) fn is_switching(&mut self, tcp: &mut TcpPath) -> bool {
-        let Some(upgrade) = self.upgrade.as_mut().filter(|upgrade| upgrade.switching) else { return false };
+        let Some(upgrade) = self.upgrade.as_mut().filter(|upgrade| upgrade.switching) else {
+            return false;
+        };
         if self.again.is_empty() && !std::mem::replace(&mut upgrade.switch_sent, true) {
             tcp.push(&plain(TcpFrameKind::Switch, 0), Body::Nothing, None);
-            // The caller goes up when it has this, and may come back before this side has heard of it.
+            // The caller goes up when it has this, and may come back before this side has heard of
+            // it.
             self.may_resume = !self.is_caller;
         }
         true
@@ -152,10 +165,13 @@ impl LinkState {
         Ok(())
     }
 
-    /// Something came on the queue pair that is being upgraded to: a probe, or that the side that called sends there now. What it
-    /// says of credits may be older than what came on TCP.
+    /// Something came on the queue pair that is being upgraded to: a probe, or that the side that
+    /// called sends there now. What it says of credits may be older than what came on TCP.
     pub(super) fn on_upgrade_frame(&mut self, bytes: &[u8]) -> Result<(), Error> {
-        let ready = self.upgrade.as_ref().is_some_and(|upgrade| upgrade.peer_switched && upgrade.switch_sent);
+        let ready = self
+            .upgrade
+            .as_ref()
+            .is_some_and(|upgrade| upgrade.peer_switched && upgrade.switch_sent);
         match Control::decode(bytes) {
             Ok(Control::Ping(GO)) if ready && !self.is_caller => {
                 self.arrive();

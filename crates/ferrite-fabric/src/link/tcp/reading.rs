@@ -12,13 +12,14 @@ use super::{Arrival, LARGE, OPERATION_BYTES, PEEK, TcpPath, invalid, receive};
 use crate::fabric::slots::Held;
 use crate::link::tls::Tls;
 use crate::mem::{Account, Budget, BufMut, Pool, PoolError, Purpose, SizeClass};
-use crate::wire::{PARCEL_BYTES, TcpFrame, TcpFrameKind};
+use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
 impl TcpPath {
-    /// Reads what comes next into `out`, if it is the payload of a large frame that `takes` accepts. What belongs to
-    /// anybody else stays where it is, or waits for the fabric ([`TcpPath::has_left_over`]). `None` if nothing could be read;
-    /// else how much, and the immediate data of the frame if it is over now. The rest of a frame that is not over is read as
-    /// if it were all of it.
+    /// Reads what comes next into `out`, if it is the payload of a large frame that `takes`
+    /// accepts. What belongs to anybody else stays where it is, or waits for the fabric
+    /// ([`TcpPath::has_left_over`]). `None` if nothing could be read; else how much, and the
+    /// immediate data of the frame if it is over now. The rest of a frame that is not over is read
+    /// as if it were all of it.
     #[cfg(feature = "tokio")]
     pub(in crate::link) fn read_through(
         &mut self,
@@ -33,7 +34,7 @@ impl TcpPath {
                 && takes(tcp_frame.imm)
         };
         // What was read last ended with the head of this one.
-        if self.body.is_none() && self.head_len == 0 && self.stash.len() == PARCEL_BYTES {
+        if self.body.is_none() && self.head_len == 0 && self.stash.len() == TCP_FRAME_HEADER_BYTES {
             let next = self.stash.first_chunk().and_then(TcpFrame::decode).filter(takes);
             let Some((tcp_frame, buf)) = next.and_then(|tcp_frame| {
                 let buf = take(pool, tcp_frame.len as usize, self.account.as_ref()).ok()?;
@@ -49,7 +50,7 @@ impl TcpPath {
             if self.head_len > 0 || !self.stash.is_empty() {
                 return Ok(None);
             }
-            let mut head = [0; PARCEL_BYTES];
+            let mut head = [0; TCP_FRAME_HEADER_BYTES];
             let Some(()) = peek(&self.socket, &mut head)? else {
                 self.awaited = true;
                 return Ok(None);
@@ -59,14 +60,14 @@ impl TcpPath {
             let len = tcp_frame.len as usize;
             let Ok(mut buf) = take(pool, len, self.account.as_ref()) else { return Ok(None) };
             let room = len.min(out.remaining());
-            let mut next = [0; PARCEL_BYTES];
-            let ahead = if room == len { PARCEL_BYTES } else { 0 };
+            let mut next = [0; TCP_FRAME_HEADER_BYTES];
+            let ahead = if room == len { TCP_FRAME_HEADER_BYTES } else { 0 };
             let got = {
                 let place = IoSliceMut::new(out.initialize_unfilled_to(room));
                 let next = IoSliceMut::new(&mut next[..ahead]);
                 receive(&self.socket, &mut [IoSliceMut::new(&mut head), place, next])?
             };
-            let Some(got) = got.and_then(|got| got.checked_sub(PARCEL_BYTES)) else {
+            let Some(got) = got.and_then(|got| got.checked_sub(TCP_FRAME_HEADER_BYTES)) else {
                 return Err(invalid("a head that was there and is not".into()));
             };
             self.stash.extend_from_slice(&next[..got.saturating_sub(room)]);
@@ -88,8 +89,8 @@ impl TcpPath {
         let len = buf.len();
         out.put_slice(&buf[..filled]);
         let room = (len - filled).min(out.remaining());
-        let mut next = [0; PARCEL_BYTES];
-        let ahead = if room == len - filled { PARCEL_BYTES } else { 0 };
+        let mut next = [0; TCP_FRAME_HEADER_BYTES];
+        let ahead = if room == len - filled { TCP_FRAME_HEADER_BYTES } else { 0 };
         let read = {
             let place = IoSliceMut::new(out.initialize_unfilled_to(room));
             receive(&self.socket, &mut [place, IoSliceMut::new(&mut next[..ahead])])
@@ -107,8 +108,8 @@ impl TcpPath {
         Ok((taken > 0).then_some((taken, (taken == len).then_some(tcp_frame.imm))))
     }
 
-    /// Whether what has come is left to a reader that waits for it, who reads it to where it belongs. Once: what that leaves,
-    /// the fabric reads.
+    /// Whether what has come is left to a reader that waits for it, who reads it to where it
+    /// belongs. Once: what that leaves, the fabric reads.
     pub(in crate::link) fn defers(&mut self) -> bool {
         let awaited = std::mem::take(&mut self.awaited);
         self.deferred = awaited && self.large && !self.deferred;
@@ -120,7 +121,8 @@ impl TcpPath {
         self.left_over
     }
 
-    /// Begins to look at what has come. `scratch` is the fabric's, and the same until [`TcpPath::end_reading`].
+    /// Begins to look at what has come. `scratch` is the fabric's, and the same until
+    /// [`TcpPath::end_reading`].
     pub(in crate::link) fn begin_reading(&mut self, scratch: &mut [u8]) {
         let len = self.stash.len();
         scratch[..len].copy_from_slice(&self.stash);
@@ -157,9 +159,11 @@ impl TcpPath {
                 // Into its place, and what follows into the scratch memory.
                 let wanted = buf.len() - filled;
                 let read = {
-                    let ahead = if self.large { PARCEL_BYTES } else { scratch.len() };
-                    let mut slices =
-                        [IoSliceMut::new(&mut buf[filled..]), IoSliceMut::new(&mut scratch[..ahead])];
+                    let ahead = if self.large { TCP_FRAME_HEADER_BYTES } else { scratch.len() };
+                    let mut slices = [
+                        IoSliceMut::new(&mut buf[filled..]),
+                        IoSliceMut::new(&mut scratch[..ahead]),
+                    ];
                     read(&self.socket, self.tls.as_deref_mut(), &mut slices)
                 };
                 let got = match read {
@@ -176,12 +180,12 @@ impl TcpPath {
                 }
                 continue;
             }
-            let here = self.chunk.len().min(PARCEL_BYTES - self.head_len);
+            let here = self.chunk.len().min(TCP_FRAME_HEADER_BYTES - self.head_len);
             self.head[self.head_len..self.head_len + here]
                 .copy_from_slice(&scratch[self.chunk.start..self.chunk.start + here]);
             self.chunk.start += here;
             self.head_len += here;
-            if self.head_len < PARCEL_BYTES {
+            if self.head_len < TCP_FRAME_HEADER_BYTES {
                 let most = if self.large { PEEK } else { scratch.len() };
                 let mut slices = [IoSliceMut::new(&mut scratch[..most])];
                 match read(&self.socket, self.tls.as_deref_mut(), &mut slices)? {
@@ -194,9 +198,13 @@ impl TcpPath {
             let Some(tcp_frame) = TcpFrame::decode(&self.head) else {
                 return Err(invalid(format!("a tcp_frame of kind {}", self.head[0])));
             };
-            let most = if tcp_frame.kind == TcpFrameKind::Frame { largest } else { OPERATION_BYTES };
+            let most =
+                if tcp_frame.kind == TcpFrameKind::Frame { largest } else { OPERATION_BYTES };
             if tcp_frame.len as usize > most {
-                return Err(invalid(format!("a tcp_frame of {} bytes, {most} are allowed", tcp_frame.len)));
+                return Err(invalid(format!(
+                    "a tcp_frame of {} bytes, {most} are allowed",
+                    tcp_frame.len
+                )));
             }
             if let Some(account) = &self.account
                 && tcp_frame.has_payload()
@@ -227,7 +235,11 @@ impl TcpPath {
     }
 
     /// Where the payload goes: what was read goes into the buffer that waits for it.
-    fn place_for(&mut self, tcp_frame: &TcpFrame, pool: &Pool) -> Result<Option<BufMut>, PoolError> {
+    fn place_for(
+        &mut self,
+        tcp_frame: &TcpFrame,
+        pool: &Pool,
+    ) -> Result<Option<BufMut>, PoolError> {
         match tcp_frame.kind {
             _ if !tcp_frame.has_payload() => return Ok(None),
             TcpFrameKind::Data => {
@@ -259,7 +271,11 @@ fn take(pool: &Pool, len: usize, account: Option<&Account>) -> Result<BufMut, Po
     }
 }
 
-fn read(socket: &OwnedFd, tls: Option<&mut Tls>, slices: &mut [IoSliceMut<'_>]) -> io::Result<Option<usize>> {
+fn read(
+    socket: &OwnedFd,
+    tls: Option<&mut Tls>,
+    slices: &mut [IoSliceMut<'_>],
+) -> io::Result<Option<usize>> {
     match tls {
         None => receive(socket, slices),
         Some(tls) => tls.read(socket, slices),

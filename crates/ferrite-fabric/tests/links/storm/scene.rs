@@ -29,7 +29,8 @@ struct Slot {
     ends: [Link; 2],
     harbour: u64,
     granted: Option<Granted>,
-    /// By direction and channel: the number of the next message, and of the last that came of those that were posted.
+    /// By direction and channel: the number of the next message, and of the last that came of those
+    /// that were posted.
     next: [[u64; CHANNELS]; 2],
     last: [[Option<u64>; CHANNELS]; 2],
     /// Names of those that came through a future, which goes when it is asked.
@@ -77,7 +78,12 @@ struct Report {
 }
 
 impl<'f> Scene<'f> {
-    pub(super) fn new(fixture: &'f Fixture, random: Random, config: Config, operations: u64) -> Self {
+    pub(super) fn new(
+        fixture: &'f Fixture,
+        random: Random,
+        config: Config,
+        operations: u64,
+    ) -> Self {
         let caller = fixture.fabric(&fixture.hosts[1], &config);
         let harbours = [1, 2].map(|serial| Harbour::new(fixture, &config, serial));
         Self {
@@ -139,10 +145,12 @@ impl<'f> Scene<'f> {
     fn replace_links(&mut self) {
         self.slots.retain(|slot| slot.ends.iter().all(|end| end.failure().is_none()));
         let harbours = [0, 1].map(|at: usize| self.harbours[at].serial);
-        self.called.retain(|(link, harbour)| link.failure().is_none() && harbours.contains(harbour));
+        self.called
+            .retain(|(link, harbour)| link.failure().is_none() && harbours.contains(harbour));
         if self.slots.len() + self.connecting.len() + self.called.len() < LINKS {
             let at = self.random.below(2) as usize;
-            let connecting = call(&self.caller, &self.fixture.hosts[1], &self.harbours[at].listener);
+            let connecting =
+                call(&self.caller, &self.fixture.hosts[1], &self.harbours[at].listener);
             self.connecting.push((connecting, harbours[at]));
         }
         if self.connecting.is_empty() && self.called.is_empty() {
@@ -214,7 +222,8 @@ impl<'f> Scene<'f> {
             }
             Ok(None) => self.begun += 1,
             Err(error) => {
-                let kinds = [ErrorKind::Full, ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied];
+                let kinds =
+                    [ErrorKind::Full, ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied];
                 assert_expected(&error, &kinds);
                 if error.kind() == ErrorKind::Full {
                     pass(&self.fabrics());
@@ -313,7 +322,10 @@ impl<'f> Scene<'f> {
                     }
                     Ok(None) => break,
                     Err(error) => {
-                        assert_expected(&error, &[ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied]);
+                        assert_expected(
+                            &error,
+                            &[ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied],
+                        );
                         break;
                     }
                 }
@@ -334,7 +346,9 @@ impl<'f> Scene<'f> {
                 self.keep_or_drop(Kept::Ending(ending), harbour);
             }
             12..30 => {
-                let Some(Granted { readable, cells, .. }) = self.slots[at].granted.take() else { return };
+                let Some(Granted { readable, cells, .. }) = self.slots[at].granted.take() else {
+                    return;
+                };
                 self.report.revoked += 2;
                 self.keep_or_drop(Kept::Revoking(readable.revoke()), harbour);
                 self.keep_or_drop(Kept::Revoking(cells.revoke()), harbour);
@@ -402,7 +416,8 @@ impl<'f> Scene<'f> {
             None => return false,
             Some(Ok(())) => self.report.finished += 1,
             Some(Err(error)) => {
-                let kinds = [ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied, ErrorKind::Timeout];
+                let kinds =
+                    [ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied, ErrorKind::Timeout];
                 assert_expected(error, &kinds);
                 self.report.failed += 1;
             }
@@ -410,7 +425,8 @@ impl<'f> Scene<'f> {
         true
     }
 
-    /// The storm is over: every future that is kept is ready in time, every link closes, and everything is back.
+    /// The storm is over: every future that is kept is ready in time, every link closes, and
+    /// everything is back.
     pub(super) fn end(mut self) -> String {
         self.connecting.clear();
         for (mut kept, _) in std::mem::take(&mut self.kept) {
@@ -431,7 +447,9 @@ impl<'f> Scene<'f> {
         let [one, other] = harbours.map(|harbour| harbour.fabric);
         let fabrics = [caller, one, other];
         let driven: Vec<&Fabric> = fabrics.iter().collect();
-        until(&driven, "no link is left", || fabrics.iter().all(|fabric| fabric.stats().links == 0));
+        until(&driven, "no link is left", || {
+            fabrics.iter().all(|fabric| fabric.stats().links == 0)
+        });
         for fabric in &fabrics {
             let stats = fabric.stats();
             assert_eq!((stats.in_flight, stats.memory.exposed_regions), (0, 0));
@@ -450,7 +468,8 @@ impl<'f> Scene<'f> {
 
 fn assert_expected(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{error:?}");
-    // A flushed request is told why, unless the peer, whose request failed, has not said so in time.
+    // A flushed request is told why, unless the peer, whose request failed, has not said so in
+    // time.
     let said = error.to_string();
     assert!(!said.contains("flush") || said.contains("nobody says why"), "{said}");
 }

@@ -1,7 +1,8 @@
 //! A window at a time: the loops behind the bandwidths.
 //!
-//! Each link has up to `window` operations in flight; when the oldest is acknowledged, the next one is posted. First the
-//! warm-up, to its last acknowledgement; then the clock runs from the first post to the last acknowledgement.
+//! Each link has up to `window` operations in flight; when the oldest is acknowledged, the next one
+//! is posted. First the warm-up, to its last acknowledgement; then the clock runs from the first
+//! post to the last acknowledgement.
 
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
@@ -52,7 +53,8 @@ pub(super) fn server(ends: &Ends, op: Op, size: u32) -> anyhow::Result<u64> {
     }
     ends.fabric.block_on(async {
         let mut total = 0;
-        let mut links: FuturesUnordered<_> = ends.links.iter().map(|link| drain(link, size)).collect();
+        let mut links: FuturesUnordered<_> =
+            ends.links.iter().map(|link| drain(link, size)).collect();
         while let Some(taken) = links.next().await {
             total += taken?;
         }
@@ -67,7 +69,11 @@ async fn drain(link: &Link, size: u32) -> anyhow::Result<u64> {
         if message.channel() == TALK {
             return Ok(taken);
         }
-        ensure!(message.len() == size as usize, "a message of {} bytes, {size} were due", message.len());
+        ensure!(
+            message.len() == size as usize,
+            "a message of {} bytes, {size} were due",
+            message.len()
+        );
         taken += 1;
     }
 }
@@ -121,7 +127,9 @@ impl<'a> Stream<'a> {
             let work = match case.op {
                 Op::Send => Work::Send(ends.message(case.size, 0)?),
                 Op::Write => Work::Write(grants[at], ends.message(case.size, 0)?),
-                Op::Read => Work::Read(grants[at], (0..window).map(|_| buffer()).collect::<Result<_, _>>()?),
+                Op::Read => {
+                    Work::Read(grants[at], (0..window).map(|_| buffer()).collect::<Result<_, _>>()?)
+                }
             };
             Ok(Self { link, work, window, flying: VecDeque::with_capacity(window) })
         });
@@ -177,8 +185,12 @@ impl Flight {
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<anyhow::Result<Option<BufMut>>> {
         match self {
             Self::Landed => Poll::Ready(Ok(None)),
-            Self::Sending(sending) => Pin::new(sending).poll(cx).map(|sent| Ok(sent.map(|()| None)?)),
-            Self::Writing(writing) => Pin::new(writing).poll(cx).map(|written| Ok(written.map(|()| None)?)),
+            Self::Sending(sending) => {
+                Pin::new(sending).poll(cx).map(|sent| Ok(sent.map(|()| None)?))
+            }
+            Self::Writing(writing) => {
+                Pin::new(writing).poll(cx).map(|written| Ok(written.map(|()| None)?))
+            }
             Self::Reading(reading) => {
                 Pin::new(reading).poll(cx).map(|read| Ok(Some(read.map_err(Error::from)?)))
             }

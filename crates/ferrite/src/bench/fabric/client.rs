@@ -48,7 +48,11 @@ pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
 }
 
 /// Opens the links; what the server has then.
-async fn meet(fabric: &Fabric, options: &Options, peer: SocketAddr) -> anyhow::Result<(Ends, Holding)> {
+async fn meet(
+    fabric: &Fabric,
+    options: &Options,
+    peer: SocketAddr,
+) -> anyhow::Result<(Ends, Holding)> {
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
     let missing = || format!("no link to {peer} (`ferrite bench fabric --listen` must run there)");
     let first = fabric.connect_with(peer, &to).await.with_context(missing)?;
@@ -87,7 +91,8 @@ fn measure(ends: &Ends, case: &Case, mode: Mode) -> anyhow::Result<Row> {
             let (latency_of, parts) = op.latency_measure();
             let iterations = round_trips.ticks.len();
             let latency_us = Latency::of(&round_trips, parts);
-            let figures = Figures::Latency { latency_of, iterations, warmup: case.warmup, latency_us };
+            let figures =
+                Figures::Latency { latency_of, iterations, warmup: case.warmup, latency_us };
             (figures, begun.elapsed().as_secs_f64(), None)
         }
         Measure::Bandwidth => {

@@ -1,4 +1,5 @@
-//! What both sides have: a fabric, the links between them, and memory that the other side may reach.
+//! What both sides have: a fabric, the links between them, and memory that the other side may
+//! reach.
 
 use std::net::{IpAddr, SocketAddr};
 
@@ -70,9 +71,13 @@ impl Ends {
     }
 }
 
-/// A fabric with the fabric's own settings but for what `options` say, on the device that has `local`; on all if none
-/// has. It sleeps while it waits.
-pub(super) fn fabric(verbs: &Verbs, local: Option<IpAddr>, options: &Options) -> anyhow::Result<Fabric> {
+/// A fabric with the fabric's own settings but for what `options` say, on the device that has
+/// `local`; on all if none has. It sleeps while it waits.
+pub(super) fn fabric(
+    verbs: &Verbs,
+    local: Option<IpAddr>,
+    options: &Options,
+) -> anyhow::Result<Fabric> {
     let default = Config::default();
     let config = Config {
         busy_poll_us: 0,

@@ -84,7 +84,8 @@ impl Idle {
         };
         ensure!(!links.is_empty(), "none of the idle links could be opened: {failures:?}");
         #[expect(clippy::cast_precision_loss, reason = "bytes of one process")]
-        let pinned = (after.registered_bytes as f64 - before.registered_bytes as f64) / links.len() as f64;
+        let pinned =
+            (after.registered_bytes as f64 - before.registered_bytes as f64) / links.len() as f64;
         let figures = Figures {
             asked: count,
             open: links.len(),

@@ -40,7 +40,12 @@ pub(super) fn server(ends: &Ends, op: Op, size: u32) -> anyhow::Result<u64> {
     }
 }
 
-async fn ping(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -> anyhow::Result<()> {
+async fn ping(
+    ends: &Ends,
+    size: u32,
+    mut pace: Pace,
+    recorder: &mut Recorder,
+) -> anyhow::Result<()> {
     let message = vec![0x5a; size as usize];
     let mut round = 0;
     while pace.another() {
@@ -63,13 +68,22 @@ async fn pong(ends: &Ends, size: u32) -> anyhow::Result<u64> {
         if question.channel() == TALK {
             return Ok(round);
         }
-        ensure!(question.len() == message.len(), "a message of {} bytes, {size} were due", question.len());
+        ensure!(
+            question.len() == message.len(),
+            "a message of {} bytes, {size} were due",
+            question.len()
+        );
         link.post_bytes(DATA, &message)?;
         round += 1;
     }
 }
 
-async fn read(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -> anyhow::Result<()> {
+async fn read(
+    ends: &Ends,
+    size: u32,
+    mut pace: Pace,
+    recorder: &mut Recorder,
+) -> anyhow::Result<()> {
     let grants = ends.grants().await?;
     let mut buf = ends.fabric.buffer(size as usize)?;
     for (link, grant) in ends.links.iter().zip(&grants).cycle() {
@@ -83,7 +97,12 @@ async fn read(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -
     say(ends.talk(), &Request::Stop)
 }
 
-fn write_first(ends: &Ends, size: u32, mut pace: Pace, recorder: &mut Recorder) -> anyhow::Result<()> {
+fn write_first(
+    ends: &Ends,
+    size: u32,
+    mut pace: Pace,
+    recorder: &mut Recorder,
+) -> anyhow::Result<()> {
     let targets = ends.fabric.block_on(Target::all(ends, size))?;
     for (round, target) in (0..).zip(targets.iter().cycle()) {
         if !pace.another() {
@@ -133,8 +152,11 @@ impl<'a> Target<'a> {
         let grants = ends.grants().await?;
         let targets = ends.links.iter().zip(regions).zip(grants).map(|((link, ours), theirs)| {
             let [first, second] = VALUES;
-            let messages =
-                [ends.message(size, first)?, ends.message(size, second)?, ends.message(size, STOP)?];
+            let messages = [
+                ends.message(size, first)?,
+                ends.message(size, second)?,
+                ends.message(size, STOP)?,
+            ];
             Ok(Self { link, ours, theirs, messages })
         });
         targets.collect()

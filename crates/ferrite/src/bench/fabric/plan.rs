@@ -44,8 +44,10 @@ pub(super) fn cases(options: &Options, room: Room) -> (Vec<Case>, Vec<String>) {
         };
         for op in &options.op {
             if (*measure, *op, options.mode) == (Measure::Latency, Op::Write, Mode::Event) {
-                notes
-                    .push("the latency of write is not measured by event: nothing wakes its receiver".into());
+                notes.push(
+                    "the latency of write is not measured by event: nothing wakes its receiver"
+                        .into(),
+                );
                 continue;
             }
             cases.extend(sizes.iter().map(|size| case(options, room, *measure, *op, *size)));
@@ -144,7 +146,8 @@ mod tests {
     const ROOM: Room = Room { messages: 1024, bytes: 16 << 20 };
 
     fn planned(words: &[&str]) -> (Vec<Case>, Vec<String>) {
-        let line = Line::try_parse_from([&["bench", "10.0.0.1"], words].concat()).expect("good options");
+        let line =
+            Line::try_parse_from([&["bench", "10.0.0.1"], words].concat()).expect("good options");
         cases(&line.options, ROOM)
     }
 
@@ -165,7 +168,10 @@ mod tests {
             (Bandwidth, Read, 1 << 20),
         ];
         assert_eq!(shown, expected);
-        assert_eq!((cases[0].amount, cases[0].warmup, cases[0].window), (Amount::Operations(1000), 100, 1));
+        assert_eq!(
+            (cases[0].amount, cases[0].warmup, cases[0].window),
+            (Amount::Operations(1000), 100, 1)
+        );
         let two_seconds = Amount::Time(Duration::from_secs(2));
         assert_eq!((cases[3].amount, cases[3].warmup, cases[3].window), (two_seconds, 16, 16));
         assert!(notes.is_empty());
@@ -185,7 +191,8 @@ mod tests {
             "--links",
             "3",
         ]);
-        let shown: Vec<_> = cases.iter().map(|case| (case.op, case.size, case.window, case.warmup)).collect();
+        let shown: Vec<_> =
+            cases.iter().map(|case| (case.op, case.size, case.window, case.warmup)).collect();
         // What fits the queue of 16 MiB.
         let expected = [
             (Op::Read, 2 << 20, 8, 24),

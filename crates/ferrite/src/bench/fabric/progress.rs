@@ -1,5 +1,5 @@
-//! What a person at a terminal sees meanwhile. Drawn between cases, and by a thread ten times a second: nothing is added to
-//! what is measured.
+//! What a person at a terminal sees meanwhile. Drawn between cases, and by a thread ten times a
+//! second: nothing is added to what is measured.
 
 use std::io::IsTerminal as _;
 use std::time::Duration;
@@ -19,7 +19,9 @@ impl Progress {
             return Self(ProgressBar::hidden());
         }
         let bar = ProgressBar::new(cases as u64);
-        if let Ok(style) = ProgressStyle::with_template("{spinner} {pos}/{len} {bar:20} {msg} {elapsed}") {
+        if let Ok(style) =
+            ProgressStyle::with_template("{spinner} {pos}/{len} {bar:20} {msg} {elapsed}")
+        {
             bar.set_style(style);
         }
         bar.enable_steady_tick(Duration::from_millis(100));

@@ -78,8 +78,20 @@ pub(super) struct Row {
 #[derive(Debug, Clone, Serialize)]
 #[serde(untagged)]
 pub(super) enum Figures {
-    Latency { latency_of: &'static str, iterations: u64, warmup: u64, latency_us: Latency },
-    Bandwidth { window: u32, warmup: u64, messages: u64, bytes: u64, mib_per_s: f64, messages_per_s: f64 },
+    Latency {
+        latency_of: &'static str,
+        iterations: u64,
+        warmup: u64,
+        latency_us: Latency,
+    },
+    Bandwidth {
+        window: u32,
+        warmup: u64,
+        messages: u64,
+        bytes: u64,
+        mib_per_s: f64,
+        messages_per_s: f64,
+    },
 }
 
 impl Figures {
@@ -163,20 +175,32 @@ impl Report {
     fn bandwidths(&self, out: &mut String) {
         let mut first = true;
         for row in &self.results {
-            let Figures::Bandwidth { window, mib_per_s, messages_per_s, .. } = &row.figures else { continue };
+            let Figures::Bandwidth { window, mib_per_s, messages_per_s, .. } = &row.figures else {
+                continue;
+            };
             if std::mem::take(&mut first) {
                 let _ = writeln!(out, "\nbandwidth      MiB/s  messages/s  window  seconds");
             }
             let what = format!("{:5} {:>5} ", name(&row.op), size_text(row.size_bytes));
             let seconds = row.seconds;
-            let _ =
-                writeln!(out, "{what}{mib_per_s:>8.1}  {messages_per_s:>10.0}  {window:>6}  {seconds:>7.2}");
+            let _ = writeln!(
+                out,
+                "{what}{mib_per_s:>8.1}  {messages_per_s:>10.0}  {window:>6}  {seconds:>7.2}"
+            );
         }
     }
 }
 
 fn idle_text(idle: &idle::Figures) -> String {
-    let idle::Figures { asked, open, seconds, pinned_bytes_per_link, kept, close_seconds, failures } = idle;
+    let idle::Figures {
+        asked,
+        open,
+        seconds,
+        pinned_bytes_per_link,
+        kept,
+        close_seconds,
+        failures,
+    } = idle;
     let mut text = format!(
         "{open} of {asked} idle links opened in {seconds:.2} s; the server pins {pinned_bytes_per_link:.0} bytes for \
          each; {kept} kept to the end, closed in {close_seconds:.2} s\n"
@@ -212,7 +236,8 @@ mod tests {
             local: "10.0.0.2:4711".parse().ok(),
             peer: "10.0.0.1:7472".parse().ok(),
         };
-        let work: Work = serde_json::from_str(r#"{"passes":1,"completions":2,"sleeps":3}"#).expect("a work");
+        let work: Work =
+            serde_json::from_str(r#"{"passes":1,"completions":2,"sleeps":3}"#).expect("a work");
         let holding = Holding { links: 3, registered_bytes: 1, receives_posted: 512 };
         let case = Case {
             op: Op::Write,
@@ -223,7 +248,8 @@ mod tests {
             window: 16,
         };
         let moved = Moved { messages: 160, time: Duration::from_millis(500) };
-        let latency_us = Latency { min: 1.0, p50: 2.0, p90: 3.0, p99: 4.0, p99_9: 5.0, max: 6.0, mean: 2.5 };
+        let latency_us =
+            Latency { min: 1.0, p50: 2.0, p90: 3.0, p99: 4.0, p99_9: 5.0, max: 6.0, mean: 2.5 };
         let rows = vec![
             Row {
                 op: Op::Send,
@@ -256,7 +282,8 @@ mod tests {
             pinned_bytes_per_link: 12.0,
             kept: 1998,
             close_seconds: 1.0,
-            failures: [("timeout", idle::Failures { count: 1, example: "no answer".into() })].into(),
+            failures: [("timeout", idle::Failures { count: 1, example: "no answer".into() })]
+                .into(),
         };
         Report::new(Mode::Poll, 3, way, holding, Some(idle), rows, vec!["nothing more".into()])
     }

@@ -72,7 +72,9 @@ impl Lobby {
     /// Another link of the process that `of` leads to.
     async fn another(&mut self, of: &Link) -> Result<Link, Error> {
         let instance = of.peer_hello().instance;
-        if let Some(at) = self.waiting.iter().position(|link| link.peer_hello().instance == instance) {
+        if let Some(at) =
+            self.waiting.iter().position(|link| link.peer_hello().instance == instance)
+        {
             return Ok(self.waiting.swap_remove(at));
         }
         loop {
@@ -95,7 +97,12 @@ struct Served {
     cases: usize,
 }
 
-fn serve(fabric: &Fabric, lobby: &mut Lobby, first: Link, message: &Message) -> anyhow::Result<Served> {
+fn serve(
+    fabric: &Fabric,
+    lobby: &mut Lobby,
+    first: Link,
+    message: &Message,
+) -> anyhow::Result<Served> {
     let talk = first.clone();
     let session = Session::begin(fabric, lobby, first, message);
     let outcome = session.and_then(|session| session.run(lobby));
@@ -118,7 +125,12 @@ struct Session {
 }
 
 impl Session {
-    fn begin(fabric: &Fabric, lobby: &mut Lobby, first: Link, message: &Message) -> anyhow::Result<Self> {
+    fn begin(
+        fabric: &Fabric,
+        lobby: &mut Lobby,
+        first: Link,
+        message: &Message,
+    ) -> anyhow::Result<Self> {
         let count = Request::begun(message)? as usize;
         let served = Served {
             peer: first.peer_addr(),
@@ -192,7 +204,8 @@ impl Session {
         say(ends.talk(), &Reply::Done { messages, bytes: messages * u64::from(size), work })
     }
 
-    /// Takes the client's idle links until it says that there are no more, and all of them are here.
+    /// Takes the client's idle links until it says that there are no more, and all of them are
+    /// here.
     async fn take_idle(&mut self, lobby: &mut Lobby) -> anyhow::Result<()> {
         let talk = self.ends.talk();
         let mut expected = None;
@@ -201,10 +214,14 @@ impl Session {
                 self.idle.push(link?);
             }
             if expected.is_none() {
-                let Poll::Ready(message) = Pin::new(&mut talk.recv()).poll(cx) else { return Poll::Pending };
+                let Poll::Ready(message) = Pin::new(&mut talk.recv()).poll(cx) else {
+                    return Poll::Pending;
+                };
                 match parse(&message?)? {
                     Request::IdleOpen { links } => expected = Some(links),
-                    other => return Poll::Ready(Err(anyhow!("{other:?} while idle links were due"))),
+                    other => {
+                        return Poll::Ready(Err(anyhow!("{other:?} while idle links were due")));
+                    }
                 }
             }
             // The connection manager's last word on a link may be slower than ours on another.

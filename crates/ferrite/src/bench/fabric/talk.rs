@@ -1,4 +1,5 @@
-//! What the two sides say to each other: JSON on channel 0, while what is measured goes on channel 1.
+//! What the two sides say to each other: JSON on channel 0, while what is measured goes on channel
+//! 1.
 //!
 //! ```text
 //!   client                                     server
@@ -108,7 +109,10 @@ impl Test {
     /// Whether it can be done: a client may send anything.
     pub(super) fn check(&self) -> anyhow::Result<()> {
         let Self { op, measure, size_bytes, mode } = *self;
-        ensure!((1..=SIZE_MAX).contains(&size_bytes), "messages of {size_bytes} bytes: 1 to {SIZE_MAX}");
+        ensure!(
+            (1..=SIZE_MAX).contains(&size_bytes),
+            "messages of {size_bytes} bytes: 1 to {SIZE_MAX}"
+        );
         let asleep = (op, measure, mode) == (Op::Write, Measure::Latency, Mode::Event);
         ensure!(!asleep, "the latency of write by event: nothing wakes its receiver");
         Ok(())
@@ -155,7 +159,8 @@ pub(super) fn parse<T: DeserializeOwned>(message: &Message) -> anyhow::Result<T>
         message.channel() == TALK && message.notice().is_none(),
         "the peer sent data where words were due"
     );
-    serde_json::from_slice(&message.to_vec()).context("the peer does not speak as a ferrite bench does")
+    serde_json::from_slice(&message.to_vec())
+        .context("the peer does not speak as a ferrite bench does")
 }
 
 pub(super) async fn hear_grant(link: &Link) -> anyhow::Result<GrantToken> {
@@ -168,7 +173,8 @@ pub(super) async fn hear_grant(link: &Link) -> anyhow::Result<GrantToken> {
 mod tests {
     use super::*;
 
-    const TEST: Test = Test { op: Op::Read, measure: Measure::Latency, size_bytes: 64, mode: Mode::Poll };
+    const TEST: Test =
+        Test { op: Op::Read, measure: Measure::Latency, size_bytes: 64, mode: Mode::Poll };
 
     #[test]
     fn words_are_stable() {

@@ -70,7 +70,8 @@ mod tests {
         let uniform = count(&Keys::new(100, None));
         assert!(uniform.iter().all(|count| (800..1200).contains(count)), "{uniform:?}");
         let zipf = count(&Keys::new(100, Some(1.0)));
-        // By Zipf's law with exponent 1: the first twice as often as the second, ten times as often as the tenth.
+        // By Zipf's law with exponent 1: the first twice as often as the second, ten times as often
+        // as the tenth.
         let first = f64::from(zipf[0]);
         assert!((1.8..2.2).contains(&(first / f64::from(zipf[1]))), "{zipf:?}");
         assert!((8.5..11.5).contains(&(first / f64::from(zipf[9]))), "{zipf:?}");

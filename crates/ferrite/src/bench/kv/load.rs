@@ -28,7 +28,7 @@ impl<S: AsyncRead + AsyncWrite + Unpin + Send> Duplex for S {}
 
 /// What carried a test.
 #[derive(Debug, Clone)]
-pub(super) struct Carrier {
+pub(super) struct TransportInfo {
     pub(super) transport: String,
     pub(super) device: Option<String>,
     pub(super) fallback: Option<String>,
@@ -36,7 +36,7 @@ pub(super) struct Carrier {
 
 /// What came of a test.
 pub(super) struct Run {
-    pub(super) carrier: Option<Carrier>,
+    pub(super) transport_info: Option<TransportInfo>,
     pub(super) seconds: f64,
     /// Within the measured time.
     pub(super) requests: u64,
@@ -54,7 +54,7 @@ pub(super) struct Run {
 impl Run {
     fn new() -> anyhow::Result<Self> {
         Ok(Self {
-            carrier: None,
+            transport_info: None,
             seconds: 0.0,
             requests: 0,
             errors: 0,
@@ -66,7 +66,7 @@ impl Run {
     }
 
     fn add(&mut self, other: &Self) {
-        self.carrier = self.carrier.take().or_else(|| other.carrier.clone());
+        self.transport_info = self.transport_info.take().or_else(|| other.transport_info.clone());
         self.seconds = self.seconds.max(other.seconds);
         self.requests += other.requests;
         self.errors += other.errors;
@@ -112,7 +112,12 @@ pub(super) fn run(options: &Options, test: Test) -> anyhow::Result<Run> {
     Ok(total)
 }
 
-fn on_thread(options: &Options, thread: u32, plan: &Arc<Plan>, start: &Arc<Barrier>) -> anyhow::Result<Run> {
+fn on_thread(
+    options: &Options,
+    thread: u32,
+    plan: &Arc<Plan>,
+    start: &Arc<Barrier>,
+) -> anyhow::Result<Run> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
     let mut total = Run::new()?;
     runtime
@@ -121,8 +126,8 @@ fn on_thread(options: &Options, thread: u32, plan: &Arc<Plan>, start: &Arc<Barri
             let mut connections = JoinSet::new();
             let count = options.connections;
             for number in (thread..count).step_by(options.threads as usize) {
-                let (stream, carrier) = calling.connect().await.context("connecting")?;
-                total.carrier = total.carrier.take().or(Some(carrier));
+                let (stream, transport_info) = calling.connect().await.context("connecting")?;
+                total.transport_info = total.transport_info.take().or(Some(transport_info));
                 let asking = Asking::new(options, stream, number);
                 let (plan, start) = (Arc::clone(plan), Arc::clone(start));
                 connections.spawn(async move { asking.ask(&plan, &start).await });
@@ -149,7 +154,11 @@ pub(super) fn fill(options: &Options) -> anyhow::Result<()> {
             let last = (first + BATCH).min(options.keys);
             (first..last).for_each(|key| set(&mut asking.out, key, &value));
             let errors = asking.exchange(last - first).await?;
-            ensure!(errors == 0, "the server refuses SET: {}", asking.first_error.unwrap_or_default());
+            ensure!(
+                errors == 0,
+                "the server refuses SET: {}",
+                asking.first_error.unwrap_or_default()
+            );
         }
         Ok(())
     })
@@ -167,8 +176,10 @@ impl Calling {
             return Ok(Self::Unix(path.clone()));
         }
         let server = options.server.context("no server")?;
-        let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512); // answers of all of them at once
-        let config = Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };
+        // answers of all of them at once
+        let recv_queue_depth = options.connections.saturating_mul(4).clamp(64, 512);
+        let config =
+            Config { busy_poll_us: options.busy_poll_us, recv_queue_depth, ..client_config() };
         let fabric = Fabric::system().rdma(options.rdma).config(config).build()?;
         if options.rdma != Rdma::Forbid {
             tokio::spawn(fabric.drive());
@@ -181,20 +192,21 @@ impl Calling {
         Ok(Self::Net { connector, server })
     }
 
-    async fn connect(&self) -> io::Result<(Box<dyn Duplex>, Carrier)> {
+    async fn connect(&self) -> io::Result<(Box<dyn Duplex>, TransportInfo)> {
         match self {
             Self::Unix(path) => {
-                let carrier = Carrier { transport: "Unix socket".into(), device: None, fallback: None };
-                Ok((Box::new(UnixStream::connect(path).await?), carrier))
+                let transport_info =
+                    TransportInfo { transport: "Unix socket".into(), device: None, fallback: None };
+                Ok((Box::new(UnixStream::connect(path).await?), transport_info))
             }
             Self::Net { connector, server } => {
                 let session = connector.connect(*server).await?;
-                let carrier = Carrier {
+                let transport_info = TransportInfo {
                     transport: session.transport().to_string(),
                     device: session.device(),
                     fallback: session.fallback().map(ToString::to_string),
                 };
-                Ok((Box::new(session), carrier))
+                Ok((Box::new(session), transport_info))
             }
         }
     }
@@ -220,7 +232,8 @@ struct Asking {
 impl Asking {
     fn new(options: &Options, stream: Box<dyn Duplex>, number: u32) -> Self {
         let each = |rate: u64| {
-            let batches = rate as f64 / f64::from(options.connections) / f64::from(options.pipeline);
+            let batches =
+                rate as f64 / f64::from(options.connections) / f64::from(options.pipeline);
             Duration::from_secs_f64(1.0 / batches)
         };
         Self {
@@ -257,9 +270,9 @@ impl Asking {
         let mut is_warm = self.every.is_some();
         // Connections do not ask together, but one after the other.
         let mut due = begun
-            + self
-                .every
-                .map_or(Duration::ZERO, |every| every.mul_f64(self.random.next() as f64 / u64::MAX as f64));
+            + self.every.map_or(Duration::ZERO, |every| {
+                every.mul_f64(self.random.next() as f64 / u64::MAX as f64)
+            });
         loop {
             let mut now = Instant::now();
             if let Some(every) = self.every {
@@ -268,7 +281,8 @@ impl Asking {
                 run.late += u64::from(late && due >= from) * u64::from(self.pipeline);
             } else {
                 due = now;
-                // The measured time begins here, not before: a batch of the warm-up may have taken longer than both.
+                // The measured time begins here, not before: a batch of the warm-up may have taken
+                // longer than both.
                 if !is_warm && now >= from {
                     (from, until, is_warm) = (now, now + self.measured, true);
                 }
@@ -285,7 +299,8 @@ impl Asking {
                 run.requests += count;
                 run.errors += u64::from(errors);
                 let took = done.saturating_duration_since(due).as_nanos();
-                run.latency.saturating_record_n(u64::try_from(took).unwrap_or(LONGEST_NS).max(1), count);
+                run.latency
+                    .saturating_record_n(u64::try_from(took).unwrap_or(LONGEST_NS).max(1), count);
                 run.seconds = done.saturating_duration_since(from).as_secs_f64();
             }
             if let Some(every) = self.every {
@@ -324,7 +339,8 @@ impl Asking {
                 writer.write_all(&self.out).await?;
                 writer.flush().await
             };
-            let (framer, input, first_error) = (&mut self.framer, &mut self.input, &mut self.first_error);
+            let (framer, input, first_error) =
+                (&mut self.framer, &mut self.input, &mut self.first_error);
             let reading = async {
                 let (mut left, mut errors) = (answers, 0);
                 while left > 0 {
@@ -348,7 +364,8 @@ impl Asking {
                 Ok(errors)
             };
             let (wrote, errors) = tokio::join!(writing, reading);
-            // A server that refuses says why and hangs up: what it said matters more than what could not be written.
+            // A server that refuses says why and hangs up: what it said matters more than what
+            // could not be written.
             match (wrote, errors) {
                 (Ok(()), errors) | (_, errors @ Err(_)) => errors,
                 (Err(_), Ok(_)) if first_error.is_some() => Err(hung_up(first_error.as_deref())),

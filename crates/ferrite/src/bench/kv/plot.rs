@@ -1,7 +1,8 @@
 //! Latencies as a picture: an SVG that needs nothing but a browser.
 //!
-//! Both axes are logarithmic: percentiles by their nines, as much room for 99 to 99.9 as for 90 to 99, and time by decades. So
-//! the tail, which a linear picture hides in its last pixel, is what is seen first.
+//! Both axes are logarithmic: percentiles by their nines, as much room for 99 to 99.9 as for 90 to
+//! 99, and time by decades. So the tail, which a linear picture hides in its last pixel, is what is
+//! seen first.
 
 use std::fmt::Write as _;
 
@@ -28,7 +29,8 @@ impl Line {
     /// From nanoseconds. It ends where there is less than one request.
     #[expect(clippy::cast_precision_loss, reason = "fewer than 2^53 nanoseconds and requests")]
     pub(super) fn new(name: String, latency: &Histogram<u64>) -> Self {
-        let nines = (0..=NINES_MAX * STEPS_PER_NINE).map(|step| f64::from(step) / f64::from(STEPS_PER_NINE));
+        let nines = (0..=NINES_MAX * STEPS_PER_NINE)
+            .map(|step| f64::from(step) / f64::from(STEPS_PER_NINE));
         let seen = nines.take_while(|nines| latency.len() as f64 * 10_f64.powf(-nines) >= 1.0);
         let at = |nines: f64| latency.value_at_quantile(1.0 - 10_f64.powf(-nines)) as f64 / 1e3;
         Self { name, points: seen.map(|nines| (nines, at(nines).max(1e-3))).collect() }
@@ -40,10 +42,13 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
     let points = || lines.iter().flat_map(|line| &line.points);
     let nines = points().map(|point| point.0).fold(1.0, f64::max).ceil();
     let decades = points().map(|point| point.1.log10());
-    let (low, high) =
-        decades.fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), at| (low.min(at), high.max(at)));
-    let (low, high) =
-        if low.is_finite() { (low.floor(), high.ceil().max(low.floor() + 1.0)) } else { (0.0, 1.0) };
+    let (low, high) = decades
+        .fold((f64::INFINITY, f64::NEG_INFINITY), |(low, high), at| (low.min(at), high.max(at)));
+    let (low, high) = if low.is_finite() {
+        (low.floor(), high.ceil().max(low.floor() + 1.0))
+    } else {
+        (0.0, 1.0)
+    };
     let [above, right, below, left] = MARGINS;
     let (bottom, end) = (HEIGHT - below, WIDTH - right);
     let x = |at: f64| left + (end - left) * at / nines;
@@ -84,8 +89,11 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
         HEIGHT - 12.0
     );
     for (line, colour) in lines.iter().zip(COLOURS.iter().cycle()) {
-        let path: Vec<_> =
-            line.points.iter().map(|(nines, us)| format!("{:.1} {:.1}", x(*nines), y(us.log10()))).collect();
+        let path: Vec<_> = line
+            .points
+            .iter()
+            .map(|(nines, us)| format!("{:.1} {:.1}", x(*nines), y(us.log10())))
+            .collect();
         let Some((last_nines, last_us)) = line.points.last() else { continue };
         let _ = writeln!(
             out,
@@ -100,7 +108,11 @@ pub(super) fn svg(title: &str, subtitle: &str, lines: &[Line]) -> String {
     out + "</svg>\n"
 }
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a few, and not negative")]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a few, and not negative"
+)]
 fn whole(count: f64) -> u32 {
     count.round() as u32
 }
@@ -149,13 +161,21 @@ mod tests {
 
     #[test]
     fn both_axes_have_their_marks() {
-        let lines =
-            [line("set", (0..1000).map(|_| 50_000)), line("<get>", (0..1000).map(|number| number * 20_000))];
+        let lines = [
+            line("set", (0..1000).map(|_| 50_000)),
+            line("<get>", (0..1000).map(|number| number * 20_000)),
+        ];
         let picture = svg("a & b", "10 connections", &lines);
-        for expected in ["a &amp; b", ">90 %<", ">99.9 %<", ">10 µs<", ">10 ms<", ">set<", ">&lt;get&gt;<"] {
+        for expected in
+            ["a &amp; b", ">90 %<", ">99.9 %<", ">10 µs<", ">10 ms<", ">set<", ">&lt;get&gt;<"]
+        {
             assert!(picture.contains(expected), "no {expected} in {picture}");
         }
-        assert!(picture.starts_with("<svg ") && picture.ends_with("</svg>\n") && !picture.contains("NaN"));
+        assert!(
+            picture.starts_with("<svg ")
+                && picture.ends_with("</svg>\n")
+                && !picture.contains("NaN")
+        );
         assert_eq!(picture.matches("stroke-width").count(), 2, "one path for each");
     }
 

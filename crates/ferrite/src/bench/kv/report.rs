@@ -4,7 +4,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
-use super::load::{Carrier, Run};
+use super::load::{Run, TransportInfo};
 use super::{Options, Test};
 use crate::choice::name;
 use crate::latency::{Latency, RoundTrips};
@@ -43,7 +43,10 @@ impl Row {
             errors: run.errors,
             first_error: run.first_error.clone(),
             requests_per_s,
-            latency_us: Latency::of(&RoundTrips { ticks: run.latency.clone(), us_per_tick: 1e-3 }, 1.0),
+            latency_us: Latency::of(
+                &RoundTrips { ticks: run.latency.clone(), us_per_tick: 1e-3 },
+                1.0,
+            ),
             server_cpu_us_per_request,
             late: run.late,
         }
@@ -70,9 +73,16 @@ struct Report {
     results: Vec<Row>,
 }
 
-pub(super) fn print(options: &Options, carrier: Option<Carrier>, results: Vec<Row>) -> anyhow::Result<()> {
-    let Carrier { transport, device, fallback } =
-        carrier.unwrap_or(Carrier { transport: "nothing".into(), device: None, fallback: None });
+pub(super) fn print(
+    options: &Options,
+    transport_info: Option<TransportInfo>,
+    results: Vec<Row>,
+) -> anyhow::Result<()> {
+    let TransportInfo { transport, device, fallback } = transport_info.unwrap_or(TransportInfo {
+        transport: "nothing".into(),
+        device: None,
+        fallback: None,
+    });
     let report = Report {
         format: 1,
         transport,
@@ -128,7 +138,10 @@ fn text(report: &Report) -> String {
         }
     }
     if report.device.as_ref().is_some_and(|device| device.starts_with("rxe")) {
-        let _ = writeln!(out, "\nSoft-RoCE: for comparison within one run; says nothing about hardware");
+        let _ = writeln!(
+            out,
+            "\nSoft-RoCE: for comparison within one run; says nothing about hardware"
+        );
     }
     out
 }

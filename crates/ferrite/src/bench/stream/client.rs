@@ -15,9 +15,10 @@ pub(super) fn run(options: &Options, peer: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
     let fabric = fabric(&verbs, options.local.map(|local| local.ip()), options)?;
     let to = options.local.into_iter().fold(ConnectOptions::new(), ConnectOptions::local);
-    let mut stream = fabric
-        .block_on(Stream::connect_with(&fabric, peer, &to))
-        .with_context(|| format!("no stream to {peer} (`ferrite bench stream --listen` must run there)"))?;
+    let mut stream =
+        fabric.block_on(Stream::connect_with(&fabric, peer, &to)).with_context(|| {
+            format!("no stream to {peer} (`ferrite bench stream --listen` must run there)")
+        })?;
     let way = Way::of(&verbs, stream.link())?;
     let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
     fabric.set_busy_poll_us(busy_poll_us);

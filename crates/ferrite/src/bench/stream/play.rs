@@ -77,8 +77,8 @@ where
         }
         ensure!(line.len() <= LINE_MAX, "the client does not speak as a ferrite bench does");
     }
-    let test: Test =
-        serde_json::from_slice(&line).context("the client does not speak as a ferrite bench does")?;
+    let test: Test = serde_json::from_slice(&line)
+        .context("the client does not speak as a ferrite bench does")?;
     let size = test.size_bytes;
     ensure!((1..=SIZE_MAX).contains(&size), "writes of {size} bytes: 1 to {SIZE_MAX}");
     Ok(Some(test))
@@ -141,7 +141,9 @@ mod tests {
 
     #[test]
     fn nonsense_is_refused() {
-        for wrong in ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"busy_poll_us":0}"#] {
+        for wrong in
+            ["hello\n", "{}\n", r#"{"size_bytes":0,"rounds":1,"transfers":1,"busy_poll_us":0}"#]
+        {
             let (mut there, mut here) = tokio::io::duplex(4096);
             let refused = run(async {
                 there.write_all(wrong.as_bytes()).await?;

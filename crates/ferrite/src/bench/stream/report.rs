@@ -28,7 +28,10 @@ impl Row {
     pub(super) fn new(measure: Measure, test: Test, played: &Played) -> Self {
         let Test { size_bytes, rounds, transfers, .. } = test;
         let seconds = played.time.as_secs_f64().max(1e-9);
-        #[expect(clippy::cast_precision_loss, reason = "2^53 transfers take longer than anybody waits")]
+        #[expect(
+            clippy::cast_precision_loss,
+            reason = "2^53 transfers take longer than anybody waits"
+        )]
         let both_ways = (2 * rounds * transfers) as f64;
         Self {
             measure,
@@ -39,7 +42,8 @@ impl Row {
             us_per_transfer: seconds * 1e6 / both_ways,
             mib_per_s: both_ways * f64::from(size_bytes) / f64::from(1 << 20) / seconds,
             // Of a single round there is none between two others.
-            latency_us: (measure == Measure::Latency && rounds > 1).then(|| Latency::of(&played.rounds, 2.0)),
+            latency_us: (measure == Measure::Latency && rounds > 1)
+                .then(|| Latency::of(&played.rounds, 2.0)),
         }
     }
 }
@@ -108,7 +112,10 @@ mod tests {
         let played = Played { time: Duration::from_secs(2), rounds: recorder.finish() };
         let test = Test { size_bytes: 1 << 20, rounds: 1, transfers: 10, busy_poll_us: 0 };
         let row = Row::new(Measure::Bandwidth, test, &played);
-        assert!((row.mib_per_s - 10.0).abs() < 1e-6 && (row.us_per_transfer - 1e5).abs() < 1e-3, "{row:?}");
+        assert!(
+            (row.mib_per_s - 10.0).abs() < 1e-6 && (row.us_per_transfer - 1e5).abs() < 1e-3,
+            "{row:?}"
+        );
         assert!(row.latency_us.is_none());
     }
 }

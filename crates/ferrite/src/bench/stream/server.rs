@@ -21,16 +21,19 @@ struct Served {
 pub(super) fn run(options: &Options, listen: SocketAddr) -> anyhow::Result<()> {
     let verbs = Verbs::system()?;
     let fabric = fabric(&verbs, Some(listen.ip()), options)?;
-    let listener =
-        StreamListener::bind(&fabric, listen).with_context(|| format!("cannot listen on {listen}"))?;
+    let listener = StreamListener::bind(&fabric, listen)
+        .with_context(|| format!("cannot listen on {listen}"))?;
     // On stderr, so that stdout carries results only.
     eprintln!("ferrite: listening on {}", listener.local_addr());
     loop {
         fabric.set_busy_poll_us(0);
         let (stream, peer) = fabric.block_on(listener.accept())?;
-        match serve(&fabric, stream, peer).with_context(|| format!("serving {}", name(Some(peer)))) {
+        match serve(&fabric, stream, peer).with_context(|| format!("serving {}", name(Some(peer))))
+        {
             Ok(served) if options.json => println!("{}", serde_json::to_string(&served)?),
-            Ok(Served { peer, device, tests }) => println!("served {peer} on {device}: tests {tests}"),
+            Ok(Served { peer, device, tests }) => {
+                println!("served {peer} on {device}: tests {tests}")
+            }
             Err(error) if options.once => return Err(error),
             // One bad client must not end a server.
             Err(error) => eprintln!("ferrite: {error:#}"),

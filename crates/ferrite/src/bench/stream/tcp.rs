@@ -1,7 +1,9 @@
-//! The two ends over TCP: our stream as a program under tokio has it, or tokio's own, to hold the one against the other.
+//! The two ends over TCP: our stream as a program under tokio has it, or tokio's own, to hold the
+//! one against the other.
 //!
-//! Both run the same test on the same runtime, of one thread; only the stream differs. Ours has the fabric's settings, an
-//! fabric that leaves RDMA alone, and a task that drives it. Tokio's has `TCP_NODELAY`, as ours has by itself.
+//! Both run the same test on the same runtime, of one thread; only the stream differs. Ours has the
+//! fabric's settings, an fabric that leaves RDMA alone, and a task that drives it. Tokio's has
+//! `TCP_NODELAY`, as ours has by itself.
 
 use std::net::SocketAddr;
 
@@ -48,8 +50,11 @@ pub(super) fn listen(options: &Options, over: Over, local: SocketAddr) -> anyhow
 }
 
 pub(super) fn connect(options: &Options, over: Over, peer: SocketAddr) -> anyhow::Result<()> {
-    let no_stream =
-        || format!("no stream to {peer} (`ferrite bench stream --over {over} --listen` must run there)");
+    let no_stream = || {
+        format!(
+            "no stream to {peer} (`ferrite bench stream --over {over} --listen` must run there)"
+        )
+    };
     let busy_poll_us = options.busy_poll_us.unwrap_or(Config::default().busy_poll_us);
     let results = runtime()?.block_on(async {
         if over == Over::Tokio {
@@ -81,7 +86,11 @@ fn fabric(options: &Options) -> anyhow::Result<Fabric> {
     Ok(Fabric::system().rdma(Rdma::Forbid).config(config).build()?)
 }
 
-async fn serve<S>(stream: &mut S, options: &Options, busy_poll_us: impl Fn(u32)) -> anyhow::Result<()>
+async fn serve<S>(
+    stream: &mut S,
+    options: &Options,
+    busy_poll_us: impl Fn(u32),
+) -> anyhow::Result<()>
 where
     S: AsyncRead + AsyncWrite + Unpin,
 {

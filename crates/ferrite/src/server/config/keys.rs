@@ -1,4 +1,5 @@
-//! Every key of `ferrite.toml`: where it stands, and what it does. packaging/ferrite.toml says what each is for.
+//! Every key of `ferrite.toml`: where it stands, and what it does. packaging/ferrite.toml says what
+//! each is for.
 
 use ferrite_fabric::Rdma;
 
@@ -47,9 +48,11 @@ pub(super) fn is_section(name: &str) -> bool {
 /// What to say of a key that is not there.
 pub(super) fn unknown(section: &str, name: &str) -> String {
     // A good name in a wrong place is the likeliest mistake; then one that is misspelt.
-    let elsewhere = KEYS.iter().find(|key| key.name == name).map(|key| full_name(key.section, key.name));
+    let elsewhere =
+        KEYS.iter().find(|key| key.name == name).map(|key| full_name(key.section, key.name));
     let sections = ["server", "engine"].into_iter().chain(KEYS.iter().map(|key| key.section));
-    let all = KEYS.iter().map(|key| full_name(key.section, key.name)).chain(sections.map(Into::into));
+    let all =
+        KEYS.iter().map(|key| full_name(key.section, key.name)).chain(sections.map(Into::into));
     let full = full_name(section, name);
     let nearest = || all.min_by_key(|known| distance(known, &full));
     match elsewhere.or_else(nearest) {
@@ -106,12 +109,14 @@ pub(super) const KEYS: &[Key] = &[
     }),
     // Not in [network]: a table has that name there.
     set("server", "rdma", |config, value| {
-        let policies = [("prefer", Rdma::Prefer), ("require", Rdma::Require), ("forbid", Rdma::Forbid)];
+        let policies =
+            [("prefer", Rdma::Prefer), ("require", Rdma::Require), ("forbid", Rdma::Forbid)];
         config.rdma = Some(value.one_of(&policies)?);
         Ok(())
     }),
     set("server", "restart", |config, value| {
-        config.restart = value.one_of(&[("no", Restart::No), ("on-failure", Restart::OnFailure)])?;
+        config.restart =
+            value.one_of(&[("no", Restart::No), ("on-failure", Restart::OnFailure)])?;
         Ok(())
     }),
     set("server", "restart_delay", |config, value| {
@@ -143,7 +148,8 @@ pub(super) const KEYS: &[Key] = &[
         Ok(())
     }),
     set("network", "rdma_fallback", |config, value| {
-        config.rdma_fallback = Some(value.one_of(&[("tcp", Rdma::Prefer), ("none", Rdma::Require)])?);
+        config.rdma_fallback =
+            Some(value.one_of(&[("tcp", Rdma::Prefer), ("none", Rdma::Require)])?);
         Ok(())
     }),
     set("network", "rdma_device", |config, value| {
@@ -169,12 +175,12 @@ pub(super) const KEYS: &[Key] = &[
         config.busy_poll_us = Some(value.number(0, BUSY_POLL_MAX)?);
         Ok(())
     }),
-    set("network.rdma", "turn_us", |config, value| {
-        config.turn_us = Some(value.number(TURN[0], TURN[1])?);
+    set("network.rdma", "slice_us", |config, value| {
+        config.slice_us = Some(value.number(TURN[0], TURN[1])?);
         Ok(())
     }),
-    set("network.rdma", "call_lane", |config, value| {
-        config.call_lane = Some(value.yes_or_no()?);
+    set("network.rdma", "call_path", |config, value| {
+        config.call_path = Some(value.yes_or_no()?);
         Ok(())
     }),
     set("network.rdma", "poller_thread", |config, value| {
@@ -241,7 +247,10 @@ fn choice(value: &Value<'_>) -> Result<Choice, String> {
 
 /// A device has few ports: more is a port for clients, in the wrong place.
 fn port_of_a_device(value: &Value<'_>) -> Result<(), String> {
-    value.number::<u8>(1, 254).map(drop).map_err(|_| "the port for clients is in rdma_listen".into())
+    value
+        .number::<u8>(1, 254)
+        .map(drop)
+        .map_err(|_| "the port for clients is in rdma_listen".into())
 }
 
 /// Asked for RDMA where there is none, we do not go on as if there were.

@@ -14,11 +14,13 @@ fn nothing_is_the_defaults() {
     assert_eq!(Config::default().rdma(), Rdma::Prefer);
 }
 
-/// As it is shipped it says nothing but the defaults, and what it shows in comments is right too, every key of ours.
+/// As it is shipped it says nothing but the defaults, and what it shows in comments is right too,
+/// every key of ours.
 #[test]
 fn the_example_is_right() {
     assert_eq!(Config::parse(EXAMPLE).expect("the example"), Config::default());
-    let shown: Vec<_> = EXAMPLE.lines().map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
+    let shown: Vec<_> =
+        EXAMPLE.lines().map(|line| line.strip_prefix("# ").unwrap_or(line)).collect();
     let is_key = |line: &str| line.split_once(" = ").is_some_and(|(name, _)| !name.contains(' '));
     let shown = shown.into_iter().filter(|line| line.starts_with('[') || is_key(line));
     let shown = shown.collect::<Vec<_>>().join("\n");
@@ -27,13 +29,16 @@ fn the_example_is_right() {
     for key in keys::KEYS.iter().filter(|key| matches!(key.use_, Use::Set(_))) {
         let (start, section) = (format!("{} = ", key.name), format!("[{}]\n", key.section));
         let found = shown.split_once(&section).is_some_and(|(_, rest)| {
-            rest.lines().take_while(|line| !line.starts_with('[')).any(|line| line.starts_with(&start))
+            rest.lines()
+                .take_while(|line| !line.starts_with('['))
+                .any(|line| line.starts_with(&start))
         });
         assert!(found, "packaging/ferrite.toml does not show {}.{}", key.section, key.name);
     }
 }
 
-/// The file that the documentation of RDMA networking has had from the beginning: it works, and what it cannot change is said.
+/// The file that the documentation of RDMA networking has had from the beginning: it works, and
+/// what it cannot change is said.
 #[test]
 fn a_file_with_all_the_tuning_is_taken() {
     let config = Config::parse(
@@ -51,16 +56,21 @@ fn a_file_with_all_the_tuning_is_taken() {
         inline_threshold = 256
         send_queue_depth = 128
         busy_poll_us = 100
-        turn_us = 200
-        call_lane = true
+        slice_us = 200
+        call_path = true
         "#,
     )
     .expect("it is right");
-    assert_eq!((config.rdma(), config.rdma_devices.as_slice()), (Rdma::Prefer, &["mlx5_0".to_owned()][..]));
+    assert_eq!(
+        (config.rdma(), config.rdma_devices.as_slice()),
+        (Rdma::Prefer, &["mlx5_0".to_owned()][..])
+    );
     assert_eq!((config.max_connections, config.busy_poll_us), (Some(1000), Some(100)));
-    assert_eq!((config.turn_us, config.call_lane), (Some(200), Some(true)));
+    assert_eq!((config.slice_us, config.call_path), (Some(200), Some(true)));
     let said = config.without_effect.join("\n");
-    for name in ["rdma_port", "rdma_gid_index", "connection_timeout_ms", "max_mr_size", "inline_threshold"] {
+    for name in
+        ["rdma_port", "rdma_gid_index", "connection_timeout_ms", "max_mr_size", "inline_threshold"]
+    {
         assert!(said.contains(name), "{said}");
     }
     assert!(said.contains("5: network.rdma_port: has no effect: "), "{said}");
@@ -78,7 +88,10 @@ fn unknown_keys_are_named_with_their_line_and_a_neighbour() {
             "[network.rdma]\nbusy_poll = 1",
             "2: network.rdma.busy_poll: unknown key; the nearest known one is network.rdma.busy_poll_us",
         ),
-        ("[server]\nport = 1", "2: server.port: unknown key; the nearest known one is network.port"),
+        (
+            "[server]\nport = 1",
+            "2: server.port: unknown key; the nearest known one is network.port",
+        ),
         ("[netwrok]\nport = 1", "1: netwrok: unknown key; the nearest known one is network"),
         (
             "[network]\nrdma = \"require\"",
@@ -112,14 +125,20 @@ fn wrong_values_say_what_would_be_right() {
         ("[server]\nrestart = \"always\"", "expected \"no\" or \"on-failure\""),
         ("[server]\ndata_dir = \"a\\nb\"", "it contains a control character"),
         ("[server]\nengine = \"\"", "it is empty"),
-        ("[replication]\ntransport = \"rdma\"", "replication goes over TCP: say \"tcp\", or leave it out"),
+        (
+            "[replication]\ntransport = \"rdma\"",
+            "replication goes over TCP: say \"tcp\", or leave it out",
+        ),
         ("[engine]\nport = 1", "2: engine.port: say it in [network]: port"),
         ("[engine]\nDaemonize = true", "it stays in the foreground"),
         ("[engine]\n\"ferrite.rdma\" = 1", "settings of the module are in [network]"),
         ("[engine]\nsave = \"1 1\\nloadmodule /x.so\"", "it contains a control character"),
         ("[engine]\n\"x\\ny\" = 1", "not a name of the engine's configuration"),
         ("[engine]\nx = {}", "expected a string, a number, true, false, or a list of these"),
-        ("[server]\nrdma = \"require\"\n[network]\nrdma_fallback = \"tcp\"", "contradict each other"),
+        (
+            "[server]\nrdma = \"require\"\n[network]\nrdma_fallback = \"tcp\"",
+            "contradict each other",
+        ),
         ("[server]\nrdma = \"forbid\"\n[network]\nrdma_enabled = true", "contradict each other"),
         ("[network\n", "1: "),
         ("[server]\nengine = \"a\"\nengine = \"b\"", "3: "),
@@ -154,7 +173,10 @@ fn values_have_their_kinds() {
     )
     .expect("it is right");
     assert_eq!(config.engine, Choice::Path("/opt/valkey-server".into()));
-    assert_eq!((config.restart, config.restart_delay), (Restart::OnFailure, Duration::from_millis(250)));
+    assert_eq!(
+        (config.restart, config.restart_delay),
+        (Restart::OnFailure, Duration::from_millis(250))
+    );
     assert_eq!(config.shutdown_timeout, Duration::from_secs(600));
     assert_eq!(config.bind, ["127.0.0.1", "-::1"]);
     let listen = (config.rdma_listen.map(|ip| ip.to_string()), config.rdma_port);
@@ -162,7 +184,8 @@ fn values_have_their_kinds() {
     assert_eq!(config.rdma_devices, ["rxe1", "rxe2"]);
     assert_eq!(config.rx_size, Some(1 << 20));
     assert_eq!(config.password(), Some("secret"));
-    let mut lines: Vec<_> = config.directives.iter().map(|(name, rest)| format!("{name} {rest}")).collect();
+    let mut lines: Vec<_> =
+        config.directives.iter().map(|(name, rest)| format!("{name} {rest}")).collect();
     lines.sort();
     assert_eq!(
         lines,

@@ -84,8 +84,7 @@ impl Value<'_> {
 
     /// An address of this host, with a port or without.
     pub(super) fn address(&self, default_port: u16) -> Result<SocketAddr, String> {
-        let right =
-            "expected one IP address of this host, with a port or without: \"192.0.2.1\", \"[::]:6380\"";
+        let right = "expected one IP address of this host, with a port or without: \"192.0.2.1\", \"[::]:6380\"";
         let text = self.text()?;
         let raw = text.strip_prefix('[').and_then(|text| text.strip_suffix(']')).unwrap_or(text);
         let with_port = || text.parse::<SocketAddr>().ok().filter(|address| address.port() != 0);
@@ -120,7 +119,9 @@ impl Value<'_> {
             DeValue::String(text) if text.is_empty() => Ok("\"\"".into()),
             DeValue::String(_) => self.text().map(Into::into),
             DeValue::Boolean(yes) => Ok(if *yes { "yes" } else { "no" }.into()),
-            DeValue::Integer(_) => self.integer().map(|number| number.to_string()).ok_or("too large".into()),
+            DeValue::Integer(_) => {
+                self.integer().map(|number| number.to_string()).ok_or("too large".into())
+            }
             DeValue::Float(number) => Ok(number.as_str().into()),
             _ => Err("expected a string, a number, true, false, or a list of these".into()),
         }
@@ -129,6 +130,9 @@ impl Value<'_> {
     fn items(&self) -> impl Iterator<Item = Value<'_>> {
         let items = self.0.as_array();
         let alone = items.is_none().then_some(Value(self.0));
-        items.into_iter().flat_map(|items| items.iter().map(|item| Value(item.get_ref()))).chain(alone)
+        items
+            .into_iter()
+            .flat_map(|items| items.iter().map(|item| Value(item.get_ref())))
+            .chain(alone)
     }
 }

@@ -36,8 +36,8 @@ pub(super) fn access() -> Access {
     Access::REMOTE_WRITE | Access::REMOTE_READ
 }
 
-/// Makes the queue pair and its lane on the device that the CM chose, with receives posted if the operation
-/// needs them: the peer may send as soon as it hears from us.
+/// Makes the queue pair and its endpoint on the device that the CM chose, with receives posted if
+/// the operation needs them: the peer may send as soon as it hears from us.
 pub(super) fn open(
     context: &Context,
     id: &CmId,
@@ -45,7 +45,7 @@ pub(super) fn open(
     mode: Mode,
     size: u32,
     inline: u32,
-) -> anyhow::Result<(QueuePair, Lane)> {
+) -> anyhow::Result<(QueuePair, Endpoint)> {
     let domain = context.allocate_protection_domain()?;
     let channel = match mode {
         Mode::Event => Some(sleeping_channel(context)?),
@@ -68,21 +68,22 @@ pub(super) fn open(
     let stride = size.next_multiple_of(CACHE_LINE);
     let region = domain.allocate(2 * stride, access())?;
     let inline = config.max_inline > 0;
-    let mut lane = Lane { cq, channel, region, size, stride, inline, armed: false, posted: 0, reaped: 0 };
+    let mut endpoint =
+        Endpoint { cq, channel, region, size, stride, inline, armed: false, posted: 0, reaped: 0 };
     let pattern: Vec<u8> = (0..size).map(pattern_byte).collect();
-    lane.region.write(0, &pattern);
+    endpoint.region.write(0, &pattern);
 
     qp.modify(&id.queue_pair_attributes(State::INIT)?.access(access()))?;
     if op == Op::Send {
         for _ in 0..RECV_DEPTH {
-            lane.post_recv(&qp)?;
+            endpoint.post_recv(&qp)?;
         }
     }
-    Ok((qp, lane))
+    Ok((qp, endpoint))
 }
 
-/// A channel whose events are waited for in one system call. It needs no timeout: the watcher ends a wait that
-/// leads nowhere by stopping the queue pair.
+/// A channel whose events are waited for in one system call. It needs no timeout: the watcher ends
+/// a wait that leads nowhere by stopping the queue pair.
 fn sleeping_channel(context: &Context) -> anyhow::Result<CompletionChannel> {
     let channel = context.create_completion_channel()?;
     let flags = fcntl_getfl(channel.as_fd())?;
@@ -91,7 +92,7 @@ fn sleeping_channel(context: &Context) -> anyhow::Result<CompletionChannel> {
 }
 
 /// The memory and the completions of one queue pair.
-pub(super) struct Lane {
+pub(super) struct Endpoint {
     cq: CompletionQueue,
     channel: Option<CompletionChannel>,
     region: MemoryRegion,
@@ -105,7 +106,7 @@ pub(super) struct Lane {
     reaped: u64,
 }
 
-impl Lane {
+impl Endpoint {
     /// Whether messages travel inside the work request.
     pub(super) fn inline(&self) -> bool {
         self.inline
@@ -153,12 +154,17 @@ impl Lane {
         Ok(())
     }
 
-    /// Checks the whole incoming message against the pattern, but for the part that carries the number.
+    /// Checks the whole incoming message against the pattern, but for the part that carries the
+    /// number.
     pub(super) fn verify_pattern(&self) -> anyhow::Result<()> {
         let numbered = if self.size > size_of::<u64>() { size_of::<u64>() } else { 0 };
         let bytes = self.region.to_vec(self.stride, self.size);
         let wrong = (numbered..self.size - 1).find(|at| bytes[*at] != pattern_byte(*at));
-        ensure!(wrong.is_none(), "byte {} of the message is wrong: the data is corrupt", wrong.unwrap_or(0));
+        ensure!(
+            wrong.is_none(),
+            "byte {} of the message is wrong: the data is corrupt",
+            wrong.unwrap_or(0)
+        );
         Ok(())
     }
 
@@ -168,7 +174,11 @@ impl Lane {
     }
 
     /// Sends the outgoing message, or writes it to `remote`.
-    pub(super) fn post(&mut self, qp: &QueuePair, remote: Option<RemoteSlice>) -> anyhow::Result<()> {
+    pub(super) fn post(
+        &mut self,
+        qp: &QueuePair,
+        remote: Option<RemoteSlice>,
+    ) -> anyhow::Result<()> {
         while self.posted - self.reaped >= SEND_DEPTH.into() {
             self.reap_one(None)?;
         }
@@ -214,7 +224,11 @@ impl Lane {
             let completion = self.next(Some(watch))?;
             if completion.wr_id() == RECV_ID {
                 let len = completion.byte_len() as usize;
-                ensure!(len == self.size, "a message of {len} bytes arrived, {} were expected", self.size);
+                ensure!(
+                    len == self.size,
+                    "a message of {len} bytes arrived, {} were expected",
+                    self.size
+                );
                 return Ok(());
             }
             self.reaped = completion.wr_id();
@@ -240,7 +254,8 @@ impl Lane {
                 watch.check()?;
             }
         }
-        // Nothing says in which order a device writes the bytes of one packet: the rest may be a moment late.
+        // Nothing says in which order a device writes the bytes of one packet: the rest may be a
+        // moment late.
         let mut looks = 0;
         while let Err(error) = self.verify(round) {
             looks += 1;
@@ -270,8 +285,9 @@ impl Lane {
         let mut spins = 0_u32;
         while self.cq.poll(&mut completion)? == 0 {
             match &self.channel {
-                // Armed again right after the event, so that going to sleep is one call, as perftest does it.
-                // What came before the arming does not wake: the loop looks once more.
+                // Armed again right after the event, so that going to sleep is one call, as
+                // perftest does it. What came before the arming does not wake: the loop looks once
+                // more.
                 Some(channel) => {
                     if self.armed {
                         channel.next_event()?;
