@@ -1,4 +1,4 @@
-//! What a device reports outside any request: ports, broken queues, its own end.
+//! Events that a device reports outside of any request: port changes, broken queues, its removal.
 
 use std::os::fd::AsFd;
 use std::time::Duration;
@@ -16,21 +16,21 @@ use crate::sys;
 pub struct AsyncEvent {
     /// What happened.
     pub kind: AsyncEventKind,
-    /// To what.
+    /// The object that it happened to.
     pub subject: Subject,
 }
 
-/// What an event is about.
+/// The object of an event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Subject {
-    /// The queue pair of this number.
+    /// The queue pair with this number.
     QueuePair(u32),
     /// The completion queue with this key.
     CompletionQueue(CqKey),
     /// A shared receive queue.
     SharedReceiveQueue,
-    /// The port of this number.
+    /// The port with this number.
     Port(u8),
     /// The device itself, or something this version does not know.
     Device,
@@ -39,20 +39,23 @@ pub enum Subject {
 codes! {
     /// What happened.
     pub struct AsyncEventKind, unknown: "unknown event" {
-        /// Completions are lost; the queue is of no use any more.
+        /// Completions are lost, and the queue is unusable.
         CQ_ERROR = sys::ibv_event_type::IBV_EVENT_CQ_ERR.0, "completion queue overran";
         /// Everything posted to it flushes.
         QP_FATAL = sys::ibv_event_type::IBV_EVENT_QP_FATAL.0, "queue pair failed";
         /// The peer asked for something that this queue pair does not allow.
-        QP_REQUEST_ERROR = sys::ibv_event_type::IBV_EVENT_QP_REQ_ERR.0, "queue pair refused a request of the peer";
+        QP_REQUEST_ERROR = sys::ibv_event_type::IBV_EVENT_QP_REQ_ERR.0,
+            "queue pair refused a request from the peer";
         /// The peer used a wrong key or address.
-        QP_ACCESS_ERROR = sys::ibv_event_type::IBV_EVENT_QP_ACCESS_ERR.0, "queue pair refused an access of the peer";
-        /// The first packet came before the handshake ended.
+        QP_ACCESS_ERROR = sys::ibv_event_type::IBV_EVENT_QP_ACCESS_ERR.0,
+            "queue pair refused an access from the peer";
+        /// The first packet arrived before the handshake ended.
         ESTABLISHED = sys::ibv_event_type::IBV_EVENT_COMM_EST.0, "connection is established";
-        /// All sends before the request to drain are done.
+        /// All sends posted before the drain request are done.
         SEND_QUEUE_DRAINED = sys::ibv_event_type::IBV_EVENT_SQ_DRAINED.0, "send queue is drained";
         /// Close everything on it.
-        DEVICE_FATAL = sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL.0, "device failed or was removed";
+        DEVICE_FATAL = sys::ibv_event_type::IBV_EVENT_DEVICE_FATAL.0,
+            "device failed or was removed";
         /// Traffic can pass.
         PORT_ACTIVE = sys::ibv_event_type::IBV_EVENT_PORT_ACTIVE.0, "port came up";
         /// Traffic cannot pass.
@@ -62,17 +65,19 @@ codes! {
         /// The receives in it are lost.
         SRQ_ERROR = sys::ibv_event_type::IBV_EVENT_SRQ_ERR.0, "shared receive queue failed";
         /// See [`crate::SharedReceiveQueue::arm_limit`].
-        SRQ_LIMIT = sys::ibv_event_type::IBV_EVENT_SRQ_LIMIT_REACHED.0, "shared receive queue fell below its limit";
+        SRQ_LIMIT = sys::ibv_event_type::IBV_EVENT_SRQ_LIMIT_REACHED.0,
+            "shared receive queue fell below its limit";
         /// The queue pair failed and takes nothing more from its shared receive queue.
-        LAST_RECEIVE = sys::ibv_event_type::IBV_EVENT_QP_LAST_WQE_REACHED.0, "last receive of the queue pair";
+        LAST_RECEIVE = sys::ibv_event_type::IBV_EVENT_QP_LAST_WQE_REACHED.0,
+            "last receive of the queue pair";
     }
 }
 
 impl Context {
-    /// The next event of the device, without waiting.
+    /// Returns the next event of the device, without waiting.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn next_async_event(&self) -> Result<Option<AsyncEvent>, Error> {
         let ibv = self.verbs().ibv;
         let mut raw = sys::ibv_async_event::default();
@@ -85,16 +90,16 @@ impl Context {
         }
         // SAFETY: the event was just filled.
         let event = unsafe { AsyncEvent::from_raw(&raw) };
-        // SAFETY: taken above, acknowledged once. Destroying the subject waits for this, so that it
-        // was alive while `from_raw` looked at it.
+        // SAFETY: taken above, acknowledged once. Destroying the subject waits for the
+        // acknowledgement, so the subject was alive while `from_raw` read it.
         unsafe { (ibv.ibv_ack_async_event)(&raw mut raw) };
         Ok(Some(event))
     }
 
-    /// The next event, waiting up to `timeout`; `None` when it passed.
+    /// Returns the next event, waiting up to `timeout`; `None` if that passed.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn wait_async_event(&self, timeout: Duration) -> Result<Option<AsyncEvent>, Error> {
         match self.next_async_event()? {
             Some(event) => Ok(Some(event)),
@@ -105,6 +110,8 @@ impl Context {
 }
 
 impl AsyncEvent {
+    /// Converts an event of libibverbs.
+    ///
     /// # Safety
     /// `raw` was filled by ibv_get_async_event and is not acknowledged yet.
     unsafe fn from_raw(raw: &sys::ibv_async_event) -> Self {
@@ -142,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn unknown_events_are_about_the_device() {
+    fn unknown_event_has_the_device_as_its_subject() {
         let raw =
             sys::ibv_async_event { event_type: sys::ibv_event_type(321), ..Default::default() };
         // SAFETY: an unknown type makes no member of the union be read.

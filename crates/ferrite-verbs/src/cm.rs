@@ -1,9 +1,9 @@
-//! RDMA CM: finding a peer by IP address and shaking hands.
+//! RDMA CM: finds a peer by IP address and performs the connection handshake.
 //!
-//! Identifiers and events, as librdmacm has them, made safe; [`connect`] and [`accept`] put the
-//! steps together for callers that may block. Queue pairs are ours and not librdmacm's: the CM
-//! carries their numbers and computes their attributes. So one device context serves all
-//! connections, and a queue pair is the same object whichever way the peers met.
+//! Safe forms of librdmacm's identifiers and events. [`connect`] and [`accept`] combine the steps
+//! for callers that may block. Queue pairs belong to us, not to librdmacm: the CM only carries
+//! their numbers and computes their attributes. So one device context serves all connections, and a
+//! queue pair is the same object no matter how the peers found each other.
 
 use std::net::SocketAddr;
 use std::ptr::NonNull;
@@ -25,16 +25,16 @@ pub use channel::EventChannel;
 pub use event::{CmEvent, CmEventKind, ConnectionRequest};
 
 use address::RawAddress;
-use channel::Known;
+use channel::IdInfo;
 
-/// Private data that fits into a connection request (port space TCP).
+/// Maximum size of the private data in a connection request (port space TCP).
 pub const REQUEST_PRIVATE_DATA_MAX: usize = 56;
-/// Private data that fits into an acceptance.
+/// Maximum size of the private data in an acceptance.
 pub const ACCEPT_PRIVATE_DATA_MAX: usize = 196;
-/// Private data that fits into a rejection.
+/// Maximum size of the private data in a rejection.
 pub const REJECT_PRIVATE_DATA_MAX: usize = 148;
 
-/// Tells identifiers apart in events; never used twice in a process.
+/// Distinguishes identifiers in events; never reused within a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CmKey(usize);
 
@@ -49,12 +49,12 @@ impl CmKey {
     }
 }
 
-/// What the two sides tell each other about a connection.
+/// Parameters of a connection that the two sides exchange.
 #[derive(Debug, Clone)]
 pub struct ConnectParams<'a> {
-    /// The queue pair of this side.
+    /// The queue pair number of this side.
     pub qp_num: u32,
-    /// Whether it takes its receives from a shared queue.
+    /// Whether the queue pair takes receives from a shared queue.
     pub srq: bool,
     /// Bytes for the peer's application.
     pub private_data: &'a [u8],
@@ -64,7 +64,7 @@ pub struct ConnectParams<'a> {
     pub reads_out: u8,
     /// Resends before the peer counts as dead, 0 to 7.
     pub retries: u8,
-    /// Resends to a peer without receives, 0 to 6; 7 is for ever.
+    /// Resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
     pub rnr_retries: u8,
 }
 
@@ -73,25 +73,25 @@ pub struct CmId {
     raw: NonNull<sys::rdma_cm_id>,
     key: CmKey,
     channel: EventChannel,
-    /// Held during each call: librdmacm changes the struct without a lock of its own.
+    /// Held during each call, because librdmacm changes the struct without a lock of its own.
     calling: Mutex<()>,
 }
 
-// SAFETY: librdmacm's calls on an identifier may come from any thread, beside calls on other
-// identifiers and beside the fetching of events.
+// SAFETY: any thread may call librdmacm on an identifier, concurrently with calls on other
+// identifiers and with the fetching of events.
 unsafe impl Send for CmId {}
-// SAFETY: two calls on one identifier, which would change its struct at a time, are kept apart by
-// its lock.
+// SAFETY: the lock serialises calls on one identifier, which would change its struct at the same
+// time.
 unsafe impl Sync for CmId {}
 
 impl Drop for CmId {
     fn drop(&mut self) {
-        self.channel.known().remove(&self.key);
-        // SAFETY: created for us and destroyed once; no queue pair was attached to it; every event
-        // of it is acknowledged where it is fetched, so that this does not wait for long.
+        self.channel.id_infos().remove(&self.key);
+        // SAFETY: created for us and destroyed once; no queue pair was attached to it. Every event
+        // of it is acknowledged where it is fetched, so this does not wait for long.
         let rc = unsafe { (self.cm().rdma_destroy_id)(self.raw.as_ptr()) };
-        if !crate::leak::unless_released(rc) {
-            // It still points at the channel: keep that too.
+        if !crate::leak::count_unless_released(rc) {
+            // The identifier still points to the channel, so leak that too.
             std::mem::forget(self.channel.clone());
         }
         if self.channel.device_was_removed() {
@@ -100,12 +100,14 @@ impl Drop for CmId {
     }
 }
 
-/// librdmacm opens each device once and looks only here whether it still exists. The kernel cannot
-/// finish removing a Soft-RoCE device that somebody holds open.
+/// Makes librdmacm close the devices that were removed.
+///
+/// librdmacm opens each device once, and checks only in this call whether it still exists. The
+/// kernel cannot finish removing a Soft-RoCE device while a process holds it open.
 #[cold]
 fn close_removed_devices(cm: &sys::CmFunctions) {
     if let (Some(devices), Some(free)) = (cm.rdma_get_devices, cm.rdma_free_devices) {
-        // SAFETY: no preconditions; the list is given back at once, unless there is none.
+        // SAFETY: no preconditions; the list, if there is one, is freed at once.
         unsafe {
             let list = devices(std::ptr::null_mut());
             if !list.is_null() {
@@ -116,8 +118,8 @@ fn close_removed_devices(cm: &sys::CmFunctions) {
 }
 
 impl CmId {
-    fn new(raw: NonNull<sys::rdma_cm_id>, key: CmKey, channel: EventChannel, known: Known) -> Self {
-        channel.known().insert(key, known);
+    fn new(raw: NonNull<sys::rdma_cm_id>, key: CmKey, channel: EventChannel, info: IdInfo) -> Self {
+        channel.id_infos().insert(key, info);
         Self { raw, key, channel, calling: Mutex::new(()) }
     }
 
@@ -133,53 +135,53 @@ impl CmId {
         self.raw.as_ptr()
     }
 
-    /// What events of this identifier carry.
+    /// Returns the key that events of this identifier carry.
     #[must_use]
     pub fn key(&self) -> CmKey {
         self.key
     }
 
-    /// The channel its events arrive on.
+    /// Returns the channel that delivers its events.
     #[must_use]
     pub fn channel(&self) -> &EventChannel {
         &self.channel
     }
 
-    /// The device and port it is bound to; `None` before an address was resolved or bound, and for
-    /// a listener on all addresses.
+    /// Returns the device and port that it is bound to. `None` before an address is bound or
+    /// resolved, and for a listener on all addresses.
     #[must_use]
     pub fn device(&self) -> Option<(String, u8)> {
-        self.known().device
+        self.info().device
     }
 
-    /// Our address, once there is one.
+    /// Returns our address, once there is one.
     #[must_use]
     pub fn local_addr(&self) -> Option<SocketAddr> {
-        self.known().local
+        self.info().local
     }
 
-    /// The peer's address, once there is one.
+    /// Returns the peer's address, once there is one.
     #[must_use]
     pub fn peer_addr(&self) -> Option<SocketAddr> {
-        self.known().peer
+        self.info().peer
     }
 
-    fn known(&self) -> Known {
-        self.channel.known().get(&self.key).cloned().unwrap_or_default()
+    fn info(&self) -> IdInfo {
+        self.channel.id_infos().get(&self.key).cloned().unwrap_or_default()
     }
 
-    /// Copies what a call that has bound the identifier wrote to its struct.
-    fn is_bound(&self) {
-        let mut known = Known::default();
-        // SAFETY: the identifier is alive. Events change these fields only after an address was to
-        // be resolved, and then the kernel refuses to bind or to listen.
-        unsafe { known.copy_local(self.raw()) };
-        if let Some(entry) = self.channel.known().get_mut(&self.key) {
-            (entry.local, entry.device) = (known.local, known.device);
+    /// Copies the address and device that a successful bind or listen wrote to the struct.
+    fn copy_bound_address(&self) {
+        let mut info = IdInfo::default();
+        // SAFETY: the identifier is alive. Events change these fields only after address resolution
+        // was requested, and then the kernel refuses to bind or to listen.
+        unsafe { info.copy_local(self.raw()) };
+        if let Some(entry) = self.channel.id_infos().get_mut(&self.key) {
+            (entry.local, entry.device) = (info.local, info.device);
         }
     }
 
-    /// Binds to a local address. Port 0 picks one: see [`CmId::local_addr`].
+    /// Binds to a local address. Port 0 chooses a free port: see [`CmId::local_addr`].
     ///
     /// # Errors
     /// [`ErrorKind::AddressInUse`]; [`ErrorKind::NoRoute`] if no RDMA device has the address.
@@ -188,33 +190,33 @@ impl CmId {
         let mut addr = RawAddress::from(local);
         // SAFETY: the identifier is alive and the address is valid for the call.
         let rc = unsafe { (self.cm().rdma_bind_addr)(self.raw(), addr.as_mut_ptr()) };
-        done("rdma_bind_addr", rc, || local.to_string())
-            .map_err(|error| no_rdma_at(error, local))?;
-        self.is_bound();
+        check_errno("rdma_bind_addr", rc, || local.to_string())
+            .map_err(|error| no_route_if_no_device(error, local))?;
+        self.copy_bound_address();
         Ok(())
     }
 
-    /// Waits for connections, at most `backlog` of them unanswered.
+    /// Listens for connections, with at most `backlog` unanswered requests.
     ///
     /// # Errors
-    /// [`ErrorKind::AddressInUse`] if another listens there.
+    /// [`ErrorKind::AddressInUse`] if there already is a listener.
     pub fn listen(&self, backlog: u32) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
         let rc = unsafe {
             (self.cm().rdma_listen)(self.raw(), i32::try_from(backlog).unwrap_or(i32::MAX))
         };
-        done("rdma_listen", rc, || format!("backlog {backlog}"))?;
-        self.is_bound();
+        check_errno("rdma_listen", rc, || format!("backlog {backlog}"))?;
+        self.copy_bound_address();
         Ok(())
     }
 
-    /// Starts to find the device and hardware addresses for `peer`;
-    /// [`CmEventKind::ADDRESS_RESOLVED`] or an error event follows. Give a `local` address on hosts
-    /// with several: it picks the device.
+    /// Starts to resolve the device and the hardware addresses for `peer`;
+    /// [`CmEventKind::ADDRESS_RESOLVED`] or an error event follows. On hosts with several devices,
+    /// `local` selects the device.
     ///
     /// # Errors
-    /// [`ErrorKind::NoRoute`] if there is no way from here.
+    /// [`ErrorKind::NoRoute`] if there is no route to the peer.
     pub fn resolve_address(
         &self,
         local: Option<SocketAddr>,
@@ -224,9 +226,9 @@ impl CmId {
         let _calling = self.lock();
         let mut source = local.map(RawAddress::from);
         let mut target = RawAddress::from(peer);
-        if let Some(known) = self.channel.known().get_mut(&self.key) {
-            // before the event, which may be fetched before the call returns
-            known.peer = Some(peer);
+        if let Some(info) = self.channel.id_infos().get_mut(&self.key) {
+            // Set before the call, because the event may be fetched before the call returns.
+            info.peer = Some(peer);
         }
         // SAFETY: the identifier is alive; both addresses are valid for the call.
         let rc = unsafe {
@@ -234,30 +236,33 @@ impl CmId {
             (self.cm().rdma_resolve_addr)(self.raw(), source, target.as_mut_ptr(), millis(timeout))
         };
         let context = || local.map_or(peer.to_string(), |local| format!("{peer} from {local}"));
-        done("rdma_resolve_addr", rc, context)
-            .map_err(|error| no_rdma_at(error, local.unwrap_or(peer)))
+        check_errno("rdma_resolve_addr", rc, context)
+            .map_err(|error| no_route_if_no_device(error, local.unwrap_or(peer)))
     }
 
-    /// Starts to find the path; [`CmEventKind::ROUTE_RESOLVED`] or an error event follows.
+    /// Starts to resolve the path; [`CmEventKind::ROUTE_RESOLVED`] or an error event follows.
     ///
     /// # Errors
-    /// When the state does not allow it; [`ErrorKind::NoRoute`] if the address is not an RDMA
-    /// device's (as 127.0.0.1, which the kernel resolves and then finds no way to).
+    /// If the state does not allow it; [`ErrorKind::NoRoute`] if the address does not belong to an
+    /// RDMA device (such as 127.0.0.1, which the kernel resolves but finds no path to).
     pub fn resolve_route(&self, timeout: Duration) -> Result<(), Error> {
         let _calling = self.lock();
         let peer = self.peer_addr();
         // SAFETY: the identifier is alive.
         let rc = unsafe { (self.cm().rdma_resolve_route)(self.raw(), millis(timeout)) };
         let context = || peer.map(|peer| peer.to_string()).unwrap_or_default();
-        done("rdma_resolve_route", rc, context).map_err(|error| match peer {
-            Some(peer) => no_rdma_at(error, peer),
+        check_errno("rdma_resolve_route", rc, context).map_err(|error| match peer {
+            Some(peer) => no_route_if_no_device(error, peer),
             None => error,
         })
     }
 
-    /// Asks the peer for a connection; [`CmEventKind::CONNECT_RESPONSE`] (then bring the queue pair
-    /// up and call [`CmId::establish`]), a rejection or an error event follows. The kernel gives up
-    /// on a peer that does not answer after more than a minute: set a deadline of your own.
+    /// Requests a connection from the peer.
+    ///
+    /// [`CmEventKind::CONNECT_RESPONSE`], a rejection or an error event follows. After
+    /// `CONNECT_RESPONSE`, move the queue pair to ready to send and call [`CmId::establish`]. The
+    /// kernel needs more than a minute to give up on a peer that does not answer: set a deadline of
+    /// your own.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
@@ -267,20 +272,24 @@ impl CmId {
         // SAFETY: the identifier is alive; `raw` and the private data it points to are valid for
         // the call.
         let rc = unsafe { (self.cm().rdma_connect)(self.raw(), &raw mut raw) };
-        done("rdma_connect", rc, || format!("queue pair {:#x}", params.qp_num))
+        check_errno("rdma_connect", rc, || format!("queue pair {:#x}", params.qp_num))
     }
 
     /// Tells the peer that our queue pair is ready, after [`CmEventKind::CONNECT_RESPONSE`].
     ///
     /// # Errors
-    /// When the state does not allow it.
+    /// If the state does not allow it.
     pub fn establish(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
-        done("rdma_establish", unsafe { (self.cm().rdma_establish)(self.raw()) }, String::new)
+        check_errno(
+            "rdma_establish",
+            unsafe { (self.cm().rdma_establish)(self.raw()) },
+            String::new,
+        )
     }
 
-    /// Accepts a request, once our queue pair is up.
+    /// Accepts a connection request, once our queue pair is ready to send.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
@@ -289,10 +298,10 @@ impl CmId {
         let mut raw = params.to_raw("rdma_accept", ACCEPT_PRIVATE_DATA_MAX)?;
         // SAFETY: as in `connect`.
         let rc = unsafe { (self.cm().rdma_accept)(self.raw(), &raw mut raw) };
-        done("rdma_accept", rc, || format!("queue pair {:#x}", params.qp_num))
+        check_errno("rdma_accept", rc, || format!("queue pair {:#x}", params.qp_num))
     }
 
-    /// Refuses a request; the peer sees the private data.
+    /// Rejects a connection request; the peer receives the private data.
     ///
     /// # Errors
     /// [`ErrorKind::Misuse`] if the private data does not fit.
@@ -301,52 +310,58 @@ impl CmId {
         let len = private_data_len("rdma_reject", private_data, REJECT_PRIVATE_DATA_MAX)?;
         // SAFETY: the identifier is alive and the data is valid for the call.
         let rc = unsafe { (self.cm().rdma_reject)(self.raw(), private_data.as_ptr().cast(), len) };
-        done("rdma_reject", rc, String::new)
+        check_errno("rdma_reject", rc, String::new)
     }
 
-    /// Ends the connection, or answers a peer that did. The peer gets [`CmEventKind::DISCONNECTED`]
-    /// at once, this side when the peer has answered (by this call, or by dropping its identifier).
-    /// The queue pair is not touched: stop it as well.
+    /// Ends the connection, or confirms that the peer has ended it.
+    ///
+    /// The peer gets [`CmEventKind::DISCONNECTED`] at once. This side gets it when the peer has
+    /// confirmed (with this call, or by dropping its identifier). The queue pair is not touched:
+    /// stop it as well.
     ///
     /// # Errors
-    /// When there is no connection.
+    /// If there is no connection.
     pub fn disconnect(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
-        done("rdma_disconnect", unsafe { (self.cm().rdma_disconnect)(self.raw()) }, String::new)
+        check_errno(
+            "rdma_disconnect",
+            unsafe { (self.cm().rdma_disconnect)(self.raw()) },
+            String::new,
+        )
     }
 
-    /// Sets the IP type of service (DSCP and ECN bits) of the connection; before the route is
-    /// resolved.
+    /// Sets the IP type of service (DSCP and ECN bits) of the connection. Call it before the route
+    /// is resolved.
     ///
     /// # Errors
-    /// When the kernel does not know the option.
+    /// If the kernel does not support the option.
     pub fn set_tos(&self, tos: u8) -> Result<(), Error> {
         self.set_option(sys::RDMA_OPTION_ID_TOS.0, tos)
     }
 
-    /// Sets how long to wait for an acknowledgement, 4.096 µs × 2^`encoded` (at most 31); before
-    /// connecting. The default of the kernel is some 2 s.
+    /// Sets how long to wait for an acknowledgement: 4.096 µs × 2^`encoded` (at most 31). Call it
+    /// before connecting. The kernel's default is about 2 s.
     ///
     /// # Errors
-    /// When the kernel does not know the option (before 5.1).
+    /// If the kernel does not support the option (before 5.1).
     pub fn set_ack_timeout(&self, encoded: u8) -> Result<(), Error> {
         self.set_option(sys::RDMA_OPTION_ID_ACK_TIMEOUT.0, encoded)
     }
 
-    /// Lets a listener take an address that a connection of an earlier one still uses.
+    /// Allows a listener to use an address that a connection of an earlier listener still uses.
     ///
     /// # Errors
-    /// After the address was bound.
+    /// If the address is already bound.
     pub fn set_reuse_address(&self) -> Result<(), Error> {
         self.set_option(sys::RDMA_OPTION_ID_REUSEADDR.0, 1_i32)
     }
 
-    /// Lets a listener on `[::]` take IPv6 alone. Otherwise it takes IPv4 as well, and its port
-    /// from listeners there.
+    /// Restricts a listener on `[::]` to IPv6. Otherwise it listens on IPv4 as well, and occupies
+    /// the port there.
     ///
     /// # Errors
-    /// After the address was bound.
+    /// If the address is already bound.
     pub fn set_one_family(&self) -> Result<(), Error> {
         self.set_option(sys::RDMA_OPTION_ID_AFONLY.0, 1_i32)
     }
@@ -363,13 +378,13 @@ impl CmId {
                 size_of::<T>(),
             )
         };
-        done("rdma_set_option", rc, || format!("option {option}"))
+        check_errno("rdma_set_option", rc, || format!("option {option}"))
     }
 
-    /// What a queue pair of this connection needs to move to `state`.
+    /// Returns the attributes that move a queue pair of this connection to `state`.
     ///
     /// # Errors
-    /// When the connection is not that far.
+    /// If the handshake has not come that far.
     pub fn queue_pair_attributes(
         &self,
         state: crate::qp::State,
@@ -380,7 +395,7 @@ impl CmId {
         let rc = unsafe {
             (self.cm().rdma_init_qp_attr)(self.raw(), &raw mut new.attr, &raw mut new.mask)
         };
-        done("rdma_init_qp_attr", rc, || state.to_string())?;
+        check_errno("rdma_init_qp_attr", rc, || state.to_string())?;
         Ok(new)
     }
 }
@@ -426,18 +441,19 @@ fn private_data_len(call: &'static str, data: &[u8], max: usize) -> Result<u8, E
     }
 }
 
-/// librdmacm's convention: 0, or −1 and errno.
-fn done(call: &'static str, rc: i32, context: impl FnOnce() -> String) -> Result<(), Error> {
+/// Converts the return value of librdmacm: 0, or −1 and errno.
+fn check_errno(call: &'static str, rc: i32, context: impl FnOnce() -> String) -> Result<(), Error> {
     if rc == 0 { Ok(()) } else { Err(Error::last(call, context())) }
 }
 
-/// ENODEV for an address means that no RDMA device has it, not that a device went.
-fn no_rdma_at(error: Error, addr: SocketAddr) -> Error {
+/// Corrects the kind of error for an address: ENODEV means that no RDMA device has the address, not
+/// that a device was removed.
+fn no_route_if_no_device(error: Error, addr: SocketAddr) -> Error {
     if error.kind() != ErrorKind::DeviceGone {
         return error;
     }
     error.with_kind(ErrorKind::NoRoute).because(format!(
-        "no RDMA device serves {}: `ferrite devices` lists the addresses that do",
+        "no RDMA device has the address {}; `ferrite devices` lists the usable ones",
         addr.ip()
     ))
 }

@@ -1,9 +1,9 @@
-//! Numbers from C that have names: states, statuses, kinds of event.
+//! Named numbers of the C interface: states, statuses, kinds of event.
 //!
-//! They come from a device or a kernel that may be newer than this library, so they are numbers
-//! first: an unknown one is kept, compared and printed, and never a panic or undefined behaviour.
+//! They come from a device or a kernel that may be newer than this library. So an unknown number is
+//! kept, compared and printed; it never causes a panic or undefined behaviour.
 
-/// Declares such a number: a constant per name, and the text it is shown as.
+/// Declares a type for such a number, with a constant and a display text for each known value.
 macro_rules! codes {
     (
         $(#[$meta:meta])*
@@ -21,17 +21,17 @@ macro_rules! codes {
             $(
                 $(#[$doc])*
                 #[doc = ""]
-                #[doc = concat!("Shown as “", $text, "”.")]
+                #[doc = concat!("Displayed as “", $text, "”.")]
                 pub const $name: Self = Self($value);
             )*
 
-            /// From a number, known or not.
+            /// Creates a code from a number, known or not.
             #[must_use]
             pub const fn from_code(code: u32) -> Self {
                 Self(code)
             }
 
-            /// The number itself.
+            /// Returns the number.
             #[must_use]
             pub fn code(self) -> u32 {
                 self.0
@@ -61,7 +61,7 @@ mod tests {
     use crate::Status;
 
     #[test]
-    fn known_and_unknown_are_both_shown() {
+    fn displays_known_and_unknown_codes() {
         assert_eq!(Status::SUCCESS.to_string(), "success");
         assert_eq!(format!("{:?}", Status(4711)), "unknown status 4711");
         assert_eq!(Status(4711).code(), 4711);

@@ -1,4 +1,4 @@
-//! An open device: what it can do, its ports and addresses.
+//! An open device: its limits, ports and addresses.
 
 use std::os::fd::{AsFd, BorrowedFd, RawFd};
 use std::ptr::NonNull;
@@ -12,7 +12,7 @@ use crate::port::Port;
 use crate::sys;
 use crate::table::Verbs;
 
-/// An open device. Clones share it; it is closed when the last object made from it is gone.
+/// An open device. Clones share it; it closes when the last object created from it is dropped.
 ///
 /// ```text
 /// Device ◄─ Context ◄─┬─ ProtectionDomain ◄─┬─ MemoryRegion
@@ -38,13 +38,13 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: opened by us and closed once, after every child (each holds an `Arc` of us).
         let rc = unsafe { (self.device.verbs().ibv.ibv_close_device)(self.raw.as_ptr()) };
-        crate::leak::unless_released(rc);
+        crate::leak::count_unless_released(rc);
     }
 }
 
 impl Context {
     pub(crate) fn open(device: &Device) -> Result<Self, Error> {
-        survive_forks(device.verbs())?;
+        enable_fork_safety(device.verbs())?;
         // SAFETY: the device pointer is valid while `device` holds its list.
         let raw = unsafe { (device.verbs().ibv.ibv_open_device)(device.raw()) };
         let raw = NonNull::new(raw).ok_or_else(|| Error::last("ibv_open_device", device.name()))?;
@@ -61,23 +61,25 @@ impl Context {
         self.0.device.verbs()
     }
 
-    /// The device this is.
+    /// Returns the device that was opened.
     #[must_use]
     pub fn device(&self) -> &Device {
         &self.0.device
     }
 
-    /// Whether the kernel has taken the device away from this process, because it was removed or
-    /// its firmware was reset. Then every command fails with EIO, those that destroy included, and
-    /// the kernel has destroyed all objects and unpinned all memory of this context by itself:
-    /// `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c` calls
-    /// `uverbs_destroy_ufile_hw` (`rdma_core.c`), which ends with the event files. From then on
-    /// these report EPOLLERR (`ib_uverbs_event_poll`). Soft-RoCE waits for its users instead.
+    /// Returns whether the kernel has taken the device away from this process, because the device
+    /// was removed or its firmware was reset.
+    ///
+    /// From then on every command fails with EIO, including those that destroy objects. The kernel
+    /// has already destroyed all objects and unpinned all memory of this context:
+    /// `ib_uverbs_free_hw_resources` (in its `drivers/infiniband/core/uverbs_main.c`) calls
+    /// `uverbs_destroy_ufile_hw` (`rdma_core.c`), whose last step closes the event files. These
+    /// then report EPOLLERR (`ib_uverbs_event_poll`). Soft-RoCE waits for its users instead.
     #[must_use]
     pub fn is_disassociated(&self) -> bool {
         use rustix::event::{PollFd, PollFlags, Timespec, poll};
         if cfg!(miri) {
-            return false; // it cannot poll
+            return false; // Miri cannot poll
         }
         let fd = self.as_fd();
         let mut fds = [PollFd::from_borrowed_fd(fd, PollFlags::empty())];
@@ -86,17 +88,17 @@ impl Context {
         poll(&mut fds, Some(&now)).is_ok() && fds[0].revents().intersects(gone)
     }
 
-    /// How many completion vectors (interrupts) the device has.
+    /// Returns the number of completion vectors (interrupts) of the device.
     #[must_use]
     pub fn completion_vectors(&self) -> u32 {
         // SAFETY: the context is open; the field is constant.
         u32::try_from(unsafe { (*self.raw()).num_comp_vectors }).unwrap_or(1).max(1)
     }
 
-    /// The device's limits and identity.
+    /// Returns the device's limits and identity.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn limits(&self) -> Result<Limits, Error> {
         let mut attr = sys::ibv_device_attr::default();
         // SAFETY: the context is open and `attr` is valid for the write.
@@ -105,31 +107,31 @@ impl Context {
         Ok(Limits::from_raw(&attr))
     }
 
-    /// Every port, from 1.
+    /// Returns all ports, numbered from 1.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn ports(&self) -> Result<Vec<Port>, Error> {
         (1..=self.limits()?.ports).map(|number| self.port(number)).collect()
     }
 
-    /// One port.
+    /// Returns one port.
     ///
     /// # Errors
-    /// When there is no such port, or the device has gone.
+    /// If there is no such port, or the device was removed.
     pub fn port(&self, number: u8) -> Result<Port, Error> {
         Port::query(self, number)
     }
 
-    /// The addresses of all ports that are in use.
+    /// Returns the GID table entries in use, of all ports.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn gids(&self) -> Result<Vec<GidEntry>, Error> {
         GidEntry::query_all(self)
     }
 
-    /// The first active port.
+    /// Returns the first active port.
     ///
     /// # Errors
     /// [`Absence::PortDown`] if there is none.
@@ -144,33 +146,36 @@ impl Context {
     }
 }
 
-/// Keeps a fork of this process (BGSAVE, for one) from moving pages away from under the device: it
-/// is the parent's next write that would be copied elsewhere.
+/// Protects the device's memory against forks of this process (BGSAVE, for example). After a fork,
+/// copy-on-write moves the parent's next write to another page, which the device does not see.
 ///
-/// Kernels from 5.12 on copy pinned pages for the child, and nothing needs to be done. On older
-/// ones libibverbs marks all that it registers, the queues of its providers included, so that
-/// children do not have it (`ibv_fork_init` in its `memory.c`). That costs an madvise for each
-/// registration, and has to be asked for before the first.
-fn survive_forks(verbs: &Verbs) -> Result<(), Error> {
+/// From version 5.12 on, the kernel copies pinned pages for the child, and nothing needs to be
+/// done. On older kernels libibverbs marks everything that it registers, including the queues of
+/// its providers, so that children do not inherit it (`ibv_fork_init` in its `memory.c`). This
+/// costs one madvise per registration, and must be requested before the first registration.
+fn enable_fork_safety(verbs: &Verbs) -> Result<(), Error> {
     use sys::ibv_fork_status as Status;
     let ibv = verbs.ibv;
     // SAFETY: no preconditions. (rdma-core before 36 has only `ibv_fork_init`.)
-    let status = ibv.ibv_is_fork_initialized.map(|status| verbs.rooted(|| unsafe { status() }));
+    let status =
+        ibv.ibv_is_fork_initialized.map(|status| verbs.call_global(|| unsafe { status() }));
     if matches!(status, Some(Status::IBV_FORK_UNNEEDED | Status::IBV_FORK_ENABLED)) {
         return Ok(());
     }
     let Some(init) = ibv.ibv_fork_init else { return Ok(()) };
     // SAFETY: no preconditions.
-    let rc = verbs.rooted(|| unsafe { init() });
+    let rc = verbs.call_global(|| unsafe { init() });
     check("ibv_fork_init", rc, || "a kernel before 5.12".to_owned()).map_err(|error| {
         error.because(
-            "memory of the device would be lost to a fork: use Linux 5.12 or newer, or set RDMAV_FORK_SAFE=1",
+            "a fork would detach the device from its memory: use Linux 5.12 or later, or set \
+             RDMAV_FORK_SAFE=1",
         )
     })
 }
 
 impl AsFd for Context {
-    /// Readable when an async event waits: see [`Context::next_async_event`].
+    /// Returns the file descriptor that is readable while an async event is pending: see
+    /// [`Context::next_async_event`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: libibverbs closes the fd with the context, which `self` keeps open.
         unsafe { BorrowedFd::borrow_raw((*self.raw()).async_fd) }
@@ -183,7 +188,7 @@ impl std::fmt::Debug for Context {
     }
 }
 
-/// What a device can do at most.
+/// The limits of a device.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names are those of ibv_query_device(3)")]
 #[non_exhaustive]
@@ -203,14 +208,14 @@ pub struct Limits {
     pub max_srq: u32,
     pub max_srq_wr: u32,
     pub max_srq_sge: u32,
-    /// Reads a peer may have outstanding at one of our queue pairs.
+    /// Reads that a peer may have outstanding at one of our queue pairs.
     pub max_qp_rd_atom: u32,
-    /// Reads one of our queue pairs may have outstanding.
+    /// Reads that one of our queue pairs may have outstanding.
     pub max_qp_init_rd_atom: u32,
-    /// 0 where it is not known: mlx4 has windows and never says how many.
+    /// 0 if unknown: mlx4 supports windows, but does not report how many.
     pub max_mw: u32,
-    /// The kernel says that memory windows can be bound to one queue pair
-    /// ([`crate::MemoryWindow`]). Not every provider in user space makes them: see
+    /// Whether the kernel reports memory windows that can be bound to one queue pair
+    /// ([`crate::MemoryWindow`]). Not every user-space provider implements them: see
     /// [`crate::ProtectionDomain::try_window`].
     pub queue_pair_windows: bool,
 }
@@ -218,7 +223,7 @@ pub struct Limits {
 impl Limits {
     fn from_raw(attr: &sys::ibv_device_attr) -> Self {
         let count = |value: i32| u32::try_from(value).unwrap_or(0);
-        // A C character is signed here and not there.
+        // `c_char` is signed on some platforms and unsigned on others.
         let firmware =
             attr.fw_ver.iter().take_while(|c| **c != 0).map(|c| char::from(c.to_ne_bytes()[0]));
         Self {
@@ -245,23 +250,24 @@ impl Limits {
     }
 }
 
-/// What was asked, and the device's maximum for it: the first that is exceeded makes the error.
+/// Returns a message for the first `(name, asked, maximum)` whose maximum is exceeded.
 pub(crate) fn exceeded(asked: &[(&str, u32, u32)]) -> Option<String> {
     let (name, asked, max) = asked.iter().find(|(_, asked, max)| asked > max)?;
     Some(format!("{name} is {asked}, the device allows {max}"))
 }
 
-/// Every fd that verbs give us is made non-blocking: waiting is the caller's, with a deadline.
+/// Makes a file descriptor from the verbs libraries non-blocking: callers wait themselves, with a
+/// deadline.
 pub(crate) fn set_nonblocking(fd: BorrowedFd<'_>, what: &str) -> Result<(), Error> {
     if cfg!(miri) {
-        return Ok(()); // has no such call; the fake's events are asked for only when there are some
+        return Ok(()); // Miri has no such call; it only reads events that exist
     }
     let flags = rustix::fs::fcntl_getfl(fd).map_err(|errno| Error::os("fcntl", errno, what))?;
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK)
         .map_err(|errno| Error::os("fcntl", errno, what))
 }
 
-/// Waits until `fd` is readable; `false` when `timeout` passed first.
+/// Waits until `fd` is readable; returns `false` if `timeout` passed first.
 pub(crate) fn wait_readable(
     fd: BorrowedFd<'_>,
     timeout: std::time::Duration,

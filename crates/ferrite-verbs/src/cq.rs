@@ -1,4 +1,4 @@
-//! Completion queues, and the channels that wake a sleeper when one has something.
+//! Completion queues, and the channels that wake a thread when a queue has completions.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::ptr::NonNull;
@@ -13,7 +13,7 @@ use crate::error::{ENTRY_BYTES, Error, ErrorKind, last_errno, set_errno};
 use crate::sys;
 use crate::wc::WorkCompletion;
 
-/// Where events of completion queues arrive. Clones share it; many queues may use one.
+/// A channel that delivers events of completion queues. Clones share it; many queues may use one.
 #[derive(Clone)]
 pub struct CompletionChannel(Arc<ChannelInner>);
 
@@ -31,15 +31,15 @@ impl Drop for ChannelInner {
     fn drop(&mut self) {
         // SAFETY: created by us and destroyed once, after every queue on it (each holds an `Arc`).
         let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_comp_channel)(self.raw.as_ptr()) };
-        crate::leak::unless_released(rc);
+        crate::leak::count_unless_released(rc);
     }
 }
 
 impl Context {
-    /// Makes a channel for completion events.
+    /// Creates a channel for completion events.
     ///
     /// # Errors
-    /// When the process has no file descriptors left, or the device has gone.
+    /// If the process has no file descriptors left, or the device was removed.
     pub fn create_completion_channel(&self) -> Result<CompletionChannel, Error> {
         // SAFETY: the context is open.
         let raw = unsafe { (self.verbs().ibv.ibv_create_comp_channel)(self.raw()) };
@@ -50,11 +50,13 @@ impl Context {
         Ok(channel)
     }
 
-    /// Makes a completion queue for at least `depth` entries. With a `channel` it can wake
-    /// sleepers; `vector` chooses the interrupt (modulo what the device has).
+    /// Creates a completion queue for at least `depth` entries.
+    ///
+    /// With a `channel`, the queue can wake waiting threads. `vector` chooses the interrupt (modulo
+    /// the number that the device has).
     ///
     /// # Errors
-    /// [`ErrorKind::DeviceLimit`] if the device has no queue that deep; lack of memory otherwise.
+    /// [`ErrorKind::DeviceLimit`] if the device has no queue that deep; otherwise lack of memory.
     pub fn create_completion_queue(
         &self,
         depth: u32,
@@ -67,7 +69,7 @@ impl Context {
         let vector = (vector % self.completion_vectors()).cast_signed();
         set_errno(0);
         // SAFETY: the context is open, the channel is alive and stays so (the queue holds it), and
-        // the queue's context pointer is a number that nobody follows.
+        // the queue's context pointer is only a number that is never dereferenced.
         let raw = unsafe {
             let key = std::ptr::without_provenance_mut(key);
             (self.verbs().ibv.ibv_create_cq)(
@@ -96,11 +98,12 @@ impl Context {
 }
 
 impl CompletionChannel {
-    /// The next queue that has something, without waiting. Each event answers one
-    /// [`CompletionQueue::request_notify`]; after it, arm again, then poll until empty.
+    /// Returns the next queue that has an event, without waiting. Each event answers one
+    /// [`CompletionQueue::request_notify`]; after it, request the next one, then poll until the
+    /// queue is empty.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn next_event(&self) -> Result<Option<CqKey>, Error> {
         let ibv = self.0.context.verbs().ibv;
         let (mut cq, mut key) = (std::ptr::null_mut(), std::ptr::null_mut());
@@ -112,16 +115,16 @@ impl CompletionChannel {
                 errno => Err(Error::os("ibv_get_cq_event", errno, "")),
             };
         }
-        // Acknowledged at once: ibv_destroy_cq waits for this, so that `cq` is valid until here.
-        // SAFETY: as just said.
+        // Acknowledged at once.
+        // SAFETY: ibv_destroy_cq waits for the acknowledgement, so `cq` is valid until here.
         unsafe { (ibv.ibv_ack_cq_events)(cq, 1) };
         Ok(Some(CqKey(key.addr())))
     }
 
-    /// The next queue that has something, waiting up to `timeout`; `None` when it passed.
+    /// Returns the next queue that has an event, waiting up to `timeout`; `None` if that passed.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn wait(&self, timeout: Duration) -> Result<Option<CqKey>, Error> {
         match self.next_event()? {
             Some(key) => Ok(Some(key)),
@@ -132,7 +135,7 @@ impl CompletionChannel {
 }
 
 impl AsFd for CompletionChannel {
-    /// Readable when an event waits.
+    /// Returns the file descriptor that is readable while an event is pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the fd belongs to the channel, which `self` keeps alive.
         unsafe { borrow_fd((*self.0.raw.as_ptr()).fd) }
@@ -145,7 +148,7 @@ impl std::fmt::Debug for CompletionChannel {
     }
 }
 
-/// Tells completion queues apart in events; never used twice in a process.
+/// Identifies a completion queue in events; never reused within a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct CqKey(pub(crate) usize);
 
@@ -160,7 +163,7 @@ struct QueueInner {
     context: Context,
 }
 
-// SAFETY: providers lock a completion queue inside (we never ask for a single-threaded one).
+// SAFETY: providers lock a completion queue internally (we never request a single-threaded one).
 unsafe impl Send for QueueInner {}
 // SAFETY: as above.
 unsafe impl Sync for QueueInner {}
@@ -170,8 +173,8 @@ impl Drop for QueueInner {
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
         // `Arc`); all its events are acknowledged where they are taken.
         let rc = unsafe { (self.context.verbs().ibv.ibv_destroy_cq)(self.raw.as_ptr()) };
-        if !crate::leak::unless_released(crate::leak::outcome(rc, &self.context)) {
-            // It still points at the channel: keep that too.
+        if !crate::leak::count_unless_released(crate::leak::destroy_result(rc, &self.context)) {
+            // The queue still points to the channel, so leak that too.
             std::mem::forget(self.channel.clone());
         }
     }
@@ -182,30 +185,32 @@ impl CompletionQueue {
         self.0.raw.as_ptr()
     }
 
-    /// The device it is on.
+    /// Returns the device that the queue belongs to.
     #[must_use]
     pub fn context(&self) -> &Context {
         &self.0.context
     }
 
-    /// What events of this queue carry.
+    /// Returns the key that events of this queue carry.
     #[must_use]
     pub fn key(&self) -> CqKey {
         self.0.key
     }
 
-    /// How many completions fit. More than that unreaped is an overrun: the queue breaks, and says
-    /// so by an async event only.
+    /// Returns how many completions fit.
+    ///
+    /// More completions than that, if not polled, overrun the queue. It then breaks, and only an
+    /// async event reports it.
     #[must_use]
     pub fn depth(&self) -> u32 {
         // SAFETY: the queue is alive; the field changes only by resizing, which we do not do.
         u32::try_from(unsafe { (*self.raw()).cqe }).unwrap_or(0)
     }
 
-    /// Takes up to `out.len()` completions without waiting; returns how many.
+    /// Polls up to `out.len()` completions without waiting; returns how many.
     ///
     /// # Errors
-    /// When the queue is broken.
+    /// If the queue is broken.
     pub fn poll(&self, out: &mut [WorkCompletion]) -> Result<usize, Error> {
         let len = i32::try_from(out.len()).unwrap_or(i32::MAX);
         // SAFETY: the queue is alive; the context's operations were filled by the provider when it
@@ -220,12 +225,12 @@ impl CompletionQueue {
             .map_err(|_| Error::new(ErrorKind::System, "ibv_poll_cq", format!("returned {got}")))
     }
 
-    /// Asks for one event when the next completion arrives (with `solicited_only`: the next that
-    /// its sender marked, or that failed). Poll once more after this: what arrived before does not
-    /// wake.
+    /// Requests one event for the next completion. With `solicited_only`: for the next one that its
+    /// sender marked, or that failed. Poll once more after this call: completions that arrived
+    /// before it raise no event.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn request_notify(&self, solicited_only: bool) -> Result<(), Error> {
         // SAFETY: as in `poll`.
         let rc = unsafe {
@@ -237,11 +242,11 @@ impl CompletionQueue {
         crate::error::check("ibv_req_notify_cq", rc, String::new)
     }
 
-    /// Takes completions, sleeping on the queue's channel while there are none; 0 when `timeout`
-    /// passed. For one queue per channel.
+    /// Polls for completions and sleeps on the queue's channel while there are none; returns 0 if
+    /// `timeout` passed. The channel must not be shared with other queues.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] without a channel; else as [`CompletionQueue::poll`].
+    /// [`ErrorKind::Misuse`] without a channel; otherwise as [`CompletionQueue::poll`].
     pub fn wait(&self, out: &mut [WorkCompletion], timeout: Duration) -> Result<usize, Error> {
         let Some(channel) = &self.0.channel else {
             return Err(Error::new(

@@ -10,22 +10,22 @@ use crate::error::{Absence, Error, ErrorKind, last_errno};
 use crate::sys;
 use crate::table::{Verbs, text};
 
-/// A device in the list; [`Device::open`] makes it usable.
+/// A device of this host; [`Device::open`] opens it.
 #[derive(Clone)]
 pub struct Device {
     list: Arc<List>,
     index: usize,
 }
 
-/// The array that libibverbs returned: the device pointers in it live as long as it does.
+/// The array that libibverbs returned; the device pointers in it are valid as long as it is.
 pub(crate) struct List {
     pub(crate) verbs: Verbs,
     array: *mut *mut sys::ibv_device,
     len: usize,
 }
 
-// SAFETY: the array is written by nobody after it was returned, and libibverbs' calls on a device
-// may come from any thread.
+// SAFETY: nobody writes to the array after libibverbs returned it, and any thread may call
+// libibverbs on a device.
 unsafe impl Send for List {}
 // SAFETY: as above.
 unsafe impl Sync for List {}
@@ -46,7 +46,7 @@ impl Verbs {
     pub fn devices(&self) -> Result<Vec<Device>, Error> {
         let mut len = 0;
         // SAFETY: `len` is valid for the write; the result is owned by `List` below.
-        let array = self.rooted(|| unsafe { (self.ibv.ibv_get_device_list)(&raw mut len) });
+        let array = self.call_global(|| unsafe { (self.ibv.ibv_get_device_list)(&raw mut len) });
         if array.is_null() {
             return Err(match last_errno() {
                 errno @ (Errno::NOSYS | Errno::NOENT | Errno::NODEV) => {
@@ -63,10 +63,10 @@ impl Verbs {
         Ok((0..list.len).map(|index| Device { list: Arc::clone(&list), index }).collect())
     }
 
-    /// The device called `name`.
+    /// Returns the device called `name`.
     ///
     /// # Errors
-    /// As [`Verbs::devices`]; a name that is not in the list is an error that lists the others.
+    /// As [`Verbs::devices`]. If no device has this name, the error lists the existing ones.
     pub fn device(&self, name: &str) -> Result<Device, Error> {
         let devices = self.devices()?;
         let names: Vec<String> = devices.iter().map(Device::name).collect();
@@ -87,31 +87,31 @@ impl Device {
         &self.list.verbs
     }
 
-    /// Its name, such as `mlx5_0`.
+    /// Returns the name, such as `mlx5_0`.
     #[must_use]
     pub fn name(&self) -> String {
         // SAFETY: the device pointer is valid while the list is, and the name is part of it.
         unsafe { text((self.verbs().ibv.ibv_get_device_name)(self.raw())) }
     }
 
-    /// The node GUID, in host order.
+    /// Returns the node GUID, in host byte order.
     #[must_use]
     pub fn guid(&self) -> u64 {
         // SAFETY: the device pointer is valid while the list is.
         u64::from_be(unsafe { (self.verbs().ibv.ibv_get_device_guid)(self.raw()) })
     }
 
-    /// The NUMA node of the card, where it has one.
+    /// Returns the NUMA node of the card, if it has one.
     #[must_use]
     pub fn numa_node(&self) -> Option<u32> {
-        // −1 where the bus does not tell.
+        // The file contains −1 if the bus does not report a node; that does not parse as `u32`.
         self.sysfs("device/numa_node")?.parse().ok()
     }
 
-    /// The kernel driver behind it (`rxe`, `siw`, `mlx5_core`, …), where it can be told.
+    /// Returns the kernel driver (`rxe`, `siw`, `mlx5_core`, …), if it is known.
     #[must_use]
     pub fn driver(&self) -> Option<String> {
-        // Soft-RoCE has no bus driver; its attribute `parent` names the interface it sits on.
+        // Soft-RoCE has no bus driver; its attribute `parent` names the network interface below it.
         if self.sysfs("parent").is_some() {
             return Some("rxe".to_owned());
         }
@@ -119,16 +119,17 @@ impl Device {
         Some(link.file_name()?.to_string_lossy().into_owned())
     }
 
-    /// Whether the kernel plays the network card (Soft-RoCE, siw): function without speed.
+    /// Returns whether the kernel emulates the network card (Soft-RoCE, siw): functional, but slow.
     #[must_use]
     pub fn is_software(&self) -> bool {
         self.driver().is_some_and(|driver| driver == "rxe" || driver == "siw")
     }
 
-    /// Opens it.
+    /// Opens the device.
     ///
     /// # Errors
-    /// Permissions, file descriptors, a cgroup's limit, or a device that has just gone.
+    /// Fails without permission or file descriptors, at a cgroup's limit, if the device was
+    /// removed, or if memory cannot be protected against forks.
     pub fn open(&self) -> Result<Context, Error> {
         Context::open(self)
     }

@@ -1,9 +1,9 @@
-//! What can go wrong, in words a person can act on.
+//! Errors of this crate, with causes and remedies that an operator can act on.
 //!
-//! Two shapes. [`Absence`]: RDMA is not to be had here, for one of a few named reasons; a caller
-//! that may use TCP does so. [`Error`]: a call failed; its [`ErrorKind`] says which family it
-//! belongs to and therefore whether to retry, reconnect, fall back or stop. Every text names the
-//! call, what it was asked, the cause, and the remedy where one is known.
+//! There are two types. [`Absence`] says why RDMA is unavailable on this host; a caller that may
+//! use TCP can fall back to it. [`Error`] says that a call failed; its [`ErrorKind`] tells the
+//! caller whether to retry, reconnect, fall back or stop. Every message names the call, its
+//! arguments, the cause and, where known, the remedy.
 
 use std::fmt;
 use std::io;
@@ -24,72 +24,76 @@ pub enum Absence {
     /// The library could not be loaded.
     #[error("no RDMA library: {library} could not be loaded ({detail})")]
     NoLibrary {
-        /// Its soname.
+        /// The soname.
         library: &'static str,
-        /// What the dynamic loader said.
+        /// The message of the dynamic loader.
         detail: String,
     },
-    /// The library is there, but older than we can work with.
+    /// The library is installed, but too old for this crate.
     #[error("RDMA library too old: {library} has no {symbol}")]
     OldLibrary {
-        /// Its soname.
+        /// The soname.
         library: &'static str,
-        /// The function it lacks.
+        /// The function that is missing.
         symbol: &'static str,
     },
     /// The kernel has no user-space verbs (ib_uverbs is not loaded).
     #[error("no RDMA in the kernel: ib_uverbs is not loaded ({detail})")]
     NoKernel {
-        /// What libibverbs reported.
+        /// The error that libibverbs reported.
         detail: String,
     },
-    /// Everything is in place, but there is no device.
+    /// Libraries and kernel support are present, but there is no device.
     #[error("no RDMA device on this host")]
     NoDevice,
-    /// Verbs work, but connections cannot be made by RDMA CM (rdma_ucm is not loaded).
+    /// Verbs work, but RDMA CM cannot make connections (rdma_ucm is not loaded).
     #[error("no RDMA connection manager: rdma_ucm is not loaded ({detail})")]
     NoCm {
-        /// What librdmacm reported.
+        /// The error that librdmacm reported.
         detail: String,
     },
-    /// The device is there, but none of its ports is active.
+    /// The device exists, but none of its ports is active.
     #[error("RDMA port down: {device} port {port} is {state}")]
     PortDown {
-        /// Device name.
+        /// The device name.
         device: String,
-        /// Port number, from 1.
+        /// The port number, from 1.
         port: u8,
-        /// Its state, in words.
+        /// The port's state, in words.
         state: String,
     },
 }
 
 impl Absence {
-    /// What to do about it.
+    /// Returns what to do about it.
     #[must_use]
     pub fn remedy(&self) -> String {
         match self {
             Self::NoLibrary { .. } => {
                 "install rdma-core's libraries: apt-get install libibverbs1 librdmacm1 \
-                 ibverbs-providers (Debian, Ubuntu) or dnf install libibverbs librdmacm (Fedora, RHEL)"
+                 ibverbs-providers (Debian, Ubuntu) or dnf install libibverbs librdmacm (Fedora, \
+                 RHEL)"
                     .into()
             }
             Self::OldLibrary { .. } => "update rdma-core to version 44 or later".into(),
             Self::NoKernel { .. } => {
-                "load the kernel's verbs: modprobe ib_uverbs (in a container: run it on the host, and \
-                 pass /dev/infiniband into the container; in a systemd unit: PrivateDevices=no)"
+                "load the kernel's verbs: modprobe ib_uverbs (in a container: run it on the host, \
+                 and pass /dev/infiniband into the container; in a systemd unit: PrivateDevices=no)"
                     .into()
             }
             Self::NoDevice => {
                 "load the driver of the network card (for example modprobe mlx5_ib), or make a \
                  software device over Ethernet: modprobe rdma_rxe && rdma link add rxe0 type rxe \
-                 netdev eth0; if `rdma link` shows a device, the process cannot see /dev/infiniband: \
-                 pass it into the container, or set PrivateDevices=no in the systemd unit"
+                 netdev eth0; if `rdma link` shows a device, the process cannot see \
+                 /dev/infiniband: pass it into the container, or set PrivateDevices=no in the \
+                 systemd unit"
                     .into()
             }
-            Self::NoCm { .. } => "load the connection manager: modprobe rdma_ucm (in a container: pass \
+            Self::NoCm { .. } => {
+                "load the connection manager: modprobe rdma_ucm (in a container: pass \
                  /dev/infiniband/rdma_cm into it; in a systemd unit: PrivateDevices=no)"
-                .into(),
+                    .into()
+            }
             Self::PortDown { device, .. } => format!(
                 "bring the network interface of {device} up (`rdma link` names it; ip link set \
                  <netdev> up), or check the cable and, on InfiniBand, the subnet manager"
@@ -98,28 +102,29 @@ impl Absence {
     }
 }
 
-/// What family a failure belongs to: this decides what to do next.
+/// The class of a failure, which decides what the caller does next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// RDMA is not available here: fall back to another transport. See [`Error::absence`].
+    /// RDMA is unavailable on this host: fall back to another transport. See [`Error::absence`].
     Absent,
-    /// The locked-memory limit refused a registration or a queue: fall back, or raise it. See
-    /// [`Error::memlock`].
+    /// The locked-memory limit does not allow a registration or a queue: fall back, or raise the
+    /// limit. See [`Error::memlock`].
     Memlock,
     /// The kernel or the device has no memory or objects left: free some, then retry.
     OutOfMemory,
-    /// A cgroup (the rdma controller) refused another object: stop creating, or raise the limit.
+    /// A cgroup (the rdma controller) allows no more objects: stop creating them, or raise the
+    /// limit.
     CgroupLimit,
     /// The process has no file descriptors left.
     FileDescriptors,
-    /// More was asked than the device can do: ask for less.
+    /// The request exceeds a limit of the device: ask for less.
     DeviceLimit,
     /// A queue has no free entry: reap completions, then post again.
     QueueFull,
-    /// The permissions of this process do not allow it.
+    /// The process lacks the permission.
     Permission,
-    /// The device was removed, or is broken: close everything on it.
+    /// The device was removed or has failed: close everything on it.
     DeviceGone,
     /// The peer's address cannot be resolved or routed to from here.
     NoRoute,
@@ -127,15 +132,15 @@ pub enum ErrorKind {
     AddressInUse,
     /// The peer does not answer.
     Unreachable,
-    /// The peer answered with a refusal. See [`Error::rejection`].
+    /// The peer rejected the connection. See [`Error::rejection`].
     Rejected,
     /// The peer closed the connection.
     Disconnected,
     /// The deadline passed.
     Timeout,
-    /// The call was wrong: a bug in the caller.
+    /// The call was invalid: a bug in the caller.
     Misuse,
-    /// Anything else the system reported.
+    /// Any other error that the system reported.
     System,
 }
 
@@ -161,7 +166,7 @@ struct Inner {
     cause: Option<Cause>,
 }
 
-/// A cause that was found out, with figures of its own.
+/// A known cause, with its details.
 enum Cause {
     Absence(Absence),
     Memlock(Memlock),
@@ -170,25 +175,25 @@ enum Cause {
 }
 
 impl Error {
-    /// What to do next.
+    /// Returns the class of the failure.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The C function that failed.
+    /// Returns the name of the C function that failed.
     #[must_use]
     pub fn call(&self) -> &'static str {
         self.0.call
     }
 
-    /// The system's error number, where there is one.
+    /// Returns the system's error number, if there is one.
     #[must_use]
     pub fn raw_os_error(&self) -> Option<i32> {
         self.0.errno.map(Errno::raw_os_error)
     }
 
-    /// Why RDMA is absent, if that is what this is.
+    /// Returns why RDMA is unavailable, if that is the cause.
     #[must_use]
     pub fn absence(&self) -> Option<&Absence> {
         match &self.0.cause {
@@ -197,7 +202,7 @@ impl Error {
         }
     }
 
-    /// The figures of the locked-memory limit, if it was the cause.
+    /// Returns the numbers of the locked-memory limit, if that is the cause.
     #[must_use]
     pub fn memlock(&self) -> Option<&Memlock> {
         match &self.0.cause {
@@ -206,7 +211,7 @@ impl Error {
         }
     }
 
-    /// How the peer refused, if that is what this is.
+    /// Returns how the peer rejected the connection, if that is the cause.
     #[must_use]
     pub fn rejection(&self) -> Option<&Rejection> {
         match &self.0.cause {
@@ -215,22 +220,23 @@ impl Error {
         }
     }
 
-    /// What to do about it, where that is known.
+    /// Returns what to do about the failure, where that is known.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
         match (&self.0.cause, self.0.kind) {
             (Some(Cause::Absence(absence)), _) => Some(absence.remedy()),
             (Some(Cause::Memlock(memlock)), _) => Some(memlock.remedy()),
             (_, ErrorKind::CgroupLimit) => Some(
-                "raise rdma.max of the process's cgroup (systemd has no setting for it: write the file)"
+                "raise rdma.max of the process's cgroup (systemd has no setting for it: write the \
+                 file)"
                     .into(),
             ),
             (_, ErrorKind::FileDescriptors) => {
                 Some("raise the limit: ulimit -n, or LimitNOFILE= in the unit".into())
             }
             (_, ErrorKind::AddressInUse) => Some(
-                "choose another port, or stop the program that has it (`ss -ltnp` names it; for RDMA, `rdma resource \
-                 show cm_id`)"
+                "choose another port, or stop the program that has it (`ss -ltnp` names it; for \
+                 RDMA, `rdma resource show cm_id`)"
                     .into(),
             ),
             (_, ErrorKind::Permission) => {
@@ -240,12 +246,12 @@ impl Error {
         }
     }
 
-    /// An error of kind `kind` without an error number.
+    /// Creates an error of kind `kind` without an error number.
     pub(crate) fn new(kind: ErrorKind, call: &'static str, context: impl Into<String>) -> Self {
         Self(Box::new(Inner { kind, call, context: context.into(), errno: None, cause: None }))
     }
 
-    /// The failure of `call`, which left `errno`; `context` says what it was asked.
+    /// Creates an error for `call`, which failed with `errno`; `context` describes its arguments.
     pub(crate) fn os(call: &'static str, errno: Errno, context: impl Into<String>) -> Self {
         let kind = match errno {
             Errno::NOMEM => ErrorKind::OutOfMemory,
@@ -270,10 +276,12 @@ impl Error {
         }))
     }
 
-    /// The failure of `call`, which set the C library's error number, or left the 0 that was there.
+    /// Creates an error for `call` from the C library's errno; an errno of 0 means that no cause is
+    /// known.
     pub(crate) fn last(call: &'static str, context: impl Into<String>) -> Self {
         if io::Error::last_os_error().raw_os_error() == Some(0) {
-            return Self::new(ErrorKind::System, call, context).because("refused without a reason");
+            return Self::new(ErrorKind::System, call, context)
+                .because("failed without an error number");
         }
         Self::os(call, last_errno(), context)
     }
@@ -294,10 +302,10 @@ impl Error {
         self
     }
 
-    /// Names the locked-memory limit, if that is what refused to pin `needed_bytes` more.
+    /// Sets the cause to the locked-memory limit, if that limit does not allow `needed_bytes` more.
     pub(crate) fn or_memlock(mut self, needed_bytes: u64) -> Self {
         if self.0.kind == ErrorKind::OutOfMemory
-            && let Some(memlock) = Memlock::refuses(needed_bytes)
+            && let Some(memlock) = Memlock::exceeded_by(needed_bytes)
         {
             self.0.kind = ErrorKind::Memlock;
             self.0.cause = Some(Cause::Memlock(memlock));
@@ -329,9 +337,9 @@ impl fmt::Display for Error {
             write!(f, " ({context})")?;
         }
         match errno {
-            // What its number says in words ("temporarily unavailable") sends readers astray.
+            // The system's text for EAGAIN ("temporarily unavailable") would mislead the reader.
             Some(Errno::AGAIN) if *kind == ErrorKind::CgroupLimit => {
-                f.write_str(": the cgroup allows no more (rdma.max)")?;
+                f.write_str(": the cgroup's limit is reached (rdma.max)")?;
             }
             Some(errno) => write!(f, ": {}", io::Error::from(*errno))?,
             None => {}
@@ -355,23 +363,26 @@ impl fmt::Debug for Error {
 
 impl std::error::Error for Error {}
 
-/// The C library's error number of this thread.
+/// Returns the C library's error number of this thread.
 pub(crate) fn last_errno() -> Errno {
     Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO)
 }
 
-/// Sets the C library's error number of this thread. To 0 before calls that some providers refuse
-/// without setting it (bnxt_re: a queue pair with too many inline bytes): what is there from
-/// earlier calls is not their reason.
+/// Sets the C library's error number of this thread.
+///
+/// Callers set it to 0 before calls that some providers fail without setting errno (bnxt_re: a
+/// queue pair with too many inline bytes). Otherwise a number from an earlier call would look like
+/// the cause.
 pub(crate) fn set_errno(raw: i32) {
     unsafe extern "C" {
         fn __errno_location() -> *mut std::ffi::c_int;
     }
-    // SAFETY: the C library returns this thread's own place for it.
+    // SAFETY: the C library returns the address of this thread's own errno.
     unsafe { *__errno_location() = raw };
 }
 
-/// The convention of most verbs: 0, or an error number (some providers: −1 and errno).
+/// Converts the return value of most verbs: 0, or an error number (some providers return −1 and set
+/// errno).
 pub(crate) fn check(
     call: &'static str,
     rc: i32,

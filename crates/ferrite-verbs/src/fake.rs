@@ -1,52 +1,52 @@
-//! A provider in software, behind the same function table: hosts, devices and wires that exist in
-//! this process only.
+//! A software provider behind the same function table: hosts, devices and wires that exist only in
+//! this process.
 //!
-//! It lets the layers above run where there is no device (under Miri, in a unit test, on a laptop),
-//! and lets them meet what a device does once a year: a call that fails, a port that goes down, a
-//! black hole, a device that is pulled out.
+//! It lets the higher layers run without a device (under Miri, in a unit test, on a laptop). It
+//! also exposes them to rare events: a call that fails, a port that goes down, a black hole, a
+//! device that is removed.
 //!
 //! ```
 //! # use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 //! let world = World::new();
 //! world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
-//! let context = world.verbs().device("fake1").expect("it is there").open().expect("it opens");
+//! let context = world.verbs().device("fake1").expect("device").open().expect("open");
 //! world.fail_next("ibv_alloc_pd", 12); // ENOMEM
-//! context.allocate_protection_domain().expect_err("as asked");
+//! context.allocate_protection_domain().expect_err("injected failure");
 //! drop(context);
 //! assert_eq!(world.objects(), Objects::default());
 //! ```
 //!
-//! # What points where
+//! # Structure
 //!
 //! ```text
-//!  caller            what the C API shows           what is true
+//!  caller            C struct                       state
 //!  QueuePair ──────► Object<ibv_qp> ───┐
 //!  MemoryRegion ───► Object<ibv_mr> ───┤ id, world
 //!  CmId ───────────► Object<rdma_cm_id>┤
 //!  …                                   ▼
 //!  World ──────────────────────────► Inner ── Mutex<State> ── BTreeMap<id, …> per kind of object
 //!  Verbs ── tables ──► extern "C" fn ──┘ (each locks, takes an injected fault, or runs)
-//!                                     State owns the devices' C structs; nothing in it points to an Object
-//!                                     that is not in one of its maps
+//!                                     State owns the devices' C structs; nothing in it points
+//!                                     to an Object that is not in one of its maps
 //! ```
 //!
-//! # What it claims
+//! # What it models
 //!
-//! Reliable connections as the verbs specification has them and Soft-RoCE shows them: states,
-//! capacities that come back when completions are reaped, keys and bounds and permissions on both
-//! sides, flushing in order, receiver-not-ready, shared receive queues, memory windows of type 2B,
-//! events and their acknowledgement, `EBUSY` while children exist; RDMA CM with the events and the
-//! padding that librdmacm gives for identifiers without a queue pair.
+//! Reliable connections as in the verbs specification and in Soft-RoCE: states; queue capacities
+//! that become free when completions are polled; keys, bounds and permissions on both sides;
+//! flushing in order; receiver-not-ready; shared receive queues; memory windows of type 2B; events
+//! and their acknowledgement; `EBUSY` while children exist. RDMA CM has the events and the padding
+//! that librdmacm gives for identifiers without a queue pair.
 //!
-//! Everything happens at once, on the caller's thread, under one lock: no packet is in flight, no
-//! thread runs in the background, and the same calls give the same completions. So there is no time
-//! either: where a device would retry and then fail, the fake fails at once; where it would retry
-//! until the cause goes (`rnr_retry` 7, `timeout` 0, a peer that is not ready to receive yet), the
-//! request waits for that.
+//! Everything happens at once, on the caller's thread, under one lock. No packet is in flight, no
+//! thread runs in the background, and the same calls give the same completions. There is no time
+//! either. Where a device would retry and then fail, the fake fails at once. Where a device would
+//! retry until the cause disappears (`rnr_retry` 7, `timeout` 0, a peer that is not ready to
+//! receive yet), the request waits for that.
 //!
 //! It is stricter than devices where that finds bugs: local and remote keys differ and are never
-//! used twice, queues are exactly as deep as asked, send queue entries come back only with a reaped
-//! completion, and a queue pair is not destroyed before the windows that are bound to it.
+//! reused, queues are exactly as deep as requested, send queue entries become free only with a
+//! polled completion, and a queue pair cannot be destroyed before the windows that are bound to it.
 //!
 //! # What it does not model
 //!
@@ -85,30 +85,30 @@ use device::Subject;
 use object::Id;
 use state::State;
 
-/// Hosts that know nothing of other worlds. Clones share it; it lives as long as anything made from
-/// it.
+/// A set of hosts that are isolated from other worlds. Clones share it; it lives as long as
+/// anything created from it.
 #[derive(Clone)]
 pub struct World(Arc<Inner>);
 
 struct Inner {
     state: Mutex<State>,
-    /// Something changed: whoever waits looks again.
+    /// Notified after every change, to wake waiting calls.
     changed: Condvar,
 }
 
 thread_local! {
-    /// The world whose calls without an object this thread makes: see [`World::enter`].
+    /// The worlds for calls without an object on this thread, innermost last: see [`World::enter`].
     static CURRENT: RefCell<Vec<World>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The name in the table of calls.
-fn known(call: &str) -> &'static str {
+/// Returns the name as it stands in the table of calls.
+fn call_name(call: &str) -> &'static str {
     let known = table::CALLS.iter().find(|known| **known == call);
-    known.unwrap_or_else(|| panic!("no call to fail: {call}"))
+    known.unwrap_or_else(|| panic!("unknown C function: {call}"))
 }
 
 impl World {
-    /// An empty one.
+    /// Creates an empty world.
     #[must_use]
     pub fn new() -> Self {
         Self(Arc::new_cyclic(|me| Inner {
@@ -117,47 +117,47 @@ impl World {
         }))
     }
 
-    /// The entry for the code under test.
+    /// Returns the entry point for the code under test.
     #[must_use]
     pub fn verbs(&self) -> Verbs {
         Verbs::with_tables(&table::IBV, &table::CM, self.clone())
     }
 
-    /// Adds a device with one port, up, that reaches all others.
+    /// Adds a device with one port, which is up and reaches all other devices.
     ///
     /// # Panics
-    /// If the world has a device of that name.
+    /// If the world already has a device with that name.
     pub fn add_device(&self, spec: DeviceSpec) {
         self.with(|state| {
             assert!(
-                state.device_called(&spec.name).is_none(),
-                "a second device called {}",
+                state.device_named(&spec.name).is_none(),
+                "there already is a device called {}",
                 spec.name
             );
             state.add_device(spec);
         });
     }
 
-    /// Makes the next call of the C function `call` fail with `errno`. Several are taken in turn,
-    /// one per call. The operations of a context go by the names of their C wrappers
-    /// (`ibv_post_send`, `ibv_poll_cq`), and `ibv_reg_mr` means every registration.
+    /// Makes the next call of the C function `call` fail with `errno`. Several failures are used in
+    /// order, one per call. Operations of a context have the names of their C wrappers
+    /// (`ibv_post_send`, `ibv_poll_cq`), and `ibv_reg_mr` stands for every registration.
     ///
-    /// A destroy that fails leaves its object as it was.
+    /// A destroy that fails leaves its object unchanged.
     ///
     /// # Panics
     /// If there is no such function, or it cannot fail.
     pub fn fail_next(&self, call: &str, errno: i32) {
-        self.with(|state| state.inject(known(call), Errno::from_raw_os_error(errno)));
+        self.with(|state| state.inject(call_name(call), Errno::from_raw_os_error(errno)));
     }
 
-    /// Makes every call of the C function `call` wait until [`World::let_go`]: as `ibv_modify_qp`
-    /// does for a second while the kernel looks for the hardware address of a silent peer
-    /// (`ib_resolve_eth_dmac` in Linux).
+    /// Makes every call of the C function `call` wait until [`World::let_go`]. The real
+    /// `ibv_modify_qp` waits for a second while the kernel resolves the hardware address of a
+    /// silent peer (`ib_resolve_eth_dmac` in Linux).
     ///
     /// # Panics
     /// As [`World::fail_next`].
     pub fn hold(&self, call: &str) {
-        self.with(|state| state.held.insert(known(call)));
+        self.with(|state| state.held.insert(call_name(call)));
     }
 
     /// Ends [`World::hold`].
@@ -165,87 +165,88 @@ impl World {
     /// # Panics
     /// As [`World::fail_next`].
     pub fn let_go(&self, call: &str) {
-        self.with(|state| state.held.remove(known(call)));
+        self.with(|state| state.held.remove(call_name(call)));
     }
 
-    /// How many calls of a function that is held wait now.
+    /// Returns how many calls of a held function are waiting now.
     ///
     /// # Panics
     /// As [`World::fail_next`].
     #[must_use]
     pub fn waiting_in(&self, call: &str) -> usize {
-        self.lock().waiting.get(known(call)).copied().unwrap_or(0)
+        self.lock().waiting.get(call_name(call)).copied().unwrap_or(0)
     }
 
-    /// The C functions that a thread has called so far, on objects of this world, by name.
+    /// Returns the names of the C functions that a thread has called so far on objects of this
+    /// world.
     #[must_use]
     pub fn calls_of(&self, thread: ThreadId) -> Vec<&'static str> {
         self.with(|state| state.calls.get(&thread).into_iter().flatten().copied().collect())
     }
 
-    /// Forgets what was called so far.
+    /// Clears the record of calls.
     pub fn forget_calls(&self) {
         self.with(|state| state.calls.clear());
     }
 
-    /// Makes the kernel one before 5.12, which does not copy pinned pages for a child of fork
+    /// Simulates a kernel before 5.12, which does not copy pinned pages for a forked child
     /// (`get_copy_on_fork` and `ibv_is_fork_initialized` in rdma-core's `libibverbs/memory.c`).
     pub fn run_on_old_kernel(&self) {
         self.with(|state| state.forks = sys::ibv_fork_status::IBV_FORK_DISABLED);
     }
 
-    /// Whether memory of devices survives a fork.
+    /// Returns whether the memory of devices survives a fork.
     #[must_use]
     pub fn is_fork_safe(&self) -> bool {
         self.lock().forks != sys::ibv_fork_status::IBV_FORK_DISABLED
     }
 
-    /// Makes the next `ibv_post_send` fail with `errno` after it has queued all its requests, and
-    /// without naming one that it refused: as Soft-RoCE when its doorbell fails (`rxe_post_send`
+    /// Makes the next `ibv_post_send` fail with `errno` after it has queued all its requests,
+    /// without naming a refused one. Soft-RoCE does this when its doorbell fails (`rxe_post_send`
     /// and `post_send_db` in rdma-core's `providers/rxe/rxe.c`).
     pub fn fail_next_doorbell(&self, errno: i32) {
         self.with(|state| state.inject(engine::DOORBELL, Errno::from_raw_os_error(errno)));
     }
 
-    /// Takes a device's port down: its users get an async event, peers get no answer.
+    /// Takes a device's port down: its users get an async event, and its peers get no answer.
     ///
     /// # Panics
     /// If there is no such device.
     pub fn device_down(&self, name: &str) {
-        self.with_device(name, |state, device| state.set_up(device, false));
+        self.with_device(name, |state, device| state.set_port_up(device, false));
     }
 
-    /// Brings a device's port back.
+    /// Brings a device's port up again.
     ///
     /// # Panics
     /// If there is no such device.
     pub fn device_up(&self, name: &str) {
-        self.with_device(name, |state, device| state.set_up(device, true));
+        self.with_device(name, |state, device| state.set_port_up(device, true));
     }
 
-    /// Loses every packet between two devices (or of a device to itself) until [`World::heal`]:
-    /// requests fail with transport retry exceeded, handshakes hear nothing.
+    /// Loses every packet between two devices (or from a device to itself) until [`World::heal`]:
+    /// requests fail with transport retry exceeded, and handshakes get no answer.
     ///
     /// # Panics
     /// If there is no such device.
     pub fn black_hole(&self, one: &str, other: &str) {
         self.with_wire(one, other, |state, wire| {
-            state.holes.insert(wire);
+            state.black_holes.insert(wire);
         });
     }
 
-    /// Ends a [`World::black_hole`]: what still waits goes on.
+    /// Ends a [`World::black_hole`]: waiting requests continue.
     ///
     /// # Panics
     /// If there is no such device.
     pub fn heal(&self, one: &str, other: &str) {
         self.with_wire(one, other, |state, wire| {
-            state.holes.remove(&wire);
+            state.black_holes.remove(&wire);
         });
     }
 
-    /// Pulls a device out: an async event and a CM event tell its users, its queue pairs fail, its
-    /// peers are disconnected, and only destroying works on it from now on.
+    /// Removes a device: its users get an async event and a CM event, its queue pairs fail, its
+    /// peers are disconnected, and from now on only destroy calls work on it.
     ///
     /// # Panics
     /// If there is no such device.
@@ -253,13 +254,14 @@ impl World {
         self.with_device(name, State::remove);
     }
 
-    /// Takes a device away from its users, as the kernel does with one that is removed or whose
-    /// firmware is reset if its driver allows that (mlx5, and most of the others;
-    /// `ib_uverbs_remove_one` and `ib_uverbs_free_hw_resources` in the kernel's
-    /// `drivers/infiniband/core/uverbs_main.c`): an async event tells them, the kernel destroys all
-    /// their objects, the event descriptors report an error, and every command fails with EIO,
-    /// those that destroy included. libibverbs passes that on unless RDMAV_ALLOW_DISASSOC_DESTROY
-    /// is set (`libibverbs/cmd_write.h`).
+    /// Takes a device away from its users, as the kernel does when a device is removed or its
+    /// firmware is reset.
+    ///
+    /// An async event tells the users, the kernel destroys all their objects, the event descriptors
+    /// report an error, and every command fails with EIO, including destroys. (libibverbs passes
+    /// that on unless RDMAV_ALLOW_DISASSOC_DESTROY is set: `libibverbs/cmd_write.h`.) The kernel
+    /// does this if the driver allows it, as mlx5 and most others do (`ib_uverbs_remove_one` and
+    /// `ib_uverbs_free_hw_resources` in its `drivers/infiniband/core/uverbs_main.c`).
     ///
     /// # Panics
     /// If there is no such device.
@@ -267,8 +269,8 @@ impl World {
         self.with_device(name, State::disassociate);
     }
 
-    /// Breaks a queue pair: it goes to ERROR with an async event, and is flushed. `false` if there
-    /// is none of this number.
+    /// Breaks a queue pair: it moves to ERROR with an async event and is flushed. Returns `false`
+    /// if no queue pair has this number.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn break_queue_pair(&self, qp_num: u32) -> bool {
         self.with(|state| {
@@ -281,7 +283,7 @@ impl World {
         })
     }
 
-    /// What is alive now.
+    /// Returns the numbers of live objects.
     #[must_use]
     pub fn objects(&self) -> Objects {
         self.lock().objects()
@@ -317,7 +319,7 @@ impl World {
     fn with_device(&self, name: &str, run: impl FnOnce(&mut State, Id)) {
         self.with(|state| {
             let device =
-                state.device_called(name).unwrap_or_else(|| panic!("no device called {name}"));
+                state.device_named(name).unwrap_or_else(|| panic!("no device called {name}"));
             run(state, device);
         });
     }
@@ -325,25 +327,25 @@ impl World {
     fn with_wire(&self, one: &str, other: &str, run: impl FnOnce(&mut State, (Id, Id))) {
         self.with_device(one, |state, one| {
             let other =
-                state.device_called(other).unwrap_or_else(|| panic!("no device called {other}"));
+                state.device_named(other).unwrap_or_else(|| panic!("no device called {other}"));
             run(state, (one.min(other), one.max(other)));
             state.settle();
         });
     }
 
-    /// Waits for a change; `true` when `patience` ended first.
+    /// Waits for a change; returns `true` if `timeout` passed first.
     fn wait<'a>(
         &self,
         state: MutexGuard<'a, State>,
-        patience: Option<Duration>,
+        timeout: Option<Duration>,
     ) -> (MutexGuard<'a, State>, bool) {
-        match patience {
+        match timeout {
             None => (self.0.changed.wait(state).unwrap_or_else(PoisonError::into_inner), false),
-            Some(patience) => {
+            Some(timeout) => {
                 let (state, waited) = self
                     .0
                     .changed
-                    .wait_timeout(state, patience)
+                    .wait_timeout(state, timeout)
                     .unwrap_or_else(PoisonError::into_inner);
                 (state, waited.timed_out())
             }
@@ -363,7 +365,7 @@ impl fmt::Debug for World {
     }
 }
 
-/// A device to be: its name, its addresses, and what it can do at most.
+/// The specification of a fake device: its name, addresses and limits.
 ///
 /// The GID table has a link-local address at index 0 and [`DeviceSpec::addresses`] from index 1,
 /// all of them RoCE v2.
@@ -389,34 +391,34 @@ pub struct DeviceSpec {
     pub max_srq_sge: u32,
     /// Reads that a queue pair may have outstanding, and those that it serves.
     pub max_reads: u32,
-    /// Destroying a queue pair removes its completions that nobody has polled, and returns their
-    /// receives to the shared receive queue. mlx5 does (`mlx5_destroy_qp` in rdma-core's
+    /// Whether destroying a queue pair removes its unpolled completions and returns their receives
+    /// to the shared receive queue. mlx5 does (`mlx5_destroy_qp` in rdma-core's
     /// `providers/mlx5/verbs.c` calls `__mlx5_cq_clean` in `cq.c`, which frees the entries of the
     /// shared queue), as do mlx4, hns and others; Soft-RoCE does not.
     pub cleans_completions: bool,
-    /// Reports IBV_EVENT_QP_LAST_WQE_REACHED when a queue pair with a shared receive queue fails.
-    /// Soft-RoCE before Linux 6.11 does not (`flush_recv_queue` in the kernel's
-    /// `drivers/infiniband/sw/rxe/rxe_resp.c`).
+    /// Whether the device reports IBV_EVENT_QP_LAST_WQE_REACHED when a queue pair with a shared
+    /// receive queue fails. Soft-RoCE before Linux 6.11 does not (`flush_recv_queue` in the
+    /// kernel's `drivers/infiniband/sw/rxe/rxe_resp.c`).
     pub reports_last_receive: bool,
-    /// Memory windows can be bound to a queue pair; without, there are none at all.
+    /// Whether memory windows can be bound to a queue pair; if not, the device has no windows.
     pub queue_pair_windows: bool,
-    /// The kernel says that there are windows of type 2, and the provider in user space makes none:
-    /// `ibv_alloc_mw` says EOPNOTSUPP. bnxt_re (`bnxt_re_query_device` in the kernel's
-    /// `drivers/infiniband/hw/bnxt_re/ib_verbs.c` sets IB_DEVICE_MEM_WINDOW_TYPE_2B and `max_mw`;
-    /// rdma-core's `providers/bnxt_re` has no `alloc_mw` in any version, so that
-    /// `libibverbs/dummy_ops.c` answers).
+    /// Whether the kernel reports windows of type 2, but the user-space provider has none:
+    /// `ibv_alloc_mw` returns EOPNOTSUPP. bnxt_re is like this. `bnxt_re_query_device` in the
+    /// kernel's `drivers/infiniband/hw/bnxt_re/ib_verbs.c` sets IB_DEVICE_MEM_WINDOW_TYPE_2B and
+    /// `max_mw`. rdma-core's `providers/bnxt_re` has no `alloc_mw` in any version, so that
+    /// `libibverbs/dummy_ops.c` answers.
     pub windows_only_in_kernel: bool,
-    /// There are windows, and `max_mw` is 0: `mlx4_ib_query_device` (the kernel's
+    /// Whether `max_mw` is 0 although there are windows: `mlx4_ib_query_device` (the kernel's
     /// `drivers/infiniband/hw/mlx4/main.c`) never sets it.
     pub hides_max_mw: bool,
-    /// A queue pair that asks for too much is refused without an error number: errno is what it was
-    /// before. bnxt_re (`bnxt_re_check_qp_limits` and `bnxt_re_create_qp` in rdma-core's
-    /// `providers/bnxt_re/verbs.c`).
+    /// Whether a queue pair that exceeds the limits is refused without an error number, so that
+    /// errno keeps its old value. bnxt_re does this (`bnxt_re_check_qp_limits` and
+    /// `bnxt_re_create_qp` in rdma-core's `providers/bnxt_re/verbs.c`).
     pub refuses_silently: bool,
 }
 
 impl DeviceSpec {
-    /// A device with one address and the limits of Soft-RoCE.
+    /// Creates a specification with one address and the limits of Soft-RoCE.
     #[must_use]
     pub fn new(name: &str, address: IpAddr) -> Self {
         Self {
@@ -446,7 +448,7 @@ impl DeviceSpec {
     }
 }
 
-/// How many of each are alive in a [`World`]: all zero when everything was released.
+/// The number of live objects of each kind in a [`World`]: all zero once everything is released.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[expect(missing_docs, reason = "the names say it")]
 #[non_exhaustive]
@@ -461,8 +463,8 @@ pub struct Objects {
     pub shared_receive_queues: usize,
     pub queue_pairs: usize,
     pub event_channels: usize,
-    /// Those of requests that nobody has fetched included.
+    /// Includes the identifiers of requests that nobody has fetched.
     pub cm_ids: usize,
-    /// Fetched and not acknowledged.
+    /// Fetched, but not acknowledged.
     pub unacked_events: usize,
 }

@@ -10,25 +10,25 @@ use crate::error::{Error, check};
 use crate::port::{LinkLayer, Port};
 use crate::sys;
 
-/// A 16-byte address: of InfiniBand, or an IP address for RoCE.
+/// A 16-byte address: an InfiniBand GID, or an IP address for RoCE.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Gid(pub [u8; 16]);
 
 impl Gid {
-    /// The IP address it stands for on RoCE (IPv4 is stored as `::ffff:a.b.c.d`).
+    /// Returns the IP address that it represents on RoCE (IPv4 is stored as `::ffff:a.b.c.d`).
     #[must_use]
     pub fn ip(self) -> IpAddr {
         let v6 = Ipv6Addr::from(self.0);
         v6.to_ipv4_mapped().map_or(IpAddr::V6(v6), IpAddr::V4)
     }
 
-    /// The IPv4 address, if it is one.
+    /// Returns the IPv4 address, if it is one.
     #[must_use]
     pub fn ipv4(self) -> Option<Ipv4Addr> {
         Ipv6Addr::from(self.0).to_ipv4_mapped()
     }
 
-    /// Whether it is only valid on one link (fe80::/10).
+    /// Returns whether the address is valid on one link only (fe80::/10).
     #[must_use]
     pub fn is_link_local(self) -> bool {
         self.0[0] == 0xfe && self.0[1] & 0xc0 == 0x80
@@ -53,13 +53,13 @@ impl fmt::Debug for Gid {
 }
 
 codes! {
-    /// How packets to this address look on the wire.
+    /// The packet format for an address.
     pub struct GidType, unknown: "unknown type" {
-        /// InfiniBand's own packets.
+        /// InfiniBand packets.
         INFINIBAND = 0, "InfiniBand";
-        /// An Ethernet type of its own, not routable.
+        /// Ethernet frames with their own EtherType; not routable.
         ROCE_V1 = 1, "RoCE v1";
-        /// UDP port 4791, routable.
+        /// UDP packets to port 4791; routable.
         ROCE_V2 = 2, "RoCE v2";
     }
 }
@@ -70,13 +70,13 @@ codes! {
 pub struct GidEntry {
     /// The port it belongs to.
     pub port: u8,
-    /// Its place in the table: what `rdma_gid_index` and `ib_send_lat -x` mean.
+    /// The index in the table, as in `rdma_gid_index` and `ib_send_lat -x`.
     pub index: u32,
     /// The address.
     pub gid: Gid,
-    /// How packets look.
+    /// The packet format.
     pub kind: GidType,
-    /// The network interface it comes from (RoCE).
+    /// The network interface that has this address (RoCE).
     pub netdev: Option<String>,
 }
 
@@ -88,7 +88,7 @@ impl GidEntry {
         }
     }
 
-    /// One call for all entries (rdma-core 33 and later).
+    /// Queries all entries with one call (rdma-core 33 and later).
     fn query_table(context: &Context, query: QueryGidTable) -> Result<Vec<Self>, Error> {
         let mut capacity = 0;
         for port in context.ports()? {
@@ -124,7 +124,8 @@ impl GidEntry {
         Ok(usable.filter(|entry| !entry.gid.is_unset()).collect())
     }
 
-    /// Entry by entry, with the type and interface from sysfs: for an older libibverbs.
+    /// Queries the entries one by one and reads type and interface from sysfs, for older versions
+    /// of libibverbs.
     fn query_each(context: &Context) -> Result<Vec<Self>, Error> {
         let mut found = Vec::new();
         for port in context.ports()? {
@@ -178,24 +179,26 @@ fn netdev(ifindex: u32) -> Option<String> {
     if ifindex == 0 || cfg!(miri) {
         return None;
     }
-    // A socket of any kind will do to ask the kernel for the name.
+    // Any socket will do to ask the kernel for the name.
     let socket =
         rustix::net::socket(rustix::net::AddressFamily::UNIX, rustix::net::SocketType::DGRAM, None)
             .ok()?;
     rustix::net::netdevice::index_to_name(socket, ifindex).ok()
 }
 
-/// The entry that connections should use, and why.
+/// The entry that connections should use, and the reason.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct GidChoice {
     /// The entry.
     pub entry: GidEntry,
-    /// One clause, for people.
+    /// The reason, as one clause for display.
     pub why: &'static str,
 }
 
-/// Chooses among the entries of `port`: RoCE v2 before v1 (only v2 is routed, and most switches are
-/// set up for it), IPv4 before global IPv6 before link-local, then the lowest index.
+/// Chooses the best entry of `port`.
+///
+/// RoCE v2 is preferred to v1, because only v2 is routed and most switches are set up for it. Then
+/// IPv4 is preferred to global IPv6, and that to link-local; then the lowest index.
 #[must_use]
 pub fn choose_gid(port: &Port, entries: &[GidEntry]) -> Option<GidChoice> {
     let rank = |entry: &GidEntry| {
@@ -242,7 +245,7 @@ mod tests {
     }
 
     #[test]
-    fn takes_the_lowest_index_and_only_this_port() {
+    fn prefers_the_lowest_index_of_the_given_port() {
         let mut entries = vec![
             entry(5, "::ffff:10.0.0.1", GidType::ROCE_V2),
             entry(4, "::ffff:10.0.0.2", GidType::ROCE_V2),
@@ -256,7 +259,7 @@ mod tests {
     }
 
     #[test]
-    fn unset_entries_are_recognised() {
+    fn recognises_unset_entries() {
         assert!(Gid([0; 16]).is_unset());
         assert!(!Gid(Ipv6Addr::LOCALHOST.octets()).is_unset());
         assert!(entry(0, "fe80::", GidType::ROCE_V2).gid.is_unset());

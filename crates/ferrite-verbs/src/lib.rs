@@ -1,28 +1,29 @@
 //! RDMA verbs and RDMA CM, loaded at run time.
 //!
-//! The bottom of Ferrite: every call into libibverbs and librdmacm is here, behind objects that
-//! keep their parents alive and can only be torn down in the right order. Nothing is linked: where
-//! rdma-core is absent, [`Verbs::system`] returns an [`Absence`] with its remedy, and the program
-//! goes on.
+//! The lowest layer of Ferrite: it makes every call into libibverbs and librdmacm, behind objects
+//! that keep their parents alive and can only be destroyed in the right order. Nothing is linked:
+//! where rdma-core is absent, [`Verbs::system`] returns an [`Absence`] with its remedy, and the
+//! program continues.
 //!
 //! | file | object |
 //! |---|---|
-//! | `table.rs` | the libraries, opened by dlopen: [`Verbs`] |
+//! | `table.rs` | [`Verbs`]: the libraries, opened with dlopen |
 //! | `device.rs` `context.rs` `port.rs` `gid.rs` | [`Device`], opened as [`Context`]; its [`Port`]s and [`GidEntry`]s |
 //! | `pd.rs` `mr.rs` `mw.rs` | [`ProtectionDomain`], [`MemoryRegion`], [`MemoryWindow`] |
 //! | `cq.rs` `wc.rs` | [`CompletionQueue`], [`CompletionChannel`], [`WorkCompletion`] |
 //! | `qp.rs` `srq.rs` `wr.rs` | [`QueuePair`], [`SharedReceiveQueue`], [`SendRequest`], [`RecvRequest`] |
 //! | `async_event.rs` | [`AsyncEvent`] |
 //! | `cm.rs` | [`EventChannel`], [`CmId`], [`CmEvent`] |
-//! | `error.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; numbers with names; [`leaked_objects`] |
+//! | `error.rs` `code.rs` `leak.rs` | [`Error`], [`Absence`]; named numbers; [`leaked_objects`] |
 //! | `fake.rs` | a software provider behind the same table (feature `fake`) |
 //!
-//! Safety in one paragraph: safe code cannot make the device touch freed memory. A [`MemoryRegion`]
-//! owns its bytes and never lends them; a queue that was given a piece of one keeps it registered
-//! until the queue is destroyed. Code that brings its own memory does so by `unsafe` calls with a
+//! Safety: safe code cannot make the device access freed memory. A [`MemoryRegion`] owns its bytes
+//! and never lends them. A queue that was given a part of a region keeps it registered until the
+//! queue is destroyed. Code that brings its own memory does so through `unsafe` calls with a
 //! written contract ([`ProtectionDomain::register`], [`Sge::from_raw`]). If the device refuses to
-//! release an object, the object and its memory are leaked and counted ([`leaked_objects`]). Codes
-//! that this version does not know are kept as numbers.
+//! release an object, the object and its memory are leaked and counted ([`leaked_objects`]).
+//!
+//! Codes that this version does not know are kept as numbers.
 //!
 //! ```no_run
 //! # use ferrite_verbs::{Access, QueuePairConfig, Verbs};

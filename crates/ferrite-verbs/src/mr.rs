@@ -1,9 +1,9 @@
-//! Registered memory: what the device may read and write.
+//! Registered memory, which the device may read and write.
 //!
-//! The device, and a peer that was given the key, may change this memory at any moment. So there is
-//! never a `&[u8]` into it: bytes are copied in and out. Layers above that can prove the device has
-//! finished (slots that own buffers until their completion) bring their own memory by
-//! [`ProtectionDomain::register`] and hold the proof there.
+//! The device, and any peer that has the key, may change this memory at any moment. So this module
+//! never gives out a `&[u8]` into it: bytes are copied in and out. Higher layers that can prove
+//! that the device has finished (slots that own buffers until their completion) register their own
+//! memory with [`ProtectionDomain::register`] and are responsible for that proof.
 
 use std::ops::Range;
 use std::ptr::NonNull;
@@ -17,14 +17,14 @@ use crate::pd::ProtectionDomain;
 use crate::sys;
 use crate::wr::{RemoteSlice, Sge};
 
-/// What may be done with a region. Reading it locally is always allowed.
+/// The access rights of a region. Local reads are always allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Access(u32);
 
 impl Access {
-    /// Only sends may be made from it.
+    /// The device may only read it: a source of sends and writes.
     pub const READ_ONLY: Self = Self(0);
-    /// The device may write it: receives, and the local end of reads.
+    /// The device may write it: a target of receives and of reads from a peer.
     pub const LOCAL: Self = Self(sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0);
     /// A peer that has the key may read it.
     pub const REMOTE_READ: Self =
@@ -32,23 +32,24 @@ impl Access {
     /// A peer that has the key may write it.
     pub const REMOTE_WRITE: Self =
         Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0);
-    /// Memory windows may be put on it ([`MemoryRegion::window`]), and the device may write it. By
-    /// itself it is out of peers' reach.
+    /// Memory windows may be bound to it ([`MemoryRegion::window`]), and the device may write it.
+    /// Without a window, peers cannot access it.
     pub const WINDOWS: Self = Self(Self::LOCAL.0 | sys::ibv_access_flags::IBV_ACCESS_MW_BIND.0);
-    /// The device may write out of order: faster on some hosts, ignored where it is not known. Poll
-    /// completions, never the memory itself.
+    /// The device may write out of order: faster on some hosts, ignored where it is not supported.
+    /// Poll completions, never the memory itself.
     pub const RELAXED_ORDERING: Self = Self(sys::ibv_access_flags::IBV_ACCESS_RELAXED_ORDERING.0);
 
     /// Flags that a device or a library may ignore (IBV_ACCESS_OPTIONAL_RANGE).
     const OPTIONAL: u32 = 0x3ff0_0000;
 
-    /// Without those that only a registration may carry: what a queue pair takes.
-    pub(crate) fn of_queue_pair(self) -> u32 {
+    /// Returns the flags for a queue pair: without the optional ones, which only a registration may
+    /// have.
+    pub(crate) fn queue_pair_flags(self) -> u32 {
         self.0 & !Self::OPTIONAL
     }
 
-    /// What a window gives a peer.
-    pub(crate) fn of_window(self) -> u32 {
+    /// Returns the rights that a window gives to a peer.
+    pub(crate) fn window_flags(self) -> u32 {
         use sys::ibv_access_flags as flag;
         self.0 & (flag::IBV_ACCESS_REMOTE_READ.0 | flag::IBV_ACCESS_REMOTE_WRITE.0)
     }
@@ -62,28 +63,28 @@ impl std::ops::BitOr for Access {
     }
 }
 
-/// A registered region and, if we allocated it, its memory.
+/// A registered region and, if this crate allocated it, its memory.
 ///
-/// Dropping it takes the device's permission away first and frees the memory after; queue pairs
-/// that were given a part of it keep it alive until they are destroyed.
+/// Dropping it first deregisters it from the device and then frees the memory. Queues that were
+/// given a part of it keep it alive until they are destroyed.
 #[derive(Debug)]
 pub struct MemoryRegion(Arc<Registration>);
 
-/// The registration itself: what queue pairs hold on to. It gives no access to the bytes, so that
+/// The registration itself, which queues keep alive. It gives no access to the bytes, so
 /// [`MemoryRegion`] stays their only owner.
 pub(crate) struct Registration {
     raw: NonNull<sys::ibv_mr>,
     memory: Memory,
     len: usize,
     domain: ProtectionDomain,
-    /// The device has let go: nothing is left to be done.
+    /// Whether the device has released the memory; `Drop` then has nothing to do.
     released: bool,
 }
 
 enum Memory {
-    /// Mapped by us, unmapped with the region.
+    /// Mapped by us, and unmapped with the region.
     Mapped(NonNull<u8>),
-    /// The caller's.
+    /// Owned by the caller.
     Borrowed(NonNull<u8>),
 }
 
@@ -96,28 +97,27 @@ unsafe impl Sync for Registration {}
 impl Drop for Registration {
     fn drop(&mut self) {
         if !self.released {
-            crate::leak::unless_released(self.release());
+            crate::leak::count_unless_released(self.release());
         }
     }
 }
 
 impl Registration {
-    /// Takes the device's permission away and frees the memory; returns the error number. If the
-    /// device did not let go it may still write: then the memory stays mapped, and the registration
-    /// is as it was.
+    /// Deregisters the memory and frees it; returns the error number. If the device refuses, it may
+    /// still write: the memory stays mapped, and the registration is unchanged.
     fn release(&mut self) -> i32 {
         let ibv = self.domain.context().verbs().ibv;
         // SAFETY: registered by us and not released yet: a success sets `released`, and both
         // callers have the only reference.
         let rc = unsafe { (ibv.ibv_dereg_mr)(self.raw.as_ptr()) };
-        let rc = crate::leak::outcome(rc, self.domain.context());
+        let rc = crate::leak::destroy_result(rc, self.domain.context());
         if rc != 0 {
             return rc;
         }
         self.released = true;
         if let Memory::Mapped(at) = self.memory {
             // SAFETY: mapped by `allocate` with this length; the device has lost its permission, no
-            // reference into it was ever given out, and no queue pair knows it any more.
+            // reference into it was ever given out, and no queue pair uses it any more.
             let _ = unsafe { munmap(at.as_ptr().cast(), self.len) };
         }
         rc
@@ -131,11 +131,11 @@ impl std::fmt::Debug for Registration {
 }
 
 impl ProtectionDomain {
-    /// Allocates `len` zeroed bytes, not shared with forked children, and registers them.
+    /// Allocates `len` zeroed bytes, which forked children do not inherit, and registers them.
     ///
     /// # Errors
-    /// [`ErrorKind::Memlock`] with the figures when the locked-memory limit refuses;
-    /// [`ErrorKind::OutOfMemory`] or [`ErrorKind::CgroupLimit`] otherwise.
+    /// [`ErrorKind::Memlock`], with the numbers, if the locked-memory limit is too low; otherwise
+    /// [`ErrorKind::OutOfMemory`] or [`ErrorKind::CgroupLimit`].
     pub fn allocate(&self, len: usize, access: Access) -> Result<MemoryRegion, Error> {
         if len == 0 {
             return Err(Error::new(ErrorKind::Misuse, "ibv_reg_mr", "0 bytes"));
@@ -151,19 +151,20 @@ impl ProtectionDomain {
         }
         .map_err(|errno| Error::os("mmap", errno, format!("{len} bytes")))?;
         // After a fork, copy-on-write would move the parent's pages away from under the device.
-        #[cfg(not(miri))] // which has neither forks nor this call
-        // SAFETY: the mapping is ours; a kernel that refuses costs only children of this process.
+        #[cfg(not(miri))] // Miri has neither forks nor this call
+        // SAFETY: the mapping is ours. If the kernel refuses, only processes that fork are
+        // affected.
         let _ = unsafe { rustix::mm::madvise(at, len, rustix::mm::Advice::LinuxDontFork) };
         let Some(memory) = NonNull::new(at.cast()) else {
             return Err(Error::new(ErrorKind::OutOfMemory, "mmap", format!("{len} bytes")));
         };
         self.register_memory(Memory::Mapped(memory), len, access).inspect_err(|_| {
-            // SAFETY: registration failed, so nobody knows the mapping.
+            // SAFETY: registration failed, so nothing else uses the mapping.
             let _ = unsafe { munmap(at, len) };
         })
     }
 
-    /// Registers memory of the caller's.
+    /// Registers memory that the caller owns.
     ///
     /// # Errors
     /// As [`ProtectionDomain::allocate`].
@@ -195,14 +196,16 @@ impl ProtectionDomain {
             let addr = at.as_ptr().expose_provenance();
             let memory = std::ptr::with_exposed_provenance_mut(addr);
             match ibv.ibv_reg_mr_iova2 {
-                // As the inline function in C: only this one knows that optional flags are
-                // optional.
+                // Like the inline function in C: only this call treats optional flags as optional.
                 Some(register) if access.0 & Access::OPTIONAL != 0 => {
                     register(self.raw(), memory, len, addr as u64, access.0)
                 }
-                _ => {
-                    (ibv.ibv_reg_mr)(self.raw(), memory, len, access.of_queue_pair().cast_signed())
-                }
+                _ => (ibv.ibv_reg_mr)(
+                    self.raw(),
+                    memory,
+                    len,
+                    access.queue_pair_flags().cast_signed(),
+                ),
             }
         };
         let raw = NonNull::new(raw).ok_or_else(|| {
@@ -240,45 +243,45 @@ impl MemoryRegion {
         &self.0
     }
 
-    /// Its length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         self.0.len
     }
 
-    /// The key for local use.
+    /// Returns the key for local use.
     #[must_use]
     pub fn lkey(&self) -> u32 {
         // SAFETY: the registration is alive; the field is constant.
         unsafe { (*self.0.raw.as_ptr()).lkey }
     }
 
-    /// The key a peer needs.
+    /// Returns the key that a peer needs.
     #[must_use]
     pub fn rkey(&self) -> u32 {
         // SAFETY: the registration is alive; the field is constant.
         unsafe { (*self.0.raw.as_ptr()).rkey }
     }
 
-    /// A part of it, as the local end of a work request.
+    /// Returns a part of the region as the local side of a work request.
     ///
     /// # Panics
     /// If the range is not within the region, or is larger than 4 GiB.
     #[must_use]
     pub fn sge(&self, range: Range<usize>) -> Sge<'_> {
-        let len =
-            u32::try_from(self.check(&range)).expect("a scatter/gather entry is at most 4 GiB");
+        let len = u32::try_from(self.checked_len(&range))
+            .expect("a scatter/gather entry is at most 4 GiB");
         let addr = self.0.at().as_ptr().addr() as u64 + range.start as u64;
         Sge::owned(sys::ibv_sge { addr, length: len, lkey: self.lkey() }, &self.0)
     }
 
-    /// A part of it, as what a peer may address: send these numbers to the peer.
+    /// Returns a part of the region as a peer addresses it: send these numbers to the peer.
     ///
     /// # Panics
     /// If the range is not within the region.
     #[must_use]
     pub fn remote(&self, range: Range<usize>) -> RemoteSlice {
-        let len = self.check(&range);
+        let len = self.checked_len(&range);
         RemoteSlice {
             addr: self.0.at().as_ptr().addr() as u64 + range.start as u64,
             len: len as u64,
@@ -286,12 +289,12 @@ impl MemoryRegion {
         }
     }
 
-    /// Copies bytes in.
+    /// Copies bytes into the region.
     ///
     /// # Panics
     /// If they do not fit at `offset`.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
-        self.check(&(offset..offset.saturating_add(bytes.len())));
+        self.checked_len(&(offset..offset.saturating_add(bytes.len())));
         // SAFETY: within the region, which is valid while the registration is; `&mut self` keeps
         // other threads out, and the device is not part of Rust's memory model.
         unsafe {
@@ -304,15 +307,15 @@ impl MemoryRegion {
         fence(Ordering::Release);
     }
 
-    /// Copies bytes out.
+    /// Copies bytes out of the region.
     ///
     /// # Panics
     /// If `offset..offset + out.len()` is not within the region.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
-        self.check(&(offset..offset.saturating_add(out.len())));
+        self.checked_len(&(offset..offset.saturating_add(out.len())));
         fence(Ordering::Acquire);
-        // SAFETY: within the region, which is valid while the registration is. A device that writes
-        // meanwhile gives torn bytes, which are bytes all the same.
+        // SAFETY: within the region, which is valid while the registration is. If the device writes
+        // at the same time, the bytes may be torn, but they are still valid bytes.
         unsafe {
             std::ptr::copy_nonoverlapping(
                 self.0.at().as_ptr().add(offset),
@@ -322,7 +325,7 @@ impl MemoryRegion {
         };
     }
 
-    /// `len` bytes from `offset`, as a vector.
+    /// Returns `len` bytes from `offset` as a vector.
     ///
     /// # Panics
     /// If they are not within the region.
@@ -333,33 +336,31 @@ impl MemoryRegion {
         out
     }
 
-    /// One byte, as the device last wrote it: for waiting on memory instead of a completion.
+    /// Returns one byte as the device last wrote it, for waiting on memory instead of a completion.
     ///
     /// # Panics
     /// If `offset` is not within the region.
     #[must_use]
     pub fn load(&self, offset: usize) -> u8 {
-        self.check(&(offset..offset.saturating_add(1)));
+        self.checked_len(&(offset..offset.saturating_add(1)));
         // SAFETY: within the region; an atomic byte may be read while another writes it.
         unsafe { AtomicU8::from_ptr(self.0.at().as_ptr().add(offset)) }.load(Ordering::Acquire)
     }
 
-    /// Releases it now, and says whether the device let go: from then on no peer can reach the
-    /// memory. Dropping does the same, but can only count a refusal.
+    /// Deregisters the region now and reports whether the device released it. After `Ok`, no peer
+    /// can access the memory. Dropping does the same, but can only count a failure.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] while a queue that was given a part of it, or a window on it, is
-    /// alive, or what `ibv_dereg_mr` says. The region comes back as it was: the device may still
-    /// access its memory.
+    /// [`ErrorKind::Misuse`] while a queue that was given a part of the region, or a window on it,
+    /// is alive; otherwise the error of `ibv_dereg_mr`. The region is returned unchanged: the
+    /// device may still access its memory.
     pub fn deregister(mut self) -> Result<(), (Self, Error)> {
         let context = |len| format!("{len} bytes");
         let Some(registration) = Arc::get_mut(&mut self.0) else {
             let error = Error::new(ErrorKind::Misuse, "ibv_dereg_mr", context(self.len()));
             return Err((
                 self,
-                error.because(
-                    "a queue was given a part of the region, or a window was put on it, and is still alive",
-                ),
+                error.because("a queue or a window that uses the region is still alive"),
             ));
         };
         match check("ibv_dereg_mr", registration.release(), || context(registration.len)) {
@@ -368,7 +369,7 @@ impl MemoryRegion {
         }
     }
 
-    fn check(&self, range: &Range<usize>) -> usize {
+    fn checked_len(&self, range: &Range<usize>) -> usize {
         assert!(
             range.start <= range.end && range.end <= self.0.len,
             "range {range:?} is not within a region of {} bytes",
@@ -385,7 +386,7 @@ mod tests {
     use crate::{QueuePairAttributes, QueuePairConfig, RecvRequest};
 
     #[test]
-    fn deregister_says_whether_the_device_let_go() {
+    fn deregister_reports_refusals_and_live_queues() {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
         let context =
@@ -394,13 +395,13 @@ mod tests {
         let mut region = domain.allocate(4096, Access::LOCAL).expect("region");
         region.write(0, b"mine");
 
-        // Refused: it comes back as it was, and can be tried again.
+        // The device refuses: the region is returned unchanged, and the call can be repeated.
         world.fail_next("ibv_dereg_mr", 5);
-        let (region, error) = region.deregister().expect_err("as asked");
+        let (region, error) = region.deregister().expect_err("injected failure");
         assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
         assert_eq!((region.to_vec(0, 4), world.objects().memory_regions), (b"mine".to_vec(), 1));
 
-        // A queue may still make the device touch it.
+        // A queue may still make the device access it.
         let cq = context.create_completion_queue(4, None, 0).expect("queue");
         let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
         qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
@@ -410,7 +411,7 @@ mod tests {
         assert!(error.to_string().contains("still alive"), "{error}");
 
         drop(qp);
-        region.deregister().expect("the device lets go");
+        region.deregister().expect("deregister");
         assert_eq!(world.objects().memory_regions, 0);
     }
 }

@@ -1,4 +1,4 @@
-//! Protection domain: the fence within which keys are valid.
+//! Protection domains: the scope in which memory keys are valid.
 
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -7,8 +7,10 @@ use crate::context::Context;
 use crate::error::Error;
 use crate::sys;
 
-/// Regions, queue pairs and shared receive queues of one domain work together; a key of another
-/// domain is refused by the device. Clones share it.
+/// A protection domain.
+///
+/// Regions, queue pairs and shared receive queues of one domain work together; the device refuses
+/// keys of other domains. Clones share the domain.
 #[derive(Clone)]
 pub struct ProtectionDomain(Arc<Inner>);
 
@@ -26,15 +28,15 @@ impl Drop for Inner {
     fn drop(&mut self) {
         // SAFETY: allocated by us and released once, after every child (each holds an `Arc` of us).
         let rc = unsafe { (self.context.verbs().ibv.ibv_dealloc_pd)(self.raw.as_ptr()) };
-        crate::leak::unless_released(crate::leak::outcome(rc, &self.context));
+        crate::leak::count_unless_released(crate::leak::destroy_result(rc, &self.context));
     }
 }
 
 impl Context {
-    /// Makes a protection domain.
+    /// Creates a protection domain.
     ///
     /// # Errors
-    /// When the device, the host or a cgroup has no room for another.
+    /// If the device, the host or a cgroup has no room for another.
     pub fn allocate_protection_domain(&self) -> Result<ProtectionDomain, Error> {
         // SAFETY: the context is open.
         let raw = unsafe { (self.verbs().ibv.ibv_alloc_pd)(self.raw()) };
@@ -49,7 +51,7 @@ impl ProtectionDomain {
         self.0.raw.as_ptr()
     }
 
-    /// The device it is on.
+    /// Returns the device that the domain belongs to.
     #[must_use]
     pub fn context(&self) -> &Context {
         &self.0.context

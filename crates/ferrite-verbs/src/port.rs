@@ -8,27 +8,28 @@ use crate::context::Context;
 use crate::error::{Error, check};
 use crate::sys;
 
-/// What a port reported.
+/// The attributes that a port reported.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Port {
-    /// From 1.
+    /// The port number, from 1.
     pub number: u8,
     /// Whether traffic can pass.
     pub state: PortState,
-    /// What the wire is.
+    /// InfiniBand or Ethernet.
     pub link_layer: LinkLayer,
     /// The largest packet payload in use.
     pub active_mtu: Mtu,
-    /// The largest the port could use.
+    /// The largest packet payload that the port supports.
     pub max_mtu: Mtu,
-    /// The largest message.
+    /// The largest message, in bytes.
     pub max_message_bytes: u32,
     /// Entries in the GID table, used or not.
     pub gid_table_len: u32,
     /// The local identifier (InfiniBand).
     pub lid: u16,
-    /// Lanes times the speed of one, in Mbit/s; `None` if the port reports a code we do not know.
+    /// Number of lanes times the speed of one, in Mbit/s; `None` if the port reports an unknown
+    /// code.
     pub mbit_per_s: Option<u32>,
 }
 
@@ -36,11 +37,11 @@ impl Port {
     pub(crate) fn query(context: &Context, number: u8) -> Result<Self, Error> {
         let mut attr = sys::ibv_port_attr::default();
         let raw = context.raw();
-        // ibv_query_port is an inline function in C: the extended context's own where it has one,
-        // else the exported symbol, which fills only the fields of the first ABI.
-        // SAFETY: the context is open; a context whose `abi_compat` is all ones is embedded in a
-        // `verbs_context` of `sz` bytes counted from the end, of which `query_port` is the first
-        // field: it may be read only if `sz` covers the whole struct as we know it.
+        // ibv_query_port is an inline function in C. It calls the function of the extended context
+        // if there is one, else the exported symbol, which fills only the fields of the first ABI.
+        // SAFETY: the context is open. A context whose `abi_compat` is all ones is embedded in a
+        // `verbs_context`, whose `sz` is its size counted from the end. `query_port` is its first
+        // field, so it may be read only if `sz` covers the whole struct as we know it.
         let rc = unsafe {
             let extended = raw
                 .cast::<u8>()
@@ -71,7 +72,7 @@ impl Port {
         })
     }
 
-    /// Whether traffic can pass.
+    /// Returns whether traffic can pass.
     #[must_use]
     pub fn is_active(&self) -> bool {
         self.state == PortState::ACTIVE
@@ -103,21 +104,21 @@ fn speed(width: u8, speed: u8) -> Option<u32> {
 codes! {
     /// The state of a port.
     pub struct PortState, unknown: "in unknown state" {
-        /// No link.
+        /// The port has no link.
         DOWN = 1, "down";
-        /// Link, but not configured by a subnet manager yet.
+        /// The link is up, but no subnet manager has configured it yet.
         INIT = 2, "initialising";
-        /// Configured, not yet in use.
+        /// The port is configured, but not yet in use.
         ARMED = 3, "armed";
-        /// In use.
+        /// The port is in use.
         ACTIVE = 4, "active";
     }
 }
 
 codes! {
-    /// What the wire is.
+    /// The link layer of a port.
     pub struct LinkLayer, unknown: "unknown link layer" {
-        /// An old driver that does not tell: InfiniBand.
+        /// Not reported, by an old driver; the link is InfiniBand.
         UNSPECIFIED = 0, "unspecified";
         /// InfiniBand.
         INFINIBAND = 1, "InfiniBand";
@@ -126,30 +127,30 @@ codes! {
     }
 }
 
-/// A packet size, in the encoding that queue pairs want.
+/// A packet payload size, in the encoding of queue pairs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Mtu(pub(crate) u32);
 
 impl Mtu {
-    /// 1024 bytes: what a RoCE port on a 1500-byte Ethernet uses.
+    /// 1024 bytes, as a RoCE port uses on Ethernet with an MTU of 1500 bytes.
     pub const B1024: Self = Self(3);
     /// 4096 bytes.
     pub const B4096: Self = Self(5);
 
-    /// By the number that verbs have for it, 1 to 5, which is also what peers tell each other.
-    /// Others count as the smallest.
+    /// Creates an MTU from its verbs code, 1 to 5, which peers also exchange. Any other code counts
+    /// as the smallest MTU.
     #[must_use]
     pub fn from_code(code: u8) -> Self {
         Self(if (1..=5).contains(&code) { code.into() } else { 1 })
     }
 
-    /// The number that verbs have for it.
+    /// Returns the verbs code.
     #[must_use]
     pub fn code(self) -> u8 {
         u8::try_from(self.0).unwrap_or(1)
     }
 
-    /// In bytes; 0 for a code that is not known.
+    /// Returns the size in bytes, or 0 for an unknown code.
     #[must_use]
     pub fn bytes(self) -> u32 {
         if (1..=5).contains(&self.0) { 128 << self.0 } else { 0 }
@@ -181,13 +182,13 @@ pub(crate) mod tests {
     }
 
     #[test]
-    fn unknown_codes_are_words_not_panics() {
+    fn unknown_codes_do_not_panic() {
         assert_eq!(Mtu(200).bytes(), 0);
         assert_eq!(speed(3, 3), None);
     }
 
     #[test]
-    fn speeds_and_sizes() {
+    fn decodes_speeds_and_sizes() {
         assert_eq!(speed(2, 32), Some(100_000));
         assert_eq!(Mtu::B1024.bytes(), 1024);
         assert_eq!(Mtu::B4096.bytes(), 4096);

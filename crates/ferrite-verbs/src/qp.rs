@@ -1,8 +1,8 @@
 //! Queue pairs: reliable connections.
 //!
-//! A queue pair is made here and brought up by [`QueuePairAttributes`], which come either from RDMA
-//! CM ([`crate::CmId::queue_pair_attributes`]) or from an address that the peers exchanged by other
-//! means ([`QueuePairAttributes::connect_to`]). One kind of queue pair, two ways to meet.
+//! A queue pair is created here and connected with [`QueuePairAttributes`]. These come either from
+//! RDMA CM ([`crate::CmId::queue_pair_attributes`]) or from an address that the peers exchanged by
+//! other means ([`QueuePairAttributes::connect_to`]).
 
 use std::fmt;
 use std::ptr::NonNull;
@@ -15,34 +15,34 @@ use crate::gid::Gid;
 use crate::mr::Access;
 use crate::pd::ProtectionDomain;
 use crate::port::Mtu;
-use crate::srq::{Held, SharedReceiveQueue};
+use crate::srq::{PostedRegistrations, SharedReceiveQueue};
 use crate::sys;
 use crate::wr::{PostError, RecvRequest, SendRequest, post_chained};
 
-/// What a queue pair needs to be made.
+/// The configuration of a new queue pair.
 #[derive(Debug, Clone)]
 pub struct QueuePairConfig {
-    /// Where completions of sends, writes and reads go.
+    /// The queue for completions of sends, writes and reads.
     pub send_cq: CompletionQueue,
-    /// Where completions of receives go; may be the same.
+    /// The queue for completions of receives; may be the same.
     pub recv_cq: CompletionQueue,
-    /// Take receives from here instead of a queue of its own.
+    /// The queue to take receives from, instead of a receive queue of its own.
     pub srq: Option<SharedReceiveQueue>,
     /// Entries of the send queue.
     pub max_send_wr: u32,
     /// Entries of the receive queue (unused with a shared one).
     pub max_recv_wr: u32,
-    /// Pieces per send.
+    /// Scatter/gather elements per send.
     pub max_send_sge: u32,
-    /// Pieces per receive (unused with a shared queue).
+    /// Scatter/gather elements per receive (unused with a shared queue).
     pub max_recv_sge: u32,
     /// Bytes that a send may carry inline.
     pub max_inline: u32,
 }
 
 impl QueuePairConfig {
-    /// Both directions complete on `cq`: 128 entries each way, one piece per request, no inline
-    /// data.
+    /// Creates a configuration in which both directions complete on `cq`, with 128 entries each
+    /// way, one scatter/gather element per request and no inline data.
     #[must_use]
     pub fn new(cq: &CompletionQueue) -> Self {
         Self {
@@ -60,20 +60,21 @@ impl QueuePairConfig {
 
 /// A reliable-connected queue pair.
 ///
-/// Destroyed when dropped; the device then touches none of the memory that was posted to it.
+/// It is destroyed when dropped; after that the device accesses none of the memory that was posted
+/// to it.
 pub struct QueuePair {
     raw: NonNull<sys::ibv_qp>,
-    /// By [`QueuePair::destroy`]; nothing but `Drop` comes after that.
+    /// Set by [`QueuePair::destroy`]; only `Drop` follows.
     destroyed: bool,
     capacity: Capacity,
-    // Dropped after `raw` was destroyed (in `Drop`): first the memory, then the parents.
-    held: Held,
+    // Dropped after `Drop` has destroyed `raw`: first the memory, then the parents.
+    held: PostedRegistrations,
     domain: ProtectionDomain,
     srq: Option<SharedReceiveQueue>,
     _queues: [CompletionQueue; 2],
 }
 
-/// What the device granted, at least what was asked.
+/// The capacities that the device granted, each at least as large as requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[expect(missing_docs, reason = "as in QueuePairConfig")]
 pub struct Capacity {
@@ -84,25 +85,25 @@ pub struct Capacity {
     pub max_inline: u32,
 }
 
-// SAFETY: providers lock both queues of a queue pair inside.
+// SAFETY: providers lock both queues of a queue pair internally.
 unsafe impl Send for QueuePair {}
 // SAFETY: as above.
 unsafe impl Sync for QueuePair {}
 
 impl Drop for QueuePair {
     fn drop(&mut self) {
-        if !self.destroyed && !crate::leak::unless_released(self.release()) {
+        if !self.destroyed && !crate::leak::count_unless_released(self.release()) {
             self.held.leak();
         }
     }
 }
 
 impl ProtectionDomain {
-    /// Makes a queue pair, in state RESET.
+    /// Creates a queue pair, in state RESET.
     ///
     /// # Errors
-    /// [`ErrorKind::DeviceLimit`] if the device cannot; lack of memory or a cgroup's limit
-    /// otherwise.
+    /// [`ErrorKind::DeviceLimit`] if a limit of the device is exceeded; otherwise lack of memory or
+    /// a cgroup's limit.
     pub fn create_queue_pair(&self, config: &QueuePairConfig) -> Result<QueuePair, Error> {
         let mut attr = sys::ibv_qp_init_attr {
             send_cq: config.send_cq.raw(),
@@ -119,8 +120,8 @@ impl ProtectionDomain {
             ..Default::default()
         };
         set_errno(0);
-        // SAFETY: domain, queues and `attr` are alive for the call; the queue pair keeps them after
-        // it.
+        // SAFETY: domain, queues and `attr` are alive during the call; the queue pair keeps domain
+        // and queues alive after it.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_qp)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| self.create_error(config))?;
         Ok(QueuePair {
@@ -133,7 +134,7 @@ impl ProtectionDomain {
                 max_recv_sge: attr.cap.max_recv_sge,
                 max_inline: attr.cap.max_inline_data,
             },
-            held: Held::default(),
+            held: PostedRegistrations::default(),
             domain: self.clone(),
             srq: config.srq.clone(),
             _queues: [config.send_cq.clone(), config.recv_cq.clone()],
@@ -161,10 +162,10 @@ impl ProtectionDomain {
         });
         match limit {
             Some(limit) => error.with_kind(ErrorKind::DeviceLimit).because(limit),
-            // Devices do not report their inline maximum: it is found by asking.
+            // Devices do not report their maximum of inline bytes, so this is only likely.
             None if error.kind() == ErrorKind::Misuse && config.max_inline > 0 => error
                 .with_kind(ErrorKind::DeviceLimit)
-                .because("perhaps more inline bytes than the device has"),
+                .because("the device may not support that many inline bytes"),
             None => {
                 let (sends, receives) = (config.max_send_wr.into(), u64::from(config.max_recv_wr));
                 error.or_memlock(
@@ -184,14 +185,14 @@ impl QueuePair {
         // SAFETY: created by us and destroyed once (`destroyed`); the parents are still alive:
         // fields drop later.
         let rc = unsafe { (self.domain.context().verbs().ibv.ibv_destroy_qp)(self.raw()) };
-        crate::leak::outcome(rc, self.domain.context())
+        crate::leak::destroy_result(rc, self.domain.context())
     }
 
-    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory
-    /// that was posted to it.
+    /// Destroys the queue pair and reports failure. After `Ok`, the device accesses none of the
+    /// memory that was posted to it.
     ///
     /// # Errors
-    /// What the device said if it refused; the queue pair is as it was.
+    /// The error that the device reported; the queue pair is returned unchanged.
     pub fn destroy(mut self) -> Result<(), (Self, Error)> {
         match check("ibv_destroy_qp", self.release(), || format!("queue pair {:#x}", self.number()))
         {
@@ -203,43 +204,44 @@ impl QueuePair {
         }
     }
 
-    /// Its number: what the peer needs, and what completions and logs name.
+    /// Returns the queue pair number, which the peer needs and which appears in completions and
+    /// logs.
     #[must_use]
     pub fn number(&self) -> u32 {
         // SAFETY: the queue pair is alive; the field is constant.
         unsafe { (*self.raw()).qp_num }
     }
 
-    /// What the device granted.
+    /// Returns the capacities that the device granted.
     #[must_use]
     pub fn capacity(&self) -> Capacity {
         self.capacity
     }
 
-    /// Whether its receives come from a shared queue.
+    /// Returns whether receives come from a shared queue.
     #[must_use]
     pub fn uses_srq(&self) -> bool {
         self.srq.is_some()
     }
 
-    /// The protection domain it is in.
+    /// Returns the protection domain of the queue pair.
     #[must_use]
     pub fn domain(&self) -> &ProtectionDomain {
         &self.domain
     }
 
-    /// Its state, as the device has it now.
+    /// Returns the state, as the device reports it now.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn state(&self) -> Result<State, Error> {
         Ok(State(self.query()?.qp_state.0))
     }
 
-    /// Retry and timeout settings in use, as the device has them.
+    /// Returns the retry and timeout settings in use, as the device reports them.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn path(&self) -> Result<Path, Error> {
         let attr = self.query()?;
         Ok(Path {
@@ -269,11 +271,11 @@ impl QueuePair {
         Ok(attr)
     }
 
-    /// Applies attributes: moves the queue pair to the next state.
+    /// Applies attributes: usually moves the queue pair to its next state.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] if its state does not allow it; [`ErrorKind::NoRoute`] or
-    /// [`ErrorKind::Timeout`] if the peer's hardware address is not found.
+    /// [`ErrorKind::Misuse`] if the state does not allow it; [`ErrorKind::NoRoute`] or
+    /// [`ErrorKind::Timeout`] if the peer's hardware address cannot be resolved.
     pub fn modify(&self, attributes: &QueuePairAttributes) -> Result<(), Error> {
         let mut attr = attributes.attr;
         let ibv = self.domain.context().verbs().ibv;
@@ -284,18 +286,19 @@ impl QueuePair {
         })
     }
 
-    /// Stops it: everything posted completes as flushed. The only way to cancel.
+    /// Stops the queue pair: everything posted completes as flushed. There is no other way to
+    /// cancel.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn stop(&self) -> Result<(), Error> {
         self.modify(&QueuePairAttributes::new(sys::ibv_qp_state::IBV_QPS_ERR))
     }
 
-    /// Posts to the send queue, in order.
+    /// Posts requests to the send queue, in order.
     ///
     /// # Errors
-    /// [`ErrorKind::QueueFull`] when there is no room; how many were posted before comes along.
+    /// [`ErrorKind::QueueFull`] if there is no room. The error tells how many requests were posted.
     pub fn post_send(&self, requests: &[SendRequest<'_>]) -> Result<(), PostError> {
         self.held.hold(requests);
         let raw = self.raw();
@@ -303,7 +306,7 @@ impl QueuePair {
         let post = unsafe { (*(*raw).context).ops.post_send };
         post_chained("ibv_post_send", requests, |head, refused| match post {
             // SAFETY: the chain is valid for the call, and the memory it names outlives its use:
-            // held above, or promised by whoever called `Sge::from_raw`.
+            // held above, or guaranteed by the caller of `Sge::from_raw`.
             Some(post) => unsafe { post(raw, head, refused) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         })
@@ -312,7 +315,7 @@ impl QueuePair {
     /// Posts receives, in order. With a shared receive queue, post there instead.
     ///
     /// # Errors
-    /// [`ErrorKind::QueueFull`] when there is no room; how many were posted before comes along.
+    /// [`ErrorKind::QueueFull`] if there is no room. The error tells how many requests were posted.
     pub fn post_recv(&self, requests: &[RecvRequest<'_>]) -> Result<(), PostError> {
         if self.srq.is_some() {
             let error = Error::new(
@@ -343,7 +346,7 @@ impl fmt::Debug for QueuePair {
 codes! {
     /// The state of a queue pair.
     pub struct State, unknown: "state" {
-        /// Fresh: nothing can be posted.
+        /// New: nothing can be posted.
         RESET = sys::ibv_qp_state::IBV_QPS_RESET.0, "RESET";
         /// Receives can be posted.
         INIT = sys::ibv_qp_state::IBV_QPS_INIT.0, "INIT";
@@ -356,44 +359,44 @@ codes! {
     }
 }
 
-/// How a queue pair talks to its peer.
+/// The packet size, timeouts and retries of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Path {
-    /// Packet payload.
+    /// The largest packet payload.
     pub mtu: Mtu,
-    /// Wait for an acknowledgement: 4.096 µs × 2^this; 0 is for ever.
+    /// How long to wait for an acknowledgement: 4.096 µs × 2^value; 0 waits for ever.
     pub ack_timeout: u8,
     /// Resends before [`crate::Status::RETRY_EXCEEDED`], 0 to 7; Soft-RoCE never gives up with 7.
     pub retries: u8,
-    /// Resends to a peer without receives, 0 to 6; 7 is for ever.
+    /// Resends to a peer that has no receive posted, 0 to 6; 7 resends for ever.
     pub rnr_retries: u8,
-    /// What a peer is told to wait when we have no receive posted (encoded: 0 is 655 ms, 1 is 10
+    /// How long the peer must wait when we have no receive posted (encoded: 0 is 655 ms, 1 is 10
     /// µs, 12 is 640 µs; table 45 of the InfiniBand specification).
     pub rnr_timer: u8,
 }
 
 impl Default for Path {
-    /// A dead peer is noticed after about half a second: 67 ms × 7 tries. (Soft-RoCE takes 7
-    /// resends for "for ever".)
+    /// Detects a dead peer after about half a second: 67 ms × 7 tries. (Soft-RoCE would treat 7
+    /// resends as "for ever".)
     fn default() -> Self {
         Self { mtu: Mtu::B1024, ack_timeout: 14, retries: 6, rnr_retries: 7, rnr_timer: 12 }
     }
 }
 
-/// Who the peer is, for a connection that is not made by RDMA CM.
+/// The address of a peer, for a connection that is not made by RDMA CM.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PeerAddress {
-    /// Its queue pair.
+    /// Its queue pair number.
     pub qp_num: u32,
-    /// The first packet number it sends.
+    /// The first packet sequence number that it sends.
     pub psn: u32,
-    /// Its address.
+    /// Its GID.
     pub gid: Gid,
     /// Its local identifier (InfiniBand; 0 on Ethernet).
     pub lid: u16,
 }
 
-/// A change of a queue pair: its next state and what belongs to it.
+/// A change of a queue pair: its next state and the attributes for it.
 #[derive(Clone, Copy)]
 pub struct QueuePairAttributes {
     pub(crate) attr: sys::ibv_qp_attr,
@@ -406,22 +409,24 @@ impl QueuePairAttributes {
         Self { attr, mask: sys::ibv_qp_attr_mask::IBV_QP_STATE.0.cast_signed() }
     }
 
-    fn also(mut self, masks: &[sys::ibv_qp_attr_mask]) -> Self {
+    fn with_mask(mut self, masks: &[sys::ibv_qp_attr_mask]) -> Self {
         self.mask = masks.iter().fold(self.mask, |mask, bit| mask | bit.0.cast_signed());
         self
     }
 
-    /// RESET → INIT on `port`; `access` is what the peer may do to our memory.
+    /// Returns the attributes for RESET → INIT on `port`; `access` says what the peer may do with
+    /// our memory.
     #[must_use]
     pub fn init(port: u8, access: Access) -> Self {
         use sys::ibv_qp_attr_mask as mask;
         let mut new = Self::new(sys::ibv_qp_state::IBV_QPS_INIT);
         new.attr.port_num = port;
-        new.attr.qp_access_flags = access.of_queue_pair();
-        new.also(&[mask::IBV_QP_PKEY_INDEX, mask::IBV_QP_PORT, mask::IBV_QP_ACCESS_FLAGS])
+        new.attr.qp_access_flags = access.queue_pair_flags();
+        new.with_mask(&[mask::IBV_QP_PKEY_INDEX, mask::IBV_QP_PORT, mask::IBV_QP_ACCESS_FLAGS])
     }
 
-    /// INIT → ready to receive from `peer`, reached from our GID at `gid_index` of `port`.
+    /// Returns the attributes for INIT → RTR, ready to receive from `peer`. Our side uses the GID
+    /// at `gid_index` of `port`.
     #[must_use]
     pub fn connect_to(
         peer: &PeerAddress,
@@ -443,7 +448,7 @@ impl QueuePairAttributes {
         new.attr.ah_attr.grh.dgid.raw = peer.gid.0;
         new.attr.ah_attr.grh.sgid_index = gid_index;
         new.attr.ah_attr.grh.hop_limit = 64;
-        new.also(&[
+        new.with_mask(&[
             mask::IBV_QP_AV,
             mask::IBV_QP_PATH_MTU,
             mask::IBV_QP_DEST_QPN,
@@ -453,7 +458,7 @@ impl QueuePairAttributes {
         ])
     }
 
-    /// Ready to receive → ready to send, starting with packet number `psn`.
+    /// Returns the attributes for RTR → RTS, ready to send, starting with packet number `psn`.
     #[must_use]
     pub fn ready_to_send(psn: u32, path: &Path, reads_out: u8) -> Self {
         use sys::ibv_qp_attr_mask as mask;
@@ -463,7 +468,7 @@ impl QueuePairAttributes {
         new.attr.retry_cnt = path.retries;
         new.attr.rnr_retry = path.rnr_retries;
         new.attr.max_rd_atomic = reads_out;
-        new.also(&[
+        new.with_mask(&[
             mask::IBV_QP_SQ_PSN,
             mask::IBV_QP_TIMEOUT,
             mask::IBV_QP_RETRY_CNT,
@@ -472,43 +477,45 @@ impl QueuePairAttributes {
         ])
     }
 
-    /// Sets the wait that peers without a receive are told (see [`Path::rnr_timer`]): RDMA CM
-    /// leaves it at 0, which is 655 ms.
+    /// Sets how long a peer must wait when we have no receive posted (see [`Path::rnr_timer`]).
+    /// RDMA CM leaves it at 0, which is 655 ms.
     #[must_use]
     pub fn rnr_timer(mut self, encoded: u8) -> Self {
         self.attr.min_rnr_timer = encoded;
-        self.also(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
+        self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
     }
 
-    /// Sets how often a request is repeated to a peer without a receive, 7 for ever (ready to
-    /// send).
+    /// Sets how often a request is resent to a peer that has no receive posted; 7 is for ever. For
+    /// the change to ready to send.
     #[must_use]
     pub fn rnr_retries(mut self, retries: u8) -> Self {
         self.attr.rnr_retry = retries;
-        self.also(&[sys::ibv_qp_attr_mask::IBV_QP_RNR_RETRY])
+        self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_RNR_RETRY])
     }
 
-    /// Sets what the peer may do to our memory.
+    /// Sets what the peer may do with our memory.
     #[must_use]
     pub fn access(mut self, access: Access) -> Self {
-        self.attr.qp_access_flags = access.of_queue_pair();
-        self.also(&[sys::ibv_qp_attr_mask::IBV_QP_ACCESS_FLAGS])
+        self.attr.qp_access_flags = access.queue_pair_flags();
+        self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_ACCESS_FLAGS])
     }
 
-    /// Changes what the peer of a queue pair that is ready to send may do to our memory.
+    /// Returns a change of what the peer may do with our memory, for a queue pair that is ready to
+    /// send.
     #[must_use]
     pub fn change_access(access: Access) -> Self {
         Self::new(sys::ibv_qp_state::IBV_QPS_RTS).access(access)
     }
 
-    /// Sets how many reads of the peer this side serves at a time (ready to receive).
+    /// Sets how many reads of the peer this side serves at a time. For the change to ready to
+    /// receive.
     #[must_use]
     pub fn reads_in(mut self, reads: u8) -> Self {
         self.attr.max_dest_rd_atomic = reads;
         self
     }
 
-    /// Sets how many reads this side may have outstanding (ready to send).
+    /// Sets how many reads this side may have outstanding. For the change to ready to send.
     #[must_use]
     pub fn reads_out(mut self, reads: u8) -> Self {
         self.attr.max_rd_atomic = reads;

@@ -1,4 +1,4 @@
-//! Shared receive queue: one stock of receives for many queue pairs.
+//! Shared receive queues: one set of posted receives for many queue pairs.
 
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -10,21 +10,22 @@ use crate::pd::ProtectionDomain;
 use crate::sys;
 use crate::wr::{PostError, RecvRequest, Request, Sge, post_chained};
 
-/// Receives that any of its queue pairs may take. Clones share it.
+/// A queue of receives that any of its queue pairs may consume. Clones share it.
 ///
-/// When a queue pair dies its unused receives stay here; nothing is flushed.
+/// When a queue pair fails, the receives that it has not consumed stay in the queue; nothing is
+/// flushed.
 #[derive(Clone)]
 pub struct SharedReceiveQueue(Arc<Inner>);
 
 struct Inner {
     raw: NonNull<sys::ibv_srq>,
-    /// By [`SharedReceiveQueue::destroy`]; nothing but `Drop` comes after that.
+    /// Set by [`SharedReceiveQueue::destroy`]; only `Drop` follows.
     destroyed: bool,
     domain: ProtectionDomain,
-    held: Held,
+    held: PostedRegistrations,
 }
 
-// SAFETY: providers lock a shared receive queue inside.
+// SAFETY: providers lock a shared receive queue internally.
 unsafe impl Send for Inner {}
 // SAFETY: as above.
 unsafe impl Sync for Inner {}
@@ -35,23 +36,24 @@ impl Inner {
         // SAFETY: created by us and destroyed once, after every queue pair on it (each holds an
         // `Arc`).
         let rc = unsafe { (ibv.ibv_destroy_srq)(self.raw.as_ptr()) };
-        crate::leak::outcome(rc, self.domain.context())
+        crate::leak::destroy_result(rc, self.domain.context())
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if !self.destroyed && !crate::leak::unless_released(self.release()) {
+        if !self.destroyed && !crate::leak::count_unless_released(self.release()) {
             self.held.leak();
         }
     }
 }
 
 impl ProtectionDomain {
-    /// Makes a shared receive queue for `max_wr` receives of up to `max_sge` pieces each.
+    /// Creates a shared receive queue for `max_wr` receives of up to `max_sge` scatter/gather
+    /// elements.
     ///
     /// # Errors
-    /// [`ErrorKind::DeviceLimit`] if the device cannot; lack of memory otherwise.
+    /// [`ErrorKind::DeviceLimit`] if a limit of the device is exceeded; otherwise lack of memory.
     pub fn create_shared_receive_queue(
         &self,
         max_wr: u32,
@@ -65,8 +67,10 @@ impl ProtectionDomain {
         // SAFETY: the domain is alive and `attr` is valid for the call.
         let raw = unsafe { (self.context().verbs().ibv.ibv_create_srq)(self.raw(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| {
-            let error =
-                Error::last("ibv_create_srq", format!("{max_wr} receives of {max_sge} pieces"));
+            let error = Error::last(
+                "ibv_create_srq",
+                format!("{max_wr} receives of {max_sge} scatter/gather elements"),
+            );
             let limit = self.context().limits().ok().and_then(|l| {
                 exceeded(&[("max_wr", max_wr, l.max_srq_wr), ("max_sge", max_sge, l.max_srq_sge)])
             });
@@ -79,7 +83,7 @@ impl ProtectionDomain {
             raw,
             destroyed: false,
             domain: self.clone(),
-            held: Held::default(),
+            held: PostedRegistrations::default(),
         })))
     }
 }
@@ -89,17 +93,18 @@ impl SharedReceiveQueue {
         self.0.raw.as_ptr()
     }
 
-    /// Destroys it, for callers that must know: after `Ok` the device touches none of the memory
+    /// Destroys the queue and reports failure. After `Ok`, the device accesses none of the memory
     /// that was posted to it.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] while a queue pair or another clone has it, or what the device said.
+    /// [`ErrorKind::Misuse`] while a queue pair or another clone uses the queue; otherwise the
+    /// error that the device reported.
     pub fn destroy(mut self) -> Result<(), (Self, Error)> {
         let Some(inner) = Arc::get_mut(&mut self.0) else {
             let error = Error::new(
                 ErrorKind::Misuse,
                 "ibv_destroy_srq",
-                "a queue pair still takes from it",
+                "a queue pair or another clone still uses it",
             );
             return Err((self, error));
         };
@@ -115,7 +120,7 @@ impl SharedReceiveQueue {
     /// Posts receives.
     ///
     /// # Errors
-    /// [`ErrorKind::QueueFull`] when there is no room; how many were posted before comes along.
+    /// [`ErrorKind::QueueFull`] if there is no room. The error tells how many requests were posted.
     pub fn post_recv(&self, requests: &[RecvRequest<'_>]) -> Result<(), PostError> {
         self.0.held.hold(requests);
         let (raw, post) = (self.raw(), {
@@ -124,16 +129,16 @@ impl SharedReceiveQueue {
         });
         post_chained("ibv_post_srq_recv", requests, |head, refused| match post {
             // SAFETY: the chain is valid for the call, and the memory it names outlives its use:
-            // held above, or promised by whoever called `Sge::from_raw`.
+            // held above, or guaranteed by the caller of `Sge::from_raw`.
             Some(post) => unsafe { post(raw, head, refused) },
             None => rustix::io::Errno::NOSYS.raw_os_error(),
         })
     }
 
-    /// Asks for one async event when fewer than `limit` receives are left.
+    /// Requests one async event for when fewer than `limit` receives are left.
     ///
     /// # Errors
-    /// When the device does not support it, or has gone.
+    /// If the device does not support it, or was removed.
     pub fn arm_limit(&self, limit: u32) -> Result<(), Error> {
         let mut attr = sys::ibv_srq_attr { srq_limit: limit, ..Default::default() };
         let mask = sys::ibv_srq_attr_mask::IBV_SRQ_LIMIT.0.cast_signed();
@@ -144,10 +149,10 @@ impl SharedReceiveQueue {
         check("ibv_modify_srq", rc, || format!("limit {limit}"))
     }
 
-    /// The limit that is armed; 0 after it fired.
+    /// Returns the limit that is armed; 0 after its event.
     ///
     /// # Errors
-    /// When the device has gone.
+    /// If the device was removed.
     pub fn armed_limit(&self) -> Result<u32, Error> {
         let mut attr = sys::ibv_srq_attr::default();
         // SAFETY: the queue is alive and `attr` is valid for the write.
@@ -165,13 +170,13 @@ impl std::fmt::Debug for SharedReceiveQueue {
     }
 }
 
-/// Registrations that a queue was given: alive until the device has let go of the queue.
+/// Registrations that were posted to a queue, kept alive until the device has released the queue.
 #[derive(Default)]
-pub(crate) struct Held(Mutex<Vec<Arc<Registration>>>);
+pub(crate) struct PostedRegistrations(Mutex<Vec<Arc<Registration>>>);
 
-impl Held {
-    /// Remembers every owner in `requests`. A queue sees few regions, so a scan beats a set; memory
-    /// that a caller vouches for costs nothing here.
+impl PostedRegistrations {
+    /// Keeps every registration in `requests` alive. A queue sees few regions, so a linear scan is
+    /// faster than a set. Memory from [`Sge::from_raw`] has no registration here and costs nothing.
     pub(crate) fn hold<R: Request>(&self, requests: &[R]) {
         let owners = requests.iter().flat_map(|request| request.local()).filter_map(Sge::owner);
         let mut held = None;
@@ -184,7 +189,7 @@ impl Held {
         }
     }
 
-    /// Keeps them for ever: the device would not let go.
+    /// Leaks the registrations, because the device did not release the queue.
     pub(crate) fn leak(&mut self) {
         let held = std::mem::take(self.0.get_mut().unwrap_or_else(PoisonError::into_inner));
         std::mem::forget(held);

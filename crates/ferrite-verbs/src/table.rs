@@ -1,8 +1,8 @@
-//! Finding the libraries: dlopen instead of a link-time dependency.
+//! Loads libibverbs and librdmacm with dlopen, instead of linking them.
 //!
-//! One binary serves every host. Where rdma-core is absent the program starts, and asking for RDMA
-//! returns an [`Absence`] that says what to install. The libraries are opened once and never
-//! closed: their threads and providers do not survive an unload.
+//! One binary serves every host. Where rdma-core is absent, the program still starts, and a request
+//! for RDMA returns an [`Absence`] that says what to install. The libraries are opened once and
+//! never closed, because their threads and providers do not survive an unload.
 
 use std::ffi::CStr;
 use std::sync::OnceLock;
@@ -15,7 +15,7 @@ use crate::sys::{CmFunctions, IbvFunctions};
 const LIBIBVERBS: &str = "libibverbs.so.1";
 const LIBRDMACM: &str = "librdmacm.so.1";
 
-/// Declares a struct of function pointers and how to fill it from a library.
+/// Declares a struct of function pointers and a function that fills it from a library.
 macro_rules! function_table {
     (
         pub(crate) struct $table:ident {
@@ -31,14 +31,15 @@ macro_rules! function_table {
         }
 
         impl $table {
-            /// Looks every function up; `Err` carries the name of a required one that is missing.
+            /// Looks up every function; `Err` carries the name of a required function that is
+            /// missing.
             ///
             /// # Safety
             /// `library` must be the library the headers describe, and must stay loaded for as
             /// long as the table is used.
             pub(crate) unsafe fn load(library: &libloading::os::unix::Library) -> Result<Self, &'static str> {
-                // SAFETY: the caller vouches for the library, so that each symbol has the type
-                // which the generated table gives it.
+                // SAFETY: the caller guarantees that this is the right library, so each symbol has
+                // the type that the generated table gives it.
                 unsafe {
                     Ok(Self {
                         $($required: *library
@@ -56,9 +57,9 @@ macro_rules! function_table {
 }
 pub(crate) use function_table;
 
-/// An RDMA stack: the entry to everything in this crate.
+/// An RDMA stack: the entry point of this crate.
 ///
-/// [`Verbs::system`] is the machine's own. Cloning is free.
+/// [`Verbs::system`] returns the stack of this host. Cloning is cheap.
 #[derive(Clone)]
 pub struct Verbs {
     pub(crate) ibv: &'static IbvFunctions,
@@ -71,14 +72,14 @@ impl Verbs {
     /// Loads libibverbs, and librdmacm where it is present, once per process.
     ///
     /// # Errors
-    /// [`Absence::NoLibrary`] or [`Absence::OldLibrary`] if libibverbs cannot serve. A missing
-    /// librdmacm is reported when it is needed, by [`Verbs::open_event_channel`].
+    /// [`Absence::NoLibrary`] or [`Absence::OldLibrary`] if libibverbs is missing or too old. A
+    /// missing librdmacm is reported only when it is needed, by [`Verbs::open_event_channel`].
     pub fn system() -> Result<Self, Absence> {
         static SYSTEM: OnceLock<Result<Verbs, Absence>> = OnceLock::new();
         SYSTEM.get_or_init(load_system).clone()
     }
 
-    /// The functions of RDMA CM.
+    /// Returns the functions of RDMA CM.
     pub(crate) fn cm(&self) -> Result<&'static CmFunctions, Absence> {
         self.cm.clone()
     }
@@ -92,9 +93,9 @@ impl Verbs {
         Self { ibv, cm: Ok(cm), world: Some(world) }
     }
 
-    /// Runs one of the calls that have no object to belong to (list devices, open the CM), which
-    /// the fake must tell from the calls of other fakes in this process.
-    pub(crate) fn rooted<T>(&self, call: impl FnOnce() -> T) -> T {
+    /// Runs a call that has no object to belong to (list devices, open the CM). With the fake
+    /// provider, this tells the call which of the fakes in this process it belongs to.
+    pub(crate) fn call_global<T>(&self, call: impl FnOnce() -> T) -> T {
         #[cfg(feature = "fake")]
         if let Some(world) = &self.world {
             return world.enter(call);
@@ -134,7 +135,7 @@ fn open(name: &'static str) -> Result<Library, Absence> {
         .map_err(|error| Absence::NoLibrary { library: name, detail: loader_text(&error) })
 }
 
-/// What the dynamic loader said, which libloading keeps one level down.
+/// Returns the dynamic loader's message, which libloading keeps as the source of its error.
 fn loader_text(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
@@ -143,7 +144,7 @@ fn leak(library: Library) -> &'static Library {
     Box::leak(Box::new(library))
 }
 
-/// A C string that the library owns, as text; empty where the pointer is null.
+/// Copies a C string that the library owns; a null pointer gives an empty string.
 ///
 /// # Safety
 /// `text` is null or points to a terminated string that lives through the call.
@@ -160,9 +161,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_missing_library_is_named_with_its_remedy() {
+    fn missing_library_is_reported_with_its_remedy() {
         let Err(absence) = open("libferrite-nowhere.so.1") else {
-            panic!("nobody has this library")
+            panic!("this library must not exist")
         };
         assert!(matches!(absence, Absence::NoLibrary { library: "libferrite-nowhere.so.1", .. }));
         assert!(absence.to_string().contains("libferrite-nowhere.so.1: cannot open"), "{absence}");
@@ -170,7 +171,7 @@ mod tests {
     }
 
     #[test]
-    fn a_library_without_a_required_symbol_is_refused_by_that_name() {
+    fn library_without_a_required_symbol_is_rejected() {
         let library = open("libc.so.6").expect("the C library");
         // SAFETY: no symbol is found, so none is called.
         let loaded = unsafe { IbvFunctions::load(&library) };

@@ -5,43 +5,43 @@ use std::fmt;
 use crate::code::codes;
 use crate::sys;
 
-/// One completion. Which fields mean something depends on the status and the operation.
+/// One completion. The status and the operation decide which fields are meaningful.
 #[derive(Clone, Copy, Default)]
 #[repr(transparent)]
 pub struct WorkCompletion(pub(crate) sys::ibv_wc);
 
 impl WorkCompletion {
-    /// The number that the request was posted with.
+    /// Returns the number that the request was posted with.
     #[must_use]
     pub fn wr_id(&self) -> u64 {
         self.0.wr_id
     }
 
-    /// How it ended.
+    /// Returns how the request ended.
     #[must_use]
     pub fn status(&self) -> Status {
         Status(self.0.status.0)
     }
 
-    /// The queue pair it belongs to.
+    /// Returns the number of the queue pair that it belongs to.
     #[must_use]
     pub fn qp_num(&self) -> u32 {
         self.0.qp_num
     }
 
-    /// What completed. Only meaningful on success.
+    /// Returns what completed. Only meaningful on success.
     #[must_use]
     pub fn opcode(&self) -> Opcode {
         Opcode(self.0.opcode.0)
     }
 
-    /// Bytes received or read. Only meaningful on success of a receive or a read.
+    /// Returns the bytes received or read. Only meaningful on success of a receive or a read.
     #[must_use]
     pub fn byte_len(&self) -> u32 {
         self.0.byte_len
     }
 
-    /// The 32 bits that came with the message, if it brought any.
+    /// Returns the immediate data of the message, if it has any.
     #[must_use]
     pub fn imm(&self) -> Option<u32> {
         let has = self.0.wc_flags & sys::ibv_wc_flags::IBV_WC_WITH_IMM.0 != 0;
@@ -49,7 +49,7 @@ impl WorkCompletion {
         has.then(|| u32::from_be(unsafe { self.0.__bindgen_anon_1.imm_data }))
     }
 
-    /// `Ok` on success, else the failure as a value.
+    /// Returns `Ok` on success, otherwise the failure as an error.
     ///
     /// # Errors
     /// [`CompletionError`], unless the status is [`Status::SUCCESS`].
@@ -100,27 +100,28 @@ codes! {
 }
 
 codes! {
-    /// How a request ended.
+    /// The outcome of a request.
     pub struct Status, unknown: "unknown status" {
-        /// Done.
+        /// The request succeeded.
         SUCCESS = sys::ibv_wc_status::IBV_WC_SUCCESS.0, "success";
-        /// The message is longer than the receive it met.
+        /// The message is longer than the posted receive.
         LOCAL_LENGTH = sys::ibv_wc_status::IBV_WC_LOC_LEN_ERR.0, "local length error";
-        /// The own port went down, or the request is malformed.
+        /// Our port went down, or the request is malformed.
         LOCAL_QP_OPERATION = sys::ibv_wc_status::IBV_WC_LOC_QP_OP_ERR.0, "local queue pair error";
-        /// Local memory that is not registered, or not for this.
+        /// The local memory is not registered, or not for this operation.
         LOCAL_PROTECTION = sys::ibv_wc_status::IBV_WC_LOC_PROT_ERR.0, "local protection error";
-        /// The queue pair failed before.
+        /// The queue pair had failed before.
         FLUSHED = sys::ibv_wc_status::IBV_WC_WR_FLUSH_ERR.0, "flushed";
-        /// A memory window that cannot be bound so.
+        /// The memory window cannot be bound in this way.
         BIND = sys::ibv_wc_status::IBV_WC_MW_BIND_ERR.0, "memory window bind error";
         /// The peer broke the protocol.
         BAD_RESPONSE = sys::ibv_wc_status::IBV_WC_BAD_RESP_ERR.0, "bad response";
-        /// A write of the peer met a protection fault here.
+        /// A write from the peer caused a protection fault here.
         LOCAL_ACCESS = sys::ibv_wc_status::IBV_WC_LOC_ACCESS_ERR.0, "local access error";
-        /// The peer's queue pair does not take it.
-        REMOTE_INVALID_REQUEST = sys::ibv_wc_status::IBV_WC_REM_INV_REQ_ERR.0, "remote invalid request";
-        /// The peer's memory does not allow it.
+        /// The peer's queue pair does not accept the request.
+        REMOTE_INVALID_REQUEST = sys::ibv_wc_status::IBV_WC_REM_INV_REQ_ERR.0,
+            "remote invalid request";
+        /// The peer's memory does not allow the access.
         REMOTE_ACCESS = sys::ibv_wc_status::IBV_WC_REM_ACCESS_ERR.0, "remote access error";
         /// The peer's device failed.
         REMOTE_OPERATION = sys::ibv_wc_status::IBV_WC_REM_OP_ERR.0, "remote operation error";
@@ -140,20 +141,23 @@ codes! {
 }
 
 impl Status {
-    /// What usually brings it about.
+    /// Returns the usual cause.
     #[must_use]
     pub fn likely_cause(self) -> &'static str {
         match self {
-            Self::SUCCESS => "nothing is wrong",
-            Self::LOCAL_LENGTH => "the message is longer than the receive it met",
-            Self::LOCAL_QP_OPERATION => "the own port went down, or the request is malformed",
-            Self::LOCAL_PROTECTION => "local memory that is not registered, or not for this",
-            Self::FLUSHED => "the queue pair failed before: look at its first error",
+            Self::SUCCESS => "no error",
+            Self::LOCAL_LENGTH => "the message is longer than the posted receive",
+            Self::LOCAL_QP_OPERATION => "our port went down, or the request is malformed",
+            Self::LOCAL_PROTECTION => {
+                "the local memory is not registered, or not for this operation"
+            }
+            Self::FLUSHED => "the queue pair had failed before: see its first error",
             Self::BIND => "the window is bound already, or its region does not allow it",
             Self::BAD_RESPONSE => "the peer broke the protocol",
-            Self::LOCAL_ACCESS => "a write of the peer met a protection fault here",
+            Self::LOCAL_ACCESS => "a write from the peer caused a protection fault here",
             Self::REMOTE_INVALID_REQUEST => {
-                "the message does not fit the peer's receive, or the peer does not allow the operation"
+                "the message does not fit the peer's receive, or the peer does not allow the \
+                 operation"
             }
             Self::REMOTE_ACCESS => "wrong key, outside the region, or no permission at the peer",
             Self::REMOTE_OPERATION => "the peer's device failed, or could not place the message",
@@ -182,7 +186,7 @@ pub struct CompletionError {
     pub wr_id: u64,
     /// The queue pair it belongs to.
     pub qp_num: u32,
-    /// The vendor's own code, for its support.
+    /// The vendor's own code, for its support staff.
     pub vendor_error: u32,
 }
 
@@ -201,7 +205,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failure_says_what_and_why() {
+    fn failure_names_status_and_cause() {
         let raw = sys::ibv_wc {
             status: sys::ibv_wc_status::IBV_WC_RETRY_EXC_ERR,
             qp_num: 0x11,

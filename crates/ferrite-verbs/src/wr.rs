@@ -1,4 +1,4 @@
-//! Work requests: what a queue pair is asked to do.
+//! Work requests: the operations that a queue pair executes.
 
 use std::mem::MaybeUninit;
 use std::sync::Arc;
@@ -12,7 +12,8 @@ use crate::sys;
 #[derive(Clone, Copy)]
 pub struct Sge<'a> {
     raw: sys::ibv_sge,
-    /// The registration that the queue must keep alive; `None` if the caller vouches for it.
+    /// The registration that the queue must keep alive; `None` if the caller guarantees its
+    /// lifetime.
     owner: Option<&'a Arc<Registration>>,
 }
 
@@ -32,13 +33,13 @@ impl<'a> Sge<'a> {
         Self { raw: sys::ibv_sge { addr, length: len, lkey }, owner: None }
     }
 
-    /// Length in bytes.
+    /// Returns the length in bytes.
     #[must_use]
     pub fn len(&self) -> u32 {
         self.raw.length
     }
 
-    /// Whether it has no bytes.
+    /// Returns whether it has no bytes.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.raw.length == 0
@@ -55,36 +56,36 @@ impl std::fmt::Debug for Sge<'_> {
     }
 }
 
-/// Memory of the peer: numbers it gave us, checked by its device and by nobody else.
+/// Memory of the peer, in numbers that the peer sent; only the peer's device checks them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RemoteSlice {
     /// Address in the peer's process.
     pub addr: u64,
-    /// Length in bytes: for our own bookkeeping, the wire does not carry it.
+    /// Length in bytes, for our own bookkeeping; it is not sent with a request.
     pub len: u64,
     /// The peer's key.
     pub rkey: u32,
 }
 
-/// What to do with the local memory.
+/// The operation of a send request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Operation {
-    /// Into the peer's next posted receive.
+    /// Sends into the peer's next posted receive.
     Send,
-    /// The same, with 32 bits of the sender's choice.
+    /// Like `Send`, with 32 bits of immediate data.
     SendImm(u32),
-    /// Into the peer's memory; the peer does not notice.
+    /// Writes to the peer's memory; the peer is not notified.
     Write(RemoteSlice),
-    /// Into the peer's memory, and one of its receives completes with these 32 bits.
+    /// Writes to the peer's memory, and completes one of its receives with these 32 bits.
     WriteImm(RemoteSlice, u32),
-    /// Out of the peer's memory into ours.
+    /// Reads from the peer's memory into ours.
     Read(RemoteSlice),
-    /// Ends the binding of the window that has this key, which must be this queue pair's.
+    /// Ends the binding of the window with this key, which must be bound to this queue pair.
     Invalidate(u32),
 }
 
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum What<'a> {
+pub(crate) enum RequestKind<'a> {
     Operation(Operation),
     Bind(&'a MemoryWindow),
 }
@@ -101,63 +102,63 @@ pub(crate) enum What<'a> {
 #[derive(Debug, Clone, Copy)]
 pub struct SendRequest<'a> {
     pub(crate) wr_id: u64,
-    pub(crate) what: What<'a>,
+    pub(crate) kind: RequestKind<'a>,
     pub(crate) local: &'a [Sge<'a>],
     pub(crate) flags: u32,
 }
 
 impl<'a> SendRequest<'a> {
-    /// `operation` on `local`; `wr_id` comes back in the completion.
+    /// Creates a request for `operation` on `local`; `wr_id` comes back in the completion.
     #[must_use]
     pub fn new(wr_id: u64, operation: Operation, local: &'a [Sge<'a>]) -> Self {
-        Self { wr_id, what: What::Operation(operation), local, flags: 0 }
+        Self { wr_id, kind: RequestKind::Operation(operation), local, flags: 0 }
     }
 
-    /// Binds `window` to the queue pair that this is posted to: from then on its peer has the
-    /// window's rights. What is posted later starts after that. A window that goes before this has
-    /// completed fails the request.
+    /// Creates a request that binds `window` to the queue pair it is posted to. Once executed, the
+    /// peer has the window's rights. Requests posted later start after that. If the window is
+    /// released before the request has completed, the request fails.
     #[must_use]
     pub fn bind(wr_id: u64, window: &'a MemoryWindow) -> Self {
-        Self { wr_id, what: What::Bind(window), local: &[], flags: 0 }
+        Self { wr_id, kind: RequestKind::Bind(window), local: &[], flags: 0 }
     }
 
-    /// [`Operation::Send`].
+    /// Creates a request for [`Operation::Send`].
     #[must_use]
     pub fn send(wr_id: u64, local: &'a [Sge<'a>]) -> Self {
         Self::new(wr_id, Operation::Send, local)
     }
 
-    /// [`Operation::Write`].
+    /// Creates a request for [`Operation::Write`].
     #[must_use]
     pub fn write(wr_id: u64, local: &'a [Sge<'a>], remote: RemoteSlice) -> Self {
         Self::new(wr_id, Operation::Write(remote), local)
     }
 
-    /// [`Operation::Read`].
+    /// Creates a request for [`Operation::Read`].
     #[must_use]
     pub fn read(wr_id: u64, local: &'a [Sge<'a>], remote: RemoteSlice) -> Self {
         Self::new(wr_id, Operation::Read(remote), local)
     }
 
-    /// Ask for a completion on success too; failures always complete.
+    /// Requests a completion on success too; failures always complete.
     #[must_use]
     pub fn signaled(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_SIGNALED)
     }
 
-    /// Copy the bytes into the queue at once: the memory is free when the post returns.
+    /// Copies the bytes into the queue at once: the memory is free again when the post returns.
     #[must_use]
     pub fn inline(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_INLINE)
     }
 
-    /// Wake a peer that waits for solicited completions only.
+    /// Wakes a peer that waits for solicited completions only.
     #[must_use]
     pub fn solicited(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_SOLICITED)
     }
 
-    /// Start only after earlier reads have finished.
+    /// Delays the start until earlier reads have finished.
     #[must_use]
     pub fn fenced(self) -> Self {
         self.with(sys::ibv_send_flags::IBV_SEND_FENCE)
@@ -189,9 +190,9 @@ impl Request for SendRequest<'_> {
             send_flags: self.flags,
             ..Default::default()
         };
-        let operation = match self.what {
-            What::Operation(operation) => operation,
-            What::Bind(window) => {
+        let operation = match self.kind {
+            RequestKind::Operation(operation) => operation,
+            RequestKind::Bind(window) => {
                 wr.opcode = op::IBV_WR_BIND_MW;
                 wr.__bindgen_anon_2.bind_mw = window.binding();
                 return wr;
@@ -221,7 +222,7 @@ impl Request for SendRequest<'_> {
     }
 }
 
-/// An entry for a receive queue: where the next message goes.
+/// An entry for a receive queue: the memory for the next message.
 #[derive(Debug, Clone, Copy)]
 pub struct RecvRequest<'a> {
     pub(crate) wr_id: u64,
@@ -229,8 +230,8 @@ pub struct RecvRequest<'a> {
 }
 
 impl<'a> RecvRequest<'a> {
-    /// Receives into `local`; `wr_id` comes back in the completion. An empty list takes messages
-    /// without payload: what a WRITE with immediate data needs.
+    /// Creates a receive into `local`; `wr_id` comes back in the completion. An empty list accepts
+    /// messages without payload, such as a WRITE with immediate data.
     #[must_use]
     pub fn new(wr_id: u64, local: &'a [Sge<'a>]) -> Self {
         Self { wr_id, local }
@@ -258,21 +259,21 @@ impl Request for RecvRequest<'_> {
     }
 }
 
-/// A post that stopped half-way: the first `posted` requests are in the queue, the rest are not.
+/// A post that stopped part-way: the first `posted` requests are in the queue, the rest are not.
 ///
-/// A provider that does not say which request it refused may have queued all of them: then all
-/// count as posted, the device may touch their memory, and the queue pair is of no use any more.
+/// If the provider does not say which request it refused, it may have queued all of them. Then all
+/// count as posted, the device may access their memory, and the queue pair is unusable.
 #[derive(Debug)]
 pub struct PostError {
-    /// How many were accepted.
+    /// How many requests were accepted.
     pub posted: usize,
-    /// Why the next was not.
+    /// Why the next one was refused.
     pub error: Error,
 }
 
 impl std::fmt::Display for PostError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} ({} posted before)", self.error, self.posted)
+        write!(f, "{} ({} requests posted before)", self.error, self.posted)
     }
 }
 
@@ -284,23 +285,23 @@ impl From<PostError> for Error {
     }
 }
 
-/// What both kinds of request have in common: how [`post_chained`] turns them into C.
+/// The common interface of both kinds of request, which [`post_chained`] converts to C structs.
 pub(crate) trait Request: Copy {
     type Raw;
     fn local(&self) -> &[Sge<'_>];
-    /// The C form, whose scatter/gather list has been copied to `sges`.
+    /// Returns the C struct, whose scatter/gather list has been copied to `sges`.
     fn to_raw(self, sges: *mut sys::ibv_sge) -> Self::Raw;
     fn link(raw: &mut Self::Raw, next: *mut Self::Raw);
 }
 
-/// Requests that go to the device in one call.
+/// Maximum number of requests that go to the device in one call.
 const CHAIN: usize = 8;
-/// Scatter/gather entries of one such call; no device takes more in one request.
+/// Maximum number of scatter/gather entries in such a call; no device takes more in one request.
 const CHAIN_SGES: usize = 32;
 
-/// Posts `requests` in chains that are built on the stack: nothing is allocated.
+/// Posts `requests` in chains that are built on the stack, without allocating.
 ///
-/// `post` is the provider's function: it gets the head of a chain and where to put the first
+/// `post` is the provider's function. It takes the head of a chain and a place for the first
 /// request that it refuses, and returns an error number.
 pub(crate) fn post_chained<R: Request>(
     call: &'static str,
@@ -311,7 +312,8 @@ pub(crate) fn post_chained<R: Request>(
     while posted < requests.len() {
         let mut wrs = [const { MaybeUninit::<R::Raw>::uninit() }; CHAIN];
         let mut sges = [const { MaybeUninit::<sys::ibv_sge>::uninit() }; CHAIN_SGES];
-        // One pointer to each for all that follows: a second borrow would end the first.
+        // One pointer to each array for all that follows: a second borrow would invalidate the
+        // first.
         let (head, pieces) =
             (wrs.as_mut_ptr().cast::<R::Raw>(), sges.as_mut_ptr().cast::<sys::ibv_sge>());
         let (mut len, mut sges_used) = (0, 0);
@@ -351,13 +353,13 @@ pub(crate) fn post_chained<R: Request>(
             let refused = offset.filter(|bytes| bytes % size_of::<R::Raw>() == 0);
             let refused = refused.map(|bytes| bytes / size_of::<R::Raw>()).filter(|at| *at < len);
             let error = post_error(call, rc);
-            // Soft-RoCE fails in this way with all of them in the queue: `rxe_post_send` in
+            // Soft-RoCE fails in this way with all requests in the queue: `rxe_post_send` in
             // rdma-core's providers/rxe/rxe.c, when its doorbell (`post_send_db`) fails.
             let error = match refused {
                 Some(_) => error,
-                None => {
-                    error.because("the provider does not say which it refused: all count as posted")
-                }
+                None => error.because(
+                    "the provider did not say which request it refused; all count as posted",
+                ),
             };
             return Err(PostError { posted: posted + refused.unwrap_or(len), error });
         }
@@ -370,10 +372,12 @@ pub(crate) fn post_chained<R: Request>(
 fn post_error(call: &'static str, rc: i32) -> Error {
     match check(call, rc, String::new) {
         Err(error) if error.kind() == ErrorKind::OutOfMemory => {
-            error.with_kind(ErrorKind::QueueFull).because("the queue is full: reap completions first")
+            let full = error.with_kind(ErrorKind::QueueFull);
+            full.because("the queue is full; reap completions first")
         }
         Err(error) if error.kind() == ErrorKind::Misuse => error.because(
-            "the queue pair's state does not allow it, or it asks for more entries or inline bytes than the queue pair has",
+            "the queue pair's state does not allow it, or the request has too many entries or \
+             inline bytes",
         ),
         Err(error) => error,
         Ok(()) => Error::new(ErrorKind::System, call, "failed without an error number"),

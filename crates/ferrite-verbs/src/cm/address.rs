@@ -1,4 +1,4 @@
-//! Socket addresses in and out of C.
+//! Conversion of socket addresses to and from C.
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV4, SocketAddrV6};
 
@@ -43,7 +43,7 @@ impl From<SocketAddr> for RawAddress {
     }
 }
 
-/// The address in `storage`; `None` for an empty one or another family.
+/// Returns the address in `storage`; `None` if it is empty or of another family.
 pub(crate) fn from_raw(storage: &sys::sockaddr_storage) -> Option<SocketAddr> {
     let at = std::ptr::from_ref(storage);
     // SAFETY: the storage is large enough and aligned for either form, and the family says which.
@@ -77,7 +77,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn both_families_survive_the_way_there_and_back() {
+    fn converts_both_families_to_c_and_back() {
         for text in ["10.0.0.1:7471", "[2001:db8::17]:1", "0.0.0.0:0"] {
             let addr: SocketAddr = text.parse().expect("an address");
             assert_eq!(from_raw(&RawAddress::from(addr).0), Some(addr));

@@ -1,8 +1,7 @@
-//! The handshake in one call, for callers that may block: resolve, connect, accept, with a
-//! deadline.
+//! Blocking handshakes with a deadline: resolve, connect, accept.
 //!
-//! One event channel per connection keeps it simple: every event that arrives is ours. Drivers with
-//! many connections use the events themselves.
+//! Each connection has its own event channel, so every event on it belongs to that connection.
+//! Callers with many connections use the events directly.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -13,33 +12,33 @@ use crate::mr::Access;
 use crate::qp::{QueuePair, State};
 use crate::table::Verbs;
 
-/// Finds the device and the path for `peer`, from `local` if given; make the queue pair on that
-/// device ([`CmId::device`]), then [`connect`].
+/// Resolves the device and the path for `peer`, from `local` if given. Then create the queue pair
+/// on that device ([`CmId::device`]) and call [`connect`].
 ///
 /// # Errors
-/// [`ErrorKind::NoRoute`], [`ErrorKind::Timeout`], or that RDMA is absent.
+/// [`ErrorKind::NoRoute`], [`ErrorKind::Timeout`], or an error that says why RDMA is unavailable.
 pub fn resolve(
     verbs: &Verbs,
     local: Option<SocketAddr>,
     peer: SocketAddr,
     timeout: Duration,
 ) -> Result<CmId, Error> {
-    // The kernel can miss the moment when a neighbour's address becomes known, and then looks again
-    // only when its time is over. So it is asked with a short time first, and again with a longer
-    // one.
+    // The kernel can miss the moment at which a neighbour's hardware address becomes known. It then
+    // checks again only when its own timeout ends. So the first attempt has a short timeout, and
+    // each further attempt a longer one.
     const FIRST_TRY: Duration = Duration::from_millis(250);
     let deadline = Instant::now() + timeout;
-    let mut patience = FIRST_TRY;
+    let mut attempt_timeout = FIRST_TRY;
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        let last = patience >= left;
-        match resolve_once(verbs, local, peer, patience.min(left)) {
+        let last = attempt_timeout >= left;
+        match resolve_once(verbs, local, peer, attempt_timeout.min(left)) {
             Err(error)
                 if !last && matches!(error.kind(), ErrorKind::NoRoute | ErrorKind::Timeout) =>
             {
-                patience *= 2;
+                attempt_timeout *= 2;
             }
-            settled => return settled,
+            result => return result,
         }
     }
 }
@@ -48,20 +47,22 @@ fn resolve_once(
     verbs: &Verbs,
     local: Option<SocketAddr>,
     peer: SocketAddr,
-    patience: Duration,
+    attempt_timeout: Duration,
 ) -> Result<CmId, Error> {
-    // The kernel says when its own time is over; a little more, so that we hear it.
-    let deadline = Instant::now() + patience + Duration::from_millis(100);
+    // The kernel reports when its own timeout has ended; wait a little longer to get that event.
+    let deadline = Instant::now() + attempt_timeout + Duration::from_millis(100);
     let id = verbs.open_event_channel()?.create_id()?;
-    id.resolve_address(local, peer, patience)?;
-    expect(id.channel(), CmEventKind::ADDRESS_RESOLVED, deadline, peer)?;
-    id.resolve_route(patience)?;
-    expect(id.channel(), CmEventKind::ROUTE_RESOLVED, deadline, peer)?;
+    id.resolve_address(local, peer, attempt_timeout)?;
+    wait_for(id.channel(), CmEventKind::ADDRESS_RESOLVED, deadline, peer)?;
+    id.resolve_route(attempt_timeout)?;
+    wait_for(id.channel(), CmEventKind::ROUTE_RESOLVED, deadline, peer)?;
     Ok(id)
 }
 
-/// Connects `qp` through a resolved identifier. `params.qp_num` and `params.srq` are taken from
-/// `qp`; `access` is what the peer may do to our memory. Returns the peer's private data.
+/// Connects `qp` through a resolved identifier and returns the peer's private data.
+///
+/// `params.qp_num` and `params.srq` are taken from `qp`; `access` says what the peer may do with
+/// our memory.
 ///
 /// # Errors
 /// [`ErrorKind::Rejected`] with the reason, [`ErrorKind::Unreachable`], [`ErrorKind::Timeout`].
@@ -74,12 +75,12 @@ pub fn connect(
 ) -> Result<Vec<u8>, Error> {
     let deadline = Instant::now() + timeout;
     let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
-    // Receives may be posted before this, if the queue pair was initialised by the caller.
+    // The caller may have initialised the queue pair before, to post receives.
     if qp.state()? == State::RESET {
         qp.modify(&id.queue_pair_attributes(State::INIT)?.access(access))?;
     }
     id.connect(&ConnectParams { qp_num: qp.number(), srq: qp.uses_srq(), ..params.clone() })?;
-    let event = expect(id.channel(), CmEventKind::CONNECT_RESPONSE, deadline, peer)?;
+    let event = wait_for(id.channel(), CmEventKind::CONNECT_RESPONSE, deadline, peer)?;
     bring_up(id, qp, access, params.reads_in, params.reads_out)?;
     id.establish()?;
     Ok(event.private_data)
@@ -113,16 +114,16 @@ pub fn accept(
     let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
     let deadline = Instant::now() + timeout;
     loop {
-        // The listener shares the channel: other peers' events are not ours to judge, and a request
-        // that arrives meanwhile is refused by being dropped.
-        let event = next(id.channel(), deadline, peer)?;
+        // The listener shares the channel. Events of other peers are ignored, and a connection
+        // request that arrives in the meantime is rejected by being dropped.
+        let event = next_event(id.channel(), deadline, peer)?;
         if event.id == id.key() {
-            return judge(event, CmEventKind::ESTABLISHED, peer).map(drop);
+            return check_kind(event, CmEventKind::ESTABLISHED, peer).map(drop);
         }
     }
 }
 
-/// INIT was done; RTR and RTS follow from what the CM agreed on.
+/// Moves a queue pair from INIT to RTR and RTS, with the attributes that the CM negotiated.
 fn bring_up(
     id: &CmId,
     qp: &QueuePair,
@@ -130,19 +131,19 @@ fn bring_up(
     reads_in: u8,
     reads_out: u8,
 ) -> Result<(), Error> {
-    // 640 µs: the CM's own choice stalls a peer that meets an empty receive queue for 655 ms.
+    // 640 µs. With the CM's default, a peer that finds no receive posted waits for 655 ms.
     const RNR_TIMER: u8 = 12;
     let ready_to_receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     qp.modify(&ready_to_receive.access(access).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
     qp.modify(&id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out))
 }
 
-/// A listening identifier on a channel of its own.
+/// A listening identifier with its own channel.
 #[derive(Debug)]
 pub struct Listener(CmId);
 
 impl Listener {
-    /// Listens on `local`; port 0 picks one.
+    /// Listens on `local`; port 0 chooses a free port.
     ///
     /// # Errors
     /// [`ErrorKind::AddressInUse`]; [`ErrorKind::NoRoute`] if no RDMA device has the address.
@@ -153,16 +154,16 @@ impl Listener {
         Ok(Self(id))
     }
 
-    /// The identifier.
+    /// Returns the identifier.
     #[must_use]
     pub fn id(&self) -> &CmId {
         &self.0
     }
 
-    /// The next peer that wants a connection; `None` when `timeout` passed.
+    /// Returns the next connection request; `None` if `timeout` passed.
     ///
     /// # Errors
-    /// When the connection manager or the device has gone.
+    /// If the connection manager is no longer available, or the device was removed.
     pub fn next_request(&self, timeout: Duration) -> Result<Option<ConnectionRequest>, Error> {
         let deadline = Instant::now() + timeout;
         loop {
@@ -185,7 +186,11 @@ impl Listener {
 const UNKNOWN_PEER: SocketAddr =
     SocketAddr::new(std::net::IpAddr::V4(std::net::Ipv4Addr::UNSPECIFIED), 0);
 
-fn next(channel: &EventChannel, deadline: Instant, peer: SocketAddr) -> Result<CmEvent, Error> {
+fn next_event(
+    channel: &EventChannel,
+    deadline: Instant,
+    peer: SocketAddr,
+) -> Result<CmEvent, Error> {
     channel.wait_event(deadline.saturating_duration_since(Instant::now()))?.ok_or_else(|| {
         Error::new(ErrorKind::Timeout, "rdma_get_cm_event", peer.to_string()).because(
             "the peer's connection manager did not answer in time: host down, or UDP 4791 filtered",
@@ -193,16 +198,16 @@ fn next(channel: &EventChannel, deadline: Instant, peer: SocketAddr) -> Result<C
     })
 }
 
-fn expect(
+fn wait_for(
     channel: &EventChannel,
     wanted: CmEventKind,
     deadline: Instant,
     peer: SocketAddr,
 ) -> Result<CmEvent, Error> {
-    judge(next(channel, deadline, peer)?, wanted, peer)
+    check_kind(next_event(channel, deadline, peer)?, wanted, peer)
 }
 
-fn judge(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEvent, Error> {
+fn check_kind(event: CmEvent, wanted: CmEventKind, peer: SocketAddr) -> Result<CmEvent, Error> {
     if event.kind == wanted { Ok(event) } else { Err(event.into_error(peer)) }
 }
 
@@ -218,11 +223,11 @@ mod tests {
             private_data: b"full".to_vec(),
             request: None,
         };
-        judge(event, CmEventKind::CONNECT_RESPONSE, UNKNOWN_PEER).expect_err("a rejection")
+        check_kind(event, CmEventKind::CONNECT_RESPONSE, UNKNOWN_PEER).expect_err("a rejection")
     }
 
     #[test]
-    fn a_rejection_is_one_with_a_reason_or_an_error_number() {
+    fn rejection_has_a_reason_or_an_error_number() {
         let error = rejected(28);
         assert_eq!(error.kind(), ErrorKind::Rejected);
         assert_eq!(

@@ -1,4 +1,4 @@
-//! The channel that events of identifiers arrive on.
+//! The channel that delivers the events of CM identifiers.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -16,34 +16,34 @@ use crate::error::{Absence, Error, last_errno};
 use crate::sys;
 use crate::table::{Verbs, text};
 
-/// Where events of identifiers arrive. Clones share it.
+/// A channel that delivers the events of identifiers. Clones share it.
 #[derive(Clone)]
 pub struct EventChannel(Arc<ChannelInner>);
 
 struct ChannelInner {
     raw: NonNull<sys::rdma_event_channel>,
     cm: &'static sys::CmFunctions,
-    /// Held while an event is fetched, until the identifier of a request has its key: nobody else
-    /// may fetch an event of that identifier before. No call on an identifier takes it, so that
-    /// fetching never waits for one.
+    /// Held while an event is fetched, until the identifier of a connection request has its key.
+    /// Until then, no other thread may fetch an event of that identifier. Calls on identifiers do
+    /// not take this lock, so fetching never waits for them.
     fetching: Mutex<()>,
-    /// What is known of each identifier. librdmacm writes it to the identifier's struct while it
-    /// fetches an event, without a lock; this is a copy that any thread may read. Never held across
-    /// a call.
-    known: Mutex<HashMap<CmKey, Known>>,
-    /// Set when an identifier heard that its device is being removed.
+    /// Addresses and device of each identifier. librdmacm writes them to the identifier's struct
+    /// while it fetches an event, without a lock; this is a copy that any thread may read. Never
+    /// held across a call to librdmacm.
+    id_infos: Mutex<HashMap<CmKey, IdInfo>>,
+    /// Set once an identifier got the event that its device is being removed.
     device_removed: AtomicBool,
 }
 
-/// What an identifier is bound to, as far as it is known.
+/// The addresses and the device of an identifier, as far as they are known.
 #[derive(Debug, Clone, Default)]
-pub(super) struct Known {
+pub(super) struct IdInfo {
     pub(super) local: Option<SocketAddr>,
     pub(super) peer: Option<SocketAddr>,
     pub(super) device: Option<(String, u8)>,
 }
 
-impl Known {
+impl IdInfo {
     /// Copies this side's address and device out of an identifier's struct.
     ///
     /// # Safety
@@ -62,7 +62,7 @@ impl Known {
     /// Copies the peer's address out of an identifier's struct.
     ///
     /// # Safety
-    /// As [`Known::copy_local`].
+    /// As [`IdInfo::copy_local`].
     pub(super) unsafe fn copy_peer(&mut self, raw: *const sys::rdma_cm_id) {
         // SAFETY: as above.
         self.peer = address::from_raw(unsafe { &(*raw).route.addr.__bindgen_anon_2.dst_storage });
@@ -90,7 +90,7 @@ impl Verbs {
     pub fn open_event_channel(&self) -> Result<EventChannel, Error> {
         let cm = self.cm()?;
         // SAFETY: no preconditions.
-        let raw = self.rooted(|| unsafe { (cm.rdma_create_event_channel)() });
+        let raw = self.call_global(|| unsafe { (cm.rdma_create_event_channel)() });
         let Some(raw) = NonNull::new(raw) else {
             return Err(match last_errno() {
                 errno @ (Errno::NODEV | Errno::NOENT | Errno::NOSYS) => {
@@ -103,7 +103,7 @@ impl Verbs {
             raw,
             cm,
             fetching: Mutex::new(()),
-            known: Mutex::default(),
+            id_infos: Mutex::default(),
             device_removed: AtomicBool::new(false),
         }));
         set_nonblocking(channel.as_fd(), "CM event channel")?;
@@ -112,15 +112,15 @@ impl Verbs {
 }
 
 impl EventChannel {
-    /// Makes an identifier: one end of a connection to be, or a listener.
+    /// Creates an identifier: one end of a future connection, or a listener.
     ///
     /// # Errors
-    /// When the kernel has no memory.
+    /// If the kernel has no memory.
     pub fn create_id(&self) -> Result<CmId, Error> {
         let key = CmKey::next();
         let mut raw = std::ptr::null_mut();
-        // SAFETY: the channel is alive, `raw` is valid for the write, and the context is a number
-        // that nobody follows.
+        // SAFETY: the channel is alive, `raw` is valid for the write, and the context is only a
+        // number that is never dereferenced.
         let rc = unsafe {
             (self.0.cm.rdma_create_id)(
                 self.0.raw.as_ptr(),
@@ -130,7 +130,7 @@ impl EventChannel {
             )
         };
         match NonNull::new(raw) {
-            Some(raw) if rc == 0 => Ok(CmId::new(raw, key, self.clone(), Known::default())),
+            Some(raw) if rc == 0 => Ok(CmId::new(raw, key, self.clone(), IdInfo::default())),
             _ => Err(Error::last("rdma_create_id", "")),
         }
     }
@@ -139,21 +139,22 @@ impl EventChannel {
         self.0.cm
     }
 
-    /// What is known of the identifiers.
-    pub(super) fn known(&self) -> MutexGuard<'_, HashMap<CmKey, Known>> {
-        self.0.known.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Returns the addresses and devices of all identifiers.
+    pub(super) fn id_infos(&self) -> MutexGuard<'_, HashMap<CmKey, IdInfo>> {
+        self.0.id_infos.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether an identifier of this channel heard that its device is being removed.
+    /// Returns whether an identifier of this channel got the event that its device is being
+    /// removed.
     pub(super) fn device_was_removed(&self) -> bool {
         self.0.device_removed.load(Ordering::Relaxed)
     }
 
-    /// The next event, without waiting: not for a call on an identifier of this channel, either,
-    /// which another thread makes.
+    /// Returns the next event, without waiting. It does not wait either while other threads make
+    /// calls on identifiers of this channel.
     ///
     /// # Errors
-    /// When the connection manager has gone.
+    /// If the connection manager is no longer available.
     pub fn next_event(&self) -> Result<Option<CmEvent>, Error> {
         let _fetching = self.0.fetching.lock().unwrap_or_else(PoisonError::into_inner);
         let mut raw = std::ptr::null_mut();
@@ -165,10 +166,11 @@ impl EventChannel {
                 errno => Err(Error::os("rdma_get_cm_event", errno, "")),
             };
         }
-        // SAFETY: fetched above and not acknowledged yet, and nobody else fetches.
+        // SAFETY: fetched above and not acknowledged yet, and no other thread fetches.
         let event = unsafe { CmEvent::take(raw, self) };
-        // Everything was copied, so it is acknowledged at once: destroying an identifier waits for
-        // that. SAFETY: acknowledged once, and not used after.
+        // Everything was copied, so the event is acknowledged at once: destroying an identifier
+        // waits for that.
+        // SAFETY: acknowledged once, and not used after.
         unsafe { (self.0.cm.rdma_ack_cm_event)(raw) };
         if event.kind == CmEventKind::DEVICE_REMOVAL {
             self.0.device_removed.store(true, Ordering::Relaxed);
@@ -176,17 +178,18 @@ impl EventChannel {
         Ok(Some(event))
     }
 
-    /// The next event, waiting up to `timeout`; `None` when it passed.
+    /// Returns the next event, waiting up to `timeout`; `None` if that passed.
     ///
     /// # Errors
-    /// When the connection manager has gone.
+    /// If the connection manager is no longer available.
     pub fn wait_event(&self, timeout: Duration) -> Result<Option<CmEvent>, Error> {
         let deadline = Instant::now() + timeout;
         loop {
             if let Some(event) = self.next_event()? {
                 return Ok(Some(event));
             }
-            // librdmacm swallows some events inside, so that readable does not mean one for us.
+            // librdmacm consumes some events internally, so a readable descriptor need not have one
+            // for us.
             if !wait_readable(self.as_fd(), deadline.saturating_duration_since(Instant::now()))? {
                 return Ok(None);
             }
@@ -195,7 +198,7 @@ impl EventChannel {
 }
 
 impl AsFd for EventChannel {
-    /// Readable when an event waits.
+    /// Returns the file descriptor that is readable while an event is pending.
     fn as_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: the fd belongs to the channel, which `self` keeps alive.
         unsafe { borrow_fd((*self.0.raw.as_ptr()).fd) }

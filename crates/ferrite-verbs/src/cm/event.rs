@@ -1,9 +1,9 @@
-//! Events of the connection manager, copied out and acknowledged.
+//! Events of the connection manager, copied and acknowledged.
 
 use std::net::SocketAddr;
 use std::ptr::NonNull;
 
-use super::channel::Known;
+use super::channel::IdInfo;
 use super::{CmId, CmKey, EventChannel};
 use crate::code::codes;
 use crate::error::{Error, ErrorKind, RejectReason, Rejection};
@@ -13,57 +13,57 @@ use crate::sys;
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CmEvent {
-    /// The identifier it is about; for a request, the listener.
+    /// The identifier that it is about; for a connection request, the listener.
     pub id: CmKey,
     /// What happened.
     pub kind: CmEventKind,
     /// 0, a negative error number, or for a rejection the code of its [`RejectReason`].
     pub status: i32,
-    /// What the peer sent along (with a request: see there). The CM pads it with zeros to the size
-    /// of its message.
+    /// The private data that the peer sent (for a connection request: see there). The CM pads it
+    /// with zeros to the size of its message.
     pub private_data: Vec<u8>,
-    /// The request, if this is one. Dropping it refuses the connection.
+    /// The connection request, if this is one. Dropping it rejects the connection.
     pub request: Option<ConnectionRequest>,
 }
 
-/// A peer that wants a connection.
+/// A peer's request for a connection.
 #[derive(Debug)]
 pub struct ConnectionRequest {
-    /// The new identifier: accept or reject by it.
+    /// The new identifier, for accepting or rejecting the request.
     pub id: CmId,
-    /// Reads we may have outstanding at the peer.
+    /// Reads that we may have outstanding at the peer.
     pub reads_out_max: u8,
-    /// Reads the peer wants to have outstanding here.
+    /// Reads that the peer wants to have outstanding here.
     pub reads_in_wanted: u8,
-    /// The peer's queue pair.
+    /// The peer's queue pair number.
     pub qp_num: u32,
-    /// What the peer sent along, padded with zeros.
+    /// The private data that the peer sent, padded with zeros.
     pub private_data: Vec<u8>,
 }
 
 impl CmEvent {
-    /// Why the peer refused, if it did.
+    /// Returns why the peer rejected the connection, if it did.
     #[must_use]
     pub fn reject_reason(&self) -> Option<RejectReason> {
         let reason = u32::try_from(self.status).ok().map(RejectReason);
         reason.filter(|_| self.kind == CmEventKind::REJECTED)
     }
 
-    /// Copies an event, and gives the identifier of a request a key of its own.
+    /// Copies an event, and gives the identifier of a connection request a key of its own.
     ///
     /// # Safety
-    /// `raw` was fetched from `channel` and is not acknowledged yet, and nobody else fetches.
+    /// `raw` was fetched from `channel` and is not acknowledged yet, and no other thread fetches.
     pub(super) unsafe fn take(raw: *mut sys::rdma_cm_event, channel: &EventChannel) -> Self {
         // SAFETY: the event and the identifiers it names live until it is acknowledged.
         let event = unsafe { &*raw };
         let kind = CmEventKind(event.event.0);
-        // SAFETY: every event we can get is one of a connection (we make no UD identifiers); where
-        // an event has no parameters they are zero.
+        // SAFETY: every event we can get belongs to a connection (we create no UD identifiers); in
+        // an event without parameters they are zero.
         let param = unsafe { &event.param.conn };
         let mut private_data = if param.private_data.is_null() {
             Vec::new()
         } else {
-            // SAFETY: librdmacm keeps as many bytes there as it says, until the acknowledgement.
+            // SAFETY: librdmacm keeps that many bytes there until the acknowledgement.
             unsafe {
                 std::slice::from_raw_parts(
                     param.private_data.cast::<u8>(),
@@ -77,16 +77,16 @@ impl CmEvent {
             .flatten()
             .map(|raw| {
                 let key = CmKey::next();
-                let mut known = Known::default();
-                // SAFETY: the identifier is new and nobody else knows it; from here on we own it.
+                let mut info = IdInfo::default();
+                // SAFETY: the identifier is new and nothing else uses it; from here on we own it.
                 unsafe {
                     (*raw.as_ptr()).context = key.as_context();
-                    known.copy_local(raw.as_ptr());
-                    known.copy_peer(raw.as_ptr());
+                    info.copy_local(raw.as_ptr());
+                    info.copy_peer(raw.as_ptr());
                 }
                 ConnectionRequest {
-                    id: CmId::new(raw, key, channel.clone(), known),
-                    // The kernel has turned the numbers round: they are from our side now.
+                    id: CmId::new(raw, key, channel.clone(), info),
+                    // The kernel has swapped the two numbers: they are from our point of view.
                     reads_out_max: param.initiator_depth,
                     reads_in_wanted: param.responder_resources,
                     qp_num: param.qp_num,
@@ -97,20 +97,20 @@ impl CmEvent {
         // SAFETY: as above.
         let id = CmKey(if subject.is_null() { 0 } else { unsafe { (*subject).context.addr() } });
         if kind == CmEventKind::ADDRESS_RESOLVED
-            && let Some(known) = channel.known().get_mut(&id)
+            && let Some(info) = channel.id_infos().get_mut(&id)
         {
-            // SAFETY: the identifier lives until the acknowledgement. librdmacm filled these fields
-            // in while it fetched, and the call that asked for it (which may not have returned)
-            // writes the peer's address alone.
-            unsafe { known.copy_local(event.id) };
+            // SAFETY: the identifier lives until the acknowledgement. librdmacm filled in these
+            // fields while it fetched the event. The call that requested the resolution may not
+            // have returned yet, but it writes only the peer's address.
+            unsafe { info.copy_local(event.id) };
         }
         Self { id, kind, status: event.status, private_data, request }
     }
 }
 
 impl CmEvent {
-    /// What the event means for whoever waited for the next step of a handshake with `peer`: a
-    /// failure, as an error.
+    /// Converts the event to an error, for a caller that waited for another step of a handshake
+    /// with `peer`.
     #[must_use]
     pub fn into_error(self, peer: SocketAddr) -> Error {
         let error = Error::new(ErrorKind::System, "rdma_get_cm_event", peer.to_string());
@@ -120,7 +120,7 @@ impl CmEvent {
         }
         let errno = || std::io::Error::from_raw_os_error(self.status.abs()).to_string();
         let (kind, why) = match self.kind {
-            // iWARP gives an error number instead of a reason.
+            // iWARP reports an error number instead of a reason.
             CmEventKind::REJECTED => (ErrorKind::Rejected, errno()),
             CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => (ErrorKind::NoRoute, errno()),
             CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
@@ -129,8 +129,10 @@ impl CmEvent {
             CmEventKind::DEVICE_REMOVAL => {
                 (ErrorKind::DeviceGone, "the device is being removed".to_owned())
             }
-            CmEventKind::DISCONNECTED => (ErrorKind::Disconnected, "the peer hung up".to_owned()),
-            _ => (ErrorKind::System, format!("status {}, which was not expected", self.status)),
+            CmEventKind::DISCONNECTED => {
+                (ErrorKind::Disconnected, "the peer disconnected".to_owned())
+            }
+            _ => (ErrorKind::System, format!("unexpected at this point (status {})", self.status)),
         };
         error.with_kind(kind).because(format!("the {}: {why}", self.kind))
     }
@@ -140,17 +142,23 @@ codes! {
     /// What happened.
     pub struct CmEventKind, unknown: "unknown event" {
         /// Next: [`CmId::resolve_route`].
-        ADDRESS_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_RESOLVED.0, "address is resolved";
+        ADDRESS_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_RESOLVED.0,
+            "address is resolved";
         /// The status is a negative error number.
-        ADDRESS_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_ERROR.0, "address cannot be resolved";
+        ADDRESS_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_ERROR.0,
+            "address cannot be resolved";
         /// Next: [`CmId::connect`].
-        ROUTE_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_RESOLVED.0, "route is resolved";
+        ROUTE_RESOLVED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_RESOLVED.0,
+            "route is resolved";
         /// The status is a negative error number.
-        ROUTE_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_ERROR.0, "route cannot be resolved";
+        ROUTE_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_ROUTE_ERROR.0,
+            "route cannot be resolved";
         /// See [`CmEvent::request`].
-        CONNECT_REQUEST = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_REQUEST.0, "peer wants a connection";
-        /// Bring the queue pair up, then [`CmId::establish`].
-        CONNECT_RESPONSE = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_RESPONSE.0, "peer accepted";
+        CONNECT_REQUEST = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_REQUEST.0,
+            "peer wants a connection";
+        /// Next: move the queue pair to ready to send, then call [`CmId::establish`].
+        CONNECT_RESPONSE = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_RESPONSE.0,
+            "peer accepted";
         /// The status is a negative error number.
         CONNECT_ERROR = sys::rdma_cm_event_type::RDMA_CM_EVENT_CONNECT_ERROR.0, "connection failed";
         /// The kernel gave up on the peer.
@@ -159,13 +167,16 @@ codes! {
         REJECTED = sys::rdma_cm_event_type::RDMA_CM_EVENT_REJECTED.0, "peer refused";
         /// Both sides are ready.
         ESTABLISHED = sys::rdma_cm_event_type::RDMA_CM_EVENT_ESTABLISHED.0, "connection is up";
-        /// Answer by [`CmId::disconnect`].
+        /// Confirm with [`CmId::disconnect`].
         DISCONNECTED = sys::rdma_cm_event_type::RDMA_CM_EVENT_DISCONNECTED.0, "connection ended";
-        /// Destroy everything on it.
-        DEVICE_REMOVAL = sys::rdma_cm_event_type::RDMA_CM_EVENT_DEVICE_REMOVAL.0, "device is being removed";
-        /// Connect anew, if it matters.
-        ADDRESS_CHANGE = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_CHANGE.0, "local address moved to another device";
+        /// Destroy everything on the device.
+        DEVICE_REMOVAL = sys::rdma_cm_event_type::RDMA_CM_EVENT_DEVICE_REMOVAL.0,
+            "device is being removed";
+        /// Connect again if the connection must use the new device.
+        ADDRESS_CHANGE = sys::rdma_cm_event_type::RDMA_CM_EVENT_ADDR_CHANGE.0,
+            "local address moved to another device";
         /// No packet of the old connection can arrive any more.
-        TIMEWAIT_EXIT = sys::rdma_cm_event_type::RDMA_CM_EVENT_TIMEWAIT_EXIT.0, "queue pair number is free again";
+        TIMEWAIT_EXIT = sys::rdma_cm_event_type::RDMA_CM_EVENT_TIMEWAIT_EXIT.0,
+            "queue pair number is free again";
     }
 }

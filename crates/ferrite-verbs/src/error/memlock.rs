@@ -1,49 +1,54 @@
 //! The locked-memory limit, explained with its numbers.
 //!
-//! `ibv_reg_mr` says ENOMEM whether the host is out of memory or the process may not pin more. The
-//! second is by far the most common failure of a first RDMA set-up, so it is told apart here. The
-//! same holds for queues, which providers keep in the process's memory and drivers pin
-//! (`mlx5_ib_create_cq`, `create_srq_user` and `_create_user_qp` in the kernel's
-//! `drivers/infiniband/hw/mlx5`), and the first of which is made before any memory is registered.
+//! `ibv_reg_mr` fails with ENOMEM both when the host is out of memory and when the process may not
+//! pin more. The second is by far the most common failure of a first RDMA set-up, so this module
+//! tells the two apart.
+//!
+//! The same holds for queues. Providers keep them in the process's memory, and drivers pin that
+//! memory (`mlx5_ib_create_cq`, `create_srq_user` and `_create_user_qp` in the kernel's
+//! `drivers/infiniband/hw/mlx5`). The first queue is created before any memory is registered, so it
+//! is the first to hit the limit.
 
 use std::fmt;
 
 use rustix::process::{Resource, getrlimit};
 
-/// About what an entry of a queue takes: of completions, and of receives in one piece.
+/// Approximate size of an entry in a completion queue, or in a receive queue with one
+/// scatter/gather element.
 pub(crate) const ENTRY_BYTES: u64 = 64;
-/// The same of sends, with what is inline.
+/// Approximate size of an entry in a send queue, including inline data.
 pub(crate) const SEND_ENTRY_BYTES: u64 = 256;
 
-/// What the process may lock, what it has locked, and what was asked on top.
+/// The locked-memory limit, the locked memory of the process, and what the failed call needed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Memlock {
-    /// RLIMIT_MEMLOCK in bytes.
+    /// RLIMIT_MEMLOCK, in bytes.
     pub limit_bytes: u64,
-    /// Locked and pinned by this process already.
+    /// Bytes that this process has already locked or pinned.
     pub in_use_bytes: u64,
-    /// What the failed call needed; for a queue, whose entries are the provider's, about.
+    /// Bytes that the failed call needed; an estimate for queues, whose entry size only the
+    /// provider knows.
     pub needed_bytes: u64,
 }
 
 impl Memlock {
-    /// The limit, if it is what refuses `needed_bytes` more; `None` if there is no limit for this
-    /// process, or room enough under it.
-    pub(crate) fn refuses(needed_bytes: u64) -> Option<Self> {
+    /// Returns the limit if it does not allow `needed_bytes` more. Returns `None` if no limit
+    /// applies to this process, or if enough is left.
+    pub(crate) fn exceeded_by(needed_bytes: u64) -> Option<Self> {
         if cfg!(miri) {
-            return None; // it has no limits
+            return None; // Miri has no resource limits
         }
         let limit_bytes = getrlimit(Resource::Memlock).current?;
         let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-        if may_ignore_limit(&status) {
+        if has_cap_ipc_lock(&status) {
             return None;
         }
-        let in_use_bytes = kib(&status, "VmLck:") + kib(&status, "VmPin:");
+        let in_use_bytes = status_bytes(&status, "VmLck:") + status_bytes(&status, "VmPin:");
         let memlock = Self { limit_bytes, in_use_bytes, needed_bytes };
         (in_use_bytes + needed_bytes > limit_bytes).then_some(memlock)
     }
 
-    /// How to raise it.
+    /// Returns how to raise the limit.
     #[must_use]
     pub fn remedy(&self) -> String {
         "raise it: LimitMEMLOCK=infinity in the systemd unit, `ulimit -l unlimited` in a shell, or \
@@ -75,14 +80,14 @@ impl fmt::Display for Size {
     }
 }
 
-fn kib(status: &str, field: &str) -> u64 {
+fn status_bytes(status: &str, field: &str) -> u64 {
     let line = status.lines().find_map(|line| line.strip_prefix(field));
     line.and_then(|line| line.trim().trim_end_matches("kB").trim().parse::<u64>().ok()).unwrap_or(0)
         << 10
 }
 
-/// CAP_IPC_LOCK (bit 14) lifts the limit.
-fn may_ignore_limit(status: &str) -> bool {
+/// Returns whether the process has CAP_IPC_LOCK (bit 14), which lifts the limit.
+fn has_cap_ipc_lock(status: &str) -> bool {
     let line = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
     line.and_then(|line| u64::from_str_radix(line.trim(), 16).ok())
         .is_some_and(|caps| caps >> 14 & 1 == 1)
@@ -96,20 +101,20 @@ mod tests {
         "Name:\tx\nVmLck:\t      64 kB\nVmPin:\t    1024 kB\nCapEff:\t0000000000000000\n";
 
     #[test]
-    fn reads_what_is_locked_and_pinned() {
-        assert_eq!(kib(STATUS, "VmLck:"), 64 << 10);
-        assert_eq!(kib(STATUS, "VmPin:"), 1 << 20);
-        assert_eq!(kib(STATUS, "VmNone:"), 0);
+    fn reads_locked_and_pinned_bytes() {
+        assert_eq!(status_bytes(STATUS, "VmLck:"), 64 << 10);
+        assert_eq!(status_bytes(STATUS, "VmPin:"), 1 << 20);
+        assert_eq!(status_bytes(STATUS, "VmNone:"), 0);
     }
 
     #[test]
-    fn the_capability_lifts_the_limit() {
-        assert!(!may_ignore_limit(STATUS));
-        assert!(may_ignore_limit("CapEff:\t000001ffffffffff\n"));
+    fn cap_ipc_lock_lifts_the_limit() {
+        assert!(!has_cap_ipc_lock(STATUS));
+        assert!(has_cap_ipc_lock("CapEff:\t000001ffffffffff\n"));
     }
 
     #[test]
-    fn says_numbers_and_remedy() {
+    fn message_contains_numbers_and_remedy() {
         let memlock = Memlock { limit_bytes: 8 << 20, in_use_bytes: 4096, needed_bytes: 64 << 20 };
         assert_eq!(
             memlock.to_string(),

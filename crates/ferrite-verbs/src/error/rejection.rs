@@ -1,24 +1,24 @@
-//! How a peer refused a connection.
+//! How a peer rejected a connection.
 
 use crate::code::codes;
 
-/// How a peer refused a connection.
+/// How a peer rejected a connection.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rejection {
-    /// Why, as far as the connection manager knows.
+    /// The reason that the connection manager reported.
     pub reason: RejectReason,
-    /// What its application had to say, padded with zeros.
+    /// Private data from the peer's application, padded with zeros.
     pub private_data: Vec<u8>,
 }
 
 codes! {
-    /// Why a connection was refused (InfiniBand specification, table 108).
+    /// Why a connection was rejected (InfiniBand specification, table 108).
     pub struct RejectReason, unknown: "reason" {
-        /// Wrong port, or the server is not up.
+        /// The port is wrong, or the server is not running.
         NO_LISTENER = 8, "nobody listens there (reason 8)";
-        /// A queue pair number was used again too soon.
+        /// A queue pair number was reused too soon.
         STALE_CONNECTION = 10, "the peer still knows an older connection (reason 10)";
-        /// Its private data says why.
+        /// The application rejected the connection; the private data says why.
         BY_APPLICATION = 28, "the application refused (reason 28)";
     }
 }

@@ -1,4 +1,4 @@
-//! The functions of librdmacm: from C to [`handshake`](super::handshake) and back.
+//! The functions of librdmacm: translation between C and [`handshake`](super::handshake).
 
 use std::ffi::{c_int, c_void};
 use std::net::SocketAddr;
@@ -9,20 +9,18 @@ use rustix::io::Errno;
 use super::World;
 use super::engine::{INIT, RTR, RTS};
 use super::handshake::{CmChannel, Identifier, Params, Phase};
-use super::object::{
-    self, ACK_PATIENCE, Events, Id, Object, enter, enter_until, minus_one, pointer,
-};
+use super::object::{self, ACK_WAIT, Events, Id, Object, enter, enter_until, minus_one, pointer};
 use super::state::State;
 use crate::cm::address::{RawAddress, from_raw};
 use crate::sys;
 use crate::sys::ibv_qp_attr_mask as Mask;
 
-/// What an unset backlog means.
+/// The maximum backlog, also used if none is given.
 const BACKLOG_MAX: usize = 1024;
-/// What the kernel computes for RoCE where no ack timeout is set: 2 s.
+/// The kernel's value for RoCE if no ack timeout is set: 2 s.
 const ACK_TIMEOUT: u8 = 19;
 
-/// An event that was fetched: freed when it is acknowledged.
+/// A fetched event; freed when it is acknowledged.
 #[repr(C)]
 struct FetchedEvent {
     raw: sys::rdma_cm_event,
@@ -39,7 +37,7 @@ impl State {
         context: *mut c_void,
     ) -> Result<Id, Errno> {
         let raw_channel = self.cm_channels.get(&channel).ok_or(Errno::INVAL)?.raw;
-        let id = self.name();
+        let id = self.new_id();
         let raw = sys::rdma_cm_id {
             channel: raw_channel.0,
             context,
@@ -47,7 +45,7 @@ impl State {
             qp_type: sys::ibv_qp_type::IBV_QPT_RC,
             ..Default::default()
         };
-        let raw = Object::give(raw, id, self.world()?);
+        let raw = Object::for_caller(raw, id, self.world()?);
         let identifier = Identifier {
             channel,
             phase: Phase::Idle,
@@ -62,7 +60,7 @@ impl State {
             ack_timeout: None,
             backlog: 0,
             sent: Params::default(),
-            heard: Params::default(),
+            received: Params::default(),
             unacked: 0,
             raw,
         };
@@ -70,12 +68,12 @@ impl State {
         Ok(id)
     }
 
-    /// Writes addresses and device where callers read them.
-    pub(super) fn show(&mut self, id: Id) {
+    /// Writes addresses and device to the C struct, where callers read them.
+    pub(super) fn publish_addresses(&mut self, id: Id) {
         let Some(found) = self.identifiers.get(&id) else { return };
         let device = found.device.and_then(|device| self.devices.get(&device));
         // SAFETY: the identifier is alive while it is in the map. Its owner reads these fields, but
-        // is in a call on it now, or does not know it yet.
+        // is inside a call on it now, or does not know it yet.
         unsafe {
             let raw = found.raw.0;
             if let Some(local) = found.local {
@@ -91,9 +89,9 @@ impl State {
         }
     }
 
-    /// Removes an identifier, and for a listener the requests that nobody fetched.
+    /// Removes an identifier and, for a listener, the requests that nobody has fetched.
     fn remove_identifier(&mut self, id: Id) {
-        self.say_goodbye(id);
+        self.notify_peer_of_destroy(id);
         let Some(gone) = self.identifiers.remove(&id) else { return };
         let unfetched = match self.cm_channels.get_mut(&gone.channel) {
             Some(channel) => {
@@ -120,7 +118,7 @@ impl State {
                 | Phase::RouteResolved
                 | Phase::Listening
                 | Phase::Connecting
-                | Phase::Over
+                | Phase::Closed
         );
         match attr.qp_state {
             INIT if !matches!(phase, Phase::Idle | Phase::Bound | Phase::Listening) => {
@@ -132,14 +130,14 @@ impl State {
             RTR if agreed => {
                 let remote = found.remote.ok_or(Errno::INVAL)?;
                 attr.path_mtu = sys::ibv_mtu::IBV_MTU_4096;
-                attr.dest_qp_num = found.heard.qp_num;
-                attr.rq_psn = found.heard.qp_num;
-                attr.max_dest_rd_atomic = found.heard.initiator_depth;
+                attr.dest_qp_num = found.received.qp_num;
+                attr.rq_psn = found.received.qp_num;
+                attr.max_dest_rd_atomic = found.received.initiator_depth;
                 attr.min_rnr_timer = 0;
                 attr.ah_attr = sys::ibv_ah_attr { is_global: 1, port_num: 1, ..Default::default() };
                 attr.ah_attr.grh.dgid.raw = super::device::gid_of(remote.ip());
                 attr.ah_attr.grh.sgid_index =
-                    device.index_of(super::device::gid_of(local.ip())).ok_or(Errno::INVAL)?;
+                    device.gid_index(super::device::gid_of(local.ip())).ok_or(Errno::INVAL)?;
                 attr.ah_attr.grh.hop_limit = 64;
                 attr.ah_attr.grh.traffic_class = found.tos;
                 Ok(Mask::IBV_QP_AV.0
@@ -150,14 +148,17 @@ impl State {
                     | Mask::IBV_QP_MIN_RNR_TIMER.0)
             }
             RTS if agreed => {
-                // The side that asked decides.
-                let asked =
-                    if found.is_passive { found.heard.retry_count } else { found.sent.retry_count };
+                // The side that requested the connection decides.
+                let asked = if found.is_passive {
+                    found.received.retry_count
+                } else {
+                    found.sent.retry_count
+                };
                 attr.sq_psn = found.sent.qp_num;
                 attr.timeout = found.ack_timeout.unwrap_or(ACK_TIMEOUT);
                 attr.retry_cnt = asked;
-                attr.rnr_retry = found.heard.rnr_retry_count;
-                attr.max_rd_atomic = found.heard.responder_resources;
+                attr.rnr_retry = found.received.rnr_retry_count;
+                attr.max_rd_atomic = found.received.responder_resources;
                 Ok(Mask::IBV_QP_TIMEOUT.0
                     | Mask::IBV_QP_RETRY_CNT.0
                     | Mask::IBV_QP_RNR_RETRY.0
@@ -191,6 +192,8 @@ fn storage(addr: SocketAddr) -> sys::sockaddr_storage {
     unsafe { RawAddress::from(addr).as_mut_ptr().cast::<sys::sockaddr_storage>().read() }
 }
 
+/// Reads a socket address.
+///
 /// # Safety
 /// `addr` is null or points to a whole `sockaddr_storage`, as this crate passes it.
 unsafe fn address(addr: *const sys::sockaddr) -> Option<SocketAddr> {
@@ -198,6 +201,8 @@ unsafe fn address(addr: *const sys::sockaddr) -> Option<SocketAddr> {
     (!addr.is_null()).then(|| from_raw(unsafe { &*addr.cast() }))?
 }
 
+/// Copies a C array.
+///
 /// # Safety
 /// `data` is null or points to `len` bytes.
 unsafe fn bytes(data: *const c_void, len: u8) -> Vec<u8> {
@@ -208,6 +213,8 @@ unsafe fn bytes(data: *const c_void, len: u8) -> Vec<u8> {
     unsafe { std::slice::from_raw_parts(data.cast::<u8>(), len.into()) }.to_vec()
 }
 
+/// Reads connection parameters and their private data.
+///
 /// # Safety
 /// `raw` is null or valid, and so is the private data that it names.
 unsafe fn params(raw: *const sys::rdma_conn_param) -> Result<(Params, Vec<u8>), Errno> {
@@ -233,8 +240,9 @@ pub(super) unsafe extern "C" fn create_event_channel() -> *mut sys::rdma_event_c
             return Err(errno);
         }
         let events = Events::new()?;
-        let id = state.name();
-        let raw = Object::give(sys::rdma_event_channel { fd: events.fd() }, id, world.clone());
+        let id = state.new_id();
+        let raw =
+            Object::for_caller(sys::rdma_event_channel { fd: events.fd() }, id, world.clone());
         state.cm_channels.insert(id, CmChannel { events, raw });
         Ok(raw.0)
     }))
@@ -272,7 +280,7 @@ pub(super) unsafe extern "C" fn create_id(
 pub(super) unsafe extern "C" fn destroy_id(id: *mut sys::rdma_cm_id) -> c_int {
     // SAFETY: the caller's identifier is alive until here, and not used after.
     minus_one(unsafe {
-        enter_until("rdma_destroy_id", id, Some(ACK_PATIENCE), |state, id| {
+        enter_until("rdma_destroy_id", id, Some(ACK_WAIT), |state, id| {
             match state.identifiers.get(&id) {
                 None => Poll::Ready(Err(Errno::INVAL)),
                 Some(found) if found.unacked > 0 => Poll::Pending,

@@ -1,4 +1,5 @@
-//! Completion queues and channels: completions in order, one event per arming, overrun.
+//! Completion queues and channels: completions in order, one event per notification request,
+//! overrun.
 
 use std::collections::VecDeque;
 use std::ffi::{c_int, c_uint, c_void};
@@ -8,15 +9,15 @@ use rustix::io::Errno;
 
 use super::device::Subject;
 use super::object::{
-    self, ACK_PATIENCE, Events, Id, Object, Ptr, code, enter, enter_until, extended, id_of,
-    minus_one, pointer,
+    self, ACK_WAIT, Events, Id, Object, Ptr, code, enter, enter_until, extended, id_of, minus_one,
+    pointer,
 };
 use super::state::State;
 use crate::sys;
 
 pub(super) struct Channel {
     pub(super) context: Id,
-    /// Queues that have something.
+    /// Queues that have an event.
     pub(super) events: Events<Id>,
     raw: Ptr<sys::ibv_comp_channel>,
 }
@@ -28,22 +29,22 @@ pub(super) struct Queue {
     depth: usize,
     armed: Armed,
     overrun: bool,
-    /// Events that were taken and not acknowledged, of both kinds.
+    /// Events of both kinds that were fetched and not acknowledged.
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::ibv_cq>,
 }
 
-/// A completion, and what becomes free when it is reaped.
+/// A completion, and the work queue entries that it frees when it is polled.
 pub(super) struct Entry {
     pub(super) wc: sys::ibv_wc,
-    pub(super) frees: Frees,
+    pub(super) freed: FreedEntries,
     pub(super) solicited: bool,
 }
 
-/// Entries of a work queue that a completion gives back.
+/// Work queue entries that a polled completion frees.
 #[derive(Clone, Copy)]
-pub(super) enum Frees {
-    /// This many of the send queue, in the epoch that began when the queue pair was last reset.
+pub(super) enum FreedEntries {
+    /// This many entries of the send queue, unless the queue pair was reset since this epoch.
     Sends {
         qp: Id,
         epoch: u32,
@@ -69,7 +70,7 @@ impl State {
         let Some(queue) = self.queues.get_mut(&queue_id) else { return };
         let context = queue.context;
         if queue.entries.len() >= queue.depth {
-            // Lost, and with it the room in its work queue.
+            // The completion is lost, and with it the entries that it would free.
             if !std::mem::replace(&mut queue.overrun, true) {
                 self.notify(
                     context,
@@ -95,31 +96,31 @@ impl State {
         }
     }
 
-    /// Removes the completions of a queue pair that is gone.
-    pub(super) fn clean(&mut self, queue: Id, qp_num: u32) {
+    /// Removes the completions of a destroyed queue pair.
+    pub(super) fn remove_completions(&mut self, queue: Id, qp_num: u32) {
         let Some(queue) = self.queues.get_mut(&queue) else { return };
         let (gone, kept): (VecDeque<_>, _) = std::mem::take(&mut queue.entries)
             .into_iter()
             .partition(|entry| entry.wc.qp_num == qp_num);
         queue.entries = kept;
         for entry in gone {
-            self.give_back(entry.frees);
+            self.free_entries(entry.freed);
         }
     }
 
-    fn give_back(&mut self, frees: Frees) {
-        match frees {
-            Frees::Sends { qp, epoch, count } => {
+    fn free_entries(&mut self, freed: FreedEntries) {
+        match freed {
+            FreedEntries::Sends { qp, epoch, count } => {
                 if let Some(qp) = self.queue_pairs.get_mut(&qp).filter(|qp| qp.epoch == epoch) {
                     qp.sends_used = qp.sends_used.saturating_sub(count);
                 }
             }
-            Frees::Receive { qp, epoch } => {
+            FreedEntries::Receive { qp, epoch } => {
                 if let Some(qp) = self.queue_pairs.get_mut(&qp).filter(|qp| qp.epoch == epoch) {
                     qp.receives_used = qp.receives_used.saturating_sub(1);
                 }
             }
-            Frees::Shared(srq) => {
+            FreedEntries::Shared(srq) => {
                 if let Some(srq) = self.srqs.get_mut(&srq) {
                     srq.used = srq.used.saturating_sub(1);
                 }
@@ -137,8 +138,8 @@ pub(super) unsafe extern "C" fn create_comp_channel(
             let raw_context = state.usable(context)?.raw.context();
             let events = Events::new()?;
             let raw = sys::ibv_comp_channel { context: raw_context, fd: events.fd(), refcnt: 0 };
-            let id = state.name();
-            let raw = Object::give(raw, id, state.world()?);
+            let id = state.new_id();
+            let raw = Object::for_caller(raw, id, state.world()?);
             state.channels.insert(id, Channel { context, events, raw });
             Ok(raw.0)
         })
@@ -187,8 +188,8 @@ pub(super) unsafe extern "C" fn create_cq(
                 cqe,
                 ..Default::default()
             };
-            let id = state.name();
-            let raw = Object::give(raw, id, state.world()?);
+            let id = state.new_id();
+            let raw = Object::for_caller(raw, id, state.world()?);
             let queue = Queue {
                 context,
                 channel: channel_id,
@@ -208,7 +209,7 @@ pub(super) unsafe extern "C" fn create_cq(
 pub(super) unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
     // SAFETY: the caller's queue is alive until here, and not used after.
     code(unsafe {
-        enter_until("ibv_destroy_cq", cq, Some(ACK_PATIENCE), |state, id| {
+        enter_until("ibv_destroy_cq", cq, Some(ACK_WAIT), |state, id| {
             let used = state.queue_pairs.values().any(|qp| qp.send_cq == id || qp.recv_cq == id);
             match state.queues.get(&id) {
                 None => return Poll::Ready(Err(state.no_object())),
@@ -222,7 +223,7 @@ pub(super) unsafe extern "C" fn destroy_cq(cq: *mut sys::ibv_cq) -> c_int {
             if let Some(channel) = queue.channel.and_then(|id| state.channels.get_mut(&id)) {
                 channel.events.remove(|waiting| *waiting == id);
             }
-            state.forget_async(queue.context, Subject::Queue(id));
+            state.drop_async_events(queue.context, Subject::Queue(id));
             object::free(queue.raw);
             Poll::Ready(Ok(()))
         })
@@ -278,7 +279,7 @@ pub(super) unsafe extern "C" fn poll_cq(
                 let Some(entry) = queue.entries.pop_front() else { break };
                 wc.add(reaped.unsigned_abs() as usize).write(entry.wc);
                 reaped += 1;
-                state.give_back(entry.frees);
+                state.free_entries(entry.freed);
             }
             Ok(reaped)
         })
@@ -294,7 +295,7 @@ pub(super) unsafe extern "C" fn req_notify_cq(
     code(unsafe {
         enter("ibv_req_notify_cq", cq, |state, id| {
             let queue = state.queues.get_mut(&id).ok_or(Errno::INVAL)?;
-            // Asking for less does not take back that more was asked.
+            // A request for solicited events does not cancel an earlier request for all events.
             if solicited_only == 0 {
                 queue.armed = Armed::Any;
             } else if queue.armed == Armed::No {

@@ -1,4 +1,4 @@
-//! Devices and contexts: the list, limits, ports, addresses, async events.
+//! Devices and contexts: device list, limits, ports, addresses, async events.
 
 use std::ffi::{c_char, c_int};
 use std::net::{IpAddr, Ipv6Addr};
@@ -10,7 +10,7 @@ use super::state::State;
 use super::{DeviceSpec, World, completion, engine, receive, window};
 use crate::sys;
 
-/// Used entries are first in a table of this length.
+/// The length of the GID table; the entries in use come first.
 const GID_TABLE_LEN: u16 = 16;
 const COMPLETION_VECTORS: c_int = 2;
 const ROCE_V2: u32 = 2;
@@ -22,14 +22,14 @@ pub(super) struct Device {
     pub(super) up: bool,
     pub(super) removed: bool,
     raw: Ptr<sys::ibv_device>,
-    /// What RDMA CM shows as an identifier's device.
+    /// The context that RDMA CM shows as the device of an identifier.
     pub(super) cm_context: Ptr<sys::verbs_context>,
 }
 
 impl Drop for Device {
     fn drop(&mut self) {
-        // SAFETY: made by `add` for this device alone; whoever has these pointers also holds the
-        // world, which is going.
+        // SAFETY: created by `add_device` for this device alone. Whoever has these pointers also
+        // holds the world, which is being dropped.
         unsafe {
             object::free(self.cm_context);
             object::free(self.raw);
@@ -50,20 +50,20 @@ impl Device {
         }
     }
 
-    /// Where `gid` stands in the table.
-    pub(super) fn index_of(&self, gid: [u8; 16]) -> Option<u8> {
+    /// Returns the index of `gid` in the table.
+    pub(super) fn gid_index(&self, gid: [u8; 16]) -> Option<u8> {
         (0..=self.spec.addresses.len())
             .find(|index| self.gid(*index) == Some(gid))
             .and_then(|index| u8::try_from(index).ok())
     }
 
-    /// Whether packets can leave and arrive.
+    /// Returns whether packets can leave and arrive.
     pub(super) fn is_alive(&self) -> bool {
         self.up && !self.removed
     }
 }
 
-/// An IP address as RoCE writes it.
+/// Returns the RoCE form of an IP address.
 pub(super) fn gid_of(ip: IpAddr) -> [u8; 16] {
     match ip {
         IpAddr::V4(v4) => v4.to_ipv6_mapped(),
@@ -94,7 +94,7 @@ pub(super) enum Subject {
 
 impl State {
     pub(super) fn add_device(&mut self, spec: DeviceSpec) {
-        let id = self.name();
+        let id = self.new_id();
         let guid = 0x0200_00ff_fe00_0000 | id;
         let mut raw = sys::ibv_device {
             node_type: sys::ibv_node_type::IBV_NODE_CA,
@@ -103,13 +103,13 @@ impl State {
         };
         put_text(&mut raw.name, &spec.name);
         put_text(&mut raw.dev_name, &spec.name);
-        let raw = Object::keep(raw, id, self.weak());
-        let cm_context = Object::keep(new_context(raw, -1), 0, self.weak());
+        let raw = Object::for_world(raw, id, self.weak());
+        let cm_context = Object::for_world(new_context(raw, -1), 0, self.weak());
         self.devices
             .insert(id, Device { id, spec, guid, up: true, removed: false, raw, cm_context });
     }
 
-    pub(super) fn set_up(&mut self, device: Id, up: bool) {
+    pub(super) fn set_port_up(&mut self, device: Id, up: bool) {
         use sys::ibv_event_type as Event;
         let Some(found) = self.devices.get_mut(&device) else { return };
         if std::mem::replace(&mut found.up, up) != up {
@@ -133,7 +133,7 @@ impl State {
             self.fail(id);
         }
         self.settle();
-        self.leave_device(device);
+        self.notify_device_removal(device);
     }
 
     /// See [`World::disassociate_device`].
@@ -154,7 +154,7 @@ impl State {
             .map(|(id, _)| *id)
             .collect();
         let kept = |domain: Id| !domains.contains(&domain);
-        // What callers have of them stays where it is, as a provider's does.
+        // The C structs that callers hold stay allocated, as those of a provider do.
         self.queue_pairs.retain(|_, qp| kept(qp.domain));
         self.by_qp_num.retain(|_, id| self.queue_pairs.contains_key(id));
         self.windows.retain(|_, window| kept(window.domain));
@@ -164,7 +164,7 @@ impl State {
         self.keys.retain(|_, id| self.regions.contains_key(id));
         self.domains.retain(|id, _| kept(*id));
         for context in self.contexts.values_mut().filter(|context| context.device == device) {
-            // Those about objects go with them, as `ib_uverbs_release_uevent` has it.
+            // Events about objects are dropped with the objects, as in `ib_uverbs_release_uevent`.
             context
                 .events
                 .remove(|event| !matches!(event.subject, Subject::Device | Subject::Port(_)));
@@ -175,13 +175,13 @@ impl State {
         }
     }
 
-    /// The answer to whoever names an object that is not there.
+    /// Returns the error for a call on an object that does not exist.
     pub(super) fn no_object(&self) -> Errno {
         if self.disassociated { Errno::IO } else { Errno::INVAL }
     }
 
-    /// Drops events about an object that goes.
-    pub(super) fn forget_async(&mut self, context: Id, subject: Subject) {
+    /// Drops the pending events about an object that is being destroyed.
+    pub(super) fn drop_async_events(&mut self, context: Id, subject: Subject) {
         if let Some(context) = self.contexts.get_mut(&context) {
             context.events.remove(|event| event.subject == subject);
         }
@@ -224,7 +224,7 @@ fn new_context(device: Ptr<sys::ibv_device>, async_fd: c_int) -> sys::verbs_cont
     raw.context.cmd_fd = -1;
     raw.context.async_fd = async_fd;
     raw.context.num_comp_vectors = COMPLETION_VECTORS;
-    // All ones: the sign that the extended part is there.
+    // All ones marks a context that has the extended part.
     raw.context.abi_compat = std::ptr::without_provenance_mut(usize::MAX);
     raw.context.ops.poll_cq = Some(completion::poll_cq);
     raw.context.ops.req_notify_cq = Some(completion::req_notify_cq);
@@ -271,7 +271,7 @@ pub(super) unsafe extern "C" fn free_device_list(list: *mut *mut sys::ibv_device
             len += 1;
         }
         if len > 0 {
-            // The name of this call is in no table of faults: it cannot fail.
+            // Without a name no fault can be injected: this call cannot fail.
             let _ = enter("", *list, |state, _| {
                 state.device_lists = state.device_lists.saturating_sub(1);
                 Ok(())
@@ -290,7 +290,7 @@ pub(super) unsafe extern "C" fn fork_init() -> c_int {
         }
         if state.forks == Status::IBV_FORK_DISABLED {
             if !state.domains.is_empty() {
-                // too late, as `ibv_fork_init` has it: something is registered
+                // Too late, as in the real `ibv_fork_init`: something is already registered.
                 return Err(Errno::INVAL);
             }
             state.forks = Status::IBV_FORK_ENABLED;
@@ -304,7 +304,7 @@ pub(super) unsafe extern "C" fn is_fork_initialized() -> sys::ibv_fork_status {
 }
 
 pub(super) unsafe extern "C" fn get_device_name(device: *mut sys::ibv_device) -> *const c_char {
-    // SAFETY: the caller's device is in the world, which lives.
+    // SAFETY: the caller's device belongs to a world that is alive.
     unsafe { (&raw const (*device).name).cast() }
 }
 
@@ -322,8 +322,9 @@ pub(super) unsafe extern "C" fn open_device(device: *mut sys::ibv_device) -> *mu
             let found = state.devices.get(&id).filter(|device| !device.removed).ok_or(Errno::IO)?;
             let raw_device = found.raw;
             let events = Events::new()?;
-            let name = state.name();
-            let raw = Object::give(new_context(raw_device, events.fd()), name, state.world()?);
+            let name = state.new_id();
+            let raw =
+                Object::for_caller(new_context(raw_device, events.fd()), name, state.world()?);
             state.contexts.insert(name, Context { device: id, events, raw });
             Ok(raw.context())
         })

@@ -1,9 +1,9 @@
-//! The queue pairs at work: what a send, a write or a read does to both ends.
+//! Execution of work requests: what a send, a write or a read does on both sides.
 //!
 //! Nothing runs by itself. A post executes on the caller's thread, under the world's lock, as far
-//! as it can; what cannot go on (the peer has no receive, or is not ready yet) stays in `pending`
-//! and is tried again by [`State::settle`] after every change. Time does not pass here: a retry
-//! that would end in failure ends now.
+//! as it can. A request that cannot continue (the peer has no receive, or is not ready yet) stays
+//! in `pending`, and [`State::settle`] tries it again after every change. No time passes: a retry
+//! that would end in failure fails at once.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -11,7 +11,7 @@ use std::sync::atomic::AtomicU8;
 
 use rustix::io::Errno;
 
-use super::completion::{Entry, Frees};
+use super::completion::{Entry, FreedEntries};
 use super::device::{Device, Subject};
 use super::memory::{self, LOCAL_WRITE, Piece, REMOTE_READ, REMOTE_WRITE, Span};
 use super::object::{Id, Ptr, code, enter};
@@ -32,10 +32,10 @@ pub(super) const ERROR: QpState = QpState::IBV_QPS_ERR;
 
 pub(super) const MAX_MESSAGE_BYTES: u32 = 1 << 30;
 
-/// The fault of a post whose requests are all queued.
+/// The injected fault of a post whose requests are all queued.
 pub(super) const DOORBELL: &str = "doorbell";
 
-/// As `rnr_retry`: wait for a receive for ever.
+/// The value of `rnr_retry` for waiting for a receive for ever.
 const RNR_FOR_EVER: u8 = 7;
 
 pub(super) struct QueuePair {
@@ -49,17 +49,17 @@ pub(super) struct QueuePair {
     pub(super) cap: sys::ibv_qp_cap,
     pub(super) all_signaled: bool,
     pub(super) state: QpState,
-    /// What `ibv_modify_qp` set, field by field.
+    /// The values that `ibv_modify_qp` set, field by field.
     pub(super) attr: sys::ibv_qp_attr,
-    /// Counts resets: completions of an earlier epoch free nothing.
+    /// Counts resets: completions from an earlier epoch free no entries.
     pub(super) epoch: u32,
     pub(super) sends: VecDeque<Send>,
     pub(super) receives: VecDeque<Receive>,
-    /// Posted and not given back by a reaped completion yet.
+    /// Entries posted and not yet freed by a polled completion.
     pub(super) sends_used: u32,
     pub(super) receives_used: u32,
     /// Sends that succeeded without a completion since the last one.
-    pub(super) silent: u32,
+    pub(super) unsignaled: u32,
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::ibv_qp>,
 }
@@ -72,11 +72,11 @@ pub(super) struct Send {
     solicited: bool,
     payload: Payload,
     len: u64,
-    /// In network order, as it came.
+    /// In network byte order, as posted.
     imm: Option<u32>,
     remote_addr: u64,
     rkey: u32,
-    /// Of a request that binds a window.
+    /// Set for a request that binds a window.
     binding: Option<Binding>,
 }
 
@@ -94,28 +94,29 @@ enum Payload {
     Pieces(Vec<Piece>),
 }
 
-/// What became of the entry at the head of a send queue.
+/// The result of executing the head of a send queue.
 enum Outcome {
     Done,
-    /// Not now: try again when something has changed.
+    /// Cannot continue now: try again when something has changed.
     Wait,
     Fail(Status),
 }
 
-/// What the responder made of a request.
+/// The responder's answer to a request.
 enum Answer {
     Acknowledged,
     ReceiverNotReady,
 }
 
-/// How the responder refused: what the requester's completion says, and what its own users hear.
+/// How the responder refused: the status of the requester's completion, and the async event for the
+/// responder's users.
 struct Refusal {
     why: Status,
     event: Option<Event>,
 }
 
 impl State {
-    /// Lets every queue pair go on that can, until none can.
+    /// Executes the requests of all queue pairs until none can continue.
     pub(super) fn settle(&mut self) {
         loop {
             let mut moved = false;
@@ -130,7 +131,7 @@ impl State {
         }
     }
 
-    /// Executes the head of a send queue; `false` if there is nothing to do now.
+    /// Executes the head of a send queue; returns `false` if there is nothing to do now.
     fn step(&mut self, id: Id) -> bool {
         let Some(qp) = self.queue_pairs.get_mut(&id).filter(|qp| qp.state == RTS) else {
             self.pending.remove(&id);
@@ -141,7 +142,7 @@ impl State {
             return false;
         };
         match self.execute(id, &send) {
-            Outcome::Done => self.sent(id, &send, Status::IBV_WC_SUCCESS),
+            Outcome::Done => self.complete_send(id, &send, Status::IBV_WC_SUCCESS),
             Outcome::Wait => {
                 if let Some(qp) = self.queue_pairs.get_mut(&id) {
                     qp.sends.push_front(send);
@@ -149,7 +150,7 @@ impl State {
                 return false;
             }
             Outcome::Fail(why) => {
-                self.sent(id, &send, why);
+                self.complete_send(id, &send, why);
                 self.fail(id);
             }
         }
@@ -180,15 +181,15 @@ impl State {
         let access = if send.kind == Kind::Read { LOCAL_WRITE } else { 0 };
         let local = match &send.payload {
             Payload::Inline(bytes) => Some(vec![Span::of(bytes)]),
-            Payload::Pieces(pieces) => self.local(domain, pieces, send.len, access),
+            Payload::Pieces(pieces) => self.local_spans(domain, pieces, send.len, access),
         };
         let Some(local) = local else { return Outcome::Fail(Status::IBV_WC_LOC_PROT_ERR) };
         let peer = match self.peer_of(id) {
             Peer::Ready(peer) => peer,
-            Peer::NotYet => return Outcome::Wait,
-            // Without a timeout the requester waits for the path to come back.
-            Peer::Silent if timeout == 0 => return Outcome::Wait,
-            Peer::Silent => return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR),
+            Peer::NotReady => return Outcome::Wait,
+            // Without a timeout, the requester waits for the path to come back.
+            Peer::Unreachable if timeout == 0 => return Outcome::Wait,
+            Peer::Unreachable => return Outcome::Fail(Status::IBV_WC_RETRY_EXC_ERR),
         };
         match self.respond(peer, send, &local) {
             Ok(Answer::Acknowledged) => Outcome::Done,
@@ -201,7 +202,7 @@ impl State {
         }
     }
 
-    /// The responder's half.
+    /// Executes the responder's half of a request.
     fn respond(&mut self, id: Id, send: &Send, local: &[Span]) -> Result<Answer, Refusal> {
         let qp = &self.queue_pairs[&id];
         let domain = qp.domain;
@@ -221,8 +222,9 @@ impl State {
             return Ok(Answer::ReceiverNotReady);
         }
         if needed != 0 {
-            let remote =
-                self.remote(id, send.rkey, send.remote_addr, send.len, needed).ok_or(Refusal {
+            let remote = self
+                .remote_span(id, send.rkey, send.remote_addr, send.len, needed)
+                .ok_or(Refusal {
                     why: Status::IBV_WC_REM_ACCESS_ERR,
                     event: Some(Event::IBV_EVENT_QP_ACCESS_ERR),
                 })?;
@@ -235,18 +237,18 @@ impl State {
             let mut opcode = Opcode::IBV_WC_RECV_RDMA_WITH_IMM;
             if send.kind == Kind::Send {
                 opcode = Opcode::IBV_WC_RECV;
-                if receive.room() < send.len {
-                    self.received(id, &receive, Status::IBV_WC_LOC_LEN_ERR, opcode, send);
+                if receive.capacity() < send.len {
+                    self.complete_receive(id, &receive, Status::IBV_WC_LOC_LEN_ERR, opcode, send);
                     return Err(Refusal { why: Status::IBV_WC_REM_INV_REQ_ERR, event: None });
                 }
-                let Some(places) = self.local(domain, &receive.pieces, send.len, LOCAL_WRITE)
+                let Some(places) = self.local_spans(domain, &receive.pieces, send.len, LOCAL_WRITE)
                 else {
-                    self.received(id, &receive, Status::IBV_WC_LOC_PROT_ERR, opcode, send);
+                    self.complete_receive(id, &receive, Status::IBV_WC_LOC_PROT_ERR, opcode, send);
                     return Err(Refusal { why: Status::IBV_WC_REM_OP_ERR, event: None });
                 };
                 memory::copy(local, &places);
             }
-            self.received(id, &receive, Status::IBV_WC_SUCCESS, opcode, send);
+            self.complete_receive(id, &receive, Status::IBV_WC_SUCCESS, opcode, send);
         }
         Ok(Answer::Acknowledged)
     }
@@ -260,14 +262,14 @@ impl State {
         self.fail(id);
     }
 
-    /// A completion on the send side; successes that nobody asked about are silent.
-    fn sent(&mut self, id: Id, send: &Send, why: Status) {
+    /// Completes a send. A success that was not to be signaled gives no completion.
+    fn complete_send(&mut self, id: Id, send: &Send, why: Status) {
         let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
         if why == Status::IBV_WC_SUCCESS && !send.signaled && !qp.all_signaled {
-            qp.silent += 1;
+            qp.unsignaled += 1;
             return;
         }
-        let count = std::mem::take(&mut qp.silent) + 1;
+        let count = std::mem::take(&mut qp.unsignaled) + 1;
         let opcode = match send.kind {
             Kind::Send => Opcode::IBV_WC_SEND,
             Kind::Write => Opcode::IBV_WC_RDMA_WRITE,
@@ -283,11 +285,18 @@ impl State {
             qp_num: qp.number,
             ..Default::default()
         };
-        let (queue, frees) = (qp.send_cq, Frees::Sends { qp: id, epoch: qp.epoch, count });
-        self.complete(queue, Entry { wc, frees, solicited: false });
+        let (queue, freed) = (qp.send_cq, FreedEntries::Sends { qp: id, epoch: qp.epoch, count });
+        self.complete(queue, Entry { wc, freed, solicited: false });
     }
 
-    fn received(&mut self, id: Id, receive: &Receive, why: Status, opcode: Opcode, send: &Send) {
+    fn complete_receive(
+        &mut self,
+        id: Id,
+        receive: &Receive,
+        why: Status,
+        opcode: Opcode,
+        send: &Send,
+    ) {
         let Some(qp) = self.queue_pairs.get(&id) else { return };
         let mut wc = sys::ibv_wc {
             wr_id: receive.wr_id,
@@ -303,7 +312,7 @@ impl State {
             wc.__bindgen_anon_1.imm_data = imm;
         }
         let queue = qp.recv_cq;
-        self.complete(queue, Entry { wc, frees: receive.frees, solicited: send.solicited });
+        self.complete(queue, Entry { wc, freed: receive.freed, solicited: send.solicited });
     }
 
     /// Moves a queue pair to ERROR and flushes it.
@@ -322,13 +331,13 @@ impl State {
         }
     }
 
-    /// Completes everything that is posted to a failed queue pair.
+    /// Completes everything that is posted to a failed queue pair, as flushed.
     pub(super) fn flush(&mut self, id: Id) {
         let Some(qp) = self.queue_pairs.get_mut(&id) else { return };
         let (number, queue) = (qp.number, qp.recv_cq);
         let (sends, receives) = (std::mem::take(&mut qp.sends), std::mem::take(&mut qp.receives));
         for send in &sends {
-            self.sent(id, send, Status::IBV_WC_WR_FLUSH_ERR);
+            self.complete_send(id, send, Status::IBV_WC_WR_FLUSH_ERR);
         }
         for receive in receives {
             let wc = sys::ibv_wc {
@@ -338,7 +347,7 @@ impl State {
                 qp_num: number,
                 ..Default::default()
             };
-            self.complete(queue, Entry { wc, frees: receive.frees, solicited: false });
+            self.complete(queue, Entry { wc, freed: receive.freed, solicited: false });
         }
     }
 
@@ -348,31 +357,31 @@ impl State {
         let gid = unsafe { qp.attr.ah_attr.grh.dgid.raw };
         let Some(device) = self.device_at(gid).filter(|device| self.reaches(qp.device, *device))
         else {
-            return Peer::Silent;
+            return Peer::Unreachable;
         };
         let number = qp.attr.dest_qp_num;
         match self.by_qp_num.get(&number).and_then(|id| Some((*id, self.queue_pairs.get(id)?))) {
-            Some((_, peer)) if peer.device != device => Peer::Silent,
-            Some((_, peer)) if peer.state == RESET || peer.state == INIT => Peer::NotYet,
+            Some((_, peer)) if peer.device != device => Peer::Unreachable,
+            Some((_, peer)) if peer.state == RESET || peer.state == INIT => Peer::NotReady,
             Some((id, peer)) if peer.state != ERROR && peer.attr.dest_qp_num == qp.number => {
                 Peer::Ready(id)
             }
-            _ => Peer::Silent,
+            _ => Peer::Unreachable,
         }
     }
 
-    /// The device that has `gid`.
+    /// Returns the device that has `gid`.
     pub(super) fn device_at(&self, gid: [u8; 16]) -> Option<Id> {
         self.devices
             .values()
-            .find(|device| !device.removed && device.index_of(gid).is_some())
+            .find(|device| !device.removed && device.gid_index(gid).is_some())
             .map(|d| d.id)
     }
 
-    /// Whether packets get from one device to the other.
+    /// Returns whether packets get from one device to the other.
     pub(super) fn reaches(&self, from: Id, to: Id) -> bool {
         let alive = |id| self.devices.get(&id).is_some_and(Device::is_alive);
-        alive(from) && alive(to) && !self.holes.contains(&(from.min(to), from.max(to)))
+        alive(from) && alive(to) && !self.black_holes.contains(&(from.min(to), from.max(to)))
     }
 
     fn accept_send(&mut self, id: Id, send: Send, pieces: usize) -> Result<(), Errno> {
@@ -404,14 +413,17 @@ impl State {
 
 enum Peer {
     Ready(Id),
-    /// It is there, but not ready to receive yet: packets would be resent until it is.
-    NotYet,
-    Silent,
+    /// It exists, but is not ready to receive yet: a device would resend until it is.
+    NotReady,
+    Unreachable,
 }
 
 impl Send {
+    /// Reads a work request.
+    ///
     /// # Safety
-    /// `wr` and its list are valid for the call; so is what it names, if it is to be copied inline.
+    /// `wr` and its list are valid for the call; so is the memory that it names, if that is to be
+    /// copied inline.
     unsafe fn from_raw(wr: &sys::ibv_send_wr) -> Result<Self, Errno> {
         use sys::ibv_send_flags as Flag;
         use sys::ibv_wr_opcode as Op;
@@ -448,7 +460,7 @@ impl Send {
             len,
             imm: with_imm.then_some(imm),
             remote_addr: remote.remote_addr,
-            // The member of the union that both have at the same place.
+            // `invalidate_rkey` and `imm_data` are at the same place in the union.
             rkey: if kind == Kind::Invalidate { imm } else { remote.rkey },
             // SAFETY: the opcode says that this member was written, and its window and region are
             // alive.
@@ -491,7 +503,7 @@ pub(super) unsafe extern "C" fn post_send(
             }
             *bad_wr = wr;
             if let (Ok(()), Some(errno)) = (&result, state.take_fault(DOORBELL)) {
-                return Err(errno); // all are queued, and `bad_wr` is null
+                return Err(errno); // all requests are queued, and `bad_wr` is null
             }
             state.settle();
             result

@@ -1,15 +1,18 @@
-//! The connection manager's state machine: who may do what when, and what the other side hears.
+//! The state machine of the connection manager: which calls each phase allows, and which events the
+//! other side gets.
 //!
 //! ```text
-//! active   Idle ─► Bound ─► AddressResolved ─► RouteResolved ─► Connecting ─► Responded ─┐
-//!                    └─► Listening                                                       ├─► Connected
-//! passive                                                     Requested ─► Accepted ─────┘
-//! both     Connected ─► Leaving (disconnect called) ─► Left        Connected ─► LeftAlone (heard it) ─► Left
-//! anywhere ─► Over: refused, or the device went
+//! active    Idle ─► Bound ─► AddressResolved ─► RouteResolved ─► Connecting ─► Responded ─┐
+//!                     └─► Listening                                            Connected ◄─┤
+//! passive                                                  Requested ─► Accepted ──────────┘
+//!
+//! this side disconnects     Connected ─► Disconnecting ─► Disconnected
+//! the peer disconnects      Connected ─► PeerDisconnected ─► Disconnected
+//! any phase ─► Closed: rejected, or the device was removed
 //! ```
 //!
-//! As with the kernel, whoever disconnects hears of its own disconnect only when the peer has
-//! answered, by disconnecting or by destroying its identifier. Messages arrive at once or, in a
+//! As in the kernel, the side that disconnects gets its own DISCONNECTED event only when the peer
+//! has answered, by disconnecting or by destroying its identifier. Messages arrive at once or, in a
 //! black hole, never.
 
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
@@ -26,8 +29,8 @@ use crate::sys::rdma_cm_event_type as Kind;
 const REQUEST_DATA: usize = crate::cm::REQUEST_PRIVATE_DATA_MAX;
 const ACCEPT_DATA: usize = crate::cm::ACCEPT_PRIVATE_DATA_MAX;
 const REJECT_DATA: usize = crate::cm::REJECT_PRIVATE_DATA_MAX;
-/// IB_CM_REJ_TIMEOUT: what a peer hears when the asker has given up.
-const GAVE_UP: RejectReason = RejectReason(4);
+/// IB_CM_REJ_TIMEOUT: the reason that a peer gets when the connecting side has given up.
+const REJECT_TIMEOUT: RejectReason = RejectReason(4);
 
 pub(super) struct CmChannel {
     pub(super) events: Events<CmEvent>,
@@ -43,7 +46,7 @@ pub(super) struct CmEvent {
     pub(super) data: Vec<u8>,
 }
 
-/// What one side tells the other.
+/// The connection parameters that one side sends to the other.
 #[derive(Clone, Copy, Default)]
 pub(super) struct Params {
     pub(super) qp_num: u32,
@@ -64,15 +67,15 @@ pub(super) struct Identifier {
     pub(super) peer: Option<Id>,
     /// Whether it owns its local port; an accepted connection shares the listener's.
     pub(super) owns_port: bool,
-    /// Whether it came with a request.
+    /// Whether a connection request created it.
     pub(super) is_passive: bool,
     pub(super) reuse: bool,
     pub(super) tos: u8,
     pub(super) ack_timeout: Option<u8>,
-    /// Requests that may wait to be fetched.
+    /// Maximum number of connection requests that wait to be fetched.
     pub(super) backlog: usize,
     pub(super) sent: Params,
-    pub(super) heard: Params,
+    pub(super) received: Params,
     pub(super) unacked: usize,
     pub(super) raw: Ptr<sys::rdma_cm_id>,
 }
@@ -89,14 +92,21 @@ pub(super) enum Phase {
     Requested,
     Accepted,
     Connected,
-    Leaving,
-    LeftAlone,
-    Left,
-    Over,
+    Disconnecting,
+    PeerDisconnected,
+    Disconnected,
+    Closed,
 }
 
 impl State {
-    pub(super) fn tell(&mut self, id: Id, kind: Kind, status: i32, params: Params, data: Vec<u8>) {
+    pub(super) fn send_event(
+        &mut self,
+        id: Id,
+        kind: Kind,
+        status: i32,
+        params: Params,
+        data: Vec<u8>,
+    ) {
         let event = CmEvent { id, listener: None, kind, status, params, data };
         if let Some(channel) = self.identifiers.get(&id).map(|id| id.channel)
             && let Some(channel) = self.cm_channels.get_mut(&channel)
@@ -105,8 +115,8 @@ impl State {
         }
     }
 
-    fn tell_plainly(&mut self, id: Id, kind: Kind, status: i32) {
-        self.tell(id, kind, status, Params::default(), Vec::new());
+    fn send_plain_event(&mut self, id: Id, kind: Kind, status: i32) {
+        self.send_event(id, kind, status, Params::default(), Vec::new());
     }
 
     fn at_phase(&mut self, id: Id, allowed: &[Phase]) -> Result<&mut Identifier, Errno> {
@@ -122,7 +132,7 @@ impl State {
         }
     }
 
-    pub(super) fn device_with(&self, ip: IpAddr) -> Option<Id> {
+    pub(super) fn device_with_ip(&self, ip: IpAddr) -> Option<Id> {
         self.device_at(gid_of(ip))
     }
 
@@ -131,21 +141,21 @@ impl State {
         let device = if addr.ip().is_unspecified() {
             None
         } else {
-            Some(self.device_with(addr.ip()).ok_or(Errno::NODEV)?)
+            Some(self.device_with_ip(addr.ip()).ok_or(Errno::NODEV)?)
         };
         let port = match addr.port() {
             0 => self.free_port(addr.ip()).ok_or(Errno::ADDRNOTAVAIL)?,
-            port if self.is_taken(addr.ip(), port, reuse) => return Err(Errno::ADDRINUSE),
+            port if self.is_port_taken(addr.ip(), port, reuse) => return Err(Errno::ADDRINUSE),
             port => port,
         };
         let found = self.at_phase(id, &[Phase::Idle])?;
         found.local = Some(SocketAddr::new(addr.ip(), port));
         (found.device, found.phase, found.owns_port) = (device, Phase::Bound, true);
-        self.show(id);
+        self.publish_addresses(id);
         Ok(())
     }
 
-    fn is_taken(&self, ip: IpAddr, port: u16, reuse: bool) -> bool {
+    fn is_port_taken(&self, ip: IpAddr, port: u16, reuse: bool) -> bool {
         self.identifiers.values().filter(|other| other.owns_port).any(|other| {
             let Some(local) = other.local else { return false };
             let overlaps = local.ip() == ip || local.ip().is_unspecified() || ip.is_unspecified();
@@ -158,7 +168,7 @@ impl State {
         (0..16_384).find_map(|_| {
             let port = self.next_port;
             self.next_port = if port == u16::MAX { 49_152 } else { port + 1 };
-            (!self.is_taken(ip, port, false)).then_some(port)
+            (!self.is_port_taken(ip, port, false)).then_some(port)
         })
     }
 
@@ -171,8 +181,8 @@ impl State {
         Ok(())
     }
 
-    /// Starts from `source`, or from a device of its own choice: the first other one that reaches
-    /// the target.
+    /// Resolves `target` from `source`. Without a source, uses the first other device that is up,
+    /// or else the target's own device.
     pub(super) fn resolve_address(
         &mut self,
         id: Id,
@@ -181,13 +191,13 @@ impl State {
     ) -> Result<(), Errno> {
         let found = self.at_phase(id, &[Phase::Idle, Phase::Bound])?;
         let bound = found.device.zip(found.local);
-        let to = self.device_with(target.ip()).filter(|to| self.devices[to].is_alive());
+        let to = self.device_with_ip(target.ip()).filter(|to| self.devices[to].is_alive());
         if bound.is_none() {
             let source = match source.filter(|source| !source.ip().is_unspecified()) {
                 Some(source) => source,
                 None => SocketAddr::new(self.source_for(to).ok_or(Errno::NODEV)?, 0),
             };
-            // A listener on all addresses was bound before: it keeps its port.
+            // An identifier that is bound to all addresses is bound again, to the source.
             self.set_phase(id, Phase::Idle);
             self.bind(id, source)?;
         }
@@ -196,11 +206,15 @@ impl State {
         let from = found.device;
         if to.is_some() && from.is_some_and(|from| self.devices[&from].is_alive()) {
             self.set_phase(id, Phase::AddressResolved);
-            self.tell_plainly(id, Kind::RDMA_CM_EVENT_ADDR_RESOLVED, 0);
+            self.send_plain_event(id, Kind::RDMA_CM_EVENT_ADDR_RESOLVED, 0);
         } else {
-            self.tell_plainly(id, Kind::RDMA_CM_EVENT_ADDR_ERROR, -Errno::TIMEDOUT.raw_os_error());
+            self.send_plain_event(
+                id,
+                Kind::RDMA_CM_EVENT_ADDR_ERROR,
+                -Errno::TIMEDOUT.raw_os_error(),
+            );
         }
-        self.show(id);
+        self.publish_addresses(id);
         Ok(())
     }
 
@@ -213,7 +227,7 @@ impl State {
 
     pub(super) fn resolve_route(&mut self, id: Id) -> Result<(), Errno> {
         self.at_phase(id, &[Phase::AddressResolved])?.phase = Phase::RouteResolved;
-        self.tell_plainly(id, Kind::RDMA_CM_EVENT_ROUTE_RESOLVED, 0);
+        self.send_plain_event(id, Kind::RDMA_CM_EVENT_ROUTE_RESOLVED, 0);
         Ok(())
     }
 
@@ -225,8 +239,8 @@ impl State {
         else {
             return Err(Errno::INVAL);
         };
-        let Some(to) = self.device_with(target.ip()).filter(|to| self.reaches(from, *to)) else {
-            // Nobody answers: the caller's deadline comes first.
+        let Some(to) = self.device_with_ip(target.ip()).filter(|to| self.reaches(from, *to)) else {
+            // Nobody answers; the caller's deadline ends the attempt.
             return Ok(());
         };
         let listener = self.identifiers.iter().find(|(_, other)| {
@@ -237,22 +251,22 @@ impl State {
                 })
         });
         let Some((listener_id, listener)) = listener.map(|(id, found)| (*id, found)) else {
-            self.refuse(id, RejectReason::NO_LISTENER, Vec::new());
+            self.reject_identifier(id, RejectReason::NO_LISTENER, Vec::new());
             return Ok(());
         };
         let (channel, waiting, backlog) =
             (listener.channel, self.unfetched(listener_id), listener.backlog);
         if waiting >= backlog {
-            self.refuse(id, RejectReason::BY_APPLICATION, Vec::new());
+            self.reject_identifier(id, RejectReason::BY_APPLICATION, Vec::new());
             return Ok(());
         }
         let new = self.add_identifier(channel, std::ptr::null_mut())?;
         if let Some(passive) = self.identifiers.get_mut(&new) {
             (passive.phase, passive.is_passive) = (Phase::Requested, true);
             (passive.local, passive.remote, passive.device) = (Some(target), Some(local), Some(to));
-            (passive.peer, passive.heard) = (Some(id), params);
+            (passive.peer, passive.received) = (Some(id), params);
         }
-        self.show(new);
+        self.publish_addresses(new);
         if let Some(active) = self.identifiers.get_mut(&id) {
             active.peer = Some(new);
         }
@@ -261,7 +275,7 @@ impl State {
             listener: Some(listener_id),
             kind: Kind::RDMA_CM_EVENT_CONNECT_REQUEST,
             status: 0,
-            params: params.as_heard(),
+            params: params.seen_by_peer(),
             data,
         };
         if let Some(channel) = self.cm_channels.get_mut(&channel) {
@@ -276,7 +290,7 @@ impl State {
         channel.events.count(|event| event.listener == Some(listener))
     }
 
-    /// The peer of `id`, if a message can get there.
+    /// Returns the peer of `id`, if a message can reach it.
     fn reachable_peer(&self, id: Id) -> Option<Id> {
         let (mine, peer_id) =
             self.identifiers.get(&id).and_then(|found| Some((found.device?, found.peer?)))?;
@@ -284,11 +298,11 @@ impl State {
         self.reaches(mine, theirs).then_some(peer_id)
     }
 
-    /// Ends `id` with a refusal.
-    fn refuse(&mut self, id: Id, reason: RejectReason, data: Vec<u8>) {
-        self.set_phase(id, Phase::Over);
+    /// Ends the handshake of `id` with a rejection.
+    fn reject_identifier(&mut self, id: Id, reason: RejectReason, data: Vec<u8>) {
+        self.set_phase(id, Phase::Closed);
         let data = padded(data, REJECT_DATA).unwrap_or_default();
-        self.tell(
+        self.send_event(
             id,
             Kind::RDMA_CM_EVENT_REJECTED,
             reason.code().cast_signed(),
@@ -304,8 +318,14 @@ impl State {
         if let Some(peer) = self.reachable_peer(id)
             && let Ok(active) = self.at_phase(peer, &[Phase::Connecting])
         {
-            (active.phase, active.heard) = (Phase::Responded, params);
-            self.tell(peer, Kind::RDMA_CM_EVENT_CONNECT_RESPONSE, 0, params.as_heard(), data);
+            (active.phase, active.received) = (Phase::Responded, params);
+            self.send_event(
+                peer,
+                Kind::RDMA_CM_EVENT_CONNECT_RESPONSE,
+                0,
+                params.seen_by_peer(),
+                data,
+            );
         }
         Ok(())
     }
@@ -316,7 +336,7 @@ impl State {
             && let Ok(passive) = self.at_phase(peer, &[Phase::Accepted])
         {
             passive.phase = Phase::Connected;
-            self.tell_plainly(peer, Kind::RDMA_CM_EVENT_ESTABLISHED, 0);
+            self.send_plain_event(peer, Kind::RDMA_CM_EVENT_ESTABLISHED, 0);
         }
         Ok(())
     }
@@ -325,17 +345,17 @@ impl State {
         if data.len() > REJECT_DATA {
             return Err(Errno::INVAL);
         }
-        self.at_phase(id, &[Phase::Requested, Phase::Responded])?.phase = Phase::Over;
-        self.refuse_peer(id, RejectReason::BY_APPLICATION, data);
+        self.at_phase(id, &[Phase::Requested, Phase::Responded])?.phase = Phase::Closed;
+        self.reject_peer(id, RejectReason::BY_APPLICATION, data);
         Ok(())
     }
 
-    fn refuse_peer(&mut self, id: Id, reason: RejectReason, data: Vec<u8>) {
+    fn reject_peer(&mut self, id: Id, reason: RejectReason, data: Vec<u8>) {
         let waits = [Phase::Connecting, Phase::Responded, Phase::Requested, Phase::Accepted];
         if let Some(peer) = self.reachable_peer(id)
             && self.at_phase(peer, &waits).is_ok()
         {
-            self.refuse(peer, reason, data);
+            self.reject_identifier(peer, reason, data);
         }
     }
 
@@ -343,17 +363,17 @@ impl State {
         let phase = self.identifiers.get(&id).ok_or(Errno::INVAL)?.phase;
         match phase {
             Phase::Connected => {
-                self.set_phase(id, Phase::Leaving);
-                if !self.leave(id) {
-                    // The request to part is resent until the kernel gives up.
-                    self.set_phase(id, Phase::Left);
+                self.set_phase(id, Phase::Disconnecting);
+                if !self.send_disconnect(id) {
+                    // A real kernel resends the disconnect request until it gives up.
+                    self.set_phase(id, Phase::Disconnected);
                     let status = -Errno::TIMEDOUT.raw_os_error();
-                    self.tell_plainly(id, Kind::RDMA_CM_EVENT_DISCONNECTED, status);
+                    self.send_plain_event(id, Kind::RDMA_CM_EVENT_DISCONNECTED, status);
                 }
             }
-            Phase::LeftAlone => {
-                self.set_phase(id, Phase::Left);
-                self.answer_leaving(id);
+            Phase::PeerDisconnected => {
+                self.set_phase(id, Phase::Disconnected);
+                self.answer_disconnect(id);
             }
             Phase::Idle
             | Phase::Bound
@@ -362,51 +382,52 @@ impl State {
             | Phase::Listening => {
                 return Err(Errno::INVAL);
             }
-            // The kernel answers 0 to every other.
+            // The kernel returns 0 in every other phase.
             _ => {}
         }
         Ok(())
     }
 
-    /// Tells the peer that `id` leaves; `false` if it cannot be reached. Both may leave at once.
-    fn leave(&mut self, id: Id) -> bool {
+    /// Sends a disconnect to the peer of `id`; returns `false` if the peer is unreachable or no
+    /// longer connected. Both sides may disconnect at the same time.
+    fn send_disconnect(&mut self, id: Id) -> bool {
         let Some(peer) = self.reachable_peer(id) else { return false };
         match self.identifiers.get(&peer).map(|peer| peer.phase) {
             Some(Phase::Connected | Phase::Accepted) => {
-                self.set_phase(peer, Phase::LeftAlone);
-                self.tell_plainly(peer, Kind::RDMA_CM_EVENT_DISCONNECTED, 0);
+                self.set_phase(peer, Phase::PeerDisconnected);
+                self.send_plain_event(peer, Kind::RDMA_CM_EVENT_DISCONNECTED, 0);
                 true
             }
             _ => false,
         }
     }
 
-    fn answer_leaving(&mut self, id: Id) {
+    fn answer_disconnect(&mut self, id: Id) {
         if let Some(peer) = self.reachable_peer(id)
-            && let Ok(peer_found) = self.at_phase(peer, &[Phase::Leaving])
+            && let Ok(peer_found) = self.at_phase(peer, &[Phase::Disconnecting])
         {
-            peer_found.phase = Phase::Left;
-            self.tell_plainly(peer, Kind::RDMA_CM_EVENT_DISCONNECTED, 0);
+            peer_found.phase = Phase::Disconnected;
+            self.send_plain_event(peer, Kind::RDMA_CM_EVENT_DISCONNECTED, 0);
         }
     }
 
-    /// What the peer hears when `id` is destroyed as it is.
-    pub(super) fn say_goodbye(&mut self, id: Id) {
+    /// Notifies the peer that `id` is being destroyed.
+    pub(super) fn notify_peer_of_destroy(&mut self, id: Id) {
         match self.identifiers.get(&id).map(|found| found.phase) {
-            Some(Phase::Connecting) => self.refuse_peer(id, GAVE_UP, Vec::new()),
+            Some(Phase::Connecting) => self.reject_peer(id, REJECT_TIMEOUT, Vec::new()),
             Some(Phase::Requested | Phase::Accepted | Phase::Responded) => {
-                self.refuse_peer(id, RejectReason::BY_APPLICATION, Vec::new());
+                self.reject_peer(id, RejectReason::BY_APPLICATION, Vec::new());
             }
             Some(Phase::Connected) => {
-                self.leave(id);
+                self.send_disconnect(id);
             }
-            Some(Phase::LeftAlone) => self.answer_leaving(id),
+            Some(Phase::PeerDisconnected) => self.answer_disconnect(id),
             _ => {}
         }
     }
 
-    /// A device went: its identifiers hear it, and so do their peers.
-    pub(super) fn leave_device(&mut self, device: Id) {
+    /// Notifies the identifiers of a removed device, and their peers.
+    pub(super) fn notify_device_removal(&mut self, device: Id) {
         let here: Vec<Id> = self
             .identifiers
             .iter()
@@ -414,23 +435,24 @@ impl State {
             .map(|(id, _)| *id)
             .collect();
         for id in here {
-            let connected = [Phase::Connected, Phase::Accepted, Phase::Leaving];
+            let connected = [Phase::Connected, Phase::Accepted, Phase::Disconnecting];
             let peer = self.identifiers.get(&id).and_then(|found| found.peer);
             if let Some(peer) = peer
                 && self.at_phase(peer, &connected).is_ok_and(|found| found.device != Some(device))
             {
-                self.set_phase(peer, Phase::LeftAlone);
-                self.tell_plainly(peer, Kind::RDMA_CM_EVENT_DISCONNECTED, 0);
+                self.set_phase(peer, Phase::PeerDisconnected);
+                self.send_plain_event(peer, Kind::RDMA_CM_EVENT_DISCONNECTED, 0);
             }
-            self.set_phase(id, Phase::Over);
-            self.tell_plainly(id, Kind::RDMA_CM_EVENT_DEVICE_REMOVAL, 0);
+            self.set_phase(id, Phase::Closed);
+            self.send_plain_event(id, Kind::RDMA_CM_EVENT_DEVICE_REMOVAL, 0);
         }
     }
 }
 
 impl Params {
-    /// The same numbers from the other side: what one serves is what the other may ask.
-    fn as_heard(self) -> Self {
+    /// Returns the parameters as the peer sees them: reads that one side serves are reads that the
+    /// other may start.
+    fn seen_by_peer(self) -> Self {
         Self {
             responder_resources: self.initiator_depth,
             initiator_depth: self.responder_resources,
@@ -439,7 +461,7 @@ impl Params {
     }
 }
 
-/// Private data as it arrives: with zeros up to the size of the message.
+/// Pads private data with zeros to the size of the message, as it arrives.
 fn padded(mut data: Vec<u8>, len: usize) -> Result<Vec<u8>, Errno> {
     if data.len() > len {
         return Err(Errno::INVAL);

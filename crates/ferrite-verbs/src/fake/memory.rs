@@ -1,8 +1,7 @@
-//! Protection domains and memory regions: what a key allows, and the copying itself.
+//! Protection domains and memory regions: what a key allows, and the copying of data.
 //!
-//! The only place that touches callers' memory. Bytes move one by one as relaxed atomics: to Rust
-//! (and to Miri) the fake is a thread that shares the memory, as a network card would if it were
-//! one.
+//! This is the only place that touches callers' memory. Bytes are copied one by one as relaxed
+//! atomics: for Rust (and for Miri) the fake is another thread that shares the memory.
 
 use std::ffi::{c_int, c_uint, c_void};
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -16,10 +15,10 @@ use crate::sys;
 pub(super) const LOCAL_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_LOCAL_WRITE.0;
 pub(super) const REMOTE_WRITE: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_WRITE.0;
 pub(super) const REMOTE_READ: u32 = sys::ibv_access_flags::IBV_ACCESS_REMOTE_READ.0;
-/// Flags that say something the fake models, or may ignore (IBV_ACCESS_OPTIONAL_RANGE).
+/// Flags that the fake models or may ignore (IBV_ACCESS_OPTIONAL_RANGE).
 const KNOWN_ACCESS: u32 = 0xff | 0x3ff0_0000;
 
-/// Keys are an index and a tag: a local key given to a peer, or the other way round, is refused.
+/// Keys have an index and a tag: a local key used by a peer, or the other way round, is refused.
 pub(super) const KEY_TAG: u32 = 0xff;
 const LOCAL_TAG: u32 = 0x01;
 const REMOTE_TAG: u32 = 0x02;
@@ -31,7 +30,7 @@ pub(super) struct Domain {
 
 pub(super) struct Region {
     pub(super) domain: Id,
-    /// Where it is, and where its keys say it is.
+    /// The address in memory. `iova` is the address that work requests use.
     at: usize,
     iova: u64,
     len: u64,
@@ -40,7 +39,7 @@ pub(super) struct Region {
     raw: Ptr<sys::ibv_mr>,
 }
 
-/// A piece of local memory as a work request names it.
+/// A piece of local memory in a work request.
 #[derive(Clone, Copy)]
 pub(super) struct Piece {
     pub(super) addr: u64,
@@ -48,7 +47,7 @@ pub(super) struct Piece {
     pub(super) lkey: u32,
 }
 
-/// Memory that a key was found to allow.
+/// Memory that a key allows to access.
 #[derive(Clone, Copy)]
 pub(super) struct Span {
     at: usize,
@@ -56,29 +55,29 @@ pub(super) struct Span {
 }
 
 impl Span {
-    /// Bytes of our own.
+    /// Creates a span of the fake's own bytes.
     pub(super) fn of(bytes: &[AtomicU8]) -> Self {
         Self { at: bytes.as_ptr().expose_provenance(), len: bytes.len() }
     }
 }
 
 impl Region {
-    /// `len` bytes of it; `None` if they are not within it.
+    /// Returns `len` bytes of the region from `addr`; `None` if they are not within it.
     pub(super) fn part(&self, addr: u64, len: u64) -> Option<Span> {
         let offset = addr.checked_sub(self.iova)?;
         (offset.checked_add(len)? <= self.len).then_some(())?;
         Some(Span { at: self.at + usize::try_from(offset).ok()?, len: usize::try_from(len).ok()? })
     }
 
-    /// Whether it is what a local key names.
+    /// Returns whether `lkey` is the local key of the region.
     pub(super) fn has_local_key(&self, lkey: u32) -> bool {
         lkey == self.index << 8 | LOCAL_TAG
     }
 }
 
 impl State {
-    /// The first `len` bytes of `pieces`; `None` if a key does not allow `access`.
-    pub(super) fn local(
+    /// Returns the first `len` bytes of `pieces`; `None` if a key does not allow `access`.
+    pub(super) fn local_spans(
         &self,
         domain: Id,
         pieces: &[Piece],
@@ -96,8 +95,8 @@ impl State {
         Some(spans)
     }
 
-    /// `len` bytes that the peer of `qp` named; `None` if the key does not allow `access`.
-    pub(super) fn remote(
+    /// Returns `len` bytes that the peer of `qp` named; `None` if the key does not allow `access`.
+    pub(super) fn remote_span(
         &self,
         qp: Id,
         rkey: u32,
@@ -143,7 +142,7 @@ impl State {
         let raw_context = self.usable(context)?.raw.context();
         let spec = &self.device_of(context)?.spec;
         let (max_bytes, max_mr) = (spec.max_mr_bytes, spec.max_mr as usize);
-        // The kernel's rule: a peer may not write what the device itself may not.
+        // As in the kernel: a peer may not write what the device itself may not write.
         let remote_only = access & REMOTE_WRITE != 0 && access & LOCAL_WRITE == 0;
         if len == 0 || len as u64 > max_bytes || remote_only || access & !KNOWN_ACCESS != 0 {
             return Err(Errno::INVAL);
@@ -151,8 +150,8 @@ impl State {
         if self.regions.len() >= max_mr {
             return Err(Errno::NOMEM);
         }
-        let id = self.name();
-        // 24 bits of names last long enough for a test.
+        let id = self.new_id();
+        // 24 bits of ids last long enough for a test.
         let index = u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
         let is_remote = access & (REMOTE_READ | REMOTE_WRITE) != 0;
         let raw = sys::ibv_mr {
@@ -164,7 +163,7 @@ impl State {
             lkey: index << 8 | LOCAL_TAG,
             rkey: if is_remote { index << 8 | REMOTE_TAG } else { 0 },
         };
-        let raw = Object::give(raw, id, self.world()?);
+        let raw = Object::for_caller(raw, id, self.world()?);
         let at = at.expose_provenance();
         self.regions.insert(id, Region { domain, at, iova, len: len as u64, access, index, raw });
         self.keys.insert(index, id);
@@ -179,7 +178,7 @@ impl State {
     }
 }
 
-/// Moves bytes; both sides were checked, and what is longer on one side is left alone.
+/// Copies bytes; both sides have been checked, and what is longer on one side is ignored.
 pub(super) fn copy(from: &[Span], to: &[Span]) {
     let (mut from, mut to) = (from.iter().copied(), to.iter().copied());
     let empty = Span { at: 0, len: 0 };
@@ -205,10 +204,10 @@ fn copy_bytes(from: usize, to: usize, len: usize) {
     let from: *mut u8 = std::ptr::with_exposed_provenance_mut(from);
     let to: *mut u8 = std::ptr::with_exposed_provenance_mut(to);
     for at in 0..len {
-        // SAFETY: both ranges lie in regions that are registered now (a `Span` is made from one
-        // under the same lock, or from bytes of our own), and whoever registered them promised that
-        // they are valid until they are deregistered, which takes the same lock. Others may access
-        // them at the same time: hence atomics.
+        // SAFETY: both ranges lie in regions that are registered now: a `Span` is created from one
+        // under the same lock, or from bytes of our own. Whoever registered them promised that they
+        // are valid until they are deregistered, which takes the same lock. Others may access them
+        // at the same time: hence atomics.
         unsafe {
             let byte = AtomicU8::from_ptr(from.add(at)).load(Ordering::Relaxed);
             AtomicU8::from_ptr(to.add(at)).store(byte, Ordering::Relaxed);
@@ -216,7 +215,7 @@ fn copy_bytes(from: usize, to: usize, len: usize) {
     }
 }
 
-/// Bytes of callers' memory that is copied at once (inline data needs no key).
+/// Copies bytes of callers' memory at once, for inline data, which needs no key.
 ///
 /// # Safety
 /// The pieces name memory that is valid for reads.
@@ -224,7 +223,8 @@ pub(super) unsafe fn read_inline(pieces: &[Piece]) -> Vec<AtomicU8> {
     let mut bytes = Vec::new();
     for piece in pieces {
         let from: *const u8 = std::ptr::with_exposed_provenance(piece.addr as usize);
-        // SAFETY: the caller vouches for it. No atomic, which would have to be allowed to write.
+        // SAFETY: the caller vouches for it. Not an atomic read, which requires memory that may be
+        // written.
         let read = |at| unsafe { from.add(at).read_volatile() };
         bytes.extend((0..piece.len as usize).map(read).map(AtomicU8::new));
     }
@@ -239,9 +239,9 @@ pub(super) unsafe extern "C" fn alloc_pd(context: *mut sys::ibv_context) -> *mut
             if state.domains.len() >= state.device_of(context)?.spec.max_pd as usize {
                 return Err(Errno::NOMEM);
             }
-            let id = state.name();
+            let id = state.new_id();
             let raw = sys::ibv_pd { context: raw_context, handle: 0 };
-            let raw = Object::give(raw, id, state.world()?);
+            let raw = Object::for_caller(raw, id, state.world()?);
             state.domains.insert(id, Domain { context, raw });
             Ok(raw.0)
         })
@@ -282,7 +282,8 @@ pub(super) unsafe extern "C" fn reg_mr_iova2(
     iova: u64,
     access: c_uint,
 ) -> *mut sys::ibv_mr {
-    // SAFETY: the caller's domain is alive. The same call to whoever injects faults.
+    // SAFETY: the caller's domain is alive. Injected faults do not distinguish this call from
+    // `reg_mr`.
     pointer(unsafe {
         enter("ibv_reg_mr", pd, |state, domain| state.register(domain, addr, length, iova, access))
     })
@@ -292,8 +293,8 @@ pub(super) unsafe extern "C" fn dereg_mr(mr: *mut sys::ibv_mr) -> c_int {
     // SAFETY: the caller's region is alive until here, and not used after.
     code(unsafe {
         enter("ibv_dereg_mr", mr, |state, id| {
-            // As Soft-RoCE: not before its windows.
-            if state.windows.values().any(|window| window.is_on(id)) {
+            // Like Soft-RoCE: not before its windows are released.
+            if state.windows.values().any(|window| window.is_bound_to_region(id)) {
                 return Err(Errno::INVAL);
             }
             let region = state.regions.remove(&id).ok_or(state.no_object())?;

@@ -1,15 +1,15 @@
-//! The C face of an object: the struct that callers point to, and behind it the way to its world.
+//! The C structs that callers hold, and the link from each to its world.
 //!
 //! ```text
 //! *mut ibv_qp ──► ┌ Object<ibv_qp> ────────┐
 //!                 │ raw: ibv_qp  (first!)  │
-//!                 │ id ─────────────────────────► State.queue_pairs[id]   all that is true of it
+//!                 │ id ─────────────────────────► State.queue_pairs[id]   its state
 //!                 │ world ──────────────────────► Inner { Mutex<State> }
 //!                 └────────────────────────┘
 //! ```
 //!
-//! Every C function of the fake starts in [`enter`] here and ends in [`code`], [`minus_one`] or
-//! [`pointer`]; between them runs safe code on the locked [`State`].
+//! Every C function of the fake starts in [`enter`] and ends in [`code`], [`minus_one`] or
+//! [`pointer`]; between them, safe code runs on the locked [`State`].
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -27,21 +27,21 @@ use super::state::State;
 use super::{Inner, World};
 use crate::sys;
 
-/// Names an object within its world; never used twice.
+/// Identifies an object within its world; never reused.
 pub(super) type Id = u64;
 
-/// How long a destroy waits for events to be acknowledged, where the C library would wait for ever.
-pub(super) const ACK_PATIENCE: Duration = Duration::from_secs(5);
+/// How long a destroy waits for unacknowledged events; the C library would wait for ever.
+pub(super) const ACK_WAIT: Duration = Duration::from_secs(5);
 
-/// What a pointer that we gave out points to.
+/// The allocation behind a pointer that a caller holds.
 #[repr(C)]
 pub(super) struct Object<C> {
     raw: C,
     id: Id,
-    world: Link,
+    world: WorldRef,
 }
 
-enum Link {
+enum WorldRef {
     /// Callers may hold the object longer than the [`World`].
     Strong(World),
     /// The world owns the object.
@@ -49,21 +49,21 @@ enum Link {
 }
 
 impl<C> Object<C> {
-    /// Puts `raw` on the heap for a caller to hold; [`free`] takes it back.
-    pub(super) fn give(raw: C, id: Id, world: World) -> Ptr<C> {
-        Ptr(Box::into_raw(Box::new(Self { raw, id, world: Link::Strong(world) })).cast())
+    /// Allocates `raw` for a caller to hold; [`free`] releases it.
+    pub(super) fn for_caller(raw: C, id: Id, world: World) -> Ptr<C> {
+        Ptr(Box::into_raw(Box::new(Self { raw, id, world: WorldRef::Strong(world) })).cast())
     }
 
-    /// The same for an object that the world itself owns.
-    pub(super) fn keep(raw: C, id: Id, world: Weak<Inner>) -> Ptr<C> {
-        Ptr(Box::into_raw(Box::new(Self { raw, id, world: Link::Weak(world) })).cast())
+    /// Allocates `raw` for the world itself; [`free`] releases it.
+    pub(super) fn for_world(raw: C, id: Id, world: Weak<Inner>) -> Ptr<C> {
+        Ptr(Box::into_raw(Box::new(Self { raw, id, world: WorldRef::Weak(world) })).cast())
     }
 }
 
-/// Takes an object back.
+/// Releases an object.
 ///
 /// # Safety
-/// `raw` came from [`Object::give`] or [`Object::keep`], and nobody uses it any more.
+/// `raw` came from [`Object::for_caller`] or [`Object::for_world`], and nothing uses it any more.
 pub(super) unsafe fn free<C>(raw: Ptr<C>) {
     // SAFETY: the caller vouches for it; the allocation was made as an `Object<C>`.
     drop(unsafe { Box::from_raw(raw.0.cast::<Object<C>>()) });
@@ -80,28 +80,28 @@ impl<C> Clone for Ptr<C> {
 
 impl<C> Copy for Ptr<C> {}
 
-// SAFETY: the pointer is a name here; what it points to is written only under the world's lock, or
-// by the caller who owns the object.
+// SAFETY: the pointer serves only as an identity here; what it points to is written only under the
+// world's lock, or by the caller that owns the object.
 unsafe impl<C> Send for Ptr<C> {}
 
 impl Ptr<sys::verbs_context> {
-    /// What callers know a context by: the part of it that the first ABI had.
+    /// Returns the pointer by which callers know a context: the part of it that the first ABI had.
     pub(super) fn context(self) -> *mut sys::ibv_context {
         self.0.wrapping_byte_add(offset_of!(sys::verbs_context, context)).cast()
     }
 }
 
-/// The way back from [`Ptr::context`].
+/// Reverses [`Ptr::context`].
 pub(super) fn extended(context: *mut sys::ibv_context) -> *mut sys::verbs_context {
     context.wrapping_byte_sub(offset_of!(sys::verbs_context, context)).cast()
 }
 
-/// The name of the object behind `raw`; `None` for a null pointer.
+/// Returns the id of the object behind `raw`; `None` for a null pointer.
 ///
 /// # Safety
 /// `raw` is null or points to a live [`Object`].
 pub(super) unsafe fn id_of<C>(raw: *mut C) -> Option<Id> {
-    // SAFETY: the caller vouches for it; `id` is never written after the object was made.
+    // SAFETY: the caller vouches for it; `id` is never written after the object's creation.
     (!raw.is_null()).then(|| unsafe { (*raw.cast::<Object<C>>()).id })
 }
 
@@ -111,12 +111,12 @@ unsafe fn world_of<C>(raw: *mut C) -> Option<World> {
     }
     // SAFETY: as in `id_of`.
     match unsafe { &(*raw.cast::<Object<C>>()).world } {
-        Link::Strong(world) => Some(world.clone()),
-        Link::Weak(inner) => inner.upgrade().map(World),
+        WorldRef::Strong(world) => Some(world.clone()),
+        WorldRef::Weak(inner) => inner.upgrade().map(World),
     }
 }
 
-/// Runs the C function `call` on the object behind `raw`: finds its world, locks it, and takes an
+/// Runs the C function `call` on the object behind `raw`: finds its world, locks it, and returns an
 /// injected failure instead if there is one.
 ///
 /// # Safety
@@ -136,15 +136,15 @@ pub(super) unsafe fn enter<C, T>(
     }
 }
 
-/// The same for a call that may have to wait: `step` is asked again after every change of the
-/// world, until `patience` ends (EBUSY).
+/// Like [`enter`], for a call that may have to wait: `step` runs again after every change of the
+/// world, until `timeout` passes (EBUSY).
 ///
 /// # Safety
 /// As [`enter`].
 pub(super) unsafe fn enter_until<C, T>(
     call: &'static str,
     raw: *mut C,
-    patience: Option<Duration>,
+    timeout: Option<Duration>,
     mut step: impl FnMut(&mut State, Id) -> Poll<Result<T, Errno>>,
 ) -> Result<T, Errno> {
     // SAFETY: the caller vouches for `raw`.
@@ -167,7 +167,7 @@ pub(super) unsafe fn enter_until<C, T>(
             world.0.changed.notify_all();
             return result;
         }
-        let (guard, timed_out) = world.wait(state, patience);
+        let (guard, timed_out) = world.wait(state, timeout);
         state = guard;
         if timed_out {
             return Err(Errno::BUSY);
@@ -175,12 +175,12 @@ pub(super) unsafe fn enter_until<C, T>(
     }
 }
 
-/// Verbs' convention: 0 or an error number, which is in errno as well.
+/// Converts to the convention of verbs: 0, or an error number that is also in errno.
 pub(super) fn code(result: Result<(), Errno>) -> c_int {
     result.map_or_else(|errno| set_errno(errno).raw_os_error(), |()| 0)
 }
 
-/// librdmacm's convention: 0, or −1 and errno.
+/// Converts to the convention of librdmacm: 0, or −1 and errno.
 pub(super) fn minus_one(result: Result<(), Errno>) -> c_int {
     result.map_or_else(
         |errno| {
@@ -191,7 +191,7 @@ pub(super) fn minus_one(result: Result<(), Errno>) -> c_int {
     )
 }
 
-/// The convention of what creates: a pointer, or null and errno.
+/// Converts to the convention of functions that create objects: a pointer, or null and errno.
 pub(super) fn pointer<C>(result: Result<*mut C, Errno>) -> *mut C {
     result.unwrap_or_else(|errno| {
         set_errno(errno);
@@ -204,11 +204,12 @@ fn set_errno(errno: Errno) -> Errno {
     errno
 }
 
-/// Events with an fd that is readable exactly while there are any.
+/// A queue of events with a file descriptor that is readable exactly while there are any.
 pub(super) struct Events<T> {
     queue: VecDeque<T>,
     fd: PipeReader,
-    /// Has written a byte while there are events. Without it the descriptor reports an error.
+    /// Writes a byte when the first event arrives. Once this end is closed, the descriptor reports
+    /// an error.
     signal: Option<PipeWriter>,
 }
 
@@ -232,23 +233,23 @@ impl<T> Events<T> {
         self.queue.push_back(event);
     }
 
-    /// Nothing comes any more.
+    /// Closes the queue: no more events arrive.
     pub(super) fn close(&mut self) {
         self.signal = None;
     }
 
-    /// The first event; `Pending` when there is none and the caller left the fd blocking, else
-    /// EAGAIN.
+    /// Takes the first event. If there is none, returns `Pending` if the caller left the fd
+    /// blocking, otherwise EAGAIN.
     pub(super) fn take(&mut self) -> Poll<Result<T, Errno>> {
         if let Some(event) = self.queue.pop_front() {
-            self.lower();
+            self.clear_signal();
             return Poll::Ready(Ok(event));
         }
         if self.signal.is_none() {
             return Poll::Ready(Err(Errno::IO));
         }
         if cfg!(miri) {
-            // has no such call; those that we make never block
+            // Miri has no such call; the descriptors of this crate never block.
             return Poll::Ready(Err(Errno::AGAIN));
         }
         match fcntl_getfl(&self.fd) {
@@ -257,7 +258,7 @@ impl<T> Events<T> {
         }
     }
 
-    /// How many events match.
+    /// Returns how many events match.
     pub(super) fn count(&self, matches: impl Fn(&T) -> bool) -> usize {
         self.queue.iter().filter(|event| matches(event)).count()
     }
@@ -270,13 +271,13 @@ impl<T> Events<T> {
         let (gone, kept) =
             std::mem::take(&mut self.queue).into_iter().partition(|event| matches(event));
         self.queue = kept;
-        self.lower();
+        self.clear_signal();
         Vec::from_iter::<VecDeque<T>>(gone)
     }
 
-    fn lower(&self) {
+    fn clear_signal(&self) {
         if self.queue.is_empty() {
-            // Cannot block: a byte is there.
+            // Cannot block: the pipe contains a byte.
             let _ = rustix::io::read(&self.fd, &mut [0_u8; 1]);
         }
     }

@@ -1,4 +1,4 @@
-//! Queue pairs as objects: made, moved from state to state, asked, destroyed.
+//! Queue pairs as objects: creation, state changes, queries and destruction.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -8,7 +8,7 @@ use rustix::io::Errno;
 
 use super::device::Subject;
 use super::engine::{ERROR, INIT, QueuePair, RESET, RTR, RTS};
-use super::object::{self, ACK_PATIENCE, Id, Object, code, enter, enter_until, id_of, pointer};
+use super::object::{self, ACK_WAIT, Id, Object, code, enter, enter_until, id_of, pointer};
 use super::state::State;
 use crate::sys;
 use crate::sys::ibv_qp_attr_mask as Mask;
@@ -32,9 +32,9 @@ const TO_RTS: u32 = Mask::IBV_QP_TIMEOUT.0
     | Mask::IBV_QP_SQ_PSN.0
     | Mask::IBV_QP_MAX_QP_RD_ATOMIC.0;
 
-/// Attributes that a transition must bring and those that it may bring, as the kernel's table has
-/// it for reliable connections; `None` if there is no such transition. The send queue drained state
-/// is left out.
+/// Returns the attributes that a transition requires and those that it allows, from the kernel's
+/// table for reliable connections; `None` if there is no such transition. The state "send queue
+/// drained" is left out.
 fn attributes(from: sys::ibv_qp_state, to: sys::ibv_qp_state) -> Option<(u32, u32)> {
     match (from, to) {
         (RESET, INIT) => Some((TO_INIT, 0)),
@@ -67,7 +67,7 @@ impl State {
             {
                 return Err(Errno::INVAL);
             }
-            // The kernel looks the hardware address up, and gives up after a while.
+            // The kernel resolves the hardware address, and gives up after a while.
             // SAFETY: both members of the union are plain bytes.
             self.device_at(unsafe { route.dgid.raw }).ok_or(Errno::TIMEDOUT)?;
         }
@@ -84,21 +84,21 @@ impl State {
                 _ => qp.state = to,
             }
         }
-        // Peers may have waited for this.
+        // Peers may have been waiting for this.
         self.settle();
         Ok(())
     }
 }
 
 impl QueuePair {
-    /// Back to the beginning: what was posted is forgotten, without completions.
+    /// Resets the queue pair: what was posted is dropped, without completions.
     fn reset(&mut self) {
         self.state = RESET;
         self.attr = sys::ibv_qp_attr::default();
         self.epoch += 1;
         self.sends.clear();
         self.receives.clear();
-        (self.sends_used, self.receives_used, self.silent) = (0, 0, 0);
+        (self.sends_used, self.receives_used, self.unsignaled) = (0, 0, 0);
     }
 }
 
@@ -164,10 +164,10 @@ pub(super) unsafe extern "C" fn create_qp(
                 return Err(Errno::NOMEM);
             }
             if srq.is_some() {
-                // As the kernel: receives of its own have no meaning.
+                // As in the kernel: the sizes of its own receive queue are ignored.
                 (init.cap.max_recv_wr, init.cap.max_recv_sge) = (0, 0);
             }
-            let (id, number) = (state.name(), state.next_qp_num);
+            let (id, number) = (state.new_id(), state.next_qp_num);
             state.next_qp_num += 1;
             let raw = sys::ibv_qp {
                 context: raw_context,
@@ -181,7 +181,7 @@ pub(super) unsafe extern "C" fn create_qp(
                 qp_type: init.qp_type,
                 ..Default::default()
             };
-            let raw = Object::give(raw, id, state.world()?);
+            let raw = Object::for_caller(raw, id, state.world()?);
             let qp = QueuePair {
                 number,
                 device: device_id,
@@ -199,7 +199,7 @@ pub(super) unsafe extern "C" fn create_qp(
                 receives: VecDeque::new(),
                 sends_used: 0,
                 receives_used: 0,
-                silent: 0,
+                unsignaled: 0,
                 unacked: 0,
                 raw,
             };
@@ -251,12 +251,14 @@ pub(super) unsafe extern "C" fn query_qp(
 pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
     // SAFETY: the caller's queue pair is alive until here, and not used after.
     code(unsafe {
-        enter_until("ibv_destroy_qp", qp, Some(ACK_PATIENCE), |state, id| {
+        enter_until("ibv_destroy_qp", qp, Some(ACK_WAIT), |state, id| {
             match state.queue_pairs.get(&id) {
                 None => return Poll::Ready(Err(state.no_object())),
                 Some(qp) if qp.unacked > 0 => return Poll::Pending,
-                // As the specification has it for windows of type 2B; Soft-RoCE waits for them.
-                Some(_) if state.windows.values().any(|window| window.is_of(id)) => {
+                // As the specification requires for windows of type 2B; Soft-RoCE waits for them.
+                Some(_)
+                    if state.windows.values().any(|window| window.is_bound_to_queue_pair(id)) =>
+                {
                     return Poll::Ready(Err(Errno::BUSY));
                 }
                 Some(_) => {}
@@ -264,17 +266,17 @@ pub(super) unsafe extern "C" fn destroy_qp(qp: *mut sys::ibv_qp) -> c_int {
             if let Some(qp) = state.queue_pairs.remove(&id) {
                 state.by_qp_num.remove(&qp.number);
                 state.pending.remove(&id);
-                state.forget_async(qp.context, Subject::QueuePair(id));
+                state.drop_async_events(qp.context, Subject::QueuePair(id));
                 if state
                     .devices
                     .get(&qp.device)
                     .is_some_and(|device| device.spec.cleans_completions)
                 {
-                    state.clean(qp.recv_cq, qp.number);
-                    state.clean(qp.send_cq, qp.number);
+                    state.remove_completions(qp.recv_cq, qp.number);
+                    state.remove_completions(qp.send_cq, qp.number);
                 }
                 object::free(qp.raw);
-                // Peers that wait for it hear nothing any more.
+                // Peers that wait for it get no answer any more.
                 state.settle();
             }
             Poll::Ready(Ok(()))

@@ -1,4 +1,4 @@
-//! Receives: those of a queue pair and those of a shared receive queue.
+//! Receives of queue pairs and of shared receive queues.
 
 use std::collections::VecDeque;
 use std::ffi::c_int;
@@ -6,11 +6,11 @@ use std::task::Poll;
 
 use rustix::io::Errno;
 
-use super::completion::Frees;
+use super::completion::FreedEntries;
 use super::device::Subject;
 use super::engine::{self, ERROR, RESET};
 use super::memory::Piece;
-use super::object::{self, ACK_PATIENCE, Id, Object, Ptr, code, enter, enter_until, pointer};
+use super::object::{self, ACK_WAIT, Id, Object, Ptr, code, enter, enter_until, pointer};
 use super::state::State;
 use crate::sys;
 
@@ -18,7 +18,7 @@ pub(super) struct SharedQueue {
     context: Id,
     pub(super) domain: Id,
     waiting: VecDeque<Receive>,
-    /// Posted and not reaped yet.
+    /// Receives posted and not yet freed by a polled completion.
     pub(super) used: u32,
     max_wr: u32,
     max_sge: u32,
@@ -31,18 +31,18 @@ pub(super) struct SharedQueue {
 pub(super) struct Receive {
     pub(super) wr_id: u64,
     pub(super) pieces: Vec<Piece>,
-    pub(super) frees: Frees,
+    pub(super) freed: FreedEntries,
 }
 
 impl Receive {
-    /// Bytes that fit.
-    pub(super) fn room(&self) -> u64 {
+    /// Returns how many bytes fit.
+    pub(super) fn capacity(&self) -> u64 {
         self.pieces.iter().map(|piece| u64::from(piece.len)).sum()
     }
 }
 
 impl State {
-    /// Takes the receive that the next message to `qp` meets.
+    /// Takes the receive that the next message to `qp` consumes.
     pub(super) fn take_receive(&mut self, qp: Id) -> Option<Receive> {
         let qp = self.queue_pairs.get_mut(&qp)?;
         let Some(srq_id) = qp.srq else { return qp.receives.pop_front() };
@@ -60,7 +60,7 @@ impl State {
         Some(receive)
     }
 
-    /// Whether the next message to `qp` meets a receive.
+    /// Returns whether there is a receive for the next message to `qp`.
     pub(super) fn has_receive(&self, qp: Id) -> bool {
         let Some(qp) = self.queue_pairs.get(&qp) else { return false };
         match qp.srq {
@@ -83,8 +83,11 @@ impl State {
             return Err(Errno::NOMEM);
         }
         qp.receives_used += 1;
-        let receive =
-            Receive { wr_id: wr.wr_id, pieces, frees: Frees::Receive { qp: id, epoch: qp.epoch } };
+        let receive = Receive {
+            wr_id: wr.wr_id,
+            pieces,
+            freed: FreedEntries::Receive { qp: id, epoch: qp.epoch },
+        };
         qp.receives.push_back(receive);
         if qp.state == ERROR {
             self.flush(id);
@@ -106,7 +109,7 @@ impl State {
             return Err(Errno::NOMEM);
         }
         srq.used += 1;
-        srq.waiting.push_back(Receive { wr_id: wr.wr_id, pieces, frees: Frees::Shared(id) });
+        srq.waiting.push_back(Receive { wr_id: wr.wr_id, pieces, freed: FreedEntries::Shared(id) });
         Ok(())
     }
 }
@@ -135,8 +138,8 @@ pub(super) unsafe extern "C" fn create_srq(
                 pd: raw_pd.0,
                 ..Default::default()
             };
-            let id = state.name();
-            let raw = Object::give(raw, id, state.world()?);
+            let id = state.new_id();
+            let raw = Object::for_caller(raw, id, state.world()?);
             let srq = SharedQueue {
                 context,
                 domain,
@@ -196,7 +199,7 @@ pub(super) unsafe extern "C" fn query_srq(
 pub(super) unsafe extern "C" fn destroy_srq(srq: *mut sys::ibv_srq) -> c_int {
     // SAFETY: the caller's queue is alive until here, and not used after.
     code(unsafe {
-        enter_until("ibv_destroy_srq", srq, Some(ACK_PATIENCE), |state, id| {
+        enter_until("ibv_destroy_srq", srq, Some(ACK_WAIT), |state, id| {
             let used = state.queue_pairs.values().any(|qp| qp.srq == Some(id));
             match state.srqs.get(&id) {
                 None => return Poll::Ready(Err(state.no_object())),
@@ -205,7 +208,7 @@ pub(super) unsafe extern "C" fn destroy_srq(srq: *mut sys::ibv_srq) -> c_int {
                 Some(_) => {}
             }
             if let Some(srq) = state.srqs.remove(&id) {
-                state.forget_async(srq.context, Subject::SharedQueue(id));
+                state.drop_async_events(srq.context, Subject::SharedQueue(id));
                 object::free(srq.raw);
             }
             Poll::Ready(Ok(()))
@@ -231,7 +234,8 @@ pub(super) unsafe extern "C" fn post_srq_recv(
     unsafe { post("ibv_post_srq_recv", srq, wr, bad_wr, State::accept_shared) }
 }
 
-/// Gives a chain to `accept`, one by one, until it refuses; then lets waiting senders go on.
+/// Passes the requests of a chain to `accept`, one by one, until it refuses one; then lets waiting
+/// senders continue.
 unsafe fn post<C>(
     call: &'static str,
     raw: *mut C,

@@ -1,4 +1,4 @@
-//! What is true in a world: every object, by name, in plain Rust.
+//! The state of a world: every object by its id, as plain Rust data.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
 use std::sync::Weak;
@@ -24,17 +24,17 @@ pub(super) struct State {
     pub(super) next_port: u16,
     pub(super) device_lists: usize,
     pub(super) forks: sys::ibv_fork_status,
-    /// The kernel has destroyed objects by itself.
+    /// Whether the kernel has destroyed objects by itself.
     pub(super) disassociated: bool,
     faults: HashMap<&'static str, VecDeque<Errno>>,
-    /// Calls that wait until they are let go.
+    /// Calls that wait until they are released: see [`World::hold`].
     pub(super) held: BTreeSet<&'static str>,
-    /// How many wait in each of them.
+    /// How many calls wait in each of them.
     pub(super) waiting: BTreeMap<&'static str, usize>,
-    /// What each thread has called.
+    /// The calls that each thread has made.
     pub(super) calls: HashMap<ThreadId, BTreeSet<&'static str>>,
-    /// Pairs of devices, the smaller first, that lose each other's packets.
-    pub(super) holes: BTreeSet<(Id, Id)>,
+    /// Pairs of devices, the smaller id first, that lose each other's packets.
+    pub(super) black_holes: BTreeSet<(Id, Id)>,
     pub(super) devices: BTreeMap<Id, Device>,
     pub(super) contexts: BTreeMap<Id, Context>,
     pub(super) domains: BTreeMap<Id, Domain>,
@@ -67,7 +67,7 @@ impl State {
             held: BTreeSet::new(),
             waiting: BTreeMap::new(),
             calls: HashMap::new(),
-            holes: BTreeSet::new(),
+            black_holes: BTreeSet::new(),
             devices: BTreeMap::new(),
             contexts: BTreeMap::new(),
             domains: BTreeMap::new(),
@@ -85,8 +85,8 @@ impl State {
         }
     }
 
-    /// A name for a new object.
-    pub(super) fn name(&mut self) -> Id {
+    /// Returns an id for a new object.
+    pub(super) fn new_id(&mut self) -> Id {
         self.next_id += 1;
         self.next_id
     }
@@ -95,7 +95,7 @@ impl State {
         self.me.clone()
     }
 
-    /// The world, for an object that keeps it alive.
+    /// Returns the world, for an object that keeps it alive.
     pub(super) fn world(&self) -> Result<World, Errno> {
         self.me.upgrade().map(World).ok_or(Errno::NODEV)
     }
@@ -113,14 +113,14 @@ impl State {
         errno
     }
 
-    pub(super) fn device_called(&self, name: &str) -> Option<Id> {
+    pub(super) fn device_named(&self, name: &str) -> Option<Id> {
         self.devices
             .values()
             .find(|device| device.spec.name == name && !device.removed)
             .map(|d| d.id)
     }
 
-    /// The context, if its device can still make objects.
+    /// Returns the context, if its device can still create objects.
     pub(super) fn usable(&self, context: Id) -> Result<&Context, Errno> {
         let context = self.contexts.get(&context).ok_or(Errno::INVAL)?;
         match self.devices.get(&context.device) {
@@ -129,7 +129,7 @@ impl State {
         }
     }
 
-    /// The device behind a context, if it is still there.
+    /// Returns the device behind a context, if it still exists.
     pub(super) fn device_of(&self, context: Id) -> Result<&Device, Errno> {
         let device = self.usable(context)?.device;
         self.devices.get(&device).ok_or(Errno::IO)
@@ -141,7 +141,7 @@ impl State {
         }
     }
 
-    /// Tells every user of a device.
+    /// Notifies every user of a device.
     pub(super) fn notify_all(&mut self, device: Id, kind: sys::ibv_event_type, subject: Subject) {
         for context in self.contexts.values_mut().filter(|context| context.device == device) {
             context.events.push(AsyncEvent { kind, subject });

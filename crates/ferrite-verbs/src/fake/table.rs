@@ -1,4 +1,4 @@
-//! The function tables that a [`Verbs`](crate::Verbs) of the fake works by.
+//! The function tables behind a [`Verbs`](crate::Verbs) of the fake.
 
 use super::{cm, completion, device, memory, queue_pair, receive};
 use crate::sys::{CmFunctions, IbvFunctions};
@@ -61,7 +61,7 @@ pub(super) static CM: CmFunctions = CmFunctions {
     rdma_free_devices: None,
 };
 
-/// The calls that can be made to fail.
+/// The calls that can be made to fail or to wait.
 pub(super) const CALLS: &[&str] = &[
     "ibv_get_device_list",
     "ibv_fork_init",

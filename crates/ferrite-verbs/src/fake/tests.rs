@@ -1,4 +1,4 @@
-//! What the safe objects above cannot provoke, and so cannot test: C calls in the wrong order.
+//! Tests of what the safe objects cannot provoke: C calls in the wrong order.
 
 use std::ffi::c_int;
 use std::ptr::null_mut;
@@ -13,7 +13,7 @@ const EAGAIN: c_int = 11;
 const EBUSY: c_int = 16;
 const EINVAL: c_int = 22;
 
-/// A context of a world with one device.
+/// Opens the device of a world with one device.
 fn open() -> (World, *mut sys::ibv_context) {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
@@ -68,8 +68,9 @@ fn parents_are_busy_while_they_have_children() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// Makes a queue pair on a queue with a channel, armed, and flushes a receive through it.
-unsafe fn flushed(
+/// Creates a queue pair on an armed completion queue with a channel, and flushes a receive through
+/// it.
+unsafe fn flush_a_receive(
     context: *mut sys::ibv_context,
 ) -> (*mut sys::ibv_pd, *mut sys::ibv_comp_channel, *mut sys::ibv_cq, *mut sys::ibv_qp) {
     // SAFETY: as above.
@@ -99,12 +100,12 @@ unsafe fn flushed(
 }
 
 #[test]
-fn a_blocking_channel_blocks_and_a_destroy_waits_for_the_acknowledgement() {
+fn destroy_waits_until_events_are_acknowledged() {
     let (world, context) = open();
-    // SAFETY: as above; the queue is acknowledged by the other thread while this one waits in its
+    // SAFETY: as above; the other thread acknowledges the queue's event while this one waits in its
     // destruction, as the C interface allows.
     unsafe {
-        let (pd, channel, cq, qp) = flushed(context);
+        let (pd, channel, cq, qp) = flush_a_receive(context);
         let (mut got, mut key) = (null_mut(), null_mut());
         assert_eq!((IBV.ibv_get_cq_event)(channel, &raw mut got, &raw mut key), 0);
         assert_eq!((got, world.objects().unacked_events), (cq, 1));
@@ -131,11 +132,11 @@ fn a_blocking_channel_blocks_and_a_destroy_waits_for_the_acknowledgement() {
 }
 
 #[test]
-fn events_of_what_is_gone_are_gone() {
+fn destroying_an_object_drops_its_events() {
     let (world, context) = open();
     // SAFETY: as above.
     unsafe {
-        let (pd, channel, cq, qp) = flushed(context);
+        let (pd, channel, cq, qp) = flush_a_receive(context);
         assert!(world.break_queue_pair((*qp).qp_num));
         assert_eq!((IBV.ibv_destroy_qp)(qp), 0);
         assert_eq!((IBV.ibv_destroy_cq)(cq), 0);
@@ -151,7 +152,7 @@ fn events_of_what_is_gone_are_gone() {
 }
 
 #[test]
-fn roots_need_a_world() {
+fn calls_without_an_object_need_a_world() {
     // SAFETY: no preconditions.
     unsafe {
         assert!((IBV.ibv_get_device_list)(null_mut()).is_null());
@@ -160,7 +161,7 @@ fn roots_need_a_world() {
 }
 
 #[test]
-#[should_panic(expected = "no call to fail: ibv_destory_qp")]
-fn a_misspelt_fault_is_noticed() {
+#[should_panic(expected = "unknown C function: ibv_destory_qp")]
+fn panics_on_an_unknown_function_name() {
     World::new().fail_next("ibv_destory_qp", EBUSY);
 }

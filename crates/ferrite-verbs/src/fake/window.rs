@@ -1,6 +1,6 @@
-//! Memory windows of type 2B: bound to a queue pair by a request on it, and refused on every other.
+//! Memory windows of type 2B: a work request binds them to a queue pair; all others refuse them.
 //!
-//! The rules are those of the specification (10.6.7) as Soft-RoCE's `rxe_mw.c` has them.
+//! The rules are those of the specification (10.6.7), as implemented in Soft-RoCE's `rxe_mw.c`.
 
 use std::ffi::c_int;
 
@@ -21,7 +21,7 @@ pub(super) struct Window {
     raw: Ptr<sys::ibv_mw>,
 }
 
-/// To what, and where it is.
+/// What a window is bound to, and the range that it covers.
 struct Bound {
     qp: Id,
     region: Id,
@@ -30,11 +30,11 @@ struct Bound {
     access: u32,
 }
 
-/// What a request to bind says.
+/// The contents of a bind request.
 #[derive(Clone, Copy)]
 pub(super) struct Binding {
     window: Option<Id>,
-    /// The window's key when it was posted.
+    /// The window's key when the request was posted.
     rkey_before: u32,
     rkey: u32,
     region: Option<Id>,
@@ -45,6 +45,8 @@ pub(super) struct Binding {
 }
 
 impl Binding {
+    /// Reads a bind request.
+    ///
     /// # Safety
     /// The window and the region that it names are alive.
     pub(super) unsafe fn from_raw(raw: &sys::ibv_send_wr__bindgen_ty_4__bindgen_ty_1) -> Self {
@@ -66,7 +68,7 @@ impl Binding {
 }
 
 impl Window {
-    /// The region that is reached by the key for `access`, if it is allowed to the peer of `qp`.
+    /// Returns the region behind the window, if its key allows `access` to the peer of `qp`.
     pub(super) fn allows(&self, qp: Id, rkey: u32, addr: u64, len: u64, access: u32) -> Option<Id> {
         let bound = self.bound.as_ref().filter(|bound| bound.qp == qp && self.rkey == rkey)?;
         let offset = addr.checked_sub(bound.addr)?;
@@ -74,19 +76,19 @@ impl Window {
         (within && bound.access & access == access).then_some(bound.region)
     }
 
-    /// Whether it is bound to a region.
-    pub(super) fn is_on(&self, region: Id) -> bool {
+    /// Returns whether it is bound to `region`.
+    pub(super) fn is_bound_to_region(&self, region: Id) -> bool {
         self.bound.as_ref().is_some_and(|bound| bound.region == region)
     }
 
-    /// Whether it is bound to a queue pair.
-    pub(super) fn is_of(&self, qp: Id) -> bool {
+    /// Returns whether it is bound to `qp`.
+    pub(super) fn is_bound_to_queue_pair(&self, qp: Id) -> bool {
         self.bound.as_ref().is_some_and(|bound| bound.qp == qp)
     }
 }
 
 impl State {
-    /// The window that has the index of a key.
+    /// Returns the window with the index of a key.
     pub(super) fn window_with_key(&self, rkey: u32) -> Option<&Window> {
         self.windows.get(&u64::from(rkey >> 8))
     }
@@ -122,7 +124,7 @@ impl State {
 
     pub(super) fn invalidate_window(&mut self, qp: Id, rkey: u32) -> Result<(), Status> {
         let found = self.windows.get_mut(&u64::from(rkey >> 8));
-        match found.filter(|window| window.rkey == rkey && window.is_of(qp)) {
+        match found.filter(|window| window.rkey == rkey && window.is_bound_to_queue_pair(qp)) {
             Some(window) => {
                 window.bound = None;
                 Ok(())
@@ -152,7 +154,7 @@ pub(super) unsafe extern "C" fn alloc_mw(
             if state.windows.len() >= spec.max_mw as usize {
                 return Err(Errno::NOMEM);
             }
-            let id = state.name();
+            let id = state.new_id();
             let index =
                 u32::try_from(id).ok().filter(|index| index >> 24 == 0).ok_or(Errno::NOMEM)?;
             let rkey = index << 8 | (index & KEY_TAG);
@@ -163,7 +165,7 @@ pub(super) unsafe extern "C" fn alloc_mw(
                 handle: index,
                 type_: kind,
             };
-            let raw = Object::give(raw, id, state.world()?);
+            let raw = Object::for_caller(raw, id, state.world()?);
             state.windows.insert(id, Window { domain, rkey, bound: None, raw });
             Ok(raw.0)
         })
