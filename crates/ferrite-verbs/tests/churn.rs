@@ -1,8 +1,8 @@
-//! A thousand lives: create, connect, use and drop in random order, with peers dying, and nothing
-//! is left.
+//! A thousand connections: created, connected, used and dropped in random order, with peers that
+//! are killed. Nothing may be left.
 //!
-//! `rdma resource show` counts what the kernel holds, /proc/self/fd what we hold. Both must be back
-//! where they started. A failure prints its seed, and `FERRITE_SEED` replays it.
+//! `rdma resource show` counts what the kernel holds, and /proc/self/fd what we hold. Both must
+//! return to where they started. A failure prints its seed, and `FERRITE_SEED` replays it.
 
 use std::collections::BTreeMap;
 use std::process::Command;
@@ -12,18 +12,18 @@ use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{QueuePairConfig, RecvRequest, SendRequest, Status};
 
 use crate::lab;
-use crate::process::{again, connect_and_wait, role};
+use crate::process::{connect_and_wait, rerun_test, role};
 use crate::suite::pair::{Mode, Pair, PairConfig, Parts, params};
 use crate::suite::random::Random;
-use crate::suite::{Fixture, PATIENCE};
+use crate::suite::{Fixture, TIMEOUT};
 
-const LIVES: u32 = 1000;
-/// The emulated kernel is some twenty times slower.
-const LIVES_EMULATED: u32 = 100;
-/// One life in this many has a peer in a process of its own, which is killed.
+const CONNECTIONS: u32 = 1000;
+/// The emulated kernel is about twenty times slower.
+const CONNECTIONS_EMULATED: u32 = 100;
+/// One connection in this many has a peer in its own process, which is killed.
 const KILLED_EVERY: u32 = 50;
 
-/// What the kernel holds, by kind ("rxe1 qp" → 1), and our file descriptors.
+/// Returns what the kernel holds, by kind ("rxe1 qp" → 1), and our file descriptors.
 fn resources() -> BTreeMap<String, u64> {
     let out = Command::new("rdma").args(["resource", "show"]).output().expect("rdma");
     let text = String::from_utf8(out.stdout).expect("text");
@@ -43,9 +43,9 @@ fn resources() -> BTreeMap<String, u64> {
 }
 
 /// Waits until the kernel has released what is already closed: identifiers linger in timewait, and
-/// the objects of a killed process go after it.
-fn settled(start: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
-    let deadline = Instant::now() + PATIENCE;
+/// the objects of a killed process are released after it ends.
+fn wait_for_release(start: &BTreeMap<String, u64>) -> BTreeMap<String, u64> {
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let now = resources();
         if now == *start || Instant::now() > deadline {
@@ -70,25 +70,29 @@ fn a_thousand_lives_leave_nothing() {
         });
     let mut random = Random::new(seed);
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
-    let lives = if emulated { LIVES_EMULATED } else { LIVES };
+    let connections = if emulated { CONNECTIONS_EMULATED } else { CONNECTIONS };
     let fixture = lab();
-    // The first connection opens what librdmacm keeps for the life of the process.
+    // The first connection opens what librdmacm keeps until the process ends.
     drop(Pair::new(&fixture));
-    let start = settled(&BTreeMap::new());
-    for life in 0..lives {
-        if life % KILLED_EVERY == KILLED_EVERY - 1 {
-            outlive_a_peer(&fixture);
+    let start = wait_for_release(&BTreeMap::new());
+    for number in 0..connections {
+        if number % KILLED_EVERY == KILLED_EVERY - 1 {
+            kill_a_peer(&fixture);
         } else {
-            live(&fixture, &mut random);
+            run_connection(&fixture, &mut random);
         }
     }
-    assert_eq!(settled(&start), start, "after {lives} lives, FERRITE_SEED={seed}");
+    assert_eq!(
+        wait_for_release(&start),
+        start,
+        "after {connections} connections, FERRITE_SEED={seed}"
+    );
     assert_eq!(ferrite_verbs::leaked_objects(), 0, "FERRITE_SEED={seed}");
 }
 
-/// One connection: made, used by a random share of what it could do, and dropped piece by piece in
-/// random order, perhaps with work under way and perhaps without a goodbye.
-fn live(fixture: &Fixture, random: &mut Random) {
+/// Creates a connection, uses it at random, and drops its objects one by one in random order,
+/// sometimes with requests in flight and sometimes without a disconnect.
+fn run_connection(fixture: &Fixture, random: &mut Random) {
     let config = PairConfig {
         region_bytes: 16 << 10,
         srq_receives: (random.below(2) == 0).then_some(32),
@@ -106,7 +110,7 @@ fn live(fixture: &Fixture, random: &mut Random) {
             SendRequest::read(1, &local, remote)
         };
         from.post(request.signaled());
-        // Sometimes the work is still under way when everything goes.
+        // Sometimes a request is still in flight when everything is dropped.
         if random.below(4) > 0 {
             assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
         }
@@ -120,21 +124,20 @@ fn live(fixture: &Fixture, random: &mut Random) {
     drop(pieces);
 }
 
-/// A child connects to us and is killed with the connection up.
-fn outlive_a_peer(fixture: &Fixture) {
+/// Accepts a connection from a child process and kills the child while connected.
+fn kill_a_peer(fixture: &Fixture) {
     let config = PairConfig::default();
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
-    let mut child = again("churn::a_thousand_lives_leave_nothing", &target.to_string(), &[])
+    let mut child = rerun_test("churn::a_thousand_lives_leave_nothing", &target.to_string(), &[])
         .spawn()
         .expect("a child");
-    let request = listener.next_request(PATIENCE).expect("events").expect("the child's request");
+    let request = listener.next_request(TIMEOUT).expect("events").expect("the child's request");
     let parts = Parts::new(fixture, &fixture.hosts[0], &config);
-    cm::accept(&request, &parts.qp, config.access, &params(&config), PATIENCE).expect("accept");
+    cm::accept(&request, &parts.qp, config.access, &params(&config), TIMEOUT).expect("accept");
     parts.qp.post_recv(&[RecvRequest::new(1, &[parts.region.sge(0..64)])]).expect("post");
     child.kill().expect("kill");
     child.wait().expect("wait");
-    // A second queue pair on the same objects, for good measure, while the first one's peer is
-    // gone.
+    // A second queue pair can be created on the same objects after the peer of the first is gone.
     parts.domain.create_queue_pair(&QueuePairConfig::new(&parts.cq)).expect("queue pair");
 }

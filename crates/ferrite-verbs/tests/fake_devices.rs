@@ -1,5 +1,5 @@
-//! What devices and kernels other than the lab's do, on the fake that has learned it from their
-//! sources.
+//! The behaviour of devices and kernels other than the lab's, on the fake provider, which models it
+//! after their sources.
 
 use std::time::{Duration, Instant};
 
@@ -8,7 +8,7 @@ use ferrite_verbs::{Access, CmEventKind, QueuePairAttributes, QueuePairConfig, S
 
 const EIO: i32 = 5;
 const EINVAL: i32 = 22;
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 
 fn world() -> World {
     let world = World::new();
@@ -16,7 +16,7 @@ fn world() -> World {
     world
 }
 
-/// M8: Soft-RoCE has queued everything when its doorbell fails, and names no request.
+/// When its doorbell fails, Soft-RoCE has queued all requests, and does not name a refused one.
 #[test]
 fn counts_all_requests_as_posted_when_the_provider_names_none() {
     let world = world();
@@ -28,17 +28,17 @@ fn counts_all_requests_as_posted_when_the_provider_names_none() {
     qp.stop().expect("everything that is posted is flushed");
     let requests = [1, 2, 3].map(|id| SendRequest::send(id, &[]).signaled());
     world.fail_next_doorbell(EIO);
-    let refused = qp.post_send(&requests).expect_err("as asked");
+    let refused = qp.post_send(&requests).expect_err("injected failure");
     assert_eq!(refused.posted, 3, "{refused}");
-    // Longer than one chain: those before it are counted too.
+    // More requests than one chain: those of earlier chains are counted, too.
     let requests = [SendRequest::send(1, &[]); 11];
     qp.post_send(&requests[..8]).expect("room");
     world.fail_next("ibv_post_send", EIO);
-    let refused = qp.post_send(&requests).expect_err("as asked");
+    let refused = qp.post_send(&requests).expect_err("injected failure");
     assert_eq!(refused.posted, 0, "the provider named the first: {refused}");
 }
 
-/// M6: the kernel has destroyed everything, and every destroy says EIO.
+/// After the kernel has destroyed all objects, every destroy fails with EIO.
 #[test]
 fn releases_objects_of_a_device_that_the_kernel_took_away() {
     let world = world();
@@ -63,7 +63,7 @@ fn releases_objects_of_a_device_that_the_kernel_took_away() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// EIO alone proves nothing: firmware that fails a command says it too, and keeps the object.
+/// EIO alone proves nothing: firmware that fails a command also reports it, and keeps the object.
 #[test]
 fn keeps_objects_of_a_device_that_only_fails_to_destroy_them() {
     let world = world();
@@ -71,28 +71,28 @@ fn keeps_objects_of_a_device_that_only_fails_to_destroy_them() {
     let domain = context.allocate_protection_domain().expect("domain");
     let region = domain.allocate(4096, Access::LOCAL).expect("region");
     world.fail_next("ibv_dereg_mr", EIO);
-    let (region, _) = region.deregister().expect_err("as asked");
+    let (region, _) = region.deregister().expect_err("injected failure");
     assert_eq!(world.objects().memory_regions, 1);
-    region.deregister().map_err(|(_, error)| error).expect("the second time");
+    region.deregister().map_err(|(_, error)| error).expect("second attempt");
 }
 
-/// M4: on kernels before 5.12 libibverbs has to be told before the first registration.
+/// On kernels before 5.12, libibverbs must be prepared for forks before the first registration.
 #[test]
 fn prepares_for_forks_where_the_kernel_does_not() {
     let world = world();
     world.run_on_old_kernel();
     let device = world.verbs().device("fake1").expect("device");
     world.fail_next("ibv_fork_init", EINVAL);
-    let error = device.open().expect_err("memory would be lost to forks");
+    let error = device.open().expect_err("not safe for forks");
     assert!(error.to_string().contains("5.12"), "{error}");
     assert!(!world.is_fork_safe());
     device.open().expect("opens");
     assert!(world.is_fork_safe());
 }
 
-/// Real drivers pin queues too, and the completion queue is the first thing that an engine makes.
+/// Real drivers pin queues too, and the completion queue is the first object that a fabric creates.
 #[test]
-#[cfg(not(miri))] // which has no processes
+#[cfg(not(miri))] // Miri has no processes
 fn names_the_locked_memory_limit_when_a_queue_is_refused() {
     const ENOMEM: i32 = 12;
     const ME: &str = "names_the_locked_memory_limit_when_a_queue_is_refused";
@@ -114,53 +114,58 @@ fn names_the_locked_memory_limit_when_a_queue_is_refused() {
     let world = world();
     let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
     let domain = context.allocate_protection_domain().expect("domain");
-    let blames = |call: &str, asked: &dyn Fn() -> Result<(), ferrite_verbs::Error>| {
-        world.fail_next(call, ENOMEM);
-        let error = asked().expect_err("as told");
-        assert_eq!(
-            error.memlock().map(|memlock| memlock.limit_bytes),
-            Some(65536),
-            "{call}: {error}"
-        );
-        assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK")), "{call}");
-    };
-    blames("ibv_reg_mr", &|| domain.allocate(1 << 20, Access::LOCAL).map(drop));
-    blames("ibv_create_cq", &|| context.create_completion_queue(16_384, None, 0).map(drop));
-    blames("ibv_create_srq", &|| domain.create_shared_receive_queue(4096, 1).map(drop));
+    let expect_memlock_error =
+        |call: &str, asked: &dyn Fn() -> Result<(), ferrite_verbs::Error>| {
+            world.fail_next(call, ENOMEM);
+            let error = asked().expect_err("injected failure");
+            assert_eq!(
+                error.memlock().map(|memlock| memlock.limit_bytes),
+                Some(65536),
+                "{call}: {error}"
+            );
+            assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK")), "{call}");
+        };
+    expect_memlock_error("ibv_reg_mr", &|| domain.allocate(1 << 20, Access::LOCAL).map(drop));
+    expect_memlock_error("ibv_create_cq", &|| {
+        context.create_completion_queue(16_384, None, 0).map(drop)
+    });
+    expect_memlock_error("ibv_create_srq", &|| {
+        domain.create_shared_receive_queue(4096, 1).map(drop)
+    });
     let cq = context.create_completion_queue(16, None, 0).expect("a queue");
     let config = QueuePairConfig { max_send_wr: 1024, ..QueuePairConfig::new(&cq) };
-    blames("ibv_create_qp", &|| domain.create_queue_pair(&config).map(drop));
-    // Where there is room below the limit, it is the host that has no memory.
+    expect_memlock_error("ibv_create_qp", &|| domain.create_queue_pair(&config).map(drop));
+    // If enough is left below the limit, the host itself is out of memory.
     world.fail_next("ibv_create_cq", ENOMEM);
-    let error = context.create_completion_queue(16, None, 0).expect_err("as told");
+    let error = context.create_completion_queue(16, None, 0).expect_err("injected failure");
     assert_eq!(error.kind(), ferrite_verbs::ErrorKind::OutOfMemory, "{error}");
 }
 
-/// A call on an identifier can wait in the kernel: whoever takes events does not wait with it.
+/// A call on an identifier can wait in the kernel; fetching events does not wait for it.
 #[test]
 fn takes_events_while_a_call_on_another_identifier_waits() {
     let world = world();
     let channel = world.verbs().open_event_channel().expect("a channel");
     let (slow, quick) = (channel.create_id().expect("one"), channel.create_id().expect("two"));
     let to = "10.0.0.1:7".parse().expect("an address");
-    quick.resolve_address(None, to, PATIENCE).expect("asked");
+    quick.resolve_address(None, to, TIMEOUT).expect("asked");
     world.hold("rdma_resolve_addr");
-    let caller =
-        std::thread::spawn(move || slow.resolve_address(None, to, PATIENCE).map(|()| slow));
+    let caller = std::thread::spawn(move || slow.resolve_address(None, to, TIMEOUT).map(|()| slow));
     let begun = Instant::now();
     while world.waiting_in("rdma_resolve_addr") == 0 {
-        assert!(begun.elapsed() < PATIENCE, "the call does not begin");
+        assert!(begun.elapsed() < TIMEOUT, "the call does not start");
         std::thread::yield_now();
     }
-    let (tell, told) = std::sync::mpsc::channel();
+    let (sender, receiver) = std::sync::mpsc::channel();
     let events = channel.clone();
-    std::thread::spawn(move || tell.send(events.next_event()));
-    let event = told.recv_timeout(PATIENCE);
+    std::thread::spawn(move || sender.send(events.next_event()));
+    let event = receiver.recv_timeout(TIMEOUT);
     world.let_go("rdma_resolve_addr");
-    let event = event.expect("it waits for the call").expect("a channel").expect("an event");
+    let event =
+        event.expect("fetched without waiting for the call").expect("a channel").expect("an event");
     assert_eq!((event.id, event.kind), (quick.key(), CmEventKind::ADDRESS_RESOLVED));
     assert_eq!((quick.peer_addr(), quick.device()), (Some(to), Some(("fake1".to_owned(), 1))));
     let slow = caller.join().expect("the caller").expect("asked");
-    let event = channel.wait_event(PATIENCE).expect("a channel").expect("an event");
+    let event = channel.wait_event(TIMEOUT).expect("a channel").expect("an event");
     assert_eq!((event.id, event.kind), (slow.key(), CmEventKind::ADDRESS_RESOLVED));
 }

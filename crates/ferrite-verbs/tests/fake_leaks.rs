@@ -1,5 +1,5 @@
-//! What cannot be released: counted, and its memory stays where it is. Alone in its process,
-//! because the counter is the process's.
+//! Objects that cannot be released are counted, and their memory stays mapped. This test runs alone
+//! in its process, because the counter belongs to the process.
 #![cfg(feature = "fake")]
 
 use ferrite_verbs::fake::{DeviceSpec, World};
@@ -18,14 +18,14 @@ fn is_mapped(addr: u64) -> bool {
 }
 
 #[test]
-fn a_failed_destroy_is_counted_and_nothing_is_unmapped() {
+fn failed_destroy_is_counted_and_keeps_memory_mapped() {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
     let context = world.verbs().device("fake1").expect("device").open().expect("open");
     let domain = context.allocate_protection_domain().expect("domain");
     let len = 1 << 20;
 
-    // Released as it should be: gone.
+    // A normal release unmaps the memory.
     let region = domain.allocate(len, Access::LOCAL).expect("region");
     let addr = region.remote(0..1).addr;
     assert!(is_mapped(addr));
@@ -33,14 +33,14 @@ fn a_failed_destroy_is_counted_and_nothing_is_unmapped() {
     assert!(!is_mapped(addr));
     assert_eq!(leaked_objects(), 0);
 
-    // The device will not let the region go: it may still write there.
+    // The device refuses to release the region: it may still write there.
     let region = domain.allocate(len, Access::LOCAL).expect("region");
     let addr = region.remote(0..1).addr;
     world.fail_next("ibv_dereg_mr", EIO);
     drop(region);
     assert_eq!((leaked_objects(), is_mapped(addr)), (1, true));
 
-    // The device will not let a queue pair go: what was posted to it stays too.
+    // The device refuses to release a queue pair: the memory posted to it stays mapped, too.
     let cq = context.create_completion_queue(4, None, 0).expect("queue");
     let qp = domain.create_queue_pair(&QueuePairConfig::new(&cq)).expect("queue pair");
     qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
@@ -51,14 +51,14 @@ fn a_failed_destroy_is_counted_and_nothing_is_unmapped() {
     drop((region, qp));
     assert_eq!((leaked_objects(), is_mapped(addr)), (2, true));
 
-    // The parents cannot go before their children: each refuses, each is counted, nothing is freed
-    // under a child.
+    // Parents cannot be released before their children: each refusal is counted, and nothing is
+    // freed below a child.
     drop(cq);
     assert_eq!(leaked_objects(), 3);
     let left = world.objects();
     assert_eq!((left.queue_pairs, left.completion_queues, left.memory_regions), (1, 1, 2));
 
-    // An identifier.
+    // A CM identifier.
     let id = world
         .verbs()
         .open_event_channel()

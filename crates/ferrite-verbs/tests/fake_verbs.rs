@@ -1,4 +1,4 @@
-//! The suite on the fake provider, and what only the fake can do: every fault, on demand.
+//! The suite on the fake provider, and tests that only the fake allows: every fault, on demand.
 #![cfg(feature = "fake")]
 
 mod suite;
@@ -14,7 +14,7 @@ use ferrite_verbs::{
 };
 use suite::pair::{End, Mode, Pair, PairConfig, Parts, params};
 use suite::random::Random;
-use suite::{Fixture, Host, PATIENCE, run_suite};
+use suite::{Fixture, Host, TIMEOUT, run_suite};
 
 /// Two hosts, `fake1` and `fake2`.
 fn world() -> (World, Fixture) {
@@ -48,21 +48,21 @@ fn write_64(from: &End, to: &End) -> Status {
     from.reap(Mode::Poll).status()
 }
 
-/// The async events that wait at an end.
-fn heard(end: &End) -> Vec<(AsyncEventKind, Subject)> {
+/// Returns the pending async events of an end.
+fn async_events(end: &End) -> Vec<(AsyncEventKind, Subject)> {
     std::iter::from_fn(|| end.context.next_async_event().expect("events"))
         .map(|event| (event.kind, event.subject))
         .collect()
 }
 
-/// The CM events that wait at an end.
-fn told(end: &End) -> Vec<CmEventKind> {
+/// Returns the pending CM events of an end.
+fn cm_events(end: &End) -> Vec<CmEventKind> {
     std::iter::from_fn(|| end.id.channel().next_event().expect("events"))
         .map(|event| event.kind)
         .collect()
 }
 
-/// Injects `errno` into `call`, runs `run`, and expects this kind of failure there.
+/// Injects `errno` into `call`, runs `run`, and expects it to fail there with this kind of error.
 fn fails<T>(
     world: &World,
     call: &'static str,
@@ -119,7 +119,7 @@ fn every_creating_call_can_fail() {
     fails(&world, "ibv_query_qp", EIO, ErrorKind::DeviceGone, || qp.state());
     fails(&world, "ibv_req_notify_cq", EIO, ErrorKind::DeviceGone, || cq.request_notify(false));
     world.fail_next("ibv_poll_cq", EIO);
-    let error = cq.poll(&mut [WorkCompletion::default()]).expect_err("as asked");
+    let error = cq.poll(&mut [WorkCompletion::default()]).expect_err("injected failure");
     assert_eq!((error.kind(), error.call()), (ErrorKind::System, "ibv_poll_cq"));
     fails(&world, "ibv_get_async_event", EIO, ErrorKind::DeviceGone, || context.next_async_event());
     drop((config, qp, srq, cq, domain, context, device));
@@ -127,7 +127,7 @@ fn every_creating_call_can_fail() {
 }
 
 #[test]
-fn absence_can_be_had() {
+fn reports_why_rdma_is_unavailable() {
     let (world, fixture) = world();
     world.fail_next("ibv_get_device_list", ENOSYS);
     let error = fixture.verbs.devices().expect_err("no kernel support");
@@ -155,9 +155,9 @@ fn every_call_of_the_connection_manager_can_fail() {
     let target = listener.local_addr().expect("address");
     let id = channel.create_id().expect("identifier");
     fails(&world, "rdma_resolve_addr", EIO, ErrorKind::NoRoute, || {
-        id.resolve_address(None, target, PATIENCE)
+        id.resolve_address(None, target, TIMEOUT)
     });
-    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, TIMEOUT).expect("resolve");
     let params = ConnectParams { qp_num: 0x99, reads_out: 2, reads_in: 3, ..params(&config) };
     fails(&world, "rdma_connect", EIO, io, || id.connect(&params));
     id.connect(&params).expect("connect");
@@ -178,18 +178,18 @@ fn every_call_of_the_connection_manager_can_fail() {
 }
 
 #[test]
-fn a_post_that_fails_says_how_far_it_came() {
+fn failed_post_reports_how_many_were_posted() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
     let piece = [from.region.sge(0..8)];
     world.fail_next("ibv_post_send", ENOMEM);
-    let error = from.qp.post_send(&[SendRequest::send(1, &piece)]).expect_err("as asked");
+    let error = from.qp.post_send(&[SendRequest::send(1, &piece)]).expect_err("injected failure");
     assert_eq!((error.posted, error.error.kind()), (0, ErrorKind::QueueFull));
     world.fail_next("ibv_post_recv", ENOMEM);
-    let error = to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("as asked");
+    let error = to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("injected failure");
     assert_eq!((error.posted, error.error.kind()), (0, ErrorKind::QueueFull));
-    // One that has too many pieces, in the middle of a chain.
+    // A request with too many pieces in the middle of a chain.
     let wide = [piece[0]; 5];
     let remote = to.region.remote(0..64);
     let chain = [
@@ -202,9 +202,9 @@ fn a_post_that_fails_says_how_far_it_came() {
     assert_eq!(from.reap(Mode::Poll).wr_id(), 1);
 }
 
-/// Entries come back by a reaped completion, of their own or of a later one.
+/// A polled completion frees the entry of its own request and those of earlier unsignaled ones.
 #[test]
-fn silent_sends_hold_their_entries() {
+fn unsignaled_sends_keep_their_queue_entries() {
     let pair = Pair::with(&fixture(), &PairConfig { max_send_wr: 4, ..Default::default() });
     let [to, from] = &pair.ends;
     let piece = [from.region.sge(0..8)];
@@ -219,13 +219,13 @@ fn silent_sends_hold_their_entries() {
         assert_eq!(from.reap(Mode::Poll).wr_id(), 4);
     }
     from.qp.post_send(&[write(1), write(2), write(3), write(4)]).expect("four fit");
-    assert!(from.qp.post_send(&[write(5)]).is_err(), "nothing was signaled: nothing comes back");
+    assert!(from.qp.post_send(&[write(5)]).is_err(), "nothing was signaled, so no entry is freed");
     from.qp.stop().expect("stop");
-    assert!(from.reap_within(Mode::Poll, NOW).is_none(), "all of them had succeeded");
+    assert!(from.reap_within(Mode::Poll, NOW).is_none(), "all had succeeded");
 }
 
 #[test]
-fn port_of_the_peer_goes_down_and_comes_back() {
+fn peer_port_goes_down_and_comes_back() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
@@ -233,18 +233,18 @@ fn port_of_the_peer_goes_down_and_comes_back() {
     world.device_down("fake1");
     assert_eq!(write_64(from, to), Status::RETRY_EXCEEDED);
     assert_eq!(from.qp.state().expect("state"), State::ERROR);
-    assert_eq!(heard(to), [(AsyncEventKind::PORT_ERROR, Subject::Port(1))]);
+    assert_eq!(async_events(to), [(AsyncEventKind::PORT_ERROR, Subject::Port(1))]);
     let absence = to.context.active_port().expect_err("down");
     assert!(matches!(absence.absence(), Some(Absence::PortDown { .. })), "{absence}");
     world.device_up("fake1");
-    assert_eq!(heard(to), [(AsyncEventKind::PORT_ACTIVE, Subject::Port(1))]);
-    assert_eq!(heard(from), []);
-    let again = Pair::new(&fixture);
-    assert_eq!(write_64(&again.ends[1], &again.ends[0]), Status::SUCCESS);
+    assert_eq!(async_events(to), [(AsyncEventKind::PORT_ACTIVE, Subject::Port(1))]);
+    assert_eq!(async_events(from), []);
+    let second_pair = Pair::new(&fixture);
+    assert_eq!(write_64(&second_pair.ends[1], &second_pair.ends[0]), Status::SUCCESS);
 }
 
 #[test]
-fn own_port_goes_down() {
+fn own_port_down_fails_requests() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
@@ -263,16 +263,16 @@ fn black_hole() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
-    // A send that waits for a receive notices too.
+    // A send that waits for a receive fails, too.
     from.post(SendRequest::send(9, &[from.region.sge(0..8)]));
     world.black_hole("fake1", "fake2");
     let failed = from.reap(Mode::Poll).ok().expect_err("lost");
     assert_eq!((failed.status, failed.wr_id), (Status::RETRY_EXCEEDED, 9));
     assert_eq!(write_64(from, to), Status::FLUSHED);
-    // Nobody answers a handshake: the caller's deadline ends it.
+    // Nobody answers the handshake: the caller's deadline ends it.
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("address");
-    let id = cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, PATIENCE)
+    let id = cm::resolve(&fixture.verbs, Some(fixture.hosts[1].any_port()), target, TIMEOUT)
         .expect("resolve");
     let parts = Parts::new(&fixture, &fixture.hosts[1], &PairConfig::default());
     let (start, deadline) = (Instant::now(), Duration::from_millis(50));
@@ -281,20 +281,20 @@ fn black_hole() {
     assert_eq!(error.expect_err("no answer").kind(), ErrorKind::Timeout);
     assert!(start.elapsed() >= deadline);
     assert!(listener.next_request(NOW).expect("events").is_none());
-    // Nor does the peer hear that we leave.
+    // The disconnect does not reach the peer, either.
     from.id.disconnect().expect("disconnect");
     let event = from.id.channel().next_event().expect("events").expect("an event");
     assert_eq!((event.kind, event.status), (CmEventKind::DISCONNECTED, -ETIMEDOUT));
-    assert_eq!(told(to), []);
+    assert_eq!(cm_events(to), []);
     world.heal("fake1", "fake2");
-    let again = Pair::new(&fixture);
-    assert_eq!(write_64(&again.ends[0], &again.ends[1]), Status::SUCCESS);
+    let second_pair = Pair::new(&fixture);
+    assert_eq!(write_64(&second_pair.ends[0], &second_pair.ends[1]), Status::SUCCESS);
 }
 
-/// Connected by hand: one side may send before the other is ready, and waits through a black hole
-/// if it has no timeout.
+/// Without RDMA CM, one side may send before the other is ready. Without a timeout, it also waits
+/// through a black hole.
 #[test]
-fn patience_is_rewarded() {
+fn requests_without_a_timeout_wait_for_the_peer() {
     let (world, fixture) = world();
     let parts = [0, 1].map(|at| Parts::new(&fixture, &fixture.hosts[at], &PairConfig::default()));
     let path = Path { ack_timeout: 0, ..Default::default() };
@@ -323,26 +323,26 @@ fn patience_is_rewarded() {
     assert_eq!(done(), 0);
     world.heal("fake1", "fake2");
     assert_eq!(done(), 1);
-    let stranger = PeerAddress { qp_num: 1, psn: 0, gid: Gid([0x20; 16]), lid: 0 };
+    let unknown_peer = PeerAddress { qp_num: 1, psn: 0, gid: Gid([0x20; 16]), lid: 0 };
     let lost = Parts::new(&fixture, &fixture.hosts[0], &PairConfig::default());
     lost.qp.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("INIT");
     let error = lost
         .qp
-        .modify(&QueuePairAttributes::connect_to(&stranger, 1, 1, &path, 1))
-        .expect_err("nobody");
+        .modify(&QueuePairAttributes::connect_to(&unknown_peer, 1, 1, &path, 1))
+        .expect_err("no such address");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
 }
 
 #[test]
-fn device_is_pulled_out() {
+fn device_removal_is_reported() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
     from.receive_into(1, 0..64);
     world.remove_device("fake2");
-    assert_eq!(heard(from), [(AsyncEventKind::DEVICE_FATAL, Subject::Device)]);
-    assert_eq!(told(from), [CmEventKind::DEVICE_REMOVAL]);
-    assert_eq!(told(to), [CmEventKind::DISCONNECTED]);
+    assert_eq!(async_events(from), [(AsyncEventKind::DEVICE_FATAL, Subject::Device)]);
+    assert_eq!(cm_events(from), [CmEventKind::DEVICE_REMOVAL]);
+    assert_eq!(cm_events(to), [CmEventKind::DISCONNECTED]);
     assert_eq!(from.reap(Mode::Poll).status(), Status::FLUSHED);
     for error in [
         from.context.create_completion_queue(16, None, 0).expect_err("gone"),
@@ -354,14 +354,14 @@ fn device_is_pulled_out() {
         assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
     }
     assert_eq!(write_64(to, from), Status::RETRY_EXCEEDED);
-    assert_eq!(fixture.verbs.devices().expect("the other is left").len(), 1);
+    assert_eq!(fixture.verbs.devices().expect("the other device").len(), 1);
     drop(pair);
     assert_eq!(world.objects(), Objects::default());
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
 #[test]
-fn a_queue_pair_breaks() {
+fn broken_queue_pair_is_flushed_in_order() {
     let (world, fixture) = world();
     let pair = Pair::new(&fixture);
     let [to, from] = &pair.ends;
@@ -373,7 +373,10 @@ fn a_queue_pair_breaks() {
     from.cq.request_notify(true).expect("arm");
     assert!(world.break_queue_pair(from.qp.number()));
     assert!(!world.break_queue_pair(0xdead));
-    assert_eq!(heard(from), [(AsyncEventKind::QP_FATAL, Subject::QueuePair(from.qp.number()))]);
+    assert_eq!(
+        async_events(from),
+        [(AsyncEventKind::QP_FATAL, Subject::QueuePair(from.qp.number()))]
+    );
     assert_eq!(
         from.channel.next_event().expect("events"),
         Some(from.cq.key()),
@@ -388,7 +391,7 @@ fn a_queue_pair_breaks() {
 }
 
 #[test]
-fn the_responder_hears_of_a_refusal_too() {
+fn responder_gets_an_event_for_a_refused_access() {
     let config = PairConfig {
         srq_receives: Some(8),
         region_access: Access::REMOTE_READ,
@@ -400,10 +403,10 @@ fn the_responder_hears_of_a_refusal_too() {
     assert_eq!(to.qp.state().expect("state"), State::ERROR);
     let qp = Subject::QueuePair(to.qp.number());
     assert_eq!(
-        heard(to),
+        async_events(to),
         [(AsyncEventKind::QP_ACCESS_ERROR, qp), (AsyncEventKind::LAST_RECEIVE, qp)]
     );
-    // An immediate write needs a receive, and without one nothing is written.
+    // A write with immediate data needs a receive; without one, nothing is written.
     let pair = Pair::with(&fixture(), &PairConfig { rnr_retries: 0, ..Default::default() });
     let [to, from] = &pair.ends;
     let operation = Operation::WriteImm(to.region.remote(0..8), 7);
@@ -411,9 +414,9 @@ fn the_responder_hears_of_a_refusal_too() {
     assert_eq!(from.reap(Mode::Poll).status(), Status::RNR_RETRY_EXCEEDED);
 }
 
-/// Answers that only come when a side gives up half-way.
+/// Covers the answers to a side that gives up during a handshake.
 #[test]
-fn half_a_handshake() {
+fn abandoned_handshake_is_reported_to_the_other_side() {
     let (world, fixture) = world();
     let [host, peer] = &fixture.hosts;
     let everywhere = "0.0.0.0:0".parse().expect("an address");
@@ -423,8 +426,8 @@ fn half_a_handshake() {
     let target = std::net::SocketAddr::new(host.ip, port);
     let params = params(&PairConfig::default());
     let ask = || {
-        // Without a source: the other host's device.
-        let id = cm::resolve(&fixture.verbs, None, target, PATIENCE).expect("resolve");
+        // Without a source, the other host's device is used.
+        let id = cm::resolve(&fixture.verbs, None, target, TIMEOUT).expect("resolve");
         assert_eq!(id.local_addr().map(|addr| addr.ip()), Some(peer.ip));
         id.connect(&params).expect("connect");
         id
@@ -435,13 +438,14 @@ fn half_a_handshake() {
     let refused = Some((CmEventKind::REJECTED, Some(RejectReason::BY_APPLICATION)));
     let (first, second) = (ask(), ask());
     assert_eq!((answer(&first), answer(&second)), (None, refused), "room for one request");
-    // The asker gives up: whoever holds the request hears it, and cannot accept any more.
+    // The connecting side gives up: the holder of the request gets an event, and can no longer
+    // accept.
     let request = listener.next_request(NOW).expect("events").expect("a request");
     drop(first);
     let event = listener.id().channel().next_event().expect("events").expect("an event");
     assert_eq!((event.kind, event.status, event.id), (CmEventKind::REJECTED, 4, request.id.key()));
     assert_eq!(request.id.accept(&params).map_err(|error| error.kind()), Err(ErrorKind::Misuse));
-    // The listener goes with a request that nobody fetched.
+    // The listener is dropped with a request that nobody fetched.
     let third = ask();
     drop(listener);
     assert_eq!(answer(&third), refused);
@@ -450,7 +454,7 @@ fn half_a_handshake() {
 }
 
 #[test]
-fn worlds_are_apart_and_outlive_their_handles() {
+fn worlds_are_isolated_and_outlive_their_handles() {
     let ((here, fixture), there) = (world(), World::new());
     there.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
     let target = Host::new("fake3", "10.0.0.3").any_port();
@@ -460,41 +464,42 @@ fn worlds_are_apart_and_outlive_their_handles() {
     drop((here, there, fixture));
     assert_eq!(write_64(&pair.ends[0], &pair.ends[1]), Status::SUCCESS);
     pair.ends[0].id.disconnect().expect("disconnect");
-    assert_eq!(told(&pair.ends[1]), [CmEventKind::DISCONNECTED]);
+    assert_eq!(cm_events(&pair.ends[1]), [CmEventKind::DISCONNECTED]);
 }
 
 fn open_fds() -> usize {
     std::fs::read_dir("/proc/self/fd").expect("proc").count()
 }
 
-/// Create, connect, use, drop, in random order and with ends dying: nothing is left behind.
+/// Creates, connects, uses and drops objects in random order, with ends that fail: nothing may be
+/// left.
 #[test]
-fn a_thousand_lives() {
+fn a_thousand_connections_leave_nothing() {
     let (world, fixture) = world();
-    let (mut dice, fds) = (Random::new(0x5eed), open_fds());
+    let (mut random, fds) = (Random::new(0x5eed), open_fds());
     let config = PairConfig { region_bytes: 4096, ..Default::default() };
-    for life in 0..1000 {
+    for number in 0..1000 {
         let config =
-            PairConfig { srq_receives: (dice.below(2) == 0).then_some(8), ..config.clone() };
+            PairConfig { srq_receives: (random.below(2) == 0).then_some(8), ..config.clone() };
         let pair = Pair::with(&fixture, &config);
         let [to, from] = &pair.ends;
-        for _ in 0..dice.below(4) {
+        for _ in 0..random.below(4) {
             from.receive_into(1, 0..64);
             to.post(SendRequest::send(2, &[to.region.sge(0..64)]));
         }
-        match dice.below(6) {
+        match random.below(6) {
             0 => drop(world.break_queue_pair(to.qp.number())),
             1 => from.id.disconnect().expect("disconnect"),
             2 => to.qp.stop().expect("stop"),
             3 => world.black_hole("fake1", "fake2"),
-            4 => assert_eq!(write_64(to, from), Status::SUCCESS, "life {life}"),
+            4 => assert_eq!(write_64(to, from), Status::SUCCESS, "connection {number}"),
             _ => {}
         }
         let mut pieces = pair.into_pieces();
-        dice.shuffle(&mut pieces);
+        random.shuffle(&mut pieces);
         drop(pieces);
         world.heal("fake1", "fake2");
-        assert_eq!(world.objects(), Objects::default(), "life {life}");
+        assert_eq!(world.objects(), Objects::default(), "connection {number}");
     }
     assert_eq!(open_fds(), fds);
     assert_eq!(ferrite_verbs::leaked_objects(), 0);

@@ -1,16 +1,16 @@
-//! Faults on real devices: each one is heard as a typed error, in time (`cargo xtask lab-test
+//! Faults on real devices: each is reported as a typed error, in time (`cargo xtask lab-test
 //! faults`).
 //!
-//! The rows are those of lab/README.md. Each test breaks the guest's network by the tools an
-//! operator has (ip, tc, rdma), and mends it when it ends, however it ends.
+//! The rows are those of lab/README.md. Each test breaks the guest's network with an operator's
+//! tools (ip, tc, rdma), and repairs it when it ends, whether it passes or fails.
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use crate::lab;
-use crate::process::{Killed, again, connect_and_wait, role};
+use crate::process::{ChildGuard, connect_and_wait, rerun_test, role};
 use crate::suite::pair::{End, Mode, Pair, PairConfig, Parts, params, pattern};
-use crate::suite::{Host, PATIENCE};
+use crate::suite::{Host, TIMEOUT};
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
     Access, AsyncEventKind, CmEventKind, ConnectionRequest, Error, ErrorKind, QueuePairConfig,
@@ -23,22 +23,22 @@ fn sh(command: &str) {
     assert!(status.success(), "{command}: {status}");
 }
 
-/// Breaks something; it is mended when the result is dropped.
-fn fault(cause: &str, mend: &'static str) -> Mend {
+/// Causes a fault; dropping the result repairs it.
+fn fault(cause: &str, repair: &'static str) -> Repair {
     sh(cause);
-    Mend(mend)
+    Repair(repair)
 }
 
-struct Mend(&'static str);
+struct Repair(&'static str);
 
-impl Drop for Mend {
+impl Drop for Repair {
     fn drop(&mut self) {
         // Not `sh`: a second panic would hide the first.
-        let mended =
+        let repaired =
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
-        assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
-        // The port comes back, and with it the address, a moment later.
-        let deadline = Instant::now() + PATIENCE;
+        assert!(repaired || std::thread::panicking(), "cannot repair: {}", self.0);
+        // The port comes back a moment later, and with it the address.
+        let deadline = Instant::now() + TIMEOUT;
         while Instant::now() < deadline && !hosts_are_up() {
             std::thread::sleep(Duration::from_millis(50));
         }
@@ -58,7 +58,7 @@ fn hosts_are_up() -> bool {
     })
 }
 
-/// Writes until something gives, and returns the status and how long after the fault it came.
+/// Writes until a write fails, and returns the status and the time since the fault.
 fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duration) {
     let local = [from.region.sge(0..64)];
     loop {
@@ -67,25 +67,25 @@ fn write_until_failure(from: &End, to: &End, since: Instant) -> (Status, Duratio
         if done.status() != Status::SUCCESS {
             return (done.status(), since.elapsed());
         }
-        assert!(since.elapsed() < PATIENCE, "writes go on through the fault");
+        assert!(since.elapsed() < TIMEOUT, "writes still succeed");
     }
 }
 
-/// Makes a pair, checks that it works, breaks it, and returns what the connecting side (10.0.0.2)
-/// sees.
-fn status_under(cause: &str, mend: &'static str) -> (Pair, Status, Duration, Mend) {
+/// Connects a pair, checks that it works, causes a fault, and returns the status that the
+/// connecting side (10.0.0.2) gets.
+fn status_under(cause: &str, repair: &'static str) -> (Pair, Status, Duration, Repair) {
     let pair = Pair::new(&lab());
     let [to, from] = &pair.ends;
     from.post(SendRequest::write(1, &[from.region.sge(0..64)], to.region.remote(0..64)).signaled());
     assert_eq!(from.reap(Mode::Event).status(), Status::SUCCESS);
-    let mend = fault(cause, mend);
+    let repair = fault(cause, repair);
     let (status, after) = write_until_failure(from, to, Instant::now());
     assert_eq!(from.qp.state().unwrap(), State::ERROR);
-    (pair, status, after, mend)
+    (pair, status, after, repair)
 }
 
 fn expect_async(end: &End, kind: AsyncEventKind) -> Subject {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         let event = end
             .context
@@ -99,8 +99,8 @@ fn expect_async(end: &End, kind: AsyncEventKind) -> Subject {
 }
 
 #[test]
-fn netdev_of_the_peer_down() {
-    let (pair, status, after, mend) = status_under("ip link set h1 down", "ip link set h1 up");
+fn peer_netdev_down() {
+    let (pair, status, after, repair) = status_under("ip link set h1 down", "ip link set h1 up");
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
     assert_eq!(expect_async(&pair.ends[0], AsyncEventKind::PORT_ERROR), Subject::Port(1));
     let absence = pair.ends[0].context.active_port().unwrap_err();
@@ -109,7 +109,7 @@ fn netdev_of_the_peer_down() {
         "{absence}"
     );
     assert!(absence.remedy().unwrap().contains("ip link set"), "{absence}");
-    drop(mend);
+    drop(repair);
     assert_eq!(expect_async(&pair.ends[0], AsyncEventKind::PORT_ACTIVE), Subject::Port(1));
 }
 
@@ -127,45 +127,45 @@ fn carrier_lost() {
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
 }
 
-/// What 10.0.0.1 sends is lost on the way, not where it is sent (`h1`): a send that fails there, if
-/// only while a queueing discipline is put in place, ends the queue pair of the connection manager,
-/// and nothing brings that back.
-const HOLE: &str = "tc qdisc add dev p2 root netem loss 100%";
-const NO_HOLE: &str = "tc qdisc del dev p2 root";
+/// Packets from 10.0.0.1 are dropped on the way (`p2`), not at the sender (`h1`). If a send failed
+/// at `h1`, even only while a queueing discipline is being installed, the queue pair of the
+/// connection manager would fail for good.
+const BLACK_HOLE: &str = "tc qdisc add dev p2 root netem loss 100%";
+const NO_BLACK_HOLE: &str = "tc qdisc del dev p2 root";
 
 #[test]
 fn black_hole() {
-    let (_pair, status, after, _fault) = status_under(HOLE, NO_HOLE);
+    let (_pair, status, after, _fault) = status_under(BLACK_HOLE, NO_BLACK_HOLE);
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
 }
 
 #[test]
-fn address_of_the_peer_removed() {
+fn peer_address_removed() {
     let (_pair, status, after, _fault) =
         status_under("ip addr del 10.0.0.1/24 dev h1", "ip addr add 10.0.0.1/24 dev h1");
     assert_eq!(status, Status::RETRY_EXCEEDED, "after {after:?}");
 }
 
-/// Packets are lost, late, out of order, doubled or damaged, and nobody but the clock notices.
+/// Packets are lost, late, reordered, duplicated or corrupted, and only the latency shows it.
 #[test]
-fn a_bad_wire_is_only_slower() {
+fn bad_wire_only_slows_writes() {
     // 268 ms, eight times: longer than the delays here, and than a resend that waits for one.
     let mut pair =
         Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
     for netem in
         ["loss 5%", "delay 20ms", "delay 20ms reorder 25% 50%", "duplicate 20%", "corrupt 5%"]
     {
-        let _fault = fault(&format!("tc qdisc add dev p2 root netem {netem}"), NO_HOLE);
+        let _fault = fault(&format!("tc qdisc add dev p2 root netem {netem}"), NO_BLACK_HOLE);
         write_and_compare(&mut pair, 20, netem);
     }
 }
 
-/// Shorter than the retries: a stall, then everything goes on.
+/// An outage that is shorter than the retries only delays the writes.
 #[test]
-fn a_short_outage_is_only_a_stall() {
+fn short_outage_only_delays_writes() {
     let mut pair =
         Pair::with(&lab(), &PairConfig { retries: 7, ack_timeout: 16, ..Default::default() });
-    let _up = Mend("ip link set h1 up");
+    let _up = Repair("ip link set h1 up");
     let outage = std::thread::spawn(|| sh("ip link set h1 down; sleep 0.1; ip link set h1 up"));
     while !outage.is_finished() {
         write_and_compare(&mut pair, 1, "during the outage");
@@ -174,11 +174,11 @@ fn a_short_outage_is_only_a_stall() {
     write_and_compare(&mut pair, 20, "after the outage");
 }
 
-/// Writes `count` times from 10.0.0.2 to 10.0.0.1, and checks what arrived.
+/// Writes `count` times from 10.0.0.2 to 10.0.0.1, and checks the received bytes.
 fn write_and_compare(pair: &mut Pair, count: u8, during: &str) {
     let [to, from] = &mut pair.ends;
     for at in 0..count {
-        // Never twice the same, so that what is compared must have come by this write.
+        // The bytes differ each time, so the compared bytes must come from this write.
         let bytes = pattern(at.wrapping_add(to.region.load(0)).wrapping_add(1), 64);
         from.region.write(0, &bytes);
         from.post(
@@ -189,16 +189,16 @@ fn write_and_compare(pair: &mut Pair, count: u8, during: &str) {
     }
 }
 
-/// The kernel would wait for more than a minute; our deadline holds.
+/// The kernel would wait for more than a minute; our own deadline ends the attempt.
 #[test]
-fn black_hole_while_connecting() {
+fn connect_times_out_in_a_black_hole() {
     let fixture = lab();
     let [host, peer] = &fixture.hosts;
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).unwrap();
     let target = listener.id().local_addr().unwrap();
-    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).unwrap();
+    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, TIMEOUT).unwrap();
     let parts = Parts::new(&fixture, peer, &PairConfig::default());
-    let _fault = fault(HOLE, NO_HOLE);
+    let _fault = fault(BLACK_HOLE, NO_BLACK_HOLE);
     let start = Instant::now();
     let deadline = Duration::from_secs(2);
     let error =
@@ -210,7 +210,7 @@ fn black_hole_while_connecting() {
 }
 
 #[test]
-fn address_that_nobody_has() {
+fn resolving_an_unused_address_fails() {
     let fixture = lab();
     let target = Host::new("none", "10.0.0.77").any_port();
     let local = Some(fixture.hosts[1].any_port());
@@ -219,19 +219,19 @@ fn address_that_nobody_has() {
     assert!(error.to_string().contains("10.0.0.77"), "{error}");
 }
 
-/// The kernel takes a Soft-RoCE device away only when its last user lets go, and tells those that
-/// hold a CM identifier on it (a driver that can take it away at once also raises the async event
-/// DEVICE_FATAL). A program that then drops everything on the device lets the removal finish.
+/// The kernel removes a Soft-RoCE device only when its last user releases it, and notifies the
+/// holders of CM identifiers on it. (A driver that can remove it at once also raises the async
+/// event DEVICE_FATAL.) A program that then drops everything on the device lets the removal finish.
 #[test]
 fn device_removed() {
     let pair = Pair::new(&lab());
     let [to, from] = pair.ends;
     from.receive_into(1, 0..64);
     let mut removal =
-        Killed(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
-    let _mended =
-        Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
-    let event = from.id.channel().wait_event(PATIENCE).unwrap().expect("an event");
+        ChildGuard(Command::new("rdma").args(["link", "delete", "rxe2"]).spawn().unwrap());
+    let _repair =
+        Repair("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+    let event = from.id.channel().wait_event(TIMEOUT).unwrap().expect("an event");
     assert_eq!((event.kind, event.id), (CmEventKind::DEVICE_REMOVAL, from.id.key()));
     let target = from.region.remote(0..64);
     drop(from);
@@ -239,22 +239,22 @@ fn device_removed() {
     assert_eq!(ferrite_verbs::leaked_objects(), 0, "everything could be released");
     let error = lab().verbs.device("rxe2").unwrap_err();
     assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error:?}");
-    // The peer finds out by its next write at the latest.
+    // The peer detects it with its next write at the latest.
     to.post(SendRequest::write(1, &[to.region.sge(0..64)], target).signaled());
     let status = to.reap(Mode::Event).status();
     assert!([Status::RETRY_EXCEEDED, Status::FLUSHED].contains(&status), "{status}");
 }
 
-/// The child connects to the parent and waits for its end.
-fn child_that_connects(test: &str) -> (Killed, Listener, ConnectionRequest, Parts) {
+/// Starts a child that connects to this process and then waits to be killed.
+fn child_that_connects(test: &str) -> (ChildGuard, Listener, ConnectionRequest, Parts) {
     let fixture = lab();
     let listener = Listener::bind(&fixture.verbs, fixture.hosts[0].any_port(), 4).unwrap();
     let target = listener.id().local_addr().unwrap();
-    let child = Killed(again(test, &target.to_string(), &[]).spawn().unwrap());
-    let request = listener.next_request(PATIENCE).unwrap().expect("the child's request");
+    let child = ChildGuard(rerun_test(test, &target.to_string(), &[]).spawn().unwrap());
+    let request = listener.next_request(TIMEOUT).unwrap().expect("the child's request");
     let config = PairConfig::default();
     let parts = Parts::new(&fixture, &fixture.hosts[0], &config);
-    cm::accept(&request, &parts.qp, config.access, &params(&config), PATIENCE).unwrap();
+    cm::accept(&request, &parts.qp, config.access, &params(&config), TIMEOUT).unwrap();
     (child, listener, request, parts)
 }
 
@@ -267,16 +267,16 @@ fn peer_killed() {
     parts.qp.post_recv(&[ferrite_verbs::RecvRequest::new(1, &[])]).unwrap();
     child.0.kill().unwrap();
     let start = Instant::now();
-    let event = listener.id().channel().wait_event(PATIENCE).unwrap().expect("an event");
+    let event = listener.id().channel().wait_event(TIMEOUT).unwrap().expect("an event");
     assert_eq!((event.kind, event.id), (CmEventKind::DISCONNECTED, request.id.key()));
-    assert!(start.elapsed() < Duration::from_secs(10), "heard after {:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(10), "reported after {:?}", start.elapsed());
     parts.qp.stop().unwrap();
 }
 
 const NOBODY: u32 = 65534;
 
 #[test]
-fn memlock_is_explained() {
+fn memlock_error_names_the_limit() {
     if role().is_some() {
         let context = lab().verbs.device("rxe1").unwrap().open().unwrap();
         let domain = context.allocate_protection_domain().unwrap();
@@ -290,8 +290,11 @@ fn memlock_is_explained() {
         return;
     }
     // Root has CAP_IPC_LOCK, which lifts the limit.
-    let mut child =
-        again("faults::memlock_is_explained", "child", &["prlimit", "--memlock=8388608"]);
+    let mut child = rerun_test(
+        "faults::memlock_error_names_the_limit",
+        "child",
+        &["prlimit", "--memlock=8388608"],
+    );
     let out = child.uid(NOBODY).gid(NOBODY).output().unwrap();
     assert!(
         out.status.success(),
@@ -310,14 +313,14 @@ fn no_file_descriptors_left() {
         assert!(error.remedy().unwrap().contains("LimitNOFILE"));
         return;
     }
-    let out = again("faults::no_file_descriptors_left", "child", &["prlimit", "--nofile=40"])
+    let out = rerun_test("faults::no_file_descriptors_left", "child", &["prlimit", "--nofile=40"])
         .output()
         .unwrap();
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// Runs `test` as a child in a cgroup with these rdma limits. In the child, joins it and returns
-/// `true`.
+/// Runs `test` in a child process in a cgroup with these rdma limits. In the child, joins the
+/// cgroup and returns `true`.
 fn in_cgroup(test: &str, limits: &str) -> bool {
     let group = format!("/sys/fs/cgroup/{}", test.replace("::", "-"));
     if role().is_some() {
@@ -326,13 +329,13 @@ fn in_cgroup(test: &str, limits: &str) -> bool {
     }
     sh(&format!("echo +rdma >/sys/fs/cgroup/cgroup.subtree_control && mkdir -p {group}"));
     sh(&format!("echo '{limits}' >{group}/rdma.max"));
-    let out = again(test, "child", &[]).output().unwrap();
+    let out = rerun_test(test, "child", &[]).output().unwrap();
     let _ = std::fs::remove_dir(group);
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
     false
 }
 
-/// Makes things until one is refused.
+/// Creates objects until one is refused.
 fn until_refused<T>(make: impl Fn() -> Result<T, Error>) -> (Vec<T>, Error) {
     let mut made = Vec::new();
     loop {
@@ -340,13 +343,13 @@ fn until_refused<T>(make: impl Fn() -> Result<T, Error>) -> (Vec<T>, Error) {
             Ok(one) => made.push(one),
             Err(error) => return (made, error),
         }
-        assert!(made.len() < 1000, "the limit never comes");
+        assert!(made.len() < 1000, "the limit is never reached");
     }
 }
 
 #[test]
-fn cgroup_is_full() {
-    if in_cgroup("faults::cgroup_is_full", "rxe1 hca_handle=1 hca_object=20") {
+fn cgroup_limit_reached() {
+    if in_cgroup("faults::cgroup_limit_reached", "rxe1 hca_handle=1 hca_object=20") {
         let context = lab().verbs.device("rxe1").unwrap().open().unwrap();
         let domain = context.allocate_protection_domain().unwrap();
         let (_regions, error) = until_refused(|| domain.allocate(4096, Access::LOCAL));
@@ -357,8 +360,8 @@ fn cgroup_is_full() {
     }
 }
 
-/// More queue pairs than there may be: a typed error, and everything can be released and made
-/// again.
+/// Creating more queue pairs than allowed gives a typed error; after all are released, new ones can
+/// be created.
 #[test]
 fn objects_exhausted() {
     if in_cgroup("faults::objects_exhausted", "rxe1 hca_handle=max hca_object=100") {

@@ -17,7 +17,7 @@ fn lab() -> Fixture {
 run_suite!(crate::lab);
 
 #[test]
-fn devices_tell_what_they_are() {
+fn devices_report_their_attributes() {
     let verbs = lab().verbs;
     let devices = verbs.devices().unwrap();
     let names: Vec<String> = devices.iter().map(Device::name).collect();

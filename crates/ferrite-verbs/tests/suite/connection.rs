@@ -1,4 +1,4 @@
-//! Meeting and parting: the handshake with its data, refusals, settings, hanging up.
+//! Connecting and disconnecting: the handshake with its private data, rejections and settings.
 
 use ferrite_verbs::cm::{self, Listener};
 use ferrite_verbs::{
@@ -7,11 +7,11 @@ use ferrite_verbs::{
 };
 
 use super::pair::{Mode, Pair, PairConfig, Parts, params, pattern};
-use super::{Fixture, Host, PATIENCE};
+use super::{Fixture, Host, TIMEOUT};
 
 const ACCESS: Access = Access::LOCAL;
 
-pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
+pub(crate) fn exchanges_private_data(fixture: &Fixture) {
     let config = PairConfig::default();
     let [host, peer] = &fixture.hosts;
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
@@ -22,7 +22,7 @@ pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             let event =
-                listener.id().channel().wait_event(PATIENCE).expect("events").expect("a request");
+                listener.id().channel().wait_event(TIMEOUT).expect("events").expect("a request");
             assert_eq!((event.kind, event.id), (CmEventKind::CONNECT_REQUEST, listener.id().key()));
             let request = event.request.expect("a request");
             assert_eq!(request.private_data, asked);
@@ -30,25 +30,28 @@ pub(crate) fn private_data_goes_both_ways(fixture: &Fixture) {
             assert_eq!(request.id.peer_addr().map(|addr| addr.ip()), Some(peer.ip));
             let parts = Parts::new(fixture, host, &config);
             let params = ConnectParams { private_data: &answered, ..params(&config) };
-            cm::accept(&request, &parts.qp, ACCESS, &params, PATIENCE).expect("accept");
-            let hung_up =
-                listener.id().channel().wait_event(PATIENCE).expect("events").expect("an event");
-            assert_eq!((hung_up.kind, hung_up.id), (CmEventKind::DISCONNECTED, request.id.key()));
+            cm::accept(&request, &parts.qp, ACCESS, &params, TIMEOUT).expect("accept");
+            let disconnected =
+                listener.id().channel().wait_event(TIMEOUT).expect("events").expect("an event");
+            assert_eq!(
+                (disconnected.kind, disconnected.id),
+                (CmEventKind::DISCONNECTED, request.id.key())
+            );
         });
         let id =
-            cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+            cm::resolve(&fixture.verbs, Some(peer.any_port()), target, TIMEOUT).expect("resolve");
         assert_eq!(id.device(), Some((peer.device.clone(), 1)));
         assert_eq!(id.local_addr().map(|addr| addr.ip()), Some(peer.ip));
         let parts = Parts::new(fixture, peer, &config);
         let params = ConnectParams { private_data: &asked, ..params(&config) };
-        let data = cm::connect(&id, &parts.qp, ACCESS, &params, PATIENCE).expect("connect");
+        let data = cm::connect(&id, &parts.qp, ACCESS, &params, TIMEOUT).expect("connect");
         assert_eq!(data, answered);
         assert_eq!(parts.qp.state().expect("state"), State::READY_TO_SEND);
         id.disconnect().expect("disconnect");
     });
 }
 
-/// Runs `answer` on the passive side and returns how the connect ended.
+/// Runs `answer` on the passive side and returns the error of the connect.
 fn connect_against(
     fixture: &Fixture,
     answer: impl FnOnce(ferrite_verbs::ConnectionRequest) + Send,
@@ -58,54 +61,53 @@ fn connect_against(
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
     std::thread::scope(|scope| {
-        scope
-            .spawn(|| answer(listener.next_request(PATIENCE).expect("events").expect("a request")));
+        scope.spawn(|| answer(listener.next_request(TIMEOUT).expect("events").expect("a request")));
         let id =
-            cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+            cm::resolve(&fixture.verbs, Some(peer.any_port()), target, TIMEOUT).expect("resolve");
         let parts = Parts::new(fixture, peer, &config);
-        cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal")
+        cm::connect(&id, &parts.qp, ACCESS, &params(&config), TIMEOUT).expect_err("a rejection")
     })
 }
 
-pub(crate) fn refused_with_data(fixture: &Fixture) {
+pub(crate) fn rejection_carries_private_data(fixture: &Fixture) {
     let why = b"maxclients reached";
     let error = connect_against(fixture, |request| request.id.reject(why).expect("reject"));
     assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
-    let rejection = error.rejection().expect("how it was refused");
+    let rejection = error.rejection().expect("a rejection");
     assert_eq!(rejection.reason, RejectReason::BY_APPLICATION);
     assert!(rejection.private_data.starts_with(why), "{:?}", rejection.private_data);
 }
 
-pub(crate) fn dropped_request_is_refused(fixture: &Fixture) {
+pub(crate) fn dropping_a_request_rejects_it(fixture: &Fixture) {
     let error = connect_against(fixture, drop);
     assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
 }
 
-pub(crate) fn nobody_listens(fixture: &Fixture) {
+pub(crate) fn connect_without_a_listener_is_rejected(fixture: &Fixture) {
     let config = PairConfig::default();
     let [host, peer] = &fixture.hosts;
     // A port that was free a moment ago.
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
     let target = listener.id().local_addr().expect("an address");
     drop(listener);
-    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, PATIENCE).expect("resolve");
+    let id = cm::resolve(&fixture.verbs, Some(peer.any_port()), target, TIMEOUT).expect("resolve");
     let parts = Parts::new(fixture, peer, &config);
     let error =
-        cm::connect(&id, &parts.qp, ACCESS, &params(&config), PATIENCE).expect_err("a refusal");
+        cm::connect(&id, &parts.qp, ACCESS, &params(&config), TIMEOUT).expect_err("a rejection");
     assert_eq!(error.kind(), ErrorKind::Rejected, "{error}");
     assert!(error.to_string().contains("nobody listens"), "{error}");
 }
 
-pub(crate) fn hang_up_is_heard(fixture: &Fixture) {
+pub(crate) fn disconnect_reaches_both_sides(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     for end in &pair.ends {
         end.receive_into(3, 0..64);
     }
     pair.ends[1].id.disconnect().expect("disconnect");
     for end in &pair.ends {
-        let event = end.id.channel().wait_event(PATIENCE).expect("events").expect("an event");
+        let event = end.id.channel().wait_event(TIMEOUT).expect("events").expect("an event");
         assert_eq!((event.kind, event.id), (CmEventKind::DISCONNECTED, end.id.key()));
-        // The side that was hung up on answers by hanging up too; for the other this is too late.
+        // The side that was disconnected confirms; for the other side, the call comes too late.
         let _ = end.id.disconnect();
         end.qp.stop().expect("stop");
         assert_eq!(end.reap(Mode::Poll).status(), Status::FLUSHED);
@@ -113,13 +115,13 @@ pub(crate) fn hang_up_is_heard(fixture: &Fixture) {
     }
 }
 
-pub(crate) fn settings_reach_the_queue_pair(fixture: &Fixture) {
+pub(crate) fn settings_apply_to_the_queue_pair(fixture: &Fixture) {
     let config = PairConfig { ack_timeout: 17, retries: 5, rnr_retries: 3, ..Default::default() };
     let pair = Pair::with(fixture, &config);
     let path = pair.ends[1].qp.path().expect("path");
     assert_eq!((path.ack_timeout, path.retries, path.rnr_timer), (17, 5, 12), "{path:?}");
     assert!(path.mtu.bytes() >= 1024, "{path:?}");
-    // What a side tells in the handshake is how often the other resends to it.
+    // Each side announces in the handshake how often the other resends to it.
     assert_eq!(pair.ends[0].qp.path().expect("path").rnr_retries, 3);
     let id = fixture
         .verbs
@@ -130,7 +132,7 @@ pub(crate) fn settings_reach_the_queue_pair(fixture: &Fixture) {
     id.set_reuse_address().expect("reuse");
 }
 
-pub(crate) fn port_is_taken(fixture: &Fixture) {
+pub(crate) fn rejects_a_port_in_use(fixture: &Fixture) {
     let host = &fixture.hosts[0];
     let listener = Listener::bind(&fixture.verbs, host.any_port(), 4).expect("listen");
     let taken = listener.id().local_addr().expect("an address");
@@ -139,13 +141,13 @@ pub(crate) fn port_is_taken(fixture: &Fixture) {
     assert!(error.to_string().contains(&taken.to_string()), "{error}");
 }
 
-pub(crate) fn not_our_address(fixture: &Fixture) {
+pub(crate) fn rejects_an_address_of_another_host(fixture: &Fixture) {
     let elsewhere = Host::new("none", "192.0.2.1").any_port();
     let error = Listener::bind(&fixture.verbs, elsewhere, 4).expect_err("not our address");
     assert_eq!(error.kind(), ErrorKind::NoRoute, "{error}");
 }
 
-pub(crate) fn private_data_too_long(fixture: &Fixture) {
+pub(crate) fn rejects_too_long_private_data(fixture: &Fixture) {
     let id = fixture
         .verbs
         .open_event_channel()
@@ -158,8 +160,8 @@ pub(crate) fn private_data_too_long(fixture: &Fixture) {
     assert!(error.to_string().contains("57 bytes of private data, 56 fit"), "{error}");
 }
 
-/// A connection from exchanged addresses alone, without RDMA CM.
-pub(crate) fn by_hand_without_cm(fixture: &Fixture) {
+/// Connects from exchanged addresses alone, without RDMA CM.
+pub(crate) fn connects_without_cm(fixture: &Fixture) {
     let config = PairConfig::default();
     let mut sides: Vec<_> =
         fixture.hosts.iter().map(|host| (host, Parts::new(fixture, host, &config))).collect();
@@ -199,7 +201,7 @@ pub(crate) fn by_hand_without_cm(fixture: &Fixture) {
         .post_send(&[SendRequest::write(1, &[from.region.sge(0..5000)], target).signaled()])
         .expect("post");
     let mut out = [ferrite_verbs::WorkCompletion::default()];
-    assert_eq!(from.cq.wait(&mut out, PATIENCE).expect("wait"), 1);
+    assert_eq!(from.cq.wait(&mut out, TIMEOUT).expect("wait"), 1);
     assert_eq!(out[0].status(), Status::SUCCESS);
     assert_eq!(to.region.to_vec(0, 5000), bytes);
 }

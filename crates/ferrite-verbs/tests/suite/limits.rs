@@ -1,4 +1,4 @@
-//! More than there is: every limit answers with a typed error that names it.
+//! Requests beyond a limit: each gives a typed error that names the limit.
 
 use std::time::Instant;
 
@@ -8,9 +8,9 @@ use ferrite_verbs::{
 };
 
 use super::pair::{Mode, Pair, PairConfig, Parts};
-use super::{Fixture, PATIENCE};
+use super::{Fixture, TIMEOUT};
 
-pub(crate) fn queue_full_is_back_pressure(fixture: &Fixture) {
+pub(crate) fn full_queue_refuses_posts_until_it_drains(fixture: &Fixture) {
     let config = PairConfig { max_send_wr: 8, cq_depth: 1024, ..Default::default() };
     let pair = Pair::with(fixture, &config);
     let [_, from] = &pair.ends;
@@ -24,9 +24,9 @@ pub(crate) fn queue_full_is_back_pressure(fixture: &Fixture) {
         }
         assert!(posted < 1000, "the queue never fills");
     };
-    assert!(posted >= 8, "at least what was asked fits, {posted} did");
+    assert!(posted >= 8, "only {posted} requests fit, fewer than configured");
     assert_eq!((error.error.kind(), error.posted), (ErrorKind::QueueFull, 0), "{error}");
-    // Room for all of them appears at the peer, and the queue drains.
+    // The peer posts receives for all of them, and the queue drains.
     for wr_id in 0..posted {
         pair.ends[0].receive_into(wr_id, 0..64);
     }
@@ -37,31 +37,40 @@ pub(crate) fn queue_full_is_back_pressure(fixture: &Fixture) {
     from.post(SendRequest::send(7, &piece));
 }
 
-pub(crate) fn more_than_the_device_has(fixture: &Fixture) {
+pub(crate) fn reports_exceeded_device_limits(fixture: &Fixture) {
     let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let limits = parts.context.limits().expect("limits");
-    let says = |error: ferrite_verbs::Error, what: &str| {
+    let expect_limit_error = |error: ferrite_verbs::Error, what: &str| {
         assert_eq!(error.kind(), ErrorKind::DeviceLimit, "{error}");
         assert!(error.to_string().contains(what), "{error}");
     };
     let deep = parts.context.create_completion_queue(limits.max_cqe + 1, None, 0);
-    says(deep.expect_err("too deep"), "the device allows");
+    expect_limit_error(deep.expect_err("too deep"), "the device allows");
     let base = QueuePairConfig::new(&parts.cq);
     let wide = QueuePairConfig { max_send_sge: limits.max_sge + 1, ..base.clone() };
-    says(parts.domain.create_queue_pair(&wide).expect_err("too wide"), "max_send_sge");
+    expect_limit_error(
+        parts.domain.create_queue_pair(&wide).expect_err("too wide"),
+        "max_send_sge",
+    );
     let wide = QueuePairConfig { max_recv_sge: limits.max_sge + 1, ..base.clone() };
-    says(parts.domain.create_queue_pair(&wide).expect_err("too wide"), "max_recv_sge");
+    expect_limit_error(
+        parts.domain.create_queue_pair(&wide).expect_err("too wide"),
+        "max_recv_sge",
+    );
     let long = QueuePairConfig { max_send_wr: limits.max_qp_wr + 1, ..base.clone() };
-    says(parts.domain.create_queue_pair(&long).expect_err("too long"), "max_send_wr");
+    expect_limit_error(parts.domain.create_queue_pair(&long).expect_err("too long"), "max_send_wr");
     let inline = QueuePairConfig { max_inline: 1 << 20, ..base };
-    says(parts.domain.create_queue_pair(&inline).expect_err("too much inline"), "inline");
+    expect_limit_error(
+        parts.domain.create_queue_pair(&inline).expect_err("too much inline"),
+        "inline",
+    );
     let srq = parts.domain.create_shared_receive_queue(limits.max_srq_wr + 1, 1);
-    says(srq.expect_err("too long"), "max_wr");
+    expect_limit_error(srq.expect_err("too long"), "max_wr");
     let srq = parts.domain.create_shared_receive_queue(16, limits.max_srq_sge + 1);
-    says(srq.expect_err("too wide"), "max_sge");
+    expect_limit_error(srq.expect_err("too wide"), "max_sge");
 }
 
-pub(crate) fn inline_too_long(fixture: &Fixture) {
+pub(crate) fn rejects_too_long_requests(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [_, from] = &pair.ends;
     let len = from.qp.capacity().max_inline as usize + 1;
@@ -72,20 +81,20 @@ pub(crate) fn inline_too_long(fixture: &Fixture) {
     assert_eq!(error.error.kind(), ErrorKind::DeviceLimit, "{error}");
 }
 
-pub(crate) fn posted_in_the_wrong_state(fixture: &Fixture) {
+pub(crate) fn rejects_posts_in_the_wrong_state(fixture: &Fixture) {
     let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let error = parts
         .qp
         .post_send(&[SendRequest::send(1, &[parts.region.sge(0..8)])])
         .expect_err("not connected");
     assert_eq!(error.error.kind(), ErrorKind::Misuse, "{error}");
-    // Soft-RoCE has put the request into its queue before the kernel refuses it, and names none:
-    // then it counts as posted.
+    // Soft-RoCE queues the request before the kernel refuses it, and does not name it: then it
+    // counts as posted.
     assert!(error.posted <= 1, "{error}");
 }
 
-/// Completions that nobody reaps: the device says so by an async event, and only by that.
-pub(crate) fn overrun_is_reported(fixture: &Fixture) {
+/// Unpolled completions overrun the queue; the device reports that only by an async event.
+pub(crate) fn reports_completion_queue_overrun(fixture: &Fixture) {
     let config = PairConfig { cq_depth: 4, max_send_wr: 64, ..Default::default() };
     let pair = Pair::with(fixture, &config);
     let [to, from] = &pair.ends;
@@ -94,10 +103,10 @@ pub(crate) fn overrun_is_reported(fixture: &Fixture) {
     for wr_id in 0..count {
         from.post(SendRequest::write(wr_id, &piece, to.region.remote(0..8)).signaled());
     }
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     let event = loop {
         assert!(Instant::now() < deadline, "no event");
-        if let Some(event) = from.context.wait_async_event(PATIENCE).expect("events")
+        if let Some(event) = from.context.wait_async_event(TIMEOUT).expect("events")
             && event.kind == AsyncEventKind::CQ_ERROR
         {
             break event;
@@ -105,12 +114,12 @@ pub(crate) fn overrun_is_reported(fixture: &Fixture) {
     };
     assert_eq!(event.subject, Subject::CompletionQueue(from.cq.key()));
     let mut out = [WorkCompletion::default(); 128];
-    // What is left in a broken queue depends on the device; taking it must not hang or panic.
+    // The rest of a broken queue depends on the device; polling it must not hang or panic.
     let left = from.cq.poll(&mut out).unwrap_or(0) as u64;
-    assert!(left < count, "completions are lost, {left} of {count} are left");
+    assert!(left < count, "no completion was lost: {left} of {count} are left");
 }
 
-pub(crate) fn empty_region(fixture: &Fixture) {
+pub(crate) fn rejects_an_empty_region(fixture: &Fixture) {
     let parts = Parts::new(fixture, &fixture.hosts[0], &PairConfig::default());
     let error = parts.domain.allocate(0, Access::LOCAL).expect_err("nothing to register");
     assert_eq!(error.kind(), ErrorKind::Misuse);

@@ -1,4 +1,4 @@
-//! Two connected ends, made by RDMA CM, in one process.
+//! Two connected ends in one process, set up with RDMA CM.
 
 use std::any::Any;
 use std::ops::{Deref, DerefMut};
@@ -11,9 +11,9 @@ use ferrite_verbs::{
     WorkCompletion,
 };
 
-use super::{Fixture, Host, PATIENCE};
+use super::{Fixture, Host, TIMEOUT};
 
-/// How completions are waited for.
+/// How to wait for completions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Mode {
     Poll,
@@ -40,7 +40,7 @@ impl DerefMut for End {
     }
 }
 
-/// What a pair is made with.
+/// The configuration of a pair.
 #[derive(Clone)]
 pub(crate) struct PairConfig {
     pub(crate) region_bytes: usize,
@@ -51,9 +51,9 @@ pub(crate) struct PairConfig {
     pub(crate) inline: u32,
     pub(crate) retries: u8,
     pub(crate) rnr_retries: u8,
-    /// 14 is 67 ms: a dead peer is noticed soon.
+    /// 14 is 67 ms: a dead peer is detected soon.
     pub(crate) ack_timeout: u8,
-    /// What the peer may do, by the region and by the queue pair.
+    /// What the peer may do, by the rights of the region and of the queue pair.
     pub(crate) region_access: Access,
     pub(crate) access: Access,
     pub(crate) srq_receives: Option<u32>,
@@ -94,23 +94,23 @@ impl Pair {
         let target = listener.id().local_addr().expect("an address");
         let ends = std::thread::scope(|scope| {
             let passive = scope.spawn(|| {
-                let request = listener.next_request(PATIENCE).expect("events").expect("a request");
+                let request = listener.next_request(TIMEOUT).expect("events").expect("a request");
                 let parts = Parts::new(fixture, host, config);
                 let access = config.access;
-                cm::accept(&request, &parts.qp, access, &params(config), PATIENCE).expect("accept");
+                cm::accept(&request, &parts.qp, access, &params(config), TIMEOUT).expect("accept");
                 End { parts, id: request.id }
             });
             let local = Some(peer.any_port());
-            let id = cm::resolve(&fixture.verbs, local, target, PATIENCE).expect("resolve");
+            let id = cm::resolve(&fixture.verbs, local, target, TIMEOUT).expect("resolve");
             id.set_ack_timeout(config.ack_timeout).expect("ack timeout");
             let parts = Parts::new(fixture, peer, config);
-            cm::connect(&id, &parts.qp, config.access, &params(config), PATIENCE).expect("connect");
+            cm::connect(&id, &parts.qp, config.access, &params(config), TIMEOUT).expect("connect");
             [passive.join().expect("the passive side"), End { parts, id }]
         });
         Self { ends }
     }
 
-    /// Every object by itself, to be dropped in any order.
+    /// Returns every object separately, to be dropped in any order.
     pub(crate) fn into_pieces(self) -> Vec<Box<dyn Any>> {
         let mut pieces: Vec<Box<dyn Any>> = Vec::new();
         for End { parts: Parts { context, domain, channel, cq, region, srq, qp }, id } in self.ends
@@ -122,7 +122,7 @@ impl Pair {
         pieces
     }
 
-    /// (from, to) in both directions.
+    /// Returns (from, to) for both directions.
     pub(crate) fn directions(&self) -> [(&End, &End); 2] {
         let [a, b] = &self.ends;
         [(a, b), (b, a)]
@@ -142,7 +142,7 @@ pub(crate) fn params(config: &PairConfig) -> ConnectParams<'static> {
     }
 }
 
-/// A device with a queue pair, and a region that the peer may read and write.
+/// The objects of one end: a device with a queue pair, and a region for the peer to read and write.
 pub(crate) struct Parts {
     pub(crate) context: Context,
     pub(crate) domain: ProtectionDomain,
@@ -178,12 +178,12 @@ impl Parts {
         Self { context, domain, channel, cq, region, srq, qp }
     }
 
-    /// The next completion.
+    /// Returns the next completion.
     pub(crate) fn reap(&self, mode: Mode) -> WorkCompletion {
-        self.reap_within(mode, PATIENCE).expect("a completion in time")
+        self.reap_within(mode, TIMEOUT).expect("a completion in time")
     }
 
-    /// The next completion, if it comes in time.
+    /// Returns the next completion, if it arrives in time.
     pub(crate) fn reap_within(&self, mode: Mode, timeout: Duration) -> Option<WorkCompletion> {
         let mut out = [WorkCompletion::default()];
         if mode == Mode::Event {
@@ -194,7 +194,7 @@ impl Parts {
             if self.cq.poll(&mut out).expect("poll") == 1 {
                 return Some(out[0]);
             }
-            // The guest has few CPUs, and one of them plays the network card.
+            // The guest has few CPUs, and one of them emulates the network card.
             std::thread::yield_now();
         }
         None
@@ -216,7 +216,7 @@ impl Parts {
     }
 }
 
-/// Bytes that differ by place and by `seed`.
+/// Returns bytes that differ by position and by `seed`.
 pub(crate) fn pattern(seed: u8, len: usize) -> Vec<u8> {
     (0..len)
         .map(|at| (at as u8).wrapping_mul(31).wrapping_add(seed).wrapping_add((at >> 8) as u8))

@@ -1,6 +1,6 @@
-//! Numbers that choose an order, and can be replayed by their seed.
+//! Random numbers that a seed can replay.
 
-/// xorshift64*.
+/// The generator xorshift64*.
 pub(crate) struct Random(u64);
 
 impl Random {

@@ -1,12 +1,13 @@
-//! What the device refuses: each gives a typed status, and then the queue pair is dead.
+//! Requests that the device refuses: each gives a typed status, and then the queue pair is in
+//! error.
 
 use ferrite_verbs::{Access, RecvRequest, RemoteSlice, SendRequest, State, Status};
 
 use super::Fixture;
 use super::pair::{End, Mode, Pair, PairConfig};
 
-/// Writes (or reads) 64 bytes at `remote` and expects to be refused, in both directions.
-fn refused(
+/// Writes (or reads) 64 bytes at `remote` and expects a refusal, in both directions.
+fn expect_refusal(
     fixture: &Fixture,
     config: &PairConfig,
     read: bool,
@@ -28,52 +29,52 @@ fn refused(
         assert_eq!((error.status, error.wr_id), (Status::REMOTE_ACCESS, 1), "{error}");
         assert_eq!(error.qp_num, from.qp.number());
         assert!(error.to_string().contains("wrong key, outside the region"), "{error}");
-        // The completion can be here before the queue pair's state is.
+        // The completion may arrive before the queue pair's state changes.
         let deadline = std::time::Instant::now() + std::time::Duration::from_secs(5);
         while from.qp.state().expect("state") != State::ERROR {
             assert!(std::time::Instant::now() < deadline, "the queue pair does not fail");
             std::thread::yield_now();
         }
-        // Whatever follows is flushed: the first error is the one to report.
+        // Everything after that is flushed: the first error is the one to report.
         from.post(SendRequest::send(2, &local).signaled());
         let flushed = from.reap(Mode::Event);
         assert_eq!((flushed.status(), flushed.wr_id()), (Status::FLUSHED, 2));
     }
 }
 
-pub(crate) fn wrong_key(fixture: &Fixture) {
-    refused(fixture, &PairConfig::default(), false, |to| {
+pub(crate) fn refuses_a_wrong_key(fixture: &Fixture) {
+    expect_refusal(fixture, &PairConfig::default(), false, |to| {
         let good = to.region.remote(0..64);
         RemoteSlice { rkey: good.rkey ^ 0x00ff_00ff, ..good }
     });
 }
 
-pub(crate) fn out_of_bounds(fixture: &Fixture) {
-    refused(fixture, &PairConfig::default(), false, |to| {
+pub(crate) fn refuses_access_out_of_bounds(fixture: &Fixture) {
+    expect_refusal(fixture, &PairConfig::default(), false, |to| {
         let last = to.region.remote(to.region.len() - 32..to.region.len());
         RemoteSlice { len: 64, ..last }
     });
 }
 
-pub(crate) fn deregistered(fixture: &Fixture) {
-    refused(fixture, &PairConfig::default(), false, |to| {
+pub(crate) fn refuses_a_deregistered_region(fixture: &Fixture) {
+    expect_refusal(fixture, &PairConfig::default(), false, |to| {
         let short_lived = to.domain.allocate(4096, Access::REMOTE_WRITE).expect("region");
         short_lived.remote(0..64)
     });
 }
 
-pub(crate) fn not_writable(fixture: &Fixture) {
+pub(crate) fn refuses_writes_without_permission(fixture: &Fixture) {
     let config = PairConfig { region_access: Access::REMOTE_READ, ..Default::default() };
-    refused(fixture, &config, false, |to| to.region.remote(0..64));
+    expect_refusal(fixture, &config, false, |to| to.region.remote(0..64));
 }
 
-pub(crate) fn not_readable(fixture: &Fixture) {
+pub(crate) fn refuses_reads_without_permission(fixture: &Fixture) {
     let config = PairConfig { region_access: Access::REMOTE_WRITE, ..Default::default() };
-    refused(fixture, &config, true, |to| to.region.remote(0..64));
+    expect_refusal(fixture, &config, true, |to| to.region.remote(0..64));
 }
 
-/// The region would allow it, the queue pair does not. Devices differ in what they call that.
-pub(crate) fn not_allowed_by_the_queue_pair(fixture: &Fixture) {
+/// The region allows the write, the queue pair does not. Devices differ in the status for that.
+pub(crate) fn refuses_access_without_queue_pair_rights(fixture: &Fixture) {
     let config = PairConfig { access: Access::LOCAL, ..Default::default() };
     let pair = Pair::with(fixture, &config);
     let [to, from] = &pair.ends;
@@ -82,9 +83,9 @@ pub(crate) fn not_allowed_by_the_queue_pair(fixture: &Fixture) {
     assert!([Status::REMOTE_ACCESS, Status::REMOTE_INVALID_REQUEST].contains(&status), "{status}");
 }
 
-/// A key of another protection domain: "local protection" by the specification, "queue pair error"
-/// by Soft-RoCE of Linux 6.1, "flushed" by that of Linux 7.
-pub(crate) fn foreign_local_key(fixture: &Fixture) {
+/// A key of another protection domain gives "local protection" in the specification, "queue pair
+/// error" in Soft-RoCE of Linux 6.1, and "flushed" in that of Linux 7.
+pub(crate) fn refuses_a_local_key_of_another_domain(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = &pair.ends;
     let other = from.context.allocate_protection_domain().expect("domain");
@@ -99,9 +100,9 @@ pub(crate) fn foreign_local_key(fixture: &Fixture) {
     assert_eq!(from.qp.state().expect("state"), State::ERROR);
 }
 
-/// The specification says "invalid request" to the sender and "length" to the receiver; Soft-RoCE
-/// of Linux 7 says "operation error" to both.
-pub(crate) fn longer_than_the_receive(fixture: &Fixture) {
+/// The specification gives "invalid request" to the sender and "length" to the receiver; Soft-RoCE
+/// of Linux 7 gives "operation error" to both.
+pub(crate) fn refuses_a_message_longer_than_the_receive(fixture: &Fixture) {
     for (from, to) in [(0, 1), (1, 0)] {
         let pair = Pair::new(fixture);
         let (from, to) = (&pair.ends[from], &pair.ends[to]);
@@ -117,16 +118,16 @@ pub(crate) fn longer_than_the_receive(fixture: &Fixture) {
     }
 }
 
-pub(crate) fn no_receive_posted(fixture: &Fixture) {
+pub(crate) fn fails_without_a_posted_receive(fixture: &Fixture) {
     let config = PairConfig { rnr_retries: 2, ..Default::default() };
     let pair = Pair::with(fixture, &config);
     let [_, from] = &pair.ends;
     from.post(SendRequest::send(2, &[from.region.sge(0..64)]).signaled());
-    let error = from.reap(Mode::Event).ok().expect_err("nobody receives");
+    let error = from.reap(Mode::Event).ok().expect_err("no receive");
     assert_eq!(error.status, Status::RNR_RETRY_EXCEEDED, "{error}");
 }
 
-pub(crate) fn stopping_flushes(fixture: &Fixture) {
+pub(crate) fn stopping_flushes_receives(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [end, _] = &pair.ends;
     let place = [end.region.sge(0..64)];

@@ -1,4 +1,4 @@
-//! What objects share: receive queues, channels, and each other's lives.
+//! Objects that are shared: receive queues, channels, and parents kept alive by their children.
 
 use std::collections::BTreeSet;
 use std::time::Instant;
@@ -9,9 +9,9 @@ use ferrite_verbs::{
 };
 
 use super::pair::{Mode, Pair, PairConfig, Parts, pattern};
-use super::{Fixture, PATIENCE};
+use super::{Fixture, TIMEOUT};
 
-pub(crate) fn shared_receive_queue_serves_two(fixture: &Fixture) {
+pub(crate) fn shared_receive_queue_serves_two_queue_pairs(fixture: &Fixture) {
     for (from, to, mode) in [(1, 0, Mode::Poll), (0, 1, Mode::Event)] {
         let config = PairConfig { srq_receives: Some(32), ..Default::default() };
         let mut pair = Pair::with(fixture, &config);
@@ -21,8 +21,8 @@ pub(crate) fn shared_receive_queue_serves_two(fixture: &Fixture) {
         let refused =
             to_end.qp.post_recv(&[RecvRequest::new(1, &[])]).expect_err("it has a shared queue");
         assert_eq!(refused.error.kind(), ferrite_verbs::ErrorKind::Misuse);
-        // A second queue pair takes from the same stock; it need not be connected to hold its
-        // parent.
+        // A second queue pair uses the same receives; it need not be connected to keep its parent
+        // alive.
         let second = QueuePairConfig { srq: Some(srq.clone()), ..QueuePairConfig::new(&to_end.cq) };
         let second = to_end.domain.create_queue_pair(&second).expect("queue pair");
         second.modify(&QueuePairAttributes::init(1, Access::LOCAL)).expect("init");
@@ -41,14 +41,14 @@ pub(crate) fn shared_receive_queue_serves_two(fixture: &Fixture) {
             );
             assert_eq!(to.region.to_vec(usize::from(wr_id) * 64, 64), pattern(wr_id, 64));
         }
-        // The queue pair dies, the shared queue lives on.
+        // The queue pair fails, but the shared queue stays usable.
         pair.ends[to].qp.stop().expect("stop");
         assert_eq!(pair.ends[to].qp.state().expect("state"), State::ERROR);
         srq.post_recv(&[RecvRequest::new(9, &[])]).expect("post");
     }
 }
 
-pub(crate) fn shared_receive_queue_limit(fixture: &Fixture) {
+pub(crate) fn shared_receive_queue_limit_raises_an_event(fixture: &Fixture) {
     let config = PairConfig { srq_receives: Some(32), ..Default::default() };
     let pair = Pair::with(fixture, &config);
     let [to, from] = &pair.ends;
@@ -63,10 +63,10 @@ pub(crate) fn shared_receive_queue_limit(fixture: &Fixture) {
         from.post(SendRequest::send(1, &piece).signaled());
         assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
     }
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     loop {
         assert!(Instant::now() < deadline, "no event");
-        let event = to.context.wait_async_event(PATIENCE).expect("events").expect("an event");
+        let event = to.context.wait_async_event(TIMEOUT).expect("events").expect("an event");
         if event.kind == AsyncEventKind::SRQ_LIMIT {
             assert_eq!(event.subject, Subject::SharedReceiveQueue);
             break;
@@ -75,7 +75,7 @@ pub(crate) fn shared_receive_queue_limit(fixture: &Fixture) {
     assert_eq!(srq.armed_limit().expect("query"), 0);
 }
 
-/// Only the queue pairs are left, and still the bytes arrive.
+/// Bytes arrive even if only the queue pairs are left.
 pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = pair.ends;
@@ -85,10 +85,10 @@ pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
     let Parts { context, domain, channel, cq, mut region, qp, .. } = from.parts;
     region.write(0, &bytes);
     qp.post_send(&[SendRequest::send(1, &[region.sge(0..64)]).signaled()]).expect("post");
-    // The sender's region, domain, channel and context handles go while the send may be under way.
+    // The sender's region, domain, channel and context are dropped while the send may be in flight.
     drop((region, domain, channel, context));
     let mut out = [ferrite_verbs::WorkCompletion::default()];
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while cq.poll(&mut out).expect("poll") == 0 {
         assert!(Instant::now() < deadline, "no completion");
         std::thread::yield_now();
@@ -103,7 +103,7 @@ pub(crate) fn children_keep_parents_alive(fixture: &Fixture) {
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-pub(crate) fn one_channel_many_queues(fixture: &Fixture) {
+pub(crate) fn one_channel_serves_many_queues(fixture: &Fixture) {
     let host = &fixture.hosts[0];
     let parts = Parts::new(fixture, host, &PairConfig::default());
     let queues: Vec<_> = (0..3)
@@ -124,7 +124,7 @@ pub(crate) fn one_channel_many_queues(fixture: &Fixture) {
         .collect();
     let mut woken = BTreeSet::new();
     while woken.len() < queues.len() {
-        woken.insert(parts.channel.wait(PATIENCE).expect("wait").expect("an event"));
+        woken.insert(parts.channel.wait(TIMEOUT).expect("wait").expect("an event"));
     }
     assert_eq!(woken, queues.iter().map(ferrite_verbs::CompletionQueue::key).collect());
     drop((queues, qps));

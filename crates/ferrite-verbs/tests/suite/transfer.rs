@@ -1,4 +1,4 @@
-//! Every operation, in both directions, by polling and by events.
+//! Every operation, in both directions, with polling and with events.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ const SIZES: [usize; 4] = [1, 64, 4096, 100_000];
 
 /// Runs `exchange(pair, from, to, mode, size, seed)` for every direction, mode and size; `from` and
 /// `to` are indices of ends.
-fn everywhere(fixture: &Fixture, exchange: impl Fn(&mut Pair, usize, usize, Mode, usize, u8)) {
+fn for_all_modes(fixture: &Fixture, exchange: impl Fn(&mut Pair, usize, usize, Mode, usize, u8)) {
     let mut pair = Pair::new(fixture);
     let mut seed = 0;
     for mode in [Mode::Poll, Mode::Event] {
@@ -25,7 +25,7 @@ fn everywhere(fixture: &Fixture, exchange: impl Fn(&mut Pair, usize, usize, Mode
 }
 
 fn two_sided(fixture: &Fixture, imm: Option<u32>) {
-    everywhere(fixture, |pair, from, to, mode, size, seed| {
+    for_all_modes(fixture, |pair, from, to, mode, size, seed| {
         let bytes = pattern(seed, size);
         pair.ends[from].region.write(0, &bytes);
         pair.ends[to].receive_into(7, 0..size);
@@ -54,7 +54,7 @@ pub(crate) fn send_with_immediate(fixture: &Fixture) {
 }
 
 pub(crate) fn write(fixture: &Fixture) {
-    everywhere(fixture, |pair, from, to, mode, size, seed| {
+    for_all_modes(fixture, |pair, from, to, mode, size, seed| {
         let bytes = pattern(seed, size);
         pair.ends[from].region.write(0, &bytes);
         let target = pair.ends[to].region.remote(100..100 + size);
@@ -68,10 +68,10 @@ pub(crate) fn write(fixture: &Fixture) {
 }
 
 pub(crate) fn write_with_immediate(fixture: &Fixture) {
-    everywhere(fixture, |pair, from, to, mode, size, seed| {
+    for_all_modes(fixture, |pair, from, to, mode, size, seed| {
         let bytes = pattern(seed, size);
         pair.ends[from].region.write(0, &bytes);
-        // The receive that it consumes needs no memory: the bytes go where the writer says.
+        // The receive that it consumes needs no memory: the writer names the target.
         pair.ends[to].qp.post_recv(&[RecvRequest::new(5, &[])]).expect("post");
         let target = pair.ends[to].region.remote(0..size);
         let end = &pair.ends[from];
@@ -92,7 +92,7 @@ pub(crate) fn write_with_immediate(fixture: &Fixture) {
 }
 
 pub(crate) fn read(fixture: &Fixture) {
-    everywhere(fixture, |pair, from, to, mode, size, seed| {
+    for_all_modes(fixture, |pair, from, to, mode, size, seed| {
         let bytes = pattern(seed, size);
         pair.ends[to].region.write(10, &bytes);
         let source = pair.ends[to].region.remote(10..10 + size);
@@ -104,7 +104,7 @@ pub(crate) fn read(fixture: &Fixture) {
     });
 }
 
-pub(crate) fn inline_is_copied_at_once(fixture: &Fixture) {
+pub(crate) fn inline_data_is_copied_at_once(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     for (from, to, mode) in [(0, 1, Mode::Poll), (1, 0, Mode::Event)] {
         let bytes = pattern(9, 100);
@@ -116,7 +116,7 @@ pub(crate) fn inline_is_copied_at_once(fixture: &Fixture) {
         assert_eq!(end.reap(mode).status(), Status::SUCCESS);
         assert_eq!(pair.ends[to].reap(mode).byte_len(), 100);
         assert_eq!(pair.ends[to].region.to_vec(0, 100), bytes);
-        // A write takes inline data as well.
+        // A write can carry inline data as well.
         let target = pair.ends[to].region.remote(1000..1100);
         let end = &pair.ends[from];
         end.post(SendRequest::write(3, &[end.region.sge(0..100)], target).signaled().inline());
@@ -142,7 +142,7 @@ pub(crate) fn scatter_and_gather(fixture: &Fixture) {
         assert_eq!(from.reap(mode).status(), Status::SUCCESS);
         assert_eq!(to.reap(mode).byte_len(), 60);
         assert_eq!([to.region.to_vec(500, 15), to.region.to_vec(5000, 45)].concat(), whole);
-        // A read scatters what it brings.
+        // A read scatters the data that it returns.
         let places = [from.region.sge(9000..9005), from.region.sge(9500..9505)];
         from.post(SendRequest::read(3, &places, to.region.remote(500..510)).signaled());
         assert_eq!(from.reap(mode).status(), Status::SUCCESS);
@@ -153,7 +153,7 @@ pub(crate) fn scatter_and_gather(fixture: &Fixture) {
     }
 }
 
-pub(crate) fn unsignaled_complete_silently(fixture: &Fixture) {
+pub(crate) fn unsignaled_sends_give_no_completion(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = &pair.ends;
     for wr_id in 0..4 {
@@ -173,8 +173,8 @@ pub(crate) fn unsignaled_complete_silently(fixture: &Fixture) {
     }
 }
 
-/// More requests than go to the device in one call.
-pub(crate) fn long_chain(fixture: &Fixture) {
+/// Posts more requests than go to the device in one call.
+pub(crate) fn posts_more_requests_than_one_chain(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [to, from] = &mut pair.ends;
     let count = 40;
@@ -202,7 +202,7 @@ pub(crate) fn long_chain(fixture: &Fixture) {
     }
 }
 
-pub(crate) fn empty_message(fixture: &Fixture) {
+pub(crate) fn transfers_an_empty_message(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     for (from, to) in pair.directions() {
         to.qp.post_recv(&[RecvRequest::new(1, &[])]).expect("post");
@@ -215,7 +215,7 @@ pub(crate) fn empty_message(fixture: &Fixture) {
     }
 }
 
-pub(crate) fn solicited_only(fixture: &Fixture) {
+pub(crate) fn only_solicited_messages_raise_an_event(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let [to, from] = &pair.ends;
     to.receive_into(1, 0..64);
@@ -231,12 +231,12 @@ pub(crate) fn solicited_only(fixture: &Fixture) {
     );
     from.post(SendRequest::send(2, &piece).signaled().solicited());
     assert_eq!(from.reap(Mode::Poll).status(), Status::SUCCESS);
-    assert_eq!(to.channel.wait(super::PATIENCE).expect("wait"), Some(to.cq.key()));
+    assert_eq!(to.channel.wait(super::TIMEOUT).expect("wait"), Some(to.cq.key()));
     assert_eq!([to.reap(Mode::Poll).wr_id(), to.reap(Mode::Poll).wr_id()], [1, 2]);
 }
 
-/// A send that carries what a read before it brings.
-pub(crate) fn fenced_after_read(fixture: &Fixture) {
+/// The send carries the data that the read before it returns.
+pub(crate) fn fenced_send_waits_for_the_read(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let bytes = pattern(77, 3000);
     pair.ends[0].region.write(0, &bytes);

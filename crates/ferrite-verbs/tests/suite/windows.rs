@@ -1,4 +1,5 @@
-//! Memory windows: what the peer of one queue pair may reach, and the peer of another may not.
+//! Memory windows: memory that the peer of one queue pair may access, and the peer of another may
+//! not.
 
 use std::ops::Range;
 use std::time::Instant;
@@ -9,12 +10,12 @@ use ferrite_verbs::{
     QueuePairConfig, RemoteSlice, SendRequest, Status, WorkCompletion,
 };
 
-use super::{Fixture, Host, PATIENCE};
+use super::{Fixture, Host, TIMEOUT};
 
-/// Clients with a connection each, all of them to queue pairs of one domain.
+/// Number of clients, each with its own connection to a queue pair of one domain.
 const CLIENTS: usize = 2;
 const REGION: usize = 4096;
-/// Where the windows of these tests are.
+/// The range of the windows in these tests.
 const WINDOW: Range<usize> = 1024..2048;
 
 struct Side {
@@ -70,19 +71,19 @@ impl Side {
         self.qps[at].post_send(&[request.signaled()]).expect("post");
         let (mut out, began) = ([WorkCompletion::default()], Instant::now());
         while self.cq.poll(&mut out).expect("poll") == 0 {
-            assert!(began.elapsed() < PATIENCE, "a completion in time");
+            assert!(began.elapsed() < TIMEOUT, "a completion in time");
             std::thread::yield_now();
         }
         out[0]
     }
 }
 
-struct Scene {
+struct Harness {
     server: Side,
     clients: Side,
 }
 
-impl Scene {
+impl Harness {
     fn new(fixture: &Fixture) -> Self {
         Self::with(fixture, Access::WINDOWS, Access::REMOTE_WRITE | Access::REMOTE_READ)
     }
@@ -104,7 +105,7 @@ impl Scene {
         self.server.region.window(WINDOW, Access::REMOTE_WRITE).expect("a window")
     }
 
-    /// A window that the first client may write.
+    /// Returns a window that the first client may write.
     fn bound(&self) -> MemoryWindow {
         self.bound_on(WINDOW)
     }
@@ -126,120 +127,120 @@ impl Scene {
     }
 }
 
-pub(crate) fn bound_window_is_written(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.bound();
-    assert_eq!(scene.write(0, window.remote()), Status::SUCCESS);
+pub(crate) fn bound_window_allows_writes(fixture: &Fixture) {
+    let harness = Harness::new(fixture);
+    let window = harness.bound();
+    assert_eq!(harness.write(0, window.remote()), Status::SUCCESS);
     let mut expected = vec![0; REGION];
     expected[WINDOW].fill(7);
-    assert!(scene.server.region.to_vec(0, REGION) == expected);
+    assert!(harness.server.region.to_vec(0, REGION) == expected);
 }
 
-/// The attacker has everything: its own connection to the same domain, the address and the key.
-pub(crate) fn another_queue_pairs_window_is_refused(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.bound();
-    assert_eq!(scene.write(1, window.remote()), Status::REMOTE_ACCESS);
-    assert!(scene.is_untouched());
-    // Whose window it is does not notice.
-    assert_eq!(scene.write(0, window.remote()), Status::SUCCESS);
+/// The attacker has its own connection to the same domain, the address and the key.
+pub(crate) fn window_of_another_queue_pair_is_refused(fixture: &Fixture) {
+    let harness = Harness::new(fixture);
+    let window = harness.bound();
+    assert_eq!(harness.write(1, window.remote()), Status::REMOTE_ACCESS);
+    assert!(harness.is_untouched());
+    // The owner of the window is not affected.
+    assert_eq!(harness.write(0, window.remote()), Status::SUCCESS);
 }
 
-pub(crate) fn region_under_a_window_is_out_of_reach(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let _window = scene.bound();
+pub(crate) fn keys_of_the_region_under_a_window_are_refused(fixture: &Fixture) {
+    let harness = Harness::new(fixture);
+    let _window = harness.bound();
     for (client, key) in
-        [scene.server.region.rkey(), scene.server.region.lkey()].into_iter().enumerate()
+        [harness.server.region.rkey(), harness.server.region.lkey()].into_iter().enumerate()
     {
-        let target = RemoteSlice { rkey: key, ..scene.server.region.remote(WINDOW) };
-        assert_eq!(scene.write(client, target), Status::REMOTE_ACCESS);
+        let target = RemoteSlice { rkey: key, ..harness.server.region.remote(WINDOW) };
+        assert_eq!(harness.write(client, target), Status::REMOTE_ACCESS);
     }
-    assert!(scene.is_untouched());
+    assert!(harness.is_untouched());
 }
 
-/// Soft-RoCE looks at the bounds of the region alone (`check_rkey` in `rxe_resp.c`): there a window
+/// Soft-RoCE checks only the bounds of the region (`check_rkey` in `rxe_resp.c`): there, a window
 /// needs a region of its own.
-pub(crate) fn outside_of_a_window_is_refused(fixture: &Fixture) {
+pub(crate) fn access_outside_a_window_is_refused(fixture: &Fixture) {
     for by in [-1_i64, 1] {
-        let scene = Scene::new(fixture);
-        let is_soft = scene.server.context.device().driver().as_deref() == Some("rxe");
-        let window = scene.bound_on(if is_soft { 0..REGION } else { WINDOW });
+        let harness = Harness::new(fixture);
+        let is_soft = harness.server.context.device().driver().as_deref() == Some("rxe");
+        let window = harness.bound_on(if is_soft { 0..REGION } else { WINDOW });
         let good = window.remote();
         let target = RemoteSlice { addr: good.addr.wrapping_add_signed(by), ..good };
-        assert_eq!(scene.write(0, target), Status::REMOTE_ACCESS, "{by}");
-        assert!(scene.is_untouched());
+        assert_eq!(harness.write(0, target), Status::REMOTE_ACCESS, "{by}");
+        assert!(harness.is_untouched());
     }
 }
 
-pub(crate) fn window_for_writing_is_not_read(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.bound();
-    let local = [scene.clients.region.sge(0..64)];
+pub(crate) fn write_only_window_refuses_reads(fixture: &Fixture) {
+    let harness = Harness::new(fixture);
+    let window = harness.bound();
+    let local = [harness.clients.region.sge(0..64)];
     let read = SendRequest::read(2, &local, window.remote());
-    assert_eq!(scene.clients.post(0, read).status(), Status::REMOTE_ACCESS);
+    assert_eq!(harness.clients.post(0, read).status(), Status::REMOTE_ACCESS);
 }
 
 pub(crate) fn unbound_window_is_refused(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.window();
-    assert_eq!(scene.write(0, window.remote()), Status::REMOTE_ACCESS);
-    assert!(scene.is_untouched());
+    let harness = Harness::new(fixture);
+    let window = harness.window();
+    assert_eq!(harness.write(0, window.remote()), Status::REMOTE_ACCESS);
+    assert!(harness.is_untouched());
 }
 
 pub(crate) fn invalidated_window_is_refused(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.bound();
+    let harness = Harness::new(fixture);
+    let window = harness.bound();
     let key = window.remote().rkey;
-    let done = scene.server.post(0, SendRequest::new(3, Operation::Invalidate(key), &[]));
+    let done = harness.server.post(0, SendRequest::new(3, Operation::Invalidate(key), &[]));
     assert_eq!((done.status(), done.opcode()), (Status::SUCCESS, Opcode::INVALIDATE));
-    assert_eq!(scene.write(0, window.remote()), Status::REMOTE_ACCESS);
-    assert!(scene.is_untouched());
+    assert_eq!(harness.write(0, window.remote()), Status::REMOTE_ACCESS);
+    assert!(harness.is_untouched());
 }
 
 pub(crate) fn deallocated_window_is_refused(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.bound();
+    let harness = Harness::new(fixture);
+    let window = harness.bound();
     let target = window.remote();
-    window.deallocate().expect("the device lets go");
-    assert_eq!(scene.write(0, target), Status::REMOTE_ACCESS);
-    assert!(scene.is_untouched());
+    window.deallocate().expect("deallocate");
+    assert_eq!(harness.write(0, target), Status::REMOTE_ACCESS);
+    assert!(harness.is_untouched());
 }
 
-/// "Bind error" by the specification, "flushed" by Soft-RoCE of Linux 7.
+/// The specification gives "bind error", Soft-RoCE of Linux 7 gives "flushed".
 fn assert_not_bound(status: Status) {
     assert!([Status::BIND, Status::FLUSHED].contains(&status), "{status}");
 }
 
-pub(crate) fn a_window_is_bound_once(fixture: &Fixture) {
-    let scene = Scene::new(fixture);
-    let window = scene.bound();
-    assert_not_bound(scene.server.post(1, SendRequest::bind(4, &window)).status());
-    assert_eq!(scene.write(0, window.remote()), Status::SUCCESS);
+pub(crate) fn window_can_be_bound_only_once(fixture: &Fixture) {
+    let harness = Harness::new(fixture);
+    let window = harness.bound();
+    assert_not_bound(harness.server.post(1, SendRequest::bind(4, &window)).status());
+    assert_eq!(harness.write(0, window.remote()), Status::SUCCESS);
 }
 
-pub(crate) fn bind_needs_a_region_for_windows(fixture: &Fixture) {
-    let scene = Scene::with(fixture, Access::LOCAL, Access::REMOTE_WRITE);
-    let window = scene.window();
-    assert_not_bound(scene.server.post(0, SendRequest::bind(5, &window)).status());
+pub(crate) fn bind_needs_a_region_that_allows_windows(fixture: &Fixture) {
+    let harness = Harness::with(fixture, Access::LOCAL, Access::REMOTE_WRITE);
+    let window = harness.window();
+    assert_not_bound(harness.server.post(0, SendRequest::bind(5, &window)).status());
 }
 
-/// Without remote rights a queue pair's peer reaches nothing, not even its own window.
+/// Without remote rights on the queue pair, its peer can access nothing, not even its own window.
 pub(crate) fn queue_pair_without_rights_refuses_its_window(fixture: &Fixture) {
-    let scene = Scene::with(fixture, Access::WINDOWS, Access::LOCAL);
-    let window = scene.bound();
-    let status = scene.write(0, window.remote());
+    let harness = Harness::with(fixture, Access::WINDOWS, Access::LOCAL);
+    let window = harness.bound();
+    let status = harness.write(0, window.remote());
     assert!([Status::REMOTE_ACCESS, Status::REMOTE_INVALID_REQUEST].contains(&status), "{status}");
-    assert!(scene.is_untouched());
+    assert!(harness.is_untouched());
 }
 
-pub(crate) fn a_region_outlives_its_windows(fixture: &Fixture) {
-    let Scene { server, clients } = Scene::new(fixture);
+pub(crate) fn region_cannot_be_deregistered_before_its_windows(fixture: &Fixture) {
+    let Harness { server, clients } = Harness::new(fixture);
     let region = server.domain.allocate(REGION, Access::WINDOWS).expect("region");
     let window = region.window(0..64, Access::REMOTE_WRITE).expect("a window");
     assert_eq!(server.post(0, SendRequest::bind(6, &window)).status(), Status::SUCCESS);
-    let (region, error) = region.deregister().expect_err("a window is on it");
+    let (region, error) = region.deregister().expect_err("a window is bound");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
-    window.deallocate().expect("the device lets go");
-    region.deregister().expect("nothing is on it");
+    window.deallocate().expect("deallocate");
+    region.deregister().expect("no window is left");
     drop(clients);
 }
