@@ -1,14 +1,13 @@
-//! One end of a connection, client or server: the order of messages, windows, limits and
-//! keepalives.
+//! One end of a connection, client or server: order of messages, windows, limits and keepalives.
 //!
 //! ```text
-//!   Connecting ── handle_established ──► Open ── close ──► Closed
-//!       │                                 └── the peer breaks a rule, or is dead ──► Closed, with the error
-//!       └── the same
+//!   Connecting       ── handle_established ──► Open
+//!   Connecting, Open ── close ──► Closed
+//!   Connecting, Open ── the peer violates the protocol, or is dead ──► Closed, with the error
 //! ```
 //!
-//! The peer's announcement is taken while connecting: its completion may be reaped before the event
-//! that says that the connection stands.
+//! The peer's announcement is accepted while connecting: its completion may be polled before the
+//! event that the connection is established.
 
 mod config;
 mod error;
@@ -27,14 +26,15 @@ pub use stats::Stats;
 
 use crate::message::{MESSAGE_BYTES, Message, Registration};
 use crate::window::{ReceiveWindow, SendWindow, Write};
-use outbox::{Next, Outbox};
+use outbox::{NextMessage, Outbox};
 
-/// Which end of a connection.
+/// The two ends of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Role {
-    /// The one that connected. It sends no keepalives, and tells of features only who it asked.
+    /// The side that connected. It sends no keepalives, and feature messages only if the driver
+    /// asks for them.
     Client,
-    /// The one that accepted. It sends keepalives and answers questions about features.
+    /// The side that accepted. It sends keepalives and answers questions about features.
     Server,
 }
 
@@ -42,7 +42,7 @@ pub enum Role {
 enum State {
     Connecting,
     Open {
-        /// Servers only.
+        /// For servers only.
         next_keepalive: Option<Instant>,
     },
     Closed(Option<ProtocolError>),
@@ -50,13 +50,13 @@ enum State {
 
 /// One end of a Valkey Over RDMA connection.
 ///
-/// A driver reaps completions and calls the `handle_*` methods in their order, then asks
-/// [`poll_message`](Self::poll_message) until it has nothing more, [`write_plan`](Self::write_plan)
-/// while it has bytes to send, and copies out what is [`readable`](Self::readable);
-/// [`poll_timeout`](Self::poll_timeout) says when [`handle_timeout`](Self::handle_timeout) is due.
-/// Whatever `poll_message` and `write_plan` return must be posted, in the order in which it was
-/// returned. An error of a `handle_*` method ends the connection: the driver disconnects. After
-/// [`close`](Self::close) late events are ignored.
+/// A driver polls completions and calls the `handle_*` methods in their order. Then it calls
+/// [`poll_message`](Self::poll_message) until that returns `None`, calls
+/// [`write_plan`](Self::write_plan) while it has bytes to send, and copies out the bytes that are
+/// [`readable`](Self::readable). [`poll_timeout`](Self::poll_timeout) returns when
+/// [`handle_timeout`](Self::handle_timeout) is due. Everything that `poll_message` and `write_plan`
+/// return must be posted, in the same order. An error of a `handle_*` method ends the connection:
+/// the driver disconnects. After [`close`](Self::close), late events are ignored.
 ///
 /// ```
 /// use std::time::Instant;
@@ -85,30 +85,31 @@ pub struct Endpoint {
     role: Role,
     config: Config,
     state: State,
-    /// What we announce.
+    /// The memory that we announce.
     memory: Registration,
     receive: ReceiveWindow,
     send: SendWindow,
     outbox: Outbox,
     writes_in_flight: u32,
-    /// Writes and messages handed out since the peer's last sign.
+    /// Writes and messages handed out since the last arrival from the peer.
     unseen: u32,
-    /// As of the last [`handle_timeout`](Self::handle_timeout).
-    last_heard: Option<Instant>,
-    /// Since then. A flag, because to ask the clock for each arrival costs more than the arrival
-    /// where that is a system call.
-    heard_since: bool,
-    /// The page that the client asked for.
+    /// When [`handle_timeout`](Self::handle_timeout) last saw that something had arrived.
+    last_arrival: Option<Instant>,
+    /// Whether something arrived since then. A flag, because reading the clock for each arrival
+    /// would cost more than the arrival itself where that is a system call.
+    has_arrival: bool,
+    /// The page of features that the client asked for.
     question: Option<u16>,
     peer_features: Option<u64>,
     stats: Stats,
 }
 
 impl Endpoint {
-    /// An end that is being connected. `memory` is what the peer will be told to write to.
+    /// Creates an endpoint that is being connected. `memory` is announced to the peer for its
+    /// writes.
     ///
     /// # Errors
-    /// By this configuration, or with memory of no bytes, it could not work.
+    /// If the endpoint could not work with this configuration, or if the memory has no bytes.
     pub fn new(role: Role, config: Config, memory: Registration) -> Result<Self, ConfigError> {
         config.check()?;
         if memory.length == 0 {
@@ -124,35 +125,35 @@ impl Endpoint {
             outbox: Outbox::default(),
             writes_in_flight: 0,
             unseen: 0,
-            last_heard: None,
-            heard_since: false,
+            last_arrival: None,
+            has_arrival: false,
             question: None,
             peer_features: None,
             stats: Stats::default(),
         })
     }
 
-    // ---- what is ---------------------------------------------------------------------------
+    // ---- state ---------------------------------------------------------------------------
 
-    /// Which end it is.
+    /// Returns which end it is.
     #[must_use]
     pub fn role(&self) -> Role {
         self.role
     }
 
-    /// Its counts.
+    /// Returns the counters.
     #[must_use]
     pub fn stats(&self) -> Stats {
         self.stats
     }
 
-    /// Whether it is over.
+    /// Returns whether the connection is closed.
     #[must_use]
     pub fn is_closed(&self) -> bool {
         matches!(self.state, State::Closed(_))
     }
 
-    /// What the peer did, if that ended it.
+    /// Returns the error of the peer, if that closed the connection.
     #[must_use]
     pub fn error(&self) -> Option<ProtocolError> {
         match self.state {
@@ -161,37 +162,38 @@ impl Endpoint {
         }
     }
 
-    /// What the peer announced last. Before that nothing can be written, no refusal either.
+    /// Returns the peer's last announcement. Before the first, nothing can be written, not even an
+    /// error.
     #[must_use]
     pub fn peer_window(&self) -> Option<Registration> {
         self.send.registration()
     }
 
-    /// What the peer said of features: a server its own, a client those that it wants.
+    /// Returns the features that the peer sent: those of a server, or those that a client wants.
     #[must_use]
     pub fn peer_features(&self) -> Option<u64> {
         self.peer_features
     }
 
-    /// Which bytes of our memory have come and were not consumed.
+    /// Returns the range of our memory that has arrived and is not consumed.
     #[must_use]
     pub fn readable(&self) -> std::ops::Range<u32> {
         self.receive.readable()
     }
 
-    /// How many bytes [`write_plan`](Self::write_plan) would give at most.
+    /// Returns the maximum number of bytes that [`write_plan`](Self::write_plan) would return now.
     #[must_use]
     pub fn writable(&self) -> u32 {
         let free = self.is_open() && !self.too_many_in_flight() && !self.too_many_unseen();
         if free { self.send.room().min(self.config.max_write) } else { 0 }
     }
 
-    // ---- what happened ---------------------------------------------------------------------
+    // ---- events ---------------------------------------------------------------------
 
-    /// The connection stands. A second time is no matter.
+    /// Handles that the connection is established. A second call does nothing.
     ///
     /// # Errors
-    /// It had ended before by an error of the peer's.
+    /// If an error of the peer has already closed the connection.
     pub fn handle_established(&mut self, now: Instant) -> Result<(), ProtocolError> {
         if self.alive()? && self.state == State::Connecting {
             let next_keepalive = match self.role {
@@ -199,32 +201,32 @@ impl Endpoint {
                 Role::Client => None,
             };
             self.state = State::Open { next_keepalive };
-            self.outbox.announce();
+            self.outbox.queue_announcement();
         }
         Ok(())
     }
 
-    /// A receive completed without an immediate: a control message.
+    /// Handles a receive that completed without an immediate: a control message.
     ///
     /// # Errors
-    /// The peer broke a rule. The connection is over.
+    /// If the peer violated the protocol. The connection is then closed.
     pub fn handle_message(&mut self, bytes: &[u8]) -> Result<(), ProtocolError> {
         if !self.alive()? {
             return Ok(());
         }
         let result =
-            Message::decode(bytes).map_err(Into::into).and_then(|message| self.take(message));
-        self.settle(result)?;
-        self.heard();
+            Message::decode(bytes).map_err(Into::into).and_then(|message| self.apply(message));
+        self.close_on_error(result)?;
+        self.note_arrival();
         self.stats.messages_received += 1;
         Ok(())
     }
 
-    /// A receive completed with an immediate (in host order): bytes of the stream are in our
-    /// memory. `byte_len` is what the network card says of the write.
+    /// Handles a receive that completed with an immediate (in host byte order): bytes of the stream
+    /// are in our memory. `byte_len` is the length of the write that the network card reports.
     ///
     /// # Errors
-    /// The peer broke a rule. The connection is over.
+    /// If the peer violated the protocol. The connection is then closed.
     pub fn handle_immediate(&mut self, immediate: u32, byte_len: u32) -> Result<(), ProtocolError> {
         if !self.alive()? {
             return Ok(());
@@ -234,66 +236,68 @@ impl Endpoint {
         } else {
             self.receive.fill(immediate).map_err(Into::into)
         };
-        self.settle(result)?;
-        self.heard();
+        self.close_on_error(result)?;
+        self.note_arrival();
         self.stats.immediates += 1;
         self.stats.bytes_received += u64::from(immediate);
         Ok(())
     }
 
-    /// The oldest message in flight has its local completion.
+    /// Handles the local completion of the oldest message in flight.
     ///
     /// # Panics
-    /// None is in flight.
+    /// If none is in flight.
     pub fn handle_message_sent(&mut self) {
-        assert!(self.outbox.sent(), "a message was sent that was not polled");
+        assert!(self.outbox.complete_oldest(), "no message is in flight");
     }
 
-    /// The oldest `count` writes in flight have their local completion, or one after them has.
+    /// Handles that the oldest `count` writes in flight have completed locally, by their own
+    /// completions or by that of a later request.
     ///
     /// # Panics
-    /// That many are not in flight.
+    /// If fewer writes are in flight.
     pub fn handle_writes_sent(&mut self, count: u32) {
         assert!(
             count <= self.writes_in_flight,
-            "{count} writes sent, {} planned",
+            "{count} writes completed, but only {} are in flight",
             self.writes_in_flight
         );
         self.writes_in_flight -= count;
     }
 
-    /// Time has passed. May be called at any time.
+    /// Handles the passing of time. May be called at any time.
     ///
     /// # Errors
-    /// The peer is dead. The connection is over.
+    /// If the peer is dead. The connection is then closed.
     pub fn handle_timeout(&mut self, now: Instant) -> Result<(), ProtocolError> {
         if !self.alive()? {
             return Ok(());
         }
-        if std::mem::take(&mut self.heard_since) {
-            self.last_heard = Some(now);
+        if std::mem::take(&mut self.has_arrival) {
+            self.last_arrival = Some(now);
         }
         if self.dead_at().is_some_and(|at| at <= now) {
-            return self.settle(Err(ProtocolError::Dead { after: self.config.dead_after }));
+            return self.close_on_error(Err(ProtocolError::Dead { after: self.config.dead_after }));
         }
         if let State::Open { next_keepalive: Some(due) } = self.state
             && due <= now
         {
-            if !self.outbox.keepalive(now, self.config.max_keepalives) {
+            if !self.outbox.queue_keepalive(now, self.config.max_keepalives) {
                 self.stats.keepalives_skipped += 1;
             }
-            // From now, not from when it was due: who was late sends one and not many.
+            // From now, not from when it was due: a driver that is late sends one keepalive, not
+            // several.
             self.state =
                 State::Open { next_keepalive: now.checked_add(self.config.keepalive_interval) };
         }
         Ok(())
     }
 
-    // ---- what is wanted --------------------------------------------------------------------
+    // ---- actions --------------------------------------------------------------------
 
-    /// Plans the next write of at most `available` bytes, the oldest first. The driver posts it
-    /// with these bytes and reports it by [`handle_writes_sent`](Self::handle_writes_sent). `None`:
-    /// nothing can be written now; try again after the next event.
+    /// Plans the next write, of at most `available` bytes, the oldest first. The driver posts it
+    /// with these bytes and reports it with [`handle_writes_sent`](Self::handle_writes_sent).
+    /// Returns `None` if nothing can be written now; try again after the next event.
     pub fn write_plan(&mut self, available: usize) -> Option<Write> {
         if available == 0 || !self.is_open() {
             return None;
@@ -318,87 +322,88 @@ impl Endpoint {
         Some(write)
     }
 
-    /// The reader has copied out the first `bytes` of what is readable.
+    /// Consumes the first `bytes` of what is readable, which the reader has copied out.
     ///
     /// # Panics
-    /// That many are not readable.
+    /// If fewer bytes are readable.
     pub fn consume(&mut self, bytes: u32) {
         if self.receive.consume(bytes) {
-            self.outbox.announce();
+            self.outbox.queue_announcement();
         }
         self.stats.bytes_consumed += u64::from(bytes);
     }
 
-    /// Whether our memory is full, everything in it was consumed, and it will be announced again by
-    /// the next [`poll_message`](Self::poll_message).
+    /// Returns whether our memory is full, everything in it is consumed, and the next
+    /// [`poll_message`](Self::poll_message) will announce it again.
     #[must_use]
     pub fn is_to_announce(&self) -> bool {
-        self.is_open() && !self.receive.is_open() && self.outbox.is_to_announce()
+        self.is_open() && !self.receive.is_open() && self.outbox.has_announcement()
     }
 
-    /// Other memory than before is announced from now on, also of another length: Valkey's clients
-    /// follow that.
+    /// Announces other memory than before from now on. Its length may differ: Valkey's clients
+    /// support that.
     ///
     /// # Panics
-    /// This is not the moment ([`is_to_announce`](Self::is_to_announce)), the memory has no bytes,
-    /// or this is a client and the length another: a Valkey server takes one length only, and
-    /// crashes otherwise.
+    /// If this is not the moment ([`is_to_announce`](Self::is_to_announce)), if the memory has no
+    /// bytes, or if this is a client and the length differs: a Valkey server accepts only one
+    /// length, and crashes otherwise.
     pub fn replace_memory(&mut self, memory: Registration) {
-        assert!(self.is_to_announce(), "the peer may write to the memory it was told of");
-        assert!(memory.length > 0, "memory of no bytes");
+        assert!(self.is_to_announce(), "the peer may write to the announced memory");
+        assert!(memory.length > 0, "the memory has no bytes");
         let may = self.role == Role::Server || memory.length == self.memory.length;
         assert!(
             may,
-            "a server takes one length only: {}, not {}",
+            "a server accepts only one length: {}, not {}",
             self.memory.length, memory.length
         );
         self.receive = ReceiveWindow::new(memory.length);
         self.memory = memory;
     }
 
-    /// A client asks for the server's features; [`peer_features`](Self::peer_features) has the
-    /// answer when it came. Whether it could ask: servers do not, nor who waits for an answer. Not
-    /// to be sent unless an extension is wanted.
+    /// Asks for the server's features, as a client; [`peer_features`](Self::peer_features) returns
+    /// the answer once it has arrived. Returns whether the question could be queued: not on a
+    /// server, and not while an answer is pending. Use it only if an extension is wanted.
     pub fn ask_features(&mut self, select: u16) -> bool {
         let question = Message::GetServerFeature { select, features: 0 };
         let may = self.role == Role::Client && self.question.is_none() && !self.is_closed();
-        let asked = may && self.outbox.feature(question);
+        let asked = may && self.outbox.queue_feature(question);
         if asked {
             self.question = Some(select);
         }
         asked
     }
 
-    /// A client says which features it will use. Whether it could.
+    /// Tells the server which features this client will use. Returns whether the message could be
+    /// queued.
     pub fn set_features(&mut self, select: u16, features: u64) -> bool {
         let may = self.role == Role::Client && !self.is_closed();
-        may && self.outbox.feature(Message::SetClientFeature { select, features })
+        may && self.outbox.queue_feature(Message::SetClientFeature { select, features })
     }
 
-    /// No more is sent, and what comes is ignored. The driver disconnects; there is no word for it
-    /// in the protocol.
+    /// Closes the connection: nothing more is sent, and arrivals are ignored. The driver
+    /// disconnects; the protocol has no message for it.
     pub fn close(&mut self) {
         if !self.is_closed() {
             self.state = State::Closed(None);
         }
     }
 
-    // ---- what to do ------------------------------------------------------------------------
+    // ---- output ------------------------------------------------------------------------
 
-    /// The next control message to send, if any. The driver reports it by
+    /// Returns the next control message to send, if any. The driver reports its completion with
     /// [`handle_message_sent`](Self::handle_message_sent).
     pub fn poll_message(&mut self) -> Option<[u8; MESSAGE_BYTES]> {
         if !self.is_open() {
             return None;
         }
         let message = match self.outbox.poll()? {
-            Next::Announcement => {
+            NextMessage::Announcement => {
                 self.receive.announce();
                 self.stats.registrations_sent += 1;
                 Message::RegisterXferMemory(self.memory)
             }
-            Next::Feature(message) => message,
-            Next::Keepalive => {
+            NextMessage::Feature(message) => message,
+            NextMessage::Keepalive => {
                 self.stats.keepalives_sent += 1;
                 Message::Keepalive
             }
@@ -408,14 +413,14 @@ impl Endpoint {
         Some(message.encode())
     }
 
-    /// When [`handle_timeout`](Self::handle_timeout) is due, if nothing happens before.
+    /// Returns when [`handle_timeout`](Self::handle_timeout) is due, if nothing happens before.
     #[must_use]
     pub fn poll_timeout(&self) -> Option<Instant> {
         let State::Open { next_keepalive } = self.state else { return None };
         [next_keepalive, self.dead_at()].into_iter().flatten().min()
     }
 
-    // ---- inside ----------------------------------------------------------------------------
+    // ---- internal ----------------------------------------------------------------------------
 
     fn is_open(&self) -> bool {
         matches!(self.state, State::Open { .. })
@@ -430,7 +435,7 @@ impl Endpoint {
             && self.config.max_unseen.is_some_and(|limit| self.unseen >= limit)
     }
 
-    /// `false` after a close of our own.
+    /// Returns `false` after our own close, and the error after an error of the peer.
     fn alive(&self) -> Result<bool, ProtocolError> {
         match self.state {
             State::Closed(Some(error)) => Err(error),
@@ -439,20 +444,20 @@ impl Endpoint {
         }
     }
 
-    fn settle(&mut self, result: Result<(), ProtocolError>) -> Result<(), ProtocolError> {
+    fn close_on_error(&mut self, result: Result<(), ProtocolError>) -> Result<(), ProtocolError> {
         if let Err(error) = result {
             self.state = State::Closed(Some(error));
         }
         result
     }
 
-    fn heard(&mut self) {
-        self.heard_since = true;
+    fn note_arrival(&mut self) {
+        self.has_arrival = true;
         self.unseen = 0;
     }
 
     fn dead_at(&self) -> Option<Instant> {
         let since = self.outbox.oldest_keepalive()?;
-        since.max(self.last_heard.unwrap_or(since)).checked_add(self.config.dead_after)
+        since.max(self.last_arrival.unwrap_or(since)).checked_add(self.config.dead_after)
     }
 }

@@ -1,17 +1,16 @@
-//! What two peers of Valkey Over RDMA say to each other, decided by values alone: no I/O, no clock,
-//! no pointer.
+//! Valkey Over RDMA and RESP as plain state machines: no I/O, no clock, no pointers.
 //!
 //! ```text
 //!   message    the 32-byte control messages
-//!   window     linear buffers that one side fills to the last byte and the other announces again
+//!   window     linear buffers: one side fills them to the last byte, the other re-announces them
 //!   endpoint   one end of a connection, client or server: events in, messages and writes out
-//!   resp       where a RESP command or reply ends, whatever the pieces; views of complete ones
-//!   session_command   which commands change a connection, by their identity
+//!   resp       finds where a RESP command or reply ends, whatever the pieces; views of whole ones
+//!   session_command   commands that change the state of a connection, by their identity
 //! ```
 //!
-//! A driver owns memory, queues and the clock, and makes no decision of the protocol: it hands
-//! completions to [`Endpoint`], then does what the `poll_*` methods say. Nothing that a peer sends
-//! can make this crate panic, and no number of a peer's decides how much is allocated.
+//! A driver owns the memory, the queues and the clock, and makes no protocol decision. It passes
+//! completions to [`Endpoint`], then does what the `poll_*` methods return. Nothing that a peer
+//! sends can make this crate panic, and no number from a peer decides how much is allocated.
 #![forbid(unsafe_code)]
 
 pub mod endpoint;

@@ -1,5 +1,5 @@
-//! The control messages of Valkey Over RDMA. Exactly 32 bytes each, integers big endian, carried by
-//! a SEND.
+//! The control messages of Valkey Over RDMA: exactly 32 bytes each, integers in big endian, carried
+//! by a SEND.
 //!
 //! ```text
 //!   0        2        4                16       24         28     32
@@ -12,20 +12,20 @@
 //!   └────────┴─────────────────────────┴────────┴──────────┴──────┘
 //! ```
 //!
-//! What is reserved is sent as zero and not looked at. So 32 zeros are a message.
+//! Reserved bytes are sent as zero and ignored on receipt. So 32 zero bytes are a valid message.
 
-/// The bytes of a [`Message`]: never more, never fewer.
+/// The size of every [`Message`] in bytes.
 pub const MESSAGE_BYTES: usize = 32;
 
-/// Memory that its sender lets the peer write.
+/// Memory that its owner allows the peer to write.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Registration {
-    /// Where it begins, in the owner's address space. A number for the network card, never a
-    /// pointer here.
+    /// The start address, in the owner's address space. Here it is only a number for the network
+    /// card, never a pointer.
     pub addr: u64,
-    /// How many bytes it has.
+    /// The length in bytes.
     pub length: u32,
-    /// By which the owner's network card knows the permission.
+    /// The key for this permission at the owner's network card.
     pub rkey: u32,
 }
 
@@ -41,29 +41,29 @@ pub struct Registration {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Message {
-    /// A client's question what the server can do, and the server's answer. The question has no
-    /// features.
+    /// A client's question about the server's features, or the server's answer. The question has no
+    /// features set.
     GetServerFeature {
-        /// Which page of features: no meaning is defined, the answer repeats it.
+        /// The page of features: no meaning is defined, the answer repeats it.
         select: u16,
-        /// What the server can do, in bits.
+        /// The server's features, as bits.
         features: u64,
     },
-    /// What a client wants to use. Nothing answers it.
+    /// The features that a client wants to use. It has no answer.
     SetClientFeature {
-        /// Which page of features.
+        /// The page of features.
         select: u16,
-        /// What is wanted, in bits.
+        /// The wanted features, as bits.
         features: u64,
     },
-    /// Says nothing: a network card that does not acknowledge it has no peer any more.
+    /// Carries no data. If it is not acknowledged, the peer is gone.
     Keepalive,
-    /// The peer may write here, from the first byte on.
+    /// Announces memory that the peer may write, from the first byte on.
     RegisterXferMemory(Registration),
 }
 
 impl Message {
-    /// Its bytes.
+    /// Returns the bytes of the message.
     #[must_use]
     pub fn encode(&self) -> [u8; MESSAGE_BYTES] {
         let mut bytes = [0; MESSAGE_BYTES];
@@ -89,10 +89,10 @@ impl Message {
         bytes
     }
 
-    /// Reads a message.
+    /// Decodes a message.
     ///
     /// # Errors
-    /// It does not have 32 bytes, or its opcode is not known.
+    /// If it does not have 32 bytes, or its opcode is unknown.
     pub fn decode(bytes: &[u8]) -> Result<Self, MessageError> {
         let bytes: &[u8; MESSAGE_BYTES] =
             bytes.try_into().map_err(|_| MessageError::Length { got: bytes.len() })?;
@@ -112,25 +112,25 @@ impl Message {
     }
 }
 
-/// `N` bytes from `at` on, which the layout above has.
+/// Returns `N` bytes from `at` on, which exist in the layout above.
 fn field<const N: usize>(bytes: &[u8; MESSAGE_BYTES], at: usize) -> [u8; N] {
     std::array::from_fn(|index| bytes[at + index])
 }
 
-/// Why bytes are no control message.
+/// Why bytes are not a control message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum MessageError {
-    /// Not as long as all messages are.
+    /// The length is wrong.
     #[error("a control message of {got} bytes, {MESSAGE_BYTES} expected")]
     Length {
-        /// Bytes that came.
+        /// The number of bytes received.
         got: usize,
     },
-    /// No opcode of this protocol.
+    /// The opcode is not defined in this protocol.
     #[error("a control message of unknown opcode {opcode}")]
     Unknown {
-        /// What it says.
+        /// The opcode.
         opcode: u16,
     },
 }
@@ -142,14 +142,14 @@ mod tests {
 
     use super::*;
 
-    /// The bytes of a text of hex digits.
+    /// Decodes a text of hex digits.
     fn hex(text: &str) -> Vec<u8> {
         let digits: Vec<_> = text.chars().filter_map(|c| c.to_digit(16)).collect();
         digits.chunks(2).map(|pair| u8::try_from(pair[0] << 4 | pair[1]).expect("a byte")).collect()
     }
 
     #[test]
-    fn golden_bytes() {
+    fn encodes_and_decodes_golden_bytes() {
         let memory = Registration { addr: 0x7F00_1122_3000, length: 0x10_0000, rkey: 0x1F2A };
         let answer = Message::GetServerFeature { select: 0x0102, features: 0x0304_0506_0708_090A };
         for (message, bytes) in [
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message() {
+    fn rejects_wrong_lengths_and_opcodes() {
         for got in (0..=40).filter(|got| *got != MESSAGE_BYTES) {
             assert_eq!(Message::decode(&vec![0; got]), Err(MessageError::Length { got }));
         }
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_bytes_are_no_matter() {
+    fn ignores_reserved_bytes() {
         let mut bytes = [0xFF; MESSAGE_BYTES];
         bytes[..2].copy_from_slice(&[0, 2]);
         assert_eq!(Message::decode(&bytes), Ok(Message::Keepalive));
@@ -194,11 +194,13 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes(mut bytes in vec(any::<u8>(), MESSAGE_BYTES), opcode in 0..6_u8) {
+        fn decode_round_trip(mut bytes in vec(any::<u8>(), MESSAGE_BYTES), opcode in 0..6_u8) {
             bytes[..2].copy_from_slice(&[0, opcode]);
             match Message::decode(&bytes) {
                 Ok(message) => prop_assert_eq!(Message::decode(&message.encode()), Ok(message)),
-                Err(error) => prop_assert_eq!(error, MessageError::Unknown { opcode: opcode.into() }),
+                Err(error) => {
+                    prop_assert_eq!(error, MessageError::Unknown { opcode: opcode.into() });
+                }
             }
         }
     }

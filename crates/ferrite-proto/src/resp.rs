@@ -1,11 +1,11 @@
-//! RESP, in both versions: where a command or a reply ends, and views of complete ones.
+//! RESP, in both versions: finds where a command or a reply ends, and gives views of complete ones.
 //!
-//! Framers are fed pieces of any size and keep numbers only: no byte is copied and nothing is
-//! allocated by a number of a peer's. They say where a frame ends; whoever has the whole frame in
-//! one piece looks into it by [`Command`] or [`Value`].
+//! Framers accept pieces of any size and keep only numbers: they copy no byte, and allocate nothing
+//! because of a number from a peer. They report where a frame ends. A caller that has the whole
+//! frame in one piece reads it with [`Command`] or [`Value`].
 //!
-//! Commands end where Redis and Valkey end them, sloppiness included: who passes commands on must
-//! see the same boundaries as the server behind, or a client could hide one command in another.
+//! Commands end where Redis and Valkey end them, with the same leniency. A proxy must see the same
+//! boundaries as the server behind it, or a client could hide one command in another.
 
 mod args;
 mod command;
@@ -24,7 +24,7 @@ pub use reply::{ReplyError, ReplyFramer};
 pub use value::Value;
 pub use words::{Words, plain_command};
 
-/// How large a frame may be in each direction. What is over a limit is an error of the peer's.
+/// How large a frame may be in each direction. A frame beyond a limit is an error of the peer.
 ///
 /// ```
 /// use ferrite_proto::resp::{CommandError, CommandFramer, Limits};
@@ -35,25 +35,25 @@ pub use words::{Words, plain_command};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// The longest bulk string. Default 512 MiB, as `proto-max-bulk-len`.
+    /// The longest bulk string. Default 512 MiB, as in `proto-max-bulk-len`.
     pub bulk_bytes: u64,
-    /// The most arguments of a command. Default 1,048,576: what Redis took before it took any
-    /// number.
+    /// The maximum number of arguments of a command. Default 1,048,576, which Redis had before it
+    /// dropped the limit.
     pub multibulk_args: u64,
-    /// Whether a command's lines and bulk strings must end in `\r\n`, which engines check to
+    /// Whether lines and bulk strings of a command must end in `\r\n`. Engines check this to
     /// different degrees. Default: no.
     pub exact_ends: bool,
     /// The longest inline command and the longest line of a reply. Default 64 KiB.
     pub inline_bytes: u32,
-    /// The most elements of one aggregate of a reply, pairs of a map counting once. Default
-    /// 4,294,967,295.
+    /// The maximum number of elements of one aggregate in a reply; a pair of a map counts once.
+    /// Default 4,294,967,295.
     pub elements: u64,
-    /// How deep aggregates of a reply may be nested. Default 32. The only limit that costs memory:
-    /// 24 bytes a level.
+    /// How deep aggregates in a reply may be nested. Default 32. This is the only limit that costs
+    /// memory: 24 bytes per level.
     pub depth: u32,
-    /// The most bytes of one reply, whatever it is made of. Default: no limit.
+    /// The maximum size of one reply in bytes, in any form. Default: no limit.
     pub reply_bytes: u64,
-    /// The most values of one reply, those inside others included. Default: no limit.
+    /// The maximum number of values in one reply, including nested ones. Default: no limit.
     pub reply_values: u64,
 }
 
@@ -72,11 +72,11 @@ impl Default for Limits {
     }
 }
 
-/// How far a framer came in what it was fed.
+/// How far a framer got in the bytes that it was fed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes that belong to the frame: all, unless it ended before.
+    /// Bytes that belong to the frame: all of them, unless the frame ended before.
     pub consumed: usize,
-    /// Whether the frame ends behind them. The next byte begins the next frame.
+    /// Whether the frame ends after them. The next byte begins the next frame.
     pub complete: bool,
 }

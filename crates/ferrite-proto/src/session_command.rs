@@ -8,19 +8,19 @@
 /// What a proxied command means for the session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum SessionCommand {
-    /// It may change the database, a transaction or tracking, which the engine shows by the
+    /// It may change the database, a transaction or tracking. The engine shows these by the
     /// client's id.
     ChangesState,
     /// It begins a transaction (MULTI), in which the session cannot run commands of its own.
     BeginsTransaction,
-    /// It may change the user, the authentication or the protocol version (AUTH, HELLO), which the
-    /// engine shows in full only to a command that the client runs.
+    /// It may change the user, the authentication or the protocol version (AUTH, HELLO). The engine
+    /// shows these in full only to a command that the client itself runs.
     ChangesIdentity,
-    /// It takes the connection back to its beginning, without a user (RESET).
+    /// It returns the connection to its initial state, without a user (RESET).
     Resets,
     /// It asks about earlier writes of this client (WAIT, WAITAOF).
     AsksForWrites,
-    /// Replies cannot be counted from here on, or the engine does not show the state that it sets:
+    /// From here on replies cannot be counted, or the engine does not show the state that it sets:
     /// the session stays on the proxy path for good.
     PinsToProxy,
 }
@@ -38,7 +38,7 @@ impl SessionCommand {
             b"AUTH" | b"HELLO" => Self::ChangesIdentity,
             b"RESET" => Self::Resets,
             b"WAIT" | b"WAITAOF" => Self::AsksForWrites,
-            // Several replies, replies without a request, or an end of the connection.
+            // These have several replies, have replies without a request, or end the connection.
             b"SUBSCRIBE" | b"PSUBSCRIBE" | b"SSUBSCRIBE" | b"UNSUBSCRIBE" | b"PUNSUBSCRIBE"
             | b"SUNSUBSCRIBE" | b"MONITOR" | b"SYNC" | b"PSYNC" | b"REPLCONF" | b"QUIT"
             | b"CLIENT|KILL" | b"CLIENT|REPLY" => Self::PinsToProxy,
@@ -92,7 +92,7 @@ mod tests {
     }
 
     #[test]
-    fn pins_connection_commands_that_it_does_not_know() {
+    fn pins_unknown_connection_commands() {
         assert_eq!(of("CLIENT|SOMETHING-NEW"), Some(PinsToProxy));
         assert_eq!(SessionCommand::of(b"READONLY", true), Some(PinsToProxy));
         assert_eq!(SessionCommand::of(b"SOMETHING-NEW", true), Some(PinsToProxy));

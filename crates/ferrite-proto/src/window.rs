@@ -1,15 +1,15 @@
-//! The two windows of a connection: what we may write at the peer, and what the peer may write
-//! here.
+//! The two windows of a connection: memory of the peer that we may write, and memory of ours that
+//! the peer may write.
 //!
 //! A window is a linear buffer. There is no ring, no wrap and no partial credit:
 //!
 //! ```text
-//!   announced ──► filled, from the first byte to exactly the last ──► consumed to the last ──► announced again
+//!   announced ──► filled to exactly the last byte ──► consumed to the last ──► announced again
 //! ```
 //!
-//! A sender that leaves a byte unfilled stops its direction for ever; a receiver that announces
-//! early cannot know which writes still go to the old one, because an immediate says how many bytes
-//! came and not where. So neither happens here.
+//! A sender that leaves a byte unfilled blocks its direction for ever. A receiver that announces
+//! early cannot know which writes still go to the old window, because an immediate says how many
+//! bytes arrived, not where. So these types allow neither.
 
 mod receive;
 mod send;
@@ -17,45 +17,44 @@ mod send;
 pub use receive::ReceiveWindow;
 pub use send::{SendWindow, Write};
 
-/// How a peer broke the rules of a window.
+/// How a peer violated the rules of a window.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum WindowError {
-    /// A registration without a byte: no write could ever fill it.
+    /// The registration has no bytes: no write could ever fill it.
     #[error("the peer registered no bytes")]
     Empty,
-    /// A registration of more than we take.
-    #[error("the peer registered {length} bytes, at most {limit} are taken")]
+    /// The registration is longer than the limit.
+    #[error("the peer registered {length} bytes, but the limit is {limit}")]
     TooLong {
-        /// What it says.
+        /// The registered length.
         length: u32,
-        /// What we take.
+        /// The limit.
         limit: u32,
     },
-    /// A registration that goes past the end of the address space.
-    #[error(
-        "the peer registered {length} bytes at {addr:#x}, which is past the end of its addresses"
-    )]
+    /// The registration extends past the end of the address space.
+    #[error("the peer registered {length} bytes at {addr:#x}, past the end of the address space")]
     Address {
-        /// Where it begins.
+        /// The start address.
         addr: u64,
-        /// How long it is.
+        /// The length.
         length: u32,
     },
-    /// A registration while bytes of ours are in the one before, and it is not full.
-    #[error("the peer registered anew when {offset} of {length} bytes were written")]
+    /// The peer registered memory again although we had filled the previous registration only in
+    /// part.
+    #[error("the peer registered again after {offset} of {length} bytes were written")]
     Early {
         /// Bytes that we wrote.
         offset: u32,
-        /// Bytes that the registration had.
+        /// The length of the previous registration.
         length: u32,
     },
-    /// More bytes than there is room for.
-    #[error("the peer says that it wrote {bytes} bytes, there was room for {room}")]
+    /// The peer wrote more bytes than there was room for.
+    #[error("the peer reports {bytes} written bytes, but there was room for {room}")]
     Overrun {
-        /// What the immediate says.
+        /// The number in the immediate.
         bytes: u32,
-        /// What was left.
+        /// The room that was left.
         room: u32,
     },
 }

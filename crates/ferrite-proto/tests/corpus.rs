@@ -1,5 +1,5 @@
-//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`) and over bytes of chance:
-//! what a fuzzer once found fails here, without one.
+//! Runs the checks of the fuzz targets on their committed corpora (`fuzz/corpus`) and on random
+//! bytes: inputs that a fuzzer once found fail here, without a fuzzer.
 
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -21,7 +21,7 @@ fn every_corpus_has_a_check() {
     });
 }
 
-/// Bytes of which RESP is made, more often than chance has them.
+/// Generates bytes from pieces of RESP, which random bytes rarely contain.
 fn like_resp() -> impl Strategy<Value = Vec<u8>> {
     const PIECES: &[&str] = &[
         "\r\n",
@@ -54,12 +54,12 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 4000, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_events(bytes in vec(any::<u8>(), 0..300)) {
+    fn endpoint_handles_any_events(bytes in vec(any::<u8>(), 0..300)) {
         checks::valkey_endpoint(&bytes);
     }
 
     #[test]
-    fn any_pieces(bytes in like_resp()) {
+    fn framers_handle_any_pieces(bytes in like_resp()) {
         checks::resp_command(&bytes);
         checks::resp_reply(&bytes);
     }

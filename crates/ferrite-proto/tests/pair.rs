@@ -1,5 +1,5 @@
-//! Two endpoints with bytes between them, in virtual time and virtual memory: whatever the sizes,
-//! the splits and the order of events, bytes arrive as they were sent and nobody waits for ever.
+//! Two connected endpoints in virtual time and virtual memory: for any sizes, splits and order of
+//! events, all bytes arrive as sent and no side waits for ever.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
@@ -8,21 +8,21 @@ use ferrite_proto::{Config, Endpoint, MESSAGE_BYTES, Registration, Role, Write};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// What a receive completes with.
+/// The result of a completed receive.
 #[derive(Debug)]
 enum Arrival {
     Message([u8; MESSAGE_BYTES]),
     Immediate { immediate: u32, byte_len: u32 },
 }
 
-/// What was posted and has no local completion.
+/// A posted request without a local completion.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Posted {
     Message,
     Write,
 }
 
-/// An endpoint with its memory, its queues and what its application has to say.
+/// An endpoint with its memory, its queues and the bytes of its application.
 struct Side {
     endpoint: Endpoint,
     registration: Registration,
@@ -49,14 +49,14 @@ impl Side {
         }
     }
 
-    /// More to say: bytes that differ from their neighbours.
-    fn say(&mut self, bytes: usize) {
+    /// Queues more bytes to send; neighbouring bytes differ.
+    fn queue(&mut self, bytes: usize) {
         let from = self.outgoing.len();
         self.outgoing.extend((from..from + bytes).map(|at| (at * 7 % 251) as u8));
     }
 
-    /// Posts all messages, and writes of at most `available` bytes until there is no room. Whether
-    /// there was any.
+    /// Posts all messages, and writes of at most `available` bytes until there is no room. Returns
+    /// whether anything was posted.
     fn post(&mut self, available: usize, peer: &mut Side) -> bool {
         let mut any = false;
         while let Some(message) = self.endpoint.poll_message() {
@@ -76,7 +76,7 @@ impl Side {
         }
     }
 
-    /// As the network card of the peer does it.
+    /// Performs a write of the peer, as our network card would.
     fn write(&mut self, write: Write, bytes: &[u8]) {
         assert_eq!(write.rkey, self.registration.rkey);
         let at = write.remote_addr.checked_sub(self.registration.addr).expect("within the memory")
@@ -95,7 +95,7 @@ impl Side {
                     self.endpoint.handle_immediate(immediate, byte_len)
                 }
             };
-            taken.expect("a peer that keeps the rules");
+            taken.expect("no violation");
         }
         count > 0
     }
@@ -138,7 +138,7 @@ impl Pair {
         pair
     }
 
-    /// One of the sides, and the other.
+    /// Returns one of the sides, and the other.
     fn both(&mut self, second: bool) -> (&mut Side, &mut Side) {
         let [client, server] = &mut self.sides;
         if second { (server, client) } else { (client, server) }
@@ -146,7 +146,7 @@ impl Pair {
 
     fn step(&mut self, step: &Step) {
         match *step {
-            Step::Say(second, bytes) => self.both(second).0.say(bytes),
+            Step::Queue(second, bytes) => self.both(second).0.queue(bytes),
             Step::Post(second, available) => {
                 let (side, peer) = self.both(second);
                 side.post(available, peer);
@@ -167,11 +167,11 @@ impl Pair {
     fn wait(&mut self, time: Duration) {
         self.now += time;
         for side in &mut self.sides {
-            side.endpoint.handle_timeout(self.now).expect("nobody is dead");
+            side.endpoint.handle_timeout(self.now).expect("no peer is dead");
         }
     }
 
-    /// Everything that can happen happens, until all bytes have arrived.
+    /// Runs everything that can happen, until all bytes have arrived.
     fn finish(&mut self) {
         let mut waits = 0;
         while !self.is_finished() {
@@ -185,9 +185,9 @@ impl Pair {
                 waits = 0;
                 continue;
             }
-            // Only a client that waits for a sign is let go by time.
+            // Only a client that waits for an arrival from the server needs time to pass.
             waits += 1;
-            assert!(waits < 3, "nobody can go on");
+            assert!(waits < 3, "no side can continue");
             let due = self.sides.iter().filter_map(|side| side.endpoint.poll_timeout()).min();
             let due = due.expect("a server has a timer");
             self.wait(due.saturating_duration_since(self.now));
@@ -206,7 +206,7 @@ impl Pair {
 
 #[derive(Debug, Clone)]
 enum Step {
-    Say(bool, usize),
+    Queue(bool, usize),
     Post(bool, usize),
     Deliver(bool, usize),
     Complete(bool, usize),
@@ -217,7 +217,7 @@ enum Step {
 fn steps() -> impl Strategy<Value = Vec<Step>> {
     let side = any::<bool>;
     let step = prop_oneof![
-        (side(), 0..200_usize).prop_map(|(side, bytes)| Step::Say(side, bytes)),
+        (side(), 0..200_usize).prop_map(|(side, bytes)| Step::Queue(side, bytes)),
         (side(), 1..100_usize).prop_map(|(side, bytes)| Step::Post(side, bytes)),
         (side(), 0..20_usize).prop_map(|(side, count)| Step::Deliver(side, count)),
         (side(), 0..20_usize).prop_map(|(side, count)| Step::Complete(side, count)),
@@ -244,7 +244,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 500, ..ProptestConfig::default() })]
 
     #[test]
-    fn bytes_arrive_and_nobody_waits_for_ever(
+    fn all_bytes_arrive_without_a_deadlock(
         config in configs(),
         client in 1..64_u32,
         server in 1..64_u32,
@@ -265,17 +265,17 @@ proptest! {
             prop_assert_eq!(theirs.bytes_consumed, theirs.bytes_received);
             prop_assert_eq!(ours.writes, theirs.immediates);
             prop_assert_eq!(ours.messages_sent, theirs.messages_received);
-            // One announcement to begin with, one for each window that was used up.
+            // One announcement at the start, and one for each window that was used up.
             let windows = theirs.bytes_consumed / u64::from(peer.registration.length);
             prop_assert!(theirs.registrations_sent.abs_diff(windows + 1) <= 1);
         }
     }
 }
 
-/// A client that sends byte by byte to a server that says nothing: it never has more receives of
-/// the server's than it may, and is let go by keepalives.
+/// A client sends byte by byte to a server that sends nothing. It never takes more of the server's
+/// receives than allowed, and keepalives let it continue.
 #[test]
-fn a_silent_server_is_not_overrun() {
+fn does_not_overrun_a_silent_server() {
     let mut pair = Pair::new(&Config::default(), [64, 1 << 20]);
     for second in [false, true] {
         let (side, peer) = pair.both(second);
@@ -284,17 +284,17 @@ fn a_silent_server_is_not_overrun() {
         side.complete(usize::MAX);
     }
     let [client, server] = &mut pair.sides;
-    client.say(100_000);
-    for turn in 0..5 {
+    client.queue(100_000);
+    for round in 0..5 {
         client.post(1, server);
-        // of the network card: it does not say that the server saw anything
+        // Completions of the network card do not show that the server has seen anything.
         client.complete(usize::MAX);
-        assert!(server.arrivals.len() <= 256, "turn {turn}");
+        assert!(server.arrivals.len() <= 256, "round {round}");
     }
     let before = client.written;
     server.deliver(usize::MAX);
     client.post(1, server);
-    assert_eq!(client.written, before, "that the server works cannot be seen");
+    assert_eq!(client.written, before, "the client cannot see that the server works");
     pair.wait(Duration::from_secs(3));
     let (server, client) = pair.both(true);
     server.post(0, client);
@@ -305,10 +305,10 @@ fn a_silent_server_is_not_overrun() {
 }
 
 #[test]
-fn a_megabyte_both_ways() {
+fn transfers_a_megabyte_both_ways() {
     let mut pair = Pair::new(&Config::default(), [4096, 1000]);
     for side in &mut pair.sides {
-        side.say(1 << 20);
+        side.queue(1 << 20);
     }
     pair.finish();
     let [client, server] = &pair.sides;
@@ -317,7 +317,7 @@ fn a_megabyte_both_ways() {
 }
 
 #[test]
-fn a_server_whose_keepalives_are_not_acknowledged_gives_up() {
+fn server_gives_up_on_unacknowledged_keepalives() {
     let config = Config::default();
     let mut pair = Pair::new(&config, [64, 64]);
     let [client, server] = &mut pair.sides;
@@ -331,7 +331,7 @@ fn a_server_whose_keepalives_are_not_acknowledged_gives_up() {
         }
         server.post(0, client);
     };
-    assert_eq!(error.to_string(), "the peer has not been heard for 30s");
+    assert_eq!(error.to_string(), "the peer has been silent for 30s");
     assert_eq!(pair.now - begun, config.keepalive_interval + config.dead_after);
     assert_eq!(server.endpoint.stats().keepalives_sent, 3);
 }

@@ -1,7 +1,7 @@
-//! Commands against a real `redis-server`: it and the framer must see the same commands in the same
-//! bytes, good and bad, because a gateway that saw others could be made to pass on what it did not
-//! look at.
-#![expect(clippy::print_stdout, reason = "a test that does not run says so")]
+//! Compares the framer with a real `redis-server`: both must see the same commands in the same
+//! bytes, valid or not. Otherwise a gateway could be made to forward a command that it did not
+//! check.
+#![expect(clippy::print_stdout, reason = "a skipped test reports it")]
 
 use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
@@ -16,7 +16,7 @@ use proptest::prelude::*;
 use proptest::sample::select;
 use proptest::test_runner::TestRunner;
 
-/// What commands are made of, and what they are not.
+/// Pieces of valid and invalid commands.
 const PIECES: &[&str] = &[
     "*1\r\n",
     "*2\r\n",
@@ -49,7 +49,7 @@ const PIECES: &[&str] = &[
 #[test]
 fn redis_sees_the_same_commands() {
     let Some(server) = Server::start() else {
-        println!("not run: there is no redis-server here");
+        println!("skipped: redis-server is not installed");
         return;
     };
     let streams =
@@ -62,11 +62,11 @@ fn redis_sees_the_same_commands() {
         match (error, refusal) {
             (None, None) => prop_assert_eq!(replies, commands),
             (None, Some(refusal)) => prop_assert!(false, "only Redis refuses: {}", refusal),
-            // Redis still waits for the end of a line that can be no number.
+            // Redis still waits for the end of a line that can no longer be a number.
             (Some(_), None) => prop_assert_eq!(replies, commands),
             (Some(error), Some(refusal)) => {
                 prop_assert_eq!(replies, commands + 1);
-                // Redis prints what it got as it is.
+                // Redis prints the wrong byte unescaped.
                 let same = refusal == format!("-ERR {error}\r\n");
                 prop_assert!(
                     same || matches!(error, CommandError::ExpectedBulk { .. }),
@@ -80,7 +80,7 @@ fn redis_sees_the_same_commands() {
     TestRunner::new(config).run(&streams, compare).expect("the same");
 }
 
-/// How many commands with arguments the framer finds, and its error.
+/// Returns how many commands with arguments the framer finds, and its error.
 fn ours(bytes: &[u8]) -> (usize, Option<CommandError>) {
     let mut framer = CommandFramer::new(Limits::default());
     let (mut rest, mut commands) = (bytes, 0);
@@ -107,7 +107,7 @@ struct Server {
 }
 
 impl Server {
-    /// `None` if the program is not installed.
+    /// Starts a server. Returns `None` if the program is not installed.
     fn start() -> Option<Self> {
         let socket =
             std::env::temp_dir().join(format!("ferrite-proto-{}.sock", std::process::id()));
@@ -130,13 +130,13 @@ impl Server {
         panic!("redis-server does not listen");
     }
 
-    /// How many replies come to these bytes, and the last if it says that they are no commands.
+    /// Returns how many replies these bytes get, and the last one if it is a protocol error.
     fn replies(&self, bytes: &[u8]) -> (usize, Option<String>) {
         let mut stream = UnixStream::connect(&self.socket).expect("a listening server");
         stream.write_all(bytes).expect("a short message");
         stream.shutdown(Shutdown::Write).expect("an open stream");
         let mut answer = Vec::new();
-        // A server that refuses may close before it has read everything.
+        // A server that refuses a command may close before it has read everything.
         let _ = stream.read_to_end(&mut answer);
         let mut framer = ReplyFramer::new(Limits::default());
         let (mut rest, mut replies, mut refusal) = (&answer[..], 0, None);

@@ -1,4 +1,4 @@
-//! RESP that is written and read again, whole and in pieces of any size.
+//! RESP that is encoded and parsed again, whole and in pieces of any size.
 
 use ferrite_proto::resp::{
     Command, CommandFramer, Limits, Progress, ReplyFramer, Value, encode_command, encode_status,
@@ -88,7 +88,7 @@ fn replies() -> impl Strategy<Value = Reply> {
     })
 }
 
-/// Feeds `bytes` in pieces of the sizes given, over and over. Where frames end.
+/// Feeds `bytes` in pieces of the given sizes, over and over. Returns where frames end.
 fn ends<E: std::fmt::Debug>(
     bytes: &[u8],
     sizes: &[usize],
@@ -113,7 +113,7 @@ fn ends<E: std::fmt::Debug>(
 
 proptest! {
     #[test]
-    fn replies_are_read_as_they_were_written(
+    fn replies_round_trip(
         replies in vec(replies(), 1..4),
         sizes in vec(1..40_usize, 1..10),
     ) {
@@ -133,7 +133,7 @@ proptest! {
     }
 
     #[test]
-    fn commands_are_read_as_they_were_written(
+    fn commands_round_trip(
         commands in vec(vec(vec(any::<u8>(), 0..30), 0..5), 1..5),
         line in "[a-zA-Z \"]{0,20}\r?",
         sizes in vec(1..40_usize, 1..10),
@@ -161,9 +161,9 @@ proptest! {
     }
 }
 
-/// What Redis 7.0 answers to `DEBUG PROTOCOL` with each of its types, and to `HELLO 3`.
+/// Replies of Redis 7.0 to `DEBUG PROTOCOL` with each of its types, and to `HELLO 3`.
 #[test]
-fn what_redis_writes() {
+fn parses_replies_of_redis() {
     let replies = [
         &b"%2\r\n$6\r\nserver\r\n$5\r\nredis\r\n$7\r\nmodules\r\n*0\r\n"[..],
         b"$11\r\nHello World\r\n",
@@ -197,9 +197,9 @@ fn what_redis_writes() {
     }
 }
 
-/// The largest that Redis takes, in pieces: nothing is kept of it.
+/// The largest bulk string that Redis accepts, in pieces: the framer keeps none of it.
 #[test]
-fn half_a_gigabyte_is_counted_and_not_kept() {
+fn does_not_buffer_half_a_gigabyte() {
     let mut framer = ReplyFramer::new(Limits::default());
     framer.feed(b"$536870912\r\n").expect("the limit itself");
     let piece = vec![b'x'; 1 << 20];
@@ -214,7 +214,7 @@ fn half_a_gigabyte_is_counted_and_not_kept() {
 }
 
 #[test]
-fn a_status_is_a_reply() {
+fn parses_an_encoded_status() {
     let mut bytes = Vec::new();
     encode_status("OK", &mut bytes);
     assert_eq!(Value::parse(&bytes), Ok(Value::Simple(b"OK")));

@@ -1,4 +1,4 @@
-//! What an endpoint is told of limits and times, with the defaults.
+//! Limits and times of an endpoint, with their defaults.
 
 use std::time::Duration;
 
@@ -18,32 +18,34 @@ pub struct Config {
     /// The longest window that a peer may announce. It costs nothing here: bytes are gathered from
     /// where they are. Default 1 GiB.
     pub max_peer_window: u32,
-    /// The longest single write. Default 1 GiB: a network card takes no more than 2 GiB.
+    /// The longest single write. Default 1 GiB; a network card accepts at most 2 GiB.
     pub max_write: u32,
-    /// Writes without a local completion. A send queue needs room for these and for
-    /// [`MESSAGES_IN_FLIGHT`](super::MESSAGES_IN_FLIGHT) messages. Default 512.
+    /// Maximum number of writes without a local completion. A send queue needs room for these and
+    /// for [`MESSAGES_IN_FLIGHT`](super::MESSAGES_IN_FLIGHT) messages. Default 512.
     pub max_writes_in_flight: u32,
-    /// Writes and messages of a client since the last sign of the server's, after which no write is
-    /// begun.
+    /// Maximum number of writes and messages that a client sends without an arrival from the
+    /// server. Beyond it, no write starts.
     ///
-    /// Each takes one of the server's receives (1024 where nothing else is known) until its
-    /// software has seen it, and a local completion does not say that it has. A sign does, for what
-    /// came before it was sent; what went out while the sign was on its way is not covered, hence
-    /// at most half of what the server has, and better a quarter. Default 256: a Valkey server's
-    /// connection dies of the first write that finds no receive. A client whose queue pair tries
-    /// again (RNR retry 7) may have none. The longest wait is the server's keepalive interval.
+    /// Each of them takes one of the server's receives (assume 1024) until the server's software
+    /// has seen it, and a local completion does not tell that it has. An arrival from the server
+    /// does, for everything that came before it was sent. Requests that go out while it is on its
+    /// way are not covered. So the limit is at most half of the server's receives, better a
+    /// quarter. Default 256: a Valkey server's connection fails at the first write that finds no
+    /// receive. A client whose queue pair retries (RNR retry 7) may have no limit. The longest wait
+    /// is the server's keepalive interval.
     ///
-    /// Servers have no such limit: clients send no keepalives, so that they would wait for ever,
-    /// and need none, because their network card tries again for as long as it takes.
+    /// Servers have no such limit. They would wait for ever, because clients send no keepalives.
+    /// And they need none, because their network card retries for as long as it takes.
     pub max_unseen: Option<u32>,
     /// How often a server sends a keepalive. Default 3 s. Clients send none.
     pub keepalive_interval: Duration,
-    /// Keepalives without a local completion, after which none are sent. Default 3.
+    /// Maximum number of keepalives without a local completion; beyond it, none are sent. Default
+    /// 3.
     pub max_keepalives: u32,
-    /// How long a keepalive may be without a local completion, and the peer silent, before it
+    /// How long a keepalive may have no local completion, while nothing arrives, before the peer
     /// counts as dead. Default 30 s.
     pub dead_after: Duration,
-    /// What a server answers who asks for its features. Default 0: none are defined.
+    /// The features that a server reports when asked. Default 0: none are defined.
     pub features: u64,
 }
 
@@ -63,10 +65,10 @@ impl Default for Config {
 }
 
 impl Config {
-    /// Whether an endpoint can work by it.
+    /// Checks whether an endpoint can work with this configuration.
     ///
     /// # Errors
-    /// Names a field that is zero: with it nothing would ever be sent, or everything at once.
+    /// Names a field that is zero: nothing would ever be sent, or everything at once.
     pub fn check(&self) -> Result<(), ConfigError> {
         let zero = [
             ("max_peer_window", self.max_peer_window == 0),
@@ -84,10 +86,10 @@ impl Config {
     }
 }
 
-/// A setting by which an endpoint cannot work.
+/// A setting with which an endpoint cannot work.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("{field} must not be 0")]
 pub struct ConfigError {
-    /// Which.
+    /// The name of the field.
     pub field: &'static str,
 }

@@ -1,24 +1,23 @@
-//! Control messages on their way: those that wait to be polled, and those without a local
-//! completion.
+//! Control messages that wait to be polled, and those in flight (without a local completion).
 //!
-//! Bounded whatever the peer does: an announcement is a flag, questions and answers have a limit,
-//! keepalives too, and no more than [`MESSAGES_IN_FLIGHT`] are handed out before the first comes
-//! back.
+//! The queue is bounded whatever the peer does: an announcement is a flag, feature messages and
+//! keepalives have limits, and at most [`MESSAGES_IN_FLIGHT`] are handed out before the first
+//! completes.
 
 use std::collections::VecDeque;
 use std::time::Instant;
 
 use crate::message::Message;
 
-/// Messages that [`poll_message`](super::Endpoint::poll_message) hands out before one is reported
-/// as sent.
+/// Maximum number of messages that [`poll_message`](super::Endpoint::poll_message) hands out before
+/// one is reported as sent.
 pub const MESSAGES_IN_FLIGHT: usize = 32;
 
-/// Feature messages that may wait.
+/// Maximum number of feature messages that wait.
 pub(super) const FEATURES_WAITING: usize = 16;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Next {
+pub(super) enum NextMessage {
     Announcement,
     Feature(Message),
     Keepalive,
@@ -28,7 +27,7 @@ pub(super) enum Next {
 pub(super) struct Outbox {
     announcement: bool,
     features: VecDeque<Message>,
-    /// When each keepalive was due that waits or is in flight; the oldest first.
+    /// When each keepalive that waits or is in flight was queued; the oldest first.
     keepalives: VecDeque<Instant>,
     keepalives_waiting: usize,
     /// Whether each message in flight is a keepalive; the oldest first.
@@ -36,16 +35,16 @@ pub(super) struct Outbox {
 }
 
 impl Outbox {
-    pub(super) fn announce(&mut self) {
+    pub(super) fn queue_announcement(&mut self) {
         self.announcement = true;
     }
 
-    pub(super) fn is_to_announce(&self) -> bool {
+    pub(super) fn has_announcement(&self) -> bool {
         self.announcement
     }
 
-    /// Whether there was room.
-    pub(super) fn feature(&mut self, message: Message) -> bool {
+    /// Queues a feature message; returns whether there was room.
+    pub(super) fn queue_feature(&mut self, message: Message) -> bool {
         let room = self.features.len() < FEATURES_WAITING;
         if room {
             self.features.push_back(message);
@@ -53,8 +52,8 @@ impl Outbox {
         room
     }
 
-    /// Whether fewer than `limit` were on their way.
-    pub(super) fn keepalive(&mut self, now: Instant, limit: u32) -> bool {
+    /// Queues a keepalive; returns whether fewer than `limit` were waiting or in flight.
+    pub(super) fn queue_keepalive(&mut self, now: Instant, limit: u32) -> bool {
         let room = self.keepalives.len() < limit as usize;
         if room {
             self.keepalives.push_back(now);
@@ -63,32 +62,33 @@ impl Outbox {
         room
     }
 
-    /// Since when the oldest keepalive waits for its completion.
+    /// Returns since when the oldest keepalive waits for its completion.
     pub(super) fn oldest_keepalive(&self) -> Option<Instant> {
         self.keepalives.front().copied()
     }
 
-    /// The next message, which is then in flight. Announcements first: the peer waits for them.
-    pub(super) fn poll(&mut self) -> Option<Next> {
+    /// Returns the next message, which is then in flight. Announcements come first, because the
+    /// peer waits for them.
+    pub(super) fn poll(&mut self) -> Option<NextMessage> {
         if self.in_flight.len() >= MESSAGES_IN_FLIGHT {
             return None;
         }
         let next = if std::mem::take(&mut self.announcement) {
-            Next::Announcement
+            NextMessage::Announcement
         } else if let Some(message) = self.features.pop_front() {
-            Next::Feature(message)
+            NextMessage::Feature(message)
         } else if self.keepalives_waiting > 0 {
             self.keepalives_waiting -= 1;
-            Next::Keepalive
+            NextMessage::Keepalive
         } else {
             return None;
         };
-        self.in_flight.push_back(next == Next::Keepalive);
+        self.in_flight.push_back(next == NextMessage::Keepalive);
         Some(next)
     }
 
-    /// The oldest message in flight completed. Whether there was one.
-    pub(super) fn sent(&mut self) -> bool {
+    /// Removes the oldest message in flight, which has completed; returns whether there was one.
+    pub(super) fn complete_oldest(&mut self) -> bool {
         let Some(keepalive) = self.in_flight.pop_front() else { return false };
         if keepalive {
             self.keepalives.pop_front();

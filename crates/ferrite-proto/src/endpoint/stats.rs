@@ -1,11 +1,11 @@
-//! What an endpoint counts. Plain numbers: a driver exports them.
+//! The counters of an endpoint: plain numbers for a driver to export.
 
-/// Counts of one endpoint since it was made.
+/// Counters of one endpoint since its creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct Stats {
     /// Control messages handed out.
     pub messages_sent: u64,
-    /// Control messages taken.
+    /// Control messages received.
     pub messages_received: u64,
     /// Announcements of our window, among the messages sent.
     pub registrations_sent: u64,
@@ -13,26 +13,26 @@ pub struct Stats {
     pub registrations_received: u64,
     /// Keepalives among the messages sent.
     pub keepalives_sent: u64,
-    /// Keepalives that were due when too many were without acknowledgement.
+    /// Keepalives that were due while too many had no acknowledgement.
     pub keepalives_skipped: u64,
     /// Keepalives among the messages received.
     pub keepalives_received: u64,
-    /// Questions and wishes about features among the messages received.
+    /// Feature messages among the messages received.
     pub features_received: u64,
     /// Writes handed out.
     pub writes: u64,
-    /// Their bytes.
+    /// Bytes of these writes.
     pub bytes_written: u64,
-    /// Immediates taken.
+    /// Immediates received.
     pub immediates: u64,
-    /// The bytes that they stand for.
+    /// Bytes that these report.
     pub bytes_received: u64,
-    /// Those that the reader took.
+    /// Bytes that the reader consumed.
     pub bytes_consumed: u64,
-    /// Times that a write was wanted and the peer's window was full or not announced.
+    /// Writes that had to wait because the peer's window was full or not announced.
     pub stalled_by_window: u64,
-    /// Times that a write was wanted and too many were without a local completion.
+    /// Writes that had to wait because too many had no local completion.
     pub stalled_by_completions: u64,
-    /// Times that a write was wanted and the peer gave no sign for too many.
+    /// Writes that had to wait because nothing arrived from the peer after too many requests.
     pub stalled_by_silence: u64,
 }

@@ -1,16 +1,16 @@
-//! What an endpoint does with a message, by its role.
+//! How an endpoint handles a received message, depending on its role.
 
 use super::outbox::FEATURES_WAITING;
 use super::{Endpoint, ProtocolError, Role};
 use crate::message::Message;
 
 impl Endpoint {
-    pub(super) fn take(&mut self, message: Message) -> Result<(), ProtocolError> {
+    pub(super) fn apply(&mut self, message: Message) -> Result<(), ProtocolError> {
         match (message, self.role) {
             (Message::GetServerFeature { select, .. }, Role::Server) => {
                 self.stats.features_received += 1;
                 let answer = Message::GetServerFeature { select, features: self.config.features };
-                if !self.outbox.feature(answer) {
+                if !self.outbox.queue_feature(answer) {
                     return Err(ProtocolError::TooManyQuestions { asked: FEATURES_WAITING + 1 });
                 }
             }
@@ -22,7 +22,7 @@ impl Endpoint {
                 self.question = None;
                 self.peer_features = Some(features);
             }
-            // Nothing answers it, and no client does anything with it.
+            // It has no answer, and clients ignore it.
             (Message::SetClientFeature { features, .. }, role) => {
                 self.stats.features_received += 1;
                 if role == Role::Server {

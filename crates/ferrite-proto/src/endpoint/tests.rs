@@ -1,5 +1,5 @@
-//! Endpoints alone: what they say, take and refuse. Two of them with bytes between:
-//! `tests/pair.rs`.
+//! Tests of single endpoints: what they send, accept and refuse. `tests/pair.rs` connects two of
+//! them.
 
 use std::time::Duration;
 
@@ -19,7 +19,7 @@ fn open(role: Role, config: Config, now: Instant) -> Endpoint {
     endpoint
 }
 
-/// Open, and told where to write.
+/// Returns an open endpoint that knows where to write.
 fn ready(role: Role, config: Config, now: Instant) -> Endpoint {
     let mut endpoint = open(role, config, now);
     endpoint.handle_message(&Message::RegisterXferMemory(THEIRS).encode()).expect("the first one");
@@ -27,14 +27,14 @@ fn ready(role: Role, config: Config, now: Instant) -> Endpoint {
 }
 
 #[test]
-fn the_peer_may_be_first() {
+fn accepts_an_announcement_while_connecting() {
     let now = Instant::now();
     let mut server = Endpoint::new(Role::Server, Config::default(), OURS).expect("good");
     assert_eq!((server.poll_message(), server.poll_timeout()), (None, None));
     server.handle_message(&Message::RegisterXferMemory(THEIRS).encode()).expect("legal");
     assert_eq!((server.write_plan(5), server.writable()), (None, 0), "not established");
     server.handle_established(now).expect("no error before");
-    server.handle_established(now).expect("no matter");
+    server.handle_established(now).expect("a second time");
     assert_eq!(server.poll_message(), Some(Message::RegisterXferMemory(OURS).encode()));
     assert_eq!(server.poll_message(), None);
     assert_eq!(server.write_plan(5).map(|write| write.remote_addr), Some(0x9000));
@@ -42,13 +42,13 @@ fn the_peer_may_be_first() {
 }
 
 #[test]
-fn memory_of_no_bytes_is_a_mistake() {
+fn rejects_memory_without_bytes() {
     let error = Endpoint::new(Role::Client, Config::default(), Registration { length: 0, ..OURS });
     assert_eq!(error.map(|_| ()), Err(ConfigError { field: "length" }));
 }
 
 #[test]
-fn other_memory_between_two_announcements() {
+fn replaces_memory_between_two_announcements() {
     let now = Instant::now();
     let mut server = ready(Role::Server, Config::default(), now);
     assert!(!server.is_to_announce(), "the peer may write");
@@ -66,15 +66,15 @@ fn other_memory_between_two_announcements() {
 }
 
 #[test]
-#[should_panic(expected = "the peer may write")]
-fn no_other_memory_while_the_peer_may_write() {
+#[should_panic(expected = "the peer may write to the announced memory")]
+fn panics_if_announced_memory_is_replaced() {
     let mut server = ready(Role::Server, Config::default(), Instant::now());
     server.replace_memory(OURS);
 }
 
 #[test]
-#[should_panic(expected = "a server takes one length only: 16, not 17")]
-fn no_other_length_for_a_server() {
+#[should_panic(expected = "a server accepts only one length: 16, not 17")]
+fn panics_if_a_client_changes_the_length() {
     let now = Instant::now();
     let mut client = ready(Role::Client, Config::default(), now);
     client.handle_immediate(16, 16).expect("all of it");
@@ -83,7 +83,7 @@ fn no_other_length_for_a_server() {
 }
 
 #[test]
-fn an_error_is_for_ever_and_a_close_is_quiet() {
+fn error_is_permanent_and_close_ignores_events() {
     let now = Instant::now();
     let mut server = ready(Role::Server, Config::default(), now);
     let unknown = ProtocolError::Message(MessageError::Unknown { opcode: 0xFFFF });
@@ -106,7 +106,7 @@ fn an_error_is_for_ever_and_a_close_is_quiet() {
 }
 
 #[test]
-fn bytes_before_the_announcement_or_beyond_it() {
+fn rejects_bytes_before_or_beyond_the_announcement() {
     let now = Instant::now();
     let mut early = Endpoint::new(Role::Server, Config::default(), OURS).expect("good");
     early.handle_established(now).expect("no error before");
@@ -116,7 +116,7 @@ fn bytes_before_the_announcement_or_beyond_it() {
     let mut server = open(Role::Server, Config::default(), now);
     server.handle_immediate(10, 4).expect("writes without immediate went before");
     assert_eq!(server.handle_immediate(u32::MAX, 0), overrun(u32::MAX, 6));
-    assert_eq!(server.readable(), 0..10, "what came before may be read");
+    assert_eq!(server.readable(), 0..10, "earlier bytes are still readable");
 
     let mut server = open(Role::Server, Config::default(), now);
     let more = ProtocolError::Immediate { immediate: 3, byte_len: 4 };
@@ -124,7 +124,7 @@ fn bytes_before_the_announcement_or_beyond_it() {
 }
 
 #[test]
-fn announced_again_when_full_and_consumed() {
+fn announces_again_when_full_and_consumed() {
     let now = Instant::now();
     let mut server = open(Role::Server, Config::default(), now);
     server.handle_immediate(16, 16).expect("room");
@@ -137,15 +137,15 @@ fn announced_again_when_full_and_consumed() {
 }
 
 #[test]
-fn a_server_keeps_the_connection_alive() {
+fn server_sends_keepalives_and_detects_a_dead_peer() {
     let now = Instant::now();
     let second = Duration::from_secs(1);
     let mut server = open(Role::Server, Config::default(), now);
     assert_eq!(server.poll_timeout(), Some(now + 3 * second));
     server.handle_timeout(now + 2 * second).expect("early");
     assert_eq!(server.poll_message(), None);
-    for turn in 1..=5 {
-        server.handle_timeout(now + turn * 3 * second).expect("alive");
+    for round in 1..=5 {
+        server.handle_timeout(now + round * 3 * second).expect("alive");
     }
     for _ in 0..3 {
         assert_eq!(server.poll_message(), Some(Message::Keepalive.encode()));
@@ -153,18 +153,18 @@ fn a_server_keeps_the_connection_alive() {
     assert_eq!(server.poll_message(), None, "no more than three");
     assert_eq!((server.stats().keepalives_sent, server.stats().keepalives_skipped), (3, 2));
 
-    // Acknowledged: the next oldest was due at 6 s.
+    // Acknowledged: the oldest one left was queued at 6 s.
     server.handle_message_sent();
     let dead = ProtocolError::Dead { after: 30 * second };
     server.handle_timeout(now + 35 * second).expect("alive");
-    // Heard: silent since the clock said so, at the latest when a keepalive is due.
+    // An arrival: the silence counts from the next call of `handle_timeout`.
     server.handle_immediate(1, 1).expect("room");
     server.handle_timeout(now + 38 * second).expect("alive");
     server.handle_timeout(now + 67 * second).expect("alive");
     assert_eq!(server.poll_timeout(), Some(now + 68 * second));
     assert_eq!(server.handle_timeout(now + 68 * second), Err(dead));
 
-    // All acknowledged: never dead.
+    // All keepalives are acknowledged: the peer is never dead.
     let mut server = open(Role::Server, Config::default(), now);
     server.handle_timeout(now + 3 * second).expect("alive");
     server.poll_message().expect("a keepalive");
@@ -173,7 +173,7 @@ fn a_server_keeps_the_connection_alive() {
 }
 
 #[test]
-fn a_client_is_silent() {
+fn client_sends_no_keepalives() {
     let now = Instant::now();
     let mut client = open(Role::Client, Config::default(), now);
     assert_eq!(client.poll_timeout(), None);
@@ -183,14 +183,14 @@ fn a_client_is_silent() {
 }
 
 #[test]
-fn features_of_a_server() {
+fn server_answers_feature_questions() {
     let now = Instant::now();
     let mut server = open(Role::Server, Config { features: 5, ..Config::default() }, now);
     let question = Message::GetServerFeature { select: 7, features: 0 }.encode();
     server.handle_message(&question).expect("a question");
     server
         .handle_message(&Message::SetClientFeature { select: 0, features: 3 }.encode())
-        .expect("a wish");
+        .expect("a feature message");
     assert_eq!(
         server.poll_message(),
         Some(Message::GetServerFeature { select: 7, features: 5 }.encode())
@@ -206,7 +206,7 @@ fn features_of_a_server() {
 }
 
 #[test]
-fn features_of_a_client() {
+fn client_accepts_only_requested_features() {
     let now = Instant::now();
     let answer = |select| Message::GetServerFeature { select, features: 9 }.encode();
     let mut client = open(Role::Client, Config::default(), now);
@@ -222,7 +222,7 @@ fn features_of_a_client() {
     client
         .handle_message(&Message::SetClientFeature { select: 0, features: 1 }.encode())
         .expect("ignored");
-    client.handle_message(&answer(2)).expect("asked");
+    client.handle_message(&answer(2)).expect("an answer");
     assert_eq!(client.peer_features(), Some(9));
     assert_eq!(client.handle_message(&answer(2)), Err(ProtocolError::UnaskedFeatures));
 
@@ -232,17 +232,17 @@ fn features_of_a_client() {
 }
 
 #[test]
-fn a_client_waits_for_a_sign() {
+fn client_waits_for_an_arrival_from_the_server() {
     let now = Instant::now();
     let config = Config { max_unseen: Some(3), ..Config::default() };
     let mut client = ready(Role::Client, config.clone(), now);
     for _ in 0..3 {
         client.write_plan(1).expect("below the limit");
-        client.handle_writes_sent(1); // of the network card: no sign
+        client.handle_writes_sent(1); // by the network card: not an arrival
     }
     assert_eq!((client.write_plan(1), client.writable()), (None, 0));
     assert_eq!(client.stats().stalled_by_silence, 1);
-    client.handle_message(&Message::Keepalive.encode()).expect("a sign");
+    client.handle_message(&Message::Keepalive.encode()).expect("an arrival");
     assert_eq!(client.writable(), 5);
 
     let mut server = ready(Role::Server, config, now);
@@ -287,9 +287,9 @@ fn messages_in_flight_are_bounded() {
     assert!(server.poll_message().is_some());
 }
 
-/// A count that nothing counts is a mistake.
+/// Checks that every counter is updated.
 #[test]
-fn every_count_is_counted() {
+fn every_counter_is_updated() {
     let now = Instant::now();
     let config = Config {
         max_writes_in_flight: 2,
@@ -298,8 +298,8 @@ fn every_count_is_counted() {
         ..Config::default()
     };
     let mut server = ready(Role::Server, config.clone(), now);
-    for turn in 1..=2 {
-        server.handle_timeout(now + turn * config.keepalive_interval).expect("alive");
+    for round in 1..=2 {
+        server.handle_timeout(now + round * config.keepalive_interval).expect("alive");
     }
     server.poll_message().expect("a keepalive");
     let mut client = ready(Role::Client, config, now);
@@ -313,7 +313,7 @@ fn every_count_is_counted() {
         client.write_plan(available);
         client.handle_writes_sent(sent);
     }
-    client.handle_immediate(0, 0).expect("a sign");
+    client.handle_immediate(0, 0).expect("an arrival");
     client.write_plan(100).expect("the rest");
     client.write_plan(100);
 

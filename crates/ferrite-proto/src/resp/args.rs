@@ -1,4 +1,4 @@
-//! A look into a complete command, without a copy.
+//! A view of a complete command, without a copy.
 
 use super::number::Length;
 use super::{CommandError, CommandFramer, Limits, Progress};
@@ -12,32 +12,32 @@ use super::{CommandError, CommandFramer, Limits, Progress};
 /// assert_eq!(command.args().collect::<Vec<_>>(), [&b"GET"[..], b"k"]);
 ///
 /// let inline = Command::parse(b"SET k \"a b\"\r\n")?;
-/// assert_eq!(inline.inline(), Some(&b"SET k \"a b\""[..])); // quotes are the server's to read
+/// assert_eq!(inline.inline(), Some(&b"SET k \"a b\""[..])); // the server parses the quotes
 /// assert_eq!(inline.args().len(), 0);
 /// # Ok::<(), ferrite_proto::resp::CommandError>(())
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Command<'a> {
-    /// How many arguments a multibulk says that it has.
+    /// The number of arguments that a multibulk states.
     count: usize,
-    /// What follows the count of a multibulk, or the line of an inline command.
+    /// The bytes after the count of a multibulk, or the line of an inline command.
     body: &'a [u8],
     inline: bool,
 }
 
 impl<'a> Command<'a> {
-    /// Looks into exactly one command, within the default limits.
+    /// Parses exactly one command, within the default limits.
     ///
     /// # Errors
-    /// It is none, not a whole one, or more than one.
+    /// If the bytes are not a command, not a whole one, or more than one.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, CommandError> {
         Self::parse_within(bytes, Limits::default())
     }
 
-    /// Looks into exactly one command.
+    /// Parses exactly one command.
     ///
     /// # Errors
-    /// It is none, not a whole one, or more than one.
+    /// If the bytes are not a command, not a whole one, or more than one.
     pub fn parse_within(bytes: &'a [u8], limits: Limits) -> Result<Self, CommandError> {
         match CommandFramer::new(limits).feed(bytes)? {
             Progress { complete: false, .. } => return Err(CommandError::Incomplete),
@@ -49,8 +49,8 @@ impl<'a> Command<'a> {
         Self::framed(bytes).ok_or(CommandError::MultibulkLength)
     }
 
-    /// Looks into what a [`CommandFramer`] has found to be one command, without doing so again. Of
-    /// other bytes there may be fewer arguments than the count says.
+    /// Parses bytes that a [`CommandFramer`] has found to be one command, without framing them
+    /// again. Other bytes may have fewer arguments than they state.
     #[must_use]
     pub fn framed(bytes: &'a [u8]) -> Option<Self> {
         if let Some(rest) = bytes.strip_prefix(b"*") {
@@ -61,20 +61,20 @@ impl<'a> Command<'a> {
         Some(Self { count: 0, body: line.strip_suffix(b"\r").unwrap_or(line), inline: true })
     }
 
-    /// The line of an inline command, without its end. `None` for a multibulk.
+    /// Returns the line of an inline command, without its end. `None` for a multibulk.
     #[must_use]
     pub fn inline(&self) -> Option<&'a [u8]> {
         self.inline.then_some(self.body)
     }
 
-    /// The arguments of a multibulk. None for an inline command.
+    /// Returns the arguments of a multibulk. An inline command has none.
     #[must_use]
     pub fn args(&self) -> Args<'a> {
         Args { count: self.count, rest: if self.inline { &[] } else { self.body } }
     }
 }
 
-/// The arguments of a [`Command`], each where it lies.
+/// The arguments of a [`Command`], as slices of its bytes.
 #[derive(Debug, Clone)]
 pub struct Args<'a> {
     count: usize,
@@ -82,8 +82,8 @@ pub struct Args<'a> {
 }
 
 impl Args<'_> {
-    /// Returns how long the next argument says that it is, also if it has not arrived. `None`:
-    /// there is no next one, or its length has not arrived.
+    /// Returns the stated length of the next argument, even if the argument has not arrived. `None`
+    /// if there is no next argument, or if its length has not arrived.
     #[must_use]
     pub fn announced(&self) -> Option<usize> {
         self.count.checked_sub(1)?;
@@ -109,7 +109,8 @@ impl<'a> Iterator for Args<'a> {
 
 impl ExactSizeIterator for Args<'_> {}
 
-/// A count with the two bytes after it, and what follows. Less than none is none.
+/// Parses a count and the two bytes after it; returns the count and the rest. A negative count
+/// gives 0.
 fn header(bytes: &[u8]) -> Option<(usize, &[u8])> {
     let end = bytes.iter().position(|byte| *byte == b'\r')?;
     let mut number = Length::default();
@@ -129,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn arguments_lie_where_they_came() {
+    fn yields_arguments_as_slices() {
         assert_eq!(args(b"*2\r\n$4\r\nECHO\r\n$6\r\na\r\n\0*b\r\n"), [&b"ECHO"[..], b"a\r\n\0*b"]);
         assert_eq!(args(b"*1\r\n$0\r\n\r\n"), [b""]);
         for nothing in [&b"*0\r\n"[..], b"*-1\r\n", b"*-5\r\n", b"\r\n"] {
@@ -138,7 +139,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_without_their_end() {
+    fn inline_omits_the_line_end() {
         for (bytes, line) in [(&b"PING\r\n"[..], &b"PING"[..]), (b"PING\n", b"PING"), (b"\n", b"")]
         {
             assert_eq!(Command::parse(bytes).map(|command| command.inline()), Ok(Some(line)));
@@ -147,7 +148,7 @@ mod tests {
     }
 
     #[test]
-    fn exactly_one() {
+    fn parses_exactly_one_command() {
         assert_eq!(Command::parse(b""), Err(CommandError::Incomplete));
         assert_eq!(Command::parse(b"*1\r\n$4\r\nPIN"), Err(CommandError::Incomplete));
         assert_eq!(Command::parse(b"PING\r\nPING\r\n"), Err(CommandError::Trailing));

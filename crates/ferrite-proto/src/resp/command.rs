@@ -1,20 +1,19 @@
-//! Where a command ends.
+//! Finds where a command ends.
 //!
 //! ```text
 //!   *2\r\n $3\r\n GET\r\n $1\r\n k\r\n      a multibulk: the usual form
 //!   GET k\r\n                               inline: a line that does not begin with `*`
-//!   \r\n    *0\r\n    *-1\r\n               nothing: complete commands without arguments
+//!   \r\n    *0\r\n    *-1\r\n               empty: complete commands without arguments
 //! ```
 //!
-//! As Redis does, what stands where `\n` belongs after `\r`, and the two bytes after a bulk string,
-//! are skipped and not looked at, unless [`Limits::exact_ends`] says otherwise: Valkey 9.1 looks at
-//! some of them. Where Redis waits for the rest of a line that can be no number any more, this does
-//! not.
+//! As in Redis, the byte after `\r`, which should be `\n`, and the two bytes after a bulk string
+//! are skipped without a check, unless [`Limits::exact_ends`] is set: Valkey 9.1 checks some of
+//! them. Redis waits for the rest of a line even if it can no longer be a number; this framer does not.
 
 use super::number::Length;
 use super::{Limits, Progress};
 
-/// Finds where commands end, whatever the pieces in which they come.
+/// Finds where commands end, in pieces of any size.
 ///
 /// ```
 /// use ferrite_proto::resp::{CommandFramer, Limits, Progress};
@@ -44,9 +43,9 @@ enum State {
     Inline {
         len: u32,
     },
-    /// Behind `*`.
+    /// After `*`.
     Count(Length),
-    /// Behind the `\r` of the count: how many arguments follow.
+    /// After the `\r` of the count: how many arguments follow.
     CountEnd {
         args: u64,
     },
@@ -54,17 +53,17 @@ enum State {
     Argument {
         args: u64,
     },
-    /// Behind `$`.
+    /// After `$`.
     Size {
         args: u64,
         size: Length,
     },
-    /// Behind the `\r` of the size.
+    /// After the `\r` of the size.
     SizeEnd {
         args: u64,
         size: u64,
     },
-    /// In the bulk string, with the two bytes after it.
+    /// In the bulk string, including the two bytes after it.
     Bulk {
         args: u64,
         left: u64,
@@ -73,25 +72,25 @@ enum State {
 }
 
 impl CommandFramer {
-    /// Before the first command.
+    /// Creates a framer before the first command.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         Self { limits, state: State::Start, frame_bytes: 0 }
     }
 
-    /// Whether a command has begun and not ended.
+    /// Returns whether a command has begun and not ended.
     #[must_use]
     pub fn is_inside(&self) -> bool {
         self.state != State::Start
     }
 
-    /// How many bytes of the command that has begun were fed.
+    /// Returns how many bytes of the current command were fed.
     #[must_use]
     pub fn frame_bytes(&self) -> u64 {
         self.frame_bytes
     }
 
-    /// At least how many more bytes the command that has begun needs.
+    /// Returns the minimum number of bytes that the current command still needs.
     #[must_use]
     pub fn wanted(&self) -> u64 {
         match self.state {
@@ -104,10 +103,10 @@ impl CommandFramer {
         }
     }
 
-    /// Takes the next bytes, up to the end of a command. Feed the rest again.
+    /// Consumes the next bytes, up to the end of a command. Feed the rest again.
     ///
     /// # Errors
-    /// They are no command. All later calls have the same error.
+    /// If the bytes are not a command. All later calls return the same error.
     pub fn feed(&mut self, bytes: &[u8]) -> Result<Progress, CommandError> {
         let mut at = 0;
         loop {
@@ -133,8 +132,8 @@ impl CommandFramer {
         }
     }
 
-    /// How many of the bytes, of which there is at least one, are taken, and what comes after:
-    /// `None` at the end.
+    /// Returns how many of the bytes (at least one is given) are consumed, and the next state:
+    /// `None` at the end of the command.
     fn step(&self, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
         let first = rest.first().copied().unwrap_or_default();
         Ok(match self.state {
@@ -143,7 +142,7 @@ impl CommandFramer {
             State::Inline { len } => self.inline(len, rest)?,
             State::Count(count) if first == b'\r' => {
                 let count = count.finish().ok_or(CommandError::MultibulkLength)?;
-                let args = u64::try_from(count).unwrap_or(0); // less than none is none
+                let args = u64::try_from(count).unwrap_or(0); // a negative count means none
                 if args > self.limits.multibulk_args {
                     return Err(CommandError::MultibulkLength);
                 }
@@ -192,12 +191,13 @@ impl CommandFramer {
         })
     }
 
-    /// The line up to its end, of which `before` bytes came before.
+    /// Consumes the line of an inline command up to its end; `before` bytes of it were consumed
+    /// before.
     fn inline(&self, before: u32, rest: &[u8]) -> Result<(usize, Option<State>), CommandError> {
         let room = (self.limits.inline_bytes.saturating_sub(before) as usize).saturating_add(1);
         let within = rest.get(..room).unwrap_or(rest);
-        // Redis looks for the end of the line as C looks for it in a string: it would not see one
-        // after a zero.
+        // Redis searches for the end of the line as in a C string: it would not find one after a
+        // zero byte.
         match within.iter().position(|byte| matches!(byte, b'\n' | 0)) {
             Some(at) if within.get(at) == Some(&0) => Err(CommandError::InlineZero),
             Some(at) => Ok((at + 1, None)),
@@ -210,44 +210,44 @@ impl CommandFramer {
     }
 }
 
-/// Whether these bytes, the next ones of so many that are left of a bulk string, can be of one that
-/// ends in `\r\n`.
+/// Returns whether `bytes`, the next of the `left` remaining bytes of a bulk string, fit a string
+/// that ends in `\r\n`.
 fn ends_exactly(bytes: &[u8], left: u64) -> bool {
     let from_end =
         |count| usize::try_from(left.checked_sub(count)?).ok().and_then(|at| bytes.get(at));
     from_end(2).is_none_or(|byte| *byte == b'\r') && from_end(1).is_none_or(|byte| *byte == b'\n')
 }
 
-/// Why bytes are no command, in the words of Redis.
+/// Why bytes are not a command, in the words of Redis.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum CommandError {
-    /// No number, or more arguments than the limit.
+    /// The count is not a number, or exceeds the limit.
     #[error("Protocol error: invalid multibulk length")]
     MultibulkLength,
-    /// No number, less than none, or longer than the limit.
+    /// The length is not a number, is negative, or exceeds the limit.
     #[error("Protocol error: invalid bulk length")]
     BulkLength,
-    /// An argument that is no bulk string.
+    /// An argument is not a bulk string.
     #[error("Protocol error: expected '$', got '{}'", .got.escape_ascii())]
     ExpectedBulk {
-        /// What stands there.
+        /// The byte in place of `$`.
         got: u8,
     },
-    /// A line or a bulk string that does not end in `\r\n`: with [`Limits::exact_ends`] only.
+    /// A line or a bulk string does not end in `\r\n`: with [`Limits::exact_ends`] only.
     #[error("Protocol error: expected CRLF")]
     LineEnd,
-    /// An inline command longer than the limit.
+    /// An inline command exceeds the limit.
     #[error("Protocol error: too big inline request")]
     InlineTooBig,
-    /// An inline command with a zero byte, whose end Redis would not see.
+    /// An inline command contains a zero byte, so that Redis would not find its end.
     #[error("Protocol error: zero byte in inline request")]
     InlineZero,
-    /// Not a whole command: of [`Command::parse`](super::Command::parse) only.
-    #[error("Protocol error: the command does not end here")]
+    /// The command is not complete: from [`Command::parse`](super::Command::parse) only.
+    #[error("Protocol error: incomplete command")]
     Incomplete,
-    /// More than one command: of [`Command::parse`](super::Command::parse) only.
-    #[error("Protocol error: the command ends before")]
+    /// There is more than one command: from [`Command::parse`](super::Command::parse) only.
+    #[error("Protocol error: unexpected bytes after the command")]
     Trailing,
 }
 
@@ -259,7 +259,7 @@ mod tests {
         Limits { bulk_bytes: 10, multibulk_args: 3, inline_bytes: 8, ..Limits::default() }
     }
 
-    /// What all bytes at once come to, and the same byte by byte.
+    /// Feeds all bytes at once and byte by byte, and checks that the results are the same.
     fn feed(bytes: &[u8]) -> Result<Progress, CommandError> {
         let at_once = CommandFramer::new(limits()).feed(bytes);
         let mut framer = CommandFramer::new(limits());
@@ -283,7 +283,7 @@ mod tests {
     }
 
     #[test]
-    fn complete_commands() {
+    fn finds_the_end_of_commands() {
         for command in [
             &b"*1\r\n$4\r\nPING\r\n"[..],
             b"*2\r\n$0\r\n\r\n$10\r\n0123456789\r\n",
@@ -296,7 +296,7 @@ mod tests {
             b"PING\n",
             b"12345678\n",
             b"$4\r\n",
-            // As sloppy as Redis.
+            // As lenient as Redis.
             b"*1\rx$4\ryPINGzz",
         ] {
             let complete = Ok(Progress { consumed: command.len(), complete: true });
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn exact_ends_are_told_as_soon_as_they_come() {
+    fn reports_wrong_line_ends_at_once() {
         let limits = Limits { exact_ends: true, ..Limits::default() };
         let whole = b"*2\r\n$3\r\nGET\r\n$0\r\n\r\n";
         for piece in 1..=whole.len() {
@@ -327,13 +327,13 @@ mod tests {
             assert!(feed(at).is_ok());
             assert!(
                 CommandFramer::new(Limits::default()).feed(&wrong).is_ok(),
-                "as sloppy as Redis"
+                "as lenient as Redis"
             );
         }
     }
 
     #[test]
-    fn what_is_no_command() {
+    fn rejects_invalid_commands() {
         for (bytes, error) in [
             (&b"*x\r\n"[..], CommandError::MultibulkLength),
             (b"*\r\n", CommandError::MultibulkLength),
@@ -357,7 +357,7 @@ mod tests {
     }
 
     #[test]
-    fn failed_for_ever() {
+    fn failure_is_permanent() {
         let mut framer = CommandFramer::new(limits());
         assert_eq!(framer.feed(b"*x"), Err(CommandError::MultibulkLength));
         assert_eq!(framer.feed(b"PING\r\n"), Err(CommandError::MultibulkLength));
@@ -365,7 +365,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wanted_never_exceeds_what_comes() {
+    fn wanted_never_exceeds_the_rest_of_the_command() {
         let command = b"*3\r\n$1\r\nx\r\n$0\r\n\r\n$10\r\n0123456789\r\n";
         let mut framer = CommandFramer::new(limits());
         for at in 0..command.len() {

@@ -1,4 +1,4 @@
-//! Commands and the simplest replies, as bytes.
+//! Encodes commands and the simplest replies.
 
 /// Appends a command.
 ///
@@ -23,12 +23,12 @@ pub fn encode_bulk(bytes: &[u8], into: &mut Vec<u8>) {
     blob(b'$', bytes, into);
 }
 
-/// Appends a status such as `OK`. Line ends in it become blanks.
+/// Appends a status such as `OK`. Line ends in it become spaces.
 pub fn encode_status(text: &str, into: &mut Vec<u8>) {
     line(b'+', text.as_bytes(), into);
 }
 
-/// Appends an error such as `ERR no such key`. Line ends in it become blanks.
+/// Appends an error such as `ERR no such key`. Line ends in it become spaces.
 pub fn encode_error(text: &str, into: &mut Vec<u8>) {
     line(b'-', text.as_bytes(), into);
 }
@@ -53,7 +53,7 @@ pub(super) fn header(kind: u8, len: usize, into: &mut Vec<u8>) {
     into.extend_from_slice(&Head::new(kind, len));
 }
 
-/// What comes before a string, or before the members of an aggregate: its kind and its length.
+/// The header of a string or an aggregate: its type and its length.
 ///
 /// ```
 /// assert_eq!(*ferrite_proto::resp::Head::new(b'$', 65536), *b"$65536\r\n");
@@ -65,8 +65,8 @@ pub struct Head {
 }
 
 impl Head {
-    /// Without the formatting of the standard library, which takes as long as it does to copy a
-    /// small value.
+    /// Creates a header without the formatting of the standard library, which takes as long as
+    /// copying a small value.
     #[must_use]
     pub fn new(kind: u8, len: usize) -> Self {
         let mut bytes = *b"000000000000000000000\r\n";
@@ -104,7 +104,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn golden_bytes() {
+    fn encodes_golden_bytes() {
         let mut bytes = Vec::new();
         encode_status("OK", &mut bytes);
         encode_error("ERR two\r\nlines", &mut bytes);
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn heads_of_all_lengths() {
+    fn encodes_heads_of_all_lengths() {
         for len in [0, 9, 10, 12_345, usize::MAX] {
             assert_eq!(*Head::new(b'~', len), *format!("~{len}\r\n").as_bytes());
         }

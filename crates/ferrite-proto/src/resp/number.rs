@@ -1,6 +1,6 @@
-//! Whole numbers, read byte by byte.
+//! Integers, parsed byte by byte.
 
-/// A number as Redis reads lengths: no `+`, no leading zero, no `-0`, within 64 bits.
+/// A number in the form that Redis accepts as a length: no `+`, no leading zero, no `-0`, 64 bits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Length {
     negative: bool,
@@ -9,7 +9,7 @@ pub(super) struct Length {
 }
 
 impl Length {
-    /// Takes the next byte. `None` if no such number begins like this.
+    /// Adds the next byte. Returns `None` if no such number begins like this.
     pub(super) fn push(&mut self, byte: u8) -> Option<()> {
         match byte {
             b'-' if !self.negative && self.digits == 0 => self.negative = true,
@@ -27,7 +27,7 @@ impl Length {
         Some(())
     }
 
-    /// The number, if it has a digit.
+    /// Returns the number, if it has a digit.
     pub(super) fn finish(self) -> Option<i64> {
         if self.digits == 0 {
             return None;
@@ -36,7 +36,7 @@ impl Length {
     }
 }
 
-/// A number as replies have them: a sign of either kind and any zeros before it are allowed.
+/// A number in the form of replies: a sign of either kind and leading zeros are allowed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Integer {
     sign: Option<u8>,
@@ -45,7 +45,7 @@ pub(super) struct Integer {
 }
 
 impl Integer {
-    /// Takes the next byte. `None` if no such number begins like this.
+    /// Adds the next byte. Returns `None` if no such number begins like this.
     pub(super) fn push(&mut self, byte: u8) -> Option<()> {
         match byte {
             b'-' | b'+' if self.sign.is_none() && !self.any => self.sign = Some(byte),
@@ -58,12 +58,12 @@ impl Integer {
         Some(())
     }
 
-    /// The number, if it has a digit.
+    /// Returns the number, if it has a digit.
     pub(super) fn finish(self) -> Option<i64> {
         if self.any { signed(self.magnitude, self.sign == Some(b'-')) } else { None }
     }
 
-    /// All bytes at once.
+    /// Parses all bytes at once.
     pub(super) fn parse(bytes: &[u8]) -> Option<i64> {
         let mut number = Self::default();
         bytes.iter().try_for_each(|byte| number.push(*byte))?;
@@ -71,7 +71,7 @@ impl Integer {
     }
 }
 
-/// One more digit, if the number still fits.
+/// Appends a digit, if the number still fits.
 fn append(magnitude: u64, digit: u8, negative: bool) -> Option<u64> {
     let most = i64::MAX.unsigned_abs() + u64::from(negative);
     let magnitude = magnitude.checked_mul(10)?.checked_add(u64::from(digit - b'0'))?;
@@ -121,7 +121,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_number(value: i64) {
+        fn parses_any_number(value: i64) {
             let text = value.to_string();
             prop_assert_eq!(length(&text), Some(value));
             prop_assert_eq!(Integer::parse(text.as_bytes()), Some(value));

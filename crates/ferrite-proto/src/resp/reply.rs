@@ -1,10 +1,10 @@
-//! Where a reply ends.
+//! Finds where a reply ends.
 //!
 //! ```text
 //!   +OK  -ERR …  :1  _  #t  ,1.5  (123        one line
 //!   $3 …  !3 …  =7 txt:…                      a length, then that many bytes and a line end
-//!   *2  ~2  >2  %2                            that many values follow, of a map twice as many
-//!   |1                                        attributes: pairs follow, then the value that they belong to
+//!   *2  ~2  >2  %2                            that many values follow, twice as many in a map
+//!   |1                                        attributes: pairs, then the value they belong to
 //!   $?  ;4 …  ;0                              a string in chunks
 //!   *?  ~?  %?  …  .                          values until the end
 //!   $-1  *-1                                  the nulls of RESP2
@@ -22,9 +22,9 @@ pub use error::ReplyError;
 
 use super::number::{Integer, Length};
 use super::{Limits, Progress};
-use state::{Counted, Left, Level, Scalar, Size, State, Then};
+use state::{AfterLine, Level, Remaining, Scalar, Size, SizedKind, State};
 
-/// Finds where replies and pushes end, whatever the pieces in which they come.
+/// Finds where replies and pushes end, in pieces of any size.
 ///
 /// ```
 /// use ferrite_proto::resp::{Limits, Progress, ReplyFramer};
@@ -42,37 +42,37 @@ pub struct ReplyFramer {
     state: State,
     /// Aggregates that have begun and not ended.
     levels: Vec<Level>,
-    /// Attributes came, their value did not begin yet.
+    /// Whether attributes were received and their value has not begun yet.
     attributed: bool,
     frame_bytes: u64,
-    /// Values of the reply that has begun.
+    /// Number of values in the current reply.
     values: u64,
 }
 
 impl ReplyFramer {
-    /// Before the first reply.
+    /// Creates a framer before the first reply.
     #[must_use]
     pub fn new(limits: Limits) -> Self {
         let (levels, state) = (Vec::new(), State::Start);
         Self { limits, state, levels, attributed: false, frame_bytes: 0, values: 0 }
     }
 
-    /// Whether a reply has begun and not ended.
+    /// Returns whether a reply has begun and not ended.
     #[must_use]
     pub fn is_inside(&self) -> bool {
         self.state != State::Start
     }
 
-    /// How many bytes of the reply that has begun were fed.
+    /// Returns how many bytes of the current reply were fed.
     #[must_use]
     pub fn frame_bytes(&self) -> u64 {
         self.frame_bytes
     }
 
-    /// Takes the next bytes, up to the end of a reply. Feed the rest again.
+    /// Consumes the next bytes, up to the end of a reply. Feed the rest again.
     ///
     /// # Errors
-    /// They are no reply. All later calls have the same error.
+    /// If the bytes are not a reply. All later calls return the same error.
     pub fn feed(&mut self, bytes: &[u8]) -> Result<Progress, ReplyError> {
         let mut at = 0;
         loop {
@@ -104,12 +104,12 @@ impl ReplyFramer {
         }
     }
 
-    /// How many of the bytes, of which there is at least one, are taken, and what comes after.
+    /// Returns how many of the bytes (at least one is given) are consumed, and the next state.
     fn step(&mut self, rest: &[u8]) -> Result<(usize, State), ReplyError> {
         let first = rest.first().copied().unwrap_or_default();
         let next = match self.state {
             State::Start | State::Type => self.value_begins(first)?,
-            State::Chunk if first == b';' => sized(Counted::Chunk),
+            State::Chunk if first == b';' => sized(SizedKind::Chunk),
             State::Chunk => return Err(ReplyError::Type { got: first }),
             State::Line { kind: Scalar::Text, len } => return self.text(len, rest),
             State::Line { kind, .. } if first == b'\r' => State::LineEnd(self.scalar_ends(kind)?),
@@ -120,8 +120,8 @@ impl ReplyFramer {
             State::Size { kind, size } if first == b'\r' => {
                 State::LineEnd(self.size_ends(kind, size)?)
             }
-            State::Size { kind, size } => State::Size { kind, size: next_of_size(size, first)? },
-            State::LineEnd(then) if first == b'\n' => self.then(then)?,
+            State::Size { kind, size } => State::Size { kind, size: push_size_byte(size, first)? },
+            State::LineEnd(then) if first == b'\n' => self.after_line(then)?,
             State::LineEnd(_) => return Err(ReplyError::LineEnd),
             State::Blob { left, format, chunk } => return blob(left, format, chunk, rest),
             State::BlobEnd { feed: false, chunk } if first == b'\r' => {
@@ -147,35 +147,35 @@ impl ReplyFramer {
             b'(' => line(Scalar::BigNumber { digits: false }),
             b'#' => line(Scalar::Boolean { seen: false }),
             b'_' => line(Scalar::Null),
-            b'$' => sized(Counted::Bulk),
-            b'!' => sized(Counted::BlobError),
-            b'=' => sized(Counted::Verbatim),
-            b'*' => sized(Counted::Array),
-            b'~' => sized(Counted::Set),
-            b'%' => sized(Counted::Map),
-            b'|' => sized(Counted::Attribute),
-            b'>' if self.levels.is_empty() => sized(Counted::Push),
+            b'$' => sized(SizedKind::Bulk),
+            b'!' => sized(SizedKind::BlobError),
+            b'=' => sized(SizedKind::Verbatim),
+            b'*' => sized(SizedKind::Array),
+            b'~' => sized(SizedKind::Set),
+            b'%' => sized(SizedKind::Map),
+            b'|' => sized(SizedKind::Attribute),
+            b'>' if self.levels.is_empty() => sized(SizedKind::Push),
             b'>' => return Err(ReplyError::NestedPush),
             b'.' if self.stream_may_end() => line(Scalar::End),
             got => return Err(ReplyError::Type { got }),
         };
-        // Attributes may follow attributes; the value that they wait for is the next other one.
+        // Attributes may follow attributes; all of them belong to the next other value.
         self.attributed &= matches!(kind, b'|');
         Ok(state)
     }
 
     fn stream_may_end(&self) -> bool {
         let stream = self.levels.last().map(|level| level.left);
-        !self.attributed && matches!(stream, Some(Left::Stream { odd: false, .. }))
+        !self.attributed && matches!(stream, Some(Remaining::Stream { odd: false, .. }))
     }
 
-    /// The line of a text up to its end, of which `before` bytes came before.
+    /// Consumes a line of text up to its end; `before` bytes of it were consumed before.
     fn text(&self, before: u32, rest: &[u8]) -> Result<(usize, State), ReplyError> {
         let room = (self.limits.inline_bytes.saturating_sub(before) as usize).saturating_add(1);
         let within = rest.get(..room).unwrap_or(rest);
         match within.iter().position(|byte| matches!(byte, b'\r' | b'\n')) {
             Some(at) if within.get(at) == Some(&b'\n') => Err(ReplyError::LineEnd),
-            Some(at) => Ok((at + 1, State::LineEnd(Then::Value))),
+            Some(at) => Ok((at + 1, State::LineEnd(AfterLine::Value))),
             None if within.len() == room => Err(ReplyError::LineTooLong),
             None => {
                 let len = u32::try_from(within.len()).unwrap_or(u32::MAX).saturating_add(before);
@@ -184,7 +184,7 @@ impl ReplyFramer {
         }
     }
 
-    /// The next byte of a scalar's line.
+    /// Checks the next byte of a scalar's line.
     fn scalar(&self, kind: Scalar, len: u32, byte: u8) -> Result<Scalar, ReplyError> {
         if len >= self.limits.inline_bytes {
             return Err(ReplyError::LineTooLong);
@@ -207,94 +207,96 @@ impl ReplyFramer {
         }
     }
 
-    fn scalar_ends(&self, kind: Scalar) -> Result<Then, ReplyError> {
+    fn scalar_ends(&self, kind: Scalar) -> Result<AfterLine, ReplyError> {
         match kind {
             Scalar::Integer(number) => {
-                number.finish().map(|_| Then::Value).ok_or(ReplyError::Number)
+                number.finish().map(|_| AfterLine::Value).ok_or(ReplyError::Number)
             }
             Scalar::BigNumber { digits: false } => Err(ReplyError::Number),
             Scalar::Boolean { seen: false } => Err(ReplyError::Boolean),
-            Scalar::End => Ok(Then::EndOfStream),
+            Scalar::End => Ok(AfterLine::EndOfStream),
             Scalar::BigNumber { .. } | Scalar::Boolean { .. } | Scalar::Null | Scalar::Text => {
-                Ok(Then::Value)
+                Ok(AfterLine::Value)
             }
         }
     }
 
-    fn size_ends(&self, kind: Counted, size: Size) -> Result<Then, ReplyError> {
-        let is_blob =
-            matches!(kind, Counted::Bulk | Counted::BlobError | Counted::Verbatim | Counted::Chunk);
+    fn size_ends(&self, kind: SizedKind, size: Size) -> Result<AfterLine, ReplyError> {
+        let is_blob = matches!(
+            kind,
+            SizedKind::Bulk | SizedKind::BlobError | SizedKind::Verbatim | SizedKind::Chunk
+        );
         let wrong = if is_blob { ReplyError::BulkLength } else { ReplyError::AggregateLength };
         let size = match (size, kind) {
-            (Size::Open, Counted::Bulk) => return Ok(Then::Chunks),
-            (Size::Open, Counted::Array | Counted::Set | Counted::Map) => {
-                let left = Left::Stream { map: kind == Counted::Map, odd: false };
-                return Ok(Then::Level(Level { left, attribute: false }));
+            (Size::Open, SizedKind::Bulk) => return Ok(AfterLine::Chunks),
+            (Size::Open, SizedKind::Array | SizedKind::Set | SizedKind::Map) => {
+                let left = Remaining::Stream { map: kind == SizedKind::Map, odd: false };
+                return Ok(AfterLine::Level(Level { left, attribute: false }));
             }
             (Size::Open, _) => return Err(wrong),
             (Size::Number(number), _) => number.finish().ok_or(wrong)?,
         };
-        if size == -1 && matches!(kind, Counted::Bulk | Counted::Array) {
-            return Ok(Then::Value);
+        if size == -1 && matches!(kind, SizedKind::Bulk | SizedKind::Array) {
+            return Ok(AfterLine::Value);
         }
         let limit = if is_blob { self.limits.bulk_bytes } else { self.limits.elements };
         let size = u64::try_from(size).ok().filter(|size| *size <= limit).ok_or(wrong)?;
         let level = |values, attribute| match values {
-            0 if attribute => Then::Attributed,
-            0 => Then::Value,
-            values => Then::Level(Level { left: Left::Values(values), attribute }),
+            0 if attribute => AfterLine::Attributed,
+            0 => AfterLine::Value,
+            values => AfterLine::Level(Level { left: Remaining::Values(values), attribute }),
         };
         Ok(match kind {
-            Counted::Verbatim if size < 4 => return Err(ReplyError::Verbatim),
-            Counted::Verbatim => Then::Blob { len: size, verbatim: true, chunk: false },
-            Counted::Bulk | Counted::BlobError => {
-                Then::Blob { len: size, verbatim: false, chunk: false }
+            SizedKind::Verbatim if size < 4 => return Err(ReplyError::Verbatim),
+            SizedKind::Verbatim => AfterLine::Blob { len: size, verbatim: true, chunk: false },
+            SizedKind::Bulk | SizedKind::BlobError => {
+                AfterLine::Blob { len: size, verbatim: false, chunk: false }
             }
-            Counted::Chunk if size == 0 => Then::Value,
-            Counted::Chunk => Then::Blob { len: size, verbatim: false, chunk: true },
-            Counted::Array | Counted::Set | Counted::Push => level(size, false),
-            Counted::Map | Counted::Attribute => {
-                level(size.checked_mul(2).ok_or(wrong)?, kind == Counted::Attribute)
+            SizedKind::Chunk if size == 0 => AfterLine::Value,
+            SizedKind::Chunk => AfterLine::Blob { len: size, verbatim: false, chunk: true },
+            SizedKind::Array | SizedKind::Set | SizedKind::Push => level(size, false),
+            SizedKind::Map | SizedKind::Attribute => {
+                level(size.checked_mul(2).ok_or(wrong)?, kind == SizedKind::Attribute)
             }
         })
     }
 
-    fn then(&mut self, then: Then) -> Result<State, ReplyError> {
+    fn after_line(&mut self, then: AfterLine) -> Result<State, ReplyError> {
         Ok(match then {
-            Then::Value => self.value_ends(),
-            Then::Blob { len, verbatim, chunk } => {
+            AfterLine::Value => self.value_ends(),
+            AfterLine::Blob { len, verbatim, chunk } => {
                 State::Blob { left: len, format: verbatim.then_some(0), chunk }
             }
-            Then::Chunks => State::Chunk,
-            Then::Attributed => {
+            AfterLine::Chunks => State::Chunk,
+            AfterLine::Attributed => {
                 self.attributed = true;
                 State::Type
             }
-            Then::Level(level) => {
+            AfterLine::Level(level) => {
                 if self.levels.len() >= self.limits.depth as usize {
                     return Err(ReplyError::TooDeep { limit: self.limits.depth });
                 }
                 self.levels.push(level);
-                // The attributes before attributes wait with them for the value.
+                // Attributes before these attributes wait with them for the value.
                 self.attributed = false;
                 State::Type
             }
-            Then::EndOfStream => {
+            AfterLine::EndOfStream => {
                 self.levels.pop();
                 self.value_ends()
             }
         })
     }
 
-    /// A value has ended, and with it all that end with it.
+    /// Ends a value, and all aggregates that end with it.
     fn value_ends(&mut self) -> State {
         while let Some(level) = self.levels.last_mut() {
             match &mut level.left {
-                Left::Stream { map, odd } => {
+                Remaining::Stream { map, odd } => {
                     *odd = *map && !*odd;
                     return State::Type;
                 }
-                Left::Values(left) => {
+                Remaining::Values(left) => {
                     *left = left.saturating_sub(1);
                     if *left > 0 {
                         return State::Type;
@@ -312,12 +314,12 @@ impl ReplyFramer {
     }
 }
 
-fn sized(kind: Counted) -> State {
+fn sized(kind: SizedKind) -> State {
     State::Size { kind, size: Size::Number(Length::default()) }
 }
 
-/// The next byte of a length.
-fn next_of_size(size: Size, byte: u8) -> Result<Size, ReplyError> {
+/// Adds the next byte of a length.
+fn push_size_byte(size: Size, byte: u8) -> Result<Size, ReplyError> {
     match size {
         Size::Number(number) if byte == b'?' && number == Length::default() => Ok(Size::Open),
         Size::Number(mut number) => {
@@ -328,8 +330,7 @@ fn next_of_size(size: Size, byte: u8) -> Result<Size, ReplyError> {
     }
 }
 
-/// The bytes of a string. The first four of a verbatim string, which it has, are its format and a
-/// colon.
+/// Consumes the bytes of a string. A verbatim string has at least four: its format and a colon.
 fn blob(
     left: u64,
     format: Option<u8>,

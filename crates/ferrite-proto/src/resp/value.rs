@@ -1,12 +1,12 @@
-//! A look into a complete reply. Strings lie where they came; only the lists of aggregates are
-//! made.
+//! A view of a complete reply. Strings stay where they were received; only the lists of aggregates
+//! are allocated.
 
 use super::encode::{blob, header, line};
 use super::number::Integer;
 use super::{Limits, Progress, ReplyError, ReplyFramer};
 
-/// A complete reply. Lists grow by what came, never by what a length says; each value takes 40
-/// bytes, however short it came.
+/// A complete reply. Lists grow with the values that were received, never with a stated length.
+/// Each value takes 40 bytes, however short its encoding is.
 ///
 /// ```
 /// use ferrite_proto::resp::Value;
@@ -20,70 +20,69 @@ use super::{Limits, Progress, ReplyError, ReplyFramer};
 pub enum Value<'a> {
     /// A status.
     Simple(&'a [u8]),
-    /// An error in one line.
+    /// An error of one line.
     Error(&'a [u8]),
-    /// A whole number.
+    /// An integer.
     Integer(i64),
-    /// A string.
+    /// A bulk string.
     Bulk(&'a [u8]),
     /// A string in chunks.
     Chunks(Vec<&'a [u8]>),
-    /// Nothing: that of RESP3, and both of RESP2.
+    /// Null: that of RESP3, and both of RESP2.
     Null,
-    /// True or false.
+    /// A boolean.
     Boolean(bool),
-    /// A number with a fraction, or none at all.
+    /// A floating-point number, which may be infinite or not a number.
     Double {
         /// The number.
         value: f64,
-        /// As it came: servers differ in how many digits they write.
+        /// The text as received: servers differ in how many digits they write.
         text: &'a [u8],
     },
-    /// A whole number of any size, in decimal digits.
+    /// An integer of any size, in decimal digits.
     BigNumber(&'a [u8]),
-    /// An error of any bytes.
+    /// An error that may contain any bytes.
     BlobError(&'a [u8]),
-    /// A string with a word on how to show it.
+    /// A string with a display format.
     Verbatim {
-        /// Such as `txt` or `mkd`.
+        /// The format, such as `txt` or `mkd`.
         format: &'a [u8],
         /// The string.
         text: &'a [u8],
     },
-    /// Values in order, with their number or streamed. So are those of sets and maps.
+    /// Values in order, sent with their number or streamed; sets and maps may be streamed, too.
     Array(Vec<Self>),
-    /// Values without one. Doubles are not told apart.
+    /// Values without an order. Duplicates are not removed.
     Set(Vec<Self>),
-    /// Pairs.
+    /// Pairs of keys and values.
     Map(Vec<(Self, Self)>),
-    /// What the server says unasked.
+    /// A message that the server sends without a request.
     Push(Vec<Self>),
-    /// A value with what is said about it.
+    /// A value with attributes.
     Attributed {
-        /// What is said: all attributes that stand before the value.
+        /// All attributes that precede the value.
         attributes: Vec<(Self, Self)>,
-        /// The value, which is no such pair itself.
+        /// The value, which is not itself attributed.
         value: Box<Self>,
     },
 }
 
 impl<'a> Value<'a> {
-    /// The deepest that is looked into, whatever the limits say: each level is a call within a
-    /// call.
+    /// The maximum depth that is parsed, whatever the limits say: each level is a recursive call.
     pub const MAX_DEPTH: u32 = 128;
 
-    /// Looks into exactly one reply, within the default limits.
+    /// Parses exactly one reply, within the default limits.
     ///
     /// # Errors
-    /// It is none, not a whole one, or more than one.
+    /// If the bytes are not a reply, not a whole one, or more than one.
     pub fn parse(bytes: &'a [u8]) -> Result<Self, ReplyError> {
         Self::parse_within(bytes, Limits::default())
     }
 
-    /// Looks into exactly one reply.
+    /// Parses exactly one reply.
     ///
     /// # Errors
-    /// It is none, not a whole one, or more than one.
+    /// If the bytes are not a reply, not a whole one, or more than one.
     pub fn parse_within(bytes: &'a [u8], limits: Limits) -> Result<Self, ReplyError> {
         let limits = Limits { depth: limits.depth.min(Self::MAX_DEPTH), ..limits };
         match ReplyFramer::new(limits).feed(bytes)? {
@@ -96,7 +95,8 @@ impl<'a> Value<'a> {
         Reader { rest: bytes }.value()
     }
 
-    /// Appends it in RESP3; nulls in that version's form, streams of values with their length.
+    /// Appends the value in RESP3: nulls in that version's form, streamed aggregates with their
+    /// length.
     pub fn encode(&self, into: &mut Vec<u8>) {
         match self {
             Self::Simple(text) => line(b'+', text, into),
@@ -105,7 +105,7 @@ impl<'a> Value<'a> {
             Self::Bulk(bytes) => blob(b'$', bytes, into),
             Self::Chunks(chunks) => {
                 line(b'$', b"?", into);
-                // An empty one would be the end.
+                // An empty chunk would mark the end.
                 chunks
                     .iter()
                     .filter(|chunk| !chunk.is_empty())
@@ -145,7 +145,7 @@ fn map(kind: u8, pairs: &[(Value<'_>, Value<'_>)], into: &mut Vec<u8>) {
     }
 }
 
-/// How many values an aggregate has.
+/// The length of a string or an aggregate.
 #[derive(Clone, Copy)]
 enum Count {
     Null,
@@ -153,14 +153,14 @@ enum Count {
     Stream,
 }
 
-/// Reads what a framer has found to be whole: it ends early only by a mistake of ours, which is an
-/// error and no panic.
+/// Reads bytes that a framer has found to be a whole reply. If they end early, that is a bug of
+/// ours, which gives an error and not a panic.
 struct Reader<'a> {
     rest: &'a [u8],
 }
 
 impl<'a> Reader<'a> {
-    /// As deep as the framer allowed: attributes before a value are read in a loop.
+    /// Recurses only as deep as the framer allowed: attributes before a value are read in a loop.
     fn value(&mut self) -> Result<Value<'a>, ReplyError> {
         let mut attributes = None;
         while let Some(rest) = self.rest.strip_prefix(b"|") {
@@ -257,7 +257,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// `None` for a null.
+    /// Returns `None` for a null.
     fn values(&mut self) -> Result<Option<Vec<Value<'a>>>, ReplyError> {
         self.each(Self::value)
     }
@@ -286,7 +286,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// As Rust reads one, which takes all that RESP3 writes: `inf`, `-inf` and `nan` too.
+/// Parses a double as Rust does, which accepts all that RESP3 writes: `inf`, `-inf` and `nan` too.
 fn double(text: &[u8]) -> Option<f64> {
     std::str::from_utf8(text).ok()?.parse().ok()
 }
@@ -297,12 +297,12 @@ mod tests {
 
     #[test]
     #[cfg(target_pointer_width = "64")]
-    fn as_large_as_documented() {
+    fn has_the_documented_size() {
         assert_eq!(size_of::<Value<'_>>(), 40);
     }
 
     #[test]
-    fn every_type() {
+    fn parses_every_type() {
         for (bytes, value) in [
             (&b"+OK\r\n"[..], Value::Simple(b"OK")),
             (b"-ERR no\r\n", Value::Error(b"ERR no")),
@@ -329,21 +329,21 @@ mod tests {
     }
 
     #[test]
-    fn attributes_of_one_value_are_one_list() {
+    fn merges_attributes_of_one_value() {
         let mut bytes = b"|1\r\n+a\r\n:1\r\n".repeat(2);
         bytes.extend_from_slice(b"*0\r\n");
         let pair = (Value::Simple(b"a"), Value::Integer(1));
         let value = Box::new(Value::Array(Vec::new()));
         let attributes = vec![pair.clone(), pair];
         assert_eq!(Value::parse(&bytes), Ok(Value::Attributed { attributes, value }));
-        // However many: no call within a call.
+        // However many there are, this does not recurse.
         let mut many = b"|0\r\n".repeat(100_000);
         many.extend_from_slice(b"_\r\n");
         assert!(Value::parse(&many).is_ok());
     }
 
     #[test]
-    fn exactly_one() {
+    fn parses_exactly_one_reply() {
         assert_eq!(Value::parse(b"*1\r\n"), Err(ReplyError::Incomplete));
         assert_eq!(Value::parse(b"_\r\n_\r\n"), Err(ReplyError::Trailing));
         assert_eq!(Value::parse(b",one\r\n"), Err(ReplyError::Double));
@@ -352,8 +352,8 @@ mod tests {
             Value::parse_within(b"*1\r\n*1\r\n", shallow),
             Err(ReplyError::TooDeep { limit: 1 })
         );
-        let bottomless = Limits { depth: u32::MAX, ..Limits::default() };
+        let unlimited = Limits { depth: u32::MAX, ..Limits::default() };
         let too_deep = Err(ReplyError::TooDeep { limit: 128 });
-        assert_eq!(Value::parse_within(&b"*1\r\n".repeat(129), bottomless), too_deep);
+        assert_eq!(Value::parse_within(&b"*1\r\n".repeat(129), unlimited), too_deep);
     }
 }

@@ -1,16 +1,17 @@
-//! The plain form of a command, as clients send it, read in one look: where it ends and where its
-//! words lie.
+//! A fast path for commands in the plain form that clients send: finds end and words in one pass.
 
 use std::ops::Range;
 
-/// The most words of a command that is plain.
+/// The maximum number of words in a plain command.
 const WORDS_MAX: usize = 33;
-/// Digits of the longest word that is plain.
+/// The maximum number of digits in the length of a plain word.
 const DIGITS_MAX: usize = 7;
 
-/// Finds the command that lies whole at this place of `bytes`, adds where its words are, and says
-/// where it ends. `None`: it is not whole, or not in the plain form (a few words, lines that end as
-/// they should), and a [`CommandFramer`](super::CommandFramer) has to look.
+/// Finds the whole command at `at` in `bytes`, appends the ranges of its words to `places`, and
+/// returns where it ends.
+///
+/// Returns `None` if the command is not whole or not in the plain form (few words, exact line
+/// ends). Then a [`CommandFramer`](super::CommandFramer) must parse it.
 ///
 /// ```
 /// use ferrite_proto::resp::{Words, plain_command};
@@ -18,7 +19,7 @@ const DIGITS_MAX: usize = 7;
 /// let (input, mut places) = (b"*2\r\n$3\r\nGET\r\n$1\r\nk\r\n*1\r\n", Vec::new());
 /// assert_eq!(plain_command(input, 0, &mut places), Some(20));
 /// assert_eq!(Words::new(input, &places).iter().collect::<Vec<_>>(), [&b"GET"[..], b"k"]);
-/// assert_eq!(plain_command(input, 20, &mut places), None); // it has only begun
+/// assert_eq!(plain_command(input, 20, &mut places), None); // not whole
 /// ```
 #[must_use]
 #[inline]
@@ -39,7 +40,7 @@ fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize
     }
     for _ in 0..count {
         let (size, start) = line(bytes, at, b'$')?;
-        let end = start + size; // a few digits
+        let end = start + size; // no overflow: few digits
         if bytes.get(end..)?.first_chunk() != Some(b"\r\n") {
             return None;
         }
@@ -49,7 +50,7 @@ fn find(bytes: &[u8], at: usize, places: &mut Vec<Range<usize>>) -> Option<usize
     Some(at)
 }
 
-/// The number behind `kind` at this place, and where the line after it begins.
+/// Parses the number after `kind` at `at`; returns it and where the next line begins.
 #[inline]
 fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
     let digit = |byte: u8| usize::from(byte.wrapping_sub(b'0'));
@@ -57,7 +58,7 @@ fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
     if mark != kind {
         return None;
     }
-    // Most have one digit, or two.
+    // Most numbers have one or two digits.
     if [second, third] == *b"\r\n" && digit(first) < 10 {
         return Some((digit(first), at + 4));
     }
@@ -70,7 +71,8 @@ fn line(bytes: &[u8], at: usize, kind: u8) -> Option<(usize, usize)> {
     long_line(bytes, at + 1)
 }
 
-/// The number at this place, which does not begin with a zero, and where the line after it begins.
+/// Parses the number at `at`, which does not begin with a zero; returns it and where the next line
+/// begins.
 fn long_line(bytes: &[u8], at: usize) -> Option<(usize, usize)> {
     let mut number = 0;
     for (index, byte) in bytes.get(at..)?.iter().take(DIGITS_MAX + 1).enumerate() {
@@ -85,7 +87,7 @@ fn long_line(bytes: &[u8], at: usize) -> Option<(usize, usize)> {
     None
 }
 
-/// The words of a command, each where it lies.
+/// The words of a command, as slices of its bytes.
 #[derive(Debug, Clone, Copy)]
 pub struct Words<'a> {
     bytes: &'a [u8],
@@ -93,42 +95,42 @@ pub struct Words<'a> {
 }
 
 impl<'a> Words<'a> {
-    /// At these places of `bytes`.
+    /// Creates the words from their ranges in `bytes`.
     #[must_use]
     #[inline]
     pub fn new(bytes: &'a [u8], places: &'a [Range<usize>]) -> Self {
         Self { bytes, places }
     }
 
-    /// How many.
+    /// Returns the number of words.
     #[must_use]
     #[inline]
     pub fn len(self) -> usize {
         self.places.len()
     }
 
-    /// Whether there is none.
+    /// Returns whether there are no words.
     #[must_use]
     #[inline]
     pub fn is_empty(self) -> bool {
         self.places.is_empty()
     }
 
-    /// One of them. `None` if it has no such word.
+    /// Returns the word at `index`, if there is one.
     #[must_use]
     #[inline]
     pub fn get(self, index: usize) -> Option<&'a [u8]> {
         self.bytes.get(self.places.get(index)?.clone())
     }
 
-    /// Those behind the first.
+    /// Returns the words after the first.
     #[must_use]
     #[inline]
     pub fn args(self) -> Self {
         Self { places: self.places.get(1..).unwrap_or_default(), ..self }
     }
 
-    /// All of them.
+    /// Iterates over all words.
     pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8]> + Clone {
         self.places.iter().map(move |place| self.bytes.get(place.clone()).unwrap_or_default())
     }
@@ -142,7 +144,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_plain() {
+    fn finds_plain_commands() {
         for (input, words) in [
             (&b"*1\r\n$4\r\nPING\r\n"[..], &[&b"PING"[..]][..]),
             (b"*2\r\n$3\r\nGET\r\n$0\r\n\r\n*1", &[b"GET", b""]),
@@ -155,7 +157,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_left_to_the_framer() {
+    fn leaves_other_commands_to_the_framer() {
         let many = format!("*34\r\n{}", "$1\r\nx\r\n".repeat(34));
         for input in [
             "",
@@ -183,14 +185,14 @@ mod tests {
             let before = 7..8;
             let mut places = vec![before.clone()];
             assert_eq!(plain_command(input.as_bytes(), 0, &mut places), None, "{input:?}");
-            assert_eq!(places, [before], "as it was");
+            assert_eq!(places, [before], "unchanged");
         }
     }
 
     proptest! {
-        /// What is plain is what the framer finds, and as long.
+        /// The framer finds the same command, with the same end.
         #[test]
-        fn the_framer_finds_the_same(
+        fn agrees_with_the_framer(
             words in prop::collection::vec(prop::collection::vec(any::<u8>(), 0..20), 1..4),
             changed in prop::option::of((any::<prop::sample::Index>(), any::<u8>())),
             more in prop::collection::vec(any::<u8>(), 0..4),

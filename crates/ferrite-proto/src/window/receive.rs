@@ -1,18 +1,19 @@
-//! What the peer may write here: how much of it has come, and how much the reader took.
+//! The window that the peer writes: how much has arrived, and how much the reader has consumed.
 
 use std::ops::Range;
 
 use super::WindowError;
 
-/// What the peer may write here.
+/// The window in our memory that the peer may write.
 ///
 /// ```text
 ///   0          consumed         filled        length
 ///   ├─ taken ──────┼─ readable ────┼─ room ──────┤
 /// ```
 ///
-/// It is closed until it is announced: a peer that writes before breaks the rules. When the last
-/// byte was consumed it is closed again, and to be announced with the same length.
+/// The window is closed until it is announced: a peer that writes earlier violates the protocol.
+/// When the last byte is consumed, the window is closed again, and must be announced again with the
+/// same length.
 ///
 /// ```
 /// use ferrite_proto::ReceiveWindow;
@@ -32,53 +33,53 @@ use super::WindowError;
 pub struct ReceiveWindow {
     length: u32,
     open: bool,
-    /// Never more than `length`.
+    /// At most `length`.
     filled: u32,
-    /// Never more than `filled`.
+    /// At most `filled`.
     consumed: u32,
 }
 
 impl ReceiveWindow {
-    /// A window of `length` bytes, closed.
+    /// Creates a closed window of `length` bytes.
     #[must_use]
     pub fn new(length: u32) -> Self {
         Self { length, open: false, filled: 0, consumed: 0 }
     }
 
-    /// How many bytes the peer may write in all, from one announcement to the next.
+    /// Returns how many bytes the peer may write in all, from one announcement to the next.
     #[must_use]
     pub fn length(&self) -> u32 {
         self.length
     }
 
-    /// Whether it was announced, and not filled and consumed since.
+    /// Returns whether the window was announced, and not filled and consumed since.
     #[must_use]
     pub fn is_open(&self) -> bool {
         self.open
     }
 
-    /// How many bytes the peer may still write.
+    /// Returns how many bytes the peer may still write.
     #[must_use]
     pub fn room(&self) -> u32 {
         if self.open { self.length.saturating_sub(self.filled) } else { 0 }
     }
 
-    /// Which bytes of the window have come and were not consumed.
+    /// Returns the range of bytes that have arrived and are not consumed.
     #[must_use]
     pub fn readable(&self) -> Range<u32> {
         self.consumed..self.filled
     }
 
-    /// The registration goes out: the peer may write from now on. Does nothing while the window is
-    /// open.
+    /// Opens the window, because its registration is sent: the peer may write from now on. Does
+    /// nothing while the window is open.
     pub fn announce(&mut self) {
         self.open = true;
     }
 
-    /// An immediate came: that many bytes more.
+    /// Records the bytes that an immediate reports.
     ///
     /// # Errors
-    /// There is no room for them. The window is then as it was.
+    /// If there is no room for them. The window is then unchanged.
     pub fn fill(&mut self, bytes: u32) -> Result<(), WindowError> {
         let overrun = WindowError::Overrun { bytes, room: self.room() };
         let filled = self.filled.checked_add(bytes).ok_or(overrun)?;
@@ -89,16 +90,16 @@ impl ReceiveWindow {
         Ok(())
     }
 
-    /// The reader took `bytes`. Whether the window is to be announced again: it is then closed and
-    /// empty.
+    /// Consumes `bytes`, which the reader took. Returns whether the window must be announced again:
+    /// it is then closed and empty.
     ///
     /// # Panics
-    /// That many are not readable.
+    /// If fewer bytes are readable.
     #[must_use]
     pub fn consume(&mut self, bytes: u32) -> bool {
         assert!(
             bytes <= self.filled - self.consumed,
-            "{bytes} bytes of {:?} consumed",
+            "cannot consume {bytes} bytes of {:?}",
             self.readable()
         );
         self.consumed += bytes;
@@ -115,7 +116,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn closed_until_announced() {
+    fn is_closed_until_announced() {
         let mut window = ReceiveWindow::new(8);
         assert_eq!(window.fill(1), Err(WindowError::Overrun { bytes: 1, room: 0 }));
         assert_eq!(window.fill(0), Ok(()));
@@ -124,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn no_immediate_is_too_large_to_be_refused() {
+    fn refuses_immediates_beyond_the_room() {
         let mut window = ReceiveWindow::new(8);
         window.announce();
         window.fill(5).expect("room");
@@ -139,7 +140,7 @@ mod tests {
     fn announced_again_only_when_full_and_consumed() {
         let mut window = ReceiveWindow::new(4);
         window.announce();
-        assert!(!window.consume(0), "nothing came");
+        assert!(!window.consume(0), "nothing arrived");
         window.fill(3).expect("room");
         assert!(!window.consume(3), "consumed, not full");
         window.fill(1).expect("room");
@@ -150,8 +151,8 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "2 bytes of 0..1 consumed")]
-    fn more_than_came_is_a_mistake_of_the_caller() {
+    #[should_panic(expected = "cannot consume 2 bytes of 0..1")]
+    fn panics_if_more_is_consumed_than_arrived() {
         let mut window = ReceiveWindow::new(4);
         window.announce();
         window.fill(1).expect("room");

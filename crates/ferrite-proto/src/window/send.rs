@@ -1,5 +1,4 @@
-//! What we may write at the peer: the registration that it announced last, and how far it is
-//! filled.
+//! The window that we write at the peer: its last registration, and how far that is filled.
 
 use super::WindowError;
 use crate::message::Registration;
@@ -7,24 +6,24 @@ use crate::message::Registration;
 /// One RDMA write with immediate. The driver gathers the bytes from wherever they are.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Write {
-    /// Where the bytes go.
+    /// The remote address of the bytes.
     pub remote_addr: u64,
-    /// By which permission.
+    /// The key for the remote memory.
     pub rkey: u32,
-    /// How many bytes.
+    /// The number of bytes.
     pub len: u32,
-    /// What the peer is told: how many bytes there are since the last immediate. In host order:
-    /// verbs wants it in network order.
+    /// The number of bytes since the last immediate, for the peer. In host byte order; verbs
+    /// expects network byte order.
     pub immediate: u32,
 }
 
-/// What we may write at the peer.
+/// The memory of the peer that we may write.
 ///
-/// A registration is taken if none came before, if the one before is filled to the last byte, or if
-/// nothing was written into the one before: then no byte is on its way to it, be the new one the
-/// same or another. Any other is an error of the peer's, because it could not tell the bytes of the
-/// old one from those of the new. Address, length and key may change from one to the next; every
-/// registration is filled from its first byte.
+/// A registration is accepted in three cases: it is the first, the previous one is filled to the
+/// last byte, or nothing was written to the previous one. In each case no byte is on its way to the
+/// old memory, whether the new memory is the same or not. Any other registration is an error of the
+/// peer, which could not tell the bytes of the old one from those of the new. Address, length and
+/// key may change from one to the next; every registration is filled from its first byte.
 ///
 /// ```
 /// use ferrite_proto::{Registration, SendWindow, WindowError};
@@ -50,34 +49,34 @@ pub struct Write {
 pub struct SendWindow {
     limit: u32,
     registration: Option<Registration>,
-    /// Never more than the registration's length.
+    /// At most the registration's length.
     offset: u32,
 }
 
 impl SendWindow {
-    /// Nothing is announced yet. The peer may announce up to `limit` bytes.
+    /// Creates a window without a registration. The peer may register up to `limit` bytes.
     #[must_use]
     pub fn new(limit: u32) -> Self {
         Self { limit, registration: None, offset: 0 }
     }
 
-    /// What the peer announced last.
+    /// Returns the peer's last registration.
     #[must_use]
     pub fn registration(&self) -> Option<Registration> {
         self.registration
     }
 
-    /// How many bytes may be written before the peer has to announce anew.
+    /// Returns how many bytes may be written before the peer must register memory again.
     #[must_use]
     pub fn room(&self) -> u32 {
         self.registration.map_or(0, |registration| registration.length.saturating_sub(self.offset))
     }
 
-    /// The peer announced memory.
+    /// Records a registration of the peer.
     ///
     /// # Errors
-    /// It is empty, too long, past the end of addresses, or not yet due. The window is then as it
-    /// was.
+    /// If it is empty, too long, past the end of the address space, or too early. The window is
+    /// then unchanged.
     pub fn register(&mut self, registration: Registration) -> Result<(), WindowError> {
         let Registration { addr, length, .. } = registration;
         if length == 0 {
@@ -99,8 +98,9 @@ impl SendWindow {
         Ok(())
     }
 
-    /// Takes room for the next write of at most `available` and at most `max_write` bytes. `None`
-    /// if there is nothing to write or no room. What is taken must be written, in order.
+    /// Reserves room for the next write, of at most `available` and at most `max_write` bytes.
+    /// Returns `None` if there is nothing to write or no room. The reserved bytes must be written,
+    /// in order.
     pub fn write(&mut self, available: usize, max_write: u32) -> Option<Write> {
         let registration = self.registration?;
         let available = u32::try_from(available).unwrap_or(u32::MAX);
@@ -108,7 +108,7 @@ impl SendWindow {
         if len == 0 {
             return None;
         }
-        // Within the registration, whose end is an address.
+        // No overflow: the offset is within the registration, which ends at a valid address.
         let remote_addr = registration.addr.checked_add(self.offset.into())?;
         self.offset = self.offset.checked_add(len)?;
         Some(Write { remote_addr, rkey: registration.rkey, len, immediate: len })
@@ -123,12 +123,12 @@ mod tests {
 
     fn registered() -> SendWindow {
         let mut window = SendWindow::new(100);
-        window.register(MEMORY).expect("a good one");
+        window.register(MEMORY).expect("valid");
         window
     }
 
     #[test]
-    fn what_is_refused_changes_nothing() {
+    fn refused_registration_changes_nothing() {
         let mut window = registered();
         for (length, error) in
             [(0, WindowError::Empty), (101, WindowError::TooLong { length: 101, limit: 100 })]
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn the_last_address_can_be_written() {
+    fn writes_up_to_the_last_address() {
         let mut window = SendWindow::new(100);
         window
             .register(Registration { addr: u64::MAX - 7, ..MEMORY })
@@ -156,8 +156,8 @@ mod tests {
     }
 
     #[test]
-    fn which_registrations_are_taken() {
-        // The first, the same again with nothing written, another with nothing written.
+    fn accepts_a_registration_when_empty_or_full() {
+        // Accepted: the first, the same again with nothing written, another with nothing written.
         let mut window = registered();
         window.register(MEMORY).expect("the same");
         let other = Registration { addr: 0x9000, length: 3, rkey: 2 };
@@ -166,7 +166,7 @@ mod tests {
             window.write(1, 100).map(|write| (write.remote_addr, write.rkey)),
             Some((0x9000, 2))
         );
-        // Not while it is partly filled, but when it is full, with another length too.
+        // Refused while it is partly filled; accepted when it is full, also with another length.
         let early = WindowError::Early { offset: 1, length: 3 };
         assert_eq!(window.register(other), Err(early));
         assert_eq!(window.room(), 2);
@@ -176,7 +176,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_is_split_and_bounded() {
+    fn splits_and_bounds_writes() {
         let mut window = registered();
         assert_eq!(window.write(0, 100), None);
         assert_eq!(window.write(100, 0), None);

@@ -1,70 +1,70 @@
-//! Why bytes are no reply.
+//! Why bytes are not a reply.
 
-/// Why bytes are no reply.
+/// Why bytes are not a reply.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ReplyError {
-    /// No type of RESP, or none that may stand here.
+    /// The type byte is not defined in RESP, or not allowed here.
     #[error("Protocol error, got \"{}\" as reply type byte", .got.escape_ascii())]
     Type {
-        /// What stands there.
+        /// The type byte.
         got: u8,
     },
-    /// A push inside another value.
+    /// A push is inside another value.
     #[error("Protocol error: a push inside a reply")]
     NestedPush,
-    /// A length that is no number.
+    /// A length is not a number.
     #[error("Protocol error: invalid length")]
     Length,
-    /// A string's length below zero or above the limit.
+    /// The length of a string is negative or exceeds the limit.
     #[error("Protocol error: invalid bulk length")]
     BulkLength,
-    /// A number of elements below zero or above the limit.
+    /// A number of elements is negative or exceeds the limit.
     #[error("Protocol error: invalid multibulk length")]
     AggregateLength,
-    /// Nested deeper than the limit.
+    /// Values are nested deeper than the limit.
     #[error("Protocol error: nested deeper than {limit}")]
     TooDeep {
         /// The limit.
         limit: u32,
     },
-    /// More bytes than the limit.
+    /// The reply has more bytes than the limit.
     #[error("Protocol error: a reply of more than {limit} bytes")]
     TooLarge {
         /// The limit.
         limit: u64,
     },
-    /// More values than the limit.
+    /// The reply has more values than the limit.
     #[error("Protocol error: a reply of more than {limit} values")]
     TooMany {
         /// The limit.
         limit: u64,
     },
-    /// No number, or one of more than 64 bits.
+    /// A number is invalid or has more than 64 bits.
     #[error("Protocol error: invalid number")]
     Number,
-    /// No double.
+    /// A double is invalid.
     #[error("Protocol error: invalid double")]
     Double,
-    /// Neither `t` nor `f`.
+    /// A boolean is neither `t` nor `f`.
     #[error("Protocol error: invalid boolean")]
     Boolean,
-    /// Three letters and a colon do not stand before the text.
+    /// A verbatim string does not begin with three letters and a colon.
     #[error("Protocol error: invalid verbatim string")]
     Verbatim,
-    /// A line without `\r\n` where it belongs.
+    /// A line does not end in `\r\n`.
     #[error("Protocol error: invalid line end")]
     LineEnd,
-    /// A line longer than the limit.
-    #[error("Protocol error: too long line")]
+    /// A line is longer than the limit.
+    #[error("Protocol error: line too long")]
     LineTooLong,
-    /// A string without `\r\n` behind it.
+    /// A string is not followed by `\r\n`.
     #[error("Protocol error: invalid end of a string")]
     BlobEnd,
-    /// Not a whole reply: of [`Value::parse`](crate::resp::Value::parse) only.
-    #[error("Protocol error: the reply does not end here")]
+    /// The reply is not complete: from [`Value::parse`](crate::resp::Value::parse) only.
+    #[error("Protocol error: incomplete reply")]
     Incomplete,
-    /// More than one reply: of [`Value::parse`](crate::resp::Value::parse) only.
-    #[error("Protocol error: the reply ends before")]
+    /// There is more than one reply: from [`Value::parse`](crate::resp::Value::parse) only.
+    #[error("Protocol error: unexpected bytes after the reply")]
     Trailing,
 }

@@ -1,4 +1,4 @@
-//! Where a [`ReplyFramer`](super::ReplyFramer) stands: numbers only, whatever it was fed.
+//! The state of a [`ReplyFramer`](super::ReplyFramer): only numbers, whatever it was fed.
 
 use super::ReplyError;
 use crate::resp::number::{Integer, Length};
@@ -6,29 +6,30 @@ use crate::resp::number::{Integer, Length};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum State {
     Start,
-    /// Before the type of a value.
+    /// Before the type byte of a value.
     Type,
     /// Before the next chunk of a string.
     Chunk,
-    /// In the line of a scalar, behind its type.
+    /// In the line of a scalar, after its type byte.
     Line {
         kind: Scalar,
         len: u32,
     },
-    /// In the line of a length, behind its type.
+    /// In the line of a length, after its type byte.
     Size {
-        kind: Counted,
+        kind: SizedKind,
         size: Size,
     },
-    /// Behind the `\r` of a line.
-    LineEnd(Then),
-    /// In the bytes of a string; those of a verbatim string that come before its text.
+    /// After the `\r` of a line.
+    LineEnd(AfterLine),
+    /// In the bytes of a string. `format` is the position in the format of a verbatim string, until
+    /// that ends.
     Blob {
         left: u64,
         format: Option<u8>,
         chunk: bool,
     },
-    /// Behind the bytes of a string.
+    /// After the bytes of a string. `feed` tells whether `\r` was received.
     BlobEnd {
         feed: bool,
         chunk: bool,
@@ -36,7 +37,7 @@ pub(super) enum State {
     Failed(ReplyError),
 }
 
-/// Values that are one line.
+/// Values in one line.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Scalar {
     /// Simple strings, errors, doubles: any bytes.
@@ -55,7 +56,7 @@ pub(super) enum Scalar {
 
 /// Values that begin with a length.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Counted {
+pub(super) enum SizedKind {
     Bulk,
     BlobError,
     Verbatim,
@@ -70,13 +71,13 @@ pub(super) enum Counted {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Size {
     Number(Length),
-    /// `?`
+    /// `?`: the length is not stated.
     Open,
 }
 
-/// What a line that ended means.
+/// What the end of a line means.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Then {
+pub(super) enum AfterLine {
     Value,
     Blob {
         len: u64,
@@ -85,21 +86,21 @@ pub(super) enum Then {
     },
     Chunks,
     Level(Level),
-    /// Attributes without a pair.
+    /// Attributes without any pair.
     Attributed,
     EndOfStream,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Level {
-    pub(super) left: Left,
+    pub(super) left: Remaining,
     pub(super) attribute: bool,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Left {
+pub(super) enum Remaining {
     Values(u64),
-    /// Until the end is said. Of a map only between pairs.
+    /// Values until the end marker, which may come only between the pairs of a map.
     Stream {
         map: bool,
         odd: bool,

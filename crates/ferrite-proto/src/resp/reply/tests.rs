@@ -1,4 +1,4 @@
-//! Replies that end, replies that do not, and what is none.
+//! Complete, incomplete and invalid replies.
 
 use super::*;
 
@@ -6,7 +6,7 @@ fn limits() -> Limits {
     Limits { bulk_bytes: 20, inline_bytes: 40, elements: 5, depth: 3, ..Limits::default() }
 }
 
-/// What all bytes at once come to, and the same byte by byte.
+/// Feeds all bytes at once and byte by byte, and checks that the results are the same.
 fn feed(bytes: &[u8]) -> Result<Progress, ReplyError> {
     let at_once = ReplyFramer::new(limits()).feed(bytes);
     let mut framer = ReplyFramer::new(limits());
@@ -29,7 +29,7 @@ fn feed(bytes: &[u8]) -> Result<Progress, ReplyError> {
 }
 
 #[test]
-fn complete_replies() {
+fn finds_the_end_of_replies() {
     for reply in [
         &b"+OK\r\n"[..],
         b"+\r\n",
@@ -55,7 +55,7 @@ fn complete_replies() {
         b">2\r\n+message\r\n$1\r\nx\r\n",
         b"%1\r\n+k\r\n+v\r\n",
         b"%0\r\n",
-        // Attributes, before a value and inside, of none and of several.
+        // Attributes: before a value and inside one, empty and several.
         b"|1\r\n+ttl\r\n:3\r\n*1\r\n|0\r\n|1\r\n+a\r\n+b\r\n:1\r\n",
         b"|0\r\n>1\r\n+x\r\n",
         b"|1\r\n+k\r\n|0\r\n+v\r\n+OK\r\n",
@@ -78,7 +78,7 @@ fn complete_replies() {
 }
 
 #[test]
-fn what_is_no_reply() {
+fn rejects_invalid_replies() {
     for (bytes, error) in [
         (&b"OK\r\n"[..], ReplyError::Type { got: b'O' }),
         (b"\r\n", ReplyError::Type { got: b'\r' }),
@@ -129,7 +129,7 @@ fn what_is_no_reply() {
 }
 
 #[test]
-fn lines_have_a_limit() {
+fn limits_the_length_of_lines() {
     for kind in ["+", ":", "("] {
         let digits = "0".repeat(40);
         let longest = format!("{kind}{digits}\r\n");
@@ -140,13 +140,13 @@ fn lines_have_a_limit() {
 }
 
 #[test]
-fn empty_aggregates_are_no_level() {
+fn empty_aggregates_do_not_count_as_levels() {
     let bytes = b"*1\r\n*1\r\n*1\r\n*0\r\n";
     assert_eq!(feed(bytes), Ok(Progress { consumed: bytes.len(), complete: true }));
 }
 
 #[test]
-fn a_reply_has_a_limit_of_bytes_and_of_values() {
+fn limits_the_bytes_and_values_of_a_reply() {
     let limits = Limits { reply_bytes: 40, reply_values: 6, ..Limits::default() };
     let (large, many) = (ReplyError::TooLarge { limit: 40 }, ReplyError::TooMany { limit: 6 });
     let largest = [b"$33\r\n", &[b'x'; 33][..], b"\r\n"].concat();
@@ -164,7 +164,7 @@ fn a_reply_has_a_limit_of_bytes_and_of_values() {
         let error = bytes.iter().find_map(|byte| in_pieces.feed(&[*byte]).err());
         assert_eq!(error, expected.err(), "{}", bytes.escape_ascii());
         if expected.is_ok() {
-            // The next one begins anew.
+            // The limits apply anew to the next reply.
             assert_eq!(framer.feed(bytes), expected);
         }
     }
