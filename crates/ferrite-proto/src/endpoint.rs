@@ -95,8 +95,8 @@ pub struct Endpoint {
     unseen: u32,
     /// When [`handle_timeout`](Self::handle_timeout) last saw that something had arrived.
     last_arrival: Option<Instant>,
-    /// Whether something arrived since then. A flag, because reading the clock for each arrival
-    /// would cost more than the arrival itself where that is a system call.
+    /// Whether something arrived since then. A flag, because reading the clock can be a system
+    /// call, which would cost more than handling the arrival.
     has_arrival: bool,
     /// The page of features that the client asked for.
     question: Option<u16>,

@@ -152,7 +152,7 @@ mod tests {
     fn unknown_event_has_the_device_as_its_subject() {
         let raw =
             sys::ibv_async_event { event_type: sys::ibv_event_type(321), ..Default::default() };
-        // SAFETY: an unknown type makes no member of the union be read.
+        // SAFETY: for an unknown type, no member of the union is read.
         let event = unsafe { AsyncEvent::from_raw(&raw) };
         assert_eq!(event.subject, Subject::Device);
         assert_eq!(event.kind.to_string(), "unknown event 321");

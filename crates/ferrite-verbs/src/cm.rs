@@ -282,11 +282,8 @@ impl CmId {
     pub fn establish(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
-        check_errno(
-            "rdma_establish",
-            unsafe { (self.cm().rdma_establish)(self.raw()) },
-            String::new,
-        )
+        let rc = unsafe { (self.cm().rdma_establish)(self.raw()) };
+        check_errno("rdma_establish", rc, String::new)
     }
 
     /// Accepts a connection request, once our queue pair is ready to send.
@@ -324,11 +321,8 @@ impl CmId {
     pub fn disconnect(&self) -> Result<(), Error> {
         let _calling = self.lock();
         // SAFETY: the identifier is alive.
-        check_errno(
-            "rdma_disconnect",
-            unsafe { (self.cm().rdma_disconnect)(self.raw()) },
-            String::new,
-        )
+        let rc = unsafe { (self.cm().rdma_disconnect)(self.raw()) };
+        check_errno("rdma_disconnect", rc, String::new)
     }
 
     /// Sets the IP type of service (DSCP and ECN bits) of the connection. Call it before the route

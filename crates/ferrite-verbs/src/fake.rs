@@ -289,7 +289,7 @@ impl World {
         self.lock().objects()
     }
 
-    /// Runs `call` with this world as the one that calls without an object belong to.
+    /// Runs `call`. C functions without an object that it calls belong to this world.
     pub(crate) fn enter<T>(&self, call: impl FnOnce() -> T) -> T {
         struct Leave;
         impl Drop for Leave {

@@ -485,8 +485,8 @@ impl QueuePairAttributes {
         self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
     }
 
-    /// Sets how often a request is resent to a peer that has no receive posted; 7 is for ever. For
-    /// the change to ready to send.
+    /// Sets how often a request is resent to a peer that has no receive posted; 7 is for ever. Valid
+    /// in the change to ready to send.
     #[must_use]
     pub fn rnr_retries(mut self, retries: u8) -> Self {
         self.attr.rnr_retry = retries;
@@ -507,15 +507,15 @@ impl QueuePairAttributes {
         Self::new(sys::ibv_qp_state::IBV_QPS_RTS).access(access)
     }
 
-    /// Sets how many reads of the peer this side serves at a time. For the change to ready to
-    /// receive.
+    /// Sets how many reads of the peer this side serves at a time. Valid in the change to ready
+    /// to receive.
     #[must_use]
     pub fn reads_in(mut self, reads: u8) -> Self {
         self.attr.max_dest_rd_atomic = reads;
         self
     }
 
-    /// Sets how many reads this side may have outstanding. For the change to ready to send.
+    /// Sets how many reads this side may have outstanding. Valid in the change to ready to send.
     #[must_use]
     pub fn reads_out(mut self, reads: u8) -> Self {
         self.attr.max_rd_atomic = reads;

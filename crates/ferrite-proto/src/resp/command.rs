@@ -8,7 +8,8 @@
 //!
 //! As in Redis, the byte after `\r`, which should be `\n`, and the two bytes after a bulk string
 //! are skipped without a check, unless [`Limits::exact_ends`] is set: Valkey 9.1 checks some of
-//! them. Redis waits for the rest of a line even if it can no longer be a number; this framer does not.
+//! them. Redis waits for the rest of a line even if it can no longer be a number; this framer does
+//! not.
 
 use super::number::Length;
 use super::{Limits, Progress};

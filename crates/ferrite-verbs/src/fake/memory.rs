@@ -178,7 +178,7 @@ impl State {
     }
 }
 
-/// Copies bytes; both sides have been checked, and what is longer on one side is ignored.
+/// Copies bytes between spans that have been checked, as many as the shorter side has.
 pub(super) fn copy(from: &[Span], to: &[Span]) {
     let (mut from, mut to) = (from.iter().copied(), to.iter().copied());
     let empty = Span { at: 0, len: 0 };
@@ -223,8 +223,7 @@ pub(super) unsafe fn read_inline(pieces: &[Piece]) -> Vec<AtomicU8> {
     let mut bytes = Vec::new();
     for piece in pieces {
         let from: *const u8 = std::ptr::with_exposed_provenance(piece.addr as usize);
-        // SAFETY: the caller vouches for it. Not an atomic read, which requires memory that may be
-        // written.
+        // SAFETY: the caller vouches for it. Not an atomic read, which needs writable memory.
         let read = |at| unsafe { from.add(at).read_volatile() };
         bytes.extend((0..piece.len as usize).map(read).map(AtomicU8::new));
     }

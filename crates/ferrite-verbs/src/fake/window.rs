@@ -88,7 +88,7 @@ impl Window {
 }
 
 impl State {
-    /// Returns the window with the index of a key.
+    /// Returns the window whose index is in `rkey`.
     pub(super) fn window_with_key(&self, rkey: u32) -> Option<&Window> {
         self.windows.get(&u64::from(rkey >> 8))
     }
