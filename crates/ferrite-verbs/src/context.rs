@@ -156,9 +156,9 @@ impl Context {
 fn enable_fork_safety(verbs: &Verbs) -> Result<(), Error> {
     use sys::ibv_fork_status as Status;
     let ibv = verbs.ibv;
-    // SAFETY: no preconditions. (rdma-core before 36 has only `ibv_fork_init`.)
-    let status =
-        ibv.ibv_is_fork_initialized.map(|status| verbs.call_global(|| unsafe { status() }));
+    // rdma-core before 36 has only `ibv_fork_init`.
+    // SAFETY: no preconditions.
+    let status = ibv.ibv_is_fork_initialized.map(|call| verbs.call_global(|| unsafe { call() }));
     if matches!(status, Some(Status::IBV_FORK_UNNEEDED | Status::IBV_FORK_ENABLED)) {
         return Ok(());
     }

@@ -485,8 +485,8 @@ impl QueuePairAttributes {
         self.with_mask(&[sys::ibv_qp_attr_mask::IBV_QP_MIN_RNR_TIMER])
     }
 
-    /// Sets how often a request is resent to a peer that has no receive posted; 7 is for ever. Valid
-    /// in the change to ready to send.
+    /// Sets how often a request is resent to a peer that has no receive posted; 7 is for ever.
+    /// Valid in the change to ready to send.
     #[must_use]
     pub fn rnr_retries(mut self, retries: u8) -> Self {
         self.attr.rnr_retry = retries;

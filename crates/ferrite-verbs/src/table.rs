@@ -37,7 +37,9 @@ macro_rules! function_table {
             /// # Safety
             /// `library` must be the library the headers describe, and must stay loaded for as
             /// long as the table is used.
-            pub(crate) unsafe fn load(library: &libloading::os::unix::Library) -> Result<Self, &'static str> {
+            pub(crate) unsafe fn load(
+                library: &libloading::os::unix::Library,
+            ) -> Result<Self, &'static str> {
                 // SAFETY: the caller guarantees that this is the right library, so each symbol has
                 // the type that the generated table gives it.
                 unsafe {

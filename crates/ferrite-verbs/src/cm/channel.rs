@@ -150,8 +150,8 @@ impl EventChannel {
         self.0.device_removed.load(Ordering::Relaxed)
     }
 
-    /// Returns the next event, without waiting. A call that another thread makes on an identifier of
-    /// this channel does not block it.
+    /// Returns the next event, without waiting. A call that another thread makes on an identifier
+    /// of this channel does not block it.
     ///
     /// # Errors
     /// If the connection manager is no longer available.

@@ -3,8 +3,8 @@
 //!
 //! ```text
 //! active    Idle ─► Bound ─► AddressResolved ─► RouteResolved ─► Connecting ─► Responded ─┐
-//!                     └─► Listening                                            Connected ◄─┤
-//! passive                                                  Requested ─► Accepted ──────────┘
+//!                     └─► Listening                                           Connected ◄─┤
+//! passive                                                  Requested ─► Accepted ─────────┘
 //!
 //! this side disconnects     Connected ─► Disconnecting ─► Disconnected
 //! the peer disconnects      Connected ─► PeerDisconnected ─► Disconnected
