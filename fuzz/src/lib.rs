@@ -11,6 +11,6 @@ pub mod proto;
 #[path = "session/checks.rs"]
 pub mod session;
 
-pub use fabric::{connection, control, grant, hello, inbox, link, tcp_frame, refusal};
+pub use fabric::{connection, control, grant, hello, inbox, link, refusal, tcp_frame};
 pub use proto::{resp_command, resp_reply, valkey_endpoint};
 pub use session::valkey_stream;

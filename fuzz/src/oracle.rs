@@ -43,10 +43,16 @@ pub fn replies(bytes: &[u8]) {
             Ok(progress) if progress.complete => complete(frame, rest),
             Ok(_) => {
                 assert!(!matches!(redis_protocol::resp2::decode::decode(rest), Ok(Some(_))));
-                assert!(!matches!(redis_protocol::resp3::decode::complete::decode(rest), Ok(Some(_))));
+                assert!(!matches!(
+                    redis_protocol::resp3::decode::complete::decode(rest),
+                    Ok(Some(_))
+                ));
             }
             Err(error) => {
-                refused(error, redis_protocol::resp2::decode::decode(rest).ok().flatten().is_some());
+                refused(
+                    error,
+                    redis_protocol::resp2::decode::decode(rest).ok().flatten().is_some(),
+                );
                 let decoded = redis_protocol::resp3::decode::complete::decode(rest);
                 refused(error, decoded.ok().flatten().is_some());
                 return;
@@ -88,7 +94,9 @@ fn complete(frame: &[u8], rest: &[u8]) {
             assert!(same2(&theirs, &value), "{theirs:?} {value:?}");
         }
         Ok(None) => panic!("incomplete: {value:?}"),
-        Err(_) => assert!(has(frame, &[b"?\r\n", b"_\r\n"]) || any(&value, &not_of_two), "{value:?}"),
+        Err(_) => {
+            assert!(has(frame, &[b"?\r\n", b"_\r\n"]) || any(&value, &not_of_two), "{value:?}")
+        }
     }
     match three {
         Ok(Some((theirs, end))) => {
@@ -126,7 +134,9 @@ fn any(value: &Value<'_>, holds: &dyn Fn(&Value<'_>) -> bool) -> bool {
 
 fn not_of_two(value: &Value<'_>) -> bool {
     match value {
-        Value::Simple(_) | Value::Integer(_) | Value::Bulk(_) | Value::Null | Value::Array(_) => false,
+        Value::Simple(_) | Value::Integer(_) | Value::Bulk(_) | Value::Null | Value::Array(_) => {
+            false
+        }
         Value::Error(text) => std::str::from_utf8(text).is_err(),
         _ => true,
     }
@@ -161,7 +171,8 @@ fn same2(theirs: &Frame2, ours: &Value<'_>) -> bool {
         (Frame2::Integer(theirs), Value::Integer(ours)) => theirs == ours,
         (Frame2::Null, Value::Null) => true,
         (Frame2::Array(theirs), Value::Array(ours)) => {
-            theirs.len() == ours.len() && theirs.iter().zip(ours).all(|(theirs, ours)| same2(theirs, ours))
+            theirs.len() == ours.len()
+                && theirs.iter().zip(ours).all(|(theirs, ours)| same2(theirs, ours))
         }
         _ => false,
     }
@@ -178,7 +189,8 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
         _ => false,
     };
     let all = |theirs: &[Frame3], ours: &[Value<'_>]| {
-        theirs.len() == ours.len() && theirs.iter().zip(ours).all(|(theirs, ours)| same3(theirs, ours))
+        theirs.len() == ours.len()
+            && theirs.iter().zip(ours).all(|(theirs, ours)| same3(theirs, ours))
     };
     same_attributes
         && match (theirs, ours) {
@@ -193,7 +205,10 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
             }
             (Frame3::Boolean { data, .. }, Value::Boolean(ours)) => data == ours,
             (Frame3::Null, Value::Null) => true,
-            (Frame3::VerbatimString { data, format, .. }, Value::Verbatim { format: word, text }) => {
+            (
+                Frame3::VerbatimString { data, format, .. },
+                Value::Verbatim { format: word, text },
+            ) => {
                 let theirs: &[u8] = match format {
                     VerbatimStringFormat::Text => b"txt",
                     VerbatimStringFormat::Markdown => b"mkd",

@@ -12,7 +12,7 @@ use ferrite_fabric::{Config, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
 /// Far longer than it takes: a wake-up that is lost is never made up for.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(miri) { 600 } else { 20 });
+const TEST_TIMEOUT: Duration = Duration::from_secs(if cfg!(miri) { 600 } else { 20 });
 const ROUNDS: usize = if cfg!(miri) { 10 } else { 2000 };
 
 struct Scene {
@@ -45,7 +45,7 @@ fn in_time(act: impl FnOnce() + Send + 'static) {
         act();
         let _ = done.send(());
     });
-    match finished.recv_timeout(PATIENCE) {
+    match finished.recv_timeout(TEST_TIMEOUT) {
         Err(mpsc::RecvTimeoutError::Timeout) => panic!("somebody was not woken"),
         _ => acting.join().expect("it to pass"),
     }

@@ -10,7 +10,7 @@ use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// Calls that neither enter firmware nor wait for anything: the data path, and taking events.
 const QUICK: [&str; 10] = [
@@ -54,7 +54,7 @@ fn beside<T: Send + 'static>(
         server.progress();
         match told.try_recv() {
             Ok(done) => return done,
-            Err(_) => assert!(begun.elapsed() < PATIENCE, "the client did not come to an end"),
+            Err(_) => assert!(begun.elapsed() < TEST_TIMEOUT, "the client did not come to an end"),
         }
     }
 }
@@ -63,7 +63,7 @@ fn drive(server: &Fabric, what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
         server.progress();
-        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not in time");
     }
 }
 

@@ -17,7 +17,7 @@ use ferrite_verbs::{
 };
 use hello::HELLO;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn address(text: &str) -> SocketAddr {
     text.parse().expect("an address")
@@ -46,7 +46,7 @@ fn fabric(world: &World, host: u8, has_command_threads: bool) -> Fabric {
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not in time");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -67,7 +67,8 @@ struct HalfPeer {
 impl HalfPeer {
     fn new(world: &World, to: SocketAddr, hello: &[u8]) -> Self {
         let verbs = world.verbs();
-        let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, PATIENCE).expect("a route");
+        let id =
+            cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, TEST_TIMEOUT).expect("a route");
         let context = verbs.device("fake2").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
         let cq = context.create_completion_queue(64, None, 0).expect("a queue");
@@ -79,7 +80,7 @@ impl HalfPeer {
         let modified = qp.modify(&attributes(State::INIT).access(Access::REMOTE_WRITE));
         modified.expect("initialised");
         id.connect(&ConnectParams { qp_num: qp.number(), ..params(hello) }).expect("a request");
-        let event = id.channel().wait_event(PATIENCE).expect("a channel").expect("an answer");
+        let event = id.channel().wait_event(TEST_TIMEOUT).expect("a channel").expect("an answer");
         assert_eq!(
             event.kind,
             CmEventKind::CONNECT_RESPONSE,
@@ -138,7 +139,7 @@ fn a_source_whose_handshakes_wait_keeps_no_other_out() {
     let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
     let (to, verbs) = (listener.local_addr(), world.verbs());
     let request = |from: &str| {
-        let id = cm::resolve(&verbs, Some(address(from)), to, PATIENCE).expect("a route");
+        let id = cm::resolve(&verbs, Some(address(from)), to, TEST_TIMEOUT).expect("a route");
         id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
             .expect("a request");
         id
@@ -166,14 +167,14 @@ fn handshakes_begin_while_those_of_other_sources_wait() {
     let mut requests = Vec::new();
     for host in 2..=6 {
         let from = address(&format!("10.0.0.{host}:0"));
-        let id = cm::resolve(&verbs, Some(from), to, PATIENCE).expect("a route");
+        let id = cm::resolve(&verbs, Some(from), to, TEST_TIMEOUT).expect("a route");
         id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
             .expect("a request");
         requests.push(id);
         // Its queue pair is made, then waits to be modified.
         let made = || world.objects().queue_pairs - before;
         let begun = Instant::now();
-        while made() < requests.len() && begun.elapsed() < PATIENCE {
+        while made() < requests.len() && begun.elapsed() < TEST_TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
         if made() < requests.len() {
@@ -197,7 +198,7 @@ fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
     let verbs = world.verbs();
     world.hold("ibv_destroy_qp");
     world.fail_next("rdma_accept", 12);
-    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), listener.local_addr(), PATIENCE);
+    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), listener.local_addr(), TEST_TIMEOUT);
     let id = id.expect("a route");
     id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
     until("it is refused", || server.stats().refused > 0);
@@ -206,7 +207,7 @@ fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
     until("the device is missed", || server.stats().devices_lost == 1);
     world.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
     let begun = Instant::now();
-    while server.stats().devices_back == 0 && begun.elapsed() < PATIENCE {
+    while server.stats().devices_back == 0 && begun.elapsed() < TEST_TIMEOUT {
         std::thread::sleep(Duration::from_millis(1));
     }
     let is_back = server.stats().devices_back == 1;
@@ -235,7 +236,7 @@ fn refused_accesses_before_the_end_of_the_handshake_count() {
         until("it is counted", || server.stats().remote_access_errors == guess);
     }
     let verbs = world.verbs();
-    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, PATIENCE).expect("a route");
+    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, TEST_TIMEOUT).expect("a route");
     id.connect(&ConnectParams { qp_num: 0x1234, ..params(b"") }).expect("a request");
     until("the source is refused", || server.stats().refused_after_access_errors == 1);
 }

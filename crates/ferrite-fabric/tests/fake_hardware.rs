@@ -10,8 +10,8 @@ use std::time::Instant;
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener, Rdma, Transport};
 use ferrite_verbs::fake::{DeviceSpec, World};
 use links::isolation::Scene;
-use links::pair::{drive, meet, until};
-use links::{Fixture, Host, PATIENCE};
+use links::pair::{drive, open_link, until};
+use links::{Fixture, Host, TEST_TIMEOUT};
 
 /// Two hosts, the first of which has a device as `change` makes it.
 fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
@@ -22,7 +22,7 @@ fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
     world.add_device(first);
     world.add_device(DeviceSpec::new("fake2", hosts[1].ip));
     let verbs = world.verbs();
-    (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
+    (world, Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 })
 }
 
 /// bnxt_re: the kernel says that there are windows, and the provider makes none. As where there are
@@ -32,7 +32,7 @@ fn windows_that_cannot_be_made_are_none() {
     let (_world, fixture) = world(|device| device.windows_only_in_kernel = true);
     let scene = Scene::new(&fixture, &Config { shared_windows: true, ..Config::default() });
     let guest = scene.guest(); // allowed by name
-    scene.is_well(&guest);
+    scene.check_write(&guest);
     assert_eq!(scene.fabrics[1].stats().devices_without_windows, 1, "told at the start");
     scene.end(vec![guest]);
     let scene = Scene::new(&fixture, &Config::default());
@@ -55,7 +55,7 @@ fn windows_of_which_the_device_does_not_say_how_many() {
     let scene = Scene::new(&fixture, &Config::default());
     assert_eq!(scene.fabrics[1].stats().devices_without_windows, 0);
     let guest = scene.guest();
-    scene.is_well(&guest);
+    scene.check_write(&guest);
     scene.end(vec![guest]);
 }
 
@@ -68,7 +68,7 @@ fn links_come_up_where_too_much_inline_is_refused_without_a_reason() {
     let [server, client] =
         [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
-    let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
+    let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
 }
 
 /// A single window: it is free again after the trial, and after the guest.
@@ -77,7 +77,7 @@ fn few_windows() {
     let (_world, fixture) = world(|device| device.max_mw = 1);
     let scene = Scene::new(&fixture, &Config::default());
     let guest = scene.guest();
-    scene.is_well(&guest);
+    scene.check_write(&guest);
     scene.end(vec![guest]);
     links::one_sided::reads(&fixture);
 }
@@ -91,7 +91,7 @@ fn a_port_that_comes_up_after_the_start_is_used() {
         [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     world.device_up("fake1");
-    let _ = meet(&client, &fixture.hosts[1], &server, &mut listener);
+    let _ = open_link(&client, &fixture.hosts[1], &server, &mut listener);
 }
 
 /// The least that a device may have.
@@ -147,7 +147,7 @@ fn tcp_goes_on_when_the_device_of_the_address_is_reset() {
             let calling = client.connect_with(listener.local_addr(), &options);
             match drive(&[&client, &server], calling) {
                 Ok(there) => break there,
-                Err(error) => assert!(begun.elapsed() < PATIENCE, "no RDMA: {error}"),
+                Err(error) => assert!(begun.elapsed() < TEST_TIMEOUT, "no RDMA: {error}"),
             }
         };
         let here = drive(&[&client, &server], listener.accept()).expect("accepted");

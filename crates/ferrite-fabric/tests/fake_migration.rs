@@ -16,7 +16,7 @@ use ferrite_verbs::fake::{DeviceSpec, World};
 use random::Random;
 use traffic::Traffic;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];
 
 /// Two hosts with a device each, and a link between them that may move.
@@ -84,7 +84,7 @@ impl Scene {
         while self.links.iter().any(|link| link.transport() != transport) {
             let failures = [0, 1].map(|at| self.links[at].failure());
             let now = [0, 1].map(|at| self.links[at].transport());
-            assert!(begun.elapsed() < PATIENCE, "not on {transport}: {now:?} {failures:?}");
+            assert!(begun.elapsed() < TEST_TIMEOUT, "not on {transport}: {now:?} {failures:?}");
             std::thread::sleep(Duration::from_millis(2));
         }
     }
@@ -130,13 +130,13 @@ fn queue_pair_breaks() {
     let scene = Scene::new();
     scene.is_on(Transport::Rdma);
     let traffic = scene.traffic(1);
-    traffic.flows(100, PATIENCE, "at first");
+    traffic.flows(100, TEST_TIMEOUT, "at first");
     for side in [0, 1, 0] {
         let number = scene.links[side].qp_num().expect("on RDMA");
         assert!(scene.world.break_queue_pair(number));
-        traffic.flows(100, PATIENCE, "after the break");
+        traffic.flows(100, TEST_TIMEOUT, "after the break");
         scene.is_on(Transport::Rdma);
-        traffic.flows(100, PATIENCE, "back on RDMA");
+        traffic.flows(100, TEST_TIMEOUT, "back on RDMA");
     }
     let counts = traffic.stop();
     assert!(counts.iter().all(|count| *count > 500), "{counts:?}");
@@ -172,7 +172,7 @@ fn tcp_first() {
     assert_eq!(scene.links[0].transport(), Transport::Rdma);
     scene.is_on(Transport::Rdma);
     let traffic = scene.traffic(4);
-    traffic.flows(300, PATIENCE, "on RDMA");
+    traffic.flows(300, TEST_TIMEOUT, "on RDMA");
     traffic.stop();
     assert_eq!(scene.links[0].stats().tcp_bytes, 0, "TCP carried nothing");
     let Scene { fabrics: [a, b], links: [link, other], listener, .. } = scene;
@@ -240,12 +240,12 @@ fn up_when_it_heals() {
     let traffic = scene.traffic(2);
     scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
     scene.is_on(Transport::Tcp);
-    traffic.flows(200, PATIENCE, "over TCP");
+    traffic.flows(200, TEST_TIMEOUT, "over TCP");
     assert!(scene.links[0].fallback().is_some(), "it says why");
     scene.world.heal(HOSTS[0].0, HOSTS[1].0);
     scene.is_on(Transport::Rdma);
     assert!(scene.links[0].fallback().is_none());
-    traffic.flows(200, PATIENCE, "over RDMA");
+    traffic.flows(200, TEST_TIMEOUT, "over RDMA");
     traffic.stop();
 }
 
@@ -253,14 +253,14 @@ fn up_when_it_heals() {
 fn device_removed_and_added() {
     let scene = Scene::new();
     let traffic = scene.traffic(3);
-    traffic.flows(50, PATIENCE, "at first");
+    traffic.flows(50, TEST_TIMEOUT, "at first");
     for side in [0, 1] {
         scene.world.remove_device(HOSTS[side].0);
-        traffic.flows(200, PATIENCE, "without a device");
+        traffic.flows(200, TEST_TIMEOUT, "without a device");
         scene.is_on(Transport::Tcp);
         scene.world.add_device(spec(side));
         scene.is_on(Transport::Rdma);
-        traffic.flows(200, PATIENCE, "with the device again");
+        traffic.flows(200, TEST_TIMEOUT, "with the device again");
     }
     traffic.stop();
 }
@@ -340,7 +340,7 @@ fn a_grant_on_a_path_that_was_lost() {
     let begun = Instant::now();
     while server.stats().upgrades == 0 || there.transport() != Transport::Rdma {
         server.progress();
-        assert!(begun.elapsed() < PATIENCE, "{:?} {:?}", there.failure(), here.failure());
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{:?} {:?}", there.failure(), here.failure());
     }
     reads();
     assert_eq!(here.stats().binds_dropped, 1);
@@ -437,7 +437,7 @@ fn random_faults() {
                 scene.world.add_device(spec(side));
             }
         }
-        traffic.flows(20 + next(50), PATIENCE, &format!("fault {round}"));
+        traffic.flows(20 + next(50), TEST_TIMEOUT, &format!("fault {round}"));
     }
     scene.is_on(Transport::Rdma);
     let traffic_gap = traffic.take_longest_gap();

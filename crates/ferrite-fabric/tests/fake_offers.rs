@@ -20,7 +20,7 @@ use offer::offer;
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// A server with a device, and a TCP client that has said hello and says what it likes from then
 /// on.
@@ -106,7 +106,7 @@ fn call(to: SocketAddr) -> TcpStream {
     rustix::net::bind(&socket, &from).expect("to bind");
     rustix::net::connect(&socket, &to).expect("to connect");
     let mut client = TcpStream::from(socket);
-    client.set_read_timeout(Some(PATIENCE)).expect("a timeout");
+    client.set_read_timeout(Some(TEST_TIMEOUT)).expect("a timeout");
     let hello = Hello { features: HELLO.features | Features::MOVE, session: 9, ..HELLO };
     client.write_all(&Greeting { hello, resume: None }.encode()).expect("to write");
     client
@@ -205,7 +205,7 @@ fn leaves_nothing_when_the_fabric_ends_during_an_offer() {
     let (mut link, begun) = (None, Instant::now());
     // Nobody drives it after this.
     while link.is_none() || world.objects().queue_pairs == 0 {
-        assert!(begun.elapsed() < PATIENCE, "no queue pair for the offer");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "no queue pair for the offer");
         fabric.progress();
         link = link.or(listener.try_accept().expect("a listener"));
     }

@@ -17,7 +17,7 @@ const TROUBLED: &str = "127.0.0.2";
 const ANOTHER: &str = "127.0.0.4";
 /// Who must not notice.
 const HONEST: &str = "127.0.0.3";
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn address(host: &str) -> SocketAddr {
     SocketAddr::new(host.parse().expect("an address"), 0)
@@ -26,7 +26,7 @@ fn address(host: &str) -> SocketAddr {
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not in time");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -86,7 +86,7 @@ impl Rig {
             }
             let _ = tell.send(());
         });
-        told.recv_timeout(PATIENCE).expect("the driver of a fabric waits");
+        told.recv_timeout(TEST_TIMEOUT).expect("the driver of a fabric waits");
     }
 }
 
@@ -212,7 +212,7 @@ fn tells_what_is_in_use_while_memory_is_registered() {
                 (asking.in_use_bytes(Purpose::Receive), asking.stats().receive.in_use_bytes);
             let _ = tell.send((numbers, asking.domains().len()));
         });
-        let told = told.recv_timeout(PATIENCE);
+        let told = told.recv_timeout(TEST_TIMEOUT);
         drop(held);
         assert_eq!(told, Ok(((in_use, in_use), 1)), "whoever asks waits");
         assert_eq!(growing.join().expect("it has grown"), 2 << 20);

@@ -16,7 +16,7 @@ use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Meet, Rdma
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{Access, ConnectParams, QueuePairConfig, RecvRequest, Verbs, cm};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const OURS: &str = "127.0.0.1:0";
 const THEIRS: &str = "127.0.0.2:0";
 
@@ -47,7 +47,7 @@ fn fabric(verbs: &Verbs) -> Fabric {
 /// Takes a TCP connection and the greeting on it.
 fn answer(listener: &TcpListener) -> (TcpStream, Greeting) {
     let (mut socket, _) = listener.accept().expect("a call");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+    socket.set_read_timeout(Some(TEST_TIMEOUT)).expect("a time limit");
     let mut greeting = [0; GREETING_BYTES];
     socket.read_exact(&mut greeting).expect("a greeting");
     (socket, Greeting::decode(&greeting).expect("one of ours"))
@@ -103,7 +103,7 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fa
     let listener = cm::Listener::bind(&verbs, peer, 4).expect("the same port over RDMA");
     let connecting = fabric.connect_with(peer, &ConnectOptions::new().local(address(OURS)));
 
-    let request = listener.next_request(PATIENCE).expect("a request").expect("in time");
+    let request = listener.next_request(TEST_TIMEOUT).expect("a request").expect("in time");
     let context = verbs.device("fake2").and_then(|device| device.open()).expect("device");
     let domain = context.allocate_protection_domain().expect("domain");
     let cq = context.create_completion_queue(64, None, 0).expect("queue");
@@ -125,7 +125,7 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fa
         retries: 6,
         rnr_retries: 7,
     };
-    cm::accept(&request, &qp, Access::REMOTE_WRITE, &params, PATIENCE).expect("accept");
+    cm::accept(&request, &qp, Access::REMOTE_WRITE, &params, TEST_TIMEOUT).expect("accept");
     qp.post_recv(&[RecvRequest::new(0, &[region.sge(0..8 << 10)])]).expect("post");
     let link = fabric.block_on(connecting).expect("a link");
     assert_eq!(link.transport(), Transport::Rdma);

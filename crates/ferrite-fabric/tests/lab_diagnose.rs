@@ -16,7 +16,7 @@ use ferrite_verbs::{
 
 const HOSTS: [(&str, &str); 2] = [("rxe2", "10.0.0.2"), ("rxe1", "10.0.0.1")];
 /// Longer than anything here takes, on the slowest kernel.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
@@ -42,7 +42,7 @@ impl Drop for Mend {
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
         assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
         // The port comes back, and with it the address, a moment later.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < deadline && !HOSTS.into_iter().all(|(device, ip)| is_up(device, ip))
         {
             std::thread::sleep(Duration::from_millis(50));
@@ -90,7 +90,7 @@ impl End {
     fn run(&self, request: SendRequest<'_>) -> Status {
         self.qp.post_send(&[request.signaled()]).expect("post");
         let mut out = [WorkCompletion::default()];
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while self.cq.poll(&mut out).expect("poll") == 0 {
             assert!(Instant::now() < deadline, "no completion in time");
             std::thread::yield_now();
@@ -134,7 +134,7 @@ impl Link {
 
     /// Writes until something gives.
     fn failure(&self) -> Failure {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let local = [self.own.region.sge(0..64)];
         while Instant::now() < deadline {
             match self.own.run(SendRequest::write(1, &local, self.peer.region.remote(0..64))) {

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Cargo puts examples beside the tests.
 fn example(name: &str) -> Command {
@@ -42,7 +42,7 @@ impl Server {
     fn finish(mut self) -> String {
         let begun = Instant::now();
         while self.child.try_wait().expect("its state").is_none() {
-            assert!(begun.elapsed() < PATIENCE, "the server does not end");
+            assert!(begun.elapsed() < TEST_TIMEOUT, "the server does not end");
             std::thread::sleep(Duration::from_millis(20));
         }
         assert!(self.child.wait().expect("its end").success());

@@ -7,11 +7,11 @@
 //! deadline.
 #![expect(clippy::print_stdout, reason = "the matrix is for people to read")]
 
+#[expect(dead_code, reason = "shared with lab_faults")]
+#[path = "lab_faults/harness.rs"]
+mod harness;
 #[path = "lab_faults/net.rs"]
 mod net;
-#[expect(dead_code, reason = "shared with lab_faults")]
-#[path = "lab_faults/rig.rs"]
-mod rig;
 
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
@@ -23,8 +23,8 @@ use ferrite_fabric::{
     Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma,
     Transport,
 };
+use harness::{OWN, PEER, any_port, pace, until, within};
 use net::{Mend, Renewal, Wire, fault};
-use rig::{OWN, PEER, any_port, pace, until, within};
 
 /// One way that fails takes at most `connection_timeout` (2 s here), and so does the other.
 const DEADLINE: Duration = Duration::from_secs(5);

@@ -20,6 +20,8 @@
 mod connecting;
 #[path = "lab_faults/devices.rs"]
 mod devices;
+#[path = "lab_faults/harness.rs"]
+mod harness;
 #[path = "lab_faults/limits.rs"]
 mod limits;
 #[path = "lab_faults/memory.rs"]
@@ -36,8 +38,6 @@ mod peers;
 mod process;
 #[path = "lab_faults/revocation.rs"]
 mod revocation;
-#[path = "lab_faults/rig.rs"]
-mod rig;
 #[path = "lab_faults/traffic.rs"]
 mod traffic;
 #[path = "lab_faults/wires.rs"]

@@ -5,13 +5,13 @@
 //! alone.
 #![expect(clippy::print_stdout, reason = "how long each fault took is for people to judge")]
 
+#[expect(dead_code, reason = "shared with lab_faults")]
+#[path = "lab_faults/harness.rs"]
+mod harness;
 #[path = "lab_faults/net.rs"]
 mod net;
 #[path = "links/random.rs"]
 mod random;
-#[expect(dead_code, reason = "shared with lab_faults")]
-#[path = "lab_faults/rig.rs"]
-mod rig;
 #[path = "migration/traffic.rs"]
 mod traffic;
 
@@ -19,14 +19,14 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Link, Listener, Transport};
+use harness::{OWN, PEER, any_port, pace, until, verbs, within};
 use net::{Mend, Renewal, Wire, fault};
 use random::Random;
-use rig::{OWN, PEER, any_port, pace, until, verbs, within};
 use traffic::Traffic;
 
 /// Longer than any of these faults: the device's retries (about half a second), or the next look
 /// for a device (8 s), and the way back up.
-const PATIENCE: Duration = Duration::from_secs(40);
+const TEST_TIMEOUT: Duration = Duration::from_secs(40);
 
 struct Scene {
     fabrics: [Fabric; 2],
@@ -54,13 +54,13 @@ impl Scene {
         to.set_port(listener.local_addr().port());
         let connecting = fabrics[0].connect_with(to, &ConnectOptions::new().local(any_port(OWN)));
         let both = async { futures_util::join!(connecting, listener.accept()) };
-        let (a, b) = within(PATIENCE, "a link", both);
+        let (a, b) = within(TEST_TIMEOUT, "a link", both);
         Self { fabrics, links: [a.expect("connect"), b.expect("accept")], _listener: listener }
     }
 
     #[track_caller]
     fn is_on(&self, transport: Transport) {
-        until(PATIENCE * pace(), &format!("on {transport}"), || {
+        until(TEST_TIMEOUT * pace(), &format!("on {transport}"), || {
             let failures = [0, 1].map(|at| self.links[at].failure());
             assert!(failures.iter().all(Option::is_none), "{failures:?}");
             self.links.iter().all(|link| link.transport() == transport)
@@ -78,9 +78,9 @@ fn told_to() {
     scene.is_on(Transport::Rdma);
     let traffic = Traffic::start(&scene.links, 1);
     for side in [0, 1, 0, 1] {
-        traffic.flows(100, PATIENCE, "on RDMA");
+        traffic.flows(100, TEST_TIMEOUT, "on RDMA");
         assert!(scene.links[side].leave_rdma());
-        traffic.flows(100, PATIENCE, "without");
+        traffic.flows(100, TEST_TIMEOUT, "without");
         scene.is_on(Transport::Rdma);
     }
     traffic.stop();
@@ -91,15 +91,15 @@ fn interface_down() {
     let _renewal = Renewal;
     let scene = Scene::new();
     let traffic = Traffic::start(&scene.links, 2);
-    traffic.flows(100, PATIENCE, "on RDMA");
+    traffic.flows(100, TEST_TIMEOUT, "on RDMA");
     let down = fault("ip link set h1 down", "ip link set h1 up");
     scene.is_on(Transport::Tcp);
-    traffic.flows(300, PATIENCE, "on TCP");
+    traffic.flows(300, TEST_TIMEOUT, "on TCP");
     let why = scene.links[0].fallback().expect("it says why");
     println!("{why}");
     drop(down);
     scene.is_on(Transport::Rdma);
-    traffic.flows(300, PATIENCE, "on RDMA again");
+    traffic.flows(300, TEST_TIMEOUT, "on RDMA again");
     traffic.stop();
 }
 
@@ -108,15 +108,15 @@ fn device_removed_and_added() {
     let scene = Scene::new();
     let traffic = Traffic::start(&scene.links, 3);
     for (device, netdev) in [(OWN.0, "h2"), (PEER.0, "h1")] {
-        traffic.flows(100, PATIENCE, "on RDMA");
+        traffic.flows(100, TEST_TIMEOUT, "on RDMA");
         let mut removal = remove(device);
         scene.is_on(Transport::Tcp);
-        traffic.flows(100, PATIENCE, "on TCP");
-        until(PATIENCE, "the removal ends", || removal.try_wait().expect("a status").is_some());
+        traffic.flows(100, TEST_TIMEOUT, "on TCP");
+        until(TEST_TIMEOUT, "the removal ends", || removal.try_wait().expect("a status").is_some());
         net::sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
         scene.is_on(Transport::Rdma);
     }
-    traffic.flows(100, PATIENCE, "on RDMA again");
+    traffic.flows(100, TEST_TIMEOUT, "on RDMA again");
     traffic.stop();
 }
 
@@ -138,7 +138,7 @@ fn random_faults() {
     );
     let scene = Scene::new();
     let traffic = Traffic::start(&scene.links, seed);
-    traffic.flows(100, PATIENCE, "at first");
+    traffic.flows(100, TEST_TIMEOUT, "at first");
     let (begun, mut gaps) = (Instant::now(), Vec::new());
     for at in 0..faults {
         // Mostly from RDMA; sometimes while it is on its way.
@@ -173,7 +173,7 @@ fn random_faults() {
             _ => {
                 let (device, netdev) = [(OWN.0, "h2"), (PEER.0, "h1")][side];
                 let mut removal = remove(device);
-                until(PATIENCE, "the removal ends", || {
+                until(TEST_TIMEOUT, "the removal ends", || {
                     removal.try_wait().expect("a status").is_some()
                 });
                 std::thread::sleep(pause);
@@ -181,7 +181,7 @@ fn random_faults() {
                 "device removed"
             }
         };
-        traffic.flows(20, PATIENCE * pace(), &format!("fault {at}, {what}"));
+        traffic.flows(20, TEST_TIMEOUT * pace(), &format!("fault {at}, {what}"));
         let gap = traffic.take_longest_gap();
         println!("fault {at:3}: {what:16} for {pause:6.0?}: {gap:6.0?} without a message");
         gaps.push((gap, what));

@@ -17,7 +17,7 @@ use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma, Stream, StreamListene
 use ferrite_verbs::Verbs;
 
 /// Longer than anything here takes, on the slowest kernel.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const MIB: usize = 1 << 20;
@@ -46,7 +46,7 @@ pub(crate) struct Scene {
     verbs: Option<Verbs>,
     hosts: [Host; 2],
     /// How much less is to be done where everything takes longer.
-    pub(crate) slower: usize,
+    pub(crate) work_divisor: usize,
 }
 
 /// A test of the suite.
@@ -54,16 +54,18 @@ pub(crate) trait Test: AsyncFnOnce(Scene) {}
 impl<F: AsyncFnOnce(Scene)> Test for F {}
 
 /// Runs a test, which must end in time.
-pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], slower: usize, test: impl Test) {
+pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], work_divisor: usize, test: impl Test) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
-    let scene = Scene { verbs, hosts, slower };
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time") });
+    let scene = Scene { verbs, hosts, work_divisor };
+    runtime.block_on(async {
+        tokio::time::timeout(TEST_TIMEOUT, test(scene)).await.expect("in time")
+    });
     // Drivers end by themselves when their fabric has no user and no link.
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "fabrics that do not end");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "fabrics that do not end");
         std::thread::sleep(Duration::from_millis(2));
     }
 }

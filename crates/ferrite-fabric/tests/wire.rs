@@ -8,7 +8,7 @@ use ferrite_verbs::{
 };
 
 /// Longer than anything here takes, on the slowest kernel.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) struct End {
     pub(crate) context: Context,
@@ -68,7 +68,7 @@ impl End {
 
     fn reap(&self) -> Status {
         let mut out = [WorkCompletion::default()];
-        let deadline = std::time::Instant::now() + PATIENCE;
+        let deadline = std::time::Instant::now() + TEST_TIMEOUT;
         while self.cq.poll(&mut out).expect("poll") == 0 {
             assert!(std::time::Instant::now() < deadline, "no completion in time");
             std::thread::yield_now();

@@ -31,7 +31,7 @@ use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Rdma, Region};
 
 const HOUR: Duration = Duration::from_secs(3600);
 /// Nothing here takes time but the kernel.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TEST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Largest frame over TCP, if `segment_bytes` is not more.
 const FRAME_BYTES: usize = 64 << 10;
 const REGION_BYTES: usize = 1000;
@@ -232,10 +232,10 @@ impl Scene {
         assert_eq!(taken.expect("a message").to_vec(), b"all is well");
     }
 
-    fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+    fn until(&mut self, what: &str, mut condition: impl FnMut(&mut Self) -> bool) {
         let begun = Instant::now();
-        while !is_so(self) {
-            assert!(begun.elapsed() < PATIENCE, "never: {what}; {:?}", self.fabric.stats());
+        while !condition(self) {
+            assert!(begun.elapsed() < TEST_TIMEOUT, "never: {what}; {:?}", self.fabric.stats());
             self.fabric.progress();
         }
     }
@@ -325,7 +325,7 @@ impl Peer {
     /// Says it all, unless the connection is over or the fabric takes no more.
     fn say(&mut self, fabric: &Fabric, mut bytes: &[u8]) {
         let begun = Instant::now();
-        while !bytes.is_empty() && begun.elapsed() < PATIENCE / 4 {
+        while !bytes.is_empty() && begun.elapsed() < TEST_TIMEOUT / 4 {
             match self.stream.write(bytes) {
                 Ok(written) => bytes = &bytes[written..],
                 Err(error) if error.kind() == IoKind::WouldBlock => {

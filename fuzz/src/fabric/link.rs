@@ -42,7 +42,7 @@ struct Limits {
 const OURS: Limits = Limits { segment: 256, window: 4, channels: 3, message: 1000 };
 const PEERS: Limits = Limits { segment: 256, window: 3, channels: 2, message: 512 };
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 /// Receives of the link's device, and of its peer.
 const RECEIVES: u32 = 32;
@@ -222,8 +222,8 @@ impl Scene {
     /// The peer dials; both ends.
     fn connect(&mut self) -> (Link, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
-        let id =
-            cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
+        let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), TEST_TIMEOUT)
+            .expect("a route");
         let peer = Peer::new(&self.domain, id);
         let hello = Hello {
             version: Version::CURRENT,

@@ -48,7 +48,7 @@ use peer::Peer;
 const WINDOW: u32 = 200;
 /// The longest that a peer may announce.
 const PEER_WINDOW_MAX: u32 = 1 << 16;
-const PATIENCE: Duration = Duration::from_secs(10);
+const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 const RECEIVES: u32 = 64;
 /// Passes of the fabric after which everything must have happened: nothing here takes time.
@@ -320,8 +320,8 @@ impl Scene {
     /// We are the server: the peer calls.
     fn answer(&self) -> (RawConnection, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
-        let id =
-            cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
+        let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), TEST_TIMEOUT)
+            .expect("a route");
         let peer = Peer::new(&self.domain, id);
         peer.connect();
         let request = self.ready(self.foreign_peers.next()).expect("a request");

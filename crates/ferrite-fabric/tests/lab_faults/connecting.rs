@@ -7,9 +7,9 @@ use ferrite_fabric::{Config, ConnectOptions, Error, ErrorKind, Link};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
+use crate::harness::{Clean, Host, OWN, PEER, TEST_TIMEOUT, any_port, pace, quick, until, within};
 use crate::net::{Wire, fault};
 use crate::pair::{Peer, connect, show};
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, pace, quick, until, within};
 
 /// How long a handshake may take in these tests. The kernel would wait for 81 s.
 const PATIENT_FOR: Duration = Duration::from_secs(2);
@@ -27,7 +27,7 @@ fn failure(own: &Host, local: Option<SocketAddr>, target: SocketAddr, limit: Dur
         options = options.local(local);
     }
     let since = Instant::now();
-    let error = within(PATIENCE, "a connect", own.fabric.connect_with(target, &options))
+    let error = within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(target, &options))
         .expect_err("nobody");
     let after = since.elapsed();
     show(&format!("connect to {target}, after {after:.0?}"), &error);
@@ -94,8 +94,8 @@ fn black_hole_while_connecting() {
     let (own, peer) = (Host::new(&[OWN.0], Config::default()), Peer::start(quick()));
     // So that the neighbour is known: else it is as if nobody had the address.
     let link = connect(&own, peer.addr).expect("a link");
-    drop(within(PATIENCE, "the grant", link.recv()).expect("the grant"));
-    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    drop(within(TEST_TIMEOUT, "the grant", link.recv()).expect("the grant"));
+    within(TEST_TIMEOUT, "closing", link.close()).expect("closed in good order");
     drop(link);
     let hole = Wire::new(&["h1"]);
     hole.set("loss 100%");
@@ -104,7 +104,7 @@ fn black_hole_while_connecting() {
     assert!(!error.causes().is_empty(), "{error}");
     drop(hole);
     // The listener's side of it is given up in time too.
-    let limit = peer.host.fabric.config().connection_timeout + PATIENCE;
+    let limit = peer.host.fabric.config().connection_timeout + TEST_TIMEOUT;
     until(limit, "the half-open link is gone", || peer.host.fabric.stats().links == 0);
     peer.finish();
     own.finish();

@@ -7,10 +7,12 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind};
 
+use crate::harness::{
+    Clean, Host, OWN, PEER, TEST_TIMEOUT, any_port, held_on, pace, quick, until, within,
+};
 use crate::net::Mend;
 use crate::pair::{Pair, Peer, connect, judge};
 use crate::process::{peer, role, serve_as_peer, serve_at};
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, held_on, pace, quick, until, within};
 use crate::traffic::Traffic;
 
 /// The kernel's message comes in milliseconds.
@@ -106,7 +108,7 @@ fn one_of_two_devices_removed() {
     let lost = connect(&own, peer.addr).expect("a link");
     // The other device, which talks to itself.
     let options = ConnectOptions::new().local(any_port(PEER));
-    let kept = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options))
+    let kept = within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(peer.addr, &options))
         .expect("a link");
     assert_eq!((lost.device().as_deref(), kept.device().as_deref()), (Some(OWN.0), Some(PEER.0)));
     let (on_lost, on_kept) = (Traffic::start(&lost), Traffic::start(&kept));
@@ -121,7 +123,7 @@ fn one_of_two_devices_removed() {
         HEARD_WITHIN,
     );
     on_kept.flows("on the other device");
-    let again = within(PATIENCE, "a connect", own.fabric.connect_with(peer.addr, &options))
+    let again = within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(peer.addr, &options))
         .expect("a link");
     drop((lost, again));
     let begun = Instant::now();
@@ -164,12 +166,12 @@ fn own_device_removed_and_added_again() {
         let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
         let left = || held_on(OWN.0).into_iter().filter(more).collect::<Vec<_>>();
         // Identifiers linger in timewait.
-        until(PATIENCE, &format!("no more than at first: {first:?}"), || left().is_empty());
+        until(TEST_TIMEOUT, &format!("no more than at first: {first:?}"), || left().is_empty());
     }
     traffic.stop();
-    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", link.close()).expect("closed in good order");
     drop(link);
-    until(PATIENCE, "no link is left", || own.fabric.stats().links == 0);
+    until(TEST_TIMEOUT, "no link is left", || own.fabric.stats().links == 0);
     let mut removal = remove(OWN.0);
     removal.ends();
     drop(removal);
@@ -249,7 +251,7 @@ fn peer_comes_back(test: &str, everywhere: &str, times: usize) {
         let first = first.get_or_insert_with(|| held_on(PEER.0));
         let more = |(what, count): &(String, u64)| *count > first.get(what).copied().unwrap_or(0);
         let left = || held_on(PEER.0).into_iter().filter(more).collect::<Vec<_>>();
-        until(PATIENCE, &format!("no more than at first: {first:?}"), || left().is_empty());
+        until(TEST_TIMEOUT, &format!("no more than at first: {first:?}"), || left().is_empty());
         let since = Instant::now();
         let mut removal = remove(PEER.0);
         judge("peer's device removed", &link, traffic, since, &[ErrorKind::LinkDown], HEARD_WITHIN);
@@ -267,7 +269,7 @@ fn peer_comes_back(test: &str, everywhere: &str, times: usize) {
         println!("  (used again {:.0?} later)", begun.elapsed());
     }
     Traffic::start(&link).stop();
-    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", link.close()).expect("closed in good order");
     drop(link);
     own.finish();
     let ends = process.finish();

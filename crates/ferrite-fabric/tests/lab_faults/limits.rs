@@ -6,10 +6,12 @@ use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{RefusalCode, Rights};
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Rdma};
 
+use crate::harness::{
+    Clean, HOSTS, Host, OWN, PEER, TEST_TIMEOUT, any_port, quick, until, verbs, within,
+};
 use crate::net::sh;
 use crate::pair::{Pair, Peer, connect, show};
 use crate::process::{Process, again, peer, role, serve_as_peer_after};
-use crate::rig::{Clean, HOSTS, Host, OWN, PATIENCE, PEER, any_port, quick, until, verbs, within};
 use crate::traffic::Traffic;
 
 const NOBODY: u32 = 65534;
@@ -144,10 +146,10 @@ fn queue_pairs_of_the_peer_exhausted() {
     let [first, second] = traffic;
     first.stop();
     let [gone, kept] = links;
-    within(PATIENCE, "closing", gone.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", gone.close()).expect("closed in good order");
     drop(gone);
     let mut link = None;
-    until(PATIENCE, "another link", || {
+    until(TEST_TIMEOUT, "another link", || {
         link = connect(&own, addr).ok();
         link.is_some()
     });
@@ -223,7 +225,7 @@ fn completion_queue_too_small() {
     let options = ConnectOptions::new().local(any_port(OWN));
     let more: Vec<Link> = (0..3)
         .map(|_| {
-            within(PATIENCE, "a link", pair.own.fabric.connect_with(pair.peer.addr, &options))
+            within(TEST_TIMEOUT, "a link", pair.own.fabric.connect_with(pair.peer.addr, &options))
                 .expect("a link")
         })
         .collect();

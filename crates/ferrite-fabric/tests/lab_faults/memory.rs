@@ -5,8 +5,10 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{Config, ErrorKind, Link, Message};
 
+use crate::harness::{
+    Clean, Host, OWN, PEER, TEST_TIMEOUT, any_port, join, pace, quick, until, within,
+};
 use crate::pair::{connect, show};
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, join, pace, quick, until, within};
 
 const MIB: usize = 1 << 20;
 /// Nobody but the application can wake the fabric in this time: no sign of life is asked for.
@@ -37,7 +39,7 @@ fn two_links(own: &Host, small: &Host) -> [(Link, Link); 2] {
     let mut listener = small.fabric.listen(any_port(PEER)).expect("a listener");
     [(); 2].map(|()| {
         let there = connect(own, listener.local_addr()).expect("a link");
-        (there, within(PATIENCE, "the link", listener.accept()).expect("a link"))
+        (there, within(TEST_TIMEOUT, "the link", listener.accept()).expect("a link"))
     })
 }
 
@@ -50,7 +52,7 @@ fn a_hoarder() {
     let hoarder = Host::new(&[PEER.0], small());
     let [(greedy_there, greedy), (polite_there, polite)] = two_links(&own, &hoarder);
     let sender = std::thread::spawn(move || {
-        within(PATIENCE * 2, "sending", async {
+        within(TEST_TIMEOUT * 2, "sending", async {
             for number in 0..MESSAGES {
                 greedy_there.send_bytes(0, &numbered(number)).await.expect("sent");
             }
@@ -58,7 +60,7 @@ fn a_hoarder() {
         greedy_there
     });
     let mut kept: Vec<Message> = Vec::new();
-    until(PATIENCE, "all memory is taken", || {
+    until(TEST_TIMEOUT, "all memory is taken", || {
         while let Some(message) = greedy.try_recv().expect("the link is up") {
             assert_eq!(number(&message) as usize, kept.len(), "in order");
             kept.push(message);
@@ -92,13 +94,13 @@ fn a_hoarder() {
         .expect("a message");
     assert_eq!(hello.to_vec(), b"hello");
     println!("memory is back: the other link goes on after {:.0?}", begun.elapsed());
-    within(PATIENCE, "the rest comes", async {
+    within(TEST_TIMEOUT, "the rest comes", async {
         while next < MESSAGES {
             assert_eq!(number(&greedy.recv().await.expect("a message")), next, "in order");
             next += 1;
         }
     });
-    let greedy_there = join(sender, PATIENCE, "the sender ends");
+    let greedy_there = join(sender, TEST_TIMEOUT, "the sender ends");
     drop((hello, greedy, greedy_there, polite, polite_there));
     own.finish();
     hoarder.finish();
@@ -114,7 +116,7 @@ fn a_message_larger_than_the_memory() {
     let host = Host::new(&[PEER.0], Config { keepalive: quick().keepalive, ..small() });
     let [(large_there, large), (polite_there, polite)] = two_links(&own, &host);
     let begun = Instant::now();
-    let error = within(PATIENCE, "sending", async {
+    let error = within(TEST_TIMEOUT, "sending", async {
         let bytes = vec![7; 8 * MIB];
         large_there.send_bytes(0, &bytes).await.expect_err("there is no memory for it")
     });

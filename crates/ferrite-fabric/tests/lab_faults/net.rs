@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEventKind, cm};
 
-use crate::rig::{HOSTS, PATIENCE, any_port, verbs};
+use crate::harness::{HOSTS, TEST_TIMEOUT, any_port, verbs};
 
 /// Runs a command line of the system's tools.
 #[track_caller]
@@ -70,7 +70,7 @@ impl Wire {
 
 /// Ports come back, and with them the addresses, a moment after their interfaces.
 fn hosts_come_up() {
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while Instant::now() < deadline && !hosts_are_up() {
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -109,9 +109,9 @@ fn renew(host: (&str, &str), netdev: &str) -> Option<()> {
     // removal.
     let listener = cm::Listener::bind(&verbs(), any_port(host), 1).ok()?;
     let mut removal = Command::new("rdma").args(["link", "delete", host.0]).spawn().ok()?;
-    let event = listener.id().channel().wait_event(PATIENCE).ok()??;
+    let event = listener.id().channel().wait_event(TEST_TIMEOUT).ok()??;
     drop(listener);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while removal.try_wait().ok()?.is_none() {
         // The fabrics that a test has left behind end within seconds.
         if event.kind != CmEventKind::DEVICE_REMOVAL || Instant::now() > deadline {

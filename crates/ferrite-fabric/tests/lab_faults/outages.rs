@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{Config, ErrorKind, Link};
 use ferrite_verbs::Status;
 
+use crate::harness::{Clean, Host, OWN, TEST_TIMEOUT, pace, quick, stalled_after, within};
 use crate::net::{Mend, Renewal, Wire, fault, sh};
 use crate::pair::{Pair, Peer, connect, show};
-use crate::rig::{Clean, Host, OWN, PATIENCE, pace, quick, stalled_after, within};
 
 /// An acknowledgement is waited for 67 ms, seven times (`ack_timeout` 14, `retries` 6): half a
 /// second. But Soft-RoCE does not repeat while packets wait for the neighbour's address, for which
@@ -28,12 +28,12 @@ fn by_default() -> Config {
 /// A second link on the same way, without traffic.
 fn idle_link(pair: &Pair) -> Link {
     let link = connect(&pair.own, pair.peer.addr).expect("a link");
-    drop(within(PATIENCE, "the grant", link.recv()).expect("the grant"));
+    drop(within(TEST_TIMEOUT, "the grant", link.recv()).expect("the grant"));
     link
 }
 
 fn echoes(link: &Link) {
-    within(PATIENCE, "an echo", async {
+    within(TEST_TIMEOUT, "an echo", async {
         link.send_bytes(1, b"echo?").await.expect("sent");
         assert_eq!(link.recv().await.expect("an echo").to_vec(), b"echo?");
     });
@@ -159,7 +159,7 @@ fn black_hole_around_an_idle_link() {
     let clean = Clean::begin();
     let (own, peer) = (Host::new(&[OWN.0], quick()), Peer::start(quick()));
     let link = connect(&own, peer.addr).expect("a link");
-    drop(within(PATIENCE, "the grant", link.recv()).expect("the grant"));
+    drop(within(TEST_TIMEOUT, "the grant", link.recv()).expect("the grant"));
     let since = Instant::now();
     wire.set(HOLE);
     let limit = quick().keepalive + RETRIES_OVER * pace();

@@ -13,7 +13,9 @@ use futures_channel::oneshot;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, join, pace, stalled_after, within};
+use crate::harness::{
+    Clean, Host, OWN, PEER, TEST_TIMEOUT, any_port, join, pace, stalled_after, within,
+};
 use crate::traffic::{Failed, Traffic, serve};
 
 /// How the links of a peer ended: messages sent back, or the error.
@@ -43,7 +45,7 @@ impl Peer {
             };
             within(LIFE, "the peer", serve_all(fabric, any_port(PEER), stopped, tell))
         });
-        let addr = listening.recv_timeout(PATIENCE).expect("the peer listens");
+        let addr = listening.recv_timeout(TEST_TIMEOUT).expect("the peer listens");
         Self { host, addr, stop, thread }
     }
 
@@ -53,8 +55,11 @@ impl Peer {
     pub(crate) fn finish(self) -> Ends {
         let Self { host, stop, thread, .. } = self;
         let _ = stop.send(());
-        let ends =
-            join(thread, stalled_after(host.fabric.config()) + PATIENCE, "the peer's links end");
+        let ends = join(
+            thread,
+            stalled_after(host.fabric.config()) + TEST_TIMEOUT,
+            "the peer's links end",
+        );
         host.finish();
         ends
     }
@@ -107,7 +112,7 @@ pub(crate) async fn serve_all(
 
 pub(crate) fn connect(own: &Host, peer: SocketAddr) -> Result<Link, Error> {
     let options = ConnectOptions::new().local(any_port(OWN));
-    within(PATIENCE, "a connect", own.fabric.connect_with(peer, &options))
+    within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(peer, &options))
 }
 
 /// A link from the own host to a peer, with traffic.
@@ -144,7 +149,7 @@ impl Pair {
         let Self { own, peer, link, traffic, clean } = self;
         traffic.flows("after the fault");
         traffic.stop();
-        within(PATIENCE, "closing", link.close()).expect("closed in good order");
+        within(TEST_TIMEOUT, "closing", link.close()).expect("closed in good order");
         drop(link);
         for end in peer.finish() {
             assert!(end.is_ok_and(|echoed| echoed > 0), "the peer's end");
@@ -189,7 +194,7 @@ pub(crate) fn judge(
     limit: Duration,
 ) -> Error {
     let limit = limit * pace();
-    let failures = traffic.failures(limit + PATIENCE);
+    let failures = traffic.failures(limit + TEST_TIMEOUT);
     let first = link.failure().expect("the link is down");
     assert_eq!(failures.len(), 3, "each kind of traffic has failed: {failures:?}");
     for Failed { kind, error, at } in &failures {

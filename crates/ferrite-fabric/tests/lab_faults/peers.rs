@@ -4,11 +4,12 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Rdma};
 
+use crate::harness::{
+    Clean, Host, OWN, PEER, TEST_TIMEOUT, any_port, pace, quick, stalled_after, until, verbs,
+    within,
+};
 use crate::pair::{Peer, connect, judge, show};
 use crate::process::{Process, end_of_input, peer, role, say, serve_as_peer};
-use crate::rig::{
-    Clean, Host, OWN, PATIENCE, PEER, any_port, pace, quick, stalled_after, until, verbs, within,
-};
 use crate::traffic::Traffic;
 
 /// The kernel closes a dead process's identifiers at once, and the peer hears it by a message that
@@ -48,7 +49,7 @@ fn peer_stopped() {
     let own = Host::new(&[OWN.0], config.clone());
     let [link, other] = [(); 2].map(|()| connect(&own, addr).expect("a link"));
     let traffic = Traffic::start(&link);
-    drop(within(PATIENCE, "the grant", other.recv()).expect("the grant"));
+    drop(within(TEST_TIMEOUT, "the grant", other.recv()).expect("the grant"));
     let since = Instant::now();
     process.stop();
     let mut posted = 0;
@@ -104,7 +105,7 @@ fn peer_stopped_shortly() {
     process.signal("CONT");
     traffic.flows("after the stop");
     traffic.stop();
-    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", link.close()).expect("closed in good order");
     drop(link);
     own.finish();
     for end in process.finish() {
@@ -128,7 +129,7 @@ fn peer_never_polls() {
         let target = target.parse().expect("an address");
         let _link = fabric.block_on(fabric.connect_with(target, &options)).expect("a link");
         say("connected", "");
-        let _ = within(PATIENCE * 2, "the parent", end_of_input());
+        let _ = within(TEST_TIMEOUT * 2, "the parent", end_of_input());
         return;
     }
     let clean = Clean::begin();
@@ -136,7 +137,7 @@ fn peer_never_polls() {
     let own = Host::new(&[OWN.0], config.clone());
     let mut listener = own.fabric.listen(any_port(OWN)).expect("a listener");
     let process = Process::start("peers::peer_never_polls", &listener.local_addr().to_string());
-    let link = within(PATIENCE, "the child connects", listener.accept()).expect("a link");
+    let link = within(TEST_TIMEOUT, "the child connects", listener.accept()).expect("a link");
     process.says("connected");
     let since = Instant::now();
     let payload = vec![7; 4000];
@@ -152,7 +153,7 @@ fn peer_never_polls() {
             }
             Err(error) => break error,
         }
-        assert!(since.elapsed() < PATIENCE, "never given up");
+        assert!(since.elapsed() < TEST_TIMEOUT, "never given up");
     };
     let after = since.elapsed();
     show(&format!("peer never polls, after {after:.0?} and {posted} messages"), &error);

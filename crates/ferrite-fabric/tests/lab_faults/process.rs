@@ -10,9 +10,9 @@ use std::sync::mpsc;
 use ferrite_fabric::Config;
 use futures_channel::oneshot;
 
+use crate::harness::{Host, PEER, TEST_TIMEOUT, any_port, until, within};
 use crate::net::sh;
 use crate::pair::{Event, serve_all};
-use crate::rig::{Host, PATIENCE, PEER, any_port, until, within};
 
 const ROLE: &str = "FERRITE_LAB_ROLE";
 /// How cargo and nextest are told to start tests, if not directly.
@@ -65,7 +65,7 @@ impl Process {
     #[track_caller]
     pub(crate) fn says(&self, word: &str) -> String {
         let line =
-            self.lines.recv_timeout(PATIENCE).unwrap_or_else(|error| panic!("{word}: {error}"));
+            self.lines.recv_timeout(TEST_TIMEOUT).unwrap_or_else(|error| panic!("{word}: {error}"));
         let rest = line.strip_prefix(word).unwrap_or_else(|| panic!("{word} expected, not {line}"));
         rest.trim().to_owned()
     }
@@ -79,7 +79,7 @@ impl Process {
     /// they will not for long.
     pub(crate) fn stop(&self) {
         self.signal("STOP");
-        until(PATIENCE, "it is stopped", || {
+        until(TEST_TIMEOUT, "it is stopped", || {
             let threads =
                 std::fs::read_dir(format!("/proc/{}/task", self.child.id())).expect("it is there");
             threads.flatten().all(|thread| {
@@ -94,7 +94,7 @@ impl Process {
     pub(crate) fn finish(mut self) -> Vec<String> {
         drop(self.stdin.take());
         let mut status = None;
-        until(PATIENCE, "the child ends", || {
+        until(TEST_TIMEOUT, "the child ends", || {
             status = self.child.try_wait().expect("its status");
             status.is_some()
         });
@@ -146,7 +146,7 @@ pub(crate) fn serve_at(at: SocketAddr, config: Config, mut prepare: impl FnMut()
         }
         Event::ListenerLost(error) => say("listener", format!("{error:?}")),
     });
-    for end in within(PATIENCE * 4, "serving", serving) {
+    for end in within(TEST_TIMEOUT * 4, "serving", serving) {
         match end {
             Ok(echoed) => say("closed", echoed),
             Err(error) => say("failed", format!("{error:?}")),

@@ -14,9 +14,9 @@ use ferrite_fabric::{ConnectOptions, Error, ErrorKind, Fabric, Link, Listener};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
+use crate::harness::{Host, OWN, PEER, TEST_TIMEOUT, any_port, pace, quick, within};
 use crate::pair::{Pair, show};
 use crate::process::{Process, role};
-use crate::rig::{Host, OWN, PATIENCE, PEER, any_port, pace, quick, within};
 
 const BYTES: usize = 16 << 10;
 /// What is granted, and what the memory holds when it no longer is.
@@ -61,29 +61,29 @@ fn under_fire() {
             .expect("a region");
         let token = region.grant(&reader_link).encode(); // not to the thief
         for link in [&reader_link, &thief_link] {
-            within(PATIENCE, "the token goes", link.send_bytes(0, &token)).expect("sent");
-            within(PATIENCE, "it is used", link.recv()).expect("a message");
+            within(TEST_TIMEOUT, "the token goes", link.send_bytes(0, &token)).expect("sent");
+            within(TEST_TIMEOUT, "it is used", link.recv()).expect("a message");
         }
         let begun = Instant::now();
         buf = within(REVOKED_WITHIN * pace(), "revoked", region.revoke()).expect("the buffer");
         longest = longest.max(begun.elapsed());
         buf.fill(NEW);
-        let error =
-            within(PATIENCE, "the thief's link ends", thief_link.ended()).expect_err("by an error");
+        let error = within(TEST_TIMEOUT, "the thief's link ends", thief_link.ended())
+            .expect_err("by an error");
         if round == 0 {
             show("at the owner, the link of the one that does not listen", &error);
         }
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error:?}");
         // Reads of the other child were refused by its own fabric; its link works.
         let message =
-            within(PATIENCE, "the reader goes on", reader_link.recv()).expect("its link is up");
+            within(TEST_TIMEOUT, "the reader goes on", reader_link.recv()).expect("its link is up");
         assert_eq!(message.to_vec(), b"denied");
         assert!(buf.iter().all(|byte| *byte == NEW), "nobody wrote");
     }
     println!("{ROUNDS} revocations under fire, the slowest took {longest:.1?}");
     drop(buf);
     drop(listener);
-    within(PATIENCE, "closing", reader_link.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", reader_link.close()).expect("closed in good order");
     drop(reader_link);
     for process in [reader, thief] {
         assert_eq!(process.finish(), Vec::<String>::new(), "it has nothing to complain about");
@@ -93,18 +93,18 @@ fn under_fire() {
 }
 
 fn accept(listener: &mut Listener) -> Link {
-    within(PATIENCE, "a child connects", listener.accept()).expect("a link")
+    within(TEST_TIMEOUT, "a child connects", listener.accept()).expect("a link")
 }
 
 fn connect(fabric: &Fabric, target: SocketAddr) -> Result<Link, Error> {
     let options = ConnectOptions::new().local(any_port(PEER));
-    within(PATIENCE, "a connect", fabric.connect_with(target, &options))
+    within(TEST_TIMEOUT, "a connect", fabric.connect_with(target, &options))
 }
 
 /// The role of the one that listens: its reads end by a refusal of its own fabric.
 fn read_until_told(fabric: &Fabric, target: SocketAddr) {
     let link = connect(fabric, target).expect("a link");
-    within(PATIENCE * 4, "all rounds", async {
+    within(TEST_TIMEOUT * 4, "all rounds", async {
         loop {
             let token = match link.recv().await {
                 Ok(message) => GrantToken::decode(&message.to_vec()).expect("a grant"),
@@ -124,9 +124,9 @@ fn read_until_told(fabric: &Fabric, target: SocketAddr) {
 fn read_in_any_case(fabric: &Fabric, target: SocketAddr) {
     for round in 0..ROUNDS {
         let link = connect(fabric, target).expect("a link");
-        let token = within(PATIENCE, "the token", link.recv()).expect("a message");
+        let token = within(TEST_TIMEOUT, "the token", link.recv()).expect("a message");
         let token = GrantToken::decode(&token.to_vec()).expect("a grant");
-        let error = within(PATIENCE, "reads end", read_on(&link, &token));
+        let error = within(TEST_TIMEOUT, "reads end", read_on(&link, &token));
         if round == 0 {
             show("at the one that does not listen", &error);
         }

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Error, ErrorKind, Link};
 
-use crate::rig::{PATIENCE, join, until, within};
+use crate::harness::{TEST_TIMEOUT, join, until, within};
 
 /// Bytes that the peer grants: the first half is only read, the second written and read back.
 const REGION_BYTES: usize = 64 << 10;
@@ -68,7 +68,7 @@ impl Traffic {
 
     /// The same, with reads of at most so many bytes.
     pub(crate) fn with_reads_of(read_bytes: usize, link: &Link) -> Self {
-        let token = within(PATIENCE, "the peer's grant", link.recv()).expect("the grant");
+        let token = within(TEST_TIMEOUT, "the peer's grant", link.recv()).expect("the grant");
         let token = GrantToken::decode(&token.to_vec()).expect("a grant");
         let shared = Arc::new(Shared::default());
         let (link, inside) = (link.clone(), Arc::clone(&shared));
@@ -104,7 +104,7 @@ impl Traffic {
     pub(crate) fn rounds(&self, kinds: &[usize], count: u64, when: &str) {
         let now = |kind: &usize| self.shared.rounds[*kind].load(Ordering::Relaxed);
         let before: Vec<u64> = kinds.iter().map(now).collect();
-        until(PATIENCE * 2, &format!("traffic flows {when}"), || {
+        until(TEST_TIMEOUT * 2, &format!("traffic flows {when}"), || {
             // How it ended is for the caller to find out.
             self.thread.is_finished()
                 || kinds.iter().zip(&before).all(|(kind, was)| now(kind) >= was + count)
@@ -119,7 +119,7 @@ impl Traffic {
     #[track_caller]
     pub(crate) fn stop(self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        let failed = join(self.thread, PATIENCE, "traffic ends");
+        let failed = join(self.thread, TEST_TIMEOUT, "traffic ends");
         assert!(failed.is_empty(), "{failed:?}");
     }
 

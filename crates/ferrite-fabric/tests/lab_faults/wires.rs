@@ -3,9 +3,9 @@
 
 use std::time::{Duration, Instant};
 
+use crate::harness::quick;
 use crate::net::Wire;
 use crate::pair::Pair;
-use crate::rig::quick;
 use crate::traffic::Traffic;
 
 /// Enough that every kind of loss happens: a round of messages alone is some 30 packets.

@@ -10,8 +10,8 @@ use super::{KIB, MIB, Pair, Random, Scene, pattern};
 pub(crate) async fn of_every_size(scene: Scene) {
     let mut pair = scene.pair().await;
     let sizes = [1, 2, 63, 64, 219, 220, 221, 256, 257, 4096, 8 * KIB - 1, 8 * KIB, 8 * KIB + 1];
-    let large =
-        [64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, 5 * MIB + 3].map(|size| size / scene.slower);
+    let large = [64 * KIB - 1, 64 * KIB, 64 * KIB + 1, MIB, 5 * MIB + 3]
+        .map(|size| size / scene.work_divisor);
     for size in sizes.into_iter().chain(large) {
         let bytes = pattern(size, size);
         let (mut there, mut back) = (vec![0; size], vec![0; size]);
@@ -28,7 +28,7 @@ pub(crate) async fn of_every_size(scene: Scene) {
 /// Writes and reads of any size, compared byte by byte.
 pub(crate) async fn random_sizes(scene: Scene) {
     for seed in 1..=4 {
-        let total = 4 * MIB / scene.slower;
+        let total = 4 * MIB / scene.work_divisor;
         let Pair { mut a, mut b, fabrics } = scene.pair().await;
         let writing = tokio::spawn(async move {
             let (mut random, mut at) = (Random::new(seed), 0);
@@ -59,7 +59,7 @@ pub(crate) async fn random_sizes(scene: Scene) {
 /// From memory of the fabric's, bytes and such pieces by turns.
 pub(crate) async fn from_where_it_lies(scene: Scene) {
     let mut pair = scene.pair().await;
-    let total = 2 * MIB / scene.slower;
+    let total = 2 * MIB / scene.work_divisor;
     let Pair { a, b, fabrics } = &mut pair;
     let writing = async {
         let (mut random, mut at) = (Random::new(7), 0);

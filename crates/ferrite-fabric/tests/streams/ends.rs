@@ -17,7 +17,7 @@ pub(crate) async fn half_close_both_ways(scene: Scene) {
     assert_eq!(read, b"question");
     assert_eq!(pair.b.read(&mut [0; 8]).await.expect("still the end"), 0);
     // The other direction goes on, as long as it likes.
-    let answer = pattern(0, MIB / scene.slower);
+    let answer = pattern(0, MIB / scene.work_divisor);
     let Pair { a, b, .. } = &mut pair;
     let (written, read) = futures_util::join!(
         async {
@@ -36,7 +36,7 @@ pub(crate) async fn half_close_both_ways(scene: Scene) {
 
 pub(crate) async fn dropped_stream_delivers(scene: Scene) {
     let Pair { mut a, mut b, fabrics } = scene.pair().await;
-    let bytes = pattern(0, 2 * MIB / scene.slower);
+    let bytes = pattern(0, 2 * MIB / scene.work_divisor);
     a.write_all(&bytes).await.expect("to write"); // the queue takes it all
     drop(a);
     let mut read = Vec::new();

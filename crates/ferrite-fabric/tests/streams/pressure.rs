@@ -44,7 +44,7 @@ fn two_mib_for_sends() -> Config {
 /// Less memory than the queue has room for: the writer waits for what is under way.
 pub(crate) async fn memory_runs_out(scene: Scene) {
     let Pair { mut a, mut b, fabrics } = scene.pair_with(&two_mib_for_sends()).await;
-    let total = (16 * MIB / scene.slower).max(4 * MIB); // twice what there is
+    let total = (16 * MIB / scene.work_divisor).max(4 * MIB); // twice what there is
     let writing = tokio::spawn(async move {
         for at in (0..total).step_by(MIB / 8) {
             a.write_all(&pattern(at, (MIB / 8).min(total - at))).await.expect("to write");
@@ -104,7 +104,7 @@ pub(crate) async fn small_messages_only(scene: Scene) {
 pub(crate) async fn cancelled(scene: Scene) {
     let config = Config { send_queue_bytes: 128 << 10, ..Config::default() };
     let Pair { mut a, mut b, fabrics } = scene.pair_with(&config).await;
-    let total = 4 * MIB / scene.slower;
+    let total = 4 * MIB / scene.work_divisor;
     let writing = tokio::spawn(async move {
         let (mut random, mut at, mut given_up) = (Random::new(5), 0, 0);
         while at < total {

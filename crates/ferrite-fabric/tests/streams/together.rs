@@ -25,7 +25,7 @@ async fn exchange(stream: Stream, total: usize, from: usize) {
 
 pub(crate) async fn both_ways_at_once(scene: Scene) {
     let Pair { a, b, fabrics } = scene.pair().await;
-    let total = 4 * MIB / scene.slower;
+    let total = 4 * MIB / scene.work_divisor;
     futures_util::join!(exchange(a, total, 7), exchange(b, total, 7));
     fabrics.clear().await;
 }
@@ -33,7 +33,7 @@ pub(crate) async fn both_ways_at_once(scene: Scene) {
 pub(crate) async fn many_streams(scene: Scene) {
     let fabrics = scene.fabrics(&Config::default());
     let mut tasks = Vec::new();
-    for from in 0..50 / scene.slower.min(5) {
+    for from in 0..50 / scene.work_divisor.min(5) {
         let total = (1 + from % 7) * 30 * KIB;
         for stream in fabrics.meet().await {
             tasks.push(tokio::spawn(exchange(stream, total, from)));
@@ -50,7 +50,7 @@ pub(crate) async fn relay(scene: Scene) {
     let fabrics = scene.fabrics(&Config::default());
     let [client, mut inner] = fabrics.meet().await;
     let [mut outer, server] = fabrics.meet().await;
-    let total = 2 * MIB / scene.slower;
+    let total = 2 * MIB / scene.work_divisor;
     let relay =
         tokio::spawn(async move { tokio::io::copy_bidirectional(&mut inner, &mut outer).await });
     let serving = tokio::spawn(async move {
@@ -72,7 +72,7 @@ pub(crate) async fn on_one_thread(scene: Scene) {
             tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
             let Pair { a, b, fabrics } = scene.pair().await;
-            let total = MIB / scene.slower;
+            let total = MIB / scene.work_divisor;
             futures_util::join!(exchange(a, total, 9), exchange(b, total, 9));
             fabrics.clear().await;
         });

@@ -18,7 +18,7 @@ pub(crate) const HOSTS: [(&str, &str); 2] = [PEER, OWN];
 pub(crate) const PEER: (&str, &str) = ("rxe1", "10.0.0.1");
 pub(crate) const OWN: (&str, &str) = ("rxe2", "10.0.0.2");
 /// Longer than anything here takes that is not a fault, on the slowest kernel.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
@@ -76,11 +76,11 @@ pub(crate) fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Ou
     }
 }
 
-/// WaitSet until `is_so`; it must come in time.
+/// WaitSet until `condition`; it must come in time.
 #[track_caller]
-pub(crate) fn until(limit: Duration, what: &str, mut is_so: impl FnMut() -> bool) {
+pub(crate) fn until(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
-    while !is_so() {
+    while !condition() {
         assert!(Instant::now() < deadline, "{what}: not after {limit:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -127,7 +127,7 @@ impl Host {
         assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
         assert_eq!((stats.in_flight, stats.memory.quarantined_bytes), (0, 0), "{stats:?}");
         drop(fabric);
-        join(driver, PATIENCE, "the fabric's thread ends");
+        join(driver, TEST_TIMEOUT, "the fabric's thread ends");
     }
 }
 
@@ -158,7 +158,7 @@ impl Clean {
             resources().into_iter().filter(more).collect()
         };
         // Identifiers linger in timewait, and the objects of a killed process go after it.
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while !left().is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(20));
         }
