@@ -78,9 +78,9 @@ fn told_to() {
     scene.is_on(Transport::Rdma);
     let traffic = Traffic::start(&scene.links, 1);
     for side in [0, 1, 0, 1] {
-        traffic.flows(100, TEST_TIMEOUT, "on RDMA");
+        traffic.wait_for(100, TEST_TIMEOUT, "on RDMA");
         assert!(scene.links[side].leave_rdma());
-        traffic.flows(100, TEST_TIMEOUT, "without");
+        traffic.wait_for(100, TEST_TIMEOUT, "without");
         scene.is_on(Transport::Rdma);
     }
     traffic.stop();
@@ -91,15 +91,15 @@ fn interface_down() {
     let _renewal = Renewal;
     let scene = Scene::new();
     let traffic = Traffic::start(&scene.links, 2);
-    traffic.flows(100, TEST_TIMEOUT, "on RDMA");
+    traffic.wait_for(100, TEST_TIMEOUT, "on RDMA");
     let down = fault("ip link set h1 down", "ip link set h1 up");
     scene.is_on(Transport::Tcp);
-    traffic.flows(300, TEST_TIMEOUT, "on TCP");
+    traffic.wait_for(300, TEST_TIMEOUT, "on TCP");
     let why = scene.links[0].fallback().expect("it says why");
     println!("{why}");
     drop(down);
     scene.is_on(Transport::Rdma);
-    traffic.flows(300, TEST_TIMEOUT, "on RDMA again");
+    traffic.wait_for(300, TEST_TIMEOUT, "on RDMA again");
     traffic.stop();
 }
 
@@ -108,15 +108,15 @@ fn device_removed_and_added() {
     let scene = Scene::new();
     let traffic = Traffic::start(&scene.links, 3);
     for (device, netdev) in [(OWN.0, "h2"), (PEER.0, "h1")] {
-        traffic.flows(100, TEST_TIMEOUT, "on RDMA");
+        traffic.wait_for(100, TEST_TIMEOUT, "on RDMA");
         let mut removal = remove(device);
         scene.is_on(Transport::Tcp);
-        traffic.flows(100, TEST_TIMEOUT, "on TCP");
+        traffic.wait_for(100, TEST_TIMEOUT, "on TCP");
         until(TEST_TIMEOUT, "the removal ends", || removal.try_wait().expect("a status").is_some());
         net::sh(&format!("rdma link add {device} type rxe netdev {netdev}"));
         scene.is_on(Transport::Rdma);
     }
-    traffic.flows(100, TEST_TIMEOUT, "on RDMA again");
+    traffic.wait_for(100, TEST_TIMEOUT, "on RDMA again");
     traffic.stop();
 }
 
@@ -138,7 +138,7 @@ fn random_faults() {
     );
     let scene = Scene::new();
     let traffic = Traffic::start(&scene.links, seed);
-    traffic.flows(100, TEST_TIMEOUT, "at first");
+    traffic.wait_for(100, TEST_TIMEOUT, "at first");
     let (begun, mut gaps) = (Instant::now(), Vec::new());
     for at in 0..faults {
         // Mostly from RDMA; sometimes while it is on its way.
@@ -181,7 +181,7 @@ fn random_faults() {
                 "device removed"
             }
         };
-        traffic.flows(20, TEST_TIMEOUT * pace(), &format!("fault {at}, {what}"));
+        traffic.wait_for(20, TEST_TIMEOUT * pace(), &format!("fault {at}, {what}"));
         let gap = traffic.take_longest_gap();
         println!("fault {at:3}: {what:16} for {pause:6.0?}: {gap:6.0?} without a message");
         gaps.push((gap, what));
