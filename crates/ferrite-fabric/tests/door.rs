@@ -113,7 +113,7 @@ fn hands_over_silent_clients_when_many_wait() {
 /// Both sides support MOVE, but RDMA has not carried the link: a `Resume` then violates the
 /// protocol (docs/wire.md).
 #[test]
-fn rejects_a_resume_without_a_migration() {
+fn rejects_a_resume_without_a_move() {
     let fabric = fabric(Config::default());
     let how = ListenOptions::new().rdma(Rdma::Prefer);
     let mut listener =
@@ -142,7 +142,7 @@ fn rejects_a_resume_without_a_migration() {
 /// Links of one source that never finish a message, or begin a write, hold little of the receive
 /// memory. Other peers are not affected, nor is another, honest link of the same source.
 #[test]
-fn unfinished_messages_are_charged_to_their_source() {
+fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
     let (fabric, reserve) = (fabric(config.clone()), config.memory.receive_reserve as u64);
     let mut listener = listen(&fabric);

@@ -96,12 +96,12 @@ fn ping_pong(loopback: &Loopback) {
 }
 
 #[test]
-fn two_blocking_threads() {
+fn two_threads_that_block() {
     with_time_limit(|| ping_pong(&loopback(0)));
 }
 
 #[test]
-fn two_blocking_threads_and_a_driver() {
+fn two_threads_that_block_and_a_driver() {
     with_time_limit(|| {
         let loopback = loopback(0);
         let driver = loopback.fabric.spawn_thread().expect("a thread");
@@ -112,7 +112,7 @@ fn two_blocking_threads_and_a_driver() {
 }
 
 #[test]
-fn one_thread_blocks_while_another_polls() {
+fn one_that_blocks_while_another_polls() {
     with_time_limit(|| {
         let loopback = loopback(0);
         let [there, here] = loopback.links.clone();
