@@ -73,7 +73,7 @@ fn wait_without_driving<F: Future>(future: F) -> F::Output {
 /// Sends messages and waits for the answer to each.
 fn ask(fabric: &Fabric, link: &Link) {
     for round in 0..ROUNDS {
-        link.post_bytes(0, &round.to_le_bytes()).expect("room");
+        link.post_bytes(0, &round.to_le_bytes()).expect("room in the queue");
         let answer = fabric.block_on(link.recv()).expect("an answer");
         assert_eq!(answer.to_vec(), round.to_le_bytes());
     }
@@ -83,7 +83,7 @@ fn ask(fabric: &Fabric, link: &Link) {
 fn answer(fabric: &Fabric, link: &Link) {
     for _ in 0..ROUNDS {
         let question = fabric.block_on(link.recv()).expect("a question");
-        link.post_bytes(0, &question.to_vec()).expect("room");
+        link.post_bytes(0, &question.to_vec()).expect("room in the queue");
     }
 }
 
@@ -126,7 +126,7 @@ fn one_that_blocks_while_another_polls() {
                 }
                 thread::yield_now();
             };
-            here.post_bytes(0, &question.to_vec()).expect("room");
+            here.post_bytes(0, &question.to_vec()).expect("room in the queue");
         }
         asking.join().expect("asking thread");
     });
@@ -155,7 +155,7 @@ fn open_and_close_links(loopback: &Loopback) {
             futures_util::join!(loopback.fabric.connect(address), listener.accept())
         });
         let (there, here) = (there.expect("a link"), here.expect("a link"));
-        there.post_bytes(0, b"hello").expect("room");
+        there.post_bytes(0, b"hello").expect("room in the queue");
         assert_eq!(wait_without_driving(here.recv()).expect("a message").to_vec(), b"hello");
         wait_without_driving(there.close()).expect("closed cleanly");
     }

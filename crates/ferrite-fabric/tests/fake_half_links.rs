@@ -122,7 +122,7 @@ fn failed_handshake_does_not_affect_other_links() {
         drop(peer);
         // After a message there and back, all earlier events have been handled.
         client.block_on(there.send_bytes(0, b"hello")).expect("sent");
-        server.block_on(here.recv()).expect("received");
+        server.block_on(here.recv()).expect("a message");
         assert!(here.failure().is_none(), "{:?}", here.failure());
         drop((there, here));
         until("both links are gone", || server.stats().links == 0 && client.stats().links == 0);
@@ -234,7 +234,7 @@ fn access_errors_during_the_handshake_count() {
     });
     for guess in 1..=2_u64 {
         let peer = HalfPeer::new(&world, to, b"");
-        let rkey = 0x1234_5600 + u32::try_from(guess).expect("small");
+        let rkey = 0x1234_5600 + u32::try_from(guess).expect("small number");
         peer.post(Operation::Write(RemoteSlice { addr: 0x1000, len: 8, rkey }));
         until("the access error is counted", || server.stats().remote_access_errors == guess);
     }

@@ -158,7 +158,7 @@ fn resume_waits_for_the_last_receive() {
     pair.wait_until_on(Transport::Rdma);
     let begun = Instant::now();
     assert!(pair.links[0].leave_rdma());
-    pair.links[0].post_bytes(0, b"on another way").expect("room");
+    pair.links[0].post_bytes(0, b"on another way").expect("room in the queue");
     let message = pair.fabrics[1].block_on(pair.links[1].recv()).expect("a message");
     assert_eq!(message.to_vec(), b"on another way");
     assert!(begun.elapsed() >= Duration::from_millis(90), "{:?}", begun.elapsed());
@@ -283,10 +283,11 @@ fn grants_survive() {
     let round = |number: u8| {
         let mut write = pair.fabrics[0].buffer(5000).expect("memory");
         write.fill(number);
-        let written = a.rdma_write(&token, 100, write.freeze()).expect("room");
+        let written = a.rdma_write(&token, 100, write.freeze()).expect("room in the queue");
         pair.fabrics[0].block_on(written).expect("written");
-        let read =
-            a.rdma_read(&token, 99, pair.fabrics[0].buffer(5002).expect("memory")).expect("room");
+        let read = a
+            .rdma_read(&token, 99, pair.fabrics[0].buffer(5002).expect("memory"))
+            .expect("room in the queue");
         let read = pair.fabrics[0].block_on(read).expect("read");
         assert!(
             read[0] == 1 && read[5001] == 1 && read[1..5001].iter().all(|byte| *byte == number),
@@ -334,8 +335,9 @@ fn grant_on_a_lost_path_gets_a_new_window() {
     assert_eq!(here.stats().binds_dropped, 1);
     let reads = || {
         for token in [&first, &token] {
-            let read =
-                there.rdma_read(token, 0, client.buffer(1000).expect("memory")).expect("room");
+            let read = there
+                .rdma_read(token, 0, client.buffer(1000).expect("memory"))
+                .expect("room in the queue");
             server.block_on(read).map_err(|error| error.error).expect("read");
         }
     };
@@ -366,7 +368,7 @@ fn pending_operations_complete_once() {
             buf.fill((round + at) as u8);
             writing.push(
                 a.rdma_write_imm(&token, u64::from(at) * 1000, buf.freeze(), round << 8 | at)
-                    .expect("room"),
+                    .expect("room in the queue"),
             );
             if at == 20 {
                 pair.world
@@ -391,7 +393,7 @@ fn pending_operations_complete_once() {
 fn ends_when_the_peer_is_gone() {
     let MigratingLink { world, fabrics: [a, b], links: [link, other], listener } =
         MigratingLink::new();
-    link.post_bytes(0, b"hello").expect("room");
+    link.post_bytes(0, b"hello").expect("room in the queue");
     drop((other, listener, b));
     let begun = Instant::now();
     let ended = a.block_on(link.ended());

@@ -190,7 +190,7 @@ fn serves_others_while_an_offer_waits_for_the_kernel() {
     harness.world.hold("ibv_modify_qp");
     harness.offer(CLIENT);
     for number in 0..100_u8 {
-        there.post_bytes(0, &[number]).expect("room");
+        there.post_bytes(0, &[number]).expect("room in the queue");
         let message = harness.fabric.block_on(here.recv()).expect("a message");
         assert_eq!(message.to_vec(), [number]);
     }

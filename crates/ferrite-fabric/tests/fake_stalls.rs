@@ -79,9 +79,9 @@ impl StallHarness {
         let (tell, told) = channel();
         std::thread::spawn(move || {
             for number in 0..50_u8 {
-                there.post_bytes(0, &[number]).expect("room");
+                there.post_bytes(0, &[number]).expect("room in the queue");
                 assert_eq!(server.block_on(here.recv()).expect("a message").to_vec(), [number]);
-                here.post_bytes(0, &[number]).expect("room");
+                here.post_bytes(0, &[number]).expect("room in the queue");
                 assert_eq!(honest.block_on(there.recv()).expect("an answer").to_vec(), [number]);
             }
             let _ = tell.send(());
@@ -149,7 +149,7 @@ fn serves_others_while_a_lost_path_is_destroyed() {
     assert!(harness.world.break_queue_pair(here.qp_num().expect("on RDMA")));
     until("the queue pair is being destroyed", || harness.world.waiting_in("ibv_destroy_qp") > 0);
     harness.check_honest_client();
-    there.post_bytes(0, b"later").expect("room");
+    there.post_bytes(0, b"later").expect("room in the queue");
     drop(blocked);
     assert_eq!(harness.server.block_on(here.recv()).expect("a message").to_vec(), b"later");
     assert_eq!((here.transport(), here.stats().moves), (Transport::Tcp, 1));
@@ -186,7 +186,7 @@ fn serves_others_while_a_failure_is_diagnosed() {
     let there = harness.blocking.block_on(connecting).expect("a link");
     let blocked = BlockedCall::new(&harness.world, "ibv_query_port");
     harness.world.black_hole("fake1", "fake2");
-    here.post_bytes(0, b"into the dark").expect("room");
+    here.post_bytes(0, b"into the dark").expect("room in the queue");
     until("the link fails", || here.failure().is_some());
     until("the device is queried", || harness.world.waiting_in("ibv_query_port") > 0);
     harness.check_honest_client();

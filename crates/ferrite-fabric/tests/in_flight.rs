@@ -111,7 +111,7 @@ fn messages_inline_and_in_buffers() {
     run(|_, pair| {
         let (near, far) = pair.ends();
         for len in [0, INLINE] {
-            near.post_bytes(0, &vec![7; len]).expect("room");
+            near.post_bytes(0, &vec![7; len]).expect("room in the queue");
             assert_eq!(pair.drive(far.recv()).expect("a message").to_vec(), vec![7; len]);
         }
         let parts = [1, 2].map(|fill| pair.buffer(0, fill).freeze());
@@ -131,9 +131,9 @@ fn messages_outlive_their_fabric() {
     let world = World::new();
     let pair = Pair::new(&world);
     let (near, far) = pair.ends();
-    near.post_bytes(0, &[7; INLINE]).expect("room");
+    near.post_bytes(0, &[7; INLINE]).expect("room in the queue");
     let taken = pair.drive(far.recv()).expect("a message");
-    near.post(0, pair.buffer(0, 8)).map_err(|(_, error)| error).expect("room");
+    near.post(0, pair.buffer(0, 8)).map_err(|(_, error)| error).expect("room in the queue");
     let bytes = pair.drive(far.recv()).expect("a message").into_bytes();
     drop(pair);
     assert_eq!((taken.to_vec(), &bytes[..]), (vec![7; INLINE], &[8; LEN][..]));
@@ -150,13 +150,15 @@ fn reads_and_writes_of_granted_memory() {
         let grant = region.grant(far);
         let source = pair.buffer(0, 9).freeze();
         for len in [5, 35] {
-            let writing = near.rdma_write(&grant, 5, source.slice(..len)).expect("room");
+            let writing =
+                near.rdma_write(&grant, 5, source.slice(..len)).expect("room in the queue");
             pair.drive(writing).expect("acknowledged");
         }
-        let writing = near.rdma_write_imm(&grant, 0, source.slice(..2), 77).expect("room");
+        let writing =
+            near.rdma_write_imm(&grant, 0, source.slice(..2), 77).expect("room in the queue");
         pair.drive(writing).expect("acknowledged");
         assert_eq!(pair.drive(far.recv()).expect("a notice").notice(), Some(77));
-        let copy = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
+        let copy = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room in the queue");
         let copy = pair.drive(copy).expect("read");
         assert_eq!(
             (&copy[..2], &copy[2..5], &copy[5..]),
@@ -173,7 +175,7 @@ fn reads_and_writes_of_granted_memory() {
 fn fill(pair: &Pair) {
     let (near, _) = pair.ends();
     for _ in 0..RECEIVES + 4 {
-        near.post(0, pair.buffer(0, 5)).map_err(|(_, error)| error).expect("room");
+        near.post(0, pair.buffer(0, 5)).map_err(|(_, error)| error).expect("room in the queue");
     }
     pair.fabrics[0].poll();
     assert!(pair.fabrics[0].stats().in_flight > 0);
@@ -192,7 +194,7 @@ fn dropped_futures() {
         // Queued behind messages that the device cannot send yet.
         let mut sending = Box::pin(near.send(0, pair.buffer(0, 6)));
         assert!(poll(sending.as_mut()).is_pending());
-        let reading = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
+        let reading = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room in the queue");
         drop((sending, reading));
         for _ in 0..RECEIVES + 5 {
             assert_eq!(pair.drive(far.recv()).expect("a message").len(), LEN);

@@ -226,7 +226,7 @@ impl Harness {
     /// Checks that a message passes on the other link.
     fn check_other_link(&mut self) {
         let [there, here] = &self.bystanders;
-        there.post_bytes(1, b"all is well").expect("room");
+        there.post_bytes(1, b"all is well").expect("room in the queue");
         let mut taken = None;
         let here = here.clone();
         self.until("a message on another link", |_| {

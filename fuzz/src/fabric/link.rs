@@ -294,7 +294,7 @@ impl Peer {
 
     fn receive(&self, place: usize) {
         let piece = [self.region.sge(place * PEERS.segment..(place + 1) * PEERS.segment)];
-        self.qp.post_recv(&[RecvRequest::new(place as u64, &piece)]).expect("room");
+        self.qp.post_recv(&[RecvRequest::new(place as u64, &piece)]).expect("room in the queue");
     }
 
     fn post(&mut self, operation: Operation, payload: &[u8]) {
@@ -303,7 +303,7 @@ impl Peer {
         let piece = [self.region.sge(at..at + payload.len())];
         let local = if payload.is_empty() { &[] } else { &piece[..] };
         let request = SendRequest::new(u64::MAX, operation, local).signaled();
-        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room");
+        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room in the queue");
     }
 
     /// Takes what the link has sent.

@@ -92,7 +92,8 @@ impl Group {
 
     /// Allows `more` objects than there are now.
     fn allow(device: &str, more: u64) {
-        let current = std::fs::read_to_string(format!("{GROUP}/rdma.current")).expect("current");
+        let current =
+            std::fs::read_to_string(format!("{GROUP}/rdma.current")).expect("rdma.current");
         // rxe1 hca_handle=1 hca_object=12
         let line = current.lines().find(|line| line.starts_with(device)).expect("the device");
         let objects = line.split_once("hca_object=").expect("a count").1.trim();

@@ -45,12 +45,12 @@ impl PendingOperations {
         }
         let reading = (0..5).map(|_| {
             let buf = from.fabric.buffer(100).expect("memory");
-            from.link.rdma_read(&token, 0, buf).expect("room")
+            from.link.rdma_read(&token, 0, buf).expect("room in the queue")
         });
         let reading = reading.collect();
         let writing = (0..5).map(|imm| {
             let buf = filled(&from.fabric, &[1; 100]);
-            from.link.rdma_write_imm(&token, 0, buf, imm).expect("room")
+            from.link.rdma_write_imm(&token, 0, buf, imm).expect("room in the queue")
         });
         let writing = writing.collect();
         // Drops the region: its buffer is free or in quarantine once the link is gone.
@@ -181,16 +181,16 @@ fn one_of_two_devices_removed() {
         assert!(links[0].iter().all(|link| link.device().as_deref() == Some("fake1")));
         world.remove_device("fake2");
         for link in &links[1] {
-            let error = failed(fabric.block_on(link.ended()), "its device is gone");
+            let error = failed(fabric.block_on(link.ended()), "the device is gone");
             assert_root_cause(&error, &[ErrorKind::DeviceGone]);
         }
-        let error = failed(fabric.block_on(listeners[1].accept()), "its device is gone");
+        let error = failed(fabric.block_on(listeners[1].accept()), "the device is gone");
         assert_root_cause(&error, &[ErrorKind::DeviceGone]);
         let options =
             ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(500));
         let target = listeners[0].local_addr();
         failed(fabric.block_on(fabric.connect_with(target, &options)), "the device was removed");
-        links[0][0].post_bytes(0, b"still here").expect("room");
+        links[0][0].post_bytes(0, b"still here").expect("room in the queue");
         assert_eq!(fabric.block_on(links[0][1].recv()).expect("a message").to_vec(), b"still here");
         drop((links, listeners));
         clear([fabric]);
@@ -229,7 +229,7 @@ fn idle_link_survives_a_black_hole() {
         world.black_hole("fake1", "fake2");
         pair.run_for(Duration::from_millis(50));
         world.heal("fake1", "fake2");
-        pair.a.link.post_bytes(0, b"still here").expect("room");
+        pair.a.link.post_bytes(0, b"still here").expect("room in the queue");
         assert_eq!(pair.receive(&pair.b).to_vec(), b"still here");
         pair.end();
     });
@@ -246,7 +246,7 @@ fn many_links_close_at_once() {
         let links: Vec<_> = (0..300).map(|_| pair.another(fixture)).collect();
         let ending: Vec<_> = links.iter().flatten().map(ferrite_fabric::Link::close).collect();
         for ended in pair.drive(join_all(ending)) {
-            ended.expect("in good order");
+            ended.expect("closed cleanly");
         }
         drop(links);
         until(&[&pair.a.fabric, &pair.b.fabric], "the links are gone", || {

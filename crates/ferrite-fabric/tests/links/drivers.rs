@@ -92,7 +92,7 @@ fn under_tokio(fixture: &Fixture, mut builder: Builder) {
             drop((a, b, listener));
             for driver in driving {
                 let driven = timeout(TEST_TIMEOUT, driver).await.expect("the driver ends in time");
-                driven.expect("no panic").expect("driven");
+                driven.expect("no panic").expect("driver ends");
             }
         });
         pools.iter().for_each(assert_unused);
@@ -152,9 +152,9 @@ pub(crate) fn dedicated_threads(fixture: &Fixture) {
                 let (there, here) = in_time(async { join!(calling, listener.accept()) });
                 let (there, here) = (there.expect("connect"), here.expect("accept"));
                 scope.spawn(move || {
-                    in_time(check_echoes(there, client, rounds)).expect("in good order")
+                    in_time(check_echoes(there, client, rounds)).expect("closed cleanly")
                 });
-                scope.spawn(move || in_time(echo(here)).expect("in good order"));
+                scope.spawn(move || in_time(echo(here)).expect("closed cleanly"));
             }
         });
         drop((a, b, listener));
@@ -204,7 +204,7 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
             }
         });
     });
-    a.block_on(there.close()).expect("in good order");
+    a.block_on(there.close()).expect("closed cleanly");
     drop((there, here, listener, b));
     driving.join().expect("no panic");
 }
@@ -225,7 +225,7 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
     let patience = Timespec { tv_sec: 5, tv_nsec: 0 };
     let mut asked = 0;
     let mut answered = 0;
-    pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
+    pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
     for end in ends {
         end.fabric.progress();
     }
@@ -233,15 +233,15 @@ fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
         // Handles whatever `progress` delivered before it waits.
         let mut busy = true;
         while std::mem::take(&mut busy) {
-            while let Some(message) = pair.b.link.try_recv().expect("it is up") {
-                pair.b.link.post_bytes(0, &message.to_vec()).expect("room");
+            while let Some(message) = pair.b.link.try_recv().expect("link is up") {
+                pair.b.link.post_bytes(0, &message.to_vec()).expect("room in the queue");
                 pair.b.fabric.progress();
                 busy = true;
             }
-            while let Some(message) = pair.a.link.try_recv().expect("it is up") {
+            while let Some(message) = pair.a.link.try_recv().expect("link is up") {
                 assert!(message.to_vec() == bytes(answered), "round {answered}");
                 (answered, asked) = (answered + 1, asked + 1);
-                pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
+                pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
                 pair.a.fabric.progress();
                 busy = true;
             }
@@ -305,11 +305,11 @@ pub(crate) fn reposts_released_memory(fixture: &Fixture) {
     let links = in_time(async { join!(calling, listener.accept()) });
     let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
     for number in 0..600_u64 {
-        there.post_bytes(0, &pattern(number, 300)).expect("room");
+        there.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
     }
     let mut kept = Vec::new();
     while let Some(message) = wait(here.recv(), Duration::from_millis(500)) {
-        kept.push(message.expect("it is up"));
+        kept.push(message.expect("link is up"));
         assert!(kept.len() <= 256, "more messages than fit in 2 MiB");
     }
     let mut received = kept.len() as u64;
@@ -318,7 +318,7 @@ pub(crate) fn reposts_released_memory(fixture: &Fixture) {
     while received < 600 {
         let message = wait(here.recv(), Duration::from_secs(3)).expect("messages continue soon");
         assert!(
-            message.expect("it is up").to_vec() == pattern(received, 300),
+            message.expect("link is up").to_vec() == pattern(received, 300),
             "message {received}"
         );
         received += 1;
@@ -430,7 +430,7 @@ pub(crate) fn progress_continues_after_a_break(fixture: &Fixture) {
         }
     };
     run_until_idle(ControlFlow::Continue(false));
-    pair.a.link.post_bytes(0, b"something to do").expect("room");
+    pair.a.link.post_bytes(0, b"something to do").expect("room in the queue");
     let begun = Instant::now();
     while pair.b.fabric.progress_with(|| ControlFlow::Break(())).is_continue() {
         pair.a.fabric.progress();
@@ -439,7 +439,7 @@ pub(crate) fn progress_continues_after_a_break(fixture: &Fixture) {
     assert!(is_readable(), "the descriptor must be readable while there may be more work");
     run_until_idle(ControlFlow::Break(()));
     assert_eq!(
-        pair.b.link.try_recv().expect("it is up").expect("a message").to_vec(),
+        pair.b.link.try_recv().expect("link is up").expect("a message").to_vec(),
         b"something to do"
     );
     pair.end();

@@ -67,8 +67,8 @@ pub(crate) fn works_without_inline_sends(fixture: &Fixture) {
     let mut pair = Pair::with(fixture, &config);
     let links = [pair.another(fixture), pair.another(fixture)];
     exchange(&pair, &links, 40 / fixture.work_divisor.min(4) as u64);
-    pair.a.link.post_bytes(0, b"").expect("room");
-    pair.a.link.post_bytes(0, b"x").expect("room");
+    pair.a.link.post_bytes(0, b"").expect("room in the queue");
+    pair.a.link.post_bytes(0, b"x").expect("room in the queue");
     assert_eq!((pair.receive(&pair.b).len(), pair.receive(&pair.b).len()), (0, 1));
     drop(links);
     pair.end();
@@ -80,7 +80,7 @@ pub(crate) fn caps_the_inline_threshold(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     for len in [0, 1, 63, 64, 65, 511, 512, 513, 8 * KIB, 100_000] {
         let bytes = pattern(len as u64, len);
-        pair.a.link.post_bytes(0, &bytes).expect("room");
+        pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
         assert!(pair.receive(&pair.b).to_vec() == bytes, "{len} bytes");
     }
     pair.end();
@@ -126,14 +126,14 @@ pub(crate) fn idle_links_cost_nothing(fixture: &Fixture) {
         let times = (0..9).map(|_| {
             let begun = thread_cpu_time();
             for _ in 0..ROUNDS {
-                pair.a.link.post_bytes(0, &[1; 64]).expect("room");
-                while pair.b.link.try_recv().expect("it is up").is_none() {
+                pair.a.link.post_bytes(0, &[1; 64]).expect("room in the queue");
+                while pair.b.link.try_recv().expect("link is up").is_none() {
                     pass(&[&pair.a.fabric, &pair.b.fabric]);
                 }
             }
             thread_cpu_time() - begun
         });
-        times.min().expect("several")
+        times.min().expect("several measurements")
     };
     let alone = measure(&pair);
     let idle: Vec<_> =
@@ -146,14 +146,14 @@ pub(crate) fn idle_links_cost_nothing(fixture: &Fixture) {
     );
     // Closes them one by one: closing many at once is another test.
     for [a, _b] in idle {
-        pair.drive(a.close()).expect("in good order");
+        pair.drive(a.close()).expect("closed cleanly");
     }
     pair.end();
 }
 
 fn thread_cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    time.try_into().expect("it is not negative")
+    time.try_into().expect("CPU time is not negative")
 }
 
 /// The application keeps received messages until there is no memory for more. Peers wait, and
@@ -172,7 +172,7 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
             sent += 1;
         }
         pass(&[&pair.a.fabric, &pair.b.fabric]);
-        kept.extend(pair.b.link.try_recv().expect("it is up"));
+        kept.extend(pair.b.link.try_recv().expect("link is up"));
         if begun.elapsed() > Duration::from_secs(2) {
             break;
         }
@@ -180,7 +180,7 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     assert!((200..=256).contains(&kept.len()), "{} messages in 2 MiB", kept.len());
     assert!(pair.b.link.failure().is_none() && pair.a.link.failure().is_none());
     while sent < 600 {
-        pair.drive(pair.a.link.room()).expect("it is up");
+        pair.drive(pair.a.link.room()).expect("link is up");
         sent += u64::from(pair.a.link.post_bytes(0, &pattern(sent, 300)).is_ok());
         if pair.a.link.stats().send_ops + 1000 < sent {
             break;
@@ -216,7 +216,7 @@ pub(crate) fn rejects_messages_larger_than_the_receive_memory(fixture: &Fixture)
             let bytes = pattern(1, a.peer_hello().max_message_bytes as usize);
             let (sent, received) = join!(a.send_bytes(0, &bytes), b.recv());
             sent.expect("acknowledged");
-            assert!(received.expect("a message").to_vec() == bytes, "another content");
+            assert!(received.expect("a message").to_vec() == bytes, "content differs");
         }
     };
     pair.drive(join_all(links.iter().map(one)));
@@ -246,7 +246,7 @@ pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
     );
     // Receiving works without send memory. Control frames are sent once there is some.
     for number in 0..200_u32 {
-        pair.b.link.post_bytes(0, &number.to_le_bytes()).expect("room");
+        pair.b.link.post_bytes(0, &number.to_le_bytes()).expect("room in the queue");
     }
     for _ in 0..30 {
         pair.receive(&pair.a);
@@ -265,7 +265,7 @@ pub(crate) fn statistics_add_up(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [a, b] = pair.another(fixture);
     for number in 0..10 {
-        a.post_bytes(0, &pattern(number, 1000)).expect("room");
+        a.post_bytes(0, &pattern(number, 1000)).expect("room in the queue");
         drop(pair.drive(b.recv()).expect("a message"));
     }
     let before = pair.b.fabric.stats();
@@ -275,7 +275,7 @@ pub(crate) fn statistics_add_up(fixture: &Fixture) {
     );
     pair.until("all messages are acknowledged", || a.stats().send_ops == 10);
     assert_eq!(pair.a.fabric.stats().totals.send_bytes, 10_000);
-    pair.drive(a.close()).expect("in good order");
+    pair.drive(a.close()).expect("closed cleanly");
     pair.until("the link is gone", || {
         pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1
     });
@@ -298,7 +298,7 @@ pub(crate) fn drops_fabrics_in_every_state(fixture: &Fixture) {
         let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
         let mut listener = b.listen(host.any_port()).expect("listen");
         let [there, here] = open_link(&a, peer, &b, &mut listener);
-        there.post_bytes(0, &[1; 30_000]).expect("room");
+        there.post_bytes(0, &[1; 30_000]).expect("room in the queue");
         let sending = here.send(0, filled(&b, &[2; 30_000]));
         match round % 5 {
             0 => drop((a, b)),

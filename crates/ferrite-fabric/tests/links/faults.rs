@@ -171,8 +171,8 @@ fn failed_reject_and_disconnect() {
         let error = failed(drive(&[&a, &b], connect(&a, peer, &listener)), "max_connections is 1");
         assert_root_cause(&error, &[ErrorKind::Refused]);
         world.fail_next("rdma_disconnect", EIO);
-        drive(&[&a, &b], there.close()).expect("in good order");
-        drive(&[&a, &b], here.ended()).expect("in good order");
+        drive(&[&a, &b], there.close()).expect("closed cleanly");
+        drive(&[&a, &b], here.ended()).expect("closed cleanly");
         drop((there, here, listener));
         clear([a, b]);
     });
@@ -272,7 +272,7 @@ fn failed_receive_posts_are_retried() {
             if number % 10 == 0 {
                 world.fail_next("ibv_post_srq_recv", ENOMEM);
             }
-            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room");
+            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
             assert!(pair.receive(&pair.b).to_vec() == pattern(number, 300), "message {number}");
         }
         pair.end();
@@ -293,7 +293,7 @@ fn transient_failures_lose_nothing() {
             let mut pair = Pair::new(fixture);
             for number in 0..20_u64 {
                 world.fail_next(call, EAGAIN);
-                pair.a.link.post_bytes(0, &pattern(number, 10 * KIB)).expect("room");
+                pair.a.link.post_bytes(0, &pattern(number, 10 * KIB)).expect("room in the queue");
                 // `progress` arms the completion queue.
                 pair.a.fabric.progress();
                 pair.b.fabric.progress();
@@ -355,7 +355,7 @@ fn failed_registration_for_a_control_frame() {
             world.fail_next("ibv_reg_mr", ENOMEM);
         }
         for number in 0..20_u64 {
-            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room");
+            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
         }
         for number in 0..20_u64 {
             match pair.drive(pair.b.link.recv()) {

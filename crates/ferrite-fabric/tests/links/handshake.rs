@@ -140,7 +140,7 @@ pub(crate) fn dropping_the_listener_closes_pending_links(fixture: &Fixture) {
     let options = ConnectOptions::new().local(peer.any_port());
     let late = drive(&[&a.fabric, &b.fabric], a.fabric.connect_with(target, &options));
     assert_eq!(failed(late, "the listener was dropped").kind(), ErrorKind::Refused);
-    a.link.post_bytes(0, b"still here").expect("room");
+    a.link.post_bytes(0, b"still here").expect("room in the queue");
     let message = drive(&[&a.fabric, &b.fabric], b.link.recv()).expect("a message");
     assert_eq!(message.to_vec(), b"still here");
     // The address is free again.
@@ -344,7 +344,7 @@ pub(crate) fn fifty_concurrent_connects(fixture: &Fixture) {
         assert_eq!((there.len(), here.len()), (count, count));
         assert_eq!((a.stats().connected, b.stats().accepted), (count as u64, count as u64));
         for link in &there {
-            link.post_bytes(0, b"hello").expect("room");
+            link.post_bytes(0, b"hello").expect("room in the queue");
         }
         for link in &here {
             assert_eq!(drive(&[&a, &b], link.recv()).expect("a message").to_vec(), b"hello");
@@ -370,9 +370,9 @@ pub(crate) fn connects_to_itself(fixture: &Fixture) {
         );
         assert_eq!(there.peer_addr(), Some(listener.local_addr()));
         assert_eq!(here.peer_addr(), there.local_addr());
-        there.post_bytes(0, &[7; 100_000]).expect("room");
+        there.post_bytes(0, &[7; 100_000]).expect("room in the queue");
         assert_eq!(fabric.block_on(here.recv()).expect("a message").len(), 100_000);
-        fabric.block_on(there.close()).expect("in good order");
+        fabric.block_on(there.close()).expect("closed cleanly");
     }
     drop(listener);
     clear([fabric]);

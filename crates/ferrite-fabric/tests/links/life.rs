@@ -37,7 +37,7 @@ async fn drain(end: &End) -> Vec<Vec<u8>> {
 fn post_some(end: &End, count: u64) {
     for number in 0..count {
         let len = if number == count / 2 { 200 * KIB } else { 100 };
-        end.link.post_bytes(0, &pattern(number, len)).expect("room");
+        end.link.post_bytes(0, &pattern(number, len)).expect("room in the queue");
     }
 }
 
@@ -57,10 +57,10 @@ pub(crate) fn closing_delivers_what_was_sent(fixture: &Fixture) {
         post_some(&pair.b, 200);
         let closed = async {
             if closer != 1 {
-                pair.a.link.close().await.expect("in good order");
+                pair.a.link.close().await.expect("closed cleanly");
             }
             if closer != 0 {
-                pair.b.link.close().await.expect("in good order");
+                pair.b.link.close().await.expect("closed cleanly");
             }
         };
         let (at_a, at_b, ()) = pair.drive(async { join!(drain(&pair.a), drain(&pair.b), closed) });
@@ -103,8 +103,8 @@ pub(crate) fn closing_waits_for_a_slow_receiver(fixture: &Fixture) {
         messages
     };
     let (ended, mut messages) = pair.drive(async { join!(ending, receive) });
-    ended.expect("in good order");
-    pair.drive(pair.b.link.ended()).expect("in good order");
+    ended.expect("closed cleanly");
+    pair.drive(pair.b.link.ended()).expect("closed cleanly");
     messages.extend(pair.drive(drain(&pair.b)));
     assert_all(&messages, 100);
     pair.clear();
@@ -122,7 +122,7 @@ pub(crate) fn dropping_closes(fixture: &Fixture) {
     drop(clone);
     let messages = drive(&[&a.fabric, &b.fabric], drain(&b));
     assert_all(&messages, 150);
-    drive(&[&a.fabric, &b.fabric], b.link.ended()).expect("in good order");
+    drive(&[&a.fabric, &b.fabric], b.link.ended()).expect("closed cleanly");
     drop((b.link, listener));
     clear([a.fabric, b.fabric]);
 }
@@ -132,10 +132,10 @@ pub(crate) fn closed_links_are_released(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     for round in 0..5 {
         let [a, b] = pair.another(fixture);
-        a.post_bytes(0, b"hello").expect("room");
+        a.post_bytes(0, b"hello").expect("room in the queue");
         assert_eq!(pair.drive(b.recv()).expect("a message").to_vec(), b"hello");
         let begun = Instant::now();
-        pair.drive(a.close()).expect("in good order");
+        pair.drive(a.close()).expect("closed cleanly");
         pair.until("the link is gone", || {
             pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1
         });
@@ -150,7 +150,7 @@ pub(crate) fn new_links_do_not_inherit_timeouts(fixture: &Fixture) {
     for _ in 0..3 {
         let [a, b] = pair.another(fixture);
         drop(b);
-        pair.drive(a.close()).expect("in good order");
+        pair.drive(a.close()).expect("closed cleanly");
         pair.until("the link is gone", || pair.a.fabric.stats().links == 1);
         let [a, b] = pair.another(fixture);
         pair.run_for(Duration::from_millis(400));
@@ -181,7 +181,7 @@ pub(crate) fn closing_after_a_pause(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     std::thread::sleep(Duration::from_millis(400));
     let ended = pair.drive(pair.a.link.close());
-    ended.expect("in good order");
+    ended.expect("closed cleanly");
     pair.clear();
 }
 
@@ -239,7 +239,7 @@ pub(crate) fn partial_messages_are_not_delivered(fixture: &Fixture) {
     for passes in 1..14 {
         let pair = Pair::of(fixture, &Config::default(), &slow);
         let bytes = pattern(5, 40 * 8 * KIB);
-        pair.a.link.post_bytes(0, &bytes).expect("room");
+        pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
         let before = pair.b.link.stats().recv_bytes;
         until(&[&pair.a.fabric], "something was sent", || pair.a.link.stats().send_ops > 0);
         for _ in 0..passes {

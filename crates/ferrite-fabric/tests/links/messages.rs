@@ -31,8 +31,8 @@ pub(crate) fn every_size_arrives(fixture: &Fixture) {
     for (seed, len) in sizes.into_iter().enumerate() {
         let bytes = pattern(seed as u64, len);
         for (from, to) in pair.directions() {
-            from.link.post_bytes(1, &bytes).expect("room");
-            from.link.post(2, filled(&from.fabric, &bytes)).expect("room");
+            from.link.post_bytes(1, &bytes).expect("room in the queue");
+            from.link.post(2, filled(&from.fabric, &bytes)).expect("room in the queue");
             let (sent, received) = pair.drive(async {
                 join!(from.link.send(3, filled(&from.fabric, &bytes)), async {
                     let mut received = Vec::new();
@@ -65,7 +65,7 @@ pub(crate) fn messages_larger_than_a_buffer(fixture: &Fixture) {
     let (sent, received) =
         pair.drive(async { join!(pair.a.link.send_bytes(0, &bytes), pair.b.link.recv()) });
     sent.expect("acknowledged");
-    assert!(received.expect("a message").to_vec() == bytes, "another content");
+    assert!(received.expect("a message").to_vec() == bytes, "content differs");
 
     let cuts = [0, 0, 1, 100, 8 * KIB, 100 * KIB, 100 * KIB, MIB];
     let mut parts: Vec<_> =
@@ -76,7 +76,7 @@ pub(crate) fn messages_larger_than_a_buffer(fixture: &Fixture) {
     sent.expect("acknowledged");
     let received = received.expect("a message");
     assert_eq!(received.channel(), 5);
-    assert!(received.to_vec() == bytes[..MIB], "another content");
+    assert!(received.to_vec() == bytes[..MIB], "content differs");
     drop(received);
     pair.end();
 }
@@ -163,7 +163,7 @@ pub(crate) fn large_messages_do_not_delay_small_ones(fixture: &Fixture) {
     let large = pattern(1, 32 * MIB / fixture.work_divisor);
     pair.a.link.post_bytes(1, &large).expect("an empty queue accepts any message");
     for number in 0..SMALL {
-        pair.a.link.post_bytes(2, &pattern_of(number, 64)).expect("room");
+        pair.a.link.post_bytes(2, &pattern_of(number, 64)).expect("room in the queue");
     }
     // Frames that the device already has go first. Then the channels take turns, a frame each.
     let frames = config.send_queue_depth + u32::from(config.window) + SMALL as u32;
@@ -176,7 +176,7 @@ pub(crate) fn large_messages_do_not_delay_small_ones(fixture: &Fixture) {
         assert!(received < ahead, "{received} bytes arrived before small message {number}");
     }
     let message = pair.receive(&pair.b);
-    assert!(message.channel() == 1 && message.to_vec() == large, "another content");
+    assert!(message.channel() == 1 && message.to_vec() == large, "content differs");
     drop(message);
     pair.end();
 }
@@ -272,9 +272,9 @@ pub(crate) fn polling_after_completion_is_an_error(fixture: &Fixture) {
 pub(crate) fn messages_outlive_their_fabric(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let bytes = pattern(1, 20 * KIB);
-    pair.a.link.post_bytes(0, &bytes).expect("room");
-    pair.a.link.post_bytes(0, &bytes[..100]).expect("room");
+    pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
+    pair.a.link.post_bytes(0, &bytes[..100]).expect("room in the queue");
     let (long, short) = (pair.receive(&pair.b), pair.receive(&pair.b).into_bytes());
     drop(pair);
-    assert!(long.to_vec() == bytes && short == bytes[..100], "another content");
+    assert!(long.to_vec() == bytes && short == bytes[..100], "content differs");
 }

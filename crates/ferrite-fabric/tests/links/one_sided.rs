@@ -29,7 +29,7 @@ fn contents(region: &Region) -> Vec<u8> {
 /// Checks that the link is up, with a message each way.
 fn assert_up(pair: &Pair) {
     for (from, to) in pair.directions() {
-        from.link.post_bytes(0, b"still here").expect("room");
+        from.link.post_bytes(0, b"still here").expect("room in the queue");
         assert_eq!(pair.receive(to).to_vec(), b"still here");
     }
 }
@@ -115,7 +115,7 @@ pub(crate) fn notices_keep_their_order(fixture: &Fixture) {
             .link
             .rdma_write_imm(&token, 0, filled(&from.fabric, &bytes), imm)
             .expect("allowed");
-        from.link.post_bytes(1, &round.to_le_bytes()).expect("room");
+        from.link.post_bytes(1, &round.to_le_bytes()).expect("room in the queue");
         let notice = pair.receive(to);
         assert_eq!((notice.notice(), notice.len()), (Some(imm), 0));
         assert!(contents(&region) == bytes, "the bytes of notice {round} are missing");
@@ -125,7 +125,9 @@ pub(crate) fn notices_keep_their_order(fixture: &Fixture) {
     // More writes than the window allows: they wait for credit.
     let writing: Vec<_> = (0..300)
         .map(|imm| {
-            from.link.rdma_write_imm(&token, 0, filled(&from.fabric, b"x"), imm).expect("room")
+            from.link
+                .rdma_write_imm(&token, 0, filled(&from.fabric, b"x"), imm)
+                .expect("room in the queue")
         })
         .collect();
     let receive = async {
@@ -467,7 +469,7 @@ pub(crate) fn revokes_after_the_link_ended(fixture: &Fixture) {
             0 => a.abort(),
             1 => b.abort(),
             _ => {
-                pair.drive(a.close()).expect("in good order");
+                pair.drive(a.close()).expect("closed cleanly");
                 drop((a, b));
             }
         }

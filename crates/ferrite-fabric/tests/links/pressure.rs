@@ -39,7 +39,7 @@ pub(crate) fn sender_stops_when_nobody_receives(fixture: &Fixture) {
     for number in 0..full {
         assert!(pair.receive(&pair.b).to_vec() == pattern(number, 1000), "message {number}");
     }
-    pair.a.link.post_bytes(1, b"again").expect("room");
+    pair.a.link.post_bytes(1, b"again").expect("room in the queue");
     assert_eq!(pair.receive(&pair.b).to_vec(), b"again");
     pair.end();
 }
@@ -57,14 +57,14 @@ pub(crate) fn queued_bytes_are_limited(fixture: &Fixture) {
     let under_way = u64::from(config.window) * fixture.segment_bytes(&config) / (100 << 10);
     assert!((8..=11 + under_way).contains(&posted), "{posted} messages of 100 KiB fit in 1 MiB");
     for _ in 0..posted {
-        assert!(pair.receive(&pair.b).to_vec() == bytes, "another content");
+        assert!(pair.receive(&pair.b).to_vec() == bytes, "content differs");
     }
     // A message larger than the limit is sent when nothing else is queued.
     let large = pattern(4, 1500 * KIB);
     let (sent, received) =
         pair.drive(async { join!(pair.a.link.send_bytes(0, &large), pair.b.link.recv()) });
     sent.expect("acknowledged");
-    assert!(received.expect("a message").to_vec() == large, "another content");
+    assert!(received.expect("a message").to_vec() == large, "content differs");
     pair.end();
 }
 
@@ -162,7 +162,7 @@ pub(crate) fn few_receives_lose_nothing(fixture: &Fixture) {
     let count = 400 / fixture.work_divisor as u64;
     for number in 0..count {
         for [a, _] in &links {
-            a.post_bytes(0, &pattern(number, 300)).expect("room");
+            a.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
         }
     }
     for number in 0..count {
@@ -246,7 +246,7 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
             for _ in 0..posted {
                 assert!(
                     pair.drive(link.recv()).expect("a message").to_vec() == bytes,
-                    "another content"
+                    "content differs"
                 );
                 pinned(&pair);
             }
@@ -258,7 +258,7 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
     let rest = (config.memory.memory_pool_initial + 3 * config.memory.memory_pool_increase) as u64;
     pair.until("the memory is unpinned", || {
         for (from, to) in pair.directions() {
-            from.link.post_bytes(0, b"a word").expect("room");
+            from.link.post_bytes(0, b"a word").expect("room in the queue");
             assert_eq!(pair.receive(to).to_vec(), b"a word");
         }
         pinned(&pair).iter().all(|now| *now <= rest)

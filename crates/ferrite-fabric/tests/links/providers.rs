@@ -53,7 +53,7 @@ fn flood(
     let theirs: Vec<_> = theirs.into_iter().map(|link| link.expect("connect")).collect();
     for link in &theirs {
         for _ in 0..8 {
-            link.post_bytes(0, b"one of many").expect("room");
+            link.post_bytes(0, b"one of many").expect("room in the queue");
         }
     }
     for link in &ours {
@@ -235,7 +235,7 @@ fn lets_go_of_a_device_that_the_kernel_took_away_and_sleeps() {
         [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
     let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
-    there.post_bytes(0, b"on its way").expect("room");
+    there.post_bytes(0, b"on its way").expect("room in the queue");
     world.disassociate_device("fake1");
     until(&[&server, &client], "the links have ended", || {
         server.stats().links + client.stats().links == 0

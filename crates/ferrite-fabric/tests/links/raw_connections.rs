@@ -58,7 +58,7 @@ impl Ends {
         drop((a, b));
         let (first, second) =
             drive(&[&fabrics[0], &fabrics[1]], async { join!(closing.0, closing.1) });
-        first.and(second).expect("in good order");
+        first.and(second).expect("closed cleanly");
         drop(listener);
         clear(fabrics);
     }
@@ -132,7 +132,7 @@ pub(crate) fn writing_outside_the_window_ends_the_connection(fixture: &Fixture) 
     let window = ends.window(&ends.b, 4096);
     let remote = window.remote();
     let beside = remote.addr + remote.len - 10;
-    ends.a.write(filled(ends.a.fabric(), &[1; 64]), beside, remote.rkey, 64).expect("asked");
+    ends.a.write(filled(ends.a.fabric(), &[1; 64]), beside, remote.rkey, 64).expect("queued");
     let error =
         failed(drive(&ends.fabrics(), ends.a.arrival()), "the device must refuse the write");
     assert!([ErrorKind::Denied, ErrorKind::LinkDown].contains(&error.kind()), "{error}");

@@ -53,7 +53,10 @@ fn check_links(fabrics: [&Fabric; 2], links: [&Link; 2]) {
             .expect("a region");
         let token = region.grant(links[to]);
         let reading = links[from].rdma_read(&token, 100, fabrics[from].buffer(8).expect("memory"));
-        assert_eq!(&drive(&fabrics, reading.expect("room")).expect("read")[..], [7; 8]);
+        assert_eq!(
+            &drive(&fabrics, reading.expect("room in the queue")).expect("read")[..],
+            [7; 8]
+        );
         drive(&fabrics, region.revoke()).expect("revoked");
     }
 }
@@ -75,7 +78,7 @@ fn connecting_side_device_returns() {
                 .register_memory(buffer(&a.fabric, &[1; 100]), Rights::READ)
                 .expect("a region");
             remove_device_from(world, a_host, &a.fabric, &[&b.fabric]);
-            let error = failed(drive(&fabrics, links[0].ended()), "its device is gone");
+            let error = failed(drive(&fabrics, links[0].ended()), "the device is gone");
             assert_root_cause(&error, &[ErrorKind::DeviceGone]);
             assert!(!region.is_live());
             let buf = drive(&fabrics, region.revoke()).expect("buffer returned");
@@ -88,7 +91,7 @@ fn connecting_side_device_returns() {
             until(&fabrics, "the old links are gone", || {
                 fabrics.iter().all(|fabric| fabric.stats().links == 1)
             });
-            links[0].post(0, kept.clone()).expect("room");
+            links[0].post(0, kept.clone()).expect("room in the queue");
             assert_eq!(
                 drive(&fabrics, links[1].recv()).expect("a message").to_vec(),
                 b"from before"
@@ -123,7 +126,7 @@ fn listener_device_returns() {
             let mut bound = b.listen(b_host.any_port()).expect("listen");
             let links = connect_everywhere(&mut everywhere);
             remove_device_from(world, b_host, &b, &[&a]);
-            let error = failed(drive(&[&a, &b], bound.accept()), "its device is gone");
+            let error = failed(drive(&[&a, &b], bound.accept()), "the device is gone");
             assert_root_cause(&error, &[ErrorKind::DeviceGone]);
             assert!(
                 everywhere

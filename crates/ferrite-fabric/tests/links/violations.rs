@@ -68,7 +68,7 @@ impl ViolationHarness {
         } = self;
         let bytes = pattern(1, 100 * KIB);
         for (from, to) in [(&there, &here), (&here, &there)] {
-            from.post_bytes(0, &bytes).expect("room");
+            from.post_bytes(0, &bytes).expect("room in the queue");
             let message = drive(&[&well_behaved, &host], to.recv()).expect("a message");
             assert!(message.to_vec() == bytes, "content differs");
         }
@@ -134,7 +134,7 @@ pub(crate) fn may_fill_the_window(fixture: &Fixture) {
 
 pub(crate) fn credits_for_unsent_frames(fixture: &Fixture) {
     let mut harness = ViolationHarness::new(fixture, &Config::default());
-    harness.link.post_bytes(0, b"one").expect("room");
+    harness.link.post_bytes(0, b"one").expect("room in the queue");
     harness.verbs_peer.post(Some(frame(false, false, 0, 2)), b"hello");
     harness.check_ends_with("credits for frames that were never sent");
 }
@@ -142,7 +142,7 @@ pub(crate) fn credits_for_unsent_frames(fixture: &Fixture) {
 pub(crate) fn credits_that_decrease(fixture: &Fixture) {
     let mut harness = ViolationHarness::new(fixture, &Config::default());
     for _ in 0..3 {
-        harness.link.post_bytes(0, b"one").expect("room");
+        harness.link.post_bytes(0, b"one").expect("room in the queue");
     }
     assert_eq!(
         harness.verbs_peer.send(Some(frame(false, false, 0, 3)), b"x", &[&harness.host]),

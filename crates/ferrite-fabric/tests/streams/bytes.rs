@@ -164,9 +164,9 @@ pub(crate) async fn empty_reads_and_writes(fixture: StreamFixture) {
 
 pub(crate) async fn ignores_messages_on_other_channels(fixture: StreamFixture) {
     let mut pair = fixture.pair().await;
-    pair.a.link().post_bytes(7, b"aside").expect("room");
+    pair.a.link().post_bytes(7, b"aside").expect("room in the queue");
     pair.a.write_all(b"in the stream").await.expect("write");
-    pair.a.link().post_bytes(7, b"aside").expect("room");
+    pair.a.link().post_bytes(7, b"aside").expect("room in the queue");
     pair.a.shutdown().await.expect("shutdown");
     let mut read = Vec::new();
     pair.b.read_to_end(&mut read).await.expect("read");

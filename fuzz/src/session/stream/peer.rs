@@ -90,7 +90,7 @@ impl Peer {
         let at = MEMORY + place * PLACE;
         self.qp
             .post_recv(&[RecvRequest::new(place as u64, &[self.region.sge(at..at + PLACE)])])
-            .expect("room");
+            .expect("room in the queue");
     }
 
     /// Returns a part of its memory as a registration: never the first and the last bytes.
@@ -130,7 +130,7 @@ impl Peer {
         let piece = [self.region.sge(at..at + payload.len())];
         let local = if payload.is_empty() { &[] } else { &piece[..] };
         let request = SendRequest::new(u64::MAX, operation, local).signaled();
-        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room");
+        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room in the queue");
     }
 
     pub(super) fn disconnect(&self) {
