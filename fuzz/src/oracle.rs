@@ -9,16 +9,16 @@
 //! | big numbers that are not numbers, verbatim strings without a colon | they are invalid |
 //! | a push within a value | RESP3 forbids it |
 //! | nesting without limit | it costs memory |
-//! | `HELLO`, `;` and `.` as frames of their own | requests, and parts of streams |
+//! | `HELLO`, `;` and `.` as frames of their own | they are requests, and parts of streams |
 //!
 //! | accepted only by ours | because the other |
 //! |---|---|
 //! | streamed strings and aggregates | leaves their assembly to its user |
-//! | nulls of RESP2 among RESP3, and the reverse | takes one version at a time |
-//! | aggregates as keys and in sets | has hash maps |
-//! | errors that are not UTF-8 | has strings |
-//! | verbatim strings of other formats than `txt` and `mkd` | has an enum |
-//! | attributes of a null, attributes after attributes | has no place for them |
+//! | nulls of RESP2 among RESP3, and the reverse | accepts one version at a time |
+//! | aggregates as keys and in sets | uses hash maps |
+//! | errors that are not UTF-8 | uses strings |
+//! | verbatim strings of other formats than `txt` and `mkd` | uses an enum |
+//! | attributes of a null, attributes after attributes | cannot store them |
 
 use ferrite_proto::resp::{Limits, ReplyError, ReplyFramer, Value};
 use redis_protocol::resp2::types::OwnedFrame as Frame2;

@@ -44,15 +44,15 @@ fn while_driving<T: Send + 'static>(
     client: &Fabric,
     act: impl FnOnce(&Fabric) -> T + Send + 'static,
 ) -> T {
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     let client = client.clone();
     std::thread::spawn(move || {
-        let _ = tell.send(act(&client));
+        let _ = sender.send(act(&client));
     });
     let begun = Instant::now();
     loop {
         server.progress();
-        match told.try_recv() {
+        match receiver.try_recv() {
             Ok(done) => return done,
             Err(_) => assert!(begun.elapsed() < TEST_TIMEOUT, "the client did not finish"),
         }

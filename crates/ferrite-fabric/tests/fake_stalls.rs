@@ -76,7 +76,7 @@ impl StallHarness {
     fn check_honest_client(&self) {
         let (server, honest) = (self.server.clone(), self.honest.clone());
         let (there, here) = self.pair.clone();
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         std::thread::spawn(move || {
             for number in 0..50_u8 {
                 there.post_bytes(0, &[number]).expect("room in the queue");
@@ -84,9 +84,9 @@ impl StallHarness {
                 here.post_bytes(0, &[number]).expect("room in the queue");
                 assert_eq!(honest.block_on(there.recv()).expect("an answer").to_vec(), [number]);
             }
-            let _ = tell.send(());
+            let _ = sender.send(());
         });
-        told.recv_timeout(TEST_TIMEOUT).expect("a driver thread is blocked");
+        receiver.recv_timeout(TEST_TIMEOUT).expect("a driver thread is blocked");
     }
 }
 
@@ -213,16 +213,16 @@ fn reports_memory_in_use_while_memory_is_registered() {
         let growing = scope
             .spawn(|| pool.take_uncharged(2 << 20, Purpose::Receive).expect("more memory").len());
         until("the pool grows", || world.waiting_in("ibv_reg_mr") == 1);
-        let (tell, told) = channel();
+        let (sender, receiver) = channel();
         let asking = pool.clone();
         std::thread::spawn(move || {
             let numbers =
                 (asking.in_use_bytes(Purpose::Receive), asking.stats().receive.in_use_bytes);
-            let _ = tell.send((numbers, asking.domains().len()));
+            let _ = sender.send((numbers, asking.domains().len()));
         });
-        let told = told.recv_timeout(TEST_TIMEOUT);
+        let reported = receiver.recv_timeout(TEST_TIMEOUT);
         drop(blocked);
-        assert_eq!(told, Ok(((in_use, in_use), 1)), "the query is blocked");
+        assert_eq!(reported, Ok(((in_use, in_use), 1)), "the query is blocked");
         assert_eq!(growing.join().expect("the pool has grown"), 2 << 20);
     });
     drop(taken);

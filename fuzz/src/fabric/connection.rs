@@ -8,7 +8,7 @@
 //!
 //! ```text
 //!   first byte  even: a valid greeting comes first; odd: all bytes are sent as they are
-//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
+//!   a step      low 4 bits of a byte; its other bits and the following bytes are arguments
 //!   0           raw bytes: their number; the bytes
 //!   1 to 13     a TCP frame of that kind: fields; then as much payload as it announces, or less
 //!   14          the application receives, sends, reads, writes or closes

@@ -4,7 +4,7 @@
 //! delivered, answered, returned credit, or failed.
 //!
 //! ```text
-//!   a step     low 3 bits of a byte, the rest of it and the bytes that follow are its arguments
+//!   a step     low 3 bits of a byte; its other bits and the following bytes are arguments
 //!   0 1        a frame: channel, more, whether its credit is valid; length
 //!   2          a well-formed control message: kind, value
 //!   3          any immediate data and any payload

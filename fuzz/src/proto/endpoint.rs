@@ -3,7 +3,7 @@
 //!
 //! ```text
 //!   first byte  role, limits; the second is the length of our window
-//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
+//!   a step      low 4 bits of a byte; its other bits and the following bytes are arguments
 //!   0           the connection is established
 //!   1           a message of any bytes: their number; the bytes
 //!   2           a well-formed message: opcode; select, features
@@ -144,8 +144,8 @@ impl Harness {
                 }
             }
             12 => {
-                let told = self.endpoint.set_features(0, more.into());
-                assert!(!told || self.endpoint.role() == Role::Client);
+                let is_sent = self.endpoint.set_features(0, more.into());
+                assert!(!is_sent || self.endpoint.role() == Role::Client);
             }
             13 => {
                 self.endpoint.close();
@@ -157,7 +157,7 @@ impl Harness {
 
     fn message(&mut self, bytes: &[u8]) {
         let model = &mut self.model;
-        let good = match Message::decode(bytes) {
+        let is_valid = match Message::decode(bytes) {
             Err(_) => Some(false),
             Ok(Message::Keepalive | Message::SetClientFeature { .. }) => Some(true),
             // Too many requests at a time are an error.
@@ -179,19 +179,19 @@ impl Harness {
         };
         let result = self.endpoint.handle_message(bytes);
         self.model.since_received = 0;
-        self.outcome(result, good);
+        self.outcome(result, is_valid);
     }
 
     fn immediate(&mut self, immediate: u32, byte_len: u32) {
         let model = &mut self.model;
         let room = if model.announced { self.memory.length - model.filled } else { 0 };
-        let good = immediate <= room && byte_len <= immediate;
-        if good && model.ended.is_none() {
+        let is_valid = immediate <= room && byte_len <= immediate;
+        if is_valid && model.ended.is_none() {
             model.filled += immediate;
         }
         let result = self.endpoint.handle_immediate(immediate, byte_len);
         self.model.since_received = 0;
-        self.outcome(result, Some(good));
+        self.outcome(result, Some(is_valid));
     }
 
     fn consume(&mut self, bytes: u32) {
@@ -252,12 +252,12 @@ impl Harness {
     }
 
     /// Checks that the result is what the model expects, if it knows.
-    fn outcome(&mut self, result: Result<(), ProtocolError>, good: Option<bool>) {
+    fn outcome(&mut self, result: Result<(), ProtocolError>, is_valid: Option<bool>) {
         match self.model.ended {
             Some(Some(error)) => assert_eq!(result, Err(error), "an error is final"),
             Some(None) => assert_eq!(result, Ok(()), "after a close, everything is accepted"),
             None => {
-                assert!(good.is_none_or(|good| result.is_ok() == good), "{result:?}");
+                assert!(is_valid.is_none_or(|is_valid| result.is_ok() == is_valid), "{result:?}");
                 self.model.ended = result.err().map(Some);
             }
         }

@@ -6,7 +6,7 @@
 //!
 //! ```text
 //!   first byte  role
-//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
+//!   a step      low 4 bits of a byte; its other bits and the following bytes are arguments
 //!   0           the peer writes what is due next: number of bytes
 //!   1           the peer writes anywhere: offset; number of bytes; immediate data
 //!   2           the peer writes without immediate data: offset; number of bytes

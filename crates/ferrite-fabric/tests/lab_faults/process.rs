@@ -55,7 +55,7 @@ impl Process {
             for line in out.lines().map_while(Result::ok) {
                 // The test harness writes to the same output and does not end its lines.
                 match line.split_once('@') {
-                    Some((_, said)) => drop(sender.send(said.to_owned())),
+                    Some((_, report)) => drop(sender.send(report.to_owned())),
                     None => println!("  (child) {line}"),
                 }
             }

@@ -182,8 +182,8 @@ pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     let pair = Pair::with(fixture, &config);
     let most = pair.a.link.peer_hello().max_frames() as usize;
     assert_eq!(most, 2 * 32 + 16);
-    let crumb = filled(&pair.a.fabric, b"crumb");
-    let parts = |count| std::iter::repeat_n(crumb.clone(), count).collect::<Vec<_>>();
+    let part = filled(&pair.a.fabric, b"bytes");
+    let parts = |count| std::iter::repeat_n(part.clone(), count).collect::<Vec<_>>();
     let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many frames");
     assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
     // On several channels at once, they wait for each other.
@@ -196,7 +196,7 @@ pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     };
     let (sent, ()) = pair.drive(async { join!(join_all(sending), receiving) });
     sent.into_iter().for_each(|sent| sent.expect("acknowledged"));
-    drop(crumb);
+    drop(part);
     pair.end();
 }
 

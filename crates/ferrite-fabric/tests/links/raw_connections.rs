@@ -78,19 +78,19 @@ pub(crate) fn messages_and_writes_arrive_in_order(fixture: &Fixture) {
         from.write(filled(from.fabric(), large), remote.addr + 100, remote.rkey, 9900)
             .expect("written");
         from.send_message(&[9; 32]).expect("sent");
-        assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == *b"before"));
-        let (mut told, mut notices) = (0, 0);
-        while told < 10_000 {
+        assert!(matches!(ends.arrival(to), Arrival::Message(message) if message[..] == *b"before"));
+        let (mut announced, mut notices) = (0, 0);
+        while announced < 10_000 {
             let Arrival::Written { notices: more, sum, .. } = ends.arrival(to) else {
                 panic!("a message arrived before the writes")
             };
-            (told, notices) = (told + sum, notices + more);
+            (announced, notices) = (announced + sum, notices + more);
         }
-        assert_eq!((told, notices), (10_000, 2));
+        assert_eq!((announced, notices), (10_000, 2));
         let mut written = vec![0; 10_000];
         window.read(0, &mut written);
         assert!(written == bytes);
-        assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == [9; 32]));
+        assert!(matches!(ends.arrival(to), Arrival::Message(message) if message[..] == [9; 32]));
         let all = Done { messages: 2, writes: 2 };
         until(&ends.fabrics(), "all requests are acknowledged", || from.done(None) == all);
     }
@@ -109,16 +109,16 @@ pub(crate) fn closing_delivers_pending_writes(fixture: &Fixture) {
     drop(ends.a.close());
     let refused = failed(ends.a.send_message(b"more"), "it is closing");
     assert_eq!(refused.kind(), ErrorKind::Closed, "{refused}");
-    let mut told = 0;
+    let mut announced = 0;
     let error = loop {
         match drive(&ends.fabrics(), ends.b.arrival()) {
-            Ok(Arrival::Written { sum, .. }) => told += sum,
+            Ok(Arrival::Written { sum, .. }) => announced += sum,
             Ok(Arrival::Message(_)) => panic!("no message was sent"),
             Err(error) => break error,
         }
     };
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
-    assert_eq!(told, 500 * 64);
+    assert_eq!(announced, 500 * 64);
     let mut last = [0; 64];
     window.read(499 * 64, &mut last);
     assert_eq!(last, [499_u64 as u8; 64]);
@@ -131,8 +131,8 @@ pub(crate) fn writing_outside_the_window_ends_the_connection(fixture: &Fixture) 
     let ends = Ends::connect(fixture, &Config::default());
     let window = ends.window(&ends.b, 4096);
     let remote = window.remote();
-    let beside = remote.addr + remote.len - 10;
-    ends.a.write(filled(ends.a.fabric(), &[1; 64]), beside, remote.rkey, 64).expect("queued");
+    let outside = remote.addr + remote.len - 10;
+    ends.a.write(filled(ends.a.fabric(), &[1; 64]), outside, remote.rkey, 64).expect("queued");
     let error =
         failed(drive(&ends.fabrics(), ends.a.arrival()), "the device must refuse the write");
     assert!([ErrorKind::Denied, ErrorKind::LinkDown].contains(&error.kind()), "{error}");
@@ -154,7 +154,9 @@ pub(crate) fn idle_connections_stay_open(fixture: &Fixture) {
     assert!(ends.a.failure().is_none() && ends.b.failure().is_none());
     assert_eq!((ends.a.stats().recv_ops, ends.b.stats().recv_ops), (0, 0));
     ends.a.send_message(b"still here").expect("sent");
-    assert!(matches!(ends.arrival(&ends.b), Arrival::Message(said) if said[..] == *b"still here"));
+    assert!(
+        matches!(ends.arrival(&ends.b), Arrival::Message(message) if message[..] == *b"still here")
+    );
     ends.end();
 }
 

@@ -202,9 +202,9 @@ fn retries_until_the_device_works() {
     let reason = |fabric: &Fabric| fabric.missing_devices()[0].to_string();
     for (call, world, _, fabric, _, held) in &worlds {
         until(&fabrics, "the fabric looked for the device", || reason(fabric).contains("not back"));
-        let told = reason(fabric);
+        let text = reason(fabric);
         let word = if call.contains("gid") || call.starts_with("rdma") { "address" } else { call };
-        assert!(told.contains(word), "{call}: {told}");
+        assert!(text.contains(word), "{call}: {text}");
         assert_eq!(world.objects(), *held, "{call}: the attempt left objects behind");
     }
     for (.., fabric, _, _) in &worlds {
@@ -240,9 +240,9 @@ fn waits_until_the_port_is_up() {
         drop(listener);
         add(world, host);
         world.device_down(&host.device);
-        let told = || fabric.missing_devices()[0].to_string();
-        until(&[&fabric], "the fabric looked for the device", || told().contains("not back"));
-        assert!(told().contains("fake1"), "{}", told());
+        let reason = || fabric.missing_devices()[0].to_string();
+        until(&[&fabric], "the fabric looked for the device", || reason().contains("not back"));
+        assert!(reason().contains("fake1"), "{}", reason());
         drop(ends);
         world.device_up(&host.device);
         until(&[&fabric], "the device is back", || fabric.stats().devices_back == 1);

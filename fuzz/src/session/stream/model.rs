@@ -122,17 +122,17 @@ impl Model {
     pub(super) fn drive(&mut self) {
         self.feature_requests = 0;
         while let Some(event) = self.events.pop_front() {
-            let good = match event {
+            let is_valid = match event {
                 Event::Message(bytes, is_real) => self.take(&bytes, is_real),
                 Event::Written(sum, written) => {
                     let room = if self.announced { WINDOW - self.filled } else { 0 };
-                    let good = sum <= room.into() && written <= sum;
-                    self.filled += if good { sum as u32 } else { 0 };
-                    good
+                    let is_valid = sum <= room.into() && written <= sum;
+                    self.filled += if is_valid { sum as u32 } else { 0 };
+                    is_valid
                 }
                 Event::Violation => false,
             };
-            if !good {
+            if !is_valid {
                 self.ending = Ending::Broken;
                 self.events.clear();
             }

@@ -319,10 +319,13 @@ impl<'f> Storm<'f> {
                         let last = &mut slot.last[direction][usize::from(message.channel())];
                         if number % 2 == 0 {
                             let before = last.replace(number);
-                            assert!(Some(number) > before, "{number} came after {before:?}");
+                            assert!(
+                                Some(number) > before,
+                                "message {number} arrived after {before:?}"
+                            );
                         } else {
                             let new = slot.seen.insert((direction, message.channel(), number));
-                            assert!(new, "{number} came twice");
+                            assert!(new, "message {number} arrived twice");
                         }
                     }
                     Ok(None) => break,
@@ -476,6 +479,6 @@ fn assert_expected(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{error:?}");
     // A flushed request reports the first cause, unless the peer, whose request failed, did not
     // report it in time.
-    let said = error.to_string();
-    assert!(!said.contains("flush") || said.contains("nobody says why"), "{said}");
+    let text = error.to_string();
+    assert!(!text.contains("flush") || text.contains("nobody says why"), "{text}");
 }
