@@ -397,7 +397,7 @@ fn registers_with_every_device_or_none() {
 }
 
 /// Removes a device and opens it again under the same name.
-fn readd_device(world: &World, name: &str, ip: &str) -> ProtectionDomain {
+fn add_device_again(world: &World, name: &str, ip: &str) -> ProtectionDomain {
     world.remove_device(name);
     domain(world, name, ip)
 }
@@ -413,7 +413,7 @@ fn restores_a_device() {
     let (meanwhile, error) =
         pool.expose(meanwhile, 0, Access::REMOTE_READ).expect_err("the device is gone");
     assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
-    let domain = readd_device(&world, "fake1", "10.0.0.1");
+    let domain = add_device_again(&world, "fake1", "10.0.0.1");
     pool.restore_domain(0, &domain).expect("restored");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (3, 1));
     // The pool grows afterwards, with the new domain.
@@ -452,7 +452,7 @@ fn restores_a_device_completely_or_not_at_all() {
         "the attempt must leave nothing behind"
     );
     drop((too_small, context));
-    let again = readd_device(&world, "fake2", "10.0.0.2");
+    let again = add_device_again(&world, "fake2", "10.0.0.2");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1));
     pool.restore_domain(1, &again).expect("restored");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (4, 2));
