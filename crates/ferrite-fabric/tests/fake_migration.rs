@@ -117,7 +117,7 @@ fn limits_the_frames_that_it_keeps() {
     while a.post_bytes(0, &[7; 8 << 10]).is_ok() {
         sent += 1;
     }
-    let waiting = config().send_queue_bytes; // messages that were not sent yet
+    let waiting = config().send_queue_bytes; // queued, not sent yet
     let most = (4 << 20) + waiting + ((128 * 8) << 10);
     assert!(sent * (8 << 10) <= most, "{sent} messages were accepted without an answer");
     for _ in 0..sent {

@@ -183,7 +183,7 @@ fn peer_interface_down() {
         &["the peer's interface h1 is down"],
         "on rxe1",
     );
-    // On another host, the interface cannot be inspected: only that it is silent.
+    // The interface of a peer on another host cannot be inspected: that peer is only silent.
     let remote =
         Subject { baseline: Some(&link.baseline), ..subject(&link.own.context, None, failure) };
     let silent =

@@ -128,7 +128,7 @@ impl Pair {
         Self::with(own, peer, Traffic::start)
     }
 
-    /// Starts with other traffic.
+    /// Starts both hosts, the link and the given traffic.
     pub(crate) fn with(own: Config, peer: Config, traffic: impl FnOnce(&Link) -> Traffic) -> Self {
         let leak_check = LeakCheck::begin();
         let (own, peer) = (Host::new(&[OWN.0], own), Peer::start(peer));

@@ -194,7 +194,6 @@ fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
 }
 
 /// Each device adds the same amount of pinned memory, and the total stays within the limit.
-/// Earlier, a module pinned 36, 136, 528 and 2,080 MiB on 1, 2, 4 and 8 devices, beyond its limit.
 #[test]
 fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
     for devices in [1, 2, 4, 8] {
