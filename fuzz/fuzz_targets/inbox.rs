@@ -1,4 +1,4 @@
-//! Any frames, to be put together to messages.
+//! Any frames, reassembled into messages.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| ferrite_fuzz::inbox(bytes));

@@ -1,4 +1,4 @@
-//! Any bytes as replies, in any pieces, and what another decoder makes of them.
+//! Any bytes as replies, in any pieces, compared with another decoder.
 #![no_main]
 
 libfuzzer_sys::fuzz_target!(|bytes: &[u8]| {

@@ -1,6 +1,6 @@
-//! Bytes of chance as steps, numbers and pieces.
+//! Interprets random bytes as steps, numbers and payload.
 
-/// What is left of the bytes. Behind the last are zeros.
+/// The remaining bytes. Numbers read behind the end are zero.
 pub(super) struct Input<'a>(pub(super) &'a [u8]);
 
 impl<'a> Input<'a> {
@@ -18,7 +18,7 @@ impl<'a> Input<'a> {
         u32::from_be_bytes(std::array::from_fn(|_| self.byte()))
     }
 
-    /// What it is, and the rest of its byte.
+    /// Returns the kind of a step and its argument: the low and the high 4 bits of a byte.
     pub(super) fn step(&mut self) -> (u8, u8) {
         let byte = self.byte();
         (byte & 15, byte >> 4)

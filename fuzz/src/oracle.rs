@@ -1,35 +1,33 @@
-//! What another decoder, the crate redis-protocol, makes of the same replies. Where both take
-//! bytes, they must mean the same by them and end at the same place; where only one does, the
-//! reason is one of these:
+//! Compares our reply decoder with another one, the crate redis-protocol. Where both accept bytes,
+//! they must agree on the value and on its end. Where only one accepts, the reason is one of these:
 //!
-//! | only the other | because |
+//! | accepted only by the other | because |
 //! |---|---|
-//! | lengths such as `+5` and `007` | Redis writes none, and reads none in commands |
-//! | line ends inside of lines, anything behind `_` | RESP has none there |
-//! | anything in place of the line end behind a string | it is not what the length said |
-//! | big numbers of any bytes, verbatim strings without a colon | they are none |
-//! | a push inside of a value | RESP3 forbids it |
+//! | lengths such as `+5` and `007` | Redis never writes them, and refuses them in commands |
+//! | line ends within lines, anything after `_` | RESP does not allow them |
+//! | other bytes in place of the line end after a string | they contradict the length |
+//! | big numbers that are not numbers, verbatim strings without a colon | they are invalid |
+//! | a push within a value | RESP3 forbids it |
 //! | nesting without limit | it costs memory |
-//! | `HELLO`, `;` and `.` as frames of their own | requests, and parts of streams |
+//! | `HELLO`, `;` and `.` as frames of their own | they are requests, and parts of streams |
 //!
-//! | only ours | because the other |
+//! | accepted only by ours | because the other |
 //! |---|---|
-//! | streamed strings and aggregates | wants its user to put them together |
-//! | nulls of RESP2 among RESP3, and the reverse | takes one version at a time |
-//! | aggregates as keys and in sets | has hash maps |
-//! | errors that are not UTF-8 | has strings |
-//! | verbatim strings of other formats than `txt` and `mkd` | has an enum |
-//! | attributes of a null, attributes after attributes | has no place for them |
+//! | streamed strings and aggregates | leaves their assembly to its user |
+//! | nulls of RESP2 among RESP3, and the reverse | accepts one version at a time |
+//! | aggregates as keys and in sets | uses hash maps |
+//! | errors that are not UTF-8 | uses strings |
+//! | verbatim strings of other formats than `txt` and `mkd` | uses an enum |
+//! | attributes of a null, attributes after attributes | cannot store them |
 
 use ferrite_proto::resp::{Limits, ReplyError, ReplyFramer, Value};
 use redis_protocol::resp2::types::OwnedFrame as Frame2;
 use redis_protocol::resp3::types::{OwnedFrame as Frame3, Resp3Frame as _, VerbatimStringFormat};
 
-/// The other decoder has no limit of depth, but a stack.
+/// The other decoder has no depth limit and could overflow the stack.
 const BYTES_MAX: usize = 4096;
 
-/// Compares all replies in the bytes, of which the first is not looked at: it is a seed of the
-/// other check.
+/// Compares all replies in the bytes after the first, which is a seed for another check.
 pub fn replies(bytes: &[u8]) {
     let Some((_, mut rest)) = bytes.split_first() else { return };
     if rest.len() > BYTES_MAX {
@@ -43,10 +41,16 @@ pub fn replies(bytes: &[u8]) {
             Ok(progress) if progress.complete => complete(frame, rest),
             Ok(_) => {
                 assert!(!matches!(redis_protocol::resp2::decode::decode(rest), Ok(Some(_))));
-                assert!(!matches!(redis_protocol::resp3::decode::complete::decode(rest), Ok(Some(_))));
+                assert!(!matches!(
+                    redis_protocol::resp3::decode::complete::decode(rest),
+                    Ok(Some(_))
+                ));
             }
             Err(error) => {
-                refused(error, redis_protocol::resp2::decode::decode(rest).ok().flatten().is_some());
+                refused(
+                    error,
+                    redis_protocol::resp2::decode::decode(rest).ok().flatten().is_some(),
+                );
                 let decoded = redis_protocol::resp3::decode::complete::decode(rest);
                 refused(error, decoded.ok().flatten().is_some());
                 return;
@@ -56,7 +60,7 @@ pub fn replies(bytes: &[u8]) {
     }
 }
 
-/// What only the other takes.
+/// Checks that only our stricter rules refuse what the other decoder accepts.
 fn refused(error: ReplyError, taken: bool) {
     let strict = match error {
         ReplyError::Length
@@ -88,7 +92,12 @@ fn complete(frame: &[u8], rest: &[u8]) {
             assert!(same2(&theirs, &value), "{theirs:?} {value:?}");
         }
         Ok(None) => panic!("incomplete: {value:?}"),
-        Err(_) => assert!(has(frame, &[b"?\r\n", b"_\r\n"]) || any(&value, &not_of_two), "{value:?}"),
+        Err(_) => {
+            assert!(
+                has(frame, &[b"?\r\n", b"_\r\n"]) || any(&value, &unsupported_in_resp2),
+                "{value:?}"
+            )
+        }
     }
     match three {
         Ok(Some((theirs, end))) => {
@@ -99,7 +108,7 @@ fn complete(frame: &[u8], rest: &[u8]) {
         Err(_) => {
             let twice = frame.iter().filter(|byte| **byte == b'|').count() > 1;
             let other = has(frame, &[b"?\r\n", b"$-1\r\n", b"*-1\r\n"]) || twice;
-            assert!(other || any(&value, &not_of_three), "{value:?}");
+            assert!(other || any(&value, &unsupported_in_resp3), "{value:?}");
         }
     }
 }
@@ -108,7 +117,7 @@ fn has(bytes: &[u8], needles: &[&[u8]]) -> bool {
     needles.iter().any(|needle| bytes.windows(needle.len()).any(|window| window == *needle))
 }
 
-/// Whether it holds for the value or for one inside.
+/// Returns whether `holds` is true for the value or for one inside it.
 fn any(value: &Value<'_>, holds: &dyn Fn(&Value<'_>) -> bool) -> bool {
     let in_pairs = |pairs: &[(Value<'_>, Value<'_>)]| {
         pairs.iter().any(|(key, value)| any(key, holds) || any(value, holds))
@@ -124,15 +133,17 @@ fn any(value: &Value<'_>, holds: &dyn Fn(&Value<'_>) -> bool) -> bool {
         }
 }
 
-fn not_of_two(value: &Value<'_>) -> bool {
+fn unsupported_in_resp2(value: &Value<'_>) -> bool {
     match value {
-        Value::Simple(_) | Value::Integer(_) | Value::Bulk(_) | Value::Null | Value::Array(_) => false,
+        Value::Simple(_) | Value::Integer(_) | Value::Bulk(_) | Value::Null | Value::Array(_) => {
+            false
+        }
         Value::Error(text) => std::str::from_utf8(text).is_err(),
         _ => true,
     }
 }
 
-fn not_of_three(value: &Value<'_>) -> bool {
+fn unsupported_in_resp3(value: &Value<'_>) -> bool {
     let raw = |value: &Value<'_>| match value {
         Value::Attributed { value, .. } => is_aggregate(value),
         value => is_aggregate(value),
@@ -161,7 +172,8 @@ fn same2(theirs: &Frame2, ours: &Value<'_>) -> bool {
         (Frame2::Integer(theirs), Value::Integer(ours)) => theirs == ours,
         (Frame2::Null, Value::Null) => true,
         (Frame2::Array(theirs), Value::Array(ours)) => {
-            theirs.len() == ours.len() && theirs.iter().zip(ours).all(|(theirs, ours)| same2(theirs, ours))
+            theirs.len() == ours.len()
+                && theirs.iter().zip(ours).all(|(theirs, ours)| same2(theirs, ours))
         }
         _ => false,
     }
@@ -178,7 +190,8 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
         _ => false,
     };
     let all = |theirs: &[Frame3], ours: &[Value<'_>]| {
-        theirs.len() == ours.len() && theirs.iter().zip(ours).all(|(theirs, ours)| same3(theirs, ours))
+        theirs.len() == ours.len()
+            && theirs.iter().zip(ours).all(|(theirs, ours)| same3(theirs, ours))
     };
     same_attributes
         && match (theirs, ours) {
@@ -193,7 +206,10 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
             }
             (Frame3::Boolean { data, .. }, Value::Boolean(ours)) => data == ours,
             (Frame3::Null, Value::Null) => true,
-            (Frame3::VerbatimString { data, format, .. }, Value::Verbatim { format: word, text }) => {
+            (
+                Frame3::VerbatimString { data, format, .. },
+                Value::Verbatim { format: word, text },
+            ) => {
                 let theirs: &[u8] = match format {
                     VerbatimStringFormat::Text => b"txt",
                     VerbatimStringFormat::Markdown => b"mkd",
@@ -202,7 +218,7 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
             }
             (Frame3::Array { data, .. }, Value::Array(ours))
             | (Frame3::Push { data, .. }, Value::Push(ours)) => all(data, ours),
-            // Each in the other: a set has a value once, however often it came.
+            // Compares in both directions: a set keeps a repeated value once.
             (Frame3::Set { data, .. }, Value::Set(ours)) => {
                 data.iter().all(|theirs| ours.iter().any(|ours| same3(theirs, ours)))
                     && ours.iter().all(|ours| data.iter().any(|theirs| same_raw(theirs, ours)))
@@ -212,7 +228,7 @@ fn same3(theirs: &Frame3, ours: &Value<'_>) -> bool {
         }
 }
 
-/// Each in the other: of pairs with the same key, a map keeps one.
+/// Compares in both directions: a map keeps one of several pairs with the same key.
 fn same_pairs<'a>(
     theirs: impl Iterator<Item = (&'a Frame3, &'a Frame3)> + Clone,
     ours: &[(Value<'_>, Value<'_>)],
@@ -225,8 +241,8 @@ fn same_pairs<'a>(
         && ours.iter().all(|(key, _)| theirs.clone().any(|(other, _)| same_raw(other, key)))
 }
 
-/// The same but for attributes, by which the other does not tell keys apart, and but for which of
-/// the nans.
+/// Compares without attributes, by which the other decoder does not distinguish keys, and treats
+/// all NaNs as equal.
 fn same_raw(theirs: &Frame3, ours: &Value<'_>) -> bool {
     let ours = match ours {
         Value::Attributed { value, .. } => &**value,

@@ -1,5 +1,5 @@
-//! The fuzz targets' checks over their committed corpora (`fuzz/corpus`): what a fuzzer once found
-//! fails here, without one.
+//! Runs the checks of the fuzz targets over their committed corpora (`fuzz/corpus`), so that
+//! earlier findings of a fuzzer are tested without one.
 
 #[path = "../../../fuzz/src/fabric/checks.rs"]
 pub mod checks;

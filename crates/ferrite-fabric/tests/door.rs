@@ -1,8 +1,8 @@
-//! Who may come in over TCP: connections that say nothing, too little or too much keep nobody else
+//! Admission over TCP: connections that send nothing, too little or too much keep no other peer
 //! out.
-#![cfg(not(miri))] // which has no network
+#![cfg(not(miri))] // Miri has no network
 
-#[expect(dead_code, unused_imports, unused_macros, reason = "what is for tests of links")]
+#[expect(dead_code, unused_imports, unused_macros, reason = "parts of the link suite")]
 mod links;
 
 use std::io::{Read as _, Write as _};
@@ -18,8 +18,8 @@ use futures_util::{FutureExt as _, join};
 use links::hello::HELLO;
 use links::pair::{drive, until};
 
-/// Few places, for a long time.
-fn small() -> Config {
+/// Returns settings with few handshakes at a time and a long timeout.
+fn few_handshakes() -> Config {
     Config { max_half_open: 4, connection_timeout: Duration::from_secs(20), ..Config::default() }
 }
 
@@ -31,71 +31,73 @@ fn listen(fabric: &Fabric) -> Listener {
     fabric.listen("127.0.0.1:0".parse().expect("an address")).expect("listen")
 }
 
-/// An honest peer gets a link in less than a fifth of the time that a place is kept.
-fn is_served(fabric: &Fabric, listener: &mut Listener) {
-    let caller = self::fabric(Config::default());
+/// Checks that an honest peer gets a link in less than a fifth of the handshake timeout.
+fn check_honest_peer_connects(fabric: &Fabric, listener: &mut Listener) {
+    let client = self::fabric(Config::default());
     let begun = Instant::now();
-    let connecting = caller.connect(listener.local_addr());
-    let (there, here) = drive(&[&caller, fabric], async { join!(connecting, listener.accept()) });
+    let connecting = client.connect(listener.local_addr());
+    let (there, here) = drive(&[&client, fabric], async { join!(connecting, listener.accept()) });
     drop((there.expect("a link"), here.expect("a link")));
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
 }
 
 fn connect(fabric: &Fabric, to: SocketAddr, say: &[u8]) -> TcpStream {
     let mut socket = TcpStream::connect(to).expect("a connection");
-    socket.write_all(say).expect("said");
+    socket.write_all(say).expect("write");
     fabric.progress();
     socket
 }
 
 #[test]
 fn silent_connections_keep_nobody_out() {
-    let fabric = fabric(small());
+    let fabric = fabric(few_handshakes());
     let mut listener = listen(&fabric);
     let held: Vec<_> = (0..200).map(|_| connect(&fabric, listener.local_addr(), b"")).collect();
-    is_served(&fabric, &mut listener);
-    until(&[&fabric], "most were ended", || fabric.stats().handshakes_displaced >= 200 - 32);
+    check_honest_peer_connects(&fabric, &mut listener);
+    until(&[&fabric], "most connections were displaced", || {
+        fabric.stats().handshakes_displaced >= 200 - 32
+    });
     drop(held);
 }
 
 #[test]
 fn half_a_hello_keeps_nobody_out() {
-    let fabric = fabric(small());
+    let fabric = fabric(few_handshakes());
     let mut listener = listen(&fabric);
     let held: Vec<_> = (0..200).map(|_| connect(&fabric, listener.local_addr(), b"FRT")).collect();
-    is_served(&fabric, &mut listener);
+    check_honest_peer_connects(&fabric, &mut listener);
     drop(held);
 }
 
-/// A client is one by its first byte that no hello has there: its session begins then, as at the
-/// fabric's own port.
+/// A connection is handed over as a client at its first byte that cannot belong to a hello: its
+/// session begins then, as on the engine's own port.
 #[test]
-fn hands_clients_over_at_the_first_byte_that_no_hello_has() {
-    let fabric = fabric(small());
+fn hands_over_clients_at_their_first_foreign_byte() {
+    let fabric = fabric(few_handshakes());
     let listener = listen(&fabric);
     let foreign_peers = listener.foreign_tcp_peers();
-    // More than there are places for handshakes.
+    // More connections than there may be handshakes.
     let held: Vec<_> = (0..20).map(|_| connect(&fabric, listener.local_addr(), b"*")).collect();
     for _ in &held {
         assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"*");
     }
     let mut unclear = connect(&fabric, listener.local_addr(), b"FR");
-    until(&[&fabric], "it is read", || fabric.progress() == 0);
-    assert!(foreign_peers.next().now_or_never().is_none(), "a hello begins like that");
-    unclear.write_all(b"E").expect("said");
+    until(&[&fabric], "the bytes are read", || fabric.progress() == 0);
+    assert!(foreign_peers.next().now_or_never().is_none(), "the bytes may begin a hello");
+    unclear.write_all(b"E").expect("write");
     assert_eq!(drive(&[&fabric], foreign_peers.next()).expect("a client").heard, b"FRE");
 }
 
-/// A client of a pool says nothing for long, and is served when it does. There is no limit for
-/// those but that of sessions.
+/// A client of a connection pool may send nothing for long, and is served when it does. Such
+/// clients are limited only by the number of sessions.
 #[test]
 fn hands_over_silent_clients_when_many_wait() {
-    let fabric = fabric(small());
+    let fabric = fabric(few_handshakes());
     let listener = listen(&fabric);
     let foreign_peers = listener.foreign_tcp_peers();
     let held: Vec<_> = (0..100).map(|_| connect(&fabric, listener.local_addr(), b"")).collect();
     let mut taken = Vec::new();
-    until(&[&fabric], "those beyond the limit of a source are handed over", || {
+    until(&[&fabric], "connections beyond the limit of a source are handed over", || {
         while let Some(Ok(foreign_peer)) = foreign_peers.next().now_or_never() {
             taken.push(foreign_peer);
         }
@@ -105,11 +107,11 @@ fn hands_over_silent_clients_when_many_wait() {
     let firsts: Vec<_> =
         held.iter().take(taken.len()).map(|socket| socket.local_addr().ok()).collect();
     let peers: Vec<_> = taken.iter().map(|foreign_peer| Some(foreign_peer.peer)).collect();
-    assert_eq!(peers, firsts, "the oldest first, and none was lost");
+    assert_eq!(peers, firsts, "the oldest must come first, and none may be lost");
 }
 
-/// Both know MOVE, and RDMA has not carried the link: a `Resume` then is against the rules
-/// (docs/wire.md).
+/// Both sides support MOVE, but RDMA has not carried the link: a `Resume` then violates the
+/// protocol (docs/wire.md).
 #[test]
 fn rejects_a_resume_without_a_move() {
     let fabric = fabric(Config::default());
@@ -126,20 +128,19 @@ fn rejects_a_resume_without_a_move() {
     assert!(theirs.hello.features.contains(Features::MOVE), "{theirs:?}");
     let resume =
         TcpFrame { kind: TcpFrameKind::Resume, imm: 0, len: 0, op: 0, grant: 0, offset: 0 };
-    peer.write_all(&resume.encode().repeat(1000)).expect("said");
-    let error = drive(&[&fabric], link.recv()).expect_err("the link is over");
+    peer.write_all(&resume.encode().repeat(1000)).expect("write");
+    let error = drive(&[&fabric], link.recv()).expect_err("the link must fail");
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
     let fallbacks: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
     assert_eq!(fallbacks, 0);
-    // Nor does a greeting resume what is not lost.
+    // A greeting cannot resume a link that is not lost, either.
     let resume = Some(Resume { yours: theirs.hello.session, mine: 9, received: 0 });
     let _again = connect(&fabric, listener.local_addr(), &Greeting { hello, resume }.encode());
-    until(&[&fabric], "it is refused", || fabric.stats().refused == 1);
+    until(&[&fabric], "the greeting is refused", || fabric.stats().refused == 1);
 }
 
-/// Links of one source that never end a message, or begin a write, hold little of the receive
-/// memory, and what they do not get is no loss to others; nor to another link of theirs that is
-/// honest.
+/// Links of one source that never finish a message, or begin a write, hold little of the receive
+/// memory. Other peers are not affected, nor is another, honest link of the same source.
 #[test]
 fn unfinished_messages_are_charged_to_who_sends_them() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
@@ -159,34 +160,34 @@ fn unfinished_messages_are_charged_to_who_sends_them() {
     let mut held = Vec::new();
     for _ in 0..300 {
         let mut peer = connect(&fabric, listener.local_addr(), &greeting);
-        peer.set_nonblocking(true).expect("a mode");
+        peer.set_nonblocking(true).expect("set nonblocking");
         let mut link = None;
         until(&[&fabric], "a link", || {
             link = listener.accept().now_or_never();
             link.is_some()
         });
         let _ = peer.write(&words[GREETING_BYTES..]);
-        until(&[&fabric], "it is read, as far as it may", || fabric.progress() == 0);
+        until(&[&fabric], "everything that may be read is read", || fabric.progress() == 0);
         held.push((peer, link));
     }
     let used = fabric.stats().memory.receive.in_use_bytes;
     assert!(used <= reserve / 8 + 300 * (192 << 10), "{} MiB", used >> 20);
-    is_served(&fabric, &mut listener);
+    check_honest_peer_connects(&fabric, &mut listener);
     let large =
         TcpFrame { kind: TcpFrameKind::Write, imm: 0, len: 2 << 20, op: 1, grant: 1, offset: 0 };
     let mut peer = connect(&fabric, listener.local_addr(), &greeting);
     let link = drive(&[&fabric], listener.accept()).expect("a link");
-    peer.write_all(&large.encode()).expect("said");
-    let error = drive(&[&fabric], link.recv()).expect_err("it is never taken");
+    peer.write_all(&large.encode()).expect("write");
+    let error = drive(&[&fabric], link.recv()).expect_err("the link must fail");
     assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
     drop((held, link));
-    until(&[&fabric], "all of it comes back", || fabric.stats().memory.receive.in_use_bytes == 0);
+    until(&[&fabric], "all memory is returned", || fabric.stats().memory.receive.in_use_bytes == 0);
 }
 
-/// Links that hold all that they may are looked at again when some of it comes back, and not
-/// before: the fabric sleeps.
+/// Links that have used up their budget are read again when some of it is returned, and not before:
+/// the fabric sleeps.
 #[test]
-fn links_over_their_budget_wait_until_some_of_it_is_back() {
+fn links_over_their_budget_wait_for_memory() {
     let config = Config { window: 16, max_message_bytes: 64 << 10, ..Config::default() };
     let memory = PoolConfig { receive_reserve: 8 << 20, ..config.memory.clone() };
     let fabric = fabric(Config { memory, busy_poll_us: 0, ..config });
@@ -204,7 +205,7 @@ fn links_over_their_budget_wait_until_some_of_it_is_back() {
                 &Greeting { hello: HELLO, resume: None }.encode(),
             );
             let link = drive(&[&fabric], listener.accept()).expect("a link");
-            peer.set_nonblocking(true).expect("a mode");
+            peer.set_nonblocking(true).expect("set nonblocking");
             (peer, link)
         })
         .collect();
@@ -226,10 +227,10 @@ fn links_over_their_budget_wait_until_some_of_it_is_back() {
         );
         idle = if readable == Ok(0) { idle + 1 } else { 0 };
         fabric.progress();
-        assert!(begun.elapsed() < Duration::from_secs(30), "it never sleeps");
+        assert!(begun.elapsed() < Duration::from_secs(30), "the fabric never sleeps");
     }
     let taken_in = fabric.stats().memory.receive.in_use_bytes;
-    assert!(taken_in < 10 * 16 * (32 << 10), "all of it: nobody waits");
+    assert!(taken_in < 10 * 16 * (32 << 10), "everything was read: no link has to wait");
     for round in 0..16 {
         for (_, link) in &links {
             let message = loop {
@@ -240,7 +241,7 @@ fn links_over_their_budget_wait_until_some_of_it_is_back() {
                 }
                 assert!(
                     begun.elapsed() < Duration::from_secs(60),
-                    "nothing comes, in round {round}"
+                    "no message arrives in round {round}"
                 );
             };
             assert_eq!(message.len(), 32 << 10);
@@ -248,14 +249,14 @@ fn links_over_their_budget_wait_until_some_of_it_is_back() {
     }
 }
 
-/// Nobody tells a listener when there are descriptors again: it looks by itself.
+/// Nothing notifies a listener when descriptors are free again: it retries by itself.
 #[test]
-fn accepts_again_when_there_are_descriptors_again() {
+fn accepts_again_when_descriptors_are_free() {
     use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
     let fabric = fabric(Config::default());
     let listener = listen(&fabric);
     let foreign_peers = listener.foreign_tcp_peers();
-    // The client's side is here already, and needs none.
+    // The client's side is connected already and needs no descriptor.
     let address = listener.local_addr();
     let client = TcpStream::connect(address).expect("a connection");
     let was = getrlimit(Resource::Nofile);
@@ -264,10 +265,12 @@ fn accepts_again_when_there_are_descriptors_again() {
     let used = std::fs::read_dir("/proc/self/fd").expect("descriptors").count() as u64;
     setrlimit(Resource::Nofile, Rlimit { current: Some(used - 1), ..was }).expect("a limit");
     let full: Vec<_> = std::iter::from_fn(|| TcpListener::bind("127.0.0.1:0").ok()).collect();
-    until(&[&fabric], "there is no descriptor for it", || fabric.stats().accept_failures > 0);
+    until(&[&fabric], "accept fails for want of descriptors", || {
+        fabric.stats().accept_failures > 0
+    });
     drop((spare, full));
-    (&client).write_all(b"PING\r\n").expect("said");
+    (&client).write_all(b"PING\r\n").expect("write");
     let foreign_peer = drive(&[&fabric], foreign_peers.next()).expect("a client");
     assert_eq!(foreign_peer.heard, b"PING\r\n");
-    setrlimit(Resource::Nofile, was).expect("the limit of before");
+    setrlimit(Resource::Nofile, was).expect("restore the limit");
 }

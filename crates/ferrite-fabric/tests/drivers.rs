@@ -1,5 +1,5 @@
-//! Several that drive one fabric at a time: whoever waits for something learns of it, also when
-//! another took the event that told of it.
+//! Several threads drive one fabric: every waiting thread is woken, even if another thread took the
+//! event.
 
 use std::future::Future;
 use std::pin::pin;
@@ -11,18 +11,19 @@ use std::time::Duration;
 use ferrite_fabric::{Config, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, World};
 
-/// Far longer than it takes: a wake-up that is lost is never made up for.
-const PATIENCE: Duration = Duration::from_secs(if cfg!(miri) { 600 } else { 20 });
+/// Far longer than needed: a lost wake-up is never repeated.
+const TEST_TIMEOUT: Duration = Duration::from_secs(if cfg!(miri) { 600 } else { 20 });
 const ROUNDS: usize = if cfg!(miri) { 10 } else { 2000 };
 
-struct Scene {
+/// A fabric with a link to itself.
+struct Loopback {
     fabric: Fabric,
     links: [Link; 2],
     _world: World,
 }
 
-/// A fabric that sleeps at once, with a link to itself.
-fn scene(busy_poll_us: u32) -> Scene {
+/// Makes a fabric that sleeps at once, with a link to itself.
+fn loopback(busy_poll_us: u32) -> Loopback {
     let world = World::new();
     world.add_device(DeviceSpec::new("fake1", [10, 0, 0, 1].into()));
     let config = Config { busy_poll_us, recv_queue_depth: 32, cq_size: 256, ..Config::default() };
@@ -31,28 +32,28 @@ fn scene(busy_poll_us: u32) -> Scene {
         .config(config)
         .build()
         .expect("a fabric");
-    let mut listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+    let mut listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("listen");
     let address = listener.local_addr();
     let (there, here) =
         fabric.block_on(async { futures_util::join!(fabric.connect(address), listener.accept()) });
-    Scene { fabric, links: [there.expect("a link"), here.expect("a link")], _world: world }
+    Loopback { fabric, links: [there.expect("a link"), here.expect("a link")], _world: world }
 }
 
-/// Fails instead of hanging.
-fn in_time(act: impl FnOnce() + Send + 'static) {
+/// Runs `act` with a time limit, so that a lost wake-up fails the test instead of hanging it.
+fn with_time_limit(act: impl FnOnce() + Send + 'static) {
     let (done, finished) = mpsc::channel();
     let acting = thread::spawn(move || {
         act();
         let _ = done.send(());
     });
-    match finished.recv_timeout(PATIENCE) {
-        Err(mpsc::RecvTimeoutError::Timeout) => panic!("somebody was not woken"),
-        _ => acting.join().expect("it to pass"),
+    match finished.recv_timeout(TEST_TIMEOUT) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("a wake-up was lost"),
+        _ => acting.join().expect("the test passes"),
     }
 }
 
-/// WaitSet for a future without driving the fabric.
-fn idle<F: Future>(future: F) -> F::Output {
+/// Waits for a future without driving the fabric.
+fn wait_without_driving<F: Future>(future: F) -> F::Output {
     struct Unpark(Thread);
     impl Wake for Unpark {
         fn wake(self: Arc<Self>) {
@@ -69,118 +70,120 @@ fn idle<F: Future>(future: F) -> F::Output {
     }
 }
 
-/// Asks and waits for the answer, again and again.
+/// Sends messages and waits for the answer to each.
 fn ask(fabric: &Fabric, link: &Link) {
     for round in 0..ROUNDS {
-        link.post_bytes(0, &round.to_le_bytes()).expect("room");
+        link.post_bytes(0, &round.to_le_bytes()).expect("room in the queue");
         let answer = fabric.block_on(link.recv()).expect("an answer");
         assert_eq!(answer.to_vec(), round.to_le_bytes());
     }
 }
 
+/// Answers each message.
 fn answer(fabric: &Fabric, link: &Link) {
     for _ in 0..ROUNDS {
         let question = fabric.block_on(link.recv()).expect("a question");
-        link.post_bytes(0, &question.to_vec()).expect("room");
+        link.post_bytes(0, &question.to_vec()).expect("room in the queue");
     }
 }
 
-fn ping_pong(scene: &Scene) {
-    let [there, here] = scene.links.clone();
-    let fabric = scene.fabric.clone();
+fn ping_pong(loopback: &Loopback) {
+    let [there, here] = loopback.links.clone();
+    let fabric = loopback.fabric.clone();
     let answering = thread::spawn(move || answer(&fabric, &here));
-    ask(&scene.fabric, &there);
-    answering.join().expect("answers");
+    ask(&loopback.fabric, &there);
+    answering.join().expect("answering thread");
 }
 
 #[test]
 fn two_threads_that_block() {
-    in_time(|| ping_pong(&scene(0)));
+    with_time_limit(|| ping_pong(&loopback(0)));
 }
 
 #[test]
-fn two_threads_that_block_beside_a_driver() {
-    in_time(|| {
-        let scene = scene(0);
-        let driver = scene.fabric.spawn_thread().expect("a thread");
-        ping_pong(&scene);
-        drop(scene);
-        driver.join().expect("the end");
+fn two_threads_that_block_and_a_driver() {
+    with_time_limit(|| {
+        let loopback = loopback(0);
+        let driver = loopback.fabric.spawn_thread().expect("a thread");
+        ping_pong(&loopback);
+        drop(loopback);
+        driver.join().expect("driver ends");
     });
 }
 
 #[test]
-fn one_that_blocks_while_another_polls_by_hand() {
-    in_time(|| {
-        let scene = scene(0);
-        let [there, here] = scene.links.clone();
-        let fabric = scene.fabric.clone();
+fn one_that_blocks_while_another_polls() {
+    with_time_limit(|| {
+        let loopback = loopback(0);
+        let [there, here] = loopback.links.clone();
+        let fabric = loopback.fabric.clone();
         let asking = thread::spawn(move || ask(&fabric, &there));
         for _ in 0..ROUNDS {
             let question = loop {
-                scene.fabric.poll();
+                loopback.fabric.poll();
                 if let Some(question) = here.try_recv().expect("a link") {
                     break question;
                 }
                 thread::yield_now();
             };
-            here.post_bytes(0, &question.to_vec()).expect("room");
+            here.post_bytes(0, &question.to_vec()).expect("room in the queue");
         }
-        asking.join().expect("questions");
+        asking.join().expect("asking thread");
     });
 }
 
 #[test]
-fn two_drivers_both_end() {
-    in_time(|| {
+fn several_drivers_all_end() {
+    with_time_limit(|| {
         for _ in 0..50 {
-            let scene = scene(0);
-            let drivers = [(); 3].map(|()| scene.fabric.spawn_thread().expect("a thread"));
-            idle(scene.links[0].close()).expect("a good end");
-            drop(scene);
-            drivers.into_iter().for_each(|driver| driver.join().expect("the end"));
+            let loopback = loopback(0);
+            let drivers = [(); 3].map(|()| loopback.fabric.spawn_thread().expect("a thread"));
+            wait_without_driving(loopback.links[0].close()).expect("closed cleanly");
+            drop(loopback);
+            drivers.into_iter().for_each(|driver| driver.join().expect("driver ends"));
         }
     });
 }
 
-/// Links come and go while their driver sleeps: events of the connection manager, calls and the
-/// clock at once.
-fn come_and_go(scene: &Scene) {
-    let mut listener = scene.fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+/// Opens and closes links while their driver sleeps: connection manager events, calls and timers at
+/// the same time.
+fn open_and_close_links(loopback: &Loopback) {
+    let mut listener = loopback.fabric.listen(([10, 0, 0, 1], 0).into()).expect("listen");
     let address = listener.local_addr();
     for _ in 0..ROUNDS / 10 {
-        let (there, here) =
-            idle(async { futures_util::join!(scene.fabric.connect(address), listener.accept()) });
+        let (there, here) = wait_without_driving(async {
+            futures_util::join!(loopback.fabric.connect(address), listener.accept())
+        });
         let (there, here) = (there.expect("a link"), here.expect("a link"));
-        there.post_bytes(0, b"hello").expect("room");
-        assert_eq!(idle(here.recv()).expect("a message").to_vec(), b"hello");
-        idle(there.close()).expect("a good end");
+        there.post_bytes(0, b"hello").expect("room in the queue");
+        assert_eq!(wait_without_driving(here.recv()).expect("a message").to_vec(), b"hello");
+        wait_without_driving(there.close()).expect("closed cleanly");
     }
 }
 
 #[test]
-fn links_come_and_go_beside_a_driver() {
-    in_time(|| {
-        let scene = scene(0);
-        let driver = scene.fabric.spawn_thread().expect("a thread");
-        come_and_go(&scene);
-        drop(scene);
-        driver.join().expect("the end");
+fn links_open_and_close_with_a_driver() {
+    with_time_limit(|| {
+        let loopback = loopback(0);
+        let driver = loopback.fabric.spawn_thread().expect("a thread");
+        open_and_close_links(&loopback);
+        drop(loopback);
+        driver.join().expect("driver ends");
     });
 }
 
 #[cfg(feature = "tokio")]
 #[test]
-fn links_come_and_go_under_tokio() {
-    in_time(|| {
-        let scene = scene(0);
-        let driving = scene.fabric.drive();
+fn links_open_and_close_under_tokio() {
+    with_time_limit(|| {
+        let loopback = loopback(0);
+        let driving = loopback.fabric.drive();
         let driver = thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
-            runtime.expect("a runtime").block_on(driving).expect("the end");
+            runtime.expect("a runtime").block_on(driving).expect("driver ends");
         });
-        come_and_go(&scene);
-        drop(scene);
-        driver.join().expect("the end");
+        open_and_close_links(&loopback);
+        drop(loopback);
+        driver.join().expect("driver thread ends");
     });
 }

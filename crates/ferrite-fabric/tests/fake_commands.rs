@@ -1,5 +1,5 @@
-//! Which calls the thread that drives a fabric makes by itself, on the fake provider, if the fabric
-//! has command threads.
+//! Which calls the thread that drives a fabric makes itself when the fabric has command threads, on
+//! the fake provider.
 
 use std::net::SocketAddr;
 use std::sync::mpsc::channel;
@@ -10,10 +10,10 @@ use ferrite_verbs::fake::{DeviceSpec, World};
 
 const SERVER: &str = "127.0.0.1";
 const CLIENT: &str = "127.0.0.2";
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
-/// Calls that neither enter firmware nor wait for anything: the data path, and taking events.
-const QUICK: [&str; 10] = [
+/// Calls that neither enter the firmware nor block: the data path, and taking events.
+const NON_BLOCKING: [&str; 10] = [
     "ibv_ack_cq_events",
     "ibv_get_async_event",
     "ibv_get_cq_event",
@@ -26,9 +26,9 @@ const QUICK: [&str; 10] = [
     "rdma_get_cm_event",
 ];
 
-/// To ERROR, which a link that fails does itself, whoever finds that out: the device is to take
-/// nothing more from then on.
-const STOP: &str = "ibv_modify_qp";
+/// The change to the error state, which the thread that detects a link's failure makes itself: the
+/// device must accept nothing more from then on.
+const MODIFY_TO_ERROR: &str = "ibv_modify_qp";
 
 fn address(host: &str) -> SocketAddr {
     SocketAddr::new(host.parse().expect("an address"), 0)
@@ -38,32 +38,32 @@ fn config() -> Config {
     Config { busy_poll_us: 0, ..Config::default() }
 }
 
-/// What the client does, on a thread of its own; the server is driven meanwhile, by this one.
-fn beside<T: Send + 'static>(
+/// Runs `act` for the client on a thread of its own, while this thread drives the server.
+fn while_driving<T: Send + 'static>(
     server: &Fabric,
     client: &Fabric,
     act: impl FnOnce(&Fabric) -> T + Send + 'static,
 ) -> T {
-    let (tell, told) = channel();
+    let (sender, receiver) = channel();
     let client = client.clone();
     std::thread::spawn(move || {
-        let _ = tell.send(act(&client));
+        let _ = sender.send(act(&client));
     });
     let begun = Instant::now();
     loop {
         server.progress();
-        match told.try_recv() {
+        match receiver.try_recv() {
             Ok(done) => return done,
-            Err(_) => assert!(begun.elapsed() < PATIENCE, "the client did not come to an end"),
+            Err(_) => assert!(begun.elapsed() < TEST_TIMEOUT, "the client did not finish"),
         }
     }
 }
 
-fn drive(server: &Fabric, what: &str, mut done: impl FnMut() -> bool) {
+fn drive_until(server: &Fabric, what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
         server.progress();
-        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not within the time limit");
     }
 }
 
@@ -72,10 +72,10 @@ fn connect(client: &Fabric, to: SocketAddr, meet: Meet) -> Link {
     client.block_on(client.connect_with(to, &options)).expect("a link")
 }
 
-fn accepted(server: &Fabric, listener: &mut Listener) -> Link {
+fn accept(server: &Fabric, listener: &mut Listener) -> Link {
     let mut link = None;
-    drive(server, "a link", || {
-        link = listener.try_accept().expect("a listener");
+    drive_until(server, "a link", || {
+        link = listener.try_accept().expect("listener is up");
         link.is_some()
     });
     link.expect("a link")
@@ -83,11 +83,13 @@ fn accepted(server: &Fabric, listener: &mut Listener) -> Link {
 
 fn exchange(server: &Fabric, client: &Fabric, there: &Link, here: &Link) {
     let to_server = there.clone();
-    beside(server, client, move |_| to_server.post_bytes(0, &[7; 100_000]).expect("room"));
+    while_driving(server, client, move |_| {
+        to_server.post_bytes(0, &[7; 100_000]).expect("room in the queue")
+    });
     assert_eq!(server.block_on(here.recv()).expect("a message").len(), 100_000);
-    here.post_bytes(0, b"answer").expect("room");
+    here.post_bytes(0, b"answer").expect("room in the queue");
     let at_client = there.clone();
-    beside(server, client, move |client| {
+    while_driving(server, client, move |client| {
         assert_eq!(client.block_on(at_client.recv()).expect("a message").to_vec(), b"answer");
     });
 }
@@ -107,27 +109,26 @@ fn driving_thread_makes_no_call_that_may_wait() {
     let to = listener.local_addr();
     world.forget_calls();
 
-    // Links by either way to meet, used and closed.
+    // Links made both ways, used and closed.
     for meet in [Meet::Cm, Meet::TcpFirst] {
-        let there = beside(&server, &client, move |client| connect(client, to, meet));
-        let here = accepted(&server, &mut listener);
+        let there = while_driving(&server, &client, move |client| connect(client, to, meet));
+        let here = accept(&server, &mut listener);
         exchange(&server, &client, &there, &here);
-        beside(&server, &client, move |client| drop(client.block_on(there.close())));
-        drive(&server, "the link ends", || here.failure().is_some());
+        while_driving(&server, &client, move |client| drop(client.block_on(there.close())));
+        drive_until(&server, "the link ends", || here.failure().is_some());
     }
-    // Peers of another protocol: one that gets memory to write to, and one that is gone before it
-    // is taken.
+    // Foreign peers: one that gets memory to write to, and one that is gone before it is accepted.
     let foreign_peers = listener.foreign_peers();
-    for is_patient in [true, false] {
-        let raw = beside(&server, &client, move |client| {
+    for stays in [true, false] {
+        let raw = while_driving(&server, &client, move |client| {
             let options = ConnectOptions::new().local(address(CLIENT)).rdma(Rdma::Require);
             let connecting = client.connect_raw(to, &options);
             std::thread::spawn({
                 let client = client.clone();
-                move || is_patient.then(|| client.block_on(connecting).expect("a connection"))
+                move || stays.then(|| client.block_on(connecting).expect("a connection"))
             })
         });
-        if is_patient {
+        if stays {
             let request = server.block_on(foreign_peers.next()).expect("a request");
             let here: RawConnection =
                 server.block_on(foreign_peers.accept(request)).expect("a connection");
@@ -138,11 +139,13 @@ fn driving_thread_makes_no_call_that_may_wait() {
         }
         drop(raw.join());
     }
-    drive(&server, "all links end", || server.stats().links == 0);
+    drive_until(&server, "all links end", || server.stats().links == 0);
     let calls = world.calls_of(std::thread::current().id());
     let slow: Vec<_> = calls
         .iter()
-        .filter(|call| !call.is_empty() && **call != STOP && !QUICK.contains(call))
+        .filter(|call| {
+            !call.is_empty() && **call != MODIFY_TO_ERROR && !NON_BLOCKING.contains(call)
+        })
         .collect();
     assert!(slow.is_empty(), "{slow:?}");
 }

@@ -1,5 +1,5 @@
-//! Handshakes that a peer does not finish, or breaks a rule in: nothing of them is left, and nobody
-//! else notices. On the fake provider.
+//! Handshakes that a peer does not finish, or in which it violates the protocol: nothing of them is
+//! left, and other peers are not affected. On the fake provider.
 
 #[path = "links/hello.rs"]
 mod hello;
@@ -17,13 +17,13 @@ use ferrite_verbs::{
 };
 use hello::HELLO;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 
 fn address(text: &str) -> SocketAddr {
     text.parse().expect("an address")
 }
 
-/// Hosts 10.0.0.1 and on, with a device each.
+/// Makes hosts from 10.0.0.1 on, with a device each.
 fn world(hosts: u8) -> World {
     let world = World::new();
     for number in 1..=hosts {
@@ -33,7 +33,7 @@ fn world(hosts: u8) -> World {
     world
 }
 
-/// A fabric on a host, driven by a thread of its own.
+/// Builds a fabric on a host, driven by a thread of its own.
 fn fabric(world: &World, host: u8, has_command_threads: bool) -> Fabric {
     let config = Config { busy_poll_us: 0, rdma: Rdma::Require, ..Config::default() };
     let builder = Fabric::builder(&world.verbs()).device(format!("fake{host}")).config(config);
@@ -46,7 +46,7 @@ fn fabric(world: &World, host: u8, has_command_threads: bool) -> Fabric {
 fn until(what: &str, mut done: impl FnMut() -> bool) {
     let begun = Instant::now();
     while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}: not in time");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{what}: not within the time limit");
         std::thread::sleep(Duration::from_millis(1));
     }
 }
@@ -56,7 +56,7 @@ fn params(private_data: &[u8]) -> ConnectParams<'_> {
     ConnectParams { qp_num: 0, srq: false, private_data, reads_in, reads_out, retries, rnr_retries }
 }
 
-/// A peer of 10.0.0.2 by plain verbs, up to the point where the server has accepted it.
+/// A peer on 10.0.0.2 made of plain verbs, up to the point where the server has accepted it.
 struct HalfPeer {
     id: CmId,
     qp: QueuePair,
@@ -67,7 +67,8 @@ struct HalfPeer {
 impl HalfPeer {
     fn new(world: &World, to: SocketAddr, hello: &[u8]) -> Self {
         let verbs = world.verbs();
-        let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, PATIENCE).expect("a route");
+        let id =
+            cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, TEST_TIMEOUT).expect("a route");
         let context = verbs.device("fake2").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
         let cq = context.create_completion_queue(64, None, 0).expect("a queue");
@@ -79,7 +80,7 @@ impl HalfPeer {
         let modified = qp.modify(&attributes(State::INIT).access(Access::REMOTE_WRITE));
         modified.expect("initialised");
         id.connect(&ConnectParams { qp_num: qp.number(), ..params(hello) }).expect("a request");
-        let event = id.channel().wait_event(PATIENCE).expect("a channel").expect("an answer");
+        let event = id.channel().wait_event(TEST_TIMEOUT).expect("a channel").expect("an answer");
         assert_eq!(
             event.kind,
             CmEventKind::CONNECT_RESPONSE,
@@ -98,10 +99,10 @@ impl HalfPeer {
     }
 }
 
-/// A peer that breaks the protocol before it finishes the handshake, then finishes it, then hangs
-/// up: its number belongs to another link by then, which must not be taken for it.
+/// A peer violates the protocol before it finishes the handshake, then finishes it, then
+/// disconnects. By then its number belongs to another link, which must not be mistaken for it.
 #[test]
-fn a_link_that_fails_before_it_is_established_concerns_nobody_else() {
+fn failed_handshake_does_not_affect_other_links() {
     let world = world(3);
     let (server, client) = (fabric(&world, 1, false), fabric(&world, 3, false));
     let mut listener = server.listen(address("10.0.0.1:0")).expect("a listener");
@@ -109,43 +110,44 @@ fn a_link_that_fails_before_it_is_established_concerns_nobody_else() {
     let mut identifiers = None;
     for _ in 0..5 {
         let peer = HalfPeer::new(&world, to, &HELLO.encode());
-        until("the link is there", || server.stats().links == 1);
-        peer.post(Operation::Send); // without immediate data, which every frame of ours has
-        until("the link is over", || server.stats().links == 0);
+        until("the link exists", || server.stats().links == 1);
+        peer.post(Operation::Send); // without the immediate data that every frame needs
+        until("the link has ended", || server.stats().links == 0);
         let _ = peer.id.establish();
         let options = ConnectOptions::new().local(address("10.0.0.3:0"));
-        let there = client.block_on(client.connect_with(to, &options)).expect("an honest client");
-        let here = server.block_on(listener.accept()).expect("its link");
+        let there =
+            client.block_on(client.connect_with(to, &options)).expect("honest client connects");
+        let here = server.block_on(listener.accept()).expect("honest client's link");
         let _ = peer.id.disconnect();
         drop(peer);
-        // A message there and back: what was to come has come by then.
+        // After a message there and back, all earlier events have been handled.
         client.block_on(there.send_bytes(0, b"hello")).expect("sent");
-        server.block_on(here.recv()).expect("received");
+        server.block_on(here.recv()).expect("a message");
         assert!(here.failure().is_none(), "{:?}", here.failure());
         drop((there, here));
-        until("both are gone", || server.stats().links == 0 && client.stats().links == 0);
-        // The first round opens what stays open.
+        until("both links are gone", || server.stats().links == 0 && client.stats().links == 0);
+        // The first round creates the objects that stay.
         let before = *identifiers.get_or_insert_with(|| world.objects().cm_ids);
         until("no identifier is left over", || world.objects().cm_ids <= before);
     }
 }
 
-/// Handshakes that wait for the kernel are counted for their source.
+/// Handshakes that wait for the kernel count against their source.
 #[test]
-fn a_source_whose_handshakes_wait_keeps_no_other_out() {
+fn blocked_handshakes_do_not_keep_other_sources_out() {
     let world = world(3);
     let server = fabric(&world, 1, true);
     let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
     let (to, verbs) = (listener.local_addr(), world.verbs());
     let request = |from: &str| {
-        let id = cm::resolve(&verbs, Some(address(from)), to, PATIENCE).expect("a route");
+        let id = cm::resolve(&verbs, Some(address(from)), to, TEST_TIMEOUT).expect("a route");
         id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
             .expect("a request");
         id
     };
     world.hold("ibv_modify_qp");
     let many: Vec<_> = (0..100).map(|_| request("10.0.0.2:0")).collect();
-    until("some are refused", || server.stats().refused > 0);
+    until("some requests are refused", || server.stats().refused > 0);
     let refused = server.stats().refused;
     let other = request("10.0.0.3:0");
     let event = other.channel().wait_event(Duration::from_millis(200)).expect("a channel");
@@ -154,9 +156,10 @@ fn a_source_whose_handshakes_wait_keeps_no_other_out() {
     assert!(!is_refused, "{refused} of the first {} were refused", many.len());
 }
 
-/// Sources whose handshakes wait have a thread each: whoever comes next does not wait for them.
+/// Each source whose handshakes block has a thread of its own, so that the next source does not
+/// wait.
 #[test]
-fn handshakes_begin_while_those_of_other_sources_wait() {
+fn handshakes_begin_while_other_sources_block() {
     let world = world(6);
     let server = fabric(&world, 1, true);
     let listener = server.listen(address("10.0.0.1:0")).expect("a listener");
@@ -166,28 +169,28 @@ fn handshakes_begin_while_those_of_other_sources_wait() {
     let mut requests = Vec::new();
     for host in 2..=6 {
         let from = address(&format!("10.0.0.{host}:0"));
-        let id = cm::resolve(&verbs, Some(from), to, PATIENCE).expect("a route");
+        let id = cm::resolve(&verbs, Some(from), to, TEST_TIMEOUT).expect("a route");
         id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) })
             .expect("a request");
         requests.push(id);
-        // Its queue pair is made, then waits to be modified.
+        // The queue pair is created, then blocks in `ibv_modify_qp`.
         let made = || world.objects().queue_pairs - before;
         let begun = Instant::now();
-        while made() < requests.len() && begun.elapsed() < PATIENCE {
+        while made() < requests.len() && begun.elapsed() < TEST_TIMEOUT {
             std::thread::sleep(Duration::from_millis(1));
         }
         if made() < requests.len() {
             world.let_go("ibv_modify_qp");
-            panic!("the handshake of host {host} waits for others");
+            panic!("the handshake of host {host} waits for other hosts");
         }
     }
     world.let_go("ibv_modify_qp");
 }
 
-/// What is left of a handshake is taken away in the peer's turn, and holds up nothing of the
-/// server's own.
+/// A failed handshake is cleaned up in the command queue of the peer's address, and does not delay
+/// the server's own commands.
 #[test]
-fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
+fn cleanup_of_a_failed_handshake_does_not_delay_the_server() {
     let world = world(3);
     let config = Config { busy_poll_us: 0, rdma: Rdma::Require, ..Config::default() };
     let builder = Fabric::builder(&world.verbs()).device("fake1").device("fake3").config(config);
@@ -197,26 +200,27 @@ fn the_end_of_a_handshake_that_failed_is_the_peers_to_wait_for() {
     let verbs = world.verbs();
     world.hold("ibv_destroy_qp");
     world.fail_next("rdma_accept", 12);
-    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), listener.local_addr(), PATIENCE);
+    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), listener.local_addr(), TEST_TIMEOUT);
     let id = id.expect("a route");
     id.connect(&ConnectParams { qp_num: 0x1234, ..params(&HELLO.encode()) }).expect("a request");
-    until("it is refused", || server.stats().refused > 0);
-    // A device of the server's goes and comes: looking for it is the server's own command.
+    until("the request is refused", || server.stats().refused > 0);
+    // A device of the server is removed and added: looking for it is a command of the server
+    // itself.
     world.remove_device("fake3");
-    until("the device is missed", || server.stats().devices_lost == 1);
+    until("the device is lost", || server.stats().devices_lost == 1);
     world.add_device(DeviceSpec::new("fake3", "10.0.0.3".parse().expect("an address")));
     let begun = Instant::now();
-    while server.stats().devices_back == 0 && begun.elapsed() < PATIENCE {
+    while server.stats().devices_back == 0 && begun.elapsed() < TEST_TIMEOUT {
         std::thread::sleep(Duration::from_millis(1));
     }
     let is_back = server.stats().devices_back == 1;
     world.let_go("ibv_destroy_qp");
-    assert!(is_back, "the device is looked for when the peer's queue pair is gone");
+    assert!(is_back, "the server's own command waits for the peer's queue pair");
 }
 
-/// Whoever guesses keys before the handshake is finished is turned away, too.
+/// A peer that guesses keys before its handshake is finished is refused, too.
 #[test]
-fn refused_accesses_before_the_end_of_the_handshake_count() {
+fn access_errors_during_the_handshake_count() {
     let world = world(2);
     let server = fabric(&world, 1, false);
     let how = ListenOptions::new().foreign_peers_only();
@@ -230,19 +234,19 @@ fn refused_accesses_before_the_end_of_the_handshake_count() {
     });
     for guess in 1..=2_u64 {
         let peer = HalfPeer::new(&world, to, b"");
-        let rkey = 0x1234_5600 + u32::try_from(guess).expect("small");
+        let rkey = 0x1234_5600 + u32::try_from(guess).expect("small number");
         peer.post(Operation::Write(RemoteSlice { addr: 0x1000, len: 8, rkey }));
-        until("it is counted", || server.stats().remote_access_errors == guess);
+        until("the access error is counted", || server.stats().remote_access_errors == guess);
     }
     let verbs = world.verbs();
-    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, PATIENCE).expect("a route");
+    let id = cm::resolve(&verbs, Some(address("10.0.0.2:0")), to, TEST_TIMEOUT).expect("a route");
     id.connect(&ConnectParams { qp_num: 0x1234, ..params(b"") }).expect("a request");
     until("the source is refused", || server.stats().refused_after_access_errors == 1);
 }
 
-/// Many connections of one host that ask for windows at a time wait for their turn.
+/// Many connections of one host request windows at a time and get them one after the other.
 #[test]
-fn windows_of_many_connections_wait_for_their_turn() {
+fn many_connections_get_windows_in_turn() {
     let world = world(2);
     let (server, client) = (fabric(&world, 1, true), fabric(&world, 2, false));
     let how = ListenOptions::new().foreign_peers_only();
@@ -254,7 +258,7 @@ fn windows_of_many_connections_wait_for_their_turn() {
         let calling = client.connect_raw(to, &options);
         let request = server.block_on(foreign_peers.next()).expect("a request");
         let ours = server.block_on(foreign_peers.accept(request)).expect("a link");
-        links.push((client.block_on(calling).expect("its other end"), ours));
+        links.push((client.block_on(calling).expect("the other end"), ours));
     }
     world.hold("ibv_reg_mr");
     let preparing: Vec<_> = links.iter().map(|(_, ours)| ours.prepare(64 << 10)).collect();
@@ -264,9 +268,9 @@ fn windows_of_many_connections_wait_for_their_turn() {
     }
 }
 
-/// A charge that the account above refuses, while another thread gives back, leaves no trace.
+/// Charges and credits by two threads at once leave no trace in an account or its parent.
 #[test]
-fn accounts_agree_whoever_charges_them_at_a_time() {
+fn concurrent_charges_leave_no_trace() {
     let world = world(1);
     let context = world.verbs().device("fake1").and_then(|device| device.open()).expect("a device");
     let pool = Pool::builder(&[context.allocate_protection_domain().expect("a domain")]).build();
@@ -277,7 +281,7 @@ fn accounts_agree_whoever_charges_them_at_a_time() {
     std::thread::scope(|scope| {
         scope.spawn(|| {
             for _ in 0..20_000 {
-                // beyond what is its own: refused
+                // with the other thread's block still within the free bytes of `link`
                 let _ = pool.take(64 << 10, Purpose::Receive, &link);
             }
         });

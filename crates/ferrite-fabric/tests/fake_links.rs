@@ -1,4 +1,5 @@
-//! The suite of links on the fake provider, and what only the fake can do: every fault, on demand.
+//! The link test suite on the fake provider, and tests that only the fake can run: every fault, on
+//! demand.
 
 #[path = "links/breakage.rs"]
 mod breakage;
@@ -12,10 +13,10 @@ mod revival;
 
 use ferrite_fabric::{Config, ErrorKind};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
-use links::isolation::Scene;
+use links::isolation::ForeignPeerServer;
 use links::{Fixture, Host, run_suite};
 
-/// Two hosts, `fake1` and `fake2`.
+/// Makes two hosts, `fake1` and `fake2`.
 fn world() -> (World, Fixture) {
     let world = World::new();
     let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
@@ -23,10 +24,10 @@ fn world() -> (World, Fixture) {
         world.add_device(DeviceSpec::new(&host.device, host.ip));
     }
     let verbs = world.verbs();
-    (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
+    (world, Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 })
 }
 
-/// Runs a test in a world of its own; nothing may be left of it.
+/// Runs a test in a world of its own and checks that it leaves nothing behind.
 fn run(test: impl FnOnce(&Fixture)) {
     let (world, fixture) = world();
     test(&fixture);
@@ -37,8 +38,8 @@ fn run(test: impl FnOnce(&Fixture)) {
 
 run_suite!(crate::run);
 
-/// A device that cannot keep peers of other protocols apart takes none of them, unless it is told
-/// to.
+/// A device that cannot isolate foreign peers from each other accepts none of them, unless the
+/// settings allow it.
 #[test]
 fn rejects_foreign_peers_on_a_device_without_windows() {
     let world = World::new();
@@ -51,21 +52,23 @@ fn rejects_foreign_peers_on_a_device_without_windows() {
         });
     }
     let verbs = world.verbs();
-    let fixture = Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 };
+    let fixture =
+        Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 };
 
-    let scene = Scene::new(&fixture, &Config::default());
-    let error = scene.refused();
+    let server = ForeignPeerServer::new(&fixture, &Config::default());
+    let error = server.refused();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("rdma-shared-windows"), "{error}");
-    let stats = scene.fabrics[1].stats();
+    let stats = server.fabrics[1].stats();
     assert_eq!((stats.refused_without_windows, stats.devices_without_windows), (1, 1));
-    scene.end(Vec::new());
+    server.end(Vec::new());
 
-    let scene = Scene::new(&fixture, &Config { shared_windows: true, ..Config::default() });
-    let guest = scene.guest();
-    scene.is_well(&guest);
-    assert_eq!(scene.fabrics[1].stats().shared_windows, 1);
-    scene.end(vec![guest]);
+    let server =
+        ForeignPeerServer::new(&fixture, &Config { shared_windows: true, ..Config::default() });
+    let client = server.client();
+    server.check_write(&client);
+    assert_eq!(server.fabrics[1].stats().shared_windows, 1);
+    server.end(vec![client]);
 
     drop(fixture);
     assert_eq!(world.objects(), Objects::default());

@@ -1,5 +1,5 @@
-//! Links that lose their RDMA path and go on, on the fake provider and this host's TCP.
-#![expect(clippy::print_stdout, reason = "the seed that replays a failure")]
+//! Links that lose their RDMA path and continue, on the fake provider and this host's TCP.
+#![expect(clippy::print_stdout, reason = "prints the seed that replays a failure")]
 
 #[path = "links/random.rs"]
 mod random;
@@ -16,11 +16,11 @@ use ferrite_verbs::fake::{DeviceSpec, World};
 use random::Random;
 use traffic::Traffic;
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const HOSTS: [(&str, &str); 2] = [("fake1", "127.0.0.1"), ("fake2", "127.0.0.2")];
 
-/// Two hosts with a device each, and a link between them that may move.
-struct Scene {
+/// Two hosts with a device each, and a link between them that can migrate.
+struct MigratingLink {
     world: World,
     fabrics: [Fabric; 2],
     links: [Link; 2],
@@ -41,22 +41,22 @@ fn spec(at: usize) -> DeviceSpec {
     DeviceSpec::new(HOSTS[at].0, HOSTS[at].1.parse().expect("an address"))
 }
 
-impl Scene {
+impl MigratingLink {
     fn new() -> Self {
-        Self::by(Meet::Cm)
+        Self::with_connect_mode(Meet::Cm)
     }
 
-    fn by(meet: Meet) -> Self {
-        Self::on([spec(0), spec(1)], meet)
+    fn with_connect_mode(meet: Meet) -> Self {
+        Self::on_devices([spec(0), spec(1)], meet)
     }
 
-    fn on(devices: [DeviceSpec; 2], meet: Meet) -> Self {
+    fn on_devices(devices: [DeviceSpec; 2], meet: Meet) -> Self {
         let world = World::new();
         devices.into_iter().for_each(|device| world.add_device(device));
         let verbs = world.verbs();
         let fabrics = [0, 1].map(|at| {
             let builder = Fabric::builder(&verbs).device(HOSTS[at].0).config(config());
-            // One of the two carries its commands out at once, the other on threads.
+            // One of the two runs its commands at once, the other on threads.
             let builder = if at == 1 { builder.command_threads() } else { builder };
             let fabric = builder.build().expect("a fabric");
             fabric.spawn_thread().expect("a thread");
@@ -78,28 +78,29 @@ impl Scene {
         Traffic::start(&self.links, seed)
     }
 
-    /// WaitSet until both ends are on `transport`.
-    fn is_on(&self, transport: Transport) {
+    /// Waits until both ends are on `transport`.
+    fn wait_until_on(&self, transport: Transport) {
         let begun = Instant::now();
         while self.links.iter().any(|link| link.transport() != transport) {
             let failures = [0, 1].map(|at| self.links[at].failure());
             let now = [0, 1].map(|at| self.links[at].transport());
-            assert!(begun.elapsed() < PATIENCE, "not on {transport}: {now:?} {failures:?}");
+            assert!(begun.elapsed() < TEST_TIMEOUT, "not on {transport}: {now:?} {failures:?}");
             std::thread::sleep(Duration::from_millis(2));
         }
     }
 }
 
-/// A peer with a large window that never takes anything does not decide how much this side keeps
-/// for it.
+/// A peer with a large window that never receives anything does not decide how many frames this
+/// side keeps for it.
 #[test]
-fn frames_that_are_kept_have_a_limit_of_ours() {
+fn limits_the_frames_that_it_keeps() {
     let world = World::new();
     (0..2).for_each(|at| world.add_device(spec(at)));
     let verbs = world.verbs();
     let generous = Config { window: 4096, recv_queue_depth: 4096, ..config() };
     let fabrics = [config(), generous].map(Some).into_iter().enumerate().map(|(at, config)| {
-        let builder = Fabric::builder(&verbs).device(HOSTS[at].0).config(config.expect("one"));
+        let builder =
+            Fabric::builder(&verbs).device(HOSTS[at].0).config(config.expect("a configuration"));
         let fabric = builder.build().expect("a fabric");
         fabric.spawn_thread().expect("a thread");
         fabric
@@ -116,82 +117,82 @@ fn frames_that_are_kept_have_a_limit_of_ours() {
     while a.post_bytes(0, &[7; 8 << 10]).is_ok() {
         sent += 1;
     }
-    let waiting = config().send_queue_bytes; // what has not been sent yet
+    let waiting = config().send_queue_bytes; // queued, not sent yet
     let most = (4 << 20) + waiting + ((128 * 8) << 10);
-    assert!(sent * (8 << 10) <= most, "{sent} messages went without an answer");
+    assert!(sent * (8 << 10) <= most, "{sent} messages were accepted without an answer");
     for _ in 0..sent {
-        assert_eq!(fabrics[0].block_on(b.recv()).expect("all of them come").len(), 8 << 10);
+        assert_eq!(fabrics[0].block_on(b.recv()).expect("every message arrives").len(), 8 << 10);
     }
     drop((a, b, listener));
 }
 
 #[test]
-fn queue_pair_breaks() {
-    let scene = Scene::new();
-    scene.is_on(Transport::Rdma);
-    let traffic = scene.traffic(1);
-    traffic.flows(100, PATIENCE, "at first");
+fn migrates_when_a_queue_pair_breaks() {
+    let pair = MigratingLink::new();
+    pair.wait_until_on(Transport::Rdma);
+    let traffic = pair.traffic(1);
+    traffic.flows(100, TEST_TIMEOUT, "at first");
     for side in [0, 1, 0] {
-        let number = scene.links[side].qp_num().expect("on RDMA");
-        assert!(scene.world.break_queue_pair(number));
-        traffic.flows(100, PATIENCE, "after the break");
-        scene.is_on(Transport::Rdma);
-        traffic.flows(100, PATIENCE, "back on RDMA");
+        let number = pair.links[side].qp_num().expect("on RDMA");
+        assert!(pair.world.break_queue_pair(number));
+        traffic.flows(100, TEST_TIMEOUT, "after the break");
+        pair.wait_until_on(Transport::Rdma);
+        traffic.flows(100, TEST_TIMEOUT, "back on RDMA");
     }
     let counts = traffic.stop();
     assert!(counts.iter().all(|count| *count > 500), "{counts:?}");
-    let stats = [0, 1].map(|at| scene.fabrics[at].stats());
+    let stats = [0, 1].map(|at| pair.fabrics[at].stats());
     assert!(stats.iter().all(|stats| stats.upgrades >= 3 && stats.totals.moves >= 3), "{stats:?}");
-    let (a, b) = scene.fabrics[0]
-        .block_on(async { futures_util::join!(scene.links[0].close(), scene.links[1].ended()) });
+    let (a, b) = pair.fabrics[0]
+        .block_on(async { futures_util::join!(pair.links[0].close(), pair.links[1].ended()) });
     assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
-    drop(scene.listener);
+    drop(pair.listener);
 }
 
-/// M2: a peer that calls for its link is told what has come when the queue pair has taken its last
-/// receive, and not before. The device does not say when that is, so that it takes 100 ms.
+/// A peer that resumes its link learns what has arrived only after the queue pair has taken its
+/// last receive. The device does not report when that is, so that it takes 100 ms.
 #[test]
-fn a_peer_that_wants_its_link_back_waits_for_the_last_receive() {
+fn resume_waits_for_the_last_receive() {
     let silent = DeviceSpec { reports_last_receive: false, ..spec(1) };
-    let scene = Scene::on([spec(0), silent], Meet::Cm);
-    scene.is_on(Transport::Rdma);
+    let pair = MigratingLink::on_devices([spec(0), silent], Meet::Cm);
+    pair.wait_until_on(Transport::Rdma);
     let begun = Instant::now();
-    assert!(scene.links[0].leave_rdma());
-    scene.links[0].post_bytes(0, b"on another way").expect("room");
-    let message = scene.fabrics[1].block_on(scene.links[1].recv()).expect("a message");
+    assert!(pair.links[0].leave_rdma());
+    pair.links[0].post_bytes(0, b"on another way").expect("room in the queue");
+    let message = pair.fabrics[1].block_on(pair.links[1].recv()).expect("a message");
     assert_eq!(message.to_vec(), b"on another way");
     assert!(begun.elapsed() >= Duration::from_millis(90), "{:?}", begun.elapsed());
-    scene.is_on(Transport::Rdma);
+    pair.wait_until_on(Transport::Rdma);
 }
 
-/// On RDMA before anyone has the link, without the connection manager; and the connection that
-/// stays is how a peer is heard to go.
+/// The link is on RDMA before the application gets it, without the connection manager. The TCP
+/// connection stays and shows when the peer is gone.
 #[test]
 fn tcp_first() {
-    let scene = Scene::by(Meet::TcpFirst);
-    assert_eq!(scene.links[0].transport(), Transport::Rdma);
-    scene.is_on(Transport::Rdma);
-    let traffic = scene.traffic(4);
-    traffic.flows(300, PATIENCE, "on RDMA");
+    let pair = MigratingLink::with_connect_mode(Meet::TcpFirst);
+    assert_eq!(pair.links[0].transport(), Transport::Rdma);
+    pair.wait_until_on(Transport::Rdma);
+    let traffic = pair.traffic(4);
+    traffic.flows(300, TEST_TIMEOUT, "on RDMA");
     traffic.stop();
-    assert_eq!(scene.links[0].stats().tcp_bytes, 0, "TCP carried nothing");
-    let Scene { fabrics: [a, b], links: [link, other], listener, .. } = scene;
+    assert_eq!(pair.links[0].stats().tcp_bytes, 0, "TCP must carry nothing");
+    let MigratingLink { fabrics: [a, b], links: [link, other], listener, .. } = pair;
     other.abort();
     let begun = Instant::now();
-    let error = a.block_on(link.ended()).expect_err("not in good order");
+    let error = a.block_on(link.ended()).expect_err("the link must fail");
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
     drop((b, listener));
 }
 
-/// As often as told, and not more; then it is TCP, or an error.
+/// The connect retries as often as configured, then falls back to TCP or fails.
 #[test]
-fn retries() {
-    let scene = Scene::new();
+fn connect_retries_as_configured() {
+    let pair = MigratingLink::new();
     let builder = |rdma| {
         let config =
             Config { connection_retries: 3, retry_delay: Duration::from_millis(100), ..config() };
-        let verbs = scene.world.verbs();
+        let verbs = pair.world.verbs();
         let builder = Fabric::builder(&verbs).device(HOSTS[0].0).rdma(rdma).config(config);
         builder.command_threads().build().expect("a fabric")
     };
@@ -199,14 +200,14 @@ fn retries() {
     for rdma in [Rdma::Require, Rdma::Prefer] {
         let fabric = builder(rdma);
         let begun = Instant::now();
-        let error = fabric.block_on(fabric.connect(nowhere)).expect_err("nobody is there");
+        let error = fabric.block_on(fabric.connect(nowhere)).expect_err("nobody listens");
         assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
         assert!(begun.elapsed() >= Duration::from_millis(300), "{:?}", begun.elapsed());
         assert_eq!(fabric.stats().connect_retries, 3);
     }
-    // Somebody comes meanwhile.
+    // A listener starts between the attempts.
     let fabric = builder(Rdma::Require);
-    let late = scene.fabrics[1].clone();
+    let late = pair.fabrics[1].clone();
     let listener = std::thread::spawn(move || {
         std::thread::sleep(Duration::from_millis(150));
         late.listen(nowhere).map(|listener| (listener, std::thread::sleep(Duration::from_secs(1))))
@@ -215,62 +216,64 @@ fn retries() {
     drop(listener.join());
 }
 
-/// The first address that answers is taken, and the others are where a lost peer is looked for.
+/// Connects to the first address that answers.
 #[test]
-fn several_addresses() {
-    let scene = Scene::new();
-    let good = scene.listener.local_addr();
+fn connects_to_the_first_address_that_answers() {
+    let pair = MigratingLink::new();
+    let good = pair.listener.local_addr();
     let dead = ["127.0.0.7:9", "127.0.0.8:9"].map(|addr| addr.parse().expect("an address"));
     let options = ConnectOptions::new().timeout(Duration::from_secs(2));
-    let link = scene.fabrics[0]
-        .block_on(scene.fabrics[0].connect_any(&[dead[0], good, dead[1]], &options));
-    assert_eq!(link.expect("one of them").peer_addr(), Some(good));
-    let error =
-        scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&dead, &options)).expect_err("none");
+    let link =
+        pair.fabrics[0].block_on(pair.fabrics[0].connect_any(&[dead[0], good, dead[1]], &options));
+    assert_eq!(link.expect("one address works").peer_addr(), Some(good));
+    let error = pair.fabrics[0]
+        .block_on(pair.fabrics[0].connect_any(&dead, &options))
+        .expect_err("no address works");
     assert!(error.to_string().contains("none of 2 addresses works: 127.0.0."), "{error}");
-    let error =
-        scene.fabrics[0].block_on(scene.fabrics[0].connect_any(&[], &options)).expect_err("none");
+    let error = pair.fabrics[0]
+        .block_on(pair.fabrics[0].connect_any(&[], &options))
+        .expect_err("no addresses");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
 }
 
-/// Without RDMA at first: the link upgrades when the device comes up.
+/// The path is lost and restored: the link is downgraded to TCP and upgraded again.
 #[test]
-fn up_when_it_heals() {
-    let scene = Scene::new();
-    let traffic = scene.traffic(2);
-    scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
-    scene.is_on(Transport::Tcp);
-    traffic.flows(200, PATIENCE, "over TCP");
-    assert!(scene.links[0].fallback().is_some(), "it says why");
-    scene.world.heal(HOSTS[0].0, HOSTS[1].0);
-    scene.is_on(Transport::Rdma);
-    assert!(scene.links[0].fallback().is_none());
-    traffic.flows(200, PATIENCE, "over RDMA");
+fn upgrades_when_the_path_is_restored() {
+    let pair = MigratingLink::new();
+    let traffic = pair.traffic(2);
+    pair.world.black_hole(HOSTS[0].0, HOSTS[1].0);
+    pair.wait_until_on(Transport::Tcp);
+    traffic.flows(200, TEST_TIMEOUT, "over TCP");
+    assert!(pair.links[0].fallback().is_some(), "the fallback must be reported");
+    pair.world.heal(HOSTS[0].0, HOSTS[1].0);
+    pair.wait_until_on(Transport::Rdma);
+    assert!(pair.links[0].fallback().is_none());
+    traffic.flows(200, TEST_TIMEOUT, "over RDMA");
     traffic.stop();
 }
 
 #[test]
 fn device_removed_and_added() {
-    let scene = Scene::new();
-    let traffic = scene.traffic(3);
-    traffic.flows(50, PATIENCE, "at first");
+    let pair = MigratingLink::new();
+    let traffic = pair.traffic(3);
+    traffic.flows(50, TEST_TIMEOUT, "at first");
     for side in [0, 1] {
-        scene.world.remove_device(HOSTS[side].0);
-        traffic.flows(200, PATIENCE, "without a device");
-        scene.is_on(Transport::Tcp);
-        scene.world.add_device(spec(side));
-        scene.is_on(Transport::Rdma);
-        traffic.flows(200, PATIENCE, "with the device again");
+        pair.world.remove_device(HOSTS[side].0);
+        traffic.flows(200, TEST_TIMEOUT, "without a device");
+        pair.wait_until_on(Transport::Tcp);
+        pair.world.add_device(spec(side));
+        pair.wait_until_on(Transport::Rdma);
+        traffic.flows(200, TEST_TIMEOUT, "with the device again");
     }
     traffic.stop();
 }
 
-/// Grants stay what they are, whatever carries the link.
+/// Grants stay valid, whatever transport carries the link.
 #[test]
 fn grants_survive() {
-    let scene = Scene::new();
-    let [a, b] = &scene.links;
-    let mut buf = scene.fabrics[1].buffer(10_000).expect("memory");
+    let pair = MigratingLink::new();
+    let [a, b] = &pair.links;
+    let mut buf = pair.fabrics[1].buffer(10_000).expect("memory");
     buf.fill(1);
     let region = b
         .register_memory(buf, Rights::READ | Rights::WRITE)
@@ -278,13 +281,14 @@ fn grants_survive() {
         .expect("a region");
     let token = region.grant(b);
     let round = |number: u8| {
-        let mut write = scene.fabrics[0].buffer(5000).expect("memory");
+        let mut write = pair.fabrics[0].buffer(5000).expect("memory");
         write.fill(number);
-        let written = a.rdma_write(&token, 100, write.freeze()).expect("room");
-        scene.fabrics[0].block_on(written).expect("written");
-        let read =
-            a.rdma_read(&token, 99, scene.fabrics[0].buffer(5002).expect("memory")).expect("room");
-        let read = scene.fabrics[0].block_on(read).expect("read");
+        let written = a.rdma_write(&token, 100, write.freeze()).expect("room in the queue");
+        pair.fabrics[0].block_on(written).expect("written");
+        let read = a
+            .rdma_read(&token, 99, pair.fabrics[0].buffer(5002).expect("memory"))
+            .expect("room in the queue");
+        let read = pair.fabrics[0].block_on(read).expect("read");
         assert!(
             read[0] == 1 && read[5001] == 1 && read[1..5001].iter().all(|byte| *byte == number),
             "{number}"
@@ -292,19 +296,19 @@ fn grants_survive() {
     };
     round(2);
     for number in [3, 5, 7] {
-        scene.world.break_queue_pair(a.qp_num().expect("on RDMA"));
+        pair.world.break_queue_pair(a.qp_num().expect("on RDMA"));
         round(number);
-        scene.is_on(Transport::Rdma);
+        pair.wait_until_on(Transport::Rdma);
         round(number + 1);
     }
-    let buf = scene.fabrics[0].block_on(region.revoke()).expect("back");
+    let buf = pair.fabrics[0].block_on(region.revoke()).expect("buffer returned");
     assert_eq!(buf[100], 8);
 }
 
-/// A grant that is given when the path is lost and nobody has looked yet: nothing of it is left for
-/// the next path, where it gets a window of its own.
+/// A grant is made after the path was lost but before the fabric noticed. Its bind is dropped, and
+/// it gets a new window on the next path.
 #[test]
-fn a_grant_on_a_path_that_was_lost() {
+fn grant_on_a_lost_path_gets_a_new_window() {
     let world = World::new();
     (0..2).for_each(|at| world.add_device(spec(at)));
     let [client, server] = [0, 1].map(|at| {
@@ -325,14 +329,15 @@ fn a_grant_on_a_path_that_was_lost() {
         here.register_memory(buf, Rights::READ).map_err(|(_, error)| error).expect("a region");
     let first = region.grant(&here);
     assert_eq!(here.stats().binds_dropped, 0);
-    // From here on nobody drives the server.
+    // From here on, the server is driven only by the reads.
     assert!(here.leave_rdma());
     let token = region.grant(&here);
     assert_eq!(here.stats().binds_dropped, 1);
     let reads = || {
         for token in [&first, &token] {
-            let read =
-                there.rdma_read(token, 0, client.buffer(1000).expect("memory")).expect("room");
+            let read = there
+                .rdma_read(token, 0, client.buffer(1000).expect("memory"))
+                .expect("room in the queue");
             server.block_on(read).map_err(|error| error.error).expect("read");
         }
     };
@@ -340,43 +345,42 @@ fn a_grant_on_a_path_that_was_lost() {
     let begun = Instant::now();
     while server.stats().upgrades == 0 || there.transport() != Transport::Rdma {
         server.progress();
-        assert!(begun.elapsed() < PATIENCE, "{:?} {:?}", there.failure(), here.failure());
+        assert!(begun.elapsed() < TEST_TIMEOUT, "{:?} {:?}", there.failure(), here.failure());
     }
     reads();
     assert_eq!(here.stats().binds_dropped, 1);
 }
 
-/// What is under way when the path breaks is finished on the other: each operation once, or told.
+/// Operations that are pending when the path breaks complete on the other path, each exactly once.
 #[test]
-fn operations_under_way() {
-    let scene = Scene::new();
-    let [a, b] = &scene.links;
-    let buf = scene.fabrics[1].buffer(1 << 20).expect("memory");
+fn pending_operations_complete_once() {
+    let pair = MigratingLink::new();
+    let [a, b] = &pair.links;
+    let buf = pair.fabrics[1].buffer(1 << 20).expect("memory");
     let region =
         b.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error).expect("a region");
     let token = region.grant(b);
     for round in 0..20_u32 {
-        scene.is_on(Transport::Rdma);
+        pair.wait_until_on(Transport::Rdma);
         let mut writing = Vec::new();
         for at in 0..40_u32 {
-            let mut buf = scene.fabrics[0].buffer(1000).expect("memory");
+            let mut buf = pair.fabrics[0].buffer(1000).expect("memory");
             buf.fill((round + at) as u8);
             writing.push(
                 a.rdma_write_imm(&token, u64::from(at) * 1000, buf.freeze(), round << 8 | at)
-                    .expect("room"),
+                    .expect("room in the queue"),
             );
             if at == 20 {
-                scene
-                    .world
-                    .break_queue_pair(scene.links[round as usize % 2].qp_num().expect("on RDMA"));
+                pair.world
+                    .break_queue_pair(pair.links[round as usize % 2].qp_num().expect("on RDMA"));
             }
         }
         for writing in writing {
-            scene.fabrics[0].block_on(writing).expect("written");
+            pair.fabrics[0].block_on(writing).expect("written");
         }
         for at in 0..40 {
-            let notice = scene.fabrics[1].block_on(b.recv()).expect("a notice").notice();
-            assert_eq!(notice, Some(round << 8 | at), "each once, and in order");
+            let notice = pair.fabrics[1].block_on(b.recv()).expect("a notice").notice();
+            assert_eq!(notice, Some(round << 8 | at), "notices must arrive once and in order");
             let mut byte = [0];
             assert!(region.read(at as usize * 1000 + 999, &mut byte));
             assert_eq!(byte[0], (round + at) as u8);
@@ -384,11 +388,12 @@ fn operations_under_way() {
     }
 }
 
-/// A peer that is gone for good is told, and not waited for longer than `move_timeout`.
+/// When the peer is gone for good, the link ends within `move_timeout`.
 #[test]
-fn peer_gone() {
-    let Scene { world, fabrics: [a, b], links: [link, other], listener } = Scene::new();
-    link.post_bytes(0, b"hello").expect("room");
+fn ends_when_the_peer_is_gone() {
+    let MigratingLink { world, fabrics: [a, b], links: [link, other], listener } =
+        MigratingLink::new();
+    link.post_bytes(0, b"hello").expect("room in the queue");
     drop((other, listener, b));
     let begun = Instant::now();
     let ended = a.block_on(link.ended());
@@ -396,9 +401,9 @@ fn peer_gone() {
     drop((ended, world));
 }
 
-/// Any faults in any order. `FERRITE_SEED` replays them.
+/// Random faults in random order. `FERRITE_SEED` replays them.
 #[test]
-#[expect(clippy::disallowed_types, reason = "a seed, which is no secret")]
+#[expect(clippy::disallowed_types, reason = "the seed is not a secret")]
 fn random_faults() {
     let seed = std::env::var("FERRITE_SEED")
         .ok()
@@ -410,40 +415,40 @@ fn random_faults() {
     println!("FERRITE_SEED={seed}");
     let mut random = Random::new(seed);
     let mut next = move |below: u64| random.below(below);
-    let scene = Scene::new();
-    let traffic = scene.traffic(seed);
+    let pair = MigratingLink::new();
+    let traffic = pair.traffic(seed);
     for round in 0..40 {
         let side = next(2) as usize;
         let device = HOSTS[side].0;
         match next(4) {
             0 => {
-                if let Some(number) = scene.links[side].qp_num() {
-                    scene.world.break_queue_pair(number);
+                if let Some(number) = pair.links[side].qp_num() {
+                    pair.world.break_queue_pair(number);
                 }
             }
             1 => {
-                scene.world.black_hole(HOSTS[0].0, HOSTS[1].0);
+                pair.world.black_hole(HOSTS[0].0, HOSTS[1].0);
                 std::thread::sleep(Duration::from_millis(next(100)));
-                scene.world.heal(HOSTS[0].0, HOSTS[1].0);
+                pair.world.heal(HOSTS[0].0, HOSTS[1].0);
             }
             2 => {
-                scene.world.device_down(device);
+                pair.world.device_down(device);
                 std::thread::sleep(Duration::from_millis(next(100)));
-                scene.world.device_up(device);
+                pair.world.device_up(device);
             }
             _ => {
-                scene.world.remove_device(device);
+                pair.world.remove_device(device);
                 std::thread::sleep(Duration::from_millis(next(100)));
-                scene.world.add_device(spec(side));
+                pair.world.add_device(spec(side));
             }
         }
-        traffic.flows(20 + next(50), PATIENCE, &format!("fault {round}"));
+        traffic.flows(20 + next(50), TEST_TIMEOUT, &format!("fault {round}"));
     }
-    scene.is_on(Transport::Rdma);
+    pair.wait_until_on(Transport::Rdma);
     let traffic_gap = traffic.take_longest_gap();
     let counts = traffic.stop();
     println!(
-        "{counts:?} messages, {} moves, at most {traffic_gap:?} without a message",
-        scene.links[0].stats().moves
+        "{counts:?} messages, {} migrations, at most {traffic_gap:?} without a message",
+        pair.links[0].stats().moves
     );
 }

@@ -1,11 +1,11 @@
-//! The suite of streams on the fake provider.
+//! The stream test suite on the fake provider.
 
 mod streams;
 
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use streams::{Host, Test, run_suite};
 
-/// Runs a test in a world of its own; nothing may be left of it.
+/// Runs a test in a world of its own and checks that it leaves nothing behind.
 fn run(test: impl Test) {
     let world = World::new();
     let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];

@@ -1,5 +1,5 @@
-//! What keeps a third party from taking over a link, on the fake provider and this host's TCP: a
-//! peer by hand, which says what it likes.
+//! What keeps a third party from taking over a link, on the fake provider and this host's TCP. The
+//! test plays the peer by hand and can send anything.
 
 #[path = "links/hello.rs"]
 mod hello;
@@ -16,11 +16,11 @@ use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Meet, Rdma
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{Access, ConnectParams, QueuePairConfig, RecvRequest, Verbs, cm};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TEST_TIMEOUT: Duration = Duration::from_secs(20);
 const OURS: &str = "127.0.0.1:0";
 const THEIRS: &str = "127.0.0.2:0";
 
-/// What the peer calls its end of the link.
+/// The peer's session id of the link.
 const SESSION: u64 = 77;
 const HELLO: Hello = Hello { features: Features::from_bits(7), session: SESSION, ..hello::HELLO };
 
@@ -44,30 +44,30 @@ fn fabric(verbs: &Verbs) -> Fabric {
     fabric
 }
 
-/// Takes a TCP connection and the greeting on it.
-fn answer(listener: &TcpListener) -> (TcpStream, Greeting) {
-    let (mut socket, _) = listener.accept().expect("a call");
-    socket.set_read_timeout(Some(PATIENCE)).expect("a time limit");
+/// Accepts a TCP connection and reads the greeting.
+fn accept_greeting(listener: &TcpListener) -> (TcpStream, Greeting) {
+    let (mut socket, _) = listener.accept().expect("a connection");
+    socket.set_read_timeout(Some(TEST_TIMEOUT)).expect("a time limit");
     let mut greeting = [0; GREETING_BYTES];
     socket.read_exact(&mut greeting).expect("a greeting");
-    (socket, Greeting::decode(&greeting).expect("one of ours"))
+    (socket, Greeting::decode(&greeting).expect("a Ferrite greeting"))
 }
 
-/// The body of the next TCP frame of this kind.
-fn until(socket: &mut TcpStream, kind: TcpFrameKind) -> Vec<u8> {
+/// Returns the body of the next TCP frame of this kind.
+fn read_frame(socket: &mut TcpStream, kind: TcpFrameKind) -> Vec<u8> {
     loop {
         let mut head = [0; TCP_FRAME_HEADER_BYTES];
-        socket.read_exact(&mut head).expect("a tcp_frame");
-        let tcp_frame = TcpFrame::decode(&head).expect("a kind that is known");
+        socket.read_exact(&mut head).expect("a TCP frame");
+        let tcp_frame = TcpFrame::decode(&head).expect("a known kind");
         let mut body = vec![0; tcp_frame.follows()];
-        socket.read_exact(&mut body).expect("its body");
+        socket.read_exact(&mut body).expect("frame body");
         if tcp_frame.kind == kind {
             return body;
         }
     }
 }
 
-/// Whoever forges packets must know the number of the next one.
+/// An attacker who forges packets must know the next packet number.
 #[test]
 fn packet_numbers_differ_from_connection_to_connection() {
     let (_world, verbs) = world();
@@ -78,32 +78,33 @@ fn packet_numbers_differ_from_connection_to_connection() {
         .map(|_| {
             let options = ConnectOptions::new().local(address(OURS)).meet(Meet::TcpFirst);
             let connecting = fabric.connect_with(peer, &options);
-            let (mut socket, _) = answer(&listener);
+            let (mut socket, _) = accept_greeting(&listener);
             socket.write_all(&Greeting { hello: HELLO, resume: None }.encode()).expect("say hello");
-            let offered = until(&mut socket, TcpFrameKind::Offer);
+            let offered = read_frame(&mut socket, TcpFrameKind::Offer);
             drop(connecting);
             Address::decode(&offered).expect("an address").psn
         })
         .collect();
-    // Four random numbers of 24 bits: two may be the same once in three million runs, three never.
+    // Four random numbers of 24 bits: two are the same in about one of three million runs, three
+    // never.
     let mut distinct = numbers.clone();
     distinct.sort_unstable();
     distinct.dedup();
     assert!(distinct.len() >= 3, "{numbers:?}");
 }
 
-/// Opens a link over RDMA to a peer by plain verbs, breaks it, and answers the fabric's call over
-/// TCP with `reply`. The connection of that call, and the link.
+/// Opens an RDMA link to a peer made of plain verbs, breaks it, and answers the fabric's TCP
+/// connection with `reply`. Returns that connection and the link.
 fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fabric) {
     let (world, verbs) = world();
     let fabric = fabric(&verbs);
-    // The real port first: the fake connection manager has all ports to itself.
+    // The real port first: all ports are free in the fake connection manager.
     let tcp = TcpListener::bind(address(THEIRS)).expect("a port");
     let peer = tcp.local_addr().expect("an address");
     let listener = cm::Listener::bind(&verbs, peer, 4).expect("the same port over RDMA");
     let connecting = fabric.connect_with(peer, &ConnectOptions::new().local(address(OURS)));
 
-    let request = listener.next_request(PATIENCE).expect("a request").expect("in time");
+    let request = listener.next_request(TEST_TIMEOUT).expect("a request").expect("in time");
     let context = verbs.device("fake2").and_then(|device| device.open()).expect("device");
     let domain = context.allocate_protection_domain().expect("domain");
     let cq = context.create_completion_queue(64, None, 0).expect("queue");
@@ -125,14 +126,14 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fa
         retries: 6,
         rnr_retries: 7,
     };
-    cm::accept(&request, &qp, Access::REMOTE_WRITE, &params, PATIENCE).expect("accept");
+    cm::accept(&request, &qp, Access::REMOTE_WRITE, &params, TEST_TIMEOUT).expect("accept");
     qp.post_recv(&[RecvRequest::new(0, &[region.sge(0..8 << 10)])]).expect("post");
     let link = fabric.block_on(connecting).expect("a link");
     assert_eq!(link.transport(), Transport::Rdma);
 
     assert!(world.break_queue_pair(link.qp_num().expect("on RDMA")));
-    let (mut socket, greeting) = answer(&tcp);
-    let asked = greeting.resume.expect("for a link that is there");
+    let (mut socket, greeting) = accept_greeting(&tcp);
+    let asked = greeting.resume.expect("resumes an existing link");
     assert_eq!(asked.yours, SESSION);
     let greeting = Greeting { hello: HELLO, resume: reply(asked) };
     socket.write_all(&greeting.encode()).expect("answer");
@@ -143,8 +144,8 @@ fn resumed(reply: impl FnOnce(Resume) -> Option<Resume>) -> (TcpStream, Link, Fa
 fn resumes_a_link_for_the_peer_that_knows_both_ids() {
     let (mut socket, link, _fabric) =
         resumed(|asked| Some(Resume { yours: asked.mine, mine: asked.yours, received: 0 }));
-    link.post_bytes(0, b"secret").expect("taken");
-    while until(&mut socket, TcpFrameKind::Frame) != b"secret" {} // a keepalive
+    link.post_bytes(0, b"secret").expect("posted");
+    while read_frame(&mut socket, TcpFrameKind::Frame) != b"secret" {} // skips keepalives
 }
 
 #[test]
@@ -158,18 +159,18 @@ fn rejects_a_resume_answer_for_another_link() {
     ];
     for reply in replies {
         let (mut socket, link, fabric) = resumed(reply);
-        let _ = link.post_bytes(0, b"secret"); // it may be over
-        let error = fabric.block_on(link.ended()).expect_err("not in good order");
+        let _ = link.post_bytes(0, b"secret"); // the link may have ended
+        let error = fabric.block_on(link.ended()).expect_err("the link must fail");
         assert!(error.to_string().contains("names another link"), "{error}");
-        let mut heard = Vec::new();
-        let _ = socket.read_to_end(&mut heard); // or it is reset
-        assert!(heard.is_empty(), "{heard:?}");
+        let mut received = Vec::new();
+        let _ = socket.read_to_end(&mut received); // the connection may be reset
+        assert!(received.is_empty(), "{received:?}");
     }
 }
 
-/// RDMA payload is clear text, and these calls know no other way.
+/// RDMA payload is not encrypted, and these connects have no fallback to TCP.
 #[test]
-fn rejects_calls_by_rdma_that_the_options_forbid() {
+fn rejects_rdma_connects_that_the_options_forbid() {
     let (_world, verbs) = world();
     let fabric = fabric(&verbs);
     let peer = address("127.0.0.2:7000");
@@ -182,7 +183,7 @@ fn rejects_calls_by_rdma_that_the_options_forbid() {
         let raw = fabric.block_on(fabric.connect_raw(peer, &options)).map(drop);
         let either = fabric.block_on(fabric.connect_either(peer, &options)).map(drop);
         for outcome in [raw, either] {
-            let error = outcome.expect_err("refused");
+            let error = outcome.expect_err("the options forbid RDMA");
             assert_eq!(error.kind(), ErrorKind::Misuse, "{options:?}: {error}");
             assert!(error.to_string().contains(word), "{options:?}: {error}");
         }

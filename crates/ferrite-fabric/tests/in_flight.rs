@@ -1,5 +1,6 @@
-//! Memory that devices have: whatever becomes of futures, links and fabrics meanwhile, it stays
-//! until they are done with it. Small, so that Miri can go through it (`cargo xtask miri`).
+//! Memory that devices hold stays valid until they are done with it, whatever happens to futures,
+//! links and fabrics meanwhile. The tests are small, so that Miri can run them (`cargo xtask
+//! miri`).
 
 use std::future::Future;
 use std::pin::pin;
@@ -11,13 +12,13 @@ use ferrite_fabric::wire::Rights;
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Rdma};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 
-/// Receives of each side; the window is larger, so that more can be sent than there is room for.
+/// Receives of each side. The window is larger, so that more can be sent than there are receives.
 const RECEIVES: usize = 16;
 const SEGMENT: usize = 8 << 10;
-/// Longer than what goes inline. Every byte that is copied costs Miri a millisecond.
+/// Longer than the inline threshold. Every copied byte costs Miri a millisecond.
 const LEN: usize = 40;
 const INLINE: usize = 20;
-/// Under Miri a second is nothing.
+/// A timeout that Miri does not reach.
 const HOUR: Duration = Duration::from_secs(3600);
 
 struct Pair {
@@ -54,7 +55,7 @@ impl Pair {
                     .config(config.clone());
                 builder.build().expect("a fabric")
             });
-        let mut listener = fabrics[1].listen(([10, 0, 0, 2], 0).into()).expect("to listen");
+        let mut listener = fabrics[1].listen(([10, 0, 0, 2], 0).into()).expect("listen");
         let (near, far) = drive(&fabrics, async {
             futures_util::join!(fabrics[0].connect(listener.local_addr()), listener.accept())
         });
@@ -70,8 +71,8 @@ impl Pair {
         (&self.links[0], &self.links[1])
     }
 
-    /// A buffer of [`LEN`], in a block as long as a receive: another size class would cost Miri
-    /// seconds.
+    /// Returns a buffer of [`LEN`] bytes in a block as large as a receive: another size class would
+    /// cost Miri seconds.
     fn buffer(&self, end: usize, fill: u8) -> BufMut {
         let mut buf = self.fabrics[end].buffer(SEGMENT).expect("a buffer");
         buf.set_len(LEN);
@@ -96,7 +97,7 @@ fn poll<F: Future>(future: std::pin::Pin<&mut F>) -> Poll<F::Output> {
     future.poll(&mut Context::from_waker(Waker::noop()))
 }
 
-/// Runs a test; nothing may be left of it.
+/// Runs a test and checks that it leaves nothing behind.
 fn run(test: impl FnOnce(&World, Pair)) {
     let world = World::new();
     let pair = Pair::new(&world);
@@ -106,18 +107,18 @@ fn run(test: impl FnOnce(&World, Pair)) {
 }
 
 #[test]
-fn messages_inline_in_one_buffer_and_in_many() {
+fn messages_inline_and_in_buffers() {
     run(|_, pair| {
         let (near, far) = pair.ends();
         for len in [0, INLINE] {
-            near.post_bytes(0, &vec![7; len]).expect("room");
+            near.post_bytes(0, &vec![7; len]).expect("room in the queue");
             assert_eq!(pair.drive(far.recv()).expect("a message").to_vec(), vec![7; len]);
         }
         let parts = [1, 2].map(|fill| pair.buffer(0, fill).freeze());
         for count in [1, 2] {
             let sending = near.send_parts(1, parts[..count].to_vec());
             let (sent, message) = pair.drive(async { futures_util::join!(sending, far.recv()) });
-            sent.expect("an acknowledgement");
+            sent.expect("acknowledged");
             let message = message.expect("a message");
             assert_eq!((message.pieces().count(), message.len()), (count, count * LEN));
             assert_eq!(message.into_bytes(), [vec![1; LEN], vec![2; LEN]].concat()[..count * LEN]);
@@ -130,9 +131,9 @@ fn messages_outlive_their_fabric() {
     let world = World::new();
     let pair = Pair::new(&world);
     let (near, far) = pair.ends();
-    near.post_bytes(0, &[7; INLINE]).expect("room");
+    near.post_bytes(0, &[7; INLINE]).expect("room in the queue");
     let taken = pair.drive(far.recv()).expect("a message");
-    near.post(0, pair.buffer(0, 8)).map_err(|(_, error)| error).expect("room");
+    near.post(0, pair.buffer(0, 8)).map_err(|(_, error)| error).expect("room in the queue");
     let bytes = pair.drive(far.recv()).expect("a message").into_bytes();
     drop(pair);
     assert_eq!((taken.to_vec(), &bytes[..]), (vec![7; INLINE], &[8; LEN][..]));
@@ -149,37 +150,39 @@ fn reads_and_writes_of_granted_memory() {
         let grant = region.grant(far);
         let source = pair.buffer(0, 9).freeze();
         for len in [5, 35] {
-            let writing = near.rdma_write(&grant, 5, source.slice(..len)).expect("room");
-            pair.drive(writing).expect("an acknowledgement");
+            let writing =
+                near.rdma_write(&grant, 5, source.slice(..len)).expect("room in the queue");
+            pair.drive(writing).expect("acknowledged");
         }
-        let writing = near.rdma_write_imm(&grant, 0, source.slice(..2), 77).expect("room");
-        pair.drive(writing).expect("an acknowledgement");
+        let writing =
+            near.rdma_write_imm(&grant, 0, source.slice(..2), 77).expect("room in the queue");
+        pair.drive(writing).expect("acknowledged");
         assert_eq!(pair.drive(far.recv()).expect("a notice").notice(), Some(77));
-        let copy = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
-        let copy = pair.drive(copy).expect("bytes");
+        let copy = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room in the queue");
+        let copy = pair.drive(copy).expect("read");
         assert_eq!(
             (&copy[..2], &copy[2..5], &copy[5..]),
             (&[9; 2][..], &[1; 3][..], &[9; LEN - 5][..])
         );
-        let buf = pair.drive(region.revoke()).expect("the buffer");
+        let buf = pair.drive(region.revoke()).expect("buffer returned");
         assert_eq!(buf[..], copy[..]);
         let late = near.rdma_read(&grant, 0, copy).map(drop);
         assert_eq!(late.expect_err("revoked").error.kind(), ErrorKind::Denied);
     });
 }
 
-/// More than the peer has receives for: the device keeps the rest until it is given up.
+/// Sends more than the peer has receives for: the device holds the rest until the link is given up.
 fn fill(pair: &Pair) {
     let (near, _) = pair.ends();
     for _ in 0..RECEIVES + 4 {
-        near.post(0, pair.buffer(0, 5)).map_err(|(_, error)| error).expect("room");
+        near.post(0, pair.buffer(0, 5)).map_err(|(_, error)| error).expect("room in the queue");
     }
     pair.fabrics[0].poll();
     assert!(pair.fabrics[0].stats().in_flight > 0);
 }
 
 #[test]
-fn futures_that_nobody_waits_for() {
+fn dropped_futures() {
     run(|_, pair| {
         let (near, far) = pair.ends();
         let region = far
@@ -188,27 +191,27 @@ fn futures_that_nobody_waits_for() {
             .expect("a region");
         let grant = region.grant(far);
         fill(&pair);
-        // Behind what the device cannot send yet.
+        // Queued behind messages that the device cannot send yet.
         let mut sending = Box::pin(near.send(0, pair.buffer(0, 6)));
         assert!(poll(sending.as_mut()).is_pending());
-        let reading = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room");
+        let reading = near.rdma_read(&grant, 0, pair.buffer(0, 0)).expect("room in the queue");
         drop((sending, reading));
         for _ in 0..RECEIVES + 5 {
             assert_eq!(pair.drive(far.recv()).expect("a message").len(), LEN);
         }
-        pair.drive(near.close()).expect("a good end");
+        pair.drive(near.close()).expect("closed cleanly");
     });
 }
 
 #[test]
-fn a_link_that_is_given_up() {
+fn aborted_link() {
     run(|_, pair| {
         fill(&pair);
         let (near, _) = pair.ends();
         let sending = near.send(0, pair.buffer(0, 6));
         near.abort();
-        assert_eq!(pair.drive(sending).expect_err("it is down").kind(), ErrorKind::Closed);
-        pair.drive(near.ended()).expect("as was wished");
+        assert_eq!(pair.drive(sending).expect_err("the link is down").kind(), ErrorKind::Closed);
+        pair.drive(near.ended()).expect("an abort is no failure on its own side");
         while pair.fabrics[0].stats().links > 0 {
             pair.fabrics[0].progress();
         }
@@ -217,7 +220,7 @@ fn a_link_that_is_given_up() {
 }
 
 #[test]
-fn a_fabric_that_is_given_up() {
+fn dropped_fabric() {
     run(|_, pair| {
         fill(&pair);
         let (near, _) = pair.ends();
@@ -226,17 +229,17 @@ fn a_fabric_that_is_given_up() {
         let buf = pair.buffer(0, 1);
         drop(pair);
         assert_eq!(buf[..], [1; LEN]);
-        assert!(matches!(poll(sending.as_mut()), Poll::Ready(Err(_))), "nobody would answer");
+        assert!(matches!(poll(sending.as_mut()), Poll::Ready(Err(_))), "the future must fail");
     });
 }
 
 #[test]
-fn a_device_that_goes() {
+fn removed_device() {
     run(|world, pair| {
         fill(&pair);
         world.remove_device("fake1");
         let (near, _) = pair.ends();
-        let ended = pair.drive(near.ended()).expect_err("its device is gone");
+        let ended = pair.drive(near.ended()).expect_err("the device is gone");
         assert_eq!(ended.kind(), ErrorKind::DeviceGone);
         drop(pair);
     });

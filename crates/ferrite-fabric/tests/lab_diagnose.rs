@@ -1,8 +1,8 @@
 //! Causes of failures on real devices: Soft-RoCE in the lab's guest (`cargo xtask lab-test
 //! diagnose`).
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something by
-//! the tools an operator has, and mends it when it ends, however it ends.
+//! The link is from 10.0.0.2 (rxe2 on h2) to 10.0.0.1 (rxe1 on h1). Each test breaks something with
+//! an operator's tools, and restores it however it ends.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::process::Command;
@@ -16,7 +16,7 @@ use ferrite_verbs::{
 
 const HOSTS: [(&str, &str); 2] = [("rxe2", "10.0.0.2"), ("rxe1", "10.0.0.1")];
 /// Longer than anything here takes, on the slowest kernel.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
@@ -26,23 +26,24 @@ fn at(host: u8) -> Option<SocketAddr> {
     Some((IpAddr::from(Ipv4Addr::new(10, 0, 0, host)), 0).into())
 }
 
-/// Breaks something; it is mended when the result is dropped.
-fn fault(cause: &str, mend: &'static str) -> Mend {
-    let mended_later = Mend(mend);
+/// Breaks something with `cause`. Dropping the result restores it.
+fn fault(cause: &str, restore: &'static str) -> Restore {
+    let restore = Restore(restore);
     let status = Command::new("sh").args(["-c", cause]).status().expect("sh");
     assert!(status.success(), "{cause}: {status}");
-    mended_later
+    restore
 }
 
-struct Mend(&'static str);
+/// Runs a shell command when it is dropped, to restore the network.
+struct Restore(&'static str);
 
-impl Drop for Mend {
+impl Drop for Restore {
     fn drop(&mut self) {
-        let mended =
+        let restored =
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
-        assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
-        // The port comes back, and with it the address, a moment later.
-        let deadline = Instant::now() + PATIENCE;
+        assert!(restored || std::thread::panicking(), "cannot restore the network: {}", self.0);
+        // The port and its address come back a moment later.
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while Instant::now() < deadline && !HOSTS.into_iter().all(|(device, ip)| is_up(device, ip))
         {
             std::thread::sleep(Duration::from_millis(50));
@@ -79,27 +80,27 @@ impl End {
     fn address(&self, (_, ip): (&str, &str)) -> (PeerAddress, u8) {
         let gids = self.context.gids().expect("addresses");
         let entry =
-            gids.iter().find(|entry| entry.gid.ip().to_string() == ip).expect("its address");
+            gids.iter().find(|entry| entry.gid.ip().to_string() == ip).expect("the host's address");
         (
             PeerAddress { qp_num: self.qp.number(), psn: 1, gid: entry.gid, lid: 0 },
             entry.index as u8,
         )
     }
 
-    /// Posts a request, and says how it ended.
+    /// Posts a request and returns the status of its completion.
     fn run(&self, request: SendRequest<'_>) -> Status {
         self.qp.post_send(&[request.signaled()]).expect("post");
         let mut out = [WorkCompletion::default()];
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while self.cq.poll(&mut out).expect("poll") == 0 {
-            assert!(Instant::now() < deadline, "no completion in time");
+            assert!(Instant::now() < deadline, "no completion within the time limit");
             std::thread::yield_now();
         }
         out[0].status()
     }
 }
 
-/// A link that works, with its baseline; then it is made to fail.
+/// A working link with its baseline, which tests then break.
 struct Link {
     own: End,
     peer: End,
@@ -109,7 +110,7 @@ struct Link {
 impl Link {
     fn up() -> Self {
         let [own, peer] = HOSTS.map(End::new);
-        // Soft-RoCE takes 7 retries for "for ever".
+        // 7 retries would mean "forever" to Soft-RoCE.
         let mtu = own.context.port(1).expect("port").active_mtu;
         let path = Path { mtu, retries: 3, rnr_retries: 2, ..Path::default() };
         for (end, at, other, other_at) in
@@ -132,9 +133,9 @@ impl Link {
         Self { own, peer, baseline }
     }
 
-    /// Writes until something gives.
+    /// Writes until a request fails.
     fn failure(&self) -> Failure {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         let local = [self.own.region.sge(0..64)];
         while Instant::now() < deadline {
             match self.own.run(SendRequest::write(1, &local, self.peer.region.remote(0..64))) {
@@ -142,7 +143,7 @@ impl Link {
                 status => return Failure::Completion(status),
             }
         }
-        panic!("writes go on through the fault");
+        panic!("writes succeed in spite of the fault");
     }
 
     fn causes(&self, failure: Failure) -> Vec<Cause> {
@@ -153,7 +154,7 @@ impl Link {
     }
 }
 
-/// What the kernel tells of counters may be 10 ms old.
+/// The kernel's counters may be 10 ms old.
 fn counters_settle() {
     std::thread::sleep(Duration::from_millis(20));
 }
@@ -163,7 +164,7 @@ fn subject(context: &Context, peer: Option<SocketAddr>, failure: Failure) -> Sub
 }
 
 #[track_caller]
-fn expect(causes: &[Cause], likelihood: Likelihood, what: &[&str], evidence: &str) {
+fn check_best_cause(causes: &[Cause], likelihood: Likelihood, what: &[&str], evidence: &str) {
     let best = causes.first().expect("a cause");
     assert_eq!(best.likelihood, likelihood, "{causes:#?}");
     assert!(what.iter().any(|what| best.what.contains(what)), "{what:?}: {causes:#?}");
@@ -171,23 +172,23 @@ fn expect(causes: &[Cause], likelihood: Likelihood, what: &[&str], evidence: &st
 }
 
 #[test]
-fn interface_of_the_peer_down() {
+fn peer_interface_down() {
     let link = Link::up();
     let _fault = fault("ip link set h1 down", "ip link set h1 up");
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
-    expect(
+    check_best_cause(
         &link.causes(failure),
         Likelihood::Certain,
         &["the peer's interface h1 is down"],
         "on rxe1",
     );
-    // On another host, its interface could not be seen: only that it is silent.
+    // The interface of a peer on another host cannot be inspected: that peer is only silent.
     let remote =
         Subject { baseline: Some(&link.baseline), ..subject(&link.own.context, None, failure) };
     let silent =
         ["nothing arrives here, from the peer or anybody else", "the peer does not answer"];
-    expect(&causes(&remote), Likelihood::Likely, &silent, "h2 has transport");
+    check_best_cause(&causes(&remote), Likelihood::Likely, &silent, "h2 has carrier");
 }
 
 #[test]
@@ -196,17 +197,22 @@ fn black_hole() {
     let _fault = fault("tc qdisc add dev p2 root netem loss 100%", "tc qdisc del dev p2 root");
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::RETRY_EXCEEDED));
-    // Frames of other protocols may arrive or not.
+    // Frames of other protocols may or may not arrive.
     let silent =
         ["nothing arrives here, from 10.0.0.1 or anybody else", "10.0.0.1 does not answer"];
     let causes = link.causes(failure);
-    expect(
+    check_best_cause(
         &causes,
         Likelihood::Likely,
         &silent,
         "packets and received none; completer_retry_err +",
     );
-    expect(&causes, Likelihood::Likely, &silent, "the next host on the way is in the ARP table");
+    check_best_cause(
+        &causes,
+        Likelihood::Likely,
+        &silent,
+        "the next host on the way is in the ARP table",
+    );
 }
 
 #[test]
@@ -214,7 +220,7 @@ fn own_interface_down() {
     let link = Link::up();
     let _fault = fault("ip link set h2 down", "ip link set h2 up");
     let failure = link.failure();
-    expect(
+    check_best_cause(
         &link.causes(failure),
         Likelihood::Certain,
         &["the own interface h2 is down"],
@@ -227,10 +233,10 @@ fn own_carrier_lost() {
     let link = Link::up();
     let _fault = fault("ip link set p2 down", "ip link set p2 up");
     let failure = link.failure();
-    expect(
+    check_best_cause(
         &link.causes(failure),
         Likelihood::Certain,
-        &["h2 has no transport"],
+        &["h2 has no carrier"],
         "h2 is lowerlayerdown",
     );
 }
@@ -241,7 +247,7 @@ fn own_address_removed() {
     let _fault = fault("ip addr del 10.0.0.2/24 dev h2", "ip addr add 10.0.0.2/24 dev h2");
     let failure = link.failure();
     let lost = ["10.0.0.2 is no longer an address of rxe2"];
-    expect(&link.causes(failure), Likelihood::Certain, &lost, "its addresses: ");
+    check_best_cause(&link.causes(failure), Likelihood::Certain, &lost, "its addresses: ");
 }
 
 #[test]
@@ -254,17 +260,22 @@ fn grant_revoked() {
     let status = link.own.run(SendRequest::write(1, &[link.own.region.sge(0..64)], target));
     assert_eq!(status, Status::REMOTE_ACCESS);
     let causes = link.causes(Failure::Completion(status));
-    expect(&causes, Likelihood::Likely, &["10.0.0.1 has revoked the grant"], "remote access error");
+    check_best_cause(
+        &causes,
+        Likelihood::Likely,
+        &["10.0.0.1 has revoked the grant"],
+        "remote access error",
+    );
 }
 
 #[test]
-fn receives_are_missing() {
+fn peer_posts_no_receives() {
     let link = Link::up();
     let status = link.own.run(SendRequest::send(1, &[link.own.region.sge(0..64)]));
     assert_eq!(status, Status::RNR_RETRY_EXCEEDED);
     counters_settle();
     let causes = link.causes(Failure::Completion(status));
-    expect(
+    check_best_cause(
         &causes,
         Likelihood::Likely,
         &["the process at 10.0.0.1 posts no receives"],
@@ -273,13 +284,13 @@ fn receives_are_missing() {
 }
 
 #[test]
-fn stopped_by_this_side() {
+fn queue_pair_stopped_locally() {
     let link = Link::up();
-    link.own.qp.stop().expect("stopped");
+    link.own.qp.stop().expect("stop the queue pair");
     let failure = link.failure();
     assert_eq!(failure, Failure::Completion(Status::FLUSHED));
     let causes = link.causes(failure);
-    expect(
+    check_best_cause(
         &causes,
         Likelihood::Likely,
         &["this side stopped the queue pair"],
@@ -288,26 +299,32 @@ fn stopped_by_this_side() {
 }
 
 #[test]
-fn nobody_has_the_address() {
+fn no_host_has_the_address() {
     let context = End::new(HOSTS[0]).context;
     let peer = at(77).expect("an address");
     let outcome = cm::resolve(&verbs(), at(2), peer, Duration::from_secs(2));
-    assert!(outcome.is_err(), "nobody is there");
+    assert!(outcome.is_err(), "no host has the address");
     let causes = causes(&subject(&context, Some(peer), Failure::ConnectTimeout));
     let down = ["the host 10.0.0.77 is down, cut off, or has lost its address"];
-    expect(&causes, Likelihood::Likely, &down, "10.0.0.77 does not answer ARP on h2");
+    check_best_cause(&causes, Likelihood::Likely, &down, "10.0.0.77 does not answer ARP on h2");
 }
 
-/// A port takes all its links with it: they are diagnosed one after the other, on one thread.
+/// When a port fails, all its links fail. They are diagnosed one after the other on one thread.
 #[test]
-fn a_thousand_links_fail_together() {
+fn diagnoses_a_thousand_links_quickly() {
     let link = Link::up();
     let _fault = fault("ip link set h2 down", "ip link set h2 up");
     let failure = link.failure();
     let start = Instant::now();
     for _ in 0..1000 {
-        expect(&link.causes(failure), Likelihood::Certain, &["the own interface h2 is down"], "");
+        check_best_cause(
+            &link.causes(failure),
+            Likelihood::Certain,
+            &["the own interface h2 is down"],
+            "",
+        );
     }
-    // One by one it would be 3 s in the fastest guest; emulated and shared it is 1 s.
+    // Without shared results it would take 3 s in the fastest guest. Emulated, and with shared
+    // results, it takes 1 s.
     assert!(start.elapsed() < Duration::from_secs(3), "took {:?}", start.elapsed());
 }

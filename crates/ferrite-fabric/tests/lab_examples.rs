@@ -1,19 +1,19 @@
-//! The examples, as a reader would run them: two processes on two hosts of the lab.
+//! Runs the examples as a reader would: two processes on two hosts of the lab.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
-/// Cargo puts examples beside the tests.
+/// Returns a command for an example. Cargo puts examples next to the tests.
 fn example(name: &str) -> Command {
     let test = std::env::current_exe().expect("the test's own path");
     let built: PathBuf =
         test.parent().and_then(|deps| deps.parent()).expect("target").join("examples").join(name);
-    assert!(built.exists(), "{} is built with the tests", built.display());
-    // As cargo would start it.
+    assert!(built.exists(), "{} must be built with the tests", built.display());
+    // Starts it as cargo would.
     let runner = std::env::var("CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER").unwrap_or_default();
     let mut words = runner.split_whitespace().map(Into::into).chain([built]);
     let mut command = Command::new(words.next().expect("a program"));
@@ -28,26 +28,26 @@ struct Server {
 }
 
 impl Server {
-    /// Starts one and waits until it listens.
+    /// Starts an example and waits until it listens.
     fn start(name: &str, arguments: &[&str]) -> Self {
-        let mut child = example(name).args(arguments).spawn().expect("it starts");
+        let mut child = example(name).args(arguments).spawn().expect("start the example");
         let mut out = BufReader::new(child.stdout.take().expect("a pipe"));
         let mut line = String::new();
-        out.read_line(&mut line).expect("its first line");
-        let addr = line.trim().strip_prefix("listening on ").expect("where it listens").to_owned();
+        out.read_line(&mut line).expect("first line of output");
+        let addr = line.trim().strip_prefix("listening on ").expect("listening address").to_owned();
         Self { child, out, addr }
     }
 
-    /// WaitSet for its end; what it said.
+    /// Waits for the server to end and returns its output.
     fn finish(mut self) -> String {
         let begun = Instant::now();
-        while self.child.try_wait().expect("its state").is_none() {
-            assert!(begun.elapsed() < PATIENCE, "the server does not end");
+        while self.child.try_wait().expect("exit status").is_none() {
+            assert!(begun.elapsed() < TEST_TIMEOUT, "the server does not end");
             std::thread::sleep(Duration::from_millis(20));
         }
-        assert!(self.child.wait().expect("its end").success());
+        assert!(self.child.wait().expect("exit status").success());
         let mut rest = String::new();
-        self.out.read_to_string(&mut rest).expect("the rest");
+        self.out.read_to_string(&mut rest).expect("rest of the output");
         rest
     }
 }
@@ -59,17 +59,18 @@ impl Drop for Server {
 }
 
 fn run(name: &str, arguments: &[&str]) -> String {
-    let Output { status, stdout, .. } = example(name).args(arguments).output().expect("it runs");
-    let said = String::from_utf8_lossy(&stdout).into_owned();
-    assert!(status.success(), "{name} {arguments:?}: {said}");
-    said
+    let Output { status, stdout, .. } =
+        example(name).args(arguments).output().expect("run the example");
+    let output = String::from_utf8_lossy(&stdout).into_owned();
+    assert!(status.success(), "{name} {arguments:?}: {output}");
+    output
 }
 
 #[test]
 fn ping_pong() {
     let server = Server::start("ping_pong", &["10.0.0.1:0"]);
-    let said = run("ping_pong", &["10.0.0.2:0", &server.addr, "200"]);
-    assert!(said.contains("connected through rxe2") && said.contains("200 rounds"), "{said}");
+    let output = run("ping_pong", &["10.0.0.2:0", &server.addr, "200"]);
+    assert!(output.contains("connected through rxe2") && output.contains("200 rounds"), "{output}");
     server.finish();
 }
 
@@ -86,11 +87,11 @@ fn file_copy() {
     let server =
         Server::start("file_copy", &["receive", "10.0.0.1:0", target.to_str().expect("UTF-8")]);
     run("file_copy", &["send", "10.0.0.2:0", &server.addr, source.to_str().expect("UTF-8")]);
-    let said = server.finish();
-    assert!(said.contains("5000011 bytes in weights.bin"), "{said}");
+    let output = server.finish();
+    assert!(output.contains("5000011 bytes in weights.bin"), "{output}");
     assert!(
         std::fs::read(target.join("weights.bin")).expect("the copy") == bytes,
-        "the same bytes"
+        "the copy differs"
     );
     let _ = std::fs::remove_dir_all(&directory);
 }
@@ -98,9 +99,10 @@ fn file_copy() {
 #[test]
 fn remote_table() {
     let server = Server::start("remote_table", &["serve", "10.0.0.1:0"]);
-    let said = run("remote_table", &["ask", "10.0.0.2:0", &server.addr, "apple", "plum", "quince"]);
-    assert!(said.contains("apple = red") && said.contains("quince = (none)"), "{said}");
-    assert!(said.contains("plum = blue") || said.contains("plum = yellow"), "{said}");
+    let output =
+        run("remote_table", &["ask", "10.0.0.2:0", &server.addr, "apple", "plum", "quince"]);
+    assert!(output.contains("apple = red") && output.contains("quince = (none)"), "{output}");
+    assert!(output.contains("plum = blue") || output.contains("plum = yellow"), "{output}");
     assert!(server.finish().contains("versions written"));
 }
 
@@ -109,6 +111,6 @@ fn epoll_loop() {
     let mut server = Server::start("epoll_loop", &["10.0.0.1:0"]);
     run("ping_pong", &["10.0.0.2:0", &server.addr, "100"]);
     server.child.stdin.take().expect("a pipe").write_all(b"\n").expect("a line");
-    let said = server.finish();
-    assert!(said.contains("100 messages echoed"), "{said}");
+    let output = server.finish();
+    assert!(output.contains("100 messages echoed"), "{output}");
 }

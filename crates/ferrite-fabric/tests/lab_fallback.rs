@@ -1,17 +1,17 @@
-//! The fallback matrix: {fault} × {prefer, require, forbid} × {cm, tcp-first}, on real devices
+//! The fallback matrix on real devices: {fault} × {prefer, require, forbid} × {cm, tcp-first}
 //! (`cargo xtask lab-test fallback`).
 //!
-//! In each cell a link is opened from 10.0.0.2 to 10.0.0.1 while something is wrong. `prefer` must
-//! give a link on TCP that says why, with a counter moved, and is on RDMA once the fault is lifted;
-//! `require` an error of the right kind; `forbid` a link on TCP without a word. All within the
-//! deadline.
-#![expect(clippy::print_stdout, reason = "the matrix is for people to read")]
+//! Each cell opens a link from 10.0.0.2 to 10.0.0.1 during a fault. `prefer` must give a link on
+//! TCP that reports its cause and is counted, and that upgrades to RDMA once the fault is gone.
+//! `require` must give an error of the right kind. `forbid` must give a link on TCP without a
+//! fallback report. All within the deadline.
+#![expect(clippy::print_stdout, reason = "prints the matrix")]
 
+#[expect(dead_code, reason = "shared with lab_faults")]
+#[path = "lab_faults/harness.rs"]
+mod harness;
 #[path = "lab_faults/net.rs"]
 mod net;
-#[expect(dead_code, reason = "shared with lab_faults")]
-#[path = "lab_faults/rig.rs"]
-mod rig;
 
 use std::net::SocketAddr;
 use std::os::unix::process::CommandExt;
@@ -23,14 +23,14 @@ use ferrite_fabric::{
     Config, ConnectOptions, ErrorKind, Fabric, FallbackCause, Link, ListenOptions, Meet, Rdma,
     Transport,
 };
-use net::{Mend, Renewal, Wire, fault};
-use rig::{OWN, PEER, any_port, pace, until, within};
+use harness::{OWN, PEER, any_port, slowdown, until, within};
+use net::{RecreateDevices, Restore, Wire, fault};
 
-/// One way that fails takes at most `connection_timeout` (2 s here), and so does the other.
+/// An attempt that fails takes at most `connection_timeout` (2 s here), over RDMA and over TCP.
 const DEADLINE: Duration = Duration::from_secs(5);
-/// The way back up: the next try, or the next look for a device.
-const BACK: Duration = Duration::from_secs(20);
-/// The parent's listener, for a child.
+/// The upgrade to RDMA: the next attempt, or the next look for a device.
+const BACK_WITHIN: Duration = Duration::from_secs(20);
+/// Tells a child the address of the parent's listener.
 const TARGET: &str = "FERRITE_TARGET";
 
 fn config() -> Config {
@@ -41,13 +41,13 @@ fn config() -> Config {
     }
 }
 
-/// A peer that answers every message with the same.
+/// Starts a peer that echoes every message.
 fn peer(rdma: Rdma) -> (Fabric, SocketAddr) {
     let fabric = Fabric::system().device(PEER.0).config(config()).build().expect("a fabric");
     fabric.spawn_thread().expect("a thread");
     let options = ListenOptions::new().rdma(rdma);
     let mut listener =
-        fabric.listen_with("0.0.0.0:0".parse().expect("an address"), &options).expect("to listen");
+        fabric.listen_with("0.0.0.0:0".parse().expect("an address"), &options).expect("listen");
     let mut target = any_port(PEER);
     target.set_port(listener.local_addr().port());
     std::thread::spawn(move || {
@@ -68,16 +68,16 @@ fn echo(link: &Link) {
     }
 }
 
-fn answers(link: &Link, what: &str) {
-    within(DEADLINE * pace(), what, async {
+fn check_echo(link: &Link, what: &str) {
+    within(DEADLINE * slowdown(), what, async {
         link.send_bytes(0, what.as_bytes()).await.expect("sent");
         assert_eq!(link.recv().await.expect("an answer").to_vec(), what.as_bytes());
     });
 }
 
-/// Goes through the cells of one fault. `lift` ends it in the cell of `prefer`, `again` brings it
-/// back.
-fn cells(
+/// Checks all cells of one fault. In the cells of `prefer`, `lift(true)` ends the fault and
+/// `lift(false)` causes it again. It returns false if the fault cannot be ended.
+fn check_cells(
     name: &str,
     target: SocketAddr,
     config: &Config,
@@ -105,13 +105,13 @@ fn cells(
             };
             fabric.spawn_thread().expect("a thread");
             let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
-            let opened = within(DEADLINE * pace(), name, fabric.connect_with(target, &options));
+            let opened = within(DEADLINE * slowdown(), name, fabric.connect_with(target, &options));
             let took = begun.elapsed();
             match (rdma, opened) {
                 (Rdma::Prefer, Ok(link)) => {
-                    answers(&link, "over TCP");
+                    check_echo(&link, "over TCP");
                     assert_eq!(link.transport(), Transport::Tcp, "{name} {meet}");
-                    let fallback = link.fallback().expect("it says why");
+                    let fallback = link.fallback().expect("the fallback is reported");
                     assert!(
                         causes.contains(&fallback.cause),
                         "{name} {meet}: {:?} {fallback}",
@@ -122,10 +122,12 @@ fn cells(
                     assert_eq!(counted, 1, "{name} {meet}");
                     let lifted = Instant::now();
                     let back = if lift(true) {
-                        until(BACK * pace(), &format!("{name} {meet}: back on RDMA"), || {
-                            link.transport() == Transport::Rdma
-                        });
-                        answers(&link, "over RDMA");
+                        until(
+                            BACK_WITHIN * slowdown(),
+                            &format!("{name} {meet}: back on RDMA"),
+                            || link.transport() == Transport::Rdma,
+                        );
+                        check_echo(&link, "over RDMA");
                         assert!(link.fallback().is_none(), "{name} {meet}");
                         let took = lifted.elapsed();
                         drop(link);
@@ -144,7 +146,7 @@ fn cells(
                     println!("{name:18} {rdma:8} {meet:10} {took:5.2?}  refused: {error}");
                 }
                 (Rdma::Forbid, Ok(link)) => {
-                    answers(&link, "over TCP");
+                    check_echo(&link, "over TCP");
                     assert_eq!(link.transport(), Transport::Tcp, "{name} {meet}");
                     assert!(link.fallback().is_none(), "{name} {meet}");
                     println!("{name:18} {rdma:8} {meet:10} {took:5.2?}  TCP");
@@ -155,13 +157,13 @@ fn cells(
     }
 }
 
-/// The parent's listener, in a child.
+/// Returns the address of the parent's listener, in a child.
 fn target() -> Option<SocketAddr> {
     std::env::var(TARGET).ok().map(|target| target.parse().expect("an address"))
 }
 
-/// Runs the test again behind `wrapper`, with a peer in this process.
-fn in_a_child(test: &str, wrapper: &[&str], as_nobody: bool) {
+/// Runs the test again in a child started by `wrapper`, with a peer in this process.
+fn run_in_child(test: &str, wrapper: &[&str], as_nobody: bool) {
     let (_peer, addr) = peer(Rdma::Prefer);
     let mut child = Command::new(wrapper[0]);
     child.args(&wrapper[1..]).args(std::env::args().take(1)).args(["--exact", test, "--nocapture"]);
@@ -176,7 +178,7 @@ fn in_a_child(test: &str, wrapper: &[&str], as_nobody: bool) {
 #[test]
 fn no_library() {
     if let Some(target) = target() {
-        return cells(
+        return check_cells(
             "no library",
             target,
             &config(),
@@ -186,7 +188,7 @@ fn no_library() {
         );
     }
     let hide = "mount --bind /dev/null /usr/lib/x86_64-linux-gnu/libibverbs.so.1 && exec \"$@\"";
-    in_a_child("no_library", &["unshare", "--mount", "sh", "-c", hide, "sh"], false);
+    run_in_child("no_library", &["unshare", "--mount", "sh", "-c", hide, "sh"], false);
 }
 
 #[test]
@@ -194,7 +196,7 @@ fn memlock() {
     if let Some(target) = target() {
         let memory = PoolConfig { memory_pool_initial: 32 << 20, ..PoolConfig::default() };
         let config = Config { memory, ..config() };
-        return cells(
+        return check_cells(
             "memlock",
             target,
             &config,
@@ -203,23 +205,23 @@ fn memlock() {
             |_| false,
         );
     }
-    in_a_child("memlock", &["prlimit", "--memlock=8388608"], true);
+    run_in_child("memlock", &["prlimit", "--memlock=8388608"], true);
 }
 
 #[test]
 fn no_device() {
-    let _again =
-        Mend("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
-    net::sh("rdma link delete rxe2"); // before this process holds it
+    let _restore =
+        Restore("rdma link show rxe2/1 >/dev/null 2>&1 || rdma link add rxe2 type rxe netdev h2");
+    net::sh("rdma link delete rxe2"); // before this process opens the device
     let (_peer, addr) = peer(Rdma::Prefer);
     let kinds = [ErrorKind::Absent, ErrorKind::DeviceGone];
     let causes = [FallbackCause::NoDevice, FallbackCause::DeviceGone];
-    cells("no device", addr, &config(), &causes, &kinds, |_| false);
+    check_cells("no device", addr, &config(), &causes, &kinds, |_| false);
 }
 
 #[test]
 fn port_down() {
-    let _renewal = Renewal;
+    let _recreate = RecreateDevices;
     let (_peer, addr) = peer(Rdma::Prefer);
     let mut down = Some(fault(
         "ip link set h2 down",
@@ -227,7 +229,7 @@ fn port_down() {
     ));
     let causes = [FallbackCause::PortDown, FallbackCause::Unreachable, FallbackCause::NoDevice];
     let kinds = [ErrorKind::Unreachable, ErrorKind::Timeout, ErrorKind::Absent];
-    cells("port down", addr, &config(), &causes, &kinds, |lift| {
+    check_cells("port down", addr, &config(), &causes, &kinds, |lift| {
         down = (!lift).then(|| fault("ip link set h2 down", "ip link set h2 up"));
         true
     });
@@ -238,7 +240,7 @@ fn port_down() {
 fn cm_refused() {
     let (_peer, addr) = peer(Rdma::Forbid);
     let kinds = [ErrorKind::Refused, ErrorKind::Unreachable];
-    cells(
+    check_cells(
         "CM refused",
         addr,
         &config(),
@@ -254,29 +256,38 @@ fn packets_dropped() {
     let (_peer, addr) = peer(Rdma::Prefer);
     wire.set("loss 100%");
     let kinds = [ErrorKind::Unreachable, ErrorKind::Timeout];
-    cells("UDP 4791 dropped", addr, &config(), &[FallbackCause::Unreachable], &kinds, |lift| {
-        wire.set(if lift { "delay 0" } else { "loss 100%" });
-        true
-    });
+    check_cells(
+        "UDP 4791 dropped",
+        addr,
+        &config(),
+        &[FallbackCause::Unreachable],
+        &kinds,
+        |lift| {
+            wire.set(if lift { "delay 0" } else { "loss 100%" });
+            true
+        },
+    );
 }
 
 #[test]
 fn peer_without_rdma() {
-    let _again =
-        Mend("rdma link show rxe1/1 >/dev/null 2>&1 || rdma link add rxe1 type rxe netdev h1");
+    let _restore =
+        Restore("rdma link show rxe1/1 >/dev/null 2>&1 || rdma link add rxe1 type rxe netdev h1");
     let (peer, addr) = peer(Rdma::Prefer);
     let remove = || {
         let mut removal =
             Command::new("rdma").args(["link", "delete", PEER.0]).spawn().expect("rdma");
-        until(BACK * pace(), "the removal ends", || {
+        until(BACK_WITHIN * slowdown(), "the removal ends", || {
             removal.try_wait().expect("a status").is_some()
         });
-        until(BACK * pace(), "the peer has lost it", || !peer.missing_devices().is_empty());
+        until(BACK_WITHIN * slowdown(), "the peer has lost its device", || {
+            !peer.missing_devices().is_empty()
+        });
     };
     remove();
     let causes = [FallbackCause::Refused, FallbackCause::Unreachable, FallbackCause::NoDevice];
     let kinds = [ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
-    cells("peer without RDMA", addr, &config(), &causes, &kinds, |lift| {
+    check_cells("peer without RDMA", addr, &config(), &causes, &kinds, |lift| {
         if lift {
             net::sh("rdma link add rxe1 type rxe netdev h1");
         } else {
@@ -286,7 +297,8 @@ fn peer_without_rdma() {
     });
 }
 
-/// In mid-life: `prefer` goes on over TCP and back, `require` is told, `forbid` has no queue pair.
+/// The queue pair fails while the link is in use: with `prefer` the link continues over TCP and
+/// returns to RDMA, with `require` it cannot leave RDMA. With `forbid` there is no queue pair.
 #[test]
 fn queue_pair_error() {
     let (_peer, addr) = peer(Rdma::Prefer);
@@ -300,20 +312,20 @@ fn queue_pair_error() {
                 .expect("a fabric");
             fabric.spawn_thread().expect("a thread");
             let options = ConnectOptions::new().local(any_port(OWN)).meet(meet);
-            let link = within(DEADLINE * pace(), "a link", fabric.connect_with(addr, &options))
+            let link = within(DEADLINE * slowdown(), "a link", fabric.connect_with(addr, &options))
                 .expect("a link");
             assert_eq!(link.transport(), Transport::Rdma, "{rdma} {meet}");
-            answers(&link, "at first");
+            check_echo(&link, "at first");
             let begun = Instant::now();
             if rdma == Rdma::Require {
-                assert!(!link.leave_rdma(), "{meet}: it may not");
+                assert!(!link.leave_rdma(), "{meet}: the link must not leave RDMA");
                 println!("{:18} {rdma:8} {meet:10} stays on RDMA, or ends", "queue pair error");
                 continue;
             }
             assert!(link.leave_rdma(), "{meet}");
-            answers(&link, "without a queue pair");
-            until(BACK * pace(), "back on RDMA", || link.transport() == Transport::Rdma);
-            answers(&link, "on RDMA again");
+            check_echo(&link, "without a queue pair");
+            until(BACK_WITHIN * slowdown(), "back on RDMA", || link.transport() == Transport::Rdma);
+            check_echo(&link, "on RDMA again");
             let counted: u64 = fabric.stats().fallbacks.iter().map(|(_, count)| count).sum();
             assert_eq!(counted, 1);
             println!(

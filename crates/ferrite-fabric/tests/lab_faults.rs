@@ -1,25 +1,27 @@
 //! Faults under links on real devices: each ends in success or in a typed error, in time, and
-//! leaves nothing behind (`cargo xtask lab-test faults`; `-- --success-output immediate` shows how
-//! the errors read).
+//! leaves nothing behind. Run them with `cargo xtask lab-test faults`; `-- --success-output
+//! immediate` shows how the errors read.
 //!
-//! The link is from 10.0.0.2 (rxe2 on h2), called "own", to 10.0.0.1 (rxe1 on h1), called "peer".
-//! Where the fault is about a process, the peer is one: the test runs itself again in another role.
-//! Every wait has a deadline, stated as a constant with its reason. All tests work on all kernels
-//! of the lab: none needs a network namespace of its own.
+//! The link is from 10.0.0.2 (rxe2 on h2), the local side `OWN`, to 10.0.0.1 (rxe1 on h1), the peer
+//! `PEER`. For faults of a process, the peer is a process: the test runs itself again in another
+//! role. Every wait has a deadline, stated as a constant with its reason. All tests work on all
+//! kernels of the lab: none needs a network namespace of its own.
 //!
 //! | file | what |
 //! |---|---|
-//! | `rig.rs` | fabrics, deadlines, and what must not be left over |
-//! | `traffic.rs` `pair.rs` | messages both ways, reads and writes, checked; two hosts with such traffic |
+//! | `harness.rs` | fabrics, deadlines, and checks for leaks |
+//! | `traffic.rs` `pair.rs` | checked messages, reads and writes; two hosts with such traffic |
 //! | `process.rs` | peers in processes of their own |
-//! | `net.rs` | breaking and mending the guest's network |
-//! | `peers.rs` `outages.rs` `wires.rs` `devices.rs` `limits.rs` `memory.rs` `connecting.rs` `revocation.rs` | the faults |
-#![expect(clippy::print_stdout, reason = "how errors read is for people to judge")]
+//! | `net.rs` | breaking and restoring the guest's network |
+//! | all others | the faults |
+#![expect(clippy::print_stdout, reason = "people judge how errors read")]
 
 #[path = "lab_faults/connecting.rs"]
 mod connecting;
 #[path = "lab_faults/devices.rs"]
 mod devices;
+#[path = "lab_faults/harness.rs"]
+mod harness;
 #[path = "lab_faults/limits.rs"]
 mod limits;
 #[path = "lab_faults/memory.rs"]
@@ -36,8 +38,6 @@ mod peers;
 mod process;
 #[path = "lab_faults/revocation.rs"]
 mod revocation;
-#[path = "lab_faults/rig.rs"]
-mod rig;
 #[path = "lab_faults/traffic.rs"]
 mod traffic;
 #[path = "lab_faults/wires.rs"]

@@ -20,9 +20,9 @@ fn domain(device: &str) -> ProtectionDomain {
     context.allocate_protection_domain().expect("domain")
 }
 
-/// The guest has no huge pages reserved: the pool says what it took instead, and works.
+/// The guest has no huge pages reserved: the pool reports which pages it uses instead, and works.
 #[test]
-fn huge_pages_or_the_next_best() {
+fn falls_back_from_huge_pages() {
     let pool = Pool::builder(&[domain("rxe1")]).huge_pages(true).build().expect("pool");
     let pages = pool.stats().pages;
     let reserved = std::fs::read_to_string("/proc/sys/vm/nr_hugepages").unwrap_or_default();
@@ -52,7 +52,7 @@ fn grows_on_two_devices() {
     for buf in &mut taken {
         buf.fill(1);
     }
-    let error = pool.take_uncharged(1, Purpose::Send).expect_err("all is taken");
+    let error = pool.take_uncharged(1, Purpose::Send).expect_err("all memory is taken");
     assert_eq!(error.kind(), ErrorKind::Exhausted, "{error}");
     let stats = pool.stats();
     assert_eq!(stats.send.in_use_bytes, 64 * MIB as u64);
@@ -63,7 +63,7 @@ fn grows_on_two_devices() {
 }
 
 #[test]
-fn a_peer_writes_until_it_is_revoked() {
+fn peer_writes_until_revoked() {
     let [host, peer] = wire::connect(&verbs(), HOSTS);
     let pool = Pool::builder(std::slice::from_ref(&host.domain)).build().expect("pool");
     let mut buf = pool.take_uncharged(10_000, Purpose::Receive).expect("memory");
@@ -81,15 +81,19 @@ fn a_peer_writes_until_it_is_revoked() {
 
     let buf = exposed.revoke().expect("revoked");
     assert_eq!(peer.write(&[0xee; 64], target), Status::REMOTE_ACCESS);
-    assert_eq!((&buf[..6], &buf[6..]), (&b"answer"[..], &bytes[6..]), "not one byte more");
+    assert_eq!(
+        (&buf[..6], &buf[6..]),
+        (&b"answer"[..], &bytes[6..]),
+        "bytes were written after the revocation"
+    );
 }
 
 const ROLE: &str = "FERRITE_LAB_ROLE";
-/// How cargo and nextest are told to start tests, if not directly.
+/// The variable that tells cargo and nextest how to start tests, if not directly.
 const RUNNER: &str = "CARGO_TARGET_X86_64_UNKNOWN_LINUX_GNU_RUNNER";
 const NOBODY: u32 = 65534;
 
-/// The test runs itself again, as a user whom the locked-memory limit binds.
+/// Runs itself again as a user to whom the locked-memory limit applies.
 #[test]
 fn memlock_is_explained() {
     if std::env::var_os(ROLE).is_some() {
@@ -101,18 +105,20 @@ fn memlock_is_explained() {
                 Ok(buf) => taken.push(buf),
                 Err(error) => break error,
             }
-            assert!(taken.len() < 10, "the limit never comes");
+            assert!(taken.len() < 10, "the limit is never reached");
         };
         let PoolError::Register(cause) = &error else { panic!("{error}") };
         assert_eq!(cause.kind(), ferrite_verbs::ErrorKind::Memlock, "{error:?}");
         assert_eq!(error.kind(), ErrorKind::Refused);
         assert!(error.to_string().contains("memlock is 8 MiB, 4 MiB needed"), "{error}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")));
-        // What was there before still works.
+        // Memory that was registered before still works.
         drop(taken);
         pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-        let error =
-            Pool::builder(&domains).memory_pool_initial(64 * MIB).build().expect_err("too much");
+        let error = Pool::builder(&domains)
+            .memory_pool_initial(64 * MIB)
+            .build()
+            .expect_err("the pool exceeds memlock");
         assert!(error.to_string().contains("32 MiB needed"), "{error}");
         return;
     }

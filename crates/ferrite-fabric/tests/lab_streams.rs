@@ -1,4 +1,4 @@
-//! The suite of streams on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test streams`).
+//! The stream test suite on Soft-RoCE devices in the lab's guest (`cargo xtask lab-test streams`).
 
 mod streams;
 
@@ -7,10 +7,10 @@ use std::process::Command;
 
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Stream};
 use ferrite_verbs::Verbs;
-use streams::{Host, Scene, Test, run_suite};
+use streams::{Host, StreamFixture, Test, run_suite};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-/// Runs a test on the guest's two hosts; nothing may be left of it.
+/// Runs a test on the guest's two hosts and checks that it leaks no objects.
 fn run(test: impl Test) {
     let emulated = std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml");
     let hosts = [Host::new("rxe1", "10.0.0.1"), Host::new("rxe2", "10.0.0.2")];
@@ -25,30 +25,30 @@ fn run(test: impl Test) {
 
 run_suite!(crate::run);
 
-/// For the child of the test below: where it is to connect to.
+/// Tells the child of the test below where to connect.
 const PEER: &str = "FERRITE_LAB_STREAM_PEER";
 
-/// A process that was killed has not said that it had written everything.
+/// A killed process has not announced the end of its stream, so its peer must get an error.
 #[test]
-fn killed_peer_is_no_end() {
+fn killed_peer_is_an_error() {
     if let Ok(peer) = std::env::var(PEER) {
         return write_until_killed(&peer);
     }
-    run(async |scene: Scene| {
-        let fabrics = scene.fabrics(&Config::default());
+    run(async |fixture: StreamFixture| {
+        let fabrics = fixture.fabrics(&Config::default());
         let mut child = Command::new(std::env::current_exe().expect("the test's own path"))
-            .args(["--exact", "killed_peer_is_no_end"])
+            .args(["--exact", "killed_peer_is_an_error"])
             .env(PEER, fabrics.listener.local_addr().to_string())
             .spawn()
             .expect("a child");
-        let (mut stream, _) = fabrics.listener.accept().await.expect("the child");
-        stream.read_exact(&mut [0; 100_000]).await.expect("it writes");
-        child.kill().expect("it lives");
-        child.wait().expect("it is dead");
+        let (mut stream, _) = fabrics.listener.accept().await.expect("connection of the child");
+        stream.read_exact(&mut [0; 100_000]).await.expect("data of the child");
+        child.kill().expect("kill the child");
+        child.wait().expect("wait for the child");
         let error = loop {
             match stream.read(&mut [0; 10_000]).await {
-                Ok(0) => panic!("the end of the stream, which nobody said"),
-                Ok(_) => {} // what came before
+                Ok(0) => panic!("the stream ended although the peer did not end it"),
+                Ok(_) => {} // received before the kill
                 Err(error) => break error,
             }
         };
@@ -67,9 +67,9 @@ fn write_until_killed(peer: &str) {
     let options = ConnectOptions::new().local(([10, 0, 0, 2], 0).into());
     fabric.block_on(async {
         let peer = peer.parse().expect("an address");
-        let mut stream = Stream::connect_with(&fabric, peer, &options).await.expect("to connect");
+        let mut stream = Stream::connect_with(&fabric, peer, &options).await.expect("connect");
         loop {
-            stream.write_all(&[7; 1000]).await.expect("to write");
+            stream.write_all(&[7; 1000]).await.expect("write");
         }
     });
 }

@@ -1,5 +1,4 @@
-//! Everything that can be done with buffers, in random order, against a model that keeps the books
-//! by hand.
+//! All operations on buffers in random order, checked against a model that keeps its own accounts.
 
 use std::collections::BTreeMap;
 
@@ -39,11 +38,13 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let account = proptest::option::of(0..ACCOUNTS.len());
     let at = any::<usize>();
     let step = prop_oneof![
-        6 => (len, purpose, account).prop_map(|(len, purpose, account)| Step::Take { len, purpose, account }),
+        6 => (len, purpose, account)
+            .prop_map(|(len, purpose, account)| Step::Take { len, purpose, account }),
         3 => (at, any::<u8>()).prop_map(|(at, byte)| Step::Fill(at, byte)),
         2 => at.prop_map(Step::Freeze),
         2 => at.prop_map(Step::Clone),
-        2 => (at, any::<usize>(), any::<usize>()).prop_map(|(at, from, to)| Step::Slice(at, from, to)),
+        2 => (at, any::<usize>(), any::<usize>())
+            .prop_map(|(at, from, to)| Step::Slice(at, from, to)),
         2 => at.prop_map(Step::Thaw),
         1 => at.prop_map(Step::IntoBytes),
         1 => (at, 0..ACCOUNTS.len()).prop_map(|(at, account)| Step::Charge(at, account)),
@@ -58,7 +59,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
 
 const ACCOUNTS: [u64; 2] = [64 << 10, 4 << 20];
 
-/// A handle, which block it is on, and what it must read.
+/// A handle, the block that it refers to, and the bytes that it must read.
 struct Item {
     handle: Handle,
     block: usize,
@@ -72,7 +73,7 @@ enum Handle {
     Exposed(Exposed),
 }
 
-/// What the model knows of a block that is out.
+/// What the model knows of a block in use.
 struct Block {
     class: SizeClass,
     purpose: Purpose,
@@ -149,7 +150,7 @@ impl Model {
     }
 
     fn take(&mut self, len: usize, purpose: Purpose, account: Option<usize>) {
-        let class = SizeClass::holding(len).expect("within the largest");
+        let class = SizeClass::holding(len).expect("within the largest class");
         let result = match account {
             Some(at) => self.pool.take(len, purpose, &self.accounts[at]),
             None => self.pool.take_uncharged(len, purpose),
@@ -186,7 +187,7 @@ impl Model {
         }
     }
 
-    /// Replaces the item that `at` points to, if there is one.
+    /// Replaces the item that `at` selects, if there is one.
     fn change(&mut self, at: usize, change: impl FnOnce(Item) -> Item) {
         if !self.items.is_empty() {
             let at = at % self.items.len();
@@ -202,7 +203,7 @@ impl Model {
         let range = from.min(to)..from.max(to);
         let handle = Handle::Shared(buf.slice(range.clone()));
         let item = Item { handle, block: *block, bytes: bytes[range].to_vec() };
-        self.blocks.get_mut(block).expect("it is out").handles += 1;
+        self.blocks.get_mut(block).expect("block is in use").handles += 1;
         self.items.push(item);
     }
 
@@ -212,11 +213,11 @@ impl Model {
         self.change(at, |item| match item.handle {
             Handle::Shared(buf) => match buf.try_into_mut() {
                 Ok(buf) => {
-                    assert!(alone, "others read it");
+                    assert!(alone, "there are other readers");
                     Item { handle: Handle::Unique(buf), ..item }
                 }
                 Err(buf) => {
-                    assert!(!alone, "nobody else reads it");
+                    assert!(!alone, "there are no other readers");
                     Item { handle: Handle::Shared(buf), ..item }
                 }
             },
@@ -228,14 +229,14 @@ impl Model {
         let Some(at) = at.checked_rem(self.items.len()) else { return };
         let Item { handle: Handle::Unique(buf), block, .. } = &mut self.items[at] else { return };
         if buf.charge_to(&self.accounts[account]).is_ok() {
-            self.blocks.get_mut(block).expect("it is out").account = Some(account);
+            self.blocks.get_mut(block).expect("block is in use").account = Some(account);
         }
     }
 
     fn remove(&mut self, at: usize) -> Option<Handle> {
         let at = at.checked_rem(self.items.len())?;
         let item = self.items.swap_remove(at);
-        let block = self.blocks.get_mut(&item.block).expect("it is out");
+        let block = self.blocks.get_mut(&item.block).expect("block is in use");
         block.handles -= 1;
         if block.handles == 0 {
             self.blocks.remove(&item.block);
@@ -243,7 +244,7 @@ impl Model {
         Some(item.handle)
     }
 
-    /// Holds the pool's books against ours.
+    /// Compares the pool's accounts with the model's.
     fn check(&mut self) {
         let mut spans = Vec::new();
         let mut exposed_bytes = 0;
@@ -305,8 +306,8 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 64, ..ProptestConfig::default() })]
 
     #[test]
-    #[cfg_attr(miri, ignore = "takes hours there")]
-    fn the_books_agree(steps in steps()) {
+    #[cfg_attr(miri, ignore = "takes hours under Miri")]
+    fn pool_agrees_with_the_model(steps in steps()) {
         let world = World::new();
         let mut model = Model::new(&world);
         for step in steps {

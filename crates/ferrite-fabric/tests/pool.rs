@@ -1,4 +1,4 @@
-//! The pool on the fake provider: limits, sharing, exposure, faults, and a model that knows it all.
+//! The pool on the fake provider: limits, sharing, exposure, faults, and a comparison with a model.
 
 mod model;
 mod wire;
@@ -18,14 +18,14 @@ const MIB: usize = 1 << 20;
 const EIO: i32 = 5;
 const ENOMEM: i32 = 12;
 
-/// A domain on a new device.
+/// Allocates a domain on a new device.
 fn domain(world: &World, name: &str, ip: &str) -> ProtectionDomain {
     world.add_device(DeviceSpec::new(name, ip.parse().expect("an address")));
     let context = world.verbs().device(name).and_then(|device| device.open()).expect("device");
     context.allocate_protection_domain().expect("domain")
 }
 
-/// A small pool on one device: 8 MiB for each purpose, 2 MiB at a time.
+/// Builds a small pool on one device: 8 MiB for each purpose, in steps of 2 MiB.
 fn small(world: &World) -> Builder {
     Pool::builder(&[domain(world, "fake1", "10.0.0.1")])
         .memory_pool_initial(4 * MIB)
@@ -40,7 +40,7 @@ fn small_pool() -> (World, Pool) {
     (world, pool)
 }
 
-/// Takes until the pool refuses.
+/// Takes buffers until the pool refuses.
 fn exhaust(pool: &Pool, len: usize, purpose: Purpose) -> (Vec<BufMut>, PoolError) {
     let mut taken = Vec::new();
     loop {
@@ -51,21 +51,21 @@ fn exhaust(pool: &Pool, len: usize, purpose: Purpose) -> (Vec<BufMut>, PoolError
     }
 }
 
-/// What a burst took goes back to the system when nobody has used it for a while, and can be had
-/// again.
+/// Memory taken for a burst is released to the system once it was unused for a while, and can be
+/// taken again.
 #[test]
-fn memory_goes_back_when_the_load_is_gone() {
+fn shrinks_when_the_load_is_gone() {
     let (_world, pool) = small_pool();
     let begun = pool.stats().registered_bytes;
-    assert!(!pool.shrink(8), "it has what it began with");
+    assert!(!pool.shrink(8), "the pool has only its initial memory");
     for _ in 0..3 {
         let (mut taken, _) = exhaust(&pool, 8 * KIB, Purpose::Receive);
         assert_eq!(pool.stats().registered_bytes, begun + 6 * MIB as u64);
-        let one = taken.pop().expect("one, of the last arena");
+        let one = taken.pop().expect("a block of the last arena");
         drop(taken);
-        assert!(pool.shrink(8), "not at once: it may be wanted again");
+        assert!(pool.shrink(8), "not at once: it may be needed again");
         assert_eq!(pool.stats().registered_bytes, begun + 6 * MIB as u64);
-        assert!(!pool.shrink(8), "one is in use, and nothing is to be done until it is back");
+        assert!(!pool.shrink(8), "nothing more to release while a block is in use");
         assert_eq!(pool.stats().registered_bytes, begun + 4 * MIB as u64);
         assert_eq!(in_use(&pool), 8 * KIB as u64);
         drop(one);
@@ -75,20 +75,21 @@ fn memory_goes_back_when_the_load_is_gone() {
     }
 }
 
-/// While few blocks keep memory from going back, those of the memory that stays are cached as ever.
+/// While a few blocks keep an arena from being released, blocks of other arenas are cached as
+/// usual.
 #[test]
-fn memory_that_stays_is_cached() {
+fn remaining_memory_is_cached() {
     let (_world, pool) = small_pool();
     let (mut taken, _) = exhaust(&pool, 8 * KIB, Purpose::Receive);
-    let last = taken.pop().expect("one, of the last arena");
-    let other = taken.pop().expect("another one");
+    let last = taken.pop().expect("a block of the last arena");
+    let other = taken.pop().expect("another block of the last arena");
     drop(taken);
     while pool.shrink(8) {}
     assert_eq!(pool.stats().receive.cached_bytes, 0);
-    drop(pool.take_uncharged(8 * KIB, Purpose::Receive).expect("one of the first arena"));
-    assert_ne!(pool.stats().receive.cached_bytes, 0, "it stays in the cache");
+    drop(pool.take_uncharged(8 * KIB, Purpose::Receive).expect("a block of the first arena"));
+    assert_ne!(pool.stats().receive.cached_bytes, 0, "a block of the first arena is cached");
     drop(other);
-    assert_eq!(pool.stats().receive.cached_bytes, 0, "one of the last arena does not");
+    assert_eq!(pool.stats().receive.cached_bytes, 0, "a block of the last arena is not cached");
     drop(last);
     assert_eq!(in_use(&pool), 0);
 }
@@ -112,7 +113,7 @@ fn in_use(pool: &Pool) -> u64 {
 }
 
 #[test]
-fn grows_to_the_maximum_and_then_says_so() {
+fn grows_to_the_maximum_and_then_fails() {
     let (world, pool) = small_pool();
     assert_eq!((pool.stats().mapped_bytes, pool.stats().arenas), (4 * MIB as u64, 2));
     let (taken, error) = exhaust(&pool, MIB, Purpose::Send);
@@ -127,11 +128,11 @@ fn grows_to_the_maximum_and_then_says_so() {
     assert_eq!(world.objects().memory_regions, 5);
     drop(taken);
     assert_eq!(in_use(&pool), 0);
-    pool.take_uncharged(2 * MIB, Purpose::Send).expect("room again");
+    pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory is free again");
 }
 
 #[test]
-fn larger_than_the_largest() {
+fn rejects_lengths_beyond_the_largest_class() {
     let (_world, pool) = small_pool();
     let error = pool.take_uncharged(2 * MIB + 1, Purpose::Send).expect_err("too large");
     assert_eq!(error.to_string(), "2097153 bytes do not fit into one buffer of at most 2097152");
@@ -142,7 +143,7 @@ fn larger_than_the_largest() {
 fn senders_never_starve_receives() {
     for len in SizeClass::ALL.map(SizeClass::bytes) {
         let (_world, pool) = small_pool();
-        // All of it, and then every other buffer again: as fragmented as it can be.
+        // Takes everything, then frees every other buffer: the worst fragmentation.
         let (mut taken, _) = exhaust(&pool, len, Purpose::Send);
         let mut nth = 0;
         taken.retain(|_| {
@@ -160,24 +161,24 @@ fn senders_never_starve_receives() {
 }
 
 #[test]
-fn memory_goes_from_class_to_class() {
+fn memory_moves_between_size_classes() {
     let (_world, pool) = small_pool();
     for class in SizeClass::ALL.into_iter().chain(SizeClass::ALL.into_iter().rev()) {
         let (taken, _) = exhaust(&pool, class.bytes(), Purpose::Receive);
         assert_eq!(taken.len() * class.bytes(), 8 * MIB, "{class:?}");
-        // Blocks that other threads cache are found too.
+        // Blocks in the caches of other threads are found, too.
         std::thread::spawn(move || drop(taken)).join().expect("no panic");
         assert_eq!(in_use(&pool), 0);
     }
 }
 
 #[test]
-fn blocks_are_found_in_the_caches_of_others() {
+fn takes_blocks_from_other_threads_caches() {
     let (_world, pool) = small_pool();
     let (mut taken, _) = exhaust(&pool, 256, Purpose::Send);
     let keepers = taken.split_off(4);
     std::thread::spawn(move || drop(taken)).join().expect("no panic");
-    // Four are free, in whichever cache.
+    // Four blocks are free, in the cache of some thread.
     let (again, _) = exhaust(&pool, 256, Purpose::Send);
     assert_eq!(again.len(), 4);
     drop((keepers, again));
@@ -185,7 +186,7 @@ fn blocks_are_found_in_the_caches_of_others() {
 }
 
 #[test]
-fn threads_pass_buffers_on() {
+fn threads_share_buffers() {
     let (_world, pool) = small_pool();
     let account = Account::new("all", 4 * MIB as u64);
     let (sender, receiver) = mpsc::channel::<(u8, Buf)>();
@@ -200,7 +201,7 @@ fn threads_pass_buffers_on() {
                     };
                     buf.fill(number);
                     let buf = buf.freeze();
-                    sender.send((number, buf.clone())).expect("somebody listens");
+                    sender.send((number, buf.clone())).expect("receiver is alive");
                     assert!(buf.iter().all(|byte| *byte == number));
                 }
             });
@@ -228,7 +229,7 @@ fn bytes_outlive_the_pool() {
     assert_eq!(world.objects().memory_regions, 2);
     drop(pool);
     drop(send);
-    assert_eq!(world.objects().memory_regions, 1, "only the arena that is still used");
+    assert_eq!(world.objects().memory_regions, 1, "only the arena in use is left");
     let part = bytes.slice(80..);
     drop(bytes);
     assert_eq!(&part[..], &[9; 10]);
@@ -238,7 +239,7 @@ fn bytes_outlive_the_pool() {
 }
 
 #[test]
-fn a_pool_leaves_nothing_behind() {
+fn pool_leaves_nothing_behind() {
     let (world, pool) = small_pool();
     let clone = pool.clone();
     for purpose in Purpose::ALL {
@@ -246,16 +247,16 @@ fn a_pool_leaves_nothing_behind() {
             (0..100).map(|n| pool.take_uncharged(n * 100, purpose).expect("memory")).collect();
         std::thread::spawn(move || drop(taken)).join().expect("no panic");
     }
-    assert!(pool.stats().send.cached_bytes > 0, "the other thread's cache has some");
+    assert!(pool.stats().send.cached_bytes > 0, "the other thread's cache must hold some");
     drop(pool);
     clone.take_uncharged(1, Purpose::Send).expect("the clone still works");
     drop(clone);
     assert_eq!(world.objects().memory_regions, 0);
 }
 
-/// The pool is closed while other threads return buffers to it.
+/// The pool is dropped while other threads return buffers to it.
 #[test]
-fn a_pool_may_go_at_any_moment() {
+fn pool_can_be_dropped_at_any_moment() {
     for round in 0..if cfg!(miri) { 5 } else { 300 } {
         let (world, pool) = small_pool();
         let mut taken: Vec<_> = (0..60)
@@ -280,7 +281,7 @@ fn a_pool_may_go_at_any_moment() {
 }
 
 #[test]
-fn a_buffer_has_one_owner_or_many_readers() {
+fn buffer_has_one_owner_or_many_readers() {
     let (_world, pool) = small_pool();
     let mut buf = pool.take_uncharged(1000, Purpose::Send).expect("memory");
     assert_eq!((buf.len(), buf.capacity(), buf.purpose()), (1000, 1024, Purpose::Send));
@@ -290,7 +291,7 @@ fn a_buffer_has_one_owner_or_many_readers() {
     let whole = buf.freeze();
     let part = whole.slice(1000..=1009);
     assert_eq!((part.len(), part.raw_parts(0).addr), (10, addr + 1000));
-    let whole = whole.try_into_mut().expect_err("the part reads it");
+    let whole = whole.try_into_mut().expect_err("the slice still reads it");
     drop(whole);
     let mut part = part.try_into_mut().expect("the last handle");
     assert_eq!((part.len(), part.capacity()), (10, 24));
@@ -303,7 +304,7 @@ fn a_buffer_has_one_owner_or_many_readers() {
 }
 
 #[test]
-fn ranges_outside_are_refused() {
+fn panics_on_ranges_outside_the_buffer() {
     let (_world, pool) = small_pool();
     let buf = pool.take_uncharged(100, Purpose::Send).expect("memory").freeze();
     for range in [0..101, 101..101, 5..usize::MAX] {
@@ -316,11 +317,11 @@ fn ranges_outside_are_refused() {
         buf.set_len(257);
     }));
     assert!(longer.is_err());
-    assert_eq!(in_use(&pool), 0, "a panic gives the buffer back");
+    assert_eq!(in_use(&pool), 0, "a panic must return the buffer");
 }
 
 #[test]
-fn accounts_are_charged_by_block_and_the_charge_moves() {
+fn charges_accounts_by_block_and_moves_the_charge() {
     let (_world, pool) = small_pool();
     let [one, other] = ["one", "other"].map(|name| Account::new(name, 10 * KIB as u64));
     let mut posted = pool.take_uncharged(5000, Purpose::Receive).expect("memory");
@@ -335,23 +336,23 @@ fn accounts_are_charged_by_block_and_the_charge_moves() {
     posted.charge_to(&other).expect("fits");
     assert_eq!((one.used_bytes(), other.used_bytes()), (256, 8 * KIB as u64));
     let full = Account::new("full", 1);
-    posted.charge_to(&full).expect_err("no room");
+    posted.charge_to(&full).expect_err("over the limit");
     assert_eq!((full.used_bytes(), other.used_bytes()), (0, 8 * KIB as u64));
     let bytes: Bytes = posted.freeze().into();
     std::thread::spawn(move || drop(bytes)).join().expect("no panic");
     drop(small);
     assert_eq!((one.used_bytes(), other.used_bytes()), (0, 0));
-    // What the heap refuses is not charged.
+    // Memory that the heap refuses is not charged.
     let _taken = exhaust(&pool, 2 * MIB, Purpose::Send);
     pool.take(10, Purpose::Send, &one).expect_err("no memory");
     assert_eq!(one.used_bytes(), 0);
 }
 
 #[test]
-fn a_refused_registration_is_told_as_it_is() {
+fn reports_a_refused_registration() {
     let world = World::new();
     world.fail_next("ibv_reg_mr", ENOMEM);
-    let error = small(&world).build().expect_err("as asked");
+    let error = small(&world).build().expect_err("the injected failure");
     let PoolError::Register(cause) = &error else { panic!("{error}") };
     assert_eq!(error.to_string(), cause.to_string());
     assert!(error.to_string().starts_with("ibv_reg_mr (2097152 bytes on fake1): "), "{error}");
@@ -360,15 +361,15 @@ fn a_refused_registration_is_told_as_it_is() {
 }
 
 #[test]
-fn a_pool_that_cannot_grow_works_with_what_it_has() {
+fn works_when_it_cannot_grow() {
     let (world, pool) = small_pool();
     let first = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
     world.fail_next("ibv_reg_mr", ENOMEM);
-    let error = pool.take_uncharged(1, Purpose::Send).expect_err("as asked");
+    let error = pool.take_uncharged(1, Purpose::Send).expect_err("the injected failure");
     assert_eq!(error.kind(), ErrorKind::Refused);
     assert_eq!(pool.stats().failures.register, 1);
     drop(first);
-    // A cached block of another class keeps the only chunk: it is given back instead of failing.
+    // A cached block of another class holds the only chunk: it is released instead of failing.
     drop(pool.take_uncharged(1, Purpose::Send).expect("no growth needed"));
     world.fail_next("ibv_reg_mr", ENOMEM);
     drop(pool.take_uncharged(2 * MIB, Purpose::Send).expect("the caches are emptied"));
@@ -378,11 +379,11 @@ fn a_pool_that_cannot_grow_works_with_what_it_has() {
 }
 
 #[test]
-fn registered_with_every_device_or_not_at_all() {
+fn registers_with_every_device_or_none() {
     let world = World::new();
     let one = domain(&world, "fake1", "10.0.0.1");
     let mut spec = DeviceSpec::new("fake2", "10.0.0.2".parse().expect("an address"));
-    spec.max_mr = 5; // of the world: room for two arenas on both devices, and half of a third
+    spec.max_mr = 5; // for all devices together: two arenas on both, and half of a third
     world.add_device(spec);
     let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
     let other = context.allocate_protection_domain().expect("domain");
@@ -395,44 +396,45 @@ fn registered_with_every_device_or_not_at_all() {
     assert_eq!(world.objects().memory_regions, 4);
 }
 
-/// Opens a device of this name, which is there again.
-fn domain_again(world: &World, name: &str, ip: &str) -> ProtectionDomain {
+/// Removes a device and opens it again under the same name.
+fn add_device_again(world: &World, name: &str, ip: &str) -> ProtectionDomain {
     world.remove_device(name);
     domain(world, name, ip)
 }
 
 #[test]
-fn a_device_comes_back() {
+fn restores_a_device() {
     let (world, pool) = small_pool();
     let early = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
     pool.retire_domain(0);
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (0, 0));
-    // Grows while no device is there.
+    // The pool grows while there is no device.
     let meanwhile = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
-    let (meanwhile, error) = pool.expose(meanwhile, 0, Access::REMOTE_READ).expect_err("no device");
+    let (meanwhile, error) =
+        pool.expose(meanwhile, 0, Access::REMOTE_READ).expect_err("the device is gone");
     assert_eq!(error.kind(), ErrorKind::DeviceGone, "{error}");
-    let domain = domain_again(&world, "fake1", "10.0.0.1");
+    let domain = add_device_again(&world, "fake1", "10.0.0.1");
     pool.restore_domain(0, &domain).expect("restored");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (3, 1));
-    // And afterwards, with the new domain.
+    // The pool grows afterwards, with the new domain.
     let late = pool.take_uncharged(2 * MIB, Purpose::Send).expect("memory");
     assert_eq!(world.objects().memory_regions, 4);
-    let exposed = pool.expose(meanwhile, 0, Access::REMOTE_READ).expect("it is there again");
+    let exposed = pool.expose(meanwhile, 0, Access::REMOTE_READ).expect("device is back");
     drop((early, exposed, late, pool, domain));
     assert_eq!(world.objects().memory_regions, 0);
 }
 
 #[test]
-fn a_device_comes_back_wholly_or_not_at_all() {
+fn restores_a_device_completely_or_not_at_all() {
     let world = World::new();
     let domains = [domain(&world, "fake1", "10.0.0.1"), domain(&world, "fake2", "10.0.0.2")];
     let pool = Pool::builder(&domains).memory_pool_initial(4 * MIB).build().expect("pool");
-    let error = pool.restore_domain(0, &domains[0]).expect_err("it was not retired");
+    let error = pool.restore_domain(0, &domains[0]).expect_err("the domain was not retired");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
-    let error = pool.restore_domain(2, &domains[0]).expect_err("there is none");
+    let error = pool.restore_domain(2, &domains[0]).expect_err("there is no such domain");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     pool.retire_domain(1);
-    // A device that has room for one of the two arenas.
+    // A device with room for only one of the two arenas.
     world.remove_device("fake2");
     let small = DeviceSpec {
         max_mr: 1,
@@ -441,16 +443,16 @@ fn a_device_comes_back_wholly_or_not_at_all() {
     world.add_device(small);
     let context = world.verbs().device("fake2").and_then(|device| device.open()).expect("device");
     let too_small = context.allocate_protection_domain().expect("domain");
-    let error = pool.restore_domain(1, &too_small).expect_err("there is no room");
+    let error = pool.restore_domain(1, &too_small).expect_err("the device has no room");
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("fake2"), "{error}");
     assert_eq!(
         (world.objects().memory_regions, pool.domains().len()),
         (2, 1),
-        "nothing of it is left"
+        "the attempt must leave nothing behind"
     );
     drop((too_small, context));
-    let again = domain_again(&world, "fake2", "10.0.0.2");
+    let again = add_device_again(&world, "fake2", "10.0.0.2");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (2, 1));
     pool.restore_domain(1, &again).expect("restored");
     assert_eq!((world.objects().memory_regions, pool.domains().len()), (4, 2));
@@ -459,7 +461,7 @@ fn a_device_comes_back_wholly_or_not_at_all() {
 }
 
 #[test]
-fn nonsense_is_refused() {
+fn rejects_invalid_arguments() {
     let plain = Pool::builder(&[]).build().expect("memory without a device");
     assert_eq!(plain.take_uncharged(5, Purpose::Send).expect("a buffer").len(), 5);
     let world = World::new();
@@ -470,20 +472,22 @@ fn nonsense_is_refused() {
     let (world, pool) = small_pool();
     let (_other_world, other) = small_pool();
     let buf = other.take_uncharged(10, Purpose::Receive).expect("memory");
-    let (buf, error) = pool.expose(buf, 0, Access::REMOTE_READ).expect_err("of another pool");
+    let (buf, error) =
+        pool.expose(buf, 0, Access::REMOTE_READ).expect_err("buffer of another pool");
     assert!(error.to_string().contains("another pool"), "{error}");
-    let (mut buf, error) = other.expose(buf, 1, Access::REMOTE_READ).expect_err("one domain");
+    let (mut buf, error) =
+        other.expose(buf, 1, Access::REMOTE_READ).expect_err("there is only one domain");
     assert!(error.to_string().contains("no domain"), "{error}");
     buf.set_len(0);
-    let (_, error) = other.expose(buf, 0, Access::REMOTE_READ).expect_err("nothing to expose");
+    let (_, error) = other.expose(buf, 0, Access::REMOTE_READ).expect_err("empty buffer");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     assert_eq!(world.objects().memory_regions, 2);
 }
 
 const HOSTS: [(&str, &str); 2] = [("fake1", "10.0.0.1"), ("fake2", "10.0.0.2")];
 
-/// The host under test with its pool, and a peer; a new connection for each, because a refusal ends
-/// one.
+/// Returns the host under test with its pool, and a peer. Each test needs a new connection, because
+/// a refused access breaks it.
 fn with_peer() -> (World, wire::End, wire::End, Pool) {
     let world = World::new();
     for (name, ip) in HOSTS {
@@ -495,7 +499,7 @@ fn with_peer() -> (World, wire::End, wire::End, Pool) {
 }
 
 #[test]
-fn a_peer_writes_until_it_is_revoked() {
+fn peer_writes_until_revoked() {
     let (world, host, peer, pool) = with_peer();
     let mut buf = pool.take_uncharged(4096, Purpose::Receive).expect("memory");
     buf.fill(0);
@@ -523,11 +527,11 @@ fn a_peer_writes_until_it_is_revoked() {
 }
 
 #[test]
-fn a_peer_reaches_exactly_what_is_exposed() {
+fn peer_can_access_only_exposed_memory() {
     for (offset, rights) in [
-        (0, Access::REMOTE_READ),    // not to be written
-        (-1, Access::REMOTE_WRITE),  // one byte before
-        (100, Access::REMOTE_WRITE), // one byte behind, though the block goes on
+        (0, Access::REMOTE_READ),    // read only
+        (-1, Access::REMOTE_WRITE),  // one byte before the range
+        (100, Access::REMOTE_WRITE), // one byte behind the range, still within the block
     ] {
         let (_world, _host, peer, pool) = with_peer();
         let _neighbours =
@@ -542,7 +546,7 @@ fn a_peer_reaches_exactly_what_is_exposed() {
 }
 
 #[test]
-fn dropping_revokes() {
+fn dropping_exposed_memory_revokes_it() {
     let (_world, _host, peer, pool) = with_peer();
     let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
     let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
@@ -553,16 +557,16 @@ fn dropping_revokes() {
 }
 
 #[test]
-fn what_the_device_keeps_is_not_used_again() {
+fn memory_that_the_device_keeps_is_not_reused() {
     let (world, pool) = small_pool();
     let peer = Account::new("peer", MIB as u64);
     let buf = pool.take(100, Purpose::Receive, &peer).expect("memory");
     let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
     world.fail_next("ibv_dereg_mr", EIO);
-    let (exposed, error) = exposed.revoke().expect_err("as asked");
+    let (exposed, error) = exposed.revoke().expect_err("the injected failure");
     assert!(error.to_string().contains("ibv_dereg_mr (100 bytes)"), "{error}");
     let addr = exposed.remote().addr;
-    assert_eq!(pool.stats().exposed_bytes, 100, "it still is");
+    assert_eq!(pool.stats().exposed_bytes, 100, "the memory is still exposed");
 
     world.fail_next("ibv_dereg_mr", EIO);
     drop(exposed);
@@ -585,7 +589,7 @@ fn what_the_device_keeps_is_not_used_again() {
 }
 
 #[test]
-fn a_quarantine_is_tried_again_before_memory_is_refused() {
+fn retries_quarantined_memory_before_failing() {
     let (world, pool) = small_pool();
     let buf = pool.take_uncharged(2 * MIB, Purpose::Receive).expect("memory");
     let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).expect("exposed");
@@ -596,8 +600,8 @@ fn a_quarantine_is_tried_again_before_memory_is_refused() {
 }
 
 #[test]
-fn a_pool_that_goes_before_its_quarantine() {
-    // The device gave up in time: nothing is left.
+fn drops_a_pool_with_quarantined_memory() {
+    // The device releases the memory in time: nothing is left.
     let (world, pool) = small_pool();
     let expose = |pool: &Pool| {
         let buf = pool.take_uncharged(100, Purpose::Receive).expect("memory");
@@ -609,7 +613,7 @@ fn a_pool_that_goes_before_its_quarantine() {
     drop(pool);
     assert_eq!(world.objects().memory_regions, 0);
 
-    // It did not, and nobody is left to ask again: the arena stays, for ever.
+    // The device does not, and nothing is left to retry: the arena stays forever.
     let (world, pool) = small_pool();
     let exposed = expose(&pool);
     drop(pool);
@@ -619,9 +623,9 @@ fn a_pool_that_goes_before_its_quarantine() {
     assert_eq!(world.objects().memory_regions, 1);
 }
 
-/// Every counter moves: one that nothing increments is a lie on a dashboard.
+/// Every counter is incremented somewhere: a counter that never moves misleads its readers.
 #[test]
-fn every_counter_moves() {
+fn every_counter_is_incremented() {
     let mut moved: BTreeMap<String, u64> = BTreeMap::new();
     let mut look = |pool: &Pool| {
         for (name, value) in pool.stats().counters() {
@@ -660,10 +664,11 @@ fn every_counter_moves() {
     assert_eq!(error.kind(), ErrorKind::Refused);
     let buf = pool.take_uncharged(1, Purpose::Receive).expect("memory");
     world.fail_next("ibv_reg_mr", ENOMEM);
-    pool.expose(buf, 0, Access::REMOTE_READ).expect_err("as asked");
+    pool.expose(buf, 0, Access::REMOTE_READ).expect_err("the injected failure");
     look(&pool);
 
-    // What a host has of huge pages is its own business: one of the three must have it.
+    // Which pages a host provides depends on its configuration: one of the three counters must
+    // move.
     let pages = ["normal_pages_bytes", "transparent_pages_bytes", "huge_pages_bytes"];
     assert!(
         moved.iter().filter(|(name, value)| pages.contains(&&***name) && **value > 0).count() >= 1

@@ -1,8 +1,8 @@
-//! One suite for streams on every provider: what software that knows TCP relies on.
+//! One test suite for streams over every transport: what software written for TCP relies on.
 //!
 //! `lab_streams` runs it on Soft-RoCE devices in the lab's guest, `fake_streams` on the fake
-//! provider, `tcp_streams` over TCP. A test is an async function of a [`Scene`], run by tokio on
-//! two threads, with a fabric on each of two hosts.
+//! provider, `tcp_streams` over TCP. A test is an async function that takes a [`StreamFixture`].
+//! Tokio runs it on two threads, with a fabric on each of two hosts.
 
 pub(crate) mod bytes;
 pub(crate) mod ends;
@@ -16,13 +16,13 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{Config, ConnectOptions, Fabric, Rdma, Stream, StreamListener};
 use ferrite_verbs::Verbs;
 
-/// Longer than anything here takes, on the slowest kernel.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The limit for every test. Nothing takes this long, even on the slowest kernel.
+const TEST_TIMEOUT: Duration = Duration::from_secs(60);
 
 pub(crate) const KIB: usize = 1 << 10;
 pub(crate) const MIB: usize = 1 << 20;
 
-/// A device and the address it is reached by.
+/// A device and the address at which it is reachable.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Host {
     pub(crate) device: &'static str,
@@ -41,34 +41,36 @@ impl Host {
 
 /// Two hosts that can reach each other.
 #[derive(Clone)]
-pub(crate) struct Scene {
-    /// None: over TCP.
+pub(crate) struct StreamFixture {
+    /// The RDMA provider, or `None` to run over TCP.
     verbs: Option<Verbs>,
     hosts: [Host; 2],
-    /// How much less is to be done where everything takes longer.
-    pub(crate) slower: usize,
+    /// Divides the amount of work, for targets where everything is slower.
+    pub(crate) work_divisor: usize,
 }
 
 /// A test of the suite.
-pub(crate) trait Test: AsyncFnOnce(Scene) {}
-impl<F: AsyncFnOnce(Scene)> Test for F {}
+pub(crate) trait Test: AsyncFnOnce(StreamFixture) {}
+impl<F: AsyncFnOnce(StreamFixture)> Test for F {}
 
-/// Runs a test, which must end in time.
-pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], slower: usize, test: impl Test) {
+/// Runs a test, which must end within the time limit.
+pub(crate) fn run(verbs: Option<Verbs>, hosts: [Host; 2], work_divisor: usize, test: impl Test) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     let runtime = runtime.expect("a runtime");
-    let scene = Scene { verbs, hosts, slower };
-    runtime.block_on(async { tokio::time::timeout(PATIENCE, test(scene)).await.expect("in time") });
-    // Drivers end by themselves when their fabric has no user and no link.
+    let fixture = StreamFixture { verbs, hosts, work_divisor };
+    runtime.block_on(async {
+        tokio::time::timeout(TEST_TIMEOUT, test(fixture)).await.expect("the test ends in time")
+    });
+    // The drivers end by themselves when their fabric has no user and no link.
     let begun = Instant::now();
     while runtime.metrics().num_alive_tasks() > 0 {
-        assert!(begun.elapsed() < PATIENCE, "fabrics that do not end");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "a fabric does not end");
         std::thread::sleep(Duration::from_millis(2));
     }
 }
 
-/// A stream from `a` to `b`, and the fabrics.
+/// A stream from `a` to `b`, and their fabrics.
 pub(crate) struct Pair {
     pub(crate) a: Stream,
     pub(crate) b: Stream,
@@ -82,12 +84,12 @@ pub(crate) struct Fabrics {
     pub(crate) listener: StreamListener,
 }
 
-impl Scene {
+impl StreamFixture {
     pub(crate) fn is_tcp(&self) -> bool {
         self.verbs.is_none()
     }
 
-    /// Fabrics that run, and a listener on the first host.
+    /// Builds two running fabrics, and a listener on the first host.
     pub(crate) fn fabrics(&self, config: &Config) -> Fabrics {
         let [b_host, a_host] = &self.hosts;
         let [a, b] = [a_host, b_host].map(|host| {
@@ -100,7 +102,7 @@ impl Scene {
             tokio::spawn(fabric.drive());
             fabric
         });
-        let listener = StreamListener::bind(&b, b_host.any_port()).expect("to listen");
+        let listener = StreamListener::bind(&b, b_host.any_port()).expect("listen");
         Fabrics { a, b, from: a_host.any_port(), listener }
     }
 
@@ -110,30 +112,30 @@ impl Scene {
 
     pub(crate) async fn pair_with(&self, config: &Config) -> Pair {
         let fabrics = self.fabrics(config);
-        let [a, b] = fabrics.meet().await;
+        let [a, b] = fabrics.open_stream().await;
         Pair { a, b, fabrics }
     }
 }
 
 impl Fabrics {
-    pub(crate) async fn meet(&self) -> [Stream; 2] {
-        let (a, b) = futures_util::join!(self.call(), self.listener.accept());
+    pub(crate) async fn open_stream(&self) -> [Stream; 2] {
+        let (a, b) = futures_util::join!(self.connect(), self.listener.accept());
         [a.expect("connect"), b.expect("accept").0]
     }
 
-    async fn call(&self) -> io::Result<Stream> {
-        self.call_at(self.listener.local_addr()).await
+    async fn connect(&self) -> io::Result<Stream> {
+        self.connect_to(self.listener.local_addr()).await
     }
 
-    pub(crate) async fn call_at(&self, peer: SocketAddr) -> io::Result<Stream> {
+    pub(crate) async fn connect_to(&self, peer: SocketAddr) -> io::Result<Stream> {
         Stream::connect_with(&self.a, peer, &ConnectOptions::new().local(self.from)).await
     }
 
-    pub(crate) fn of_caller(&self) -> &Fabric {
+    pub(crate) fn connecting_fabric(&self) -> &Fabric {
         &self.a
     }
 
-    /// WaitSet until no link is left; then no memory may be.
+    /// Waits until no link is left, then checks that no memory is in use.
     pub(crate) async fn clear(self) {
         let Self { a, b, listener, .. } = self;
         drop(listener);
@@ -142,14 +144,14 @@ impl Fabrics {
                 tokio::time::sleep(Duration::from_millis(1)).await;
             }
             let stats = fabric.pool().stats();
-            assert_eq!(stats.send.in_use_bytes, 0, "memory of sends that nobody gave back");
-            assert_eq!(fabric.stats().in_flight, 0, "requests that nobody waits for");
+            assert_eq!(stats.send.in_use_bytes, 0, "send memory was not returned");
+            assert_eq!(fabric.stats().in_flight, 0, "requests are still in flight");
         }
     }
 }
 
 impl Pair {
-    /// Drops both ends; then nothing may be left.
+    /// Drops both ends, then checks that nothing is left.
     pub(crate) async fn end(self) {
         let Self { a, b, fabrics } = self;
         drop((a, b));
@@ -157,14 +159,14 @@ impl Pair {
     }
 }
 
-/// Bytes that differ by their place in the stream, from a place on.
+/// Returns bytes that depend on their position in the stream, starting at `from`.
 pub(crate) fn pattern(from: usize, len: usize) -> Vec<u8> {
     (from..from + len)
         .map(|at| (at as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15).to_be_bytes()[0])
         .collect()
 }
 
-/// Numbers that choose an order, and can be replayed by their seed: xorshift64*.
+/// Reproducible random numbers: an xorshift64* generator.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -179,25 +181,28 @@ impl Random {
         (self.0.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 33) as usize % n
     }
 
-    /// A length up to `most`, small ones as often as large ones.
+    /// Returns a length up to `most`, small ones as often as large ones.
     pub(crate) fn length(&mut self, most: usize) -> usize {
         let bits = self.below(most.ilog2() as usize + 1);
         1 + self.below((2 << bits).min(most))
     }
 }
 
-/// Makes every test of the suite a test of the calling target.
+/// Turns every test of the suite into a test of the calling target.
 macro_rules! run_suite {
     ($run:path) => {
         run_suite!(@ $run, bytes:
-            of_every_size, random_sizes, from_where_it_lies, vectored, without_a_copy, nothing_is_nothing, other_channels_are_not_bytes);
+            every_size_arrives, random_sizes, writes_pool_buffers, vectored_writes,
+            reads_without_copying, empty_reads_and_writes, ignores_messages_on_other_channels);
         run_suite!(@ $run, ends:
-            half_close_both_ways, dropped_stream_delivers, dropped_write_half, dropped_read_half, reunited,
-            aborted_is_no_end, aborted_here, writing_after_the_end, writing_to_nobody, nobody_listens);
+            half_close_both_ways, dropped_stream_delivers, dropped_write_half, dropped_read_half,
+            reunites_halves_of_one_stream, abort_by_the_peer_is_an_error, local_abort_is_an_error,
+            write_after_shutdown_fails, writer_fails_when_the_peer_leaves,
+            refused_when_nobody_listens);
         run_suite!(@ $run, pressure:
-            slow_reader_stops_the_writer, memory_runs_out, others_have_the_memory, small_messages_only, cancelled);
-        run_suite!(@ $run, together:
-            both_ways_at_once, many_streams, relay, on_one_thread);
+            slow_reader_stops_the_writer, writer_waits_for_memory, works_without_free_memory,
+            peer_accepts_only_small_messages, cancelling_loses_nothing);
+        run_suite!(@ $run, together: both_ways_at_once, many_streams, relay, on_one_thread);
     };
     (@ $run:path, $module:ident: $($test:ident),*) => {
         mod $module {

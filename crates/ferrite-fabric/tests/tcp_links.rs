@@ -1,7 +1,6 @@
-//! The suite of links over TCP, on this host's own network: everything in it that is not about RDMA
-//! itself.
+//! The link test suite over TCP, on this host's own network, without the tests of RDMA itself.
 
-#[expect(dead_code, reason = "what is about RDMA alone")]
+#[expect(dead_code, reason = "helpers of tests of RDMA itself")]
 mod links;
 
 use links::{Fixture, Host, run_suite};
@@ -9,7 +8,7 @@ use links::{Fixture, Host, run_suite};
 /// Runs a test between two addresses of this host.
 fn run(test: impl FnOnce(&Fixture)) {
     let hosts = [Host::new("lo", "127.0.0.1"), Host::new("lo", "127.0.0.2")];
-    test(&Fixture { verbs: None, tls: None, hosts, slower: 1, storm_part: 1 });
+    test(&Fixture { verbs: None, tls: None, hosts, work_divisor: 1, storm_divisor: 1 });
 }
 
 run_suite!(over any transport: crate::run);

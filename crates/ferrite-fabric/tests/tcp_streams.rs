@@ -1,4 +1,4 @@
-//! The suite of streams over TCP, on this host's own network.
+//! The stream test suite over TCP, on this host's own network.
 
 mod streams;
 

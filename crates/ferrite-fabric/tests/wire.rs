@@ -1,4 +1,4 @@
-//! Two connected ends by plain verbs: one of them plays the peer.
+//! Two connected ends made of plain verbs: one of them plays the peer.
 
 use std::time::Duration;
 
@@ -8,7 +8,7 @@ use ferrite_verbs::{
 };
 
 /// Longer than anything here takes, on the slowest kernel.
-const PATIENCE: Duration = Duration::from_secs(30);
+const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) struct End {
     pub(crate) context: Context,
@@ -17,7 +17,7 @@ pub(crate) struct End {
     qp: QueuePair,
 }
 
-/// Ends on two hosts, each given by its device and its address.
+/// Connects ends on two hosts, each given by its device and its address.
 pub(crate) fn connect(verbs: &Verbs, hosts: [(&str, &str); 2]) -> [End; 2] {
     let ends = hosts.map(|(device, _)| {
         let context = verbs.device(device).and_then(|device| device.open()).expect("device");
@@ -32,7 +32,7 @@ pub(crate) fn connect(verbs: &Verbs, hosts: [(&str, &str); 2]) -> [End; 2] {
         let gid = gids
             .iter()
             .find(|entry| entry.gid.ip().to_string() == hosts[at].1)
-            .expect("its address");
+            .expect("the host's address");
         (PeerAddress { qp_num: qp.number(), psn: 1, gid: gid.gid, lid: 0 }, gid.index as u8)
     });
     let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -49,7 +49,7 @@ pub(crate) fn connect(verbs: &Verbs, hosts: [(&str, &str); 2]) -> [End; 2] {
 }
 
 impl End {
-    /// Writes `bytes` to memory of the peer's, and says how that ended.
+    /// Writes `bytes` to the peer's memory and returns the status.
     pub(crate) fn write(&self, bytes: &[u8], target: RemoteSlice) -> Status {
         let mut region = self.domain.allocate(bytes.len(), Access::LOCAL).expect("region");
         region.write(0, bytes);
@@ -58,7 +58,7 @@ impl End {
         self.reap()
     }
 
-    /// Reads memory of the peer's.
+    /// Reads the peer's memory.
     pub(crate) fn read(&self, len: usize, source: RemoteSlice) -> (Status, Vec<u8>) {
         let region = self.domain.allocate(len, Access::LOCAL).expect("region");
         let local = [region.sge(0..len)];
@@ -68,9 +68,9 @@ impl End {
 
     fn reap(&self) -> Status {
         let mut out = [WorkCompletion::default()];
-        let deadline = std::time::Instant::now() + PATIENCE;
+        let deadline = std::time::Instant::now() + TEST_TIMEOUT;
         while self.cq.poll(&mut out).expect("poll") == 0 {
-            assert!(std::time::Instant::now() < deadline, "no completion in time");
+            assert!(std::time::Instant::now() < deadline, "no completion within the time limit");
             std::thread::yield_now();
         }
         out[0].status()

@@ -1,11 +1,12 @@
-//! What must hold for any bytes, one check per decoder, and one for links of either kind behind
-//! them. A check panics if it does not.
+//! Properties that must hold for any bytes: a check for each decoder, and two for whole links, over
+//! RDMA and over TCP. A check panics if a property does not hold.
 //!
-//! Apart from the fuzz targets, because a test of ferrite-fabric (`tests/corpus.rs`) includes this
-//! file and runs the same checks over the committed corpora. So it knows nothing of the fuzzer.
+//! This file is separate from the fuzz targets because a test of ferrite-fabric (`tests/corpus.rs`)
+//! includes it and runs the same checks over the committed corpora. So it must not depend on the
+//! fuzzer.
 //!
-//! A new target needs: a check and its line in [`CHECKS`] and in `lib.rs`, a `[[bin]]`, a file in
-//! `fuzz_targets`, a folder in `corpus`.
+//! A new target needs a check, its line in [`CHECKS`] and in `lib.rs`, a `[[bin]]`, a file in
+//! `fuzz_targets`, and a folder in `corpus`.
 
 mod connection;
 mod inbox;
@@ -25,19 +26,19 @@ pub use connection::connection;
 pub use inbox::inbox;
 pub use link::link;
 
-/// All checks by the names of their targets.
+/// All checks, by the names of their targets.
 pub const CHECKS: &[(&str, Check)] = &[
     ("hello", hello),
     ("refusal", refusal),
     ("control", control),
     ("grant", grant),
-    ("tcp_frame", tcp_frame),
+    ("parcel", tcp_frame),
     ("inbox", inbox),
     ("link", link),
     ("connection", connection),
 ];
 
-/// A hello is taken only with limits that we can serve, and says the same when it is sent on.
+/// A hello is accepted only with limits that we can serve, and survives re-encoding.
 pub fn hello(bytes: &[u8]) {
     let hello = match Hello::decode(bytes) {
         Ok(hello) => hello,
@@ -63,12 +64,12 @@ pub fn hello(bytes: &[u8]) {
     assert_eq!(
         (&again[..6], &again[8..]),
         (&bytes[..6], &bytes[8..HELLO_BYTES]),
-        "all but what is reserved"
+        "all but the reserved bytes"
     );
     assert_eq!(Hello::decode(&padded(bytes)), Ok(hello));
 }
 
-/// A refusal of any version can be read, and printed as it is.
+/// A refusal of any version can be decoded, and contains no control characters.
 pub fn refusal(bytes: &[u8]) {
     let ours = bytes.starts_with(&REFUSAL_MAGIC) && bytes.len() >= 13;
     let decoded = Refusal::decode(bytes);
@@ -83,7 +84,7 @@ pub fn refusal(bytes: &[u8]) {
     assert_eq!(Refusal::decode(&padded(&again)).as_ref(), Some(&refusal));
 }
 
-/// A control message says the same when it is sent on.
+/// A control message survives re-encoding.
 pub fn control(bytes: &[u8]) {
     match Control::decode(bytes) {
         Ok(message) => {
@@ -101,18 +102,18 @@ pub fn control(bytes: &[u8]) {
     }
 }
 
-/// A grant says the same when it is sent on, and no range of it leaves it. The bytes are tried as
-/// they are and with a check that fits, which a fuzzer would hardly guess.
+/// A grant survives re-encoding, and no range of it leaves the granted memory. The bytes are tried
+/// as they are and with a matching checksum, which a fuzzer would hardly guess.
 pub fn grant(bytes: &[u8]) {
-    grant_as_it_is(bytes);
+    check_grant(bytes);
     if let Some((head, tail)) = bytes.split_first_chunk::<32>() {
         let sealed = [head, &fnv_1a_64(head).to_le_bytes()[..], tail].concat();
         assert_ne!(GrantToken::decode(&sealed), Err(GrantError::Check));
-        grant_as_it_is(&sealed);
+        check_grant(&sealed);
     }
 }
 
-fn grant_as_it_is(bytes: &[u8]) {
+fn check_grant(bytes: &[u8]) {
     let token = match GrantToken::decode(bytes) {
         Ok(token) => token,
         Err(GrantError::Short { got }) => return assert!(got == bytes.len() && got < GRANT_BYTES),
@@ -122,10 +123,10 @@ fn grant_as_it_is(bytes: &[u8]) {
         Err(error) => return assert_eq!(error, GrantError::Check),
     };
     let again = token.encode();
-    assert_eq!(again[..29], bytes[..29], "all but what is reserved");
+    assert_eq!(again[..29], bytes[..29], "all but the reserved bytes");
     assert_eq!(GrantToken::decode(&padded(&again)), Ok(token));
 
-    // Ranges that the fuzzer chooses, and those at the edges.
+    // Ranges that the fuzzer chooses, and those at the boundaries.
     let chosen = |at: usize| {
         bytes.get(at..).and_then(<[u8]>::first_chunk).map_or(0, |n| u64::from_le_bytes(*n))
     };
@@ -142,21 +143,25 @@ fn grant_as_it_is(bytes: &[u8]) {
     }
 }
 
-/// What comes over TCP says the same when it is sent on: the head of a TCP frame, the address that
-/// may follow it, and the greeting before all of them.
+/// What arrives over TCP survives re-encoding: the header of a TCP frame, the address that may
+/// follow it, and the greeting before all frames.
 pub fn tcp_frame(bytes: &[u8]) {
     if let Some(head) = bytes.first_chunk::<TCP_FRAME_HEADER_BYTES>() {
         let decoded = TcpFrame::decode(head);
         assert_eq!(decoded.is_some(), (1..=13).contains(&head[0]));
         if let Some(tcp_frame) = decoded {
             let again = tcp_frame.encode();
-            assert_eq!((again[0], &again[4..]), (head[0], &head[4..]), "all but what is reserved");
+            assert_eq!(
+                (again[0], &again[4..]),
+                (head[0], &head[4..]),
+                "all but the reserved bytes"
+            );
             assert_eq!(TcpFrame::decode(&again), Some(tcp_frame));
             let follows = tcp_frame.follows();
             assert!(follows == 0 || follows == tcp_frame.len as usize);
             assert!(
                 follows == 0 || tcp_frame.kind != TcpFrameKind::Read,
-                "a question has no payload"
+                "a read request has no payload"
             );
         }
     }
@@ -184,7 +189,13 @@ fn greeting(bytes: &[u8]) {
         Err(HelloError::Short { got }) => {
             return assert!(got < GREETING_BYTES && got == bytes.len());
         }
-        Err(error) => return assert_eq!(Hello::decode(bytes), Err(error), "as a hello alone"),
+        Err(error) => {
+            return assert_eq!(
+                Hello::decode(bytes),
+                Err(error),
+                "the error must be that of the hello"
+            );
+        }
     };
     assert_eq!(Hello::decode(bytes), Ok(greeting.hello));
     let again = greeting.encode();
@@ -196,12 +207,12 @@ fn greeting(bytes: &[u8]) {
     assert_eq!(Greeting::decode(&padded(&again)), Ok(greeting));
 }
 
-/// As the CM hands it over: with zeros behind.
+/// Appends zeros, as the CM does when it delivers private data.
 fn padded(bytes: &[u8]) -> Vec<u8> {
     [bytes, &[0; 8]].concat()
 }
 
-/// The check of a grant, written a second time.
+/// The checksum of a grant, implemented a second time.
 fn fnv_1a_64(bytes: &[u8]) -> u64 {
     let mut hash: u64 = 0xCBF2_9CE4_8422_2325;
     for byte in bytes {

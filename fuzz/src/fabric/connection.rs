@@ -1,17 +1,18 @@
-//! A link over TCP whose peer sends what the bytes say, to a real engine on this host's loopback:
-//! TCP frames of all kinds, good and bad, greetings, or bytes as they are. The fabric must not
-//! panic or hang, must send nothing but TCP frames itself, must end the link with an error that
-//! fits, tell all who wait, give all memory back, and go on serving another link meanwhile.
+//! A link over TCP to a real fabric on this host's loopback, whose peer sends what the input bytes
+//! say: valid and invalid TCP frames of all kinds, greetings, or raw bytes. The fabric must not
+//! panic or hang, and must itself send nothing but TCP frames. It must end the link with a fitting
+//! error, complete all pending operations, return all memory, and keep serving another link
+//! meanwhile.
 //!
-//! What a link does with frames is not looked at here: that is the same as over RDMA (`link.rs`).
+//! What a link does with frames is not checked here: that is the same as over RDMA (`link.rs`).
 //!
 //! ```text
-//!   first byte  even: a good greeting comes first; odd: what follows is all there is, from the first byte of the connection
-//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
-//!   0           bytes as they are: how many; those
+//!   first byte  even: a valid greeting comes first; odd: all bytes are sent as they are
+//!   a step      low 4 bits of a byte; its other bits and the following bytes are arguments
+//!   0           raw bytes: their number; the bytes
 //!   1 to 13     a TCP frame of that kind: fields; then as much payload as it announces, or less
-//!   14          the application takes a message, sends one, reads, writes or closes
-//!   15          the peer sends no more, or reads no more
+//!   14          the application receives, sends, reads, writes or closes
+//!   15          the peer stops sending, or stops reading
 //! ```
 
 use std::cell::RefCell;
@@ -30,37 +31,37 @@ use ferrite_fabric::wire::{
 use ferrite_fabric::{Config, ErrorKind, Fabric, Link, Listener, Rdma, Region};
 
 const HOUR: Duration = Duration::from_secs(3600);
-/// Nothing here takes time but the kernel.
-const PATIENCE: Duration = Duration::from_secs(5);
-/// Largest frame over TCP, if `segment_bytes` is not more.
+/// Only the kernel takes time here.
+const TEST_TIMEOUT: Duration = Duration::from_secs(5);
+/// The largest frame over TCP, unless `segment_bytes` is larger.
 const FRAME_BYTES: usize = 64 << 10;
 const REGION_BYTES: usize = 1000;
 
-/// Whatever comes over a connection, the fabric and its other links go on.
+/// Whatever arrives over a connection, the fabric and its other links continue.
 pub fn connection(bytes: &[u8]) {
     if cfg!(miri) {
-        return; // it has no network
+        return; // Miri has no network
     }
     thread_local! {
-        static SCENE: RefCell<Option<Scene>> = const { RefCell::new(None) };
+        static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
     }
-    SCENE.with_borrow_mut(|scene| scene.get_or_insert_with(Scene::new).play(bytes));
+    HARNESS.with_borrow_mut(|harness| harness.get_or_insert_with(Harness::new).run(bytes));
 }
 
-/// What outlives a run.
-struct Scene {
+/// Everything that outlives a run.
+struct Harness {
     fabric: Fabric,
     listener: Listener,
     region: Region,
-    /// Both ends of a link that has nothing to do with all this.
+    /// Both ends of a link that must not be affected.
     bystanders: [Link; 2],
     idle: Counts,
 }
 
-/// Links, and buffers of both kinds that are in use.
+/// The number of links, and of send and receive buffers in use.
 type Counts = (u64, u64, u64);
 
-/// What the application waits for.
+/// A pending operation of the application.
 type Waiting = (Of, Pin<Box<dyn Future<Output = ()>>>);
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,7 +70,7 @@ enum Of {
     Operation,
 }
 
-impl Scene {
+impl Harness {
     fn new() -> Self {
         let config = Config {
             memory: PoolConfig {
@@ -88,19 +89,19 @@ impl Scene {
             ..Config::default()
         };
         let fabric = Fabric::system().rdma(Rdma::Forbid).config(config).build().expect("a fabric");
-        let mut listener = fabric.listen((Ipv4Addr::LOCALHOST, 0).into()).expect("to listen");
+        let mut listener = fabric.listen((Ipv4Addr::LOCALHOST, 0).into()).expect("listen");
         let buf = fabric.buffer(REGION_BYTES).expect("a buffer");
         let (there, here) = fabric.block_on(async {
             let there = fabric.connect(listener.local_addr()).await;
-            (there.expect("to connect"), listener.accept().await.expect("a link"))
+            (there.expect("connect"), listener.accept().await.expect("a link"))
         });
         let region = here.register_memory(buf, Rights::READ | Rights::WRITE);
         let region = region.map_err(|(_, error)| error).expect("a region");
-        let mut scene =
+        let mut harness =
             Self { fabric, listener, region, bystanders: [there, here], idle: (0, 0, 0) };
-        scene.others_live();
-        scene.idle = scene.counts();
-        scene
+        harness.check_other_link();
+        harness.idle = harness.counts();
+        harness
     }
 
     fn counts(&self) -> Counts {
@@ -110,7 +111,7 @@ impl Scene {
         (stats.links, in_use(&memory.send.in_use_blocks), in_use(&memory.receive.in_use_blocks))
     }
 
-    fn play(&mut self, bytes: &[u8]) {
+    fn run(&mut self, bytes: &[u8]) {
         let Some((first, bytes)) = bytes.split_first() else { return };
         let mut peer = Peer::new(&self.listener);
         let mut waiting = Vec::new();
@@ -119,7 +120,7 @@ impl Scene {
             self.tcp_frames(&link, &mut peer, bytes, &mut waiting);
             Some(link)
         } else {
-            peer.say(&self.fabric, bytes);
+            peer.send(&self.fabric, bytes);
             self.fabric.progress();
             None
         };
@@ -128,17 +129,18 @@ impl Scene {
             _ => peer.hang_up(),
         }
         drop(link);
-        self.until("everything of it is gone", |scene| {
-            drop(scene.listener.try_accept().expect("a listener")); // a greeting may have been good
+        self.until("nothing is left of the run", |harness| {
+            // The greeting may have been valid.
+            drop(harness.listener.try_accept().expect("listener is up"));
             waiting.retain_mut(|(_, future)| {
                 future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending()
             });
-            waiting.is_empty() && scene.counts() == scene.idle
+            waiting.is_empty() && harness.counts() == harness.idle
         });
-        self.others_live();
+        self.check_other_link();
     }
 
-    /// The peer says a good greeting; the link.
+    /// Sends a valid greeting as the peer, and returns the link.
     fn greet(&mut self, peer: &mut Peer) -> Link {
         let hello = Hello {
             version: Version::CURRENT,
@@ -150,17 +152,17 @@ impl Scene {
             instance: 1,
             session: 1,
         };
-        peer.say(&self.fabric, &Greeting { hello, resume: None }.encode());
+        peer.send(&self.fabric, &Greeting { hello, resume: None }.encode());
         let mut link = None;
-        self.until("a link", |scene| {
-            link = scene.listener.try_accept().expect("a listener");
+        self.until("a link", |harness| {
+            link = harness.listener.try_accept().expect("listener is up");
             link.is_some()
         });
         self.until("a greeting", |_| {
             peer.read();
-            peer.heard.len() >= GREETING_BYTES
+            peer.unread.len() >= GREETING_BYTES
         });
-        let theirs: Vec<_> = peer.heard.drain(..GREETING_BYTES).collect();
+        let theirs: Vec<_> = peer.unread.drain(..GREETING_BYTES).collect();
         assert!(Greeting::decode(&theirs).is_ok_and(|theirs| theirs.resume.is_none()));
         link.expect("a link")
     }
@@ -172,17 +174,17 @@ impl Scene {
             match byte & 15 {
                 0 => {
                     let raw: Vec<_> = input.by_ref().take(usize::from(byte >> 4)).collect();
-                    peer.say(&self.fabric, &raw);
+                    peer.send(&self.fabric, &raw);
                 }
                 14 => self.application(link, byte >> 4, &mut input, waiting),
-                15 => peer.tire(byte),
+                15 => peer.stop_direction(byte),
                 _ => {
                     let tcp_frame = peer.tcp_frame(byte, granted, &mut input);
-                    peer.say(&self.fabric, &tcp_frame);
+                    peer.send(&self.fabric, &tcp_frame);
                 }
             }
             self.fabric.progress();
-            peer.hear();
+            peer.take_frames();
             if let Some(error) = link.failure() {
                 let fits = [ErrorKind::Protocol, ErrorKind::LinkDown, ErrorKind::Closed];
                 assert!(fits.contains(&error.kind()), "{error}");
@@ -212,40 +214,42 @@ impl Scene {
             0 | 1 => drop(link.try_recv()),
             2 => drop(link.post_bytes(u16::from(next() & 1), &vec![what; len << 8])),
             3 => waiting.push(sent(link.send(0, buf(len << 4)))),
-            4 => waiting.extend(link.rdma_read(&token, offset, buf(len)).ok().map(asked)),
-            5 => waiting.extend(link.rdma_write(&token, offset, buf(len)).ok().map(asked)),
-            6 => waiting.extend(link.rdma_write_imm(&token, offset, buf(len), 9).ok().map(asked)),
+            4 => waiting.extend(link.rdma_read(&token, offset, buf(len)).ok().map(operation)),
+            5 => waiting.extend(link.rdma_write(&token, offset, buf(len)).ok().map(operation)),
+            6 => {
+                waiting.extend(link.rdma_write_imm(&token, offset, buf(len), 9).ok().map(operation))
+            }
             _ => waiting.push(sent(link.close())),
         }
     }
 
-    /// A message passes on the other link.
-    fn others_live(&mut self) {
+    /// Checks that a message passes on the other link.
+    fn check_other_link(&mut self) {
         let [there, here] = &self.bystanders;
-        there.post_bytes(1, b"all is well").expect("room");
+        there.post_bytes(1, b"all is well").expect("room in the queue");
         let mut taken = None;
         let here = here.clone();
         self.until("a message on another link", |_| {
-            taken = here.try_recv().expect("a link");
+            taken = here.try_recv().expect("link is up");
             taken.is_some()
         });
         assert_eq!(taken.expect("a message").to_vec(), b"all is well");
     }
 
-    fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+    fn until(&mut self, what: &str, mut condition: impl FnMut(&mut Self) -> bool) {
         let begun = Instant::now();
-        while !is_so(self) {
-            assert!(begun.elapsed() < PATIENCE, "never: {what}; {:?}", self.fabric.stats());
+        while !condition(self) {
+            assert!(begun.elapsed() < TEST_TIMEOUT, "never: {what}; {:?}", self.fabric.stats());
             self.fabric.progress();
         }
     }
 }
 
-fn asked<F: Future + 'static>(future: F) -> Waiting {
+fn operation<F: Future + 'static>(future: F) -> Waiting {
     (Of::Operation, Box::pin(async { drop(future.await) }))
 }
 
-/// Begins at once, as far as it goes.
+/// Polls the future once, so that the operation begins.
 fn sent<F: Future + 'static>(future: F) -> Waiting {
     let mut future = Box::pin(future);
     let begun = future.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending();
@@ -260,19 +264,20 @@ fn sent<F: Future + 'static>(future: F) -> Waiting {
 /// The other end of the connection.
 struct Peer {
     stream: TcpStream,
-    heard: Vec<u8>,
-    /// Counted frames that came, for credits that are right.
+    unread: Vec<u8>,
+    /// Counted frames received, for valid credits.
     frames: u16,
-    deaf: bool,
+    stopped_reading: bool,
 }
 
 impl Peer {
     fn new(listener: &Listener) -> Self {
-        let stream = TcpStream::connect(listener.local_addr()).expect("to connect");
-        stream.set_nonblocking(true).expect("a socket");
-        // A port is free again at once: there are thousands of runs in a second.
-        rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO)).expect("a socket");
-        Self { stream, heard: Vec::new(), frames: 0, deaf: false }
+        let stream = TcpStream::connect(listener.local_addr()).expect("connect");
+        stream.set_nonblocking(true).expect("set nonblocking");
+        // Frees the port at once: there are thousands of runs per second.
+        rustix::net::sockopt::set_socket_linger(&stream, Some(Duration::ZERO))
+            .expect("set SO_LINGER");
+        Self { stream, unread: Vec::new(), frames: 0, stopped_reading: false }
     }
 
     fn tcp_frame(&self, byte: u8, granted: u64, input: &mut impl Iterator<Item = u8>) -> Vec<u8> {
@@ -314,7 +319,7 @@ impl Peer {
         let follows = TcpFrame::decode(&tcp_frame).map_or(0, |tcp_frame| tcp_frame.follows());
         let here = if byte & 128 == 0 { follows } else { follows / 2 };
         let mut bytes = tcp_frame.to_vec();
-        // as an address, it may have a packet size that there is
+        // When it is taken as an address, its MTU may be valid.
         bytes.resize(TCP_FRAME_HEADER_BYTES + here.min(3 << 20), byte >> 4 & 3);
         if let Some(message) = control.filter(|message| here >= message.len()) {
             bytes[TCP_FRAME_HEADER_BYTES..][..message.len()].copy_from_slice(&message);
@@ -322,15 +327,15 @@ impl Peer {
         bytes
     }
 
-    /// Says it all, unless the connection is over or the fabric takes no more.
-    fn say(&mut self, fabric: &Fabric, mut bytes: &[u8]) {
+    /// Sends all bytes, unless the connection is closed or the fabric reads no more.
+    fn send(&mut self, fabric: &Fabric, mut bytes: &[u8]) {
         let begun = Instant::now();
-        while !bytes.is_empty() && begun.elapsed() < PATIENCE / 4 {
+        while !bytes.is_empty() && begun.elapsed() < TEST_TIMEOUT / 4 {
             match self.stream.write(bytes) {
                 Ok(written) => bytes = &bytes[written..],
                 Err(error) if error.kind() == IoKind::WouldBlock => {
                     fabric.progress();
-                    self.hear();
+                    self.take_frames();
                 }
                 Err(_) => return,
             }
@@ -340,19 +345,19 @@ impl Peer {
     fn read(&mut self) {
         let mut bytes = [0; 64 << 10];
         while let Ok(len @ 1..) = self.stream.read(&mut bytes) {
-            self.heard.extend_from_slice(&bytes[..len]);
+            self.unread.extend_from_slice(&bytes[..len]);
         }
     }
 
-    /// Takes what the fabric has sent: TCP frames, and nothing else.
-    fn hear(&mut self) {
-        if self.deaf {
+    /// Takes what the fabric has sent, which must be TCP frames.
+    fn take_frames(&mut self) {
+        if self.stopped_reading {
             return;
         }
         self.read();
-        let mut rest = &self.heard[..];
+        let mut rest = &self.unread[..];
         while let Some(head) = rest.first_chunk() {
-            let tcp_frame = TcpFrame::decode(head).expect("a tcp_frame");
+            let tcp_frame = TcpFrame::decode(head).expect("a TCP frame");
             let follows = tcp_frame.follows();
             match tcp_frame.kind {
                 TcpFrameKind::Frame => assert!(follows <= FRAME_BYTES, "{tcp_frame:?}"),
@@ -364,7 +369,7 @@ impl Peer {
                 | TcpFrameKind::Done
                 | TcpFrameKind::Denied
                 | TcpFrameKind::Withdraw => {}
-                other => panic!("{other:?} without a reason"),
+                other => panic!("unexpected {other:?}"),
             }
             let Some(after) = rest.get(TCP_FRAME_HEADER_BYTES + follows..) else { break };
             let is_data =
@@ -374,15 +379,15 @@ impl Peer {
                 .wrapping_add((is_data || tcp_frame.kind == TcpFrameKind::WriteImm).into());
             rest = after;
         }
-        let taken = self.heard.len() - rest.len();
-        self.heard.drain(..taken);
+        let taken = self.unread.len() - rest.len();
+        self.unread.drain(..taken);
     }
 
-    fn tire(&mut self, byte: u8) {
+    fn stop_direction(&mut self, byte: u8) {
         if byte & 16 == 0 {
-            let _ = self.stream.shutdown(Shutdown::Write); // it may be over already
+            let _ = self.stream.shutdown(Shutdown::Write); // the connection may be closed already
         } else {
-            self.deaf = true;
+            self.stopped_reading = true;
         }
     }
 

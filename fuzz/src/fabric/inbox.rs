@@ -1,7 +1,7 @@
-//! Frames put together to messages, against a model that has only lists.
+//! Reassembly of frames into messages, compared with a model made of lists.
 //!
 //! ```text
-//!   a step is two bytes:   what it is (2 bits), more, channel (3 bits)  │  length, or the bits of a notice
+//!   a step is two bytes:   kind (2 bits), more, channel (3 bits)  │  length, or bits of a notice
 //! ```
 
 use std::collections::VecDeque;
@@ -9,11 +9,11 @@ use std::collections::VecDeque;
 use ferrite_fabric::fuzzing::{Arrived, Inbox};
 
 const CHANNELS: u16 = 6;
-/// A few frames: so that the limit is met.
+/// A few frames, so that inputs reach the limit.
 const MAX_BYTES: usize = 600;
 
-/// A message is delivered once, whole, in order and only on channels that exist; what is begun and
-/// not ended never exceeds the limit; every frame is counted until its message is taken.
+/// Each message is delivered once, complete, in order and only on existing channels. Incomplete
+/// messages never exceed the limit. Every frame is counted until its message is taken.
 pub fn inbox(bytes: &[u8]) {
     let mut inbox = Inbox::new(CHANNELS, MAX_BYTES as u64);
     let mut model = Model::default();
@@ -48,7 +48,7 @@ pub fn inbox(bytes: &[u8]) {
     assert_eq!((inbox.pop(), inbox.ready_frames()), (None, 0));
 }
 
-/// What is begun by channel, and what is complete with the number of its frames.
+/// Incomplete messages by channel, and complete ones with the number of their frames.
 #[derive(Default)]
 struct Model {
     partial: Vec<(u16, Vec<Vec<u8>>)>,
@@ -60,7 +60,7 @@ impl Model {
         self.partial.iter().flat_map(|(_, pieces)| pieces).map(Vec::len).sum()
     }
 
-    /// Whether that completed a message, or `None` for a frame that must be refused.
+    /// Returns whether the frame completed a message, or `None` if it must be refused.
     fn frame(&mut self, channel: u16, more: bool, piece: Vec<u8>) -> Option<bool> {
         let begun = self.partial.iter().position(|(other, _)| *other == channel);
         let alone = begun.is_none() && !more;

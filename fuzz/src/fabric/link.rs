@@ -1,17 +1,17 @@
-//! A link whose peer does as the bytes say, by plain verbs on the fake provider: frames with any
-//! immediate data, control messages, writes with a notice, credit that it does not have. After
-//! every step the link must have done what the rules of `docs/wire.md` say (`model.rs`): delivered,
-//! answered, given credit, or gone down.
+//! A link whose peer acts as the input bytes say, through plain verbs on the fake provider: frames
+//! with any immediate data, control messages, writes with a notice, credit that it does not have.
+//! After every step the link must have done what the rules of `docs/wire.md` say (`model.rs`):
+//! delivered, answered, returned credit, or failed.
 //!
 //! ```text
-//!   a step     low 3 bits of a byte, the rest of it and the bytes that follow are its arguments
-//!   0 1        a frame: channel, more, whether its credit is right; length
-//!   2          a control message that is well formed: kind, value
+//!   a step     low 3 bits of a byte; its other bits and the following bytes are arguments
+//!   0 1        a frame: channel, more, whether its credit is valid; length
+//!   2          a well-formed control message: kind, value
 //!   3          any immediate data and any payload
-//!   4          the application takes a message
-//!   5          the application sends one: channel; length
+//!   4          the application receives a message
+//!   5          the application sends a message: channel; length
 //!   6          a write with notice
-//!   7          the application closes the link, or a frame comes without immediate data
+//!   7          the application closes the link, or the peer sends a frame without immediate data
 //! ```
 
 mod model;
@@ -31,7 +31,7 @@ use ferrite_verbs::{
 
 use model::{Arrived, Model};
 
-/// What one side takes: little, so that every limit is met.
+/// The limits of one side: low, so that inputs reach them.
 struct Limits {
     segment: usize,
     window: u16,
@@ -42,41 +42,40 @@ struct Limits {
 const OURS: Limits = Limits { segment: 256, window: 4, channels: 3, message: 1000 };
 const PEERS: Limits = Limits { segment: 256, window: 3, channels: 2, message: 512 };
 
-const PATIENCE: Duration = Duration::from_secs(10);
+const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 /// Receives of the link's device, and of its peer.
 const RECEIVES: u32 = 32;
-/// Passes of the fabric after which everything must have happened: nothing here takes time.
+/// Passes of the fabric after which everything must have happened: no step has to wait.
 const PASSES: usize = 100;
 
-/// Whatever a peer does, a link keeps to the rules, and loses its peer exactly when that breaks
-/// one.
+/// Whatever a peer does, a link follows the protocol, and fails exactly when the peer violates it.
 pub fn link(bytes: &[u8]) {
     thread_local! {
-        static SCENE: RefCell<Option<Scene>> = const { RefCell::new(None) };
+        static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
     }
-    SCENE.with_borrow_mut(|scene| play(scene.get_or_insert_with(Scene::new), bytes));
+    HARNESS.with_borrow_mut(|harness| run(harness.get_or_insert_with(Harness::new), bytes));
 }
 
-fn play(scene: &mut Scene, bytes: &[u8]) {
-    let (link, mut peer) = scene.connect();
-    let grant = scene.region.grant(&link);
+fn run(harness: &mut Harness, bytes: &[u8]) {
+    let (link, mut peer) = harness.connect();
+    let grant = harness.region.grant(&link);
     let mut model = Model::default();
     let mut input = bytes.iter().copied();
     while model.down.is_none()
         && let Some(byte) = input.next()
     {
         step(byte, &mut input, &link, &mut peer, &grant, &mut model);
-        scene.fabric.progress();
-        peer.hear(&mut model);
-        model.settled();
+        harness.fabric.progress();
+        peer.take_frames(&mut model);
+        model.check_settled();
         let failure = link.failure().map(|error| error.kind());
         assert_eq!(failure, model.down, "{:?}", link.failure());
     }
     if model.down.is_none() {
-        let stats = scene.fabric.stats();
+        let stats = harness.fabric.stats();
         let in_use = stats.memory.receive.in_use_blocks.iter().sum::<u64>();
-        assert_eq!(in_use, stats.receives_posted + model.kept() as u64, "receive buffers");
+        assert_eq!(in_use, stats.receives_posted + model.kept_buffers() as u64, "receive buffers");
     }
     loop {
         let taken = model.take();
@@ -88,10 +87,10 @@ fn play(scene: &mut Scene, bytes: &[u8]) {
     }
     link.abort();
     drop(link);
-    scene.until(|scene| scene.fabric.stats().links == 0);
+    harness.until(|harness| harness.fabric.stats().links == 0);
     drop(peer);
-    scene.fabric.progress();
-    let stats = scene.fabric.stats();
+    harness.fabric.progress();
+    let stats = harness.fabric.stats();
     assert_eq!((stats.in_flight, stats.receives_posted), (0, u64::from(RECEIVES)));
 }
 
@@ -145,7 +144,7 @@ fn step(
             peer.post(Operation::Send, &[]);
         }
         _ => {
-            drop(link.close()); // it goes on by itself
+            drop(link.close()); // the close continues by itself
             model.closing = true;
         }
     }
@@ -159,8 +158,8 @@ fn received(link: &Link) -> Result<Option<Arrived>, ferrite_fabric::ErrorKind> {
     }))
 }
 
-/// What outlives a run: making a fabric takes longer than all the rest.
-struct Scene {
+/// Everything that outlives a run: building a fabric takes longer than the run itself.
+struct Harness {
     listener: Listener,
     fabric: Fabric,
     region: Region,
@@ -169,7 +168,7 @@ struct Scene {
     _world: World,
 }
 
-impl Scene {
+impl Harness {
     fn new() -> Self {
         let world = World::new();
         world.add_device(DeviceSpec::new("ours", [10, 0, 0, 1].into()));
@@ -194,7 +193,7 @@ impl Scene {
             cq_size: 256,
             keepalive: HOUR,
             close_timeout: HOUR,
-            access_back_off: Duration::ZERO, // who breaks the rules comes back at once
+            access_back_off: Duration::ZERO, // peers that violate the protocol reconnect at once
             ..Config::default()
         };
         let fabric = Fabric::builder(&verbs)
@@ -203,7 +202,7 @@ impl Scene {
             .config(config)
             .build()
             .expect("a fabric");
-        let listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
+        let listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("listen");
         let buf = fabric.buffer(64).expect("a buffer");
         let region = fabric.register_memory("ours", buf, Rights::WRITE).map_err(|(_, error)| error);
         let context = verbs.device("peers").and_then(|device| device.open()).expect("a device");
@@ -216,14 +215,14 @@ impl Scene {
             self.fabric.progress();
             done(self)
         });
-        assert!(passed, "never: {:?}", self.fabric.stats());
+        assert!(passed, "not within {PASSES} passes: {:?}", self.fabric.stats());
     }
 
-    /// The peer dials; both ends.
+    /// Connects the peer, and returns both ends.
     fn connect(&mut self) -> (Link, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
-        let id =
-            cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
+        let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), TEST_TIMEOUT)
+            .expect("a route");
         let peer = Peer::new(&self.domain, id);
         let hello = Hello {
             version: Version::CURRENT,
@@ -244,7 +243,7 @@ impl Scene {
             retries: 7,
             rnr_retries: 7,
         };
-        peer.id.connect(&params).expect("to connect");
+        peer.id.connect(&params).expect("connect");
         self.until(|_| {
             let event = peer.id.channel().next_event().expect("a channel");
             event.is_some_and(|event| event.kind == CmEventKind::CONNECT_RESPONSE)
@@ -252,17 +251,17 @@ impl Scene {
         peer.bring_up();
         let link = (0..PASSES).find_map(|_| {
             self.fabric.progress();
-            self.listener.try_accept().expect("a listener")
+            self.listener.try_accept().expect("listener is up")
         });
         (link.expect("a link"), peer)
     }
 }
 
-/// The other end, by plain verbs.
+/// The other end, made of plain verbs.
 struct Peer {
     qp: QueuePair,
     cq: CompletionQueue,
-    /// Room for every receive, and one more for what is sent.
+    /// Room for every receive, and for one payload to send.
     region: MemoryRegion,
     id: CmId,
 }
@@ -290,12 +289,12 @@ impl Peer {
             let attributes = self.id.queue_pair_attributes(state).expect("attributes");
             self.qp.modify(&attributes.access(Access::LOCAL)).expect("a state");
         }
-        self.id.establish().expect("to establish");
+        self.id.establish().expect("establish");
     }
 
     fn receive(&self, place: usize) {
         let piece = [self.region.sge(place * PEERS.segment..(place + 1) * PEERS.segment)];
-        self.qp.post_recv(&[RecvRequest::new(place as u64, &piece)]).expect("room");
+        self.qp.post_recv(&[RecvRequest::new(place as u64, &piece)]).expect("room in the queue");
     }
 
     fn post(&mut self, operation: Operation, payload: &[u8]) {
@@ -304,11 +303,11 @@ impl Peer {
         let piece = [self.region.sge(at..at + payload.len())];
         let local = if payload.is_empty() { &[] } else { &piece[..] };
         let request = SendRequest::new(u64::MAX, operation, local).signaled();
-        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room");
+        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room in the queue");
     }
 
     /// Takes what the link has sent.
-    fn hear(&self, model: &mut Model) {
+    fn take_frames(&self, model: &mut Model) {
         let mut out = [WorkCompletion::default(); 16];
         loop {
             let taken = self.cq.poll(&mut out).expect("a queue");
@@ -316,7 +315,7 @@ impl Peer {
                 if wc.status() == Status::SUCCESS && wc.wr_id() != u64::MAX {
                     let place = wc.wr_id() as usize;
                     let payload = self.region.to_vec(place * PEERS.segment, wc.byte_len() as usize);
-                    model.heard(wc.imm().expect("a frame"), &payload);
+                    model.frame_from_link(wc.imm().expect("a frame"), &payload);
                     self.receive(place);
                 }
             }

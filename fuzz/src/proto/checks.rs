@@ -1,7 +1,8 @@
-//! What must hold of ferrite-proto for any bytes of a peer's. A check panics if it does not.
+//! Properties of ferrite-proto that must hold for any bytes from a peer. A check panics if one does
+//! not.
 //!
-//! A test of ferrite-proto (`tests/corpus.rs`) includes this file too. So it knows nothing of the
-//! fuzzer, nor of the other decoder to which `oracle.rs` compares.
+//! A test of ferrite-proto (`tests/corpus.rs`) includes this file, too. So it must not depend on
+//! the fuzzer, nor on the other decoder to which `oracle.rs` compares.
 
 mod endpoint;
 #[path = "../input.rs"]
@@ -14,7 +15,7 @@ pub use resp::{resp_command, resp_reply};
 /// A check that any bytes must pass.
 pub type Check = fn(&[u8]);
 
-/// All checks by the names of their targets.
+/// All checks, by the names of their targets.
 pub const CHECKS: &[(&str, Check)] = &[
     ("resp_command", resp_command),
     ("resp_reply", resp_reply),

@@ -1,22 +1,22 @@
-//! An endpoint whose peer and whose driver do as the bytes say, against a model that has the rules
-//! of the windows only.
+//! An endpoint whose peer and driver act as the input bytes say, compared with a model that knows
+//! only the rules of the windows.
 //!
 //! ```text
 //!   first byte  role, limits; the second is the length of our window
-//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
-//!   0           the connection stands
-//!   1           a message of any bytes: how many; those
-//!   2           a message that is well formed: opcode; select, features
+//!   a step      low 4 bits of a byte; its other bits and the following bytes are arguments
+//!   0           the connection is established
+//!   1           a message of any bytes: their number; the bytes
+//!   2           a well-formed message: opcode; select, features
 //!   3           a registration: length; any address and key
-//!   4           an immediate: bytes; how many were written
-//!   5           any immediate
+//!   4           immediate data: its value; the number of written bytes
+//!   5           any immediate data
 //!   6           the reader consumes
 //!   7           the application writes
 //!   8           messages are polled and posted
 //!   9           a message has completed
 //!   10          writes have completed
 //!   11          time passes
-//!   12          the client asks, or tells
+//!   12          the client queries or sets features
 //!   13          the application closes
 //! ```
 
@@ -29,8 +29,8 @@ use super::input::Input;
 
 const PEER_LIMIT: u32 = 200;
 
-/// Nothing is written beyond what the peer registered, nothing is read that did not come, and only
-/// what breaks a rule ends the connection.
+/// Writes stay within the window that the peer registered, reads return only received bytes, and
+/// only protocol violations end the connection.
 pub fn valkey_endpoint(bytes: &[u8]) {
     let mut input = Input(bytes);
     let (first, length) = (input.byte(), u32::from(input.byte()) + 1);
@@ -44,16 +44,16 @@ pub fn valkey_endpoint(bytes: &[u8]) {
         ..Config::default()
     };
     let memory = Registration { addr: 0x4000, length, rkey: 9 };
-    let endpoint = Endpoint::new(role, config.clone(), memory).expect("a good configuration");
-    let mut scene =
-        Scene { endpoint, config, memory, now: Instant::now(), model: Model::default() };
+    let endpoint = Endpoint::new(role, config.clone(), memory).expect("valid configuration");
+    let mut harness =
+        Harness { endpoint, config, memory, now: Instant::now(), model: Model::default() };
     while !input.0.is_empty() {
-        scene.step(&mut input);
-        scene.check();
+        harness.step(&mut input);
+        harness.check();
     }
 }
 
-struct Scene {
+struct Harness {
     endpoint: Endpoint,
     config: Config,
     memory: Registration,
@@ -61,11 +61,11 @@ struct Scene {
     model: Model,
 }
 
-/// What the rules say, as short as they can be said.
+/// The rules, in their shortest form.
 #[derive(Default)]
 struct Model {
     established: bool,
-    over: Option<Option<ProtocolError>>,
+    ended: Option<Option<ProtocolError>>,
     theirs: Option<Registration>,
     written: u32,
     announced: bool,
@@ -73,11 +73,11 @@ struct Model {
     consumed: u32,
     messages: usize,
     writes: u32,
-    since_sign: u32,
+    since_received: u32,
     asked: Option<u16>,
 }
 
-impl Scene {
+impl Harness {
     fn step(&mut self, input: &mut Input<'_>) {
         let (step, more) = input.step();
         match step {
@@ -144,12 +144,12 @@ impl Scene {
                 }
             }
             12 => {
-                let told = self.endpoint.set_features(0, more.into());
-                assert!(!told || self.endpoint.role() == Role::Client);
+                let is_sent = self.endpoint.set_features(0, more.into());
+                assert!(!is_sent || self.endpoint.role() == Role::Client);
             }
             13 => {
                 self.endpoint.close();
-                self.model.over.get_or_insert(None);
+                self.model.ended.get_or_insert(None);
             }
             _ => {}
         }
@@ -157,10 +157,10 @@ impl Scene {
 
     fn message(&mut self, bytes: &[u8]) {
         let model = &mut self.model;
-        let good = match Message::decode(bytes) {
+        let is_valid = match Message::decode(bytes) {
             Err(_) => Some(false),
             Ok(Message::Keepalive | Message::SetClientFeature { .. }) => Some(true),
-            // too many are an error
+            // Too many requests at a time are an error.
             Ok(Message::GetServerFeature { .. }) if self.endpoint.role() == Role::Server => None,
             Ok(Message::GetServerFeature { select, .. }) => {
                 Some(model.asked.take() == Some(select))
@@ -171,27 +171,27 @@ impl Scene {
                     .is_none_or(|old| model.written == 0 || model.written == old.length);
                 let fits = (1..=PEER_LIMIT).contains(&new.length)
                     && u128::from(new.addr) + u128::from(new.length) <= 1 << 64;
-                if due && fits && model.over.is_none() {
+                if due && fits && model.ended.is_none() {
                     (model.theirs, model.written) = (Some(new), 0);
                 }
                 Some(due && fits)
             }
         };
         let result = self.endpoint.handle_message(bytes);
-        self.model.since_sign = 0;
-        self.outcome(result, good);
+        self.model.since_received = 0;
+        self.outcome(result, is_valid);
     }
 
     fn immediate(&mut self, immediate: u32, byte_len: u32) {
         let model = &mut self.model;
         let room = if model.announced { self.memory.length - model.filled } else { 0 };
-        let good = immediate <= room && byte_len <= immediate;
-        if good && model.over.is_none() {
+        let is_valid = immediate <= room && byte_len <= immediate;
+        if is_valid && model.ended.is_none() {
             model.filled += immediate;
         }
         let result = self.endpoint.handle_immediate(immediate, byte_len);
-        self.model.since_sign = 0;
-        self.outcome(result, Some(good));
+        self.model.since_received = 0;
+        self.outcome(result, Some(is_valid));
     }
 
     fn consume(&mut self, bytes: u32) {
@@ -210,30 +210,33 @@ impl Scene {
             return assert!(available == 0 || writable == 0);
         };
         let model = &mut self.model;
-        let theirs = model.theirs.expect("a registration");
-        assert!(model.established && model.over.is_none());
+        let theirs = model.theirs.expect("the peer's registration");
+        assert!(model.established && model.ended.is_none());
         assert_eq!((write.rkey, write.immediate), (theirs.rkey, write.len));
         assert_eq!(write.remote_addr, theirs.addr + u64::from(model.written));
         assert!(write.len > 0 && write.len as usize <= available && write.len <= writable);
         model.written += write.len;
         model.writes += 1;
-        model.since_sign += 1;
+        model.since_received += 1;
         assert!(model.written <= theirs.length && model.writes <= self.config.max_writes_in_flight);
         let limit = self.config.max_unseen.filter(|_| self.endpoint.role() == Role::Client);
-        assert!(limit.is_none_or(|limit| model.since_sign <= limit));
+        assert!(limit.is_none_or(|limit| model.since_received <= limit));
     }
 
     fn poll(&mut self) {
         while let Some(bytes) = self.endpoint.poll_message() {
             let (model, role) = (&mut self.model, self.endpoint.role());
-            assert!(model.established && model.over.is_none());
+            assert!(model.established && model.ended.is_none());
             model.messages += 1;
-            model.since_sign += 1;
+            model.since_received += 1;
             assert!(model.messages <= MESSAGES_IN_FLIGHT);
-            match Message::decode(&bytes).expect("our own") {
+            match Message::decode(&bytes).expect("our own message") {
                 Message::RegisterXferMemory(memory) => {
                     assert_eq!(memory, self.memory);
-                    assert!(!model.announced && model.filled == 0, "only a window that is used up");
+                    assert!(
+                        !model.announced && model.filled == 0,
+                        "a window is announced only when it is used up"
+                    );
                     model.announced = true;
                 }
                 Message::Keepalive => assert_eq!(role, Role::Server),
@@ -248,14 +251,14 @@ impl Scene {
         }
     }
 
-    /// Whether the endpoint answered as the model says, if it knows.
-    fn outcome(&mut self, result: Result<(), ProtocolError>, good: Option<bool>) {
-        match self.model.over {
-            Some(Some(error)) => assert_eq!(result, Err(error), "an error is for ever"),
-            Some(None) => assert_eq!(result, Ok(()), "after a close nothing matters"),
+    /// Checks that the result is what the model expects, if it knows.
+    fn outcome(&mut self, result: Result<(), ProtocolError>, is_valid: Option<bool>) {
+        match self.model.ended {
+            Some(Some(error)) => assert_eq!(result, Err(error), "an error is final"),
+            Some(None) => assert_eq!(result, Ok(()), "after a close, everything is accepted"),
             None => {
-                assert!(good.is_none_or(|good| result.is_ok() == good), "{result:?}");
-                self.model.over = result.err().map(Some);
+                assert!(is_valid.is_none_or(|is_valid| result.is_ok() == is_valid), "{result:?}");
+                self.model.ended = result.err().map(Some);
             }
         }
     }
@@ -263,10 +266,10 @@ impl Scene {
     fn check(&self) {
         let (endpoint, model) = (&self.endpoint, &self.model);
         assert_eq!(endpoint.readable(), model.consumed..model.filled);
-        assert_eq!(endpoint.is_closed(), model.over.is_some());
-        assert_eq!(endpoint.error(), model.over.flatten());
+        assert_eq!(endpoint.is_closed(), model.ended.is_some());
+        assert_eq!(endpoint.error(), model.ended.flatten());
         assert_eq!(endpoint.peer_window(), model.theirs);
-        let timer = endpoint.role() == Role::Server && model.established && model.over.is_none();
+        let timer = endpoint.role() == Role::Server && model.established && model.ended.is_none();
         assert_eq!(endpoint.poll_timeout().is_some(), timer);
         if let Some(error) = endpoint.error() {
             assert!(!error.to_string().is_empty());

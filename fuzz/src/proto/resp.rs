@@ -1,9 +1,9 @@
-//! Commands and replies in pieces: where they end does not depend on the pieces, and what is
-//! complete can be looked into.
+//! Commands and replies in pieces: their ends do not depend on the pieces, and complete ones can be
+//! parsed.
 //!
 //! ```text
-//!   first byte   how long the pieces are, one after the other: a seed
-//!   the rest     what a peer sends
+//!   first byte   a seed for the lengths of the pieces
+//!   the rest     bytes from a peer
 //! ```
 
 use std::fmt::Debug;
@@ -13,7 +13,7 @@ use ferrite_proto::resp::{
     encode_command,
 };
 
-/// Small, so that they are met.
+/// Small, so that inputs reach them.
 const LIMITS: Limits = Limits {
     bulk_bytes: 300,
     multibulk_args: 20,
@@ -25,7 +25,7 @@ const LIMITS: Limits = Limits {
     reply_values: 60,
 };
 
-/// A complete command has as many arguments as it says, which say the same when they are sent on.
+/// A complete command has as many arguments as it announces, and they survive re-encoding.
 pub fn resp_command(bytes: &[u8]) {
     let Some((seed, bytes)) = bytes.split_first() else { return };
     let mut framer = CommandFramer::new(LIMITS);
@@ -36,7 +36,7 @@ pub fn resp_command(bytes: &[u8]) {
     for end in ends {
         let frame = &bytes[from..end];
         from = end;
-        let command = Command::parse_within(frame, LIMITS).expect("it is complete");
+        let command = Command::parse_within(frame, LIMITS).expect("complete command");
         assert_eq!(
             Command::parse_within(&frame[..frame.len() - 1], LIMITS),
             Err(CommandError::Incomplete)
@@ -59,14 +59,14 @@ pub fn resp_command(bytes: &[u8]) {
         let mut again = Vec::new();
         encode_command(args.iter(), &mut again);
         assert!(args.is_empty() || again.len() == frame.len());
-        assert!(Command::parse(&again).expect("our own").args().eq(args));
+        assert!(Command::parse(&again).expect("our own encoding").args().eq(args));
     }
     assert!(error.is_some() || framer.is_inside() == (from < bytes.len()));
     assert!(error.is_some() || framer.frame_bytes() == (bytes.len() - from) as u64);
     assert!(error.is_none_or(|error| error.to_string().starts_with("Protocol error: ")));
 }
 
-/// A complete reply can be looked into, and says the same when it is sent on.
+/// A complete reply can be parsed, and survives re-encoding.
 pub fn resp_reply(bytes: &[u8]) {
     let Some((seed, bytes)) = bytes.split_first() else { return };
     let mut framer = ReplyFramer::new(LIMITS);
@@ -88,11 +88,11 @@ pub fn resp_reply(bytes: &[u8]) {
                 let mut again = Vec::new();
                 value.encode(&mut again);
                 let mut and_again = Vec::new();
-                Value::parse(&again).expect("our own").encode(&mut and_again);
-                // Not the values: a double may be none.
+                Value::parse(&again).expect("our own encoding").encode(&mut and_again);
+                // Compares encodings, not values: a double may be NaN.
                 assert_eq!(again, and_again);
             }
-            // The only kind of line that a framer does not look into.
+            // The framer does not check doubles, and nothing else is left unchecked.
             Err(error) => assert_eq!(error, ReplyError::Double),
         }
     }
@@ -101,7 +101,7 @@ pub fn resp_reply(bytes: &[u8]) {
     assert!(error.is_none_or(|error| error.to_string().starts_with("Protocol error")));
 }
 
-/// Feeds all bytes in pieces: where frames end, and the error at which it ended.
+/// Feeds all bytes in pieces. Returns where frames end, and the error that stopped it.
 fn frames<E: Debug + Copy + PartialEq>(
     bytes: &[u8],
     seed: usize,
@@ -121,7 +121,7 @@ fn frames<E: Debug + Copy + PartialEq>(
                 }
             }
             Err(error) => {
-                assert_eq!(feed(b"+OK\r\n"), Err(error), "an error is for ever");
+                assert_eq!(feed(b"+OK\r\n"), Err(error), "an error is final");
                 return (ends, Some(error));
             }
         }

@@ -1,7 +1,7 @@
-//! What must hold of ferrite-session for any peer. A check panics if it does not.
+//! Properties of ferrite-session that must hold for any peer. A check panics if one does not.
 //!
-//! A test of ferrite-session (`tests/corpus.rs`) includes this file too. So it knows nothing of the
-//! fuzzer.
+//! A test of ferrite-session (`tests/corpus.rs`) includes this file, too. So it must not depend on
+//! the fuzzer.
 
 #[path = "../input.rs"]
 mod input;
@@ -12,5 +12,5 @@ pub use stream::valkey_stream;
 /// A check that any bytes must pass.
 pub type Check = fn(&[u8]);
 
-/// All checks by the names of their targets.
+/// All checks, by the names of their targets.
 pub const CHECKS: &[(&str, Check)] = &[("valkey_stream", valkey_stream)];

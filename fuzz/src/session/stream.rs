@@ -1,25 +1,25 @@
-//! A stream of Valkey's protocol, in either role, through its driver and the fabric: its peer does
-//! as the bytes say, by plain verbs on the fake provider. What the application reads must be what
-//! the peer wrote, what it writes must be in the peer's memory and nowhere else, and the connection
-//! ends exactly when the peer breaks a rule (`model.rs`). Whatever happened, nothing is left of it
-//! in the end.
+//! A stream of Valkey's protocol, in either role, through its driver and the fabric. Its peer acts
+//! as the input bytes say, through plain verbs on the fake provider. The application must read what
+//! the peer wrote, its own writes must change the peer's memory and nothing else, and the
+//! connection must end exactly when the peer violates the protocol (`model.rs`). In the end nothing
+//! may be left.
 //!
 //! ```text
 //!   first byte  role
-//!   a step      low 4 bits of a byte, the rest of it and the bytes that follow are its arguments
-//!   0           the peer writes what is due next: how many bytes
-//!   1           the peer writes anything: where; how many bytes; what it says of that
-//!   2           the peer writes and does not tell: where; how many bytes
-//!   3           the peer registers its memory: from where; how many bytes
+//!   a step      low 4 bits of a byte; its other bits and the following bytes are arguments
+//!   0           the peer writes what is due next: number of bytes
+//!   1           the peer writes anywhere: offset; number of bytes; immediate data
+//!   2           the peer writes without immediate data: offset; number of bytes
+//!   3           the peer registers its memory: offset; number of bytes
 //!   4           the peer registers anything: length; address and key
-//!   5           the peer asks, tells, or says that it is alive
-//!   6           a message of any bytes: how many; those
+//!   5           the peer queries or sets features, or sends a keepalive
+//!   6           a message of any bytes: their number; the bytes
 //!   7           a message with immediate data
-//!   8 9         the application reads: how many bytes
-//!   10 11       the application writes: how many bytes
+//!   8 9         the application reads: number of bytes
+//!   10 11       the application writes: number of bytes
 //!   12          time passes
-//!   13          the peer hangs up, or breaks off
-//!   14          the application ends it
+//!   13          the peer disconnects, or its queue pair breaks
+//!   14          the application shuts the stream down
 //! ```
 
 mod model;
@@ -44,60 +44,60 @@ use super::input::Input;
 use model::{Ending, Model};
 use peer::Peer;
 
-/// Of our own: small, so that it is used up often.
+/// The length of our own window: small, so that it is used up often.
 const WINDOW: u32 = 200;
-/// The longest that a peer may announce.
+/// The longest window that a peer may announce.
 const PEER_WINDOW_MAX: u32 = 1 << 16;
-const PATIENCE: Duration = Duration::from_secs(10);
+const TEST_TIMEOUT: Duration = Duration::from_secs(10);
 const HOUR: Duration = Duration::from_secs(3600);
 const RECEIVES: u32 = 64;
-/// Passes of the fabric after which everything must have happened: nothing here takes time.
+/// Passes of the fabric after which everything must have happened: no step has to wait.
 const PASSES: usize = 100;
 
-/// Whatever a peer does, a stream keeps to the rules, and loses its peer exactly when that breaks
-/// one.
+/// Whatever a peer does, a stream follows the protocol, and fails exactly when the peer violates
+/// it.
 pub fn valkey_stream(bytes: &[u8]) {
     thread_local! {
-        static SCENE: RefCell<Option<Scene>> = const { RefCell::new(None) };
+        static HARNESS: RefCell<Option<Harness>> = const { RefCell::new(None) };
     }
-    SCENE.with_borrow_mut(|scene| play(scene.get_or_insert_with(Scene::new), bytes));
+    HARNESS.with_borrow_mut(|harness| run_session(harness.get_or_insert_with(Harness::new), bytes));
 }
 
-fn play(scene: &mut Scene, bytes: &[u8]) {
+fn run_session(harness: &mut Harness, bytes: &[u8]) {
     let mut input = Input(bytes);
     let role = if input.byte() & 1 == 0 { Role::Client } else { Role::Server };
     let (raw, peer) = match role {
-        Role::Client => scene.call(),
-        Role::Server => scene.answer(),
+        Role::Client => harness.connect_client(),
+        Role::Server => harness.accept_peer(),
     };
-    // The model is of a window that stays.
+    // The model expects a window that stays the same.
     let mut config =
         ValkeyConfig { window_bytes: WINDOW, window_max_bytes: WINDOW, ..ValkeyConfig::default() };
     config.proto.max_peer_window = PEER_WINDOW_MAX;
-    let entered = scene.runtime.enter();
+    let entered = harness.runtime.enter();
     let stream = ValkeyStream::new(raw, role, &config).expect("a window");
     drop(entered);
     let mut run = Run { stream, peer, model: Model::new(role), written: 0 };
-    scene.settle(&mut run);
-    while run.model.ending == Ending::None && !run.model.is_hung_up() && !input.0.is_empty() {
-        step(scene, &mut run, &mut input);
-        scene.settle(&mut run);
+    harness.settle(&mut run);
+    while run.model.ending == Ending::None && !run.model.is_disconnected() && !input.0.is_empty() {
+        step(harness, &mut run, &mut input);
+        harness.settle(&mut run);
     }
-    // What came before the end is there after it.
+    // Data that arrived before the end can be read after it.
     if run.model.ending != Ending::Unknown {
-        while read(scene, &mut run, 100) {
-            scene.settle(&mut run);
+        while read(harness, &mut run, 100) {
+            harness.settle(&mut run);
         }
     }
-    run.peer.hear(&mut run.model);
+    run.peer.take_messages(&mut run.model);
     let Run { stream, peer, .. } = run;
-    let entered = scene.runtime.enter();
+    let entered = harness.runtime.enter();
     drop(stream);
     drop(entered);
-    scene.fabric.progress();
+    harness.fabric.progress();
     drop(peer);
-    scene.until(|scene| scene.fabric.stats().links == 0);
-    let stats = scene.fabric.stats();
+    harness.until(|harness| harness.fabric.stats().links == 0);
+    let stats = harness.fabric.stats();
     let receives = stats.memory.receive.in_use_blocks.iter().sum::<u64>();
     let sends = stats.memory.send.in_use_blocks.iter().sum::<u64>();
     assert_eq!((stats.in_flight, stats.receives_posted), (0, u64::from(RECEIVES)));
@@ -109,11 +109,11 @@ struct Run {
     stream: ValkeyStream,
     peer: Peer,
     model: Model,
-    /// Bytes of the application so far.
+    /// Bytes that the application has written so far.
     written: usize,
 }
 
-fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
+fn step(harness: &Harness, run: &mut Run, input: &mut Input<'_>) {
     let (step, more) = input.step();
     let window = run.peer.theirs;
     match step {
@@ -122,16 +122,16 @@ fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
             let at = run.model.due_at();
             let payload =
                 vec![input.byte(); usize::from(input.byte()).min((window.length - at) as usize)];
-            let told = payload.len() as u32;
-            run.model.wrote(at, &payload, Some(told));
-            run.peer.write(window, at, &payload, Some(told));
+            let imm = payload.len() as u32;
+            run.model.wrote(at, &payload, Some(imm));
+            run.peer.write(window, at, &payload, Some(imm));
         }
         1 => {
             let Some(window) = window else { return };
             let (at, payload) = (u32::from(input.byte()), vec![more; input.byte().into()]);
-            let told = if more & 1 == 0 { u32::from(input.byte()) } else { input.word() };
-            run.model.wrote(at, &payload, Some(told));
-            run.peer.write(window, at, &payload, Some(told));
+            let imm = if more & 1 == 0 { u32::from(input.byte()) } else { input.word() };
+            run.model.wrote(at, &payload, Some(imm));
+            run.peer.write(window, at, &payload, Some(imm));
         }
         2 => {
             let Some(mut window) = window else { return };
@@ -139,10 +139,10 @@ fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
                 window.rkey ^= u32::from(input.byte()) << 8;
             }
             let (at, payload) = (u32::from(input.byte()), vec![more; input.byte().into()]);
-            if window.rkey == run.peer.theirs.expect("as above").rkey {
+            if window.rkey == run.peer.theirs.expect("checked above").rkey {
                 run.model.wrote(at, &payload, None);
             } else {
-                run.model.ending = Ending::Unknown; // the device refuses it
+                run.model.ending = Ending::Unknown; // the device refuses the write
             }
             run.peer.write(window, at, &payload, None);
         }
@@ -178,18 +178,18 @@ fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
             run.model.violation();
             run.peer.post(Operation::SendImm(more.into()), &[0; 32]);
         }
-        8 | 9 => drop(read(scene, run, usize::from(input.byte()) + 1)),
-        10 | 11 => write(scene, run, usize::from(input.byte()) + 1),
-        12 => scene.pass(Duration::from_millis(u64::from(input.byte()) * 100)),
+        8 | 9 => drop(read(harness, run, usize::from(input.byte()) + 1)),
+        10 | 11 => write(harness, run, usize::from(input.byte()) + 1),
+        12 => harness.pass(Duration::from_millis(u64::from(input.byte()) * 100)),
         13 => {
             run.model.ending = Ending::Unknown;
             match more & 1 {
-                0 => run.peer.hang_up(),
-                _ => run.peer.break_off(&scene.world),
+                0 => run.peer.disconnect(),
+                _ => run.peer.break_queue_pair(&harness.world),
             }
         }
         14 => {
-            let entered = scene.runtime.enter();
+            let entered = harness.runtime.enter();
             let _ =
                 Pin::new(&mut run.stream).poll_shutdown(&mut Context::from_waker(Waker::noop()));
             drop(entered);
@@ -199,11 +199,11 @@ fn step(scene: &Scene, run: &mut Run, input: &mut Input<'_>) {
     }
 }
 
-/// The application reads up to `count` bytes; whether there were some.
-fn read(scene: &Scene, run: &mut Run, count: usize) -> bool {
+/// Reads up to `count` bytes as the application, and returns whether there were some.
+fn read(harness: &Harness, run: &mut Run, count: usize) -> bool {
     let mut bytes = vec![0; count];
     let mut out = ReadBuf::new(&mut bytes);
-    let entered = scene.runtime.enter();
+    let entered = harness.runtime.enter();
     let polled =
         Pin::new(&mut run.stream).poll_read(&mut Context::from_waker(Waker::noop()), &mut out);
     drop(entered);
@@ -215,17 +215,19 @@ fn read(scene: &Scene, run: &mut Run, count: usize) -> bool {
         Poll::Pending => {
             assert!(got.is_empty() && run.model.ending == Ending::None, "{:?}", run.model.ending);
         }
-        Poll::Ready(Ok(())) => assert!(!got.is_empty(), "an end that nobody has made"),
+        Poll::Ready(Ok(())) => {
+            assert!(!got.is_empty(), "the stream ended although the peer did not end it")
+        }
         Poll::Ready(Err(_)) => assert_eq!(run.model.ending, Ending::Broken),
     }
     !got.is_empty()
 }
 
-/// The application writes `count` bytes, or as many as may go.
-fn write(scene: &Scene, run: &mut Run, count: usize) {
+/// Writes up to `count` bytes as the application.
+fn write(harness: &Harness, run: &mut Run, count: usize) {
     let bytes: Vec<u8> =
         (run.written..run.written + count).map(|at| (at ^ at >> 8) as u8).collect();
-    let entered = scene.runtime.enter();
+    let entered = harness.runtime.enter();
     let polled =
         Pin::new(&mut run.stream).poll_write(&mut Context::from_waker(Waker::noop()), &bytes);
     drop(entered);
@@ -241,20 +243,20 @@ fn write(scene: &Scene, run: &mut Run, count: usize) {
     }
 }
 
-/// What outlives a run: making a fabric takes longer than all the rest.
-struct Scene {
+/// Everything that outlives a run: building a fabric takes longer than the run itself.
+struct Harness {
     foreign_peers: ForeignPeers,
     listener: Listener,
     fabric: Fabric,
     peers: cm::Listener,
     domain: ProtectionDomain,
     verbs: Verbs,
-    /// Whose clock stands still.
+    /// With a paused clock.
     runtime: Runtime,
     world: World,
 }
 
-impl Scene {
+impl Harness {
     fn new() -> Self {
         let world = World::new();
         world.add_device(DeviceSpec::new("ours", [10, 0, 0, 1].into()));
@@ -273,13 +275,13 @@ impl Scene {
             max_message_bytes: 1000,
             cq_size: 512,
             close_timeout: HOUR,
-            access_back_off: Duration::ZERO, // who breaks the rules comes back at once
+            access_back_off: Duration::ZERO, // peers that violate the protocol reconnect at once
             ..Config::default()
         };
         let builder = Fabric::builder(&verbs).rdma(Rdma::Require).device("ours").config(config);
         let fabric = builder.build().expect("a fabric");
-        let listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("to listen");
-        let peers = cm::Listener::bind(&verbs, ([10, 0, 0, 2], 0).into(), 8).expect("to listen");
+        let listener = fabric.listen(([10, 0, 0, 1], 0).into()).expect("listen");
+        let peers = cm::Listener::bind(&verbs, ([10, 0, 0, 2], 0).into(), 8).expect("listen");
         let context = verbs.device("peers").and_then(|device| device.open()).expect("a device");
         let domain = context.allocate_protection_domain().expect("a domain");
         let runtime = Builder::new_current_thread().enable_time().start_paused(true).build();
@@ -301,10 +303,10 @@ impl Scene {
             self.fabric.progress();
             done(self)
         });
-        assert!(passed, "never: {:?}", self.fabric.stats());
+        assert!(passed, "not within {PASSES} passes: {:?}", self.fabric.stats());
     }
 
-    /// What a future comes to while the fabric is driven.
+    /// Drives the fabric until a future is ready, and returns its output.
     fn ready<F: Future>(&self, future: F) -> F::Output {
         let mut future = pin!(future);
         let output = (0..PASSES).find_map(|_| {
@@ -314,14 +316,14 @@ impl Scene {
                 Poll::Pending => None,
             }
         });
-        output.unwrap_or_else(|| panic!("never: {:?}", self.fabric.stats()))
+        output.unwrap_or_else(|| panic!("not within {PASSES} passes: {:?}", self.fabric.stats()))
     }
 
-    /// We are the server: the peer calls.
-    fn answer(&self) -> (RawConnection, Peer) {
+    /// Connects the peer to our server.
+    fn accept_peer(&self) -> (RawConnection, Peer) {
         let local = Some(([10, 0, 0, 2], 0).into());
-        let id =
-            cm::resolve(&self.verbs, local, self.listener.local_addr(), PATIENCE).expect("a route");
+        let id = cm::resolve(&self.verbs, local, self.listener.local_addr(), TEST_TIMEOUT)
+            .expect("a route");
         let peer = Peer::new(&self.domain, id);
         peer.connect();
         let request = self.ready(self.foreign_peers.next()).expect("a request");
@@ -332,27 +334,27 @@ impl Scene {
         (raw, peer)
     }
 
-    /// We are the client: the peer answers.
-    fn call(&self) -> (RawConnection, Peer) {
-        let at = self.peers.id().local_addr().expect("it listens");
+    /// Connects our client to the peer.
+    fn connect_client(&self) -> (RawConnection, Peer) {
+        let at = self.peers.id().local_addr().expect("listening address");
         let options = ConnectOptions::new().local(([10, 0, 0, 1], 0).into());
         let mut calling = pin!(self.fabric.connect_raw(at, &options));
         let mut peer = None;
-        self.until(|scene| {
-            let request = scene.peers.next_request(Duration::ZERO).expect("a listener");
-            peer = request.map(|request| Peer::new(&scene.domain, request.id));
+        self.until(|harness| {
+            let request = harness.peers.next_request(Duration::ZERO).expect("listener is up");
+            peer = request.map(|request| Peer::new(&harness.domain, request.id));
             peer.is_some()
         });
-        let peer = peer.expect("as above");
+        let peer = peer.expect("set above");
         peer.accept();
         let raw = self.ready(calling.as_mut()).expect("a connection");
         (raw, peer)
     }
 
-    /// Everything that is under way happens.
+    /// Lets everything pending happen.
     fn settle(&self, run: &mut Run) {
         self.fabric.progress();
-        run.peer.hear(&mut run.model);
+        run.peer.take_messages(&mut run.model);
         if run.model.ending == Ending::None && run.model.is_quiet() {
             assert!(run.stream.raw().failure().is_none(), "{:?}", run.stream.raw().failure());
         }
@@ -363,7 +365,7 @@ impl Scene {
     }
 }
 
-/// For who has an address only.
+/// Returns the range of a window as a peer computes it, without checks.
 fn slice(window: Registration, at: u32, len: usize) -> RemoteSlice {
     RemoteSlice { addr: window.addr.wrapping_add(at.into()), len: len as u64, rkey: window.rkey }
 }

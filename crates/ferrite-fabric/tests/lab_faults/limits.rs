@@ -1,4 +1,4 @@
-//! Limits of the host are reached: locked memory, queue pairs, memory regions, completion queues.
+//! The host's limits are reached: locked memory, queue pairs, memory regions, completion queues.
 
 use std::os::unix::process::CommandExt;
 
@@ -6,16 +6,18 @@ use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::wire::{RefusalCode, Rights};
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Rdma};
 
+use crate::harness::{
+    HOSTS, Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, until, verbs, within,
+};
 use crate::net::sh;
 use crate::pair::{Pair, Peer, connect, show};
-use crate::process::{Process, again, peer, role, serve_as_peer_after};
-use crate::rig::{Clean, HOSTS, Host, OWN, PATIENCE, PEER, any_port, quick, until, verbs, within};
+use crate::process::{Process, peer, rerun_as, role, serve_as_peer_after};
 use crate::traffic::Traffic;
 
 const NOBODY: u32 = 65534;
 const MIB: usize = 1 << 20;
 
-/// Root has CAP_IPC_LOCK, which lifts the limit: so as nobody.
+/// Runs as nobody: root has CAP_IPC_LOCK, which lifts the limit.
 #[test]
 fn memlock_too_small() {
     if role().is_some() {
@@ -26,7 +28,7 @@ fn memlock_too_small() {
             .device(PEER.0)
             .config(config)
             .build()
-            .expect_err("too much");
+            .expect_err("the pool exceeds memlock");
         show("memlock too small for the pool", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.to_string().contains("memlock is 8 MiB, 16 MiB needed"), "{error}");
@@ -34,7 +36,7 @@ fn memlock_too_small() {
             error.remedy().is_some_and(|remedy| remedy.contains("LimitMEMLOCK=infinity")),
             "{error}"
         );
-        // With less it works.
+        // With less memory it works.
         let config = Config { recv_queue_depth: 64, ..Config::default() };
         let fabric = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
@@ -42,21 +44,21 @@ fn memlock_too_small() {
             .config(config)
             .build()
             .expect("a fabric");
-        // And says the same when the limit is met later.
+        // The error is the same when the limit is reached later.
         let mut taken = Vec::new();
         let error = loop {
             match fabric.buffer(2 * MIB) {
                 Ok(buf) => taken.push(buf),
                 Err(error) => break error,
             }
-            assert!(taken.len() < 10, "the limit never comes");
+            assert!(taken.len() < 10, "the limit is never reached");
         };
         show("memlock too small to grow", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         return;
     }
     let wrapper = ["prlimit", "--memlock=8388608"];
-    let out = again("limits::memlock_too_small", "child", &wrapper)
+    let out = rerun_as("limits::memlock_too_small", "child", &wrapper)
         .uid(NOBODY)
         .gid(NOBODY)
         .output()
@@ -65,7 +67,7 @@ fn memlock_too_small() {
     assert!(out.status.success(), "{}", String::from_utf8_lossy(&out.stderr));
 }
 
-/// A control group for a child. Its parent makes it, and removes it when the child is gone.
+/// A control group for a child. The parent creates it, and removes it when the child is gone.
 struct Group;
 
 const GROUP: &str = "/sys/fs/cgroup/ferrite-faults";
@@ -76,21 +78,22 @@ impl Group {
         Self
     }
 
-    /// In the child.
+    /// Moves this process, the child, into the group.
     fn join() {
         std::fs::write(format!("{GROUP}/cgroup.procs"), std::process::id().to_string())
-            .expect("joined");
+            .expect("join the group");
     }
 
-    /// Lets it have so many objects on a device.
+    /// Limits the number of objects on a device.
     fn limit(device: &str, objects: &str) {
         let limits = format!("{device} hca_handle=max hca_object={objects}");
-        std::fs::write(format!("{GROUP}/rdma.max"), limits).expect("limited");
+        std::fs::write(format!("{GROUP}/rdma.max"), limits).expect("set the limit");
     }
 
-    /// Lets it have `more` objects than it has now.
+    /// Allows `more` objects than there are now.
     fn allow(device: &str, more: u64) {
-        let current = std::fs::read_to_string(format!("{GROUP}/rdma.current")).expect("current");
+        let current =
+            std::fs::read_to_string(format!("{GROUP}/rdma.current")).expect("rdma.current");
         // rxe1 hca_handle=1 hca_object=12
         let line = current.lines().find(|line| line.starts_with(device)).expect("the device");
         let objects = line.split_once("hca_object=").expect("a count").1.trim();
@@ -101,8 +104,8 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Linux 6.1 keeps a limit that is set in a list of the device's, also when the group is
-        // gone, and stumbles over it when the device is removed.
+        // Linux 6.1 keeps a limit in a list of the device after the group is gone, and fails when
+        // the device is removed.
         for (device, _) in HOSTS {
             let none = format!("{device} hca_handle=max hca_object=max");
             let _ = std::fs::write(format!("{GROUP}/rdma.max"), none);
@@ -111,43 +114,43 @@ impl Drop for Group {
     }
 }
 
-/// The role of a peer that may make so many objects beyond what its fabric has: a link takes a
-/// queue pair and what it grants.
-fn serve_with(objects: u64) {
+/// Plays a peer that may create so many objects beyond those of its fabric: a link takes a queue
+/// pair and a memory region for its grant.
+fn serve_with_objects(objects: u64) {
     Group::join();
-    // So much memory that it need not grow, which takes a region.
+    // Enough memory that the pool need not grow, which would take a region.
     let memory = PoolConfig { memory_pool_initial: 32 * MIB, ..PoolConfig::default() };
-    serve_as_peer_after(Config { memory, ..quick() }, || Group::allow(PEER.0, objects));
+    serve_as_peer_after(Config { memory, ..short_timeouts() }, || Group::allow(PEER.0, objects));
 }
 
-/// A peer that has no queue pair left says so; the links that it has do not notice.
+/// A peer without free queue pairs reports that. Its existing links are not affected.
 #[test]
-fn queue_pairs_of_the_peer_exhausted() {
+fn peer_queue_pairs_exhausted() {
     if role().is_some() {
-        return serve_with(4);
+        return serve_with_objects(4);
     }
-    let (clean, _group) = (Clean::begin(), Group::new());
-    let (process, addr) = peer("limits::queue_pairs_of_the_peer_exhausted");
-    let own = Host::new(&[OWN.0], quick());
+    let (leak_check, _group) = (LeakCheck::begin(), Group::new());
+    let (process, addr) = peer("limits::peer_queue_pairs_exhausted");
+    let own = Host::new(&[OWN.0], short_timeouts());
     let links = [(); 2].map(|()| connect(&own, addr).expect("a link"));
     let traffic = links.each_ref().map(Traffic::start);
     for _ in 0..3 {
         let error = connect(&own, addr).expect_err("no queue pair is left");
         show("the peer's queue pairs are exhausted", &error);
         assert_eq!(error.kind(), ErrorKind::Refused, "{error:?}");
-        let refusal = error.refusal().expect("in our words");
+        let refusal = error.refusal().expect("a Ferrite refusal");
         assert_eq!(refusal.code, RefusalCode::MEMORY, "{refusal:?}");
         assert!(refusal.text.contains("cgroup"), "{refusal:?}");
     }
-    traffic.iter().for_each(|traffic| traffic.flows("on the links that there are"));
-    // One goes, and another may come.
+    traffic.iter().for_each(|traffic| traffic.check_progress("on the existing links"));
+    // When one link is gone, another can be made.
     let [first, second] = traffic;
     first.stop();
     let [gone, kept] = links;
-    within(PATIENCE, "closing", gone.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", gone.close()).expect("closed cleanly");
     drop(gone);
     let mut link = None;
-    until(PATIENCE, "another link", || {
+    until(TEST_TIMEOUT, "another link", || {
         link = connect(&own, addr).ok();
         link.is_some()
     });
@@ -155,16 +158,16 @@ fn queue_pairs_of_the_peer_exhausted() {
     drop((link, kept));
     own.finish();
     process.finish();
-    clean.end();
+    leak_check.end();
 }
 
-/// The own side has no queue pair left: a connect says so, and the link that there is does not
-/// notice. The same for memory to grant.
+/// The local side has no queue pairs left: a connect reports that, and the existing link is not
+/// affected. The same holds for memory regions.
 #[test]
 fn own_objects_exhausted() {
     if let Some(target) = role() {
         Group::join();
-        let own = Host::new(&[OWN.0], quick());
+        let own = Host::new(&[OWN.0], short_timeouts());
         let target = target.parse().expect("an address");
         let link = connect(&own, target).expect("a link");
         let traffic = Traffic::start(&link);
@@ -178,58 +181,58 @@ fn own_objects_exhausted() {
         let (buf, error) = link.register_memory(buf, Rights::READ).expect_err("no region is left");
         show("no memory region is left", &error);
         assert_eq!((error.kind(), buf.len()), (ErrorKind::Resources, 4096), "{error:?}");
-        traffic.flows("on the link that there is");
+        traffic.check_progress("on the existing link");
         traffic.stop();
         drop((buf, second, link));
         own.finish();
         return;
     }
-    let (clean, _group) = (Clean::begin(), Group::new());
-    let peer = Peer::start(quick());
+    let (leak_check, _group) = (LeakCheck::begin(), Group::new());
+    let peer = Peer::start(short_timeouts());
     let process = Process::start("limits::own_objects_exhausted", &peer.addr.to_string());
     process.finish();
-    assert!(peer.finish().iter().all(Result::is_ok), "closed in good order");
-    clean.end();
+    assert!(peer.finish().iter().all(Result::is_ok), "a link did not close cleanly");
+    leak_check.end();
 }
 
-/// No object at all: the fabric is not made, and says why.
+/// Without enough objects the fabric cannot be built, and reports why.
 #[test]
 fn no_room_for_a_fabric() {
     if role().is_some() {
         Group::join();
-        Group::limit(PEER.0, "3"); // a domain and a pool, but neither queue
+        Group::limit(PEER.0, "3"); // enough for a domain and a pool, but not for a queue
         let error = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
             .device(PEER.0)
             .build()
-            .expect_err("no room");
-        show("no room for a fabric", &error);
+            .expect_err("the fabric cannot be built");
+        show("no objects for a fabric", &error);
         assert_eq!(error.kind(), ErrorKind::Resources, "{error:?}");
         assert!(error.remedy().is_some_and(|remedy| remedy.contains("rdma.max")), "{error}");
         assert_eq!(ferrite_verbs::leaked_objects(), 0);
         return;
     }
-    let (clean, _group) = (Clean::begin(), Group::new());
+    let (leak_check, _group) = (LeakCheck::begin(), Group::new());
     Process::start("limits::no_room_for_a_fabric", "child").finish();
-    clean.end();
+    leak_check.end();
 }
 
-/// A completion queue smaller than what the links could have under way: they take turns, and it
-/// never overruns.
+/// A completion queue smaller than the number of requests that the links could have in flight: they
+/// take turns, and it never overruns.
 #[test]
 fn completion_queue_too_small() {
-    let small = || Config { cq_size: 40, recv_queue_depth: 16, ..quick() };
+    let small = || Config { cq_size: 40, recv_queue_depth: 16, ..short_timeouts() };
     let pair = Pair::start(small(), small());
     let options = ConnectOptions::new().local(any_port(OWN));
     let more: Vec<Link> = (0..3)
         .map(|_| {
-            within(PATIENCE, "a link", pair.own.fabric.connect_with(pair.peer.addr, &options))
+            within(TEST_TIMEOUT, "a link", pair.own.fabric.connect_with(pair.peer.addr, &options))
                 .expect("a link")
         })
         .collect();
     let traffic: Vec<Traffic> = more.iter().map(Traffic::start).collect();
-    traffic.iter().for_each(|traffic| traffic.flows("on each link"));
+    traffic.iter().for_each(|traffic| traffic.check_progress("on each link"));
     traffic.into_iter().for_each(Traffic::stop);
     drop(more);
-    pair.survives("four links share 24 places of a completion queue");
+    pair.survives("four links share 24 entries of a completion queue");
 }

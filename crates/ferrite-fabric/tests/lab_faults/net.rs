@@ -1,61 +1,62 @@
-//! Breaking the guest's network by the tools an operator has (ip, tc, rdma), and mending it,
-//! however the test ends.
+//! Breaks the guest's network with an operator's tools (ip, tc, rdma), and restores it however the
+//! test ends.
 
 use std::process::Command;
 use std::time::{Duration, Instant};
 
 use ferrite_verbs::{CmEventKind, cm};
 
-use crate::rig::{HOSTS, PATIENCE, any_port, verbs};
+use crate::harness::{HOSTS, TEST_TIMEOUT, any_port, verbs};
 
-/// Runs a command line of the system's tools.
+/// Runs a shell command.
 #[track_caller]
 pub(crate) fn sh(command: &str) {
     let status = Command::new("sh").args(["-c", command]).status().expect("sh");
     assert!(status.success(), "{command}: {status}");
 }
 
-/// Breaks something; it is mended when the result is dropped.
+/// Breaks something with `cause`. Dropping the result restores it.
 #[track_caller]
-pub(crate) fn fault(cause: &str, mend: &'static str) -> Mend {
-    let mended_later = Mend(mend);
+pub(crate) fn fault(cause: &str, restore: &'static str) -> Restore {
+    let restore = Restore(restore);
     sh(cause);
-    mended_later
+    restore
 }
 
-pub(crate) struct Mend(pub(crate) &'static str);
+/// Runs a shell command when it is dropped, to restore the network.
+pub(crate) struct Restore(pub(crate) &'static str);
 
-impl Drop for Mend {
+impl Drop for Restore {
     fn drop(&mut self) {
         // Not `sh`: a second panic would hide the first.
-        let mended =
+        let restored =
             Command::new("sh").args(["-c", self.0]).status().is_ok_and(|status| status.success());
-        assert!(mended || std::thread::panicking(), "cannot mend: {}", self.0);
-        hosts_come_up();
+        assert!(restored || std::thread::panicking(), "cannot restore the network: {}", self.0);
+        wait_for_hosts();
     }
 }
 
-/// A wire that can be made bad under traffic: on the bridge's port to the other host, not where the
-/// packets are sent. There, to put a queueing discipline in the place of another makes sends fail
-/// for a moment, and Soft-RoCE ends a queue pair for good when a send fails, that of the connection
-/// manager (GSI) too: no connection can be made through the device any more.
+/// A wire that can be made bad under traffic. The fault is on the bridge's port to the other host,
+/// not on the sending interface. Replacing a queueing discipline there makes sends fail for a
+/// moment, and Soft-RoCE ends a queue pair for good when a send fails. If that is the queue pair of
+/// the connection manager (GSI), the device can make no connections any more.
 pub(crate) struct Wire {
     netdevs: &'static [&'static str],
-    _mend: Mend,
+    _restore: Restore,
 }
 
 impl Wire {
-    /// For what these interfaces send.
+    /// Prepares faults for the packets that these interfaces send.
     pub(crate) fn new(netdevs: &'static [&'static str]) -> Self {
-        let mend = Mend(
+        let restore = Restore(
             "tc qdisc del dev p1 root 2>/dev/null; tc qdisc del dev p2 root 2>/dev/null; true",
         );
-        let wire = Self { netdevs, _mend: mend };
+        let wire = Self { netdevs, _restore: restore };
         wire.tc("add", "delay 0");
         wire
     }
 
-    /// Makes it so: `loss 5%`.
+    /// Applies a netem setting, such as `loss 5%`.
     pub(crate) fn set(&self, netem: &str) {
         self.tc("change", netem);
     }
@@ -68,9 +69,9 @@ impl Wire {
     }
 }
 
-/// Ports come back, and with them the addresses, a moment after their interfaces.
-fn hosts_come_up() {
-    let deadline = Instant::now() + PATIENCE;
+/// Waits until ports and addresses are back, which happens a moment after their interfaces come up.
+fn wait_for_hosts() {
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while Instant::now() < deadline && !hosts_are_up() {
         std::thread::sleep(Duration::from_millis(20));
     }
@@ -88,32 +89,32 @@ fn hosts_are_up() -> bool {
     })
 }
 
-/// Makes the devices anew when the test ends. When the kernel cannot send a message of its
-/// connection manager, because the interface is down, Soft-RoCE ends the queue pair that carries
-/// such messages (GSI) and nothing ever brings it back: no connection can be made through the
-/// device any more. So a test that takes an interface down begins with this.
-pub(crate) struct Renewal;
+/// Recreates the devices when the test ends. When the kernel cannot send a message of its
+/// connection manager because the interface is down, Soft-RoCE ends the queue pair that carries
+/// such messages (GSI) and never recovers it: the device can make no connections any more. So every
+/// test that takes an interface down begins with this.
+pub(crate) struct RecreateDevices;
 
-impl Drop for Renewal {
+impl Drop for RecreateDevices {
     fn drop(&mut self) {
         for (host, netdev) in HOSTS.into_iter().zip(["h1", "h2"]) {
-            let renewed = renew(host, netdev);
-            assert!(renewed.is_some() || std::thread::panicking(), "{host:?} cannot be made anew");
+            let recreated = recreate(host, netdev);
+            assert!(recreated.is_some() || std::thread::panicking(), "cannot recreate {host:?}");
         }
-        hosts_come_up();
+        wait_for_hosts();
     }
 }
 
-fn renew(host: (&str, &str), netdev: &str) -> Option<()> {
-    // librdmacm holds the device too, and lets go when it loses an identifier that has heard of the
-    // removal.
+fn recreate(host: (&str, &str), netdev: &str) -> Option<()> {
+    // librdmacm holds the device too, and releases it when an identifier that received the removal
+    // event is destroyed.
     let listener = cm::Listener::bind(&verbs(), any_port(host), 1).ok()?;
     let mut removal = Command::new("rdma").args(["link", "delete", host.0]).spawn().ok()?;
-    let event = listener.id().channel().wait_event(PATIENCE).ok()??;
+    let event = listener.id().channel().wait_event(TEST_TIMEOUT).ok()??;
     drop(listener);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while removal.try_wait().ok()?.is_none() {
-        // The fabrics that a test has left behind end within seconds.
+        // Fabrics that the test left behind end within seconds.
         if event.kind != CmEventKind::DEVICE_REMOVAL || Instant::now() > deadline {
             return None;
         }

@@ -1,51 +1,54 @@
-//! The network goes away under a link: for a moment, for long, for ever.
+//! The network fails under a link: for a moment, for long, or forever.
 
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ErrorKind, Link};
 use ferrite_verbs::Status;
 
-use crate::net::{Mend, Renewal, Wire, fault, sh};
+use crate::harness::{
+    Host, LeakCheck, OWN, TEST_TIMEOUT, short_timeouts, slowdown, stalled_after, within,
+};
+use crate::net::{RecreateDevices, Restore, Wire, fault, sh};
 use crate::pair::{Pair, Peer, connect, show};
-use crate::rig::{Clean, Host, OWN, PATIENCE, pace, quick, stalled_after, within};
 
-/// An acknowledgement is waited for 67 ms, seven times (`ack_timeout` 14, `retries` 6): half a
-/// second. But Soft-RoCE does not repeat while packets wait for the neighbour's address, for which
-/// the kernel takes three more to give up.
-const RETRIES_OVER: Duration = Duration::from_secs(5);
+/// The device waits 67 ms for an acknowledgement, seven times (`ack_timeout` 14, `retries` 6): half
+/// a second. But Soft-RoCE does not retry while packets wait for the neighbour's address, and the
+/// kernel takes three more seconds to give that up.
+const RETRIES_TAKE: Duration = Duration::from_secs(5);
 
-/// As by default, but an idle link asks for no sign of life within these outages, and closing takes
-/// less: the kernel cannot say goodbye over a device whose interface was down (see `Renewal`), so
-/// that it takes all of its time.
-fn by_default() -> Config {
+/// Returns the default settings, except that idle links send no keepalive within these outages and
+/// closing takes less time. The kernel cannot send the disconnect over a device whose interface was
+/// down (see `RecreateDevices`), so that closing takes its full time.
+fn nearly_default() -> Config {
     Config {
         keepalive: Duration::from_secs(20),
-        close_timeout: quick().close_timeout,
+        close_timeout: short_timeouts().close_timeout,
         ..Config::default()
     }
 }
 
-/// A second link on the same way, without traffic.
+/// Opens a second link on the same path, without traffic.
 fn idle_link(pair: &Pair) -> Link {
     let link = connect(&pair.own, pair.peer.addr).expect("a link");
-    drop(within(PATIENCE, "the grant", link.recv()).expect("the grant"));
+    drop(within(TEST_TIMEOUT, "the grant", link.recv()).expect("a message with the grant"));
     link
 }
 
-fn echoes(link: &Link) {
-    within(PATIENCE, "an echo", async {
+fn check_echo(link: &Link) {
+    within(TEST_TIMEOUT, "an echo", async {
         link.send_bytes(1, b"echo?").await.expect("sent");
-        assert_eq!(link.recv().await.expect("an echo").to_vec(), b"echo?");
+        assert_eq!(link.recv().await.expect("echo").to_vec(), b"echo?");
     });
 }
 
-/// Shorter than the retries: a stall, then everything goes on, whichever direction was cut.
+/// An outage shorter than the retries: the link stalls, then continues, whichever direction was
+/// cut.
 #[test]
-fn path_cut_shortly() {
+fn path_cut_briefly() {
     for netdevs in [&["h1"][..], &["h2"], &["h1", "h2"]] {
         let wire = Wire::new(netdevs);
-        // A loaded machine makes the outage longer: four times the usual patience, and no other
-        // clock that is as short.
+        // A loaded machine makes the outage longer, so the retries last four times as long as
+        // usual, and all other timeouts are longer still.
         let config = Config { ack_timeout: 16, ..Config::default() };
         let pair = Pair::start(config.clone(), config);
         wire.set("loss 100%");
@@ -56,27 +59,28 @@ fn path_cut_shortly() {
     }
 }
 
-/// Takes an interface down for a time. A link without traffic does not notice. One with traffic
-/// ends by an error, or goes on:
+/// Takes an interface down for a time. A link without traffic is not affected. A link with traffic
+/// fails or continues:
 ///
-/// | interface | link with traffic |
-/// |---|---|
-/// | own | Soft-RoCE of Linux 7 ends a queue pair at once when it finds no way for a packet, however short the outage, where hardware would try again. That of 6.1 waits: the link stalls and goes on |
-/// | the peer's | its end as above; this one is down when the retries are over, if the outage is longer or the other end is down |
-fn interface_down(netdev: &str, mend: &'static str, outage: Duration) {
-    let _renewed = Renewal;
-    let pair = Pair::start(by_default(), by_default());
+/// - Own interface: Soft-RoCE of Linux 7 ends a queue pair at once when it finds no route for a
+///   packet, however short the outage, where hardware would retry. Soft-RoCE of Linux 6.1 waits:
+///   the link stalls and continues.
+/// - The peer's interface: the peer's end behaves as above. This end fails when its retries are
+///   used up, if the outage is longer than that or the other end is down.
+fn take_interface_down(netdev: &str, restore: &'static str, outage: Duration) {
+    let _recreate = RecreateDevices;
+    let pair = Pair::start(nearly_default(), nearly_default());
     let idle = idle_link(&pair);
     let since = Instant::now();
-    let up = Mend(mend);
-    sh(&format!("ip link set {netdev} down; sleep {}; {mend}", outage.as_secs_f32()));
+    let up = Restore(restore);
+    sh(&format!("ip link set {netdev} down; sleep {}; {restore}", outage.as_secs_f32()));
     drop(up);
-    echoes(&idle);
+    check_echo(&idle);
     drop(idle);
-    pair.traffic.flows("after the outage");
+    pair.traffic.check_progress("after the outage");
     let what = format!("{netdev} down for {outage:?}");
-    if pair.traffic.is_over() {
-        pair.fails_during(&what, since, outage + RETRIES_OVER, || ());
+    if pair.traffic.has_ended() {
+        pair.fails_during(&what, since, outage + RETRIES_TAKE, || ());
     } else {
         pair.survives(&what);
     }
@@ -86,84 +90,84 @@ const SHORT: Duration = Duration::from_millis(100);
 const LONG: Duration = Duration::from_secs(5);
 
 #[test]
-fn own_netdev_down_shortly() {
-    interface_down("h2", "ip link set h2 up", SHORT);
+fn own_interface_down_briefly() {
+    take_interface_down("h2", "ip link set h2 up", SHORT);
 }
 
 #[test]
-fn own_netdev_down() {
-    interface_down("h2", "ip link set h2 up", LONG);
+fn own_interface_down() {
+    take_interface_down("h2", "ip link set h2 up", LONG);
 }
 
 #[test]
-fn netdev_of_the_peer_down_shortly() {
-    interface_down("h1", "ip link set h1 up", SHORT);
+fn peer_interface_down_briefly() {
+    take_interface_down("h1", "ip link set h1 up", SHORT);
 }
 
 #[test]
-fn netdev_of_the_peer_down() {
-    interface_down("h1", "ip link set h1 up", LONG);
+fn peer_interface_down() {
+    take_interface_down("h1", "ip link set h1 up", LONG);
 }
 
 #[test]
-fn carrier_of_the_peer_lost() {
-    let pair = Pair::start(quick(), quick());
+fn peer_carrier_lost() {
+    let pair = Pair::start(short_timeouts(), short_timeouts());
     let since = Instant::now();
     let lost = fault("ip link set p1 down", "ip link set p1 up");
-    let error = pair.fails_during("peer's transport lost", since, RETRIES_OVER, || drop(lost));
+    let error = pair.fails_during("peer's carrier lost", since, RETRIES_TAKE, || drop(lost));
     assert_eq!(error.status(), Some(Status::RETRY_EXCEEDED), "{error}");
 }
 
 #[test]
 fn own_carrier_lost() {
-    let pair = Pair::start(quick(), quick());
+    let pair = Pair::start(short_timeouts(), short_timeouts());
     let since = Instant::now();
     let lost = fault("ip link set p2 down", "ip link set p2 up");
-    let error = pair.fails_during("own transport lost", since, RETRIES_OVER, || drop(lost));
-    assert!(error.to_string().contains("the own interface h2 has no transport"), "{error}");
+    let error = pair.fails_during("own carrier lost", since, RETRIES_TAKE, || drop(lost));
+    assert!(error.to_string().contains("the own interface h2 has no carrier"), "{error}");
 }
 
-/// What the peer sends does not arrive.
-const HOLE: &str = "loss 100%";
+/// Drops everything that the peer sends.
+const DROP_ALL: &str = "loss 100%";
 
 #[test]
 fn black_hole() {
     let wire = Wire::new(&["h1"]);
-    let pair = Pair::start(quick(), quick());
+    let pair = Pair::start(short_timeouts(), short_timeouts());
     let since = Instant::now();
-    wire.set(HOLE);
-    let error = pair.fails_during("black hole", since, RETRIES_OVER, || drop(wire));
+    wire.set(DROP_ALL);
+    let error = pair.fails_during("black hole", since, RETRIES_TAKE, || drop(wire));
     assert_eq!(error.status(), Some(Status::RETRY_EXCEEDED), "{error}");
 }
 
-/// Where the device repeats for ever (7 retries, to Soft-RoCE), the clock ends the link; and nobody
-/// may say then that the peer's device answers.
+/// When the device retries forever (7 retries mean that to Soft-RoCE), a timeout ends the link. The
+/// error must not claim that the peer's device answers.
 #[test]
 fn black_hole_with_endless_retries() {
-    let config = Config { retries: 7, ..quick() };
+    let config = Config { retries: 7, ..short_timeouts() };
     let wire = Wire::new(&["h1"]);
     let pair = Pair::start(config.clone(), config.clone());
     let since = Instant::now();
-    wire.set(HOLE);
-    let limit = stalled_after(&config) + Duration::from_secs(1) * pace();
+    wire.set(DROP_ALL);
+    let limit = stalled_after(&config) + Duration::from_secs(1) * slowdown();
     let error =
-        pair.fails_during("black hole, endless retries", since, limit / pace(), || drop(wire));
+        pair.fails_during("black hole, endless retries", since, limit / slowdown(), || drop(wire));
     assert!(!error.to_string().contains("device acknowledges"), "{error}");
 }
 
-/// A link without traffic finds out when it asks for a sign of life: by the retries of that
-/// question.
+/// A link without traffic detects the failure when the device's retries of its keepalive are used
+/// up.
 #[test]
 fn black_hole_around_an_idle_link() {
     let wire = Wire::new(&["h1"]);
-    let clean = Clean::begin();
-    let (own, peer) = (Host::new(&[OWN.0], quick()), Peer::start(quick()));
+    let leak_check = LeakCheck::begin();
+    let (own, peer) = (Host::new(&[OWN.0], short_timeouts()), Peer::start(short_timeouts()));
     let link = connect(&own, peer.addr).expect("a link");
-    drop(within(PATIENCE, "the grant", link.recv()).expect("the grant"));
+    drop(within(TEST_TIMEOUT, "the grant", link.recv()).expect("a message with the grant"));
     let since = Instant::now();
-    wire.set(HOLE);
-    let limit = quick().keepalive + RETRIES_OVER * pace();
-    let error = within(limit, "the end", link.ended()).expect_err("by an error");
+    wire.set(DROP_ALL);
+    let limit = short_timeouts().keepalive + RETRIES_TAKE * slowdown();
+    let error = within(limit, "the end", link.ended()).expect_err("the link must fail");
     show(&format!("black hole, idle, after {:.0?}", since.elapsed()), &error);
     assert_eq!(
         (error.kind(), error.status()),
@@ -173,8 +177,8 @@ fn black_hole_around_an_idle_link() {
     assert!(!error.causes().is_empty(), "{error}");
     drop((wire, link));
     for end in peer.finish() {
-        end.expect_err("an error");
+        end.expect_err("the peer's link must fail");
     }
     own.finish();
-    clean.end();
+    leak_check.end();
 }

@@ -1,5 +1,4 @@
-//! Two hosts with traffic between them, both in this process; and how a fault of the link is
-//! judged.
+//! Two hosts with traffic between them, both in this process, and the checks of how links fail.
 
 use std::future::Future;
 use std::net::SocketAddr;
@@ -13,13 +12,15 @@ use futures_channel::oneshot;
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
-use crate::rig::{Clean, Host, OWN, PATIENCE, PEER, any_port, join, pace, stalled_after, within};
+use crate::harness::{
+    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, join, slowdown, stalled_after, within,
+};
 use crate::traffic::{Failed, Traffic, serve};
 
-/// How the links of a peer ended: messages sent back, or the error.
+/// How the links of a peer ended: the number of messages sent back, or the error.
 pub(crate) type Ends = Vec<Result<u64, Error>>;
 
-/// A peer that takes any number of links and serves them.
+/// A peer that accepts any number of links and serves them.
 pub(crate) struct Peer {
     pub(crate) host: Host,
     pub(crate) addr: SocketAddr,
@@ -27,8 +28,8 @@ pub(crate) struct Peer {
     thread: JoinHandle<Ends>,
 }
 
-/// Longer than any test lets a peer run.
-const LIFE: Duration = Duration::from_secs(300);
+/// The time limit of a peer: longer than any test.
+const LIFETIME: Duration = Duration::from_secs(300);
 
 impl Peer {
     pub(crate) fn start(config: Config) -> Self {
@@ -37,44 +38,47 @@ impl Peer {
         let (stop, stopped) = oneshot::channel();
         let (addr, listening) = std::sync::mpsc::channel();
         let thread = std::thread::spawn(move || {
-            let tell = |event: Event<'_>| match event {
+            let report = |event: Event<'_>| match event {
                 Event::Listening(local) => drop(addr.send(local)),
-                Event::ListenerLost(error) => show("  the peer's listener", error),
+                Event::ListenerLost(error) => show("  at the peer's listener", error),
             };
-            within(LIFE, "the peer", serve_all(fabric, any_port(PEER), stopped, tell))
+            within(LIFETIME, "the peer", serve_all(fabric, any_port(PEER), stopped, report))
         });
-        let addr = listening.recv_timeout(PATIENCE).expect("the peer listens");
+        let addr = listening.recv_timeout(TEST_TIMEOUT).expect("the peer listens");
         Self { host, addr, stop, thread }
     }
 
-    /// Takes no more links. Those that there are end by themselves in time; nothing of them is
-    /// left.
+    /// Stops accepting. Checks that the existing links end in time and that nothing is left of
+    /// them.
     #[track_caller]
     pub(crate) fn finish(self) -> Ends {
         let Self { host, stop, thread, .. } = self;
         let _ = stop.send(());
-        let ends =
-            join(thread, stalled_after(host.fabric.config()) + PATIENCE, "the peer's links end");
+        let ends = join(
+            thread,
+            stalled_after(host.fabric.config()) + TEST_TIMEOUT,
+            "the peer's links end",
+        );
         host.finish();
         ends
     }
 }
 
-/// What [`serve_all`] tells.
+/// What [`serve_all`] reports.
 pub(crate) enum Event<'a> {
     Listening(SocketAddr),
     ListenerLost(&'a Error),
 }
 
-/// Listens, and serves what links come until it is told to stop and all have ended.
+/// Listens and serves links until it is stopped and all links have ended.
 pub(crate) async fn serve_all(
     fabric: Fabric,
     at: SocketAddr,
     mut stopped: oneshot::Receiver<()>,
-    mut tell: impl FnMut(Event<'_>),
+    mut report: impl FnMut(Event<'_>),
 ) -> Ends {
     let listener = fabric.listen(at).expect("a listener");
-    tell(Event::Listening(listener.local_addr()));
+    report(Event::Listening(listener.local_addr()));
     let mut listener = Some(listener);
     let mut serving = FuturesUnordered::new();
     let mut ends = Ends::new();
@@ -88,7 +92,7 @@ pub(crate) async fn serve_all(
             match link {
                 Ok(link) => serving.push(serve(link)),
                 Err(error) => {
-                    tell(Event::ListenerLost(&error));
+                    report(Event::ListenerLost(&error));
                     listener = None;
                 }
             }
@@ -107,16 +111,16 @@ pub(crate) async fn serve_all(
 
 pub(crate) fn connect(own: &Host, peer: SocketAddr) -> Result<Link, Error> {
     let options = ConnectOptions::new().local(any_port(OWN));
-    within(PATIENCE, "a connect", own.fabric.connect_with(peer, &options))
+    within(TEST_TIMEOUT, "a connect", own.fabric.connect_with(peer, &options))
 }
 
-/// A link from the own host to a peer, with traffic.
+/// A link from the local host to a peer, with traffic.
 pub(crate) struct Pair {
     pub(crate) own: Host,
     pub(crate) peer: Peer,
     pub(crate) link: Link,
     pub(crate) traffic: Traffic,
-    clean: Clean,
+    leak_check: LeakCheck,
 }
 
 impl Pair {
@@ -124,63 +128,63 @@ impl Pair {
         Self::with(own, peer, Traffic::start)
     }
 
-    /// With other traffic.
+    /// Starts both hosts, the link and the given traffic.
     pub(crate) fn with(own: Config, peer: Config, traffic: impl FnOnce(&Link) -> Traffic) -> Self {
-        let clean = Clean::begin();
+        let leak_check = LeakCheck::begin();
         let (own, peer) = (Host::new(&[OWN.0], own), Peer::start(peer));
         let link = connect(&own, peer.addr).expect("a link");
         let traffic = traffic(&link);
-        Self { own, peer, link, traffic, clean }
+        Self { own, peer, link, traffic, leak_check }
     }
 
-    pub(crate) fn into_parts(self) -> (Host, Peer, Link, Traffic, Clean) {
-        let Self { own, peer, link, traffic, clean } = self;
-        (own, peer, link, traffic, clean)
+    pub(crate) fn into_parts(self) -> (Host, Peer, Link, Traffic, LeakCheck) {
+        let Self { own, peer, link, traffic, leak_check } = self;
+        (own, peer, link, traffic, leak_check)
     }
 
-    /// The fault is over: everything goes on, closes in good order, and leaves nothing.
+    /// Checks that everything continues after the fault, closes cleanly, and leaves nothing behind.
     #[track_caller]
     pub(crate) fn survives(self, fault: &str) {
-        let Self { own, peer, link, traffic, clean } = self;
-        traffic.flows("after the fault");
+        let Self { own, peer, link, traffic, leak_check } = self;
+        traffic.check_progress("after the fault");
         traffic.stop();
-        within(PATIENCE, "closing", link.close()).expect("closed in good order");
+        within(TEST_TIMEOUT, "closing", link.close()).expect("closed cleanly");
         drop(link);
         for end in peer.finish() {
-            assert!(end.is_ok_and(|echoed| echoed > 0), "the peer's end");
+            assert!(end.is_ok_and(|echoed| echoed > 0), "the peer's link failed");
         }
         own.finish();
-        clean.end();
+        leak_check.end();
         println!("{fault}: survives");
     }
 
-    /// All traffic ends by the same error within `limit` of `since`: the link is down. Then `mend`;
-    /// both sides let go of everything.
+    /// Checks that the link is down and all traffic fails with the same error within `limit` of
+    /// `since`. Then calls `restore`, and checks that both sides release everything.
     #[track_caller]
     pub(crate) fn fails_during(
         self,
         fault: &str,
         since: Instant,
         limit: Duration,
-        mend: impl FnOnce(),
+        restore: impl FnOnce(),
     ) -> Error {
-        let Self { own, peer, link, traffic, clean } = self;
+        let Self { own, peer, link, traffic, leak_check } = self;
         let kinds = [ErrorKind::LinkDown, ErrorKind::PeerStalled];
-        let error = judge(fault, &link, traffic, since, &kinds, limit);
+        let error = check_all_traffic_fails(fault, &link, traffic, since, &kinds, limit);
         assert!(!error.causes().is_empty(), "{error}");
-        mend();
+        restore();
         drop(link);
         let ends = peer.finish();
-        assert!(!ends.is_empty(), "the peer had links");
+        assert!(!ends.is_empty(), "the peer had no links");
         own.finish();
-        clean.end();
+        leak_check.end();
         error
     }
 }
 
-/// All traffic ends by the same error, the first; see [`Pair::fails_during`].
+/// Checks that all traffic fails with the same error, the first one: see [`Pair::fails_during`].
 #[track_caller]
-pub(crate) fn judge(
+pub(crate) fn check_all_traffic_fails(
     fault: &str,
     link: &Link,
     traffic: Traffic,
@@ -188,14 +192,18 @@ pub(crate) fn judge(
     kinds: &[ErrorKind],
     limit: Duration,
 ) -> Error {
-    let limit = limit * pace();
-    let failures = traffic.failures(limit + PATIENCE);
-    let first = link.failure().expect("the link is down");
-    assert_eq!(failures.len(), 3, "each kind of traffic has failed: {failures:?}");
+    let limit = limit * slowdown();
+    let failures = traffic.failures(limit + TEST_TIMEOUT);
+    let first = link.failure().expect("link is down");
+    assert_eq!(failures.len(), 3, "each kind of traffic must fail: {failures:?}");
     for Failed { kind, error, at } in &failures {
         let after = at.saturating_duration_since(since);
         assert!(kinds.contains(&error.kind()), "{kind} after {after:?}: {error:?}");
-        assert_eq!(format!("{error:?}"), format!("{first:?}"), "{kind} are told the first failure");
+        assert_eq!(
+            format!("{error:?}"),
+            format!("{first:?}"),
+            "{kind} must report the first failure"
+        );
         assert!(after <= limit, "{kind} failed after {after:?}, {limit:?} allowed: {error}");
     }
     let after =

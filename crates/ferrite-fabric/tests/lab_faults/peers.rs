@@ -1,54 +1,63 @@
-//! The peer's process dies, stops, or never looks again.
+//! The peer's process dies, is stopped, or never drives its fabric.
 
 use std::time::{Duration, Instant};
 
 use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Rdma};
 
-use crate::pair::{Peer, connect, judge, show};
-use crate::process::{Process, end_of_input, peer, role, say, serve_as_peer};
-use crate::rig::{
-    Clean, Host, OWN, PATIENCE, PEER, any_port, pace, quick, stalled_after, until, verbs, within,
+use crate::harness::{
+    Host, LeakCheck, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown, stalled_after,
+    until, verbs, within,
 };
+use crate::pair::{Peer, check_all_traffic_fails, connect, show};
+use crate::process::{Process, end_of_input, peer, report, role, serve_as_peer};
 use crate::traffic::Traffic;
 
-/// The kernel closes a dead process's identifiers at once, and the peer hears it by a message that
-/// is repeated if lost.
-const HEARD_WITHIN: Duration = Duration::from_secs(2);
-/// Beyond the time that was agreed: for the fabric to wake up, and for the diagnosis.
+/// The kernel closes the identifiers of a dead process at once. The peer is notified by a message
+/// that is repeated if lost.
+const NOTIFIED_WITHIN: Duration = Duration::from_secs(2);
+/// The time beyond the configured one, for the fabric to wake up and to diagnose the failure.
 const SLACK: Duration = Duration::from_secs(1);
 
 #[test]
 fn peer_killed() {
     if role().is_some() {
-        return serve_as_peer(quick());
+        return serve_as_peer(short_timeouts());
     }
-    let clean = Clean::begin();
+    let leak_check = LeakCheck::begin();
     let (process, addr) = peer("peers::peer_killed");
-    let own = Host::new(&[OWN.0], quick());
+    let own = Host::new(&[OWN.0], short_timeouts());
     let link = connect(&own, addr).expect("a link");
     let traffic = Traffic::start(&link);
     let since = Instant::now();
     process.signal("KILL");
-    judge("peer killed", &link, traffic, since, &[ErrorKind::LinkDown], HEARD_WITHIN);
+    check_all_traffic_fails(
+        "peer killed",
+        &link,
+        traffic,
+        since,
+        &[ErrorKind::LinkDown],
+        NOTIFIED_WITHIN,
+    );
     drop((link, process));
     own.finish();
-    clean.end();
+    leak_check.end();
 }
 
-/// Its device goes on: reads and writes succeed, and messages until the credits are used up. Then
-/// the own queue fills, and says so. The process is given up when it has not answered in time.
+/// The device of a stopped peer still works: reads and writes succeed, and so do messages until the
+/// credits are used up. Then the local send queue fills and reports that. The peer is given up when
+/// it has not answered in time.
 #[test]
 fn peer_stopped() {
     if role().is_some() {
-        return serve_as_peer(quick());
+        return serve_as_peer(short_timeouts());
     }
-    let clean = Clean::begin();
+    let leak_check = LeakCheck::begin();
     let (process, addr) = peer("peers::peer_stopped");
-    let config = quick();
+    let config = short_timeouts();
     let own = Host::new(&[OWN.0], config.clone());
     let [link, other] = [(); 2].map(|()| connect(&own, addr).expect("a link"));
     let traffic = Traffic::start(&link);
-    drop(within(PATIENCE, "the grant", other.recv()).expect("the grant"));
+    drop(within(TEST_TIMEOUT, "the grant", other.recv()).expect("a message with the grant"));
     let since = Instant::now();
     process.stop();
     let mut posted = 0;
@@ -60,84 +69,92 @@ fn peer_stopped() {
     };
     assert_eq!(full.kind(), ErrorKind::Full, "{full:?}");
     let most = usize::from(config.window) + config.send_queue_messages;
-    assert!(posted >= most && posted <= most + 1, "{posted} messages for {most} places");
-    // Inline ones have no memory; those that wait have the smallest block each.
+    assert!(posted >= most && posted <= most + 1, "{posted} messages accepted, expected {most}");
+    // Inline messages take no memory; each queued one takes the smallest block.
     let held = own.fabric.stats().memory.send.in_use_bytes;
     assert!(held < 256 * most as u64 + (1 << 20), "{held} bytes");
-    traffic.flows_one_sided();
+    traffic.check_one_sided_progress();
 
     let stalled = stalled_after(&config);
-    let error =
-        judge("peer stopped", &link, traffic, since, &[ErrorKind::PeerStalled], stalled + SLACK);
+    let error = check_all_traffic_fails(
+        "peer stopped",
+        &link,
+        traffic,
+        since,
+        &[ErrorKind::PeerStalled],
+        stalled + SLACK,
+    );
     assert!(!error.causes().is_empty(), "{error}");
-    // Not before its time: who called asks after half of `keepalive` at the earliest.
+    // Not too early: the connecting side sends a keepalive after half of `keepalive` at the
+    // earliest.
     let earliest = config.keepalive / 2 + config.peer_timeout - Duration::from_millis(200);
     assert!(since.elapsed() >= earliest, "given up after {:?}", since.elapsed());
-    let error = within(stalled, "the other link ends", other.ended()).expect_err("by an error");
+    let error =
+        within(stalled, "the other link ends", other.ended()).expect_err("the link must fail");
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");
     drop((link, other));
     own.finish();
     process.signal("CONT");
-    // When it goes on it finds that it was given up.
+    // When the process continues, it finds that its links were given up.
     for end in process.finish() {
         assert!(end.starts_with("failed LinkDown"), "{end}");
     }
-    clean.end();
+    leak_check.end();
 }
 
-/// Long enough to be asked, not to be given up.
+/// The peer is stopped long enough to get a keepalive, but not long enough to be given up.
 #[test]
-fn peer_stopped_shortly() {
-    let config = Config { peer_timeout: quick().peer_timeout * 2, ..quick() };
+fn peer_stopped_briefly() {
+    let config = Config { peer_timeout: short_timeouts().peer_timeout * 2, ..short_timeouts() };
     if role().is_some() {
         return serve_as_peer(config);
     }
-    let clean = Clean::begin();
-    let (process, addr) = peer("peers::peer_stopped_shortly");
+    let leak_check = LeakCheck::begin();
+    let (process, addr) = peer("peers::peer_stopped_briefly");
     let own = Host::new(&[OWN.0], config.clone());
     let link = connect(&own, addr).expect("a link");
     let traffic = Traffic::start(&link);
     process.stop();
-    // It is asked after `keepalive` at the latest, and given up after half of that and
-    // `peer_timeout` at the earliest.
+    // The keepalive is sent after `keepalive` at the latest. The peer is given up after half of
+    // that plus `peer_timeout` at the earliest.
     std::thread::sleep(config.keepalive + config.peer_timeout / 4);
     process.signal("CONT");
-    traffic.flows("after the stop");
+    traffic.check_progress("after the stop");
     traffic.stop();
-    within(PATIENCE, "closing", link.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", link.close()).expect("closed cleanly");
     drop(link);
     own.finish();
     for end in process.finish() {
         assert!(end.starts_with("closed"), "{end}");
     }
-    clean.end();
+    leak_check.end();
 }
 
-/// A process that connects and then never drives its fabric: what is kept for it is bounded, and it
-/// is given up.
+/// A process that connects and then never drives its fabric: the memory kept for it is bounded, and
+/// it is given up.
 #[test]
 fn peer_never_polls() {
     if let Some(target) = role() {
         let fabric = Fabric::builder(&verbs())
             .rdma(Rdma::Require)
             .device(PEER.0)
-            .config(quick())
+            .config(short_timeouts())
             .build()
             .expect("a fabric");
         let options = ConnectOptions::new().local(any_port(PEER));
         let target = target.parse().expect("an address");
         let _link = fabric.block_on(fabric.connect_with(target, &options)).expect("a link");
-        say("connected", "");
-        let _ = within(PATIENCE * 2, "the parent", end_of_input());
+        report("connected", "");
+        let _ = within(TEST_TIMEOUT * 2, "the parent", end_of_input());
         return;
     }
-    let clean = Clean::begin();
-    let config = quick();
+    let leak_check = LeakCheck::begin();
+    let config = short_timeouts();
     let own = Host::new(&[OWN.0], config.clone());
     let mut listener = own.fabric.listen(any_port(OWN)).expect("a listener");
     let process = Process::start("peers::peer_never_polls", &listener.local_addr().to_string());
-    let link = within(PATIENCE, "the child connects", listener.accept()).expect("a link");
-    process.says("connected");
+    let link = within(TEST_TIMEOUT, "the child connects", listener.accept()).expect("a link");
+    process.expect_line("connected");
     let since = Instant::now();
     let payload = vec![7; 4000];
     let mut posted = 0_u64;
@@ -147,18 +164,18 @@ fn peer_never_polls() {
             Err(error) if error.kind() == ErrorKind::Full => {
                 let held = own.fabric.stats().memory.send.in_use_bytes;
                 let most = 8192 * (config.send_queue_messages as u64 + u64::from(config.window));
-                assert!(held <= most, "{held} bytes, of {most}");
+                assert!(held <= most, "{held} bytes, more than {most}");
                 std::thread::sleep(Duration::from_millis(10));
             }
             Err(error) => break error,
         }
-        assert!(since.elapsed() < PATIENCE, "never given up");
+        assert!(since.elapsed() < TEST_TIMEOUT, "the peer is never given up");
     };
     let after = since.elapsed();
     show(&format!("peer never polls, after {after:.0?} and {posted} messages"), &error);
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error:?}");
     assert!(!error.causes().is_empty(), "{error}");
-    assert!(after <= stalled_after(&config) + SLACK * pace(), "{after:?}");
+    assert!(after <= stalled_after(&config) + SLACK * slowdown(), "{after:?}");
     assert!(
         posted <= (config.send_queue_messages + usize::from(config.window)) as u64 + 1,
         "{posted}"
@@ -166,16 +183,16 @@ fn peer_never_polls() {
     drop((link, listener));
     own.finish();
     process.finish();
-    clean.end();
+    leak_check.end();
 }
 
-/// This process gets no time between asking the peer and looking for the answer, which has long
-/// been there.
+/// This process does not run between its keepalive and the time limit for the answer, which arrived
+/// long before.
 #[test]
-fn a_starved_process_blames_nobody() {
-    let clean = Clean::begin();
+fn starved_process_does_not_blame_the_peer() {
+    let leak_check = LeakCheck::begin();
     let peer = Peer::start(Config::default());
-    let config = quick();
+    let config = short_timeouts();
     let fabric = Fabric::builder(&verbs())
         .rdma(Rdma::Require)
         .device(OWN.0)
@@ -184,9 +201,9 @@ fn a_starved_process_blames_nobody() {
         .expect("a fabric");
     let options = ConnectOptions::new().local(any_port(OWN));
     let link = fabric.block_on(fabric.connect_with(peer.addr, &options)).expect("a link");
-    drop(fabric.block_on(link.recv()).expect("the grant"));
+    drop(fabric.block_on(link.recv()).expect("a message with the grant"));
     let asked = link.stats().controls_sent;
-    until(config.keepalive * 2, "the peer is asked", || {
+    until(config.keepalive * 2, "a keepalive is sent", || {
         while fabric.poll() > 0 && link.stats().controls_sent == asked {}
         link.stats().controls_sent > asked
     });
@@ -196,8 +213,8 @@ fn a_starved_process_blames_nobody() {
         fabric.poll();
     }
     assert!(link.failure().is_none(), "{:?}", link.failure());
-    fabric.block_on(link.close()).expect("closed in good order");
+    fabric.block_on(link.close()).expect("closed cleanly");
     drop((link, fabric));
-    assert!(peer.finish().into_iter().all(|end| end.is_ok()), "the peer's end");
-    clean.end();
+    assert!(peer.finish().into_iter().all(|end| end.is_ok()), "the peer's link failed");
+    leak_check.end();
 }

@@ -1,9 +1,9 @@
-//! Revocation under fire: peers read a region in tight loops while its owner takes it back and uses
-//! the memory for something else.
+//! Revocation under load: peers read a region in tight loops while its owner revokes it and reuses
+//! the memory.
 //!
-//! The owner is the own host. One child reads over the link that it was given the grant on: it
-//! hears of the end, and keeps its link. Another has the token from elsewhere and reads on: it
-//! loses its link, and nobody else does. Neither ever sees a byte of what the memory was used for
+//! The owner is the local host. One child reads over the link that has the grant: it learns of the
+//! revocation, and keeps its link. Another child obtained the token elsewhere and keeps reading: it
+//! loses its link, and no other link is affected. Neither ever sees a byte of what the memory holds
 //! afterwards. A third link of the owner has traffic all the time.
 
 use std::net::SocketAddr;
@@ -14,39 +14,41 @@ use ferrite_fabric::{ConnectOptions, Error, ErrorKind, Fabric, Link, Listener};
 use futures_util::StreamExt as _;
 use futures_util::stream::FuturesUnordered;
 
+use crate::harness::{Host, OWN, PEER, TEST_TIMEOUT, any_port, short_timeouts, slowdown, within};
 use crate::pair::{Pair, show};
 use crate::process::{Process, role};
-use crate::rig::{Host, OWN, PATIENCE, PEER, any_port, pace, quick, within};
 
 const BYTES: usize = 16 << 10;
-/// What is granted, and what the memory holds when it no longer is.
+/// The content of the memory while it is granted, and after the revocation.
 const OLD: u8 = 0xAA;
 const NEW: u8 = 0x55;
 const ROUNDS: usize = 10;
-/// Reads that a child has under way.
+/// Reads that a child has in flight.
 const AT_ONCE: usize = 4;
-/// The readers answer when what they have under way is done: a few reads.
+/// The readers answer when their reads in flight are done: a few reads.
 const REVOKED_WITHIN: Duration = Duration::from_secs(1);
 
 #[test]
-fn under_fire() {
+fn revokes_while_peers_read() {
     if let Some(role) = role() {
-        let (who, target) = role.split_once(' ').expect("a role and an address");
+        let (reader_kind, target) = role.split_once(' ').expect("a role and an address");
         let target = target.parse().expect("an address");
-        let host = Host::new(&[PEER.0], quick());
-        match who {
-            "reader" => read_until_told(&host.fabric, target),
-            _ => read_in_any_case(&host.fabric, target),
+        let host = Host::new(&[PEER.0], short_timeouts());
+        match reader_kind {
+            "reader" => read_until_revoked(&host.fabric, target),
+            _ => read_after_revocation(&host.fabric, target),
         }
         host.finish();
         return;
     }
-    // The third link, and the fabric of all of them.
-    let pair = Pair::start(quick(), quick());
+    // The third link, and the fabric of all links.
+    let pair = Pair::start(short_timeouts(), short_timeouts());
     let fabric = pair.own.fabric.clone();
     let mut listener = fabric.listen(any_port(OWN)).expect("a listener");
     let target = listener.local_addr();
-    let start = |who: &str| Process::start("revocation::under_fire", &format!("{who} {target}"));
+    let start = |reader_kind: &str| {
+        Process::start("revocation::revokes_while_peers_read", &format!("{reader_kind} {target}"))
+    };
     let reader = start("reader");
     let reader_link = accept(&mut listener);
     let thief = start("thief");
@@ -59,59 +61,60 @@ fn under_fire() {
             .register_memory(buf, Rights::READ)
             .map_err(|(_, error)| error)
             .expect("a region");
-        let token = region.grant(&reader_link).encode(); // not to the thief
+        let token = region.grant(&reader_link).encode(); // the thief has no grant
         for link in [&reader_link, &thief_link] {
-            within(PATIENCE, "the token goes", link.send_bytes(0, &token)).expect("sent");
-            within(PATIENCE, "it is used", link.recv()).expect("a message");
+            within(TEST_TIMEOUT, "the token is sent", link.send_bytes(0, &token)).expect("sent");
+            within(TEST_TIMEOUT, "the token is used", link.recv()).expect("a message");
         }
         let begun = Instant::now();
-        buf = within(REVOKED_WITHIN * pace(), "revoked", region.revoke()).expect("the buffer");
+        buf = within(REVOKED_WITHIN * slowdown(), "revoked", region.revoke())
+            .expect("buffer returned");
         longest = longest.max(begun.elapsed());
         buf.fill(NEW);
-        let error =
-            within(PATIENCE, "the thief's link ends", thief_link.ended()).expect_err("by an error");
+        let error = within(TEST_TIMEOUT, "the thief's link ends", thief_link.ended())
+            .expect_err("the thief's link must fail");
         if round == 0 {
-            show("at the owner, the link of the one that does not listen", &error);
+            show("the thief's link, at the owner", &error);
         }
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error:?}");
-        // Reads of the other child were refused by its own fabric; its link works.
-        let message =
-            within(PATIENCE, "the reader goes on", reader_link.recv()).expect("its link is up");
+        // The reader's own fabric refused its reads; its link works.
+        let message = within(TEST_TIMEOUT, "the reader reports the refusal", reader_link.recv())
+            .expect("reader's link is up");
         assert_eq!(message.to_vec(), b"denied");
-        assert!(buf.iter().all(|byte| *byte == NEW), "nobody wrote");
+        assert!(buf.iter().all(|byte| *byte == NEW), "the memory was written");
     }
-    println!("{ROUNDS} revocations under fire, the slowest took {longest:.1?}");
+    println!("{ROUNDS} revocations under load, the slowest took {longest:.1?}");
     drop(buf);
     drop(listener);
-    within(PATIENCE, "closing", reader_link.close()).expect("closed in good order");
+    within(TEST_TIMEOUT, "closing", reader_link.close()).expect("closed cleanly");
     drop(reader_link);
     for process in [reader, thief] {
-        assert_eq!(process.finish(), Vec::<String>::new(), "it has nothing to complain about");
+        assert_eq!(process.finish(), Vec::<String>::new(), "a child reported an error");
     }
     drop(fabric);
-    pair.survives("revocation under fire");
+    pair.survives("revocation under load");
 }
 
 fn accept(listener: &mut Listener) -> Link {
-    within(PATIENCE, "a child connects", listener.accept()).expect("a link")
+    within(TEST_TIMEOUT, "a child connects", listener.accept()).expect("a link")
 }
 
 fn connect(fabric: &Fabric, target: SocketAddr) -> Result<Link, Error> {
     let options = ConnectOptions::new().local(any_port(PEER));
-    within(PATIENCE, "a connect", fabric.connect_with(target, &options))
+    within(TEST_TIMEOUT, "a connect", fabric.connect_with(target, &options))
 }
 
-/// The role of the one that listens: its reads end by a refusal of its own fabric.
-fn read_until_told(fabric: &Fabric, target: SocketAddr) {
+/// Plays the reader, which learns of the revocation: its own fabric refuses further reads.
+fn read_until_revoked(fabric: &Fabric, target: SocketAddr) {
     let link = connect(fabric, target).expect("a link");
-    within(PATIENCE * 4, "all rounds", async {
+    within(TEST_TIMEOUT * 4, "all rounds", async {
         loop {
             let token = match link.recv().await {
                 Ok(message) => GrantToken::decode(&message.to_vec()).expect("a grant"),
                 Err(error) if error.kind() == ErrorKind::Closed => return,
                 Err(error) => panic!("{error}"),
             };
-            let error = read_on(&link, &token).await;
+            let error = read_until_error(&link, &token).await;
             assert_eq!(error.kind(), ErrorKind::Denied, "{error:?}");
             assert!(link.failure().is_none(), "{:?}", link.failure());
             link.send_bytes(0, b"denied").await.expect("the link is up");
@@ -119,31 +122,31 @@ fn read_until_told(fabric: &Fabric, target: SocketAddr) {
     });
 }
 
-/// The role of the one that has the token from elsewhere: its reads end when the owner's device
+/// Plays the thief, which obtained the token elsewhere: its reads fail when the owner's device
 /// refuses one.
-fn read_in_any_case(fabric: &Fabric, target: SocketAddr) {
+fn read_after_revocation(fabric: &Fabric, target: SocketAddr) {
     for round in 0..ROUNDS {
         let link = connect(fabric, target).expect("a link");
-        let token = within(PATIENCE, "the token", link.recv()).expect("a message");
+        let token = within(TEST_TIMEOUT, "the token", link.recv()).expect("a message");
         let token = GrantToken::decode(&token.to_vec()).expect("a grant");
-        let error = within(PATIENCE, "reads end", read_on(&link, &token));
+        let error = within(TEST_TIMEOUT, "reads end", read_until_error(&link, &token));
         if round == 0 {
-            show("at the one that does not listen", &error);
+            show("the thief's link, at the thief", &error);
         }
-        // The owner's device refuses and its fabric hangs up: on a busy host the second can be
-        // heard first.
+        // The owner's device refuses the read and its fabric disconnects: on a busy host the
+        // disconnect can be noticed first.
         let expected = [ErrorKind::Denied, ErrorKind::LinkDown];
         assert!(expected.contains(&error.kind()), "{error:?}");
         assert!(
             link.failure().is_some_and(|failure| expected.contains(&failure.kind())),
-            "its link is down"
+            "the link must be down"
         );
     }
 }
 
-/// Reads as fast as it can, looks at every byte, and says how it ended. After some it tells the
-/// owner.
-async fn read_on(link: &Link, token: &GrantToken) -> Error {
+/// Reads as fast as it can, checks every byte, and returns the error that ended the reads. Tells
+/// the owner after the first 20 reads.
+async fn read_until_error(link: &Link, token: &GrantToken) -> Error {
     let read = || async {
         let buf = link.fabric().buffer(BYTES)?;
         Ok::<_, Error>(link.rdma_read(token, 0, buf)?.await?)
@@ -157,7 +160,7 @@ async fn read_on(link: &Link, token: &GrantToken) -> Error {
                 assert_eq!(
                     wrong,
                     None,
-                    "byte {wrong:?} is none that was granted: {:?}",
+                    "byte {wrong:?} was never granted: {:?}",
                     wrong.map(|at| buf[at])
                 );
                 count += 1;
@@ -171,5 +174,5 @@ async fn read_on(link: &Link, token: &GrantToken) -> Error {
             Err(error) => end = end.or(Some(error)),
         }
     }
-    end.expect("reads go on until one fails")
+    end.expect("reads continue until one fails")
 }

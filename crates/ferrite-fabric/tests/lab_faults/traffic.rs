@@ -1,4 +1,4 @@
-//! Traffic of each kind over a link, with contents checked: messages both ways, reads and writes.
+//! Traffic of each kind over a link with checked contents: messages both ways, reads and writes.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -8,21 +8,21 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Error, ErrorKind, Link};
 
-use crate::rig::{PATIENCE, join, until, within};
+use crate::harness::{TEST_TIMEOUT, join, until, within};
 
-/// Bytes that the peer grants: the first half is only read, the second written and read back.
+/// Bytes that the peer grants: the first half is only read, the second is written and read back.
 const REGION_BYTES: usize = 64 << 10;
 const HALF: u64 = REGION_BYTES as u64 / 2;
-/// Messages of a burst: empty, inline, of one frame and of several.
+/// Sizes of the messages of a burst: empty, inline, of one frame and of several.
 const SIZES: [usize; 8] = [0, 8, 64, 220, 1000, 8192, 8193, 30_000];
-/// Longer than any test lets it run.
-const LIFE: Duration = Duration::from_secs(300);
+/// The time limit of the traffic: longer than any test.
+const LIFETIME: Duration = Duration::from_secs(300);
 
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     (0..len as u64).map(|at| (seed.wrapping_mul(31).wrapping_add(at) % 251) as u8).collect()
 }
 
-/// The peer's part: grants memory, and sends every message back. Returns how many.
+/// Plays the peer: grants memory and echoes every message. Returns the number of echoed messages.
 pub(crate) async fn serve(link: Link) -> Result<u64, Error> {
     let mut buf = link.fabric().buffer(REGION_BYTES)?;
     buf.copy_from_slice(&pattern(0, REGION_BYTES));
@@ -39,7 +39,7 @@ pub(crate) async fn serve(link: Link) -> Result<u64, Error> {
     }
 }
 
-/// The own part, on a thread of its own.
+/// The traffic of the local side, on a thread of its own.
 pub(crate) struct Traffic {
     shared: Arc<Shared>,
     thread: JoinHandle<Vec<Failed>>,
@@ -48,7 +48,7 @@ pub(crate) struct Traffic {
 #[derive(Default)]
 struct Shared {
     stop: AtomicBool,
-    /// Rounds of messages, reads, writes.
+    /// Rounds of messages, of reads, and of writes.
     rounds: [AtomicU64; 3],
 }
 
@@ -61,19 +61,20 @@ pub(crate) struct Failed {
 }
 
 impl Traffic {
-    /// Begins; the peer's grant comes first.
+    /// Waits for the peer's grant and starts.
     pub(crate) fn start(link: &Link) -> Self {
         Self::with_reads_of(HALF as usize, link)
     }
 
-    /// The same, with reads of at most so many bytes.
+    /// Starts with reads of at most `read_bytes` bytes.
     pub(crate) fn with_reads_of(read_bytes: usize, link: &Link) -> Self {
-        let token = within(PATIENCE, "the peer's grant", link.recv()).expect("the grant");
+        let token = within(TEST_TIMEOUT, "the peer's grant", link.recv())
+            .expect("a message with the grant");
         let token = GrantToken::decode(&token.to_vec()).expect("a grant");
         let shared = Arc::new(Shared::default());
         let (link, inside) = (link.clone(), Arc::clone(&shared));
         let thread = std::thread::spawn(move || {
-            within(LIFE, "traffic", async {
+            within(LIFETIME, "traffic", async {
                 let (messages, reads, writes) = futures_util::join!(
                     failed("messages", messages(&link, &inside)),
                     failed("reads", reads(&link, &token, &inside, read_bytes)),
@@ -83,50 +84,50 @@ impl Traffic {
             })
         });
         let traffic = Self { shared, thread };
-        traffic.flows("at the start");
+        traffic.check_progress("at the start");
         traffic
     }
 
-    /// Every kind of it goes on.
+    /// Checks that every kind of traffic continues.
     #[track_caller]
-    pub(crate) fn flows(&self, when: &str) {
+    pub(crate) fn check_progress(&self, when: &str) {
         self.rounds(&[0, 1, 2], 3, when);
     }
 
-    /// So does what needs the peer's device only.
+    /// Checks that reads and writes continue, which need only the peer's device.
     #[track_caller]
-    pub(crate) fn flows_one_sided(&self) {
+    pub(crate) fn check_one_sided_progress(&self) {
         self.rounds(&[1, 2], 3, "one-sided");
     }
 
-    /// WaitSet for `count` more rounds of these kinds.
+    /// Waits for `count` more rounds of these kinds, or for the end of the traffic.
     #[track_caller]
     pub(crate) fn rounds(&self, kinds: &[usize], count: u64, when: &str) {
         let now = |kind: &usize| self.shared.rounds[*kind].load(Ordering::Relaxed);
         let before: Vec<u64> = kinds.iter().map(now).collect();
-        until(PATIENCE * 2, &format!("traffic flows {when}"), || {
-            // How it ended is for the caller to find out.
+        until(TEST_TIMEOUT * 2, &format!("traffic flows {when}"), || {
+            // The caller finds out how the traffic ended.
             self.thread.is_finished()
                 || kinds.iter().zip(&before).all(|(kind, was)| now(kind) >= was + count)
         });
     }
 
-    pub(crate) fn is_over(&self) -> bool {
+    pub(crate) fn has_ended(&self) -> bool {
         self.thread.is_finished()
     }
 
-    /// Ends it in good order.
+    /// Stops the traffic and checks that nothing failed.
     #[track_caller]
     pub(crate) fn stop(self) {
         self.shared.stop.store(true, Ordering::Relaxed);
-        let failed = join(self.thread, PATIENCE, "traffic ends");
+        let failed = join(self.thread, TEST_TIMEOUT, "traffic ends");
         assert!(failed.is_empty(), "{failed:?}");
     }
 
-    /// How each kind ended, by itself and in time.
+    /// Returns how each kind of traffic failed, which must happen within the time limit.
     #[track_caller]
     pub(crate) fn failures(self, limit: Duration) -> Vec<Failed> {
-        join(self.thread, limit, "all traffic ends by the fault")
+        join(self.thread, limit, "the fault ends all traffic")
     }
 }
 
@@ -167,11 +168,7 @@ async fn reads(
     let expected = pattern(0, HALF as usize);
     while !shared.stop.load(Ordering::Relaxed) {
         let bytes = read_in_pieces(link, token, 0, HALF as usize, read_bytes).await?;
-        assert!(
-            bytes == expected,
-            "what was read is what is there: {}",
-            difference(&bytes, &expected)
-        );
+        assert!(bytes == expected, "read wrong bytes: {}", difference(&bytes, &expected));
         shared.rounds[1].fetch_add(1, Ordering::Relaxed);
     }
     Ok(())
@@ -194,7 +191,7 @@ async fn writes(
             let back = read_in_pieces(link, token, HALF, len, read_bytes).await?;
             assert!(
                 back == bytes,
-                "{len} bytes that were written are there: {}",
+                "a write of {len} bytes read back wrong: {}",
                 difference(&back, &bytes)
             );
         }
@@ -203,7 +200,7 @@ async fn writes(
     Ok(())
 }
 
-/// Which bytes are wrong: whole packets point at the device, anything else at a buffer.
+/// Describes which bytes are wrong: whole packets point at the device, anything else at a buffer.
 fn difference(bytes: &[u8], expected: &[u8]) -> String {
     let wrong: Vec<usize> = (0..bytes.len()).filter(|at| bytes[*at] != expected[*at]).collect();
     format!("{} differ, from {:?} to {:?}", wrong.len(), wrong.first(), wrong.last())

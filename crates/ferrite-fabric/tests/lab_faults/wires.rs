@@ -1,25 +1,25 @@
-//! A bad wire: packets are lost, late, out of order, doubled or damaged, and nobody but the clock
-//! notices.
+//! A bad wire: packets are lost, delayed, reordered, duplicated or damaged. Links slow down but
+//! keep working.
 
 use std::time::{Duration, Instant};
 
+use crate::harness::short_timeouts;
 use crate::net::Wire;
 use crate::pair::Pair;
-use crate::rig::quick;
 use crate::traffic::Traffic;
 
-/// Enough that every kind of loss happens: a round of messages alone is some 30 packets.
+/// Enough rounds for every kind of loss: a round of messages alone takes about 30 packets.
 const ROUNDS: u64 = 10;
 
 /// The MTU of the lab's devices.
 const ONE_PACKET: usize = 4096;
-/// For three rounds of a slow wire.
+/// Enough for three rounds over a slow wire.
 const LONG_ENOUGH: Duration = Duration::from_secs(30);
 
-/// Traffic of each kind under `netem` on both sides.
-fn goes_on_under(netem: &str) {
+/// Checks traffic of each kind under `netem` on both sides.
+fn check_works_under(netem: &str) {
     let wire = Wire::new(&["h1", "h2"]);
-    let pair = Pair::start(quick(), quick());
+    let pair = Pair::start(short_timeouts(), short_timeouts());
     wire.set(netem);
     pair.traffic.rounds(&[0, 1, 2], ROUNDS, netem);
     pair.survives(netem);
@@ -27,39 +27,41 @@ fn goes_on_under(netem: &str) {
 
 #[test]
 fn loss_of_1_percent() {
-    goes_on_under("loss 1%");
+    check_works_under("loss 1%");
 }
 
 #[test]
 fn loss_of_5_percent() {
-    goes_on_under("loss 5%");
+    check_works_under("loss 5%");
 }
 
 const REORDER: &str = "delay 10ms reorder 25% 50%";
 
-/// With reads of one packet: see below.
+/// With reads of one packet: [`long_reads_reordered`] shows why.
 #[test]
 fn delay_with_reordering() {
     let wire = Wire::new(&["h1", "h2"]);
-    let pair = Pair::with(quick(), quick(), |link| Traffic::with_reads_of(ONE_PACKET, link));
+    let pair = Pair::with(short_timeouts(), short_timeouts(), |link| {
+        Traffic::with_reads_of(ONE_PACKET, link)
+    });
     wire.set(REORDER);
     pair.traffic.rounds(&[0, 1, 2], 3, REORDER);
     pair.survives(REORDER);
 }
 
-/// Soft-RoCE takes the pieces of a read that come in another order for a fatal error
-/// (drivers/infiniband/sw/rxe/rxe_comp.c, `check_ack`), where hardware asks again: the link is
-/// down, and says so. If the order is kept by chance, it goes on.
+/// Soft-RoCE treats read responses that arrive out of order as a fatal error (`check_ack` in
+/// drivers/infiniband/sw/rxe/rxe_comp.c), where hardware repeats the request. The link fails and
+/// reports it. If the order is kept by chance, the link continues.
 #[test]
 fn long_reads_reordered() {
     let wire = Wire::new(&["h1", "h2"]);
-    let pair = Pair::start(quick(), quick());
+    let pair = Pair::start(short_timeouts(), short_timeouts());
     let since = Instant::now();
     wire.set(REORDER);
     pair.traffic.rounds(&[0, 1, 2], 3, REORDER);
     wire.set("delay 0");
-    pair.traffic.flows("when the order is kept again");
-    if pair.traffic.is_over() {
+    pair.traffic.check_progress("without reordering");
+    if pair.traffic.has_ended() {
         pair.fails_during("long reads reordered", since, LONG_ENOUGH, || drop(wire));
     } else {
         pair.survives("long reads reordered");
@@ -68,11 +70,11 @@ fn long_reads_reordered() {
 
 #[test]
 fn duplicates() {
-    goes_on_under("duplicate 20%");
+    check_works_under("duplicate 20%");
 }
 
-/// Damage is found by the checksum of the packet: what arrives is right.
+/// The packet checksum detects damage: what arrives is correct.
 #[test]
 fn damage() {
-    goes_on_under("corrupt 5%");
+    check_works_under("corrupt 5%");
 }

@@ -1,5 +1,5 @@
-//! The ways to drive a fabric: under tokio, on a thread, from a foreign loop. Whoever waits is
-//! woken.
+//! The ways to drive a fabric: under tokio, on a thread, from the caller's own event loop.
+//! Everything that waits is woken.
 
 use std::future::Future;
 use std::ops::ControlFlow;
@@ -18,19 +18,19 @@ use rustix::event::{PollFd, PollFlags, Timespec, epoll};
 use tokio::runtime::Builder;
 use tokio::time::timeout;
 
-use super::pair::{Pair, assert_unused, buffer, call, filled, once, pattern};
+use super::pair::{Pair, assert_unused, buffer, connect, filled, pattern, poll_once};
 use super::random::Random;
-use super::{Fixture, KIB, PATIENCE};
+use super::{Fixture, KIB, TEST_TIMEOUT};
 
 const CLIENTS: u64 = 4;
 
-/// Sends back whatever comes, until the peer closes.
+/// Echoes every message until the peer closes.
 async fn echo(link: Link) -> Result<(), Error> {
     loop {
         match link.recv().await {
             Ok(message) => {
                 let (channel, parts) = (message.channel(), message.into_pieces());
-                // Received memory is of the same pool: nothing is copied.
+                // Received memory belongs to the same pool, so nothing is copied.
                 link.send_parts(channel, parts).await?;
             }
             Err(error) if error.kind() == ErrorKind::Closed => return Ok(()),
@@ -39,8 +39,8 @@ async fn echo(link: Link) -> Result<(), Error> {
     }
 }
 
-/// Asks and checks the answers, then closes.
-async fn ask(link: Link, client: u64, rounds: u64) -> Result<(), Error> {
+/// Sends messages, checks the echoes, then closes.
+async fn check_echoes(link: Link, client: u64, rounds: u64) -> Result<(), Error> {
     for round in 0..rounds {
         let len = (round as usize * 1327 + client as usize) % (40 * KIB);
         let bytes = pattern(client << 32 | round, len);
@@ -52,7 +52,7 @@ async fn ask(link: Link, client: u64, rounds: u64) -> Result<(), Error> {
     link.close().await
 }
 
-/// Two fabrics, and a listener of the second.
+/// Makes two fabrics, and a listener on the second.
 fn fabrics(fixture: &Fixture, config: &Config) -> (Fabric, Fabric, Listener) {
     let [host, peer] = &fixture.hosts;
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, config));
@@ -65,33 +65,34 @@ fn under_tokio(fixture: &Fixture, mut builder: Builder) {
     for busy_poll_us in [0, 50] {
         let (a, b, mut listener) = fabrics(fixture, &Config { busy_poll_us, ..Config::default() });
         let pools = [a.pool().clone(), b.pool().clone()];
-        let rounds = 60 / fixture.slower.min(10) as u64;
+        let rounds = 60 / fixture.work_divisor.min(10) as u64;
         runtime.block_on(async {
             let driving = [tokio::spawn(a.drive()), tokio::spawn(b.drive())];
             let mut tasks = Vec::new();
             for client in 0..CLIENTS {
                 let begun = Instant::now();
-                let calling = call(&a, &fixture.hosts[1], &listener);
-                let (there, here) = timeout(PATIENCE, async { join!(calling, listener.accept()) })
-                    .await
-                    .expect("a link in time");
+                let calling = connect(&a, &fixture.hosts[1], &listener);
+                let (there, here) =
+                    timeout(TEST_TIMEOUT, async { join!(calling, listener.accept()) })
+                        .await
+                        .expect("a link in time");
                 assert!(
                     begun.elapsed() < Duration::from_secs(4),
                     "{:?} for a handshake",
                     begun.elapsed()
                 );
-                tasks.push(tokio::spawn(ask(there.expect("connect"), client, rounds)));
+                tasks.push(tokio::spawn(check_echoes(there.expect("connect"), client, rounds)));
                 tasks.push(tokio::spawn(echo(here.expect("accept"))));
             }
             for task in tasks {
-                let done = timeout(PATIENCE, task).await.expect("answers in time");
-                done.expect("no panic").expect("in good order");
+                let done = timeout(TEST_TIMEOUT, task).await.expect("answers in time");
+                done.expect("no panic").expect("closed cleanly");
             }
-            // When nobody has the fabrics any more, their drivers end.
+            // The drivers end when the last handle on the fabrics is dropped.
             drop((a, b, listener));
             for driver in driving {
-                let driven = timeout(PATIENCE, driver).await.expect("it ends");
-                driven.expect("no panic").expect("driven");
+                let driven = timeout(TEST_TIMEOUT, driver).await.expect("the driver ends in time");
+                driven.expect("no panic").expect("driver ends");
             }
         });
         pools.iter().for_each(assert_unused);
@@ -116,7 +117,7 @@ impl Wake for Unpark {
     }
 }
 
-/// WaitSet for a future that somebody else drives; `None` when `patience` is over.
+/// Waits for a future that another thread drives. Returns `None` when the time limit is over.
 fn wait<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     let mut context = Context::from_waker(&waker);
@@ -135,30 +136,32 @@ fn wait<F: Future>(future: F, patience: Duration) -> Option<F::Output> {
 }
 
 fn in_time<F: Future>(future: F) -> F::Output {
-    wait(future, PATIENCE).expect("in time")
+    wait(future, TEST_TIMEOUT).expect("in time")
 }
 
 /// Fabrics on threads of their own, clients on others.
-pub(crate) fn on_threads(fixture: &Fixture) {
+pub(crate) fn dedicated_threads(fixture: &Fixture) {
     for busy_poll_us in [0, 50] {
         let (a, b, mut listener) = fabrics(fixture, &Config { busy_poll_us, ..Config::default() });
         let pools = [a.pool().clone(), b.pool().clone()];
-        let rounds = 60 / fixture.slower.min(10) as u64;
+        let rounds = 60 / fixture.work_divisor.min(10) as u64;
         let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
         thread::scope(|scope| {
             for client in 0..CLIENTS {
-                let calling = call(&a, &fixture.hosts[1], &listener);
+                let calling = connect(&a, &fixture.hosts[1], &listener);
                 let (there, here) = in_time(async { join!(calling, listener.accept()) });
                 let (there, here) = (there.expect("connect"), here.expect("accept"));
-                scope.spawn(move || in_time(ask(there, client, rounds)).expect("in good order"));
-                scope.spawn(move || in_time(echo(here)).expect("in good order"));
+                scope.spawn(move || {
+                    in_time(check_echoes(there, client, rounds)).expect("closed cleanly")
+                });
+                scope.spawn(move || in_time(echo(here)).expect("closed cleanly"));
             }
         });
         drop((a, b, listener));
         for thread in driving {
             let begun = Instant::now();
             while !thread.is_finished() {
-                assert!(begun.elapsed() < PATIENCE, "it does not end");
+                assert!(begun.elapsed() < TEST_TIMEOUT, "the driver thread does not end");
                 thread::sleep(Duration::from_millis(1));
             }
             thread.join().expect("no panic");
@@ -167,19 +170,20 @@ pub(crate) fn on_threads(fixture: &Fixture) {
     }
 }
 
-/// Several threads send on one link while others receive; one of them drives with its own future.
+/// Several threads send on one link, each driving the fabric with its own future, while another
+/// receives.
 pub(crate) fn one_link_many_threads(fixture: &Fixture) {
     const SENDERS: u16 = 4;
     let (a, b, mut listener) = fabrics(fixture, &Config::default());
-    let each = 300 / fixture.slower as u64;
+    let each = 300 / fixture.work_divisor as u64;
     let driving = b.spawn_thread().expect("a thread");
-    let calling = call(&a, &fixture.hosts[1], &listener);
+    let calling = connect(&a, &fixture.hosts[1], &listener);
     let (there, here) = a.block_on(async { join!(calling, listener.accept()) });
     let (there, here) = (there.expect("connect"), here.expect("accept"));
     thread::scope(|scope| {
         for channel in 0..SENDERS {
             let (a, there) = (&a, &there);
-            // All of them drive the fabric, by turns.
+            // All of them drive the fabric, in turns.
             scope.spawn(move || {
                 for number in 0..each {
                     let buf = filled(a, &pattern(number, (number % 700) as usize));
@@ -200,16 +204,16 @@ pub(crate) fn one_link_many_threads(fixture: &Fixture) {
             }
         });
     });
-    a.block_on(there.close()).expect("in good order");
+    a.block_on(there.close()).expect("closed cleanly");
     drop((there, here, listener, b));
     driving.join().expect("no panic");
 }
 
-/// A plain epoll loop that knows the fabric by its descriptor alone. A wait that ends by its time
-/// limit is a wake-up that was lost.
-fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::EventFlags) {
+/// A plain epoll loop that knows only the fabric's descriptor. A wait that ends by its time limit
+/// means a lost wake-up.
+fn run_in_epoll_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::EventFlags) {
     let pair = Pair::with(fixture, &Config { busy_poll_us, ..Config::default() });
-    let rounds = 200 / fixture.slower.min(10) as u64;
+    let rounds = 200 / fixture.work_divisor.min(10) as u64;
     let poll = epoll::create(epoll::CreateFlags::CLOEXEC).expect("epoll");
     let ends = [&pair.a, &pair.b];
     for (token, end) in (0..).zip(ends) {
@@ -221,23 +225,23 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
     let patience = Timespec { tv_sec: 5, tv_nsec: 0 };
     let mut asked = 0;
     let mut answered = 0;
-    pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
+    pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
     for end in ends {
         end.fabric.progress();
     }
     while answered < rounds {
-        // Whatever a call of `progress` brought is looked at before waiting.
+        // Handles whatever `progress` delivered before it waits.
         let mut busy = true;
         while std::mem::take(&mut busy) {
-            while let Some(message) = pair.b.link.try_recv().expect("it is up") {
-                pair.b.link.post_bytes(0, &message.to_vec()).expect("room");
+            while let Some(message) = pair.b.link.try_recv().expect("link is up") {
+                pair.b.link.post_bytes(0, &message.to_vec()).expect("room in the queue");
                 pair.b.fabric.progress();
                 busy = true;
             }
-            while let Some(message) = pair.a.link.try_recv().expect("it is up") {
+            while let Some(message) = pair.a.link.try_recv().expect("link is up") {
                 assert!(message.to_vec() == bytes(answered), "round {answered}");
                 (answered, asked) = (answered + 1, asked + 1);
-                pair.a.link.post_bytes(0, &bytes(asked)).expect("room");
+                pair.a.link.post_bytes(0, &bytes(asked)).expect("room in the queue");
                 pair.a.fabric.progress();
                 busy = true;
             }
@@ -245,7 +249,7 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 4];
         let ready = epoll::wait(&poll, &mut events[..], Some(&patience)).expect("epoll");
-        assert!(ready > 0, "nobody woke us in round {answered}");
+        assert!(ready > 0, "lost wake-up in round {answered}");
         for event in &events[..ready] {
             ends[event.data.u64() as usize].fabric.progress();
         }
@@ -254,23 +258,23 @@ fn in_a_foreign_loop(fixture: &Fixture, busy_poll_us: u32, trigger: epoll::Event
     pair.end();
 }
 
-pub(crate) fn foreign_loop(fixture: &Fixture) {
+pub(crate) fn epoll_loop_level_triggered(fixture: &Fixture) {
     for busy_poll_us in [0, 50] {
-        in_a_foreign_loop(fixture, busy_poll_us, epoll::EventFlags::empty());
+        run_in_epoll_loop(fixture, busy_poll_us, epoll::EventFlags::empty());
     }
 }
 
-pub(crate) fn foreign_loop_by_edges(fixture: &Fixture) {
+pub(crate) fn epoll_loop_edge_triggered(fixture: &Fixture) {
     for busy_poll_us in [0, 50] {
-        in_a_foreign_loop(fixture, busy_poll_us, epoll::EventFlags::ET);
+        run_in_epoll_loop(fixture, busy_poll_us, epoll::EventFlags::ET);
     }
 }
 
-/// With nothing to do a fabric sleeps.
+/// An idle fabric sleeps.
 pub(crate) fn idle_fabrics_sleep(fixture: &Fixture) {
     let (a, b, mut listener) = fabrics(fixture, &Config::default());
     let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
-    let calling = call(&a, &fixture.hosts[1], &listener);
+    let calling = connect(&a, &fixture.hosts[1], &listener);
     let links = in_time(async { join!(calling, listener.accept()) });
     let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
     in_time(there.send_bytes(0, b"hello")).expect("acknowledged");
@@ -280,37 +284,41 @@ pub(crate) fn idle_fabrics_sleep(fixture: &Fixture) {
     thread::sleep(Duration::from_millis(500));
     let after = [&a, &b].map(|fabric| fabric.stats().passes);
     for (before, after) in before.into_iter().zip(after) {
-        assert!(after - before < 1000, "{} passes in half a second of silence", after - before);
+        assert!(
+            after - before < 1000,
+            "{} passes in half a second without traffic",
+            after - before
+        );
     }
     drop((there, here, listener, a, b));
     driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
 }
 
-/// Memory that the application gives back is posted again, though nothing tells the fabric of it.
-pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
+/// Memory that the application releases is posted again, although nothing notifies the fabric.
+pub(crate) fn reposts_released_memory(fixture: &Fixture) {
     let memory =
         PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
     let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
     let (a, b, mut listener) = fabrics(fixture, &config);
     let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
-    let calling = call(&a, &fixture.hosts[1], &listener);
+    let calling = connect(&a, &fixture.hosts[1], &listener);
     let links = in_time(async { join!(calling, listener.accept()) });
     let (there, here) = (links.0.expect("connect"), links.1.expect("accept"));
     for number in 0..600_u64 {
-        there.post_bytes(0, &pattern(number, 300)).expect("room");
+        there.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
     }
     let mut kept = Vec::new();
     while let Some(message) = wait(here.recv(), Duration::from_millis(500)) {
-        kept.push(message.expect("it is up"));
-        assert!(kept.len() <= 256, "more than 2 MiB hold");
+        kept.push(message.expect("link is up"));
+        assert!(kept.len() <= 256, "more messages than fit in 2 MiB");
     }
     let mut received = kept.len() as u64;
-    assert!(received >= 128, "{received} messages in 2 MiB");
+    assert!(received >= 128, "only {received} messages in 2 MiB");
     kept.clear();
     while received < 600 {
-        let message = wait(here.recv(), Duration::from_secs(3)).expect("it goes on soon");
+        let message = wait(here.recv(), Duration::from_secs(3)).expect("messages continue soon");
         assert!(
-            message.expect("it is up").to_vec() == pattern(received, 300),
+            message.expect("link is up").to_vec() == pattern(received, 300),
             "message {received}"
         );
         received += 1;
@@ -319,12 +327,12 @@ pub(crate) fn memory_given_back_is_used(fixture: &Fixture) {
     driving.into_iter().for_each(|thread| thread.join().expect("no panic"));
 }
 
-/// Threads that connect, send, read, abort and drop as they like, while others drive.
-pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
+/// Threads connect, send, read, abort and drop links at random, while others drive the fabrics.
+pub(crate) fn threads_use_links_at_random(fixture: &Fixture) {
     let (a, b, mut listener) = fabrics(fixture, &Config { window: 8, ..Config::default() });
     let pools = [a.pool().clone(), b.pool().clone()];
     let driving = [&a, &b].map(|fabric| fabric.spawn_thread().expect("a thread"));
-    let rounds = 60 / fixture.slower.min(10) as u64;
+    let rounds = 60 / fixture.work_divisor.min(10) as u64;
     let (target, over) = (listener.local_addr(), &std::sync::atomic::AtomicBool::new(false));
     thread::scope(|scope| {
         let callers: Vec<_> = (0..3)
@@ -335,7 +343,7 @@ pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
                     let options = ConnectOptions::new().local(fixture.hosts[1].any_port());
                     for _ in 0..rounds {
                         let link = in_time(a.connect_with(target, &options)).expect("a link");
-                        hurry(&link, &mut random);
+                        use_at_random(&link, &mut random);
                     }
                 })
             })
@@ -346,8 +354,8 @@ pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
                 let Some(link) = wait(listener.accept(), Duration::from_millis(20)) else {
                     continue;
                 };
-                let (link, seed) = (link.expect("it listens"), random.below(1 << 30));
-                scope.spawn(move || hurry(&link, &mut Random::new(seed)));
+                let (link, seed) = (link.expect("listener is up"), random.below(1 << 30));
+                scope.spawn(move || use_at_random(&link, &mut Random::new(seed)));
             }
             listener
         });
@@ -362,8 +370,8 @@ pub(crate) fn threads_in_a_hurry(fixture: &Fixture) {
     pools.iter().for_each(assert_unused);
 }
 
-/// Does this and that with a link, and leaves it in one way or another.
-fn hurry(link: &Link, random: &mut Random) {
+/// Uses a link at random, then ends it in a random way.
+fn use_at_random(link: &Link, random: &mut Random) {
     let buf = buffer(link.fabric(), &pattern(1, 4096));
     let region = link.register_memory(buf, Rights::READ).expect("a region");
     let _ = link.post_bytes(0, &region.grant(link).encode());
@@ -373,7 +381,7 @@ fn hurry(link: &Link, random: &mut Random) {
         match random.below(5) {
             0 => drop(link.post_bytes(1, &pattern(2, random.below(20_000) as usize))),
             1 => kept.push(link.send(2, filled(link.fabric(), &[1; 10_000]))),
-            2 => kept.iter_mut().for_each(|sending| drop(once(sending))),
+            2 => kept.iter_mut().for_each(|sending| drop(poll_once(sending))),
             3 => {
                 if let Some(Ok(message)) = wait(link.recv(), Duration::from_millis(2))
                     && message.channel() == 0
@@ -391,7 +399,7 @@ fn hurry(link: &Link, random: &mut Random) {
                 if random.below(2) == 0
                     && let Ok(buf) = in_time(reading)
                 {
-                    assert!(buf[..] == pattern(1, 4096), "others' bytes");
+                    assert!(buf[..] == pattern(1, 4096), "foreign bytes");
                 }
             }
         }
@@ -404,34 +412,34 @@ fn hurry(link: &Link, random: &mut Random) {
     }
 }
 
-/// Who breaks off is called again, and does not come to rest before all is done; who has nothing to
-/// do sleeps, whatever it says.
-pub(crate) fn broken_off(fixture: &Fixture) {
+/// A `progress_with` call that breaks off is called again until everything is done. An idle fabric
+/// sleeps, even if the callback always breaks off.
+pub(crate) fn progress_continues_after_a_break(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let is_readable = || {
         let mut fds = [PollFd::new(&pair.b.fabric, PollFlags::IN)];
         rustix::event::poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).expect("poll") > 0
     };
-    let come_to_rest = |how: ControlFlow<(), bool>| {
+    let run_until_idle = |how: ControlFlow<(), bool>| {
         let begun = Instant::now();
         while pair.a.fabric.progress() > 0
             || pair.b.fabric.progress_with(|| how) != ControlFlow::Continue(0)
             || is_readable()
         {
-            assert!(begun.elapsed() < PATIENCE, "it does not come to rest");
+            assert!(begun.elapsed() < TEST_TIMEOUT, "the fabric does not become idle");
         }
     };
-    come_to_rest(ControlFlow::Continue(false));
-    pair.a.link.post_bytes(0, b"something to do").expect("room");
+    run_until_idle(ControlFlow::Continue(false));
+    pair.a.link.post_bytes(0, b"something to do").expect("room in the queue");
     let begun = Instant::now();
     while pair.b.fabric.progress_with(|| ControlFlow::Break(())).is_continue() {
         pair.a.fabric.progress();
-        assert!(begun.elapsed() < PATIENCE, "nothing comes");
+        assert!(begun.elapsed() < TEST_TIMEOUT, "the message does not arrive");
     }
-    assert!(is_readable(), "there may be more");
-    come_to_rest(ControlFlow::Break(()));
+    assert!(is_readable(), "the descriptor must be readable while there may be more work");
+    run_until_idle(ControlFlow::Break(()));
     assert_eq!(
-        pair.b.link.try_recv().expect("it is up").expect("a message").to_vec(),
+        pair.b.link.try_recv().expect("link is up").expect("a message").to_vec(),
         b"something to do"
     );
     pair.end();

@@ -1,4 +1,4 @@
-//! Fabrics at the edge of their settings: small queues, many links, little memory.
+//! Fabrics with extreme settings: small queues, many links, little memory.
 
 use std::time::{Duration, Instant};
 
@@ -7,10 +7,11 @@ use ferrite_fabric::{Config, ErrorKind, Link};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::pair::{Pair, drive, failed, filled, meet, pass, pattern, until};
+use super::pair::{Pair, drive, failed, filled, open_link, pass, pattern, until};
 use super::{Fixture, KIB, MIB};
 
-/// Sends `count` messages of mixed sizes on every link, both ways at once; all arrive.
+/// Sends `count` messages of mixed sizes on every link, both ways at once, and checks that all
+/// arrive.
 fn exchange(pair: &Pair, links: &[[Link; 2]], count: u64) {
     let len = |number: u64| (number as usize * 2741) % (20 * KIB);
     let one = |from: &Link, to: &Link| {
@@ -27,7 +28,7 @@ fn exchange(pair: &Pair, links: &[[Link; 2]], count: u64) {
                     let message = to.recv().await.expect("a message");
                     let number = (0..count)
                         .find(|number| len(*number) == message.len())
-                        .expect("its length");
+                        .expect("a sent length");
                     assert!(message.to_vec() == pattern(number, message.len()), "message {number}");
                 }
             };
@@ -42,7 +43,7 @@ fn exchange(pair: &Pair, links: &[[Link; 2]], count: u64) {
     }
 }
 
-/// Completions, requests and receives for a few, links for many: none overruns, all is delivered.
+/// Small queues with many links: no queue overruns, and every message is delivered.
 pub(crate) fn small_queues(fixture: &Fixture) {
     let config = Config {
         cq_size: 32,
@@ -53,39 +54,40 @@ pub(crate) fn small_queues(fixture: &Fixture) {
         ..Config::default()
     };
     let mut pair = Pair::with(fixture, &config);
-    let links: Vec<_> = (0..40 / fixture.slower.min(8)).map(|_| pair.another(fixture)).collect();
+    let links: Vec<_> =
+        (0..40 / fixture.work_divisor.min(8)).map(|_| pair.another(fixture)).collect();
     exchange(&pair, &links, 12);
     drop(links);
     pair.end();
 }
 
-/// Nothing goes inline: neither messages nor control frames.
-pub(crate) fn nothing_inline(fixture: &Fixture) {
+/// Nothing is sent inline, neither messages nor control frames.
+pub(crate) fn works_without_inline_sends(fixture: &Fixture) {
     let config = Config { inline_threshold: 0, window: 4, ..Config::default() };
     let mut pair = Pair::with(fixture, &config);
     let links = [pair.another(fixture), pair.another(fixture)];
-    exchange(&pair, &links, 40 / fixture.slower.min(4) as u64);
-    pair.a.link.post_bytes(0, b"").expect("room");
-    pair.a.link.post_bytes(0, b"x").expect("room");
+    exchange(&pair, &links, 40 / fixture.work_divisor.min(4) as u64);
+    pair.a.link.post_bytes(0, b"").expect("room in the queue");
+    pair.a.link.post_bytes(0, b"x").expect("room in the queue");
     assert_eq!((pair.receive(&pair.b).len(), pair.receive(&pair.b).len()), (0, 1));
     drop(links);
     pair.end();
 }
 
-/// More inline than the device takes: it takes less.
-pub(crate) fn too_much_inline(fixture: &Fixture) {
+/// An inline threshold above the device's limit: the fabric uses the device's limit.
+pub(crate) fn caps_the_inline_threshold(fixture: &Fixture) {
     let config = Config { inline_threshold: 100_000, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     for len in [0, 1, 63, 64, 65, 511, 512, 513, 8 * KIB, 100_000] {
         let bytes = pattern(len as u64, len);
-        pair.a.link.post_bytes(0, &bytes).expect("room");
+        pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
         assert!(pair.receive(&pair.b).to_vec() == bytes, "{len} bytes");
     }
     pair.end();
 }
 
-/// Settings that cannot be are said when the fabric is made.
-pub(crate) fn impossible_settings(fixture: &Fixture) {
+/// Invalid settings are reported when the fabric is built.
+pub(crate) fn rejects_invalid_settings(fixture: &Fixture) {
     let good = Config::default;
     for (config, word) in [
         (Config { recv_buffer_size: 100, ..good() }, "recv_buffer_size"),
@@ -109,49 +111,53 @@ pub(crate) fn impossible_settings(fixture: &Fixture) {
         assert!(error.to_string().contains(word), "{error}");
     }
     let error = failed(fixture.builder().device("nic9").build(), "no such device");
-    assert!(error.to_string().contains(&fixture.hosts[0].device), "says which there are: {error}");
+    assert!(
+        error.to_string().contains(&fixture.hosts[0].device),
+        "the error must list the devices: {error}"
+    );
 }
 
-/// What a message costs does not depend on links that have nothing to say.
+/// The cost of a message does not depend on the number of idle links.
 pub(crate) fn idle_links_cost_nothing(fixture: &Fixture) {
     const ROUNDS: u32 = 300;
     let mut pair = Pair::new(fixture);
     let measure = |pair: &Pair| {
-        // CPU time, and the best of several: others run on this machine, too.
+        // CPU time, and the best of several measurements: other programs run on this machine, too.
         let times = (0..9).map(|_| {
             let begun = thread_cpu_time();
             for _ in 0..ROUNDS {
-                pair.a.link.post_bytes(0, &[1; 64]).expect("room");
-                while pair.b.link.try_recv().expect("it is up").is_none() {
+                pair.a.link.post_bytes(0, &[1; 64]).expect("room in the queue");
+                while pair.b.link.try_recv().expect("link is up").is_none() {
                     pass(&[&pair.a.fabric, &pair.b.fabric]);
                 }
             }
             thread_cpu_time() - begun
         });
-        times.min().expect("several")
+        times.min().expect("several measurements")
     };
     let alone = measure(&pair);
-    let idle: Vec<_> = (0..1000 / fixture.slower.min(10)).map(|_| pair.another(fixture)).collect();
+    let idle: Vec<_> =
+        (0..1000 / fixture.work_divisor.min(10)).map(|_| pair.another(fixture)).collect();
     let among_many = measure(&pair);
     assert!(
         among_many < alone * 2 + Duration::from_millis(1),
         "{ROUNDS} messages take {alone:?} with one link, {among_many:?} with {}",
         idle.len()
     );
-    // One by one: a thousand farewells at once are another test.
+    // Closes them one by one: closing many at once is another test.
     for [a, _b] in idle {
-        pair.drive(a.close()).expect("in good order");
+        pair.drive(a.close()).expect("closed cleanly");
     }
     pair.end();
 }
 
 fn thread_cpu_time() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
-    time.try_into().expect("it is not negative")
+    time.try_into().expect("CPU time is not negative")
 }
 
-/// The application keeps what it received until there is no memory for more: peers wait, and go on
-/// when it lets go.
+/// The application keeps received messages until there is no memory for more. Peers wait, and
+/// continue when it releases them.
 pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     let memory =
         PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
@@ -160,13 +166,13 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     let mut kept = Vec::new();
     let mut sent = 0_u64;
     let begun = Instant::now();
-    // 256 receives in all.
+    // There is memory for 256 receives.
     while kept.len() < 256 {
         while sent < 600 && pair.a.link.post_bytes(0, &pattern(sent, 300)).is_ok() {
             sent += 1;
         }
         pass(&[&pair.a.fabric, &pair.b.fabric]);
-        kept.extend(pair.b.link.try_recv().expect("it is up"));
+        kept.extend(pair.b.link.try_recv().expect("link is up"));
         if begun.elapsed() > Duration::from_secs(2) {
             break;
         }
@@ -174,7 +180,7 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     assert!((200..=256).contains(&kept.len()), "{} messages in 2 MiB", kept.len());
     assert!(pair.b.link.failure().is_none() && pair.a.link.failure().is_none());
     while sent < 600 {
-        pair.drive(pair.a.link.room()).expect("it is up");
+        pair.drive(pair.a.link.room()).expect("link is up");
         sent += u64::from(pair.a.link.post_bytes(0, &pattern(sent, 300)).is_ok());
         if pair.a.link.stats().send_ops + 1000 < sent {
             break;
@@ -191,16 +197,15 @@ pub(crate) fn receive_memory_runs_out(fixture: &Fixture) {
     pair.end();
 }
 
-/// A message that is larger than the peer's memory for receives is refused at once: it could never
-/// arrive.
-pub(crate) fn message_larger_than_the_memory(fixture: &Fixture) {
+/// A message larger than the peer's receive memory is rejected at once: it could never arrive.
+pub(crate) fn rejects_messages_larger_than_the_receive_memory(fixture: &Fixture) {
     let memory =
         PoolConfig { receive_reserve: 2 << 20, memory_pool_max: 64 << 20, ..PoolConfig::default() };
     let config = Config { memory, recv_queue_depth: 64, ..Config::default() };
     let pair = Pair::of(fixture, &Config::default(), &config);
     let error = failed(pair.drive(pair.a.link.send_bytes(0, &vec![1; 4 * MIB])), "too large");
     assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
-    // The largest that the peer says it takes arrives, on several links at once.
+    // The largest message that the peer accepts arrives, on several links at once.
     let most = pair.a.link.peer_hello().max_message_bytes as usize;
     assert!((8 * KIB..2 * MIB).contains(&most), "{most}");
     let mut pair = pair;
@@ -211,7 +216,7 @@ pub(crate) fn message_larger_than_the_memory(fixture: &Fixture) {
             let bytes = pattern(1, a.peer_hello().max_message_bytes as usize);
             let (sent, received) = join!(a.send_bytes(0, &bytes), b.recv());
             sent.expect("acknowledged");
-            assert!(received.expect("a message").to_vec() == bytes, "another content");
+            assert!(received.expect("a message").to_vec() == bytes, "content differs");
         }
     };
     pair.drive(join_all(links.iter().map(one)));
@@ -219,7 +224,7 @@ pub(crate) fn message_larger_than_the_memory(fixture: &Fixture) {
     pair.end();
 }
 
-/// Sends have nothing left: said, and over when something has come back.
+/// When the send memory is used up, sends fail; they work again once memory is returned.
 pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
     let memory =
         PoolConfig { memory_pool_max: 8 << 20, receive_reserve: 6 << 20, ..PoolConfig::default() };
@@ -239,9 +244,9 @@ pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
         failed(pair.drive(pair.a.link.send_bytes(0, b"x")), "no memory").kind(),
         ErrorKind::Full
     );
-    // Not even the answer to a farewell has memory; it goes when there is some.
+    // Receiving works without send memory. Control frames are sent once there is some.
     for number in 0..200_u32 {
-        pair.b.link.post_bytes(0, &number.to_le_bytes()).expect("room");
+        pair.b.link.post_bytes(0, &number.to_le_bytes()).expect("room in the queue");
     }
     for _ in 0..30 {
         pair.receive(&pair.a);
@@ -255,12 +260,12 @@ pub(crate) fn send_memory_runs_out(fixture: &Fixture) {
     pair.end();
 }
 
-/// What the statistics say adds up.
-pub(crate) fn statistics(fixture: &Fixture) {
+/// The statistics add up.
+pub(crate) fn statistics_add_up(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [a, b] = pair.another(fixture);
     for number in 0..10 {
-        a.post_bytes(0, &pattern(number, 1000)).expect("room");
+        a.post_bytes(0, &pattern(number, 1000)).expect("room in the queue");
         drop(pair.drive(b.recv()).expect("a message"));
     }
     let before = pair.b.fabric.stats();
@@ -268,17 +273,17 @@ pub(crate) fn statistics(fixture: &Fixture) {
         (before.links, before.accepted, before.totals.recv_ops, before.totals.recv_bytes),
         (2, 2, 10, 10_000)
     );
-    pair.until("all is acknowledged", || a.stats().send_ops == 10);
+    pair.until("all messages are acknowledged", || a.stats().send_ops == 10);
     assert_eq!(pair.a.fabric.stats().totals.send_bytes, 10_000);
-    pair.drive(a.close()).expect("in good order");
-    pair.until("it is gone", || {
+    pair.drive(a.close()).expect("closed cleanly");
+    pair.until("the link is gone", || {
         pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1
     });
     let after = pair.b.fabric.stats();
     assert_eq!(
         (after.totals.recv_ops, after.totals.recv_bytes),
         (10, 10_000),
-        "those that are gone are counted"
+        "totals must include links that are gone"
     );
     assert_eq!((after.failed_links, after.refused, after.foreign_peers), (0, 0, 0));
     assert!(after.passes > 0 && after.completions >= 10 && after.receives_posted > 0);
@@ -286,21 +291,21 @@ pub(crate) fn statistics(fixture: &Fixture) {
     pair.end();
 }
 
-/// Fabrics come and go, with links in every state.
-pub(crate) fn many_lives(fixture: &Fixture) {
+/// Fabrics are created and dropped with links in every state.
+pub(crate) fn drops_fabrics_in_every_state(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
-    for life in 0..30 / fixture.slower.min(10) {
+    for round in 0..30 / fixture.work_divisor.min(10) {
         let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
         let mut listener = b.listen(host.any_port()).expect("listen");
-        let [there, here] = meet(&a, peer, &b, &mut listener);
-        there.post_bytes(0, &[1; 30_000]).expect("room");
+        let [there, here] = open_link(&a, peer, &b, &mut listener);
+        there.post_bytes(0, &[1; 30_000]).expect("room in the queue");
         let sending = here.send(0, filled(&b, &[2; 30_000]));
-        match life % 5 {
+        match round % 5 {
             0 => drop((a, b)),
             1 => drop((there, here)),
             2 => there.abort(),
             3 => drop(drive(&[&a, &b], here.close())),
-            _ => until(&[&a, &b], "half way", || here.stats().recv_bytes > 0),
+            _ => until(&[&a, &b], "part of the message arrived", || here.stats().recv_bytes > 0),
         }
         drop((sending, listener));
     }

@@ -1,5 +1,5 @@
-//! What only the fake can do: every call that can fail fails once; it is told, and nothing is left
-//! of it.
+//! Faults that only the fake provider can cause: every call that can fail fails once. The error is
+//! reported, and the failed attempt leaves nothing behind.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use ferrite_verbs::fake::{Objects, World};
 use futures_util::join;
 
 use crate::links::pair::{
-    Pair, buffer, call, clear, drive, failed, filled, meet, once, pattern, run_for,
+    Pair, buffer, clear, connect, drive, failed, filled, open_link, pattern, poll_once, run_for,
 };
 use crate::links::{Fixture, KIB};
 
@@ -17,7 +17,7 @@ const EIO: i32 = 5;
 const EAGAIN: i32 = 11;
 const ENOMEM: i32 = 12;
 
-/// Runs a test in a world of its own; nothing may be left of it.
+/// Runs a test in a world of its own and checks that it leaves nothing behind.
 pub(crate) fn run(test: impl FnOnce(&World, &Fixture)) {
     let (world, fixture) = crate::world();
     test(&world, &fixture);
@@ -26,14 +26,15 @@ pub(crate) fn run(test: impl FnOnce(&World, &Fixture)) {
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-/// Never shown: it only says that something else happened before.
-pub(crate) fn assert_told(error: &Error, kinds: &[ErrorKind]) {
+/// Checks the kind of an error, and that it reports the first cause: a flushed request only shows
+/// that something else failed before.
+pub(crate) fn assert_root_cause(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{error:?}");
     assert!(!error.to_string().contains("flush"), "{error}");
 }
 
 #[test]
-fn making_a_fabric() {
+fn failed_calls_while_building_a_fabric() {
     run(|world, fixture| {
         let build = || fixture.builder().device("fake1").build();
         for (call, errno, kind) in [
@@ -63,13 +64,13 @@ fn making_a_fabric() {
 }
 
 #[test]
-fn listening() {
+fn failed_calls_while_listening() {
     run(|world, fixture| {
         let fabric = fixture.fabric(&fixture.hosts[0], &Config::default());
         world.fail_next("rdma_create_event_channel", 19);
         let error = failed(fabric.listen(fixture.hosts[0].any_port()), "no connection manager");
         assert_eq!(error.kind(), ErrorKind::Absent, "{error}");
-        fabric.listen(fixture.hosts[0].any_port()).expect("to listen");
+        fabric.listen(fixture.hosts[0].any_port()).expect("listen");
         for (call, errno, kind) in [
             ("rdma_create_id", 24, ErrorKind::Resources),
             ("rdma_bind_addr", 98, ErrorKind::Misuse),
@@ -79,15 +80,15 @@ fn listening() {
             let error = failed(fabric.listen(fixture.hosts[0].any_port()), call);
             assert_eq!(error.kind(), kind, "{call}: {error}");
         }
-        fabric.listen(fixture.hosts[0].any_port()).expect("to listen");
+        fabric.listen(fixture.hosts[0].any_port()).expect("listen");
         clear([fabric]);
     });
 }
 
-/// Every step of a handshake fails once, on either side: the caller hears of it in time, the next
-/// attempt succeeds, and nothing is left of the first.
+/// Every step of a handshake fails once, on either side. The connecting side gets an error in time,
+/// the next attempt succeeds, and nothing is left of the first.
 #[test]
-fn handshake() {
+fn failed_calls_during_the_handshake() {
     for call in [
         "rdma_create_id",
         "rdma_resolve_addr",
@@ -104,13 +105,13 @@ fn handshake() {
         "ibv_query_port",
     ] {
         for skip in 0..6 {
-            run(|world, fixture| meet_with_a_fault(world, fixture, call, skip));
+            run(|world, fixture| connect_with_a_fault(world, fixture, call, skip));
         }
     }
 }
 
-/// Makes the fault at the `skip`th pass of the two.
-fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
+/// Connects, and causes the fault after `skip` passes of both fabrics.
+fn connect_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     let [host, peer] = &fixture.hosts;
     let config = Config { connection_timeout: Duration::from_millis(300), ..Config::default() };
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &config));
@@ -118,9 +119,9 @@ fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     if skip == 0 {
         world.fail_next(fault, EIO);
     }
-    let mut connecting = call(&a, peer, &listener);
+    let mut connecting = connect(&a, peer, &listener);
     for _ in 0..skip {
-        // A pass looks at events once in a millisecond.
+        // A pass looks for events once per millisecond.
         std::thread::sleep(Duration::from_micros(1100));
         a.poll();
         b.poll();
@@ -134,16 +135,16 @@ fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     if let Err(error) = &made {
         let kinds =
             [ErrorKind::DeviceGone, ErrorKind::Refused, ErrorKind::Unreachable, ErrorKind::Timeout];
-        assert_told(error, &kinds);
+        assert_root_cause(error, &kinds);
     }
     drop((made, connecting));
-    // The fault is over now, whoever met it, or is met by what follows.
+    // Something has hit the fault by now, or one of the following calls does.
     run_for(&[&a, &b], Duration::from_millis(5));
-    while let Some(link) = once(&mut listener.accept()) {
+    while let Some(link) = poll_once(&mut listener.accept()) {
         drop(link);
     }
     for attempt in 0.. {
-        let connecting = call(&a, peer, &listener);
+        let connecting = connect(&a, peer, &listener);
         match drive(&[&a, &b], connecting) {
             Ok(link) => {
                 drop(link);
@@ -156,30 +157,30 @@ fn meet_with_a_fault(world: &World, fixture: &Fixture, fault: &str, skip: u32) {
     clear([a, b]);
 }
 
-/// A refusal that cannot be sent, a farewell that cannot be said: the peer hears something, and
-/// nobody hangs.
+/// A refusal or a disconnect that cannot be sent: the peer still gets an error or a close, and
+/// nothing hangs.
 #[test]
-fn parting() {
+fn failed_reject_and_disconnect() {
     run(|world, fixture| {
         let [host, peer] = &fixture.hosts;
         let a = fixture.fabric(peer, &Config::default());
         let b = fixture.fabric(host, &Config { max_connections: 1, ..Config::default() });
         let mut listener = b.listen(host.any_port()).expect("listen");
-        let [there, here] = meet(&a, peer, &b, &mut listener);
+        let [there, here] = open_link(&a, peer, &b, &mut listener);
         world.fail_next("rdma_reject", EIO);
-        let error = failed(drive(&[&a, &b], call(&a, peer, &listener)), "one is the limit");
-        assert_told(&error, &[ErrorKind::Refused]);
+        let error = failed(drive(&[&a, &b], connect(&a, peer, &listener)), "max_connections is 1");
+        assert_root_cause(&error, &[ErrorKind::Refused]);
         world.fail_next("rdma_disconnect", EIO);
-        drive(&[&a, &b], there.close()).expect("in good order");
-        drive(&[&a, &b], here.ended()).expect("in good order");
+        drive(&[&a, &b], there.close()).expect("closed cleanly");
+        drive(&[&a, &b], here.ended()).expect("closed cleanly");
         drop((there, here, listener));
         clear([a, b]);
     });
 }
 
-/// A queue pair that does not go at once is tried again.
+/// A queue pair whose destruction fails is destroyed by a later attempt.
 #[test]
-fn queue_pair_that_stays() {
+fn retries_destroying_a_queue_pair() {
     run(|world, fixture| {
         let pair = Pair::new(fixture);
         world.fail_next("ibv_destroy_qp", 16);
@@ -188,9 +189,9 @@ fn queue_pair_that_stays() {
     });
 }
 
-/// A post that the device refuses ends the link with what it said, whoever made it.
+/// A failed post ends the link with the device's error, whichever call made the post.
 #[test]
-fn refused_post() {
+fn failed_post_ends_the_link() {
     run(|world, fixture| {
         let mut pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
         let (region, token) = {
@@ -202,52 +203,60 @@ fn refused_post() {
         for case in 0..6 {
             let [a, b] = pair.another(fixture);
             let error = match case {
-                // At once.
+                // The call itself posts.
                 0 => {
                     world.fail_next("ibv_post_send", EIO);
-                    failed(a.post_bytes(0, b"x"), "refused")
+                    failed(a.post_bytes(0, b"x"), "the post must fail")
                 }
                 1 => {
                     world.fail_next("ibv_post_send", EIO);
                     let (_, error) = a.post(0, filled(&pair.a.fabric, &[1; 1000])).map_or_else(
                         |(buf, error)| (Some(buf), error),
-                        |()| (None, a.failure().expect("it is down")),
+                        |()| (None, a.failure().expect("link is down")),
                     );
                     error
                 }
                 2 => {
                     world.fail_next("ibv_post_send", EIO);
-                    failed(pair.drive(a.send(0, filled(&pair.a.fabric, &[1; 1000]))), "refused")
+                    failed(
+                        pair.drive(a.send(0, filled(&pair.a.fabric, &[1; 1000]))),
+                        "the post must fail",
+                    )
                 }
                 3 => {
                     world.fail_next("ibv_post_send", EIO);
                     let buf = pair.a.fabric.buffer(100).expect("memory");
                     let failed_read = match a.rdma_read(&token, 0, buf) {
-                        Ok(reading) => pair.drive(reading).expect_err("refused"),
+                        Ok(reading) => pair.drive(reading).expect_err("the post must fail"),
                         Err(failed_read) => failed_read,
                     };
-                    assert!(failed_read.buf.is_some(), "the buffer comes back");
+                    assert!(failed_read.buf.is_some(), "the buffer must be returned");
                     failed_read.error
                 }
-                // Later, when the peer's credit lets it go: whoever waits is woken.
+                // The post happens later, when the peer returns credit: the waiting future is
+                // woken.
                 4 | 5 => {
                     let mut sending: Vec<_> =
                         (0..8).map(|_| a.send(0, filled(&pair.a.fabric, &[1; 1000]))).collect();
                     for future in &mut sending {
-                        assert!(once(future).is_none());
+                        assert!(poll_once(future).is_none());
                     }
-                    // The window is 2: the third is the one whose post fails, the last still waits.
+                    // The window is 2: the post of the third send fails, and the last one is still
+                    // queued.
                     let waiting = sending.remove(if case == 4 { 2 } else { 7 });
-                    drive(&[&pair.b.fabric], b.recv()).expect("the first");
+                    drive(&[&pair.b.fabric], b.recv()).expect("first message");
                     world.fail_next("ibv_post_send", EIO);
                     let sent = pair.drive(waiting);
                     drop(sending);
-                    failed(sent, "refused")
+                    failed(sent, "the post must fail")
                 }
                 _ => unreachable!(),
             };
-            assert_told(&error, &[ErrorKind::DeviceGone, ErrorKind::System, ErrorKind::LinkDown]);
-            pair.drive(async { join!(a.ended(), b.ended()) }).0.expect_err("it is down");
+            assert_root_cause(
+                &error,
+                &[ErrorKind::DeviceGone, ErrorKind::System, ErrorKind::LinkDown],
+            );
+            pair.drive(async { join!(a.ended(), b.ended()) }).0.expect_err("the link is down");
         }
         drop(region);
         pair.end();
@@ -256,23 +265,23 @@ fn refused_post() {
 
 /// Receives that cannot be posted now are posted later.
 #[test]
-fn refused_receives() {
+fn failed_receive_posts_are_retried() {
     run(|world, fixture| {
         let pair = Pair::with(fixture, &Config { recv_queue_depth: 16, ..Config::default() });
         for number in 0..200_u64 {
             if number % 10 == 0 {
                 world.fail_next("ibv_post_srq_recv", ENOMEM);
             }
-            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room");
+            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
             assert!(pair.receive(&pair.b).to_vec() == pattern(number, 300), "message {number}");
         }
         pair.end();
     });
 }
 
-/// Calls that fail once while everything else is well: nothing is lost.
+/// Calls that fail once while everything else works: no message is lost.
 #[test]
-fn hiccups() {
+fn transient_failures_lose_nothing() {
     for call in [
         "ibv_poll_cq",
         "ibv_req_notify_cq",
@@ -284,8 +293,8 @@ fn hiccups() {
             let mut pair = Pair::new(fixture);
             for number in 0..20_u64 {
                 world.fail_next(call, EAGAIN);
-                pair.a.link.post_bytes(0, &pattern(number, 10 * KIB)).expect("room");
-                // By all ways that arm the queue.
+                pair.a.link.post_bytes(0, &pattern(number, 10 * KIB)).expect("room in the queue");
+                // `progress` arms the completion queue.
                 pair.a.fabric.progress();
                 pair.b.fabric.progress();
                 assert!(
@@ -300,9 +309,9 @@ fn hiccups() {
     }
 }
 
-/// Memory cannot be registered: each is told, and works when it can.
+/// A failed registration is reported, and the next one works.
 #[test]
-fn no_registration() {
+fn failed_registration_is_reported() {
     run(|world, fixture| {
         let pair = Pair::with(fixture, &Config { inline_threshold: 0, ..Config::default() });
         world.fail_next("ibv_reg_mr", ENOMEM);
@@ -310,11 +319,11 @@ fn no_registration() {
             .a
             .link
             .register_memory(buffer(&pair.a.fabric, &[1; 100]), Rights::READ)
-            .expect_err("refused");
-        assert_told(&error, &[ErrorKind::Resources]);
-        let region = pair.a.link.register_memory(buf, Rights::READ).expect("now it can");
+            .expect_err("registration must fail");
+        assert_root_cause(&error, &[ErrorKind::Resources]);
+        let region = pair.a.link.register_memory(buf, Rights::READ).expect("second registration");
 
-        // The pool has to grow, and cannot.
+        // The pool has to grow but cannot.
         let kept: Vec<_> = (0..2).map_while(|_| pair.a.fabric.buffer(2 << 20).ok()).collect();
         world.fail_next("ibv_reg_mr", ENOMEM);
         let mut more = Vec::new();
@@ -324,20 +333,20 @@ fn no_registration() {
                 Err(error) => break error,
             }
         };
-        assert_told(&error, &[ErrorKind::Resources]);
+        assert_root_cause(&error, &[ErrorKind::Resources]);
         drop((kept, more, region));
         pair.end();
     });
 }
 
-/// The pool has to grow for a control frame, and cannot: the frame waits, or the link says why; no
-/// place in the completion queue is lost.
+/// The pool has to grow for a control frame but cannot. The frame waits or the link reports the
+/// cause, and no place in the completion queue is lost.
 #[test]
-fn no_registration_for_a_control_frame() {
+fn failed_registration_for_a_control_frame() {
     run(|world, fixture| {
         let config = Config { inline_threshold: 0, window: 2, ..Config::default() };
         let pair = Pair::with(fixture, &config);
-        // Takes all that is registered for sends.
+        // Takes all memory that is registered for sends.
         let mut kept = vec![pair.b.fabric.buffer(2 << 20).expect("memory")];
         while pair.b.fabric.stats().memory.send.free_bytes >= 2 << 20 {
             kept.push(pair.b.fabric.buffer(2 << 20).expect("memory"));
@@ -346,7 +355,7 @@ fn no_registration_for_a_control_frame() {
             world.fail_next("ibv_reg_mr", ENOMEM);
         }
         for number in 0..20_u64 {
-            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room");
+            pair.a.link.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
         }
         for number in 0..20_u64 {
             match pair.drive(pair.b.link.recv()) {
@@ -354,7 +363,7 @@ fn no_registration_for_a_control_frame() {
                     assert!(message.to_vec() == pattern(number, 300), "message {number}")
                 }
                 Err(error) => {
-                    assert_told(&error, &[ErrorKind::Resources]);
+                    assert_root_cause(&error, &[ErrorKind::Resources]);
                     break;
                 }
             }
@@ -364,10 +373,10 @@ fn no_registration_for_a_control_frame() {
     });
 }
 
-/// The device does not let go of a region: the owner is told, and the memory is not used again
-/// until it does.
+/// The device does not release a region. The owner gets an error, and the memory is not reused
+/// until the device releases it.
 #[test]
-fn region_that_stays() {
+fn failed_deregistration_quarantines_the_memory() {
     run(|world, fixture| {
         let pair = Pair::new(fixture);
         let region = pair
@@ -376,11 +385,14 @@ fn region_that_stays() {
             .register_memory(buffer(&pair.b.fabric, &[1; 100]), Rights::READ)
             .expect("a region");
         let _token = region.grant(&pair.b.link);
-        // Once when it is revoked, once when it is dropped.
+        // Fails once for the revocation and once for the drop.
         world.fail_next("ibv_dereg_mr", 16);
         world.fail_next("ibv_dereg_mr", 16);
-        let error = pair.drive(region.revoke()).expect_err("it stays");
-        assert_told(&error, &[ErrorKind::Resources, ErrorKind::System, ErrorKind::DeviceGone]);
+        let error = pair.drive(region.revoke()).expect_err("deregistration must fail");
+        assert_root_cause(
+            &error,
+            &[ErrorKind::Resources, ErrorKind::System, ErrorKind::DeviceGone],
+        );
         let quarantined = pair.b.fabric.stats().memory.quarantined_bytes;
         assert_eq!(quarantined, 256);
         assert_eq!(pair.b.fabric.pool().retry_quarantined(), 1);

@@ -1,4 +1,4 @@
-//! How peers meet, and how they are told that they do not.
+//! Handshakes: how peers connect, and which errors they get when they cannot.
 
 use std::net::SocketAddr;
 use std::time::{Duration, Instant};
@@ -10,28 +10,34 @@ use futures_util::future::join_all;
 use futures_util::join;
 
 use super::hello::HELLO;
-use super::pair::{Pair, call, clear, drive, failed, meet, once, pass, run_for, until};
+use super::pair::{
+    Pair, clear, connect, drive, failed, open_link, pass, poll_once, run_for, until,
+};
 use super::verbs_peer::VerbsPeer;
-use super::{Fixture, PATIENCE};
+use super::{Fixture, TEST_TIMEOUT};
 
-/// Nobody listens at that port: said at once.
-pub(crate) fn nobody_listens(fixture: &Fixture) {
+/// When nobody listens on the port, the error comes at once.
+pub(crate) fn refused_when_nobody_listens(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let fabric = fixture.fabric(host, &Config::default());
     let begun = Instant::now();
     let options = ConnectOptions::new().local(host.any_port());
     let error = failed(
         drive(&[&fabric], fabric.connect_with(SocketAddr::new(peer.ip, 4242), &options)),
-        "nobody listens",
+        "nobody listens on the port",
     );
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
-    assert_eq!(error.refusal(), None, "the connection manager said so, no peer of ours");
+    assert_eq!(
+        error.refusal(),
+        None,
+        "the refusal comes from the connection manager, not from a Ferrite peer"
+    );
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
     clear([fabric]);
 }
 
-/// No host has the address: said when the time is over, or before.
-pub(crate) fn nobody_there(fixture: &Fixture) {
+/// When no host has the address, the connect fails after its timeout, or before.
+pub(crate) fn fails_when_no_host_has_the_address(fixture: &Fixture) {
     let host = &fixture.hosts[0];
     let fabric = fixture.fabric(host, &Config::default());
     for target in ["10.0.0.77:7471", "192.0.2.1:7471"] {
@@ -39,108 +45,111 @@ pub(crate) fn nobody_there(fixture: &Fixture) {
         let options =
             ConnectOptions::new().local(host.any_port()).timeout(Duration::from_millis(600));
         let connecting = fabric.connect_with(target.parse().expect("an address"), &options);
-        let error = failed(drive(&[&fabric], connecting), "nobody is there");
+        let error = failed(drive(&[&fabric], connecting), "no host has the address");
         let kinds = [ErrorKind::Unreachable, ErrorKind::Timeout];
         assert!(kinds.contains(&error.kind()), "{target}: {error:?}");
         assert!(begun.elapsed() < Duration::from_secs(4), "{target}: {:?}", begun.elapsed());
     }
     let from = ConnectOptions::new().local("192.0.2.7:0".parse().expect("an address"));
     let error = failed(
-        drive(&[&fabric], fabric.connect_with("10.0.0.2:1".parse().expect("one"), &from)),
-        "not ours",
+        drive(&[&fabric], fabric.connect_with("10.0.0.2:1".parse().expect("an address"), &from)),
+        "not a local address",
     );
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
-    let error = failed(fabric.listen("192.0.2.7:0".parse().expect("an address")), "not ours");
+    let error =
+        failed(fabric.listen("192.0.2.7:0".parse().expect("an address")), "not a local address");
     assert_eq!(error.kind(), ErrorKind::Unreachable, "{error}");
     clear([fabric]);
 }
 
-/// A peer that accepts the packet and never answers.
-pub(crate) fn nobody_answers(fixture: &Fixture) {
+/// A peer that receives the request but never answers.
+pub(crate) fn times_out_without_an_answer(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
     let listener = b.listen(host.any_port()).expect("listen");
     let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_millis(500));
     let begun = Instant::now();
     // `b` is not driven.
-    let error = failed(drive(&[&a], a.connect_with(listener.local_addr(), &options)), "b sleeps");
+    let error =
+        failed(drive(&[&a], a.connect_with(listener.local_addr(), &options)), "b does not answer");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     let took = begun.elapsed();
     assert!(took >= Duration::from_millis(490) && took < Duration::from_secs(2), "{took:?}");
-    // When it wakes it finds that the asker has given up.
+    // When `b` runs again, it finds that the other side has given up.
     run_for(&[&a, &b], Duration::from_millis(50));
     assert_eq!(a.stats().links, 0);
     drop(listener);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     while b.stats().links > 0 {
         pass(&[&a, &b]);
-        assert!(Instant::now() < deadline, "a half-open link stays");
+        assert!(Instant::now() < deadline, "a half-open link is left");
     }
     clear([a, b]);
 }
 
-/// Dropping the future gives the handshake up, at whatever point.
-pub(crate) fn given_up(fixture: &Fixture) {
+/// Dropping the future cancels the handshake, at any point.
+pub(crate) fn dropping_the_future_cancels(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
     let mut listener = b.listen(host.any_port()).expect("listen");
     for passes in 0..12 {
-        let mut connecting = call(&a, peer, &listener);
+        let mut connecting = connect(&a, peer, &listener);
         for _ in 0..passes {
             run_for(&[&a, &b], Duration::from_micros(1100));
         }
         if passes % 2 == 1 {
-            drop(once(&mut connecting));
+            drop(poll_once(&mut connecting));
         }
         drop(connecting);
-        // The link may have come about; then it is closed, not left to itself.
-        until(&[&a, &b], "nothing is left of it", || a.stats().links == 0);
+        // If the link was already made, it is closed.
+        until(&[&a, &b], "the link is gone", || a.stats().links == 0);
     }
     run_for(&[&a, &b], Duration::from_millis(20));
-    while let Some(link) = once(&mut listener.accept()) {
-        drive(&[&a, &b], link.expect("a link").ended()).expect("closed in good order");
+    while let Some(link) = poll_once(&mut listener.accept()) {
+        drive(&[&a, &b], link.expect("a link").ended()).expect("closed cleanly");
     }
-    let links = meet(&a, peer, &b, &mut listener);
+    let links = open_link(&a, peer, &b, &mut listener);
     drop((links, listener));
     clear([a, b]);
 }
 
-/// A link whose future was never asked after it was made does not stay.
-pub(crate) fn made_and_never_taken(fixture: &Fixture) {
+/// A link is closed if its future is dropped after the link was made but before it was taken.
+pub(crate) fn closes_links_that_are_never_taken(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &Config::default()));
     let mut listener = b.listen(host.any_port()).expect("listen");
-    let connecting = call(&a, peer, &listener);
-    until(&[&a, &b], "it is made", || a.stats().connected == 1 && b.stats().accepted == 1);
+    let connecting = connect(&a, peer, &listener);
+    until(&[&a, &b], "the link is made", || a.stats().connected == 1 && b.stats().accepted == 1);
     drop(connecting);
     let link = drive(&[&a, &b], listener.accept()).expect("a link");
-    drive(&[&a, &b], link.ended()).expect("closed in good order");
+    drive(&[&a, &b], link.ended()).expect("closed cleanly");
     drop((link, listener));
     clear([a, b]);
 }
 
-/// Who is in line when the listener goes is told; who was accepted stays; who comes later is
-/// refused.
-pub(crate) fn dropped_listener(fixture: &Fixture) {
+/// When the listener is dropped, links waiting to be accepted are closed, accepted links stay up,
+/// and later connects are refused.
+pub(crate) fn dropping_the_listener_closes_pending_links(fixture: &Fixture) {
     let peer = &fixture.hosts[1];
     let Pair { a, b, listener } = Pair::new(fixture);
     let target = listener.local_addr();
-    let in_line = drive(&[&a.fabric, &b.fabric], call(&a.fabric, peer, &listener)).expect("a link");
+    let pending =
+        drive(&[&a.fabric, &b.fabric], connect(&a.fabric, peer, &listener)).expect("a link");
     drop(listener);
-    drive(&[&a.fabric, &b.fabric], in_line.ended()).expect("closed in good order");
+    drive(&[&a.fabric, &b.fabric], pending.ended()).expect("closed cleanly");
     let options = ConnectOptions::new().local(peer.any_port());
     let late = drive(&[&a.fabric, &b.fabric], a.fabric.connect_with(target, &options));
-    assert_eq!(failed(late, "nobody listens").kind(), ErrorKind::Refused);
-    a.link.post_bytes(0, b"still here").expect("room");
+    assert_eq!(failed(late, "the listener was dropped").kind(), ErrorKind::Refused);
+    a.link.post_bytes(0, b"still here").expect("room in the queue");
     let message = drive(&[&a.fabric, &b.fabric], b.link.recv()).expect("a message");
     assert_eq!(message.to_vec(), b"still here");
     // The address is free again.
     let listener = b.fabric.listen(target);
-    drop((in_line, message, a.link, b.link, listener));
+    drop((pending, message, a.link, b.link, listener));
     clear([a.fabric, b.fabric]);
 }
 
-/// A peer of another protocol is handed to whoever takes such.
+/// A peer of another protocol is passed to the handler of foreign peers.
 pub(crate) fn hands_over_foreign_peers(fixture: &Fixture) {
     let host = &fixture.hosts[0];
     let fabric = fixture.fabric(host, &Config::default());
@@ -148,37 +157,37 @@ pub(crate) fn hands_over_foreign_peers(fixture: &Fixture) {
     let foreign_peers = listener.foreign_peers();
     std::thread::scope(|scope| {
         let target = listener.local_addr();
-        let calling = scope.spawn(move || VerbsPeer::call(fixture, target, b"*1 PING", &[]));
+        let calling = scope.spawn(move || VerbsPeer::connect(fixture, target, b"*1 PING", &[]));
         let request = drive(&[&fabric], foreign_peers.next()).expect("a request");
         assert!(request.private_data.starts_with(b"*1 PING"));
         assert!(request.id.peer_addr().is_some());
         request.id.reject(b"-ERR another time").expect("reject");
         let error = calling.join().expect("no panic").err().expect("rejected");
-        let said = error.rejection().expect("a rejection").private_data.clone();
-        assert!(said.starts_with(b"-ERR another time"), "{error}");
+        let answer = error.rejection().expect("a rejection").private_data.clone();
+        assert!(answer.starts_with(b"-ERR another time"), "{error}");
     });
     assert_eq!(fabric.stats().foreign_peers, 1);
     drop((foreign_peers, listener));
     clear([fabric]);
 }
 
-/// Says hello as `private_data`, and reads the refusal.
+/// Connects with this `private_data` as the hello, and returns the refusal.
 fn refused(fixture: &Fixture, private_data: &[u8]) -> Refusal {
     let host = &fixture.hosts[0];
     let fabric = fixture.fabric(host, &Config::default());
     let listener = fabric.listen(host.any_port()).expect("listen");
-    let error = VerbsPeer::call(fixture, listener.local_addr(), private_data, &[&fabric])
+    let error = VerbsPeer::connect(fixture, listener.local_addr(), private_data, &[&fabric])
         .err()
-        .expect("refused");
+        .expect("the listener must refuse");
     let rejection = error.rejection().expect("a rejection");
-    let refusal = Refusal::decode(&rejection.private_data).expect("a refusal of ours");
+    let refusal = Refusal::decode(&rejection.private_data).expect("a Ferrite refusal");
     assert_eq!(fabric.stats().refused, 1);
     drop(listener);
     clear([fabric]);
     refusal
 }
 
-/// Nobody takes foreign peers: they are told whom this listener takes.
+/// Without a handler for foreign peers, the refusal says which peers the listener accepts.
 pub(crate) fn rejects_foreign_peers(fixture: &Fixture) {
     for hello in [&b"*1 PING"[..], b"", b"FRT", &[0xff; 56]] {
         let refusal = refused(fixture, hello);
@@ -187,7 +196,7 @@ pub(crate) fn rejects_foreign_peers(fixture: &Fixture) {
     }
 }
 
-/// Another major version: both are named.
+/// A hello with another major version is refused, and the refusal names both versions.
 pub(crate) fn other_versions_are_refused(fixture: &Fixture) {
     let theirs = Version { major: Version::CURRENT.major + 1, minor: 3 };
     let refusal = refused(fixture, &Hello { version: theirs, ..HELLO }.encode());
@@ -195,14 +204,15 @@ pub(crate) fn other_versions_are_refused(fixture: &Fixture) {
     for version in [theirs, Version::CURRENT] {
         assert!(refusal.text.contains(&version.to_string()), "{refusal}");
     }
-    // A later minor one is welcome.
+    // A later minor version is accepted.
     let minor = Version { minor: 200, ..Version::CURRENT };
     let host = &fixture.hosts[0];
     let fabric = fixture.fabric(host, &Config::default());
     let mut listener = fabric.listen(host.any_port()).expect("listen");
     let hello = Hello { version: minor, ..HELLO };
-    let verbs_peer = VerbsPeer::call(fixture, listener.local_addr(), &hello.encode(), &[&fabric])
-        .expect("a link");
+    let verbs_peer =
+        VerbsPeer::connect(fixture, listener.local_addr(), &hello.encode(), &[&fabric])
+            .expect("a link");
     let link = drive(&[&fabric], listener.accept()).expect("a link");
     assert_eq!(link.peer_hello().version, minor);
     link.abort();
@@ -211,7 +221,7 @@ pub(crate) fn other_versions_are_refused(fixture: &Fixture) {
     drop(verbs_peer);
 }
 
-/// Limits that no peer may have.
+/// Hellos with invalid limits are refused.
 pub(crate) fn malformed_hellos_are_refused(fixture: &Fixture) {
     for (hello, what) in [
         (Hello { window: 1, ..HELLO }, "window"),
@@ -225,8 +235,8 @@ pub(crate) fn malformed_hellos_are_refused(fixture: &Fixture) {
     }
 }
 
-/// We call, and what answers is none of ours.
-pub(crate) fn strange_answers(fixture: &Fixture) {
+/// The connect fails if the answer is not a valid hello.
+pub(crate) fn rejects_invalid_answers(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let other = Hello { version: Version { major: 9, minor: 9 }, ..HELLO };
     for (answer, word) in [(&b"+PONG"[..], "not a Ferrite peer"), (&other.encode()[..], "9.9")] {
@@ -235,9 +245,9 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
         let target = listener.id().local_addr().expect("an address");
         let mut connecting =
             fabric.connect_with(target, &ConnectOptions::new().local(peer.any_port()));
-        let verbs_peer = VerbsPeer::answer(fixture, &listener, answer, &[&fabric]);
-        assert!(verbs_peer.is_err(), "we do not finish the handshake");
-        let error = failed(drive(&[&fabric], &mut connecting), "not ours");
+        let verbs_peer = VerbsPeer::accept(fixture, &listener, answer, &[&fabric]);
+        assert!(verbs_peer.is_err(), "the handshake must not complete");
+        let error = failed(drive(&[&fabric], &mut connecting), "not a valid hello");
         assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
         assert!(error.to_string().contains(word), "{error}");
         drop(connecting);
@@ -245,8 +255,8 @@ pub(crate) fn strange_answers(fixture: &Fixture) {
     }
 }
 
-/// A peer that begins the handshake and does not end it makes place for another that means it.
-pub(crate) fn half_open(fixture: &Fixture) {
+/// A peer that does not complete its handshake is displaced by another that does.
+pub(crate) fn displaces_stalled_handshakes(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let config = Config {
         max_half_open: 1,
@@ -255,8 +265,9 @@ pub(crate) fn half_open(fixture: &Fixture) {
     };
     let [a, b] = [peer, host].map(|host| fixture.fabric(host, &config));
     let mut listener = b.listen(host.any_port()).expect("listen");
-    let id = cm::resolve(fixture.verbs(), Some(peer.any_port()), listener.local_addr(), PATIENCE)
-        .expect("resolve");
+    let id =
+        cm::resolve(fixture.verbs(), Some(peer.any_port()), listener.local_addr(), TEST_TIMEOUT)
+            .expect("resolve");
     let hello = HELLO.encode();
     let context =
         fixture.verbs().device(&peer.device).and_then(|device| device.open()).expect("device");
@@ -274,9 +285,9 @@ pub(crate) fn half_open(fixture: &Fixture) {
         rnr_retries: 1,
     };
     id.connect(&params).expect("connect");
-    until(&[&b], "it is half open", || b.stats().links == 1);
-    // Another may be told to come again, comes again, and gets its turn long before the first has
-    // used up its time.
+    until(&[&b], "the handshake is half open", || b.stats().links == 1);
+    // The second peer may be told to retry, retries, and gets its turn long before the timeout of
+    // the first.
     let begun = Instant::now();
     let options = ConnectOptions::new().local(peer.any_port()).timeout(Duration::from_secs(10));
     let connecting = a.connect_with(listener.local_addr(), &options);
@@ -288,28 +299,28 @@ pub(crate) fn half_open(fixture: &Fixture) {
     clear([a, b]);
 }
 
-/// As many as there may be; one more is told so, and may come when one has gone.
-pub(crate) fn limit_of_links(fixture: &Fixture) {
+/// Connects beyond `max_connections` are refused, with a retry delay, until a link has ended.
+pub(crate) fn refuses_links_beyond_max_connections(fixture: &Fixture) {
     let [host, peer] = &fixture.hosts;
     let a = fixture.fabric(peer, &Config::default());
     let b = fixture.fabric(host, &Config { max_connections: 2, ..Config::default() });
     let mut listener = b.listen(host.any_port()).expect("listen");
-    let [first, second] = [0, 1].map(|_| meet(&a, peer, &b, &mut listener));
-    let error = failed(drive(&[&a, &b], call(&a, peer, &listener)), "two are the limit");
+    let [first, second] = [0, 1].map(|_| open_link(&a, peer, &b, &mut listener));
+    let error = failed(drive(&[&a, &b], connect(&a, peer, &listener)), "max_connections is 2");
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
-    let refusal = error.refusal().expect("a refusal of ours");
+    let refusal = error.refusal().expect("a Ferrite refusal");
     assert_eq!(refusal.code, RefusalCode::LIMIT, "{refusal}");
     assert!(refusal.retry_after_ms > 0, "{refusal:?}");
     drop(first);
-    until(&[&a, &b], "one has gone", || b.stats().links == 1);
-    let third = meet(&a, peer, &b, &mut listener);
+    until(&[&a, &b], "one link has ended", || b.stats().links == 1);
+    let third = open_link(&a, peer, &b, &mut listener);
     drop((second, third, listener));
     clear([a, b]);
 }
 
-/// Many at once, with few handshakes at a time on either side: all come through.
-pub(crate) fn fifty_at_once(fixture: &Fixture) {
-    let count = 50 / fixture.slower.min(5);
+/// Many connects at once, with few handshakes at a time on either side: all succeed.
+pub(crate) fn fifty_concurrent_connects(fixture: &Fixture) {
+    let count = 50 / fixture.work_divisor.min(5);
     let [host, peer] = &fixture.hosts;
     for (ours, theirs) in [(64, 64), (4, 64), (64, 4)] {
         let timeout = Duration::from_secs(20);
@@ -320,7 +331,7 @@ pub(crate) fn fifty_at_once(fixture: &Fixture) {
         };
         let (a, b) = (fixture.fabric(peer, &config(ours)), fixture.fabric(host, &config(theirs)));
         let mut listener = b.listen(host.any_port()).expect("listen");
-        let connecting: Vec<_> = (0..count).map(|_| call(&a, peer, &listener)).collect();
+        let connecting: Vec<_> = (0..count).map(|_| connect(&a, peer, &listener)).collect();
         let accept = async {
             let mut links = Vec::new();
             while links.len() < count {
@@ -333,7 +344,7 @@ pub(crate) fn fifty_at_once(fixture: &Fixture) {
         assert_eq!((there.len(), here.len()), (count, count));
         assert_eq!((a.stats().connected, b.stats().accepted), (count as u64, count as u64));
         for link in &there {
-            link.post_bytes(0, b"hello").expect("room");
+            link.post_bytes(0, b"hello").expect("room in the queue");
         }
         for link in &here {
             assert_eq!(drive(&[&a, &b], link.recv()).expect("a message").to_vec(), b"hello");
@@ -343,14 +354,14 @@ pub(crate) fn fifty_at_once(fixture: &Fixture) {
     }
 }
 
-/// One fabric on both devices talks to itself: over the wire, and over one device.
-pub(crate) fn with_itself(fixture: &Fixture) {
+/// One fabric on both devices connects to itself: over the wire, and within one device.
+pub(crate) fn connects_to_itself(fixture: &Fixture) {
     let fabric = fixture.builder().build().expect("a fabric");
     let [host, peer] = &fixture.hosts;
     assert!(fabric.devices().len() >= 2, "{:?}", fabric.devices());
     let mut listener = fabric.listen(host.any_port()).expect("listen");
     for from in [peer, host] {
-        let connecting = call(&fabric, from, &listener);
+        let connecting = connect(&fabric, from, &listener);
         let (there, here) = fabric.block_on(async { join!(connecting, listener.accept()) });
         let (there, here) = (there.expect("connect"), here.expect("accept"));
         assert_eq!(
@@ -359,9 +370,9 @@ pub(crate) fn with_itself(fixture: &Fixture) {
         );
         assert_eq!(there.peer_addr(), Some(listener.local_addr()));
         assert_eq!(here.peer_addr(), there.local_addr());
-        there.post_bytes(0, &[7; 100_000]).expect("room");
+        there.post_bytes(0, &[7; 100_000]).expect("room in the queue");
         assert_eq!(fabric.block_on(here.recv()).expect("a message").len(), 100_000);
-        fabric.block_on(there.close()).expect("in good order");
+        fabric.block_on(there.close()).expect("closed cleanly");
     }
     drop(listener);
     clear([fabric]);

@@ -1,8 +1,8 @@
-//! What a peer by hand says of itself. For tests of other crates, too.
+//! The hello of a peer that tests play by hand. Tests of other crates use it, too.
 
 use ferrite_fabric::wire::{Features, Hello, Version};
 
-/// A hello that nobody could object to.
+/// A valid hello.
 pub(crate) const HELLO: Hello = Hello {
     version: Version::CURRENT,
     features: Features::from_bits(3), // WRITE_IMM and ONE_SIDED

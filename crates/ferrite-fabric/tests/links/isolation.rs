@@ -1,4 +1,4 @@
-//! Peers that reach for each other's memory: each has its own window and nothing else.
+//! Peers that try to access each other's memory: each can write only its own window.
 
 use ferrite_fabric::mem::{Exposed, Purpose};
 use ferrite_fabric::{
@@ -14,23 +14,22 @@ use super::pair::{Pair, clear, drive, failed, filled, until};
 
 const WINDOW: usize = 4096;
 
-/// A listener on `fabrics[1]` that takes peers of other protocols, and `fabrics[0]` from which they
-/// come.
-pub(crate) struct Scene {
+/// `fabrics[1]` has a listener that accepts foreign peers; they connect from `fabrics[0]`.
+pub(crate) struct ForeignPeerServer {
     foreign_peers: ForeignPeers,
     listener: Listener,
     options: ConnectOptions,
     pub(crate) fabrics: [Fabric; 2],
 }
 
-/// A connection: the peer's end, and the listener's with memory that the peer may write.
-pub(crate) struct Guest {
+/// A connection: the peer's end, and the listener's end with memory that the peer may write.
+pub(crate) struct Client {
     theirs: RawConnection,
     ours: RawConnection,
     window: Exposed,
 }
 
-impl Scene {
+impl ForeignPeerServer {
     pub(crate) fn new(fixture: &Fixture, config: &Config) -> Self {
         let [host, peer] = &fixture.hosts;
         let fabrics = [fixture.fabric(peer, &Config::default()), fixture.fabric(host, config)];
@@ -43,12 +42,14 @@ impl Scene {
         [&self.fabrics[0], &self.fabrics[1]]
     }
 
+    /// Connects, and returns the error of the refusal.
     pub(crate) fn refused(&self) -> Error {
         let calling = self.fabrics[0].connect_raw(self.listener.local_addr(), &self.options);
-        failed(drive(&self.fabrics(), calling), "refused")
+        failed(drive(&self.fabrics(), calling), "the listener must refuse")
     }
 
-    pub(crate) fn guest(&self) -> Guest {
+    /// Connects a peer and exposes a window to it.
+    pub(crate) fn client(&self) -> Client {
         let calling = self.fabrics[0].connect_raw(self.listener.local_addr(), &self.options);
         let answering = async {
             let request = self.foreign_peers.next().await?;
@@ -57,31 +58,31 @@ impl Scene {
         let (theirs, ours) = drive(&self.fabrics(), async { join!(calling, answering) });
         let (theirs, ours) = (theirs.expect("connected"), ours.expect("accepted"));
         let window = expose(&ours);
-        Guest { theirs, ours, window }
+        Client { theirs, ours, window }
     }
 
-    /// `by` writes to where `whose` window is, with its key.
-    pub(crate) fn write(&self, by: &Guest, whose: &Guest) {
+    /// Writes from `by` to the address of the window of `whose`, with the key of that window.
+    pub(crate) fn write(&self, by: &Client, whose: &Client) {
         let remote = whose.window.remote();
         let bytes = filled(&self.fabrics[0], &[7; 64]);
-        by.theirs.write(bytes, remote.addr, remote.rkey, 64).expect("asked");
+        by.theirs.write(bytes, remote.addr, remote.rkey, 64).expect("queued");
     }
 
-    /// Writes to its own window, and is heard.
-    pub(crate) fn is_well(&self, guest: &Guest) {
-        self.write(guest, guest);
-        let arrival = drive(&self.fabrics(), guest.ours.arrival()).expect("an arrival");
+    /// Checks that the peer can write its own window, and that the write is reported.
+    pub(crate) fn check_write(&self, client: &Client) {
+        self.write(client, client);
+        let arrival = drive(&self.fabrics(), client.ours.arrival()).expect("an arrival");
         assert!(matches!(arrival, Arrival::Written { sum: 64, .. }), "{arrival:?}");
-        assert_eq!(guest.first_byte(), 7);
+        assert_eq!(client.first_byte(), 7);
     }
 
-    fn count(&self) -> u64 {
+    fn access_errors(&self) -> u64 {
         self.fabrics[1].stats().remote_access_errors
     }
 
-    pub(crate) fn end(self, guests: Vec<Guest>) {
+    pub(crate) fn end(self, clients: Vec<Client>) {
         let Self { foreign_peers, listener, fabrics, .. } = self;
-        drop((guests, foreign_peers, listener));
+        drop((clients, foreign_peers, listener));
         clear(fabrics);
     }
 }
@@ -92,8 +93,8 @@ fn expose(to: &RawConnection) -> Exposed {
     to.expose(buf).map_err(|(_, error)| error).expect("exposed")
 }
 
-impl Guest {
-    /// Another piece of memory that the peer may write.
+impl Client {
+    /// Exposes another piece of memory to the peer.
     pub(crate) fn expose(&self) -> Exposed {
         expose(&self.ours)
     }
@@ -105,84 +106,89 @@ impl Guest {
     }
 }
 
-/// The attacker knows the address and the key of another's window: its own connection breaks, and
-/// nothing else happens.
-pub(crate) fn another_peers_window_is_out_of_reach(fixture: &Fixture) {
-    let scene = Scene::new(fixture, &Config::default());
-    let (victim, attacker) = (scene.guest(), scene.guest());
-    scene.write(&attacker, &victim);
-    let error = failed(drive(&scene.fabrics(), attacker.theirs.arrival()), "refused by the device");
+/// The attacker knows the address and the key of another peer's window. Its own connection breaks,
+/// and nothing else happens.
+pub(crate) fn cannot_write_another_peers_window(fixture: &Fixture) {
+    let server = ForeignPeerServer::new(fixture, &Config::default());
+    let (victim, attacker) = (server.client(), server.client());
+    server.write(&attacker, &victim);
+    let error = failed(
+        drive(&server.fabrics(), attacker.theirs.arrival()),
+        "the device must refuse the write",
+    );
     assert!([ErrorKind::Denied, ErrorKind::LinkDown].contains(&error.kind()), "{error}");
-    until(&scene.fabrics(), "it is counted", || scene.count() == 1);
+    until(&server.fabrics(), "the access error is counted", || server.access_errors() == 1);
     assert_eq!(victim.first_byte(), 0);
-    scene.is_well(&victim);
-    assert_eq!(scene.count(), 1);
-    scene.end(vec![victim, attacker]);
+    server.check_write(&victim);
+    assert_eq!(server.access_errors(), 1);
+    server.end(vec![victim, attacker]);
 }
 
-/// One that does so again is not let in for a while. Who is there stays.
-pub(crate) fn who_reaches_for_others_memory_is_turned_away(fixture: &Fixture) {
-    let scene = Scene::new(fixture, &Config::default());
-    let victim = scene.guest();
-    let attackers = [scene.guest(), scene.guest()];
+/// A peer that does so twice is not admitted for a while. Existing connections stay.
+pub(crate) fn refuses_peers_after_repeated_access_errors(fixture: &Fixture) {
+    let server = ForeignPeerServer::new(fixture, &Config::default());
+    let victim = server.client();
+    let attackers = [server.client(), server.client()];
     for (at, attacker) in attackers.iter().enumerate() {
-        scene.write(attacker, &victim);
-        until(&scene.fabrics(), "it is counted", || scene.count() == at as u64 + 1);
+        server.write(attacker, &victim);
+        until(&server.fabrics(), "the access error is counted", || {
+            server.access_errors() == at as u64 + 1
+        });
     }
-    let error = scene.refused();
+    let error = server.refused();
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     assert!(error.to_string().contains("memory that is not its own"), "{error}");
-    assert_eq!(scene.fabrics[1].stats().refused_after_access_errors, 1);
-    scene.is_well(&victim);
+    assert_eq!(server.fabrics[1].stats().refused_after_access_errors, 1);
+    server.check_write(&victim);
     let [one, other] = attackers;
-    scene.end(vec![victim, one, other]);
+    server.end(vec![victim, one, other]);
 }
 
-/// A token that is handed on is worth nothing on another link, and costs that link. Rights that
-/// were not given neither.
-pub(crate) fn a_grant_is_good_on_its_link_only(fixture: &Fixture) {
+/// A grant token is worth nothing on another link: its use breaks that link. The link that it was
+/// granted to can still use it.
+pub(crate) fn grants_work_only_on_their_link(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [thief, at] = pair.another(fixture);
     let region =
         pair.b.link.register_memory(pair.b.fabric.buffer(100).expect("memory"), Rights::READ);
     let region = region.map_err(|(_, error)| error).expect("a region");
     let token = region.grant(&pair.b.link);
-    // So that its queue pair has rights, too.
+    // Gives the queue pair of the other link access rights too.
     let own = pair.b.link.register_memory(pair.b.fabric.buffer(10).expect("memory"), Rights::READ);
     let own = own.map_err(|(_, error)| error).expect("a region");
     let own_token = own.grant(&at);
     let into = |pair: &Pair| pair.a.fabric.buffer(10).expect("memory");
-    let read = thief.rdma_read(&own_token, 0, into(&pair)).expect("asked");
-    pair.drive(read).map_err(|error| error.error).expect("its own");
+    let read = thief.rdma_read(&own_token, 0, into(&pair)).expect("queued");
+    pair.drive(read).map_err(|error| error.error).expect("the link reads its own grant");
 
-    let stolen = thief.rdma_read(&token, 0, into(&pair)).expect("asked");
-    let error = pair.drive(stolen).expect_err("not its own").error;
+    let stolen = thief.rdma_read(&token, 0, into(&pair)).expect("queued");
+    let error = pair.drive(stolen).expect_err("the grant is for another link").error;
     assert!([ErrorKind::Denied, ErrorKind::LinkDown].contains(&error.kind()), "{error}");
-    pair.until("it is counted", || pair.b.fabric.stats().remote_access_errors == 1);
-    let read = pair.a.link.rdma_read(&token, 0, into(&pair)).expect("asked");
-    pair.drive(read).map_err(|error| error.error).expect("who was given it reads it");
+    pair.until("the access error is counted", || pair.b.fabric.stats().remote_access_errors == 1);
+    let read = pair.a.link.rdma_read(&token, 0, into(&pair)).expect("queued");
+    pair.drive(read).map_err(|error| error.error).expect("the link that has the grant reads");
     drop((thief, at, region, own));
     pair.end();
 }
 
-/// Memory that is given up before its window is bound, because what was asked before waits: the
-/// link goes on, and the memory comes back.
-pub(crate) fn given_up_before_it_is_bound(fixture: &Fixture) {
-    let scene = Scene::new(fixture, &Config::default());
-    let guest = scene.guest();
-    let remote = guest.window.remote();
-    let before = scene.fabrics[1].stats().memory.receive.in_use_bytes;
-    // The peer takes nothing meanwhile: nobody drives it.
+/// Memory is dropped before its window is bound, because earlier requests are still pending. The
+/// link continues, and the memory is returned.
+pub(crate) fn dropping_memory_before_its_window_is_bound(fixture: &Fixture) {
+    let server = ForeignPeerServer::new(fixture, &Config::default());
+    let client = server.client();
+    let remote = client.window.remote();
+    let before = server.fabrics[1].stats().memory.receive.in_use_bytes;
+    // The requests stay pending: nobody drives the peer.
     for _ in 0..20 {
-        guest.ours.send_message(&[1; 32]).expect("queued");
-        drop(guest.expose());
+        client.ours.send_message(&[1; 32]).expect("queued");
+        drop(client.expose());
     }
-    until(&scene.fabrics(), "it is all done", || guest.ours.done(None).messages == 20);
-    until(&scene.fabrics(), "the memory is back", || {
-        scene.fabrics[1].stats().memory.receive.in_use_bytes == before
+    until(&server.fabrics(), "all messages are done", || client.ours.done(None).messages == 20);
+    until(&server.fabrics(), "the memory is returned", || {
+        server.fabrics[1].stats().memory.receive.in_use_bytes == before
     });
-    assert_eq!(guest.window.remote(), remote);
-    scene.is_well(&guest);
-    assert_eq!(scene.count(), 0);
-    scene.end(vec![guest]);
+    assert_eq!(client.window.remote(), remote);
+    server.check_write(&client);
+    assert_eq!(server.access_errors(), 0);
+    server.end(vec![client]);
 }

@@ -1,4 +1,4 @@
-//! How links end: in good order, by surprise, and not before their time.
+//! How links end: cleanly, unexpectedly, and never too early.
 
 use std::time::{Duration, Instant};
 
@@ -9,8 +9,8 @@ use futures_util::join;
 use super::pair::{End, Pair, buffer, clear, drive, failed, filled, pass, pattern, run_for, until};
 use super::{Fixture, KIB};
 
-/// Short waits, for tests of what happens when they are over.
-fn impatient() -> Config {
+/// Returns settings with short timeouts, for tests of what happens when they expire.
+fn short_timeouts() -> Config {
     Config {
         keepalive: Duration::from_millis(200),
         peer_timeout: Duration::from_millis(300),
@@ -19,7 +19,7 @@ fn impatient() -> Config {
     }
 }
 
-/// What a link gets until it is closed.
+/// Receives until the link is closed, and returns the messages.
 async fn drain(end: &End) -> Vec<Vec<u8>> {
     let mut messages = Vec::new();
     loop {
@@ -33,11 +33,11 @@ async fn drain(end: &End) -> Vec<Vec<u8>> {
     }
 }
 
-/// Numbered messages, more than a window, a large one among them.
+/// Posts numbered messages, more than a window, with a large one among them.
 fn post_some(end: &End, count: u64) {
     for number in 0..count {
         let len = if number == count / 2 { 200 * KIB } else { 100 };
-        end.link.post_bytes(0, &pattern(number, len)).expect("room");
+        end.link.post_bytes(0, &pattern(number, len)).expect("room in the queue");
     }
 }
 
@@ -49,7 +49,7 @@ fn assert_all(messages: &[Vec<u8>], count: u64) {
     }
 }
 
-/// Whoever closes: what both sides had sent before arrives.
+/// Whichever side closes, everything that both sides sent before arrives.
 pub(crate) fn closing_delivers_what_was_sent(fixture: &Fixture) {
     for closer in 0..3 {
         let pair = Pair::new(fixture);
@@ -57,16 +57,16 @@ pub(crate) fn closing_delivers_what_was_sent(fixture: &Fixture) {
         post_some(&pair.b, 200);
         let closed = async {
             if closer != 1 {
-                pair.a.link.close().await.expect("in good order");
+                pair.a.link.close().await.expect("closed cleanly");
             }
             if closer != 0 {
-                pair.b.link.close().await.expect("in good order");
+                pair.b.link.close().await.expect("closed cleanly");
             }
         };
         let (at_a, at_b, ()) = pair.drive(async { join!(drain(&pair.a), drain(&pair.b), closed) });
         assert_all(&at_a, 200);
         assert_all(&at_b, 300);
-        // Whoever did not close hears that it is over, too.
+        // The side that did not close sees the end, too.
         let (a, b) = pair.drive(async { join!(pair.a.link.ended(), pair.b.link.ended()) });
         assert!(a.is_ok() && b.is_ok(), "{a:?} {b:?}");
         let error = failed(pair.a.link.post_bytes(0, b"late"), "closed");
@@ -78,7 +78,8 @@ pub(crate) fn closing_delivers_what_was_sent(fixture: &Fixture) {
     }
 }
 
-/// A receiver that takes its time: all is delivered before the end, and what lies there after it.
+/// With a slow receiver, everything is delivered before the end. Messages that are not taken yet
+/// can still be received after it.
 pub(crate) fn closing_waits_for_a_slow_receiver(fixture: &Fixture) {
     let config = Config { window: 8, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -102,14 +103,14 @@ pub(crate) fn closing_waits_for_a_slow_receiver(fixture: &Fixture) {
         messages
     };
     let (ended, mut messages) = pair.drive(async { join!(ending, receive) });
-    ended.expect("in good order");
-    pair.drive(pair.b.link.ended()).expect("in good order");
+    ended.expect("closed cleanly");
+    pair.drive(pair.b.link.ended()).expect("closed cleanly");
     messages.extend(pair.drive(drain(&pair.b)));
     assert_all(&messages, 100);
     pair.clear();
 }
 
-/// Dropping the last handle closes; what was sent arrives.
+/// Dropping the last handle closes the link, and everything sent before arrives.
 pub(crate) fn dropping_closes(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     post_some(&pair.a, 150);
@@ -117,24 +118,24 @@ pub(crate) fn dropping_closes(fixture: &Fixture) {
     let clone = a.link.clone();
     drop(a.link);
     run_for(&[&a.fabric, &b.fabric], Duration::from_millis(20));
-    assert!(b.link.failure().is_none(), "one handle is left");
+    assert!(b.link.failure().is_none(), "the link must stay up while a handle is left");
     drop(clone);
     let messages = drive(&[&a.fabric, &b.fabric], drain(&b));
     assert_all(&messages, 150);
-    drive(&[&a.fabric, &b.fabric], b.link.ended()).expect("in good order");
+    drive(&[&a.fabric, &b.fabric], b.link.ended()).expect("closed cleanly");
     drop((b.link, listener));
     clear([a.fabric, b.fabric]);
 }
 
-/// What a link had is given back when it ends, not some time later.
-pub(crate) fn closed_links_are_gone(fixture: &Fixture) {
+/// The resources of a link are released when it ends, without delay.
+pub(crate) fn closed_links_are_released(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     for round in 0..5 {
         let [a, b] = pair.another(fixture);
-        a.post_bytes(0, b"hello").expect("room");
+        a.post_bytes(0, b"hello").expect("room in the queue");
         assert_eq!(pair.drive(b.recv()).expect("a message").to_vec(), b"hello");
         let begun = Instant::now();
-        pair.drive(a.close()).expect("in good order");
+        pair.drive(a.close()).expect("closed cleanly");
         pair.until("the link is gone", || {
             pair.a.fabric.stats().links == 1 && pair.b.fabric.stats().links == 1
         });
@@ -143,13 +144,13 @@ pub(crate) fn closed_links_are_gone(fixture: &Fixture) {
     pair.end();
 }
 
-/// The next link must not pay for the time of the one before it.
-pub(crate) fn successors_live_their_own_time(fixture: &Fixture) {
-    let mut pair = Pair::with(fixture, &impatient());
+/// A new link does not inherit timeouts of the link before it.
+pub(crate) fn new_links_do_not_inherit_timeouts(fixture: &Fixture) {
+    let mut pair = Pair::with(fixture, &short_timeouts());
     for _ in 0..3 {
         let [a, b] = pair.another(fixture);
         drop(b);
-        pair.drive(a.close()).expect("in good order");
+        pair.drive(a.close()).expect("closed cleanly");
         pair.until("the link is gone", || pair.a.fabric.stats().links == 1);
         let [a, b] = pair.another(fixture);
         pair.run_for(Duration::from_millis(400));
@@ -160,9 +161,9 @@ pub(crate) fn successors_live_their_own_time(fixture: &Fixture) {
     pair.end();
 }
 
-/// Neither revoking memory nor an answer to it ends a link.
-pub(crate) fn revocation_is_no_farewell(fixture: &Fixture) {
-    let pair = Pair::with(fixture, &impatient());
+/// Neither a revocation nor the answer to it ends a link.
+pub(crate) fn revocation_does_not_end_the_link(fixture: &Fixture) {
+    let pair = Pair::with(fixture, &short_timeouts());
     let buf = buffer(&pair.b.fabric, &[1; 100]);
     let region = pair.b.link.register_memory(buf, Rights::READ).expect("a region");
     let _token = region.grant(&pair.b.link);
@@ -174,34 +175,34 @@ pub(crate) fn revocation_is_no_farewell(fixture: &Fixture) {
     pair.end();
 }
 
-/// A fabric that was not driven for a while has no less time to close.
+/// A fabric that was not driven for a while still gets its full time to close.
 pub(crate) fn closing_after_a_pause(fixture: &Fixture) {
     let config = Config { close_timeout: Duration::from_millis(300), ..Config::default() };
     let pair = Pair::with(fixture, &config);
     std::thread::sleep(Duration::from_millis(400));
     let ended = pair.drive(pair.a.link.close());
-    ended.expect("in good order");
+    ended.expect("closed cleanly");
     pair.clear();
 }
 
-/// A peer that takes nothing does not keep a closing link for ever.
+/// A peer that receives nothing cannot keep a closing link open forever.
 pub(crate) fn closing_has_a_deadline(fixture: &Fixture) {
     let config =
         Config { window: 4, close_timeout: Duration::from_millis(300), ..Config::default() };
     let pair = Pair::with(fixture, &config);
     post_some(&pair.a, 100);
     let begun = Instant::now();
-    drop(pair.a.link.close()); // to close twice is to close
-    let error = failed(pair.drive(pair.a.link.close()), "the peer takes nothing");
+    drop(pair.a.link.close()); // closing twice is allowed
+    let error = failed(pair.drive(pair.a.link.close()), "the peer receives nothing");
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     assert!(begun.elapsed() >= Duration::from_millis(290), "{:?}", begun.elapsed());
-    let error = failed(pair.drive(pair.b.link.ended()), "cut");
+    let error = failed(pair.drive(pair.b.link.ended()), "the link was cut");
     assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
     pair.clear();
 }
 
-/// Ending it now: whoever waits hears it, on both sides.
-pub(crate) fn abort_ends_everything(fixture: &Fixture) {
+/// An abort fails all pending operations, on both sides.
+pub(crate) fn abort_fails_pending_operations(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 4, ..Config::default() });
     let sending: Vec<_> =
         (0..10).map(|_| pair.a.link.send(0, filled(&pair.a.fabric, &[1; 20_000]))).collect();
@@ -215,7 +216,7 @@ pub(crate) fn abort_ends_everything(fixture: &Fixture) {
             ending,
             async {
                 for _ in 0..3 {
-                    pair.b.link.recv().await.expect("the first messages");
+                    pair.b.link.recv().await.expect("first messages");
                 }
                 pair.a.link.abort();
             }
@@ -226,21 +227,21 @@ pub(crate) fn abort_ends_everything(fixture: &Fixture) {
     for error in sent.into_iter().filter_map(Result::err).chain(received.err()) {
         assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
     }
-    ended.expect("the own wish is no failure");
-    let error = failed(peer, "cut");
+    ended.expect("an abort is no failure on its own side");
+    let error = failed(peer, "the link was cut");
     assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
     pair.clear();
 }
 
-/// A message of which only the beginning or only the end arrived is none.
-pub(crate) fn half_a_message_is_none(fixture: &Fixture) {
+/// A message of which only a part arrived is not delivered.
+pub(crate) fn partial_messages_are_not_delivered(fixture: &Fixture) {
     let slow = Config { poll_batch: 1, ..Config::default() };
     for passes in 1..14 {
         let pair = Pair::of(fixture, &Config::default(), &slow);
         let bytes = pattern(5, 40 * 8 * KIB);
-        pair.a.link.post_bytes(0, &bytes).expect("room");
+        pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
         let before = pair.b.link.stats().recv_bytes;
-        until(&[&pair.a.fabric], "something is on its way", || pair.a.link.stats().send_ops > 0);
+        until(&[&pair.a.fabric], "something was sent", || pair.a.link.stats().send_ops > 0);
         for _ in 0..passes {
             pass(&[&pair.b.fabric]);
         }
@@ -252,7 +253,7 @@ pub(crate) fn half_a_message_is_none(fixture: &Fixture) {
         for message in whole {
             assert!(
                 message.to_vec() == bytes,
-                "{} bytes as a message, {taken} before",
+                "a message of {} bytes is incomplete, {taken} bytes received",
                 message.len()
             );
         }
@@ -260,9 +261,9 @@ pub(crate) fn half_a_message_is_none(fixture: &Fixture) {
     }
 }
 
-/// The peer's fabric is dropped with everything on it: it said farewell, and did not wait for the
-/// answer.
-pub(crate) fn dropped_fabric(fixture: &Fixture) {
+/// The peer's fabric is dropped with everything on it: it announces the close, but does not wait
+/// for the answer.
+pub(crate) fn dropping_the_peers_fabric_ends_the_link(fixture: &Fixture) {
     let Pair { a, b, listener } = Pair::with(fixture, &Config { window: 2, ..Config::default() });
     let sending =
         (0..5).map(|_| a.link.send(0, filled(&a.fabric, &[1; 20_000]))).collect::<Vec<_>>();
@@ -282,13 +283,13 @@ pub(crate) fn dropped_fabric(fixture: &Fixture) {
     clear([a.fabric]);
 }
 
-/// Our own fabric goes: what waited is told.
-pub(crate) fn futures_outlive_their_fabric(fixture: &Fixture) {
+/// Pending futures fail when their own fabric is dropped.
+pub(crate) fn dropping_the_fabric_fails_pending_futures(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
     let mut sending: Vec<_> =
         (0..5).map(|_| pair.a.link.send(0, filled(&pair.a.fabric, &[1; 20_000]))).collect();
     for future in &mut sending {
-        assert!(super::pair::once(future).is_none(), "the peer takes nothing");
+        assert!(super::pair::poll_once(future).is_none(), "the peer receives nothing");
     }
     let ending = pair.a.link.ended();
     let Pair { a, b, listener } = pair;
@@ -306,29 +307,29 @@ pub(crate) fn futures_outlive_their_fabric(fixture: &Fixture) {
     clear([b.fabric]);
 }
 
-/// A peer whose process has stopped: its device answers, it does not.
-pub(crate) fn stalled_peer(fixture: &Fixture) {
-    let pair = Pair::with(fixture, &impatient());
+/// A peer whose process is stopped: its device still answers, but the process does not.
+pub(crate) fn detects_a_stalled_peer(fixture: &Fixture) {
+    let pair = Pair::with(fixture, &short_timeouts());
     let begun = Instant::now();
-    let error = failed(drive(&[&pair.a.fabric], pair.a.link.recv()), "the peer sleeps");
+    let error = failed(drive(&[&pair.a.fabric], pair.a.link.recv()), "the peer is stopped");
     let after = begun.elapsed();
     assert_eq!(error.kind(), ErrorKind::PeerStalled, "{error}");
-    // Half of the keepalive at least, then the whole peer_timeout.
+    // At least half of the keepalive interval, then the whole peer_timeout.
     assert!(after >= Duration::from_millis(390), "{after:?}");
     assert!(after < Duration::from_secs(3), "{after:?}");
     pair.clear();
 }
 
-/// Nothing to say is no reason to part.
-pub(crate) fn idle_links_stay(fixture: &Fixture) {
-    let config = Config { keepalive: Duration::from_millis(50), ..impatient() };
+/// Idle links stay up.
+pub(crate) fn idle_links_stay_up(fixture: &Fixture) {
+    let config = Config { keepalive: Duration::from_millis(50), ..short_timeouts() };
     let mut pair = Pair::with(fixture, &config);
     let links = [pair.another(fixture), pair.another(fixture)];
     pair.run_for(Duration::from_millis(1200));
     for link in links.iter().flatten().chain([&pair.a.link, &pair.b.link]) {
         assert!(link.failure().is_none(), "{:?}", link.failure());
         let asked = link.stats().controls_sent;
-        assert!((2..=60).contains(&asked), "{asked} questions and answers in 1.2 s");
+        assert!((2..=60).contains(&asked), "{asked} control messages in 1.2 s");
     }
     drop(links);
     pair.end();

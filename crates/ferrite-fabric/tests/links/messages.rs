@@ -1,14 +1,15 @@
-//! Messages: every size arrives as it was sent, in the order of its channel.
+//! Messages of every size arrive unchanged, and in order within their channel.
 
 use ferrite_fabric::{Config, ErrorKind, Link, Message};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::pair::{End, Pair, failed, filled, once, pattern};
+use super::pair::{End, Pair, failed, filled, pattern, poll_once};
 use super::{Fixture, KIB, MIB};
 
-/// LinkEnv every boundary: nothing, inline, a frame, several, a buffer. By all three ways to send.
-pub(crate) fn of_every_size(fixture: &Fixture) {
+/// Sizes around every boundary (empty, inline, one frame, several frames, a whole buffer), with all
+/// three ways to send.
+pub(crate) fn every_size_arrives(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let config = pair.a.fabric.config();
     let (inline, segment) = (config.inline_threshold as usize, config.recv_buffer_size as usize);
@@ -30,8 +31,8 @@ pub(crate) fn of_every_size(fixture: &Fixture) {
     for (seed, len) in sizes.into_iter().enumerate() {
         let bytes = pattern(seed as u64, len);
         for (from, to) in pair.directions() {
-            from.link.post_bytes(1, &bytes).expect("room");
-            from.link.post(2, filled(&from.fabric, &bytes)).expect("room");
+            from.link.post_bytes(1, &bytes).expect("room in the queue");
+            from.link.post(2, filled(&from.fabric, &bytes)).expect("room in the queue");
             let (sent, received) = pair.drive(async {
                 join!(from.link.send(3, filled(&from.fabric, &bytes)), async {
                     let mut received = Vec::new();
@@ -48,23 +49,23 @@ pub(crate) fn of_every_size(fixture: &Fixture) {
             for message in received {
                 assert_eq!((message.len(), message.notice()), (len, None));
                 assert_eq!(message.is_empty(), len == 0);
-                assert!(message.to_vec() == bytes, "another content, {len} bytes");
-                assert!(message.into_bytes() == bytes, "another content in one piece, {len} bytes");
+                assert!(message.to_vec() == bytes, "content differs, {len} bytes");
+                assert!(message.into_bytes() == bytes, "content in one piece differs, {len} bytes");
             }
         }
     }
     pair.end();
 }
 
-/// In parts of all kinds, empty ones among them.
-pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
+/// A message larger than a buffer, and one sent in parts of various sizes, including empty ones.
+pub(crate) fn messages_larger_than_a_buffer(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let len = 20 * MIB / fixture.slower;
+    let len = 20 * MIB / fixture.work_divisor;
     let bytes = pattern(7, len);
     let (sent, received) =
         pair.drive(async { join!(pair.a.link.send_bytes(0, &bytes), pair.b.link.recv()) });
     sent.expect("acknowledged");
-    assert!(received.expect("a message").to_vec() == bytes, "another content");
+    assert!(received.expect("a message").to_vec() == bytes, "content differs");
 
     let cuts = [0, 0, 1, 100, 8 * KIB, 100 * KIB, 100 * KIB, MIB];
     let mut parts: Vec<_> =
@@ -75,16 +76,16 @@ pub(crate) fn larger_than_a_buffer(fixture: &Fixture) {
     sent.expect("acknowledged");
     let received = received.expect("a message");
     assert_eq!(received.channel(), 5);
-    assert!(received.to_vec() == bytes[..MIB], "another content");
+    assert!(received.to_vec() == bytes[..MIB], "content differs");
     drop(received);
     pair.end();
 }
 
-/// Posts until there is no room, waits, goes on; the other side takes at its own pace. More than
-/// the 16 bits in which frames are counted.
+/// Posts until there is no room, waits, and continues; the other side receives at its own pace. The
+/// number of messages exceeds the 16 bits of the frame counters.
 pub(crate) fn many_in_order(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let count = 70_000 / fixture.slower as u64;
+    let count = 70_000 / fixture.work_divisor as u64;
     let (mut sent, mut received) = (0_u64, 0_u64);
     while received < count {
         while sent < count {
@@ -113,7 +114,7 @@ pub(crate) fn many_in_order(fixture: &Fixture) {
     pair.end();
 }
 
-/// Bytes that begin with their number.
+/// Returns bytes that begin with their number.
 fn pattern_of(number: u64, len: usize) -> Vec<u8> {
     let mut bytes = number.to_le_bytes().to_vec();
     bytes.extend(pattern(number, len - 8));
@@ -123,7 +124,7 @@ fn pattern_of(number: u64, len: usize) -> Vec<u8> {
 /// Messages of all sizes on four channels at once.
 pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { channels: 4, ..Config::default() });
-    let each = 60 / fixture.slower.min(3) as u64;
+    let each = 60 / fixture.work_divisor.min(3) as u64;
     let len = |channel: u16, number: u64| {
         8 + (number as usize * 2917 + usize::from(channel) * 977) % (30 * KIB)
     };
@@ -154,38 +155,38 @@ pub(crate) fn channels_keep_their_order(fixture: &Fixture) {
     pair.end();
 }
 
-/// A message that takes a while does not hold up small ones on another channel.
-pub(crate) fn small_beside_large(fixture: &Fixture) {
+/// A large message does not hold up small ones on another channel.
+pub(crate) fn large_messages_do_not_delay_small_ones(fixture: &Fixture) {
     const SMALL: u64 = 64;
     let config = Config { send_queue_bytes: 64 << 20, ..Config::default() };
     let pair = Pair::with(fixture, &config);
-    let large = pattern(1, 32 * MIB / fixture.slower);
-    pair.a.link.post_bytes(1, &large).expect("one message may always wait");
+    let large = pattern(1, 32 * MIB / fixture.work_divisor);
+    pair.a.link.post_bytes(1, &large).expect("an empty queue accepts any message");
     for number in 0..SMALL {
-        pair.a.link.post_bytes(2, &pattern_of(number, 64)).expect("room");
+        pair.a.link.post_bytes(2, &pattern_of(number, 64)).expect("room in the queue");
     }
-    // What is with the device already goes first, and then a frame of each in turn.
+    // Frames that the device already has go first. Then the channels take turns, a frame each.
     let frames = config.send_queue_depth + u32::from(config.window) + SMALL as u32;
     let ahead = u64::from(frames) * fixture.segment_bytes(&config);
     for number in 0..SMALL {
         let message = pair.receive(&pair.b);
-        assert_eq!(message.channel(), 2, "the large message came before small one {number}");
+        assert_eq!(message.channel(), 2, "the large message arrived before small message {number}");
         assert!(message.to_vec() == pattern_of(number, 64), "message {number}");
-        let came = pair.b.link.stats().recv_bytes;
-        assert!(came < ahead, "{came} bytes had come before small message {number}");
+        let received = pair.b.link.stats().recv_bytes;
+        assert!(received < ahead, "{received} bytes arrived before small message {number}");
     }
     let message = pair.receive(&pair.b);
-    assert!(message.channel() == 1 && message.to_vec() == large, "another content");
+    assert!(message.channel() == 1 && message.to_vec() == large, "content differs");
     drop(message);
     pair.end();
 }
 
-/// The same with the default limit on what may wait: senders wait for room, and still come before
-/// its end.
-pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
+/// The same with the default limit on queued bytes: small sends wait for room, and still arrive
+/// before the large message.
+pub(crate) fn small_messages_overtake_a_full_queue(fixture: &Fixture) {
     const SMALL: usize = 64;
     let pair = Pair::new(fixture);
-    let large = pattern(1, 32 * MIB / fixture.slower);
+    let large = pattern(1, 32 * MIB / fixture.work_divisor);
     let link = &pair.a.link;
     let small = (0..SMALL).map(|_| link.send(2, filled(link.fabric(), &[2; 64])));
     let receive = async {
@@ -202,13 +203,13 @@ pub(crate) fn small_while_large_fills_the_queue(fixture: &Fixture) {
     assert_eq!(
         channels.iter().position(|channel| *channel == 1),
         Some(SMALL),
-        "all small ones first"
+        "small messages must arrive first"
     );
     pair.end();
 }
 
-/// What is wrong with a call is said at once, and harms nothing.
-pub(crate) fn wrong_calls(fixture: &Fixture) {
+/// Invalid calls fail at once and harm nothing.
+pub(crate) fn rejects_invalid_calls(fixture: &Fixture) {
     let config = Config { max_message_bytes: 64 << 10, channels: 3, ..Config::default() };
     let pair = Pair::of(fixture, &Config::default(), &config);
     let End { fabric, link } = &pair.a;
@@ -227,47 +228,53 @@ pub(crate) fn wrong_calls(fixture: &Fixture) {
     drop(buf);
 
     let buf = filled(fabric, &[1; 100]);
-    let (buf, error) = link.post(3, buf).expect_err("no such channel");
+    let (buf, error) = link.post(3, buf).expect_err("unknown channel");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");
     assert_eq!(
-        failed(link.post_bytes(u16::MAX, b"x"), "no such channel").kind(),
+        failed(link.post_bytes(u16::MAX, b"x"), "unknown channel").kind(),
         ErrorKind::Misuse
     );
     assert_eq!(
-        failed(pair.drive(link.send(3, buf.clone())), "no such channel").kind(),
+        failed(pair.drive(link.send(3, buf.clone())), "unknown channel").kind(),
         ErrorKind::Misuse
     );
 
-    let (buf, error) = pair.b.link.post(0, buf).expect_err("of another pool");
+    let (buf, error) = pair.b.link.post(0, buf).expect_err("buffer of another pool");
     assert_eq!((error.kind(), buf.len()), (ErrorKind::Misuse, 100), "{error}");
-    let error = failed(pair.drive(pair.b.link.send(0, buf.clone())), "of another pool");
+    let error = failed(pair.drive(pair.b.link.send(0, buf.clone())), "buffer of another pool");
     assert_eq!(error.kind(), ErrorKind::Misuse);
 
-    link.post(2, buf).expect("a good one");
+    link.post(2, buf).expect("valid message");
     assert_eq!(pair.receive(&pair.b).len(), 100);
     pair.end();
 }
 
-/// A future that was ready says so when it is asked again.
-pub(crate) fn asked_again(fixture: &Fixture) {
+/// A future that is polled again after it was ready returns an error.
+pub(crate) fn polling_after_completion_is_an_error(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let mut sending = pair.a.link.send(0, filled(&pair.a.fabric, b"hello"));
     pair.drive(&mut sending).expect("acknowledged");
-    assert_eq!(failed(once(&mut sending).expect("ready"), "over").kind(), ErrorKind::Misuse);
+    assert_eq!(
+        failed(poll_once(&mut sending).expect("ready"), "already completed").kind(),
+        ErrorKind::Misuse
+    );
     let mut sending = pair.a.link.send(9999, filled(&pair.a.fabric, b"hello"));
-    assert!(once(&mut sending).is_some_and(|sent| sent.is_err()));
-    assert_eq!(failed(once(&mut sending).expect("ready"), "over").kind(), ErrorKind::Misuse);
+    assert!(poll_once(&mut sending).is_some_and(|sent| sent.is_err()));
+    assert_eq!(
+        failed(poll_once(&mut sending).expect("ready"), "already completed").kind(),
+        ErrorKind::Misuse
+    );
     drop((sending, pair.receive(&pair.b)));
     pair.end();
 }
 
-/// What was received is the application's, as long as it likes.
-pub(crate) fn outlive_their_fabric(fixture: &Fixture) {
+/// Received messages belong to the application, even after the fabric is dropped.
+pub(crate) fn messages_outlive_their_fabric(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let bytes = pattern(1, 20 * KIB);
-    pair.a.link.post_bytes(0, &bytes).expect("room");
-    pair.a.link.post_bytes(0, &bytes[..100]).expect("room");
+    pair.a.link.post_bytes(0, &bytes).expect("room in the queue");
+    pair.a.link.post_bytes(0, &bytes[..100]).expect("room in the queue");
     let (long, short) = (pair.receive(&pair.b), pair.receive(&pair.b).into_bytes());
     drop(pair);
-    assert!(long.to_vec() == bytes && short == bytes[..100], "another content");
+    assert!(long.to_vec() == bytes && short == bytes[..100], "content differs");
 }

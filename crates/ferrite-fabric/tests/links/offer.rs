@@ -1,10 +1,10 @@
-//! An offer to go on over RDMA, by hand. For tests of other crates, too.
+//! An offer to upgrade to RDMA, made by hand. Tests of other crates use it, too.
 
 use std::net::IpAddr;
 
 use ferrite_fabric::wire::{ADDRESS_BYTES, Address, TcpFrame, TcpFrameKind};
 
-/// Offers a queue pair that there is not, at this address.
+/// Encodes an offer at this address of a queue pair that does not exist.
 pub(crate) fn offer(ip: IpAddr) -> Vec<u8> {
     let gid = match ip {
         IpAddr::V4(v4) => v4.to_ipv6_mapped().octets(),

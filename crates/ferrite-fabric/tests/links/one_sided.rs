@@ -1,4 +1,5 @@
-//! One-sided operations: what a grant allows, nothing else, and nothing after it was taken back.
+//! One-sided operations: a peer can do what a grant allows, nothing else, and nothing after the
+//! revocation.
 
 use std::time::{Duration, Instant};
 
@@ -7,33 +8,33 @@ use ferrite_fabric::{Config, ErrorKind, Region};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::pair::{End, Pair, buffer, failed, filled, once, pattern};
+use super::pair::{End, Pair, buffer, failed, filled, pattern, poll_once};
 use super::{Fixture, KIB, MIB};
 
-/// A region of `owner`'s with these bytes, and the grant for the peer.
+/// Registers a region of `owner` with these bytes, and grants it to the peer.
 fn region(owner: &End, bytes: &[u8], rights: Rights) -> (Region, GrantToken) {
     let region =
         owner.link.register_memory(buffer(&owner.fabric, bytes), rights).expect("a region");
     let token = region.grant(&owner.link);
-    // As it travels.
+    // Encoded and decoded, as it travels.
     (region, GrantToken::decode(&token.encode()).expect("a grant"))
 }
 
 fn contents(region: &Region) -> Vec<u8> {
     let mut bytes = vec![0; region.len()];
-    assert!(region.read(0, &mut bytes), "it is live");
+    assert!(region.read(0, &mut bytes), "the region is live");
     bytes
 }
 
-/// A message each way: the link is up.
+/// Checks that the link is up, with a message each way.
 fn assert_up(pair: &Pair) {
     for (from, to) in pair.directions() {
-        from.link.post_bytes(0, b"still here").expect("room");
+        from.link.post_bytes(0, b"still here").expect("room in the queue");
         assert_eq!(pair.receive(to).to_vec(), b"still here");
     }
 }
 
-pub(crate) fn reads(fixture: &Fixture) {
+pub(crate) fn read_returns_granted_bytes(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     for (from, to) in pair.directions() {
         let bytes = pattern(1, 2 * MIB);
@@ -57,7 +58,7 @@ pub(crate) fn reads(fixture: &Fixture) {
             let buf = pair.drive(reading).expect("read");
             assert!(buf[..] == bytes[offset..offset + len], "{len} bytes at {offset}");
         }
-        // Many at once, more than the devices take.
+        // Many reads at once, more than the devices accept at a time.
         let reading = (0..200).map(|number| {
             let buf = from.fabric.buffer(1000).expect("memory");
             from.link.rdma_read(&token, number * 1000, buf).expect("allowed")
@@ -69,12 +70,12 @@ pub(crate) fn reads(fixture: &Fixture) {
             );
         }
         assert_eq!(from.link.stats().read_ops, 208);
-        assert!(contents(&region) == bytes, "reading changes nothing");
+        assert!(contents(&region) == bytes, "reads must not change the region");
     }
     pair.end();
 }
 
-pub(crate) fn writes(fixture: &Fixture) {
+pub(crate) fn write_changes_only_its_range(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     for (from, to) in pair.directions() {
         let mut expected = pattern(2, MIB);
@@ -92,39 +93,41 @@ pub(crate) fn writes(fixture: &Fixture) {
             let writing = from.link.rdma_write(&token, offset as u64, filled(&from.fabric, &bytes));
             pair.drive(writing.expect("allowed")).expect("written");
             expected[offset..offset + len].copy_from_slice(&bytes);
-            assert!(contents(&region) == expected, "{len} bytes at {offset}, and nothing else");
+            assert!(contents(&region) == expected, "only {len} bytes at {offset} may change");
         }
-        assert!(region.write(3, b"own"), "the owner may write, too");
+        assert!(region.write(3, b"own"), "the owner can write its region");
         expected[3..6].copy_from_slice(b"own");
         assert!(contents(&region) == expected);
     }
     pair.end();
 }
 
-/// A notice comes when the bytes are there, in its order among messages.
-pub(crate) fn notices(fixture: &Fixture) {
+/// A notice arrives after the written bytes, in order with the messages around it.
+pub(crate) fn notices_keep_their_order(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (from, to) = (&pair.a, &pair.b);
     let (region, token) = region(to, &[0; 4096], Rights::READ_WRITE);
     for round in 0..20_u32 {
-        // Any 32 bits, those of our own frames among them.
+        // Any 32 bits are allowed, also those that look like our own frames.
         let imm = round.wrapping_mul(0x9e37_79b9) ^ 0xC000_0000;
         let bytes = pattern(round.into(), 4096);
         let writing = from
             .link
             .rdma_write_imm(&token, 0, filled(&from.fabric, &bytes), imm)
             .expect("allowed");
-        from.link.post_bytes(1, &round.to_le_bytes()).expect("room");
+        from.link.post_bytes(1, &round.to_le_bytes()).expect("room in the queue");
         let notice = pair.receive(to);
         assert_eq!((notice.notice(), notice.len()), (Some(imm), 0));
-        assert!(contents(&region) == bytes, "the bytes of notice {round} are there");
+        assert!(contents(&region) == bytes, "the bytes of notice {round} are missing");
         assert_eq!(pair.receive(to).to_vec(), round.to_le_bytes());
         pair.drive(writing).expect("written");
     }
-    // More than the window at once: they need credit, and wait for it.
+    // More writes than the window allows: they wait for credit.
     let writing: Vec<_> = (0..300)
         .map(|imm| {
-            from.link.rdma_write_imm(&token, 0, filled(&from.fabric, b"x"), imm).expect("room")
+            from.link
+                .rdma_write_imm(&token, 0, filled(&from.fabric, b"x"), imm)
+                .expect("room in the queue")
         })
         .collect();
     let receive = async {
@@ -138,38 +141,43 @@ pub(crate) fn notices(fixture: &Fixture) {
     pair.end();
 }
 
-/// What the grant does not cover is refused on this side, with the buffer, and the link lives.
-pub(crate) fn bounds_and_rights(fixture: &Fixture) {
+/// What the grant does not cover is denied locally: the buffer is returned, and the link stays up.
+pub(crate) fn denies_what_the_grant_does_not_cover(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let End { fabric, link } = &pair.a;
     let (readable, read_token) = region(&pair.b, &[1; 1000], Rights::READ);
     let (writable, write_token) = region(&pair.b, &[2; 1000], Rights::WRITE);
     for (offset, len) in [(0, 1001), (1000, 1), (1001, 0), (u64::MAX, 1), (u64::MAX - 5, 100)] {
         let buf = fabric.buffer(len).expect("memory");
-        let failed_read = link.rdma_read(&read_token, offset, buf).expect_err("outside");
+        let failed_read = link.rdma_read(&read_token, offset, buf).expect_err("outside the region");
         assert_eq!(failed_read.error.kind(), ErrorKind::Denied, "{}", failed_read.error);
         assert_eq!(failed_read.buf.map(|buf| buf.len()), Some(len));
-        let error =
-            failed(link.rdma_write(&write_token, offset, filled(fabric, &vec![0; len])), "outside");
+        let error = failed(
+            link.rdma_write(&write_token, offset, filled(fabric, &vec![0; len])),
+            "outside the region",
+        );
         assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     }
     let error = link
         .rdma_read(&write_token, 0, fabric.buffer(1).expect("memory"))
-        .expect_err("no right")
+        .expect_err("no right to read")
         .error;
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
-    let error = failed(link.rdma_write(&read_token, 0, filled(fabric, b"x")), "no right");
+    let error = failed(link.rdma_write(&read_token, 0, filled(fabric, b"x")), "no right to write");
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
-    let error = failed(link.rdma_write_imm(&read_token, 0, filled(fabric, b"x"), 1), "no right");
+    let error =
+        failed(link.rdma_write_imm(&read_token, 0, filled(fabric, b"x"), 1), "no right to write");
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     let foreign = pair.b.fabric.buffer(10).expect("memory");
-    let failed_read = link.rdma_read(&read_token, 0, foreign).expect_err("of another pool");
+    let failed_read = link.rdma_read(&read_token, 0, foreign).expect_err("buffer of another pool");
     assert_eq!(
         (failed_read.error.kind(), failed_read.buf.map(|buf| buf.len())),
         (ErrorKind::Misuse, Some(10))
     );
-    let error =
-        failed(link.rdma_write(&write_token, 0, filled(&pair.b.fabric, b"x")), "of another pool");
+    let error = failed(
+        link.rdma_write(&write_token, 0, filled(&pair.b.fabric, b"x")),
+        "buffer of another pool",
+    );
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     assert_up(&pair);
     assert!(contents(&readable) == [1; 1000] && contents(&writable) == [2; 1000]);
@@ -177,26 +185,26 @@ pub(crate) fn bounds_and_rights(fixture: &Fixture) {
     pair.end();
 }
 
-/// The buffer comes back when it cannot be registered.
-pub(crate) fn cannot_be_registered(fixture: &Fixture) {
+/// When a buffer cannot be registered, it is returned.
+pub(crate) fn failed_registration_returns_the_buffer(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let own = pair.a.fabric.buffer(100).expect("memory");
     let (own, error) =
         pair.a.fabric.register_memory("nic9", own, Rights::READ).expect_err("no such device");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     let (own, error) =
-        pair.b.link.register_memory(own, Rights::READ).expect_err("of another fabric");
+        pair.b.link.register_memory(own, Rights::READ).expect_err("buffer of another fabric");
     assert_eq!((error.kind(), own.len()), (ErrorKind::Misuse, 100), "{error}");
     let empty = pair.a.fabric.buffer(0).expect("memory");
-    let (_, error) =
-        pair.a.link.register_memory(empty, Rights::READ).expect_err("nothing to reach");
+    let (_, error) = pair.a.link.register_memory(empty, Rights::READ).expect_err("empty buffer");
     assert_eq!(error.kind(), ErrorKind::Misuse, "{error}");
     drop(own);
     pair.end();
 }
 
-/// A peer that takes more than it was given loses its link, by the device; others do not notice.
-pub(crate) fn forged_grants(fixture: &Fixture) {
+/// A peer that accesses more than it was granted loses its link through the device. Other links are
+/// not affected.
+pub(crate) fn forged_grants_end_the_link(fixture: &Fixture) {
     type Forge = fn(GrantToken) -> GrantToken;
     let config = Config { access_back_off: Duration::ZERO, ..Config::default() };
     let mut pair = Pair::with(fixture, &config);
@@ -212,35 +220,37 @@ pub(crate) fn forged_grants(fixture: &Fixture) {
         let forged = forge(region.grant(&b));
         let offset = if at == 3 { 900 } else { 0 };
         let buf = filled(&pair.a.fabric, &[0xee; 500]);
-        let writing = a.rdma_write(&forged, offset, buf).expect("this side cannot know");
+        let writing =
+            a.rdma_write(&forged, offset, buf).expect("queued: only the peer knows its keys");
         let (written, sent) =
             pair.drive(async { join!(writing, a.send(0, filled(&pair.a.fabric, &[1; 300]))) });
-        let error = failed(written, "the device refuses");
+        let error = failed(written, "the device must refuse");
         assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
         assert!(!error.to_string().contains("flushed"), "{error}");
-        drop(sent); // before or after it
-        let error = failed(pair.drive(b.ended()), "it is broken on the owner's side, too");
+        drop(sent); // it may succeed or fail
+        let error = failed(pair.drive(b.ended()), "the owner's end must fail too");
         assert_eq!(error.kind(), ErrorKind::LinkDown, "{error}");
         assert!(!error.to_string().contains("flushed"), "{error}");
     }
-    assert!(contents(&region) == pattern(1, 1000), "not one byte was written");
+    assert!(contents(&region) == pattern(1, 1000), "the region was written");
     assert_up(&pair);
     drop(region);
     pair.end();
 }
 
-/// Taken back while nobody uses it: the next use is denied on the peer's side, and the link lives.
-pub(crate) fn revoke_idle(fixture: &Fixture) {
+/// A grant that nobody uses is revoked: the peer's next use is denied on its side, and the link
+/// stays up.
+pub(crate) fn revokes_an_unused_grant(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (region, token) = region(&pair.b, &pattern(1, 1000), Rights::READ_WRITE);
     let other_region = pair
         .b
         .link
         .register_memory(buffer(&pair.b.fabric, &[9; 10]), Rights::READ)
-        .expect("one more");
+        .expect("second region");
     let other_token = other_region.grant(&pair.b.link);
     let buf = pair.drive(region.revoke()).expect("revoked");
-    assert!(buf[..] == pattern(1, 1000), "the buffer as it was");
+    assert!(buf[..] == pattern(1, 1000), "the buffer is unchanged");
     let failed_read = pair.a.link.rdma_read(&token, 0, pair.a.fabric.buffer(10).expect("memory"));
     let error = failed_read.expect_err("revoked").error;
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
@@ -250,17 +260,17 @@ pub(crate) fn revoke_idle(fixture: &Fixture) {
     assert_eq!(
         pair.drive(reading.expect("allowed")).expect("read")[..],
         [9; 10],
-        "others are as they were"
+        "other grants still work"
     );
     assert_up(&pair);
     drop((buf, other_region));
     pair.end();
 }
 
-/// Many at once, more than a peer may be asked before it has answered.
-pub(crate) fn revoke_many(fixture: &Fixture) {
+/// Revokes more grants at once than may be awaiting the peer's answer.
+pub(crate) fn revokes_many_grants_at_once(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let count = 3000 / fixture.slower;
+    let count = 3000 / fixture.work_divisor;
     let regions: Vec<_> = (0..count).map(|_| region(&pair.b, &[1; 10], Rights::READ).0).collect();
     let revoked = pair.drive(join_all(regions.into_iter().map(Region::revoke)));
     assert!(revoked.iter().all(Result::is_ok));
@@ -269,22 +279,24 @@ pub(crate) fn revoke_many(fixture: &Fixture) {
     pair.end();
 }
 
-/// Taken back while the peer reads and writes without pause: it finishes or is denied, the link
-/// lives, and not one byte is read or written when the owner has its buffer again.
-pub(crate) fn revoke_under_fire(fixture: &Fixture) {
+/// Revokes a grant while the peer reads and writes without pause. Each operation finishes or is
+/// denied, and the link stays up. Once the owner has its buffer again, not one byte of it is read
+/// or written.
+pub(crate) fn revokes_during_reads_and_writes(fixture: &Fixture) {
     let pair = Pair::new(fixture);
-    let rounds = 40 / fixture.slower.min(10) as u64;
+    let rounds = 40 / fixture.work_divisor.min(10) as u64;
     let (old, new) = (pattern(1, 64 * KIB), pattern(2, 64 * KIB));
-    let mut denied_rounds = 0;
+    let mut busy_rounds = 0;
     for round in 0..rounds {
         let (region, token) = region(&pair.b, &old, Rights::READ_WRITE);
         let (link, fabric) = (&pair.a.link, &pair.a.fabric);
-        // Of a grant of its own: what it does after the revocation must be denied.
-        let fire = |write: bool| async move {
+        // Each task uses the grant until it is denied, which must happen after the revocation.
+        let use_until_denied = |write: bool| async move {
             let mut done = 0_u64;
             loop {
                 let outcome = if write {
-                    // The same bytes: they are seen only if they come too late.
+                    // Writes the bytes that are there already, so that only a late write changes
+                    // the buffer.
                     let buf = filled(fabric, &pattern(1, 64 * KIB));
                     match link.rdma_write(&token, 0, buf) {
                         Ok(writing) => writing.await,
@@ -296,7 +308,7 @@ pub(crate) fn revoke_under_fire(fixture: &Fixture) {
                             reading.await.map_err(ferrite_fabric::Error::from).map(|buf| {
                                 assert!(
                                     buf[..] == pattern(1, 64 * KIB),
-                                    "bytes of after the revocation"
+                                    "read bytes from after the revocation"
                                 );
                             })
                         }
@@ -317,19 +329,20 @@ pub(crate) fn revoke_under_fire(fixture: &Fixture) {
                 yield_once().await;
             }
             let mut buf = region.revoke().await.expect("revoked");
-            assert!(buf[..] == old, "the peer wrote the same");
+            assert!(buf[..] == old, "the peer writes the same bytes");
             buf.copy_from_slice(&new);
             for _ in 0..20 {
                 yield_once().await;
             }
-            assert!(buf[..] == new, "nobody writes it any more");
+            assert!(buf[..] == new, "the peer wrote after the revocation");
         };
-        let (reads, more_reads, writes, ()) =
-            pair.drive(async { join!(fire(false), fire(false), fire(true), revoke) });
-        denied_rounds += u64::from(reads + more_reads + writes > 0);
-        assert!(link.failure().is_none() && pair.b.link.failure().is_none(), "the link lives");
+        let (reads, more_reads, writes, ()) = pair.drive(async {
+            join!(use_until_denied(false), use_until_denied(false), use_until_denied(true), revoke)
+        });
+        busy_rounds += u64::from(reads + more_reads + writes > 0);
+        assert!(link.failure().is_none() && pair.b.link.failure().is_none(), "a link failed");
     }
-    assert!(denied_rounds > 0, "nothing was under way in any round");
+    assert!(busy_rounds > 0, "no operation succeeded in any round");
     assert_up(&pair);
     pair.end();
 }
@@ -347,37 +360,40 @@ async fn yield_once() {
     .await;
 }
 
-/// A grant that goes on to be used, as a peer would that does not listen: its link is lost, no
-/// other.
-pub(crate) fn ignored_revocation(fixture: &Fixture) {
+/// A peer that keeps using a revoked grant loses its link, and no other link is affected.
+pub(crate) fn use_after_revocation_ends_the_link(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [a, b] = pair.another(fixture);
     let (region, _) = region(&pair.b, &pattern(1, 1000), Rights::READ);
-    // By another number its own side does not know what is revoked.
+    // With another grant number, the peer's own side does not recognize the revocation.
     let token = region.grant(&b);
     let token = GrantToken { grant: token.grant + 1000, ..token };
     let reading = a
         .rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory"))
-        .expect("keys know no numbers");
+        .expect("queued: the key does not depend on the number");
     assert!(pair.drive(reading).expect("read")[..] == pattern(1, 1000));
     let mut buf = pair.drive(region.revoke()).expect("revoked");
     buf.fill(0xee);
-    let reading =
-        a.rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory")).expect("not told");
-    let failed_read = pair.drive(reading).expect_err("the key is dead");
+    let reading = a
+        .rdma_read(&token, 0, pair.a.fabric.buffer(1000).expect("memory"))
+        .expect("queued: the revocation was not recognized");
+    let failed_read = pair.drive(reading).expect_err("the key is invalid");
     assert_eq!(failed_read.error.kind(), ErrorKind::Denied, "{}", failed_read.error);
-    let left = failed_read.buf.expect("its buffer comes back");
-    assert!(!left.windows(4).any(|bytes| bytes == [0xee; 4]), "bytes of after the revocation");
+    let left = failed_read.buf.expect("buffer returned");
+    assert!(
+        !left.windows(4).any(|bytes| bytes == [0xee; 4]),
+        "read bytes from after the revocation"
+    );
     drop(left);
-    assert!(a.failure().is_some(), "it is lost");
+    assert!(a.failure().is_some(), "the link must fail");
     drop((a, b));
     assert_up(&pair);
     drop(buf);
     pair.end();
 }
 
-/// A peer that does not answer does not keep the owner's memory for ever.
-pub(crate) fn revoke_has_a_deadline(fixture: &Fixture) {
+/// A peer that does not answer cannot keep the owner from its memory forever.
+pub(crate) fn revocation_has_a_deadline(fixture: &Fixture) {
     let config = Config { peer_timeout: Duration::from_millis(300), ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let (region, token) = region(&pair.b, &[1; 100], Rights::READ);
@@ -386,7 +402,7 @@ pub(crate) fn revoke_has_a_deadline(fixture: &Fixture) {
     let buf = super::pair::drive(&[&pair.b.fabric], region.revoke()).expect("revoked");
     assert!(begun.elapsed() >= Duration::from_millis(290), "{:?}", begun.elapsed());
     assert!(begun.elapsed() < Duration::from_secs(4), "{:?}", begun.elapsed());
-    // The peer hears of it at last, and the link lives.
+    // The peer learns of the revocation at last, and the link stays up.
     pair.run_for(Duration::from_millis(50));
     assert!(pair.a.link.rdma_read(&token, 0, pair.a.fabric.buffer(1).expect("memory")).is_err());
     assert_up(&pair);
@@ -394,50 +410,52 @@ pub(crate) fn revoke_has_a_deadline(fixture: &Fixture) {
     pair.end();
 }
 
-/// A grant with an end.
-pub(crate) fn expires(fixture: &Fixture) {
+/// A grant with an expiry time.
+pub(crate) fn grants_expire(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (region, token) = region(&pair.b, &[1; 100], Rights::READ);
     let begun = Instant::now();
     let region = region.expires_in(Duration::from_millis(100));
     assert!(region.is_live());
     let reading = pair.a.link.rdma_read(&token, 0, pair.a.fabric.buffer(1).expect("memory"));
-    pair.drive(reading.expect("not yet")).expect("read");
-    pair.until("it has expired", || !region.is_live());
+    pair.drive(reading.expect("not expired yet")).expect("read");
+    pair.until("the grant has expired", || !region.is_live());
     assert!(begun.elapsed() >= Duration::from_millis(99), "{:?}", begun.elapsed());
-    pair.until("the peer knows", || {
+    pair.until("the peer knows that it expired", || {
         pair.a.link.rdma_read(&token, 0, pair.a.fabric.buffer(1).expect("memory")).is_err()
     });
-    pair.until("the buffer is back", || !region.read(0, &mut [0]));
-    assert_eq!(pair.drive(region.revoke()).expect("the buffer")[..], [1; 100]);
+    pair.until("the buffer is returned", || !region.read(0, &mut [0]));
+    assert_eq!(pair.drive(region.revoke()).expect("buffer returned")[..], [1; 100]);
     assert_up(&pair);
     pair.end();
 }
 
-/// Dropped, the key is dead at once; its buffer is free when the device has let go.
-pub(crate) fn dropped_region(fixture: &Fixture) {
+/// Dropping a region invalidates the key at once. Its buffer is free when the device has released
+/// it.
+pub(crate) fn dropping_a_region_revokes_it(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     let [a, b] = pair.another(fixture);
     let (region, token) = region(&pair.b, &[1; 100], Rights::READ);
     drop(region);
     assert_eq!(pair.b.fabric.stats().memory.exposed_regions, 0);
-    pair.until("its buffer is free", || pair.b.fabric.stats().memory.send.in_use_bytes == 0);
-    let reading =
-        a.rdma_read(&token, 0, pair.a.fabric.buffer(100).expect("memory")).expect("not told");
-    let error = pair.drive(reading).expect_err("the key is dead").error;
+    pair.until("the buffer is free", || pair.b.fabric.stats().memory.send.in_use_bytes == 0);
+    let reading = a
+        .rdma_read(&token, 0, pair.a.fabric.buffer(100).expect("memory"))
+        .expect("queued: the peer was not notified");
+    let error = pair.drive(reading).expect_err("the key is invalid").error;
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     drop((a, b));
 
-    // So is one whose revocation nobody waits for.
+    // The same holds for a revocation whose future is dropped.
     let (region, _) = self::region(&pair.b, &[1; 100], Rights::READ);
     drop(region.revoke());
-    pair.until("it is gone", || pair.b.fabric.stats().memory.exposed_regions == 0);
+    pair.until("the region is gone", || pair.b.fabric.stats().memory.exposed_regions == 0);
     assert_up(&pair);
     pair.end();
 }
 
-/// Revoked when the link that had the grant is going down, or has gone.
-pub(crate) fn revoke_without_a_link(fixture: &Fixture) {
+/// Revokes a grant while its link is going down, or after it ended.
+pub(crate) fn revokes_after_the_link_ended(fixture: &Fixture) {
     let mut pair = Pair::new(fixture);
     for round in 0..3 {
         let [a, b] = pair.another(fixture);
@@ -451,7 +469,7 @@ pub(crate) fn revoke_without_a_link(fixture: &Fixture) {
             0 => a.abort(),
             1 => b.abort(),
             _ => {
-                pair.drive(a.close()).expect("in good order");
+                pair.drive(a.close()).expect("closed cleanly");
                 drop((a, b));
             }
         }
@@ -463,45 +481,47 @@ pub(crate) fn revoke_without_a_link(fixture: &Fixture) {
     pair.end();
 }
 
-/// Futures that nobody waits for: the operations go on, and their memory comes back.
-pub(crate) fn forgotten_operations(fixture: &Fixture) {
+/// Operations whose futures are dropped still complete, and their memory is returned.
+pub(crate) fn dropped_operations_complete(fixture: &Fixture) {
     let pair = Pair::new(fixture);
     let (region, token) = region(&pair.b, &[0; 100 * KIB], Rights::READ_WRITE);
     for number in 0..100 {
         let buf = pair.a.fabric.buffer(1000).expect("memory");
         let mut reading = pair.a.link.rdma_read(&token, number * 1000, buf).expect("allowed");
         if number % 2 == 0 {
-            drop(once(&mut reading));
+            drop(poll_once(&mut reading));
         }
         drop(reading);
         let bytes = filled(&pair.a.fabric, &[7; 1000]);
         drop(pair.a.link.rdma_write(&token, number * 1000, bytes).expect("allowed"));
     }
     let expected = [vec![7; 100_000], vec![0; 2400]].concat();
-    pair.until("all is written", || contents(&region) == expected);
-    pair.until("the memory is back", || pair.a.fabric.stats().memory.send.in_use_bytes == 0);
+    pair.until("all bytes are written", || contents(&region) == expected);
+    pair.until("the memory is returned", || pair.a.fabric.stats().memory.send.in_use_bytes == 0);
     drop(region);
     pair.end();
 }
 
-/// The peer reads what it may not: on the owner's side, too, requests under way are told what
-/// happened and not what followed from it.
-pub(crate) fn owner_with_requests_under_way(fixture: &Fixture) {
+/// The peer reads memory without a grant. The owner's pending requests report the first cause, not
+/// flushed requests.
+pub(crate) fn owner_reports_the_first_cause(fixture: &Fixture) {
     let config =
         Config { recv_queue_depth: 16, window: 30, send_queue_depth: 20, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let (from, to) = (&pair.a, &pair.b);
     let (region, mut token) = region(to, &[1; 100], Rights::READ);
-    // They wait for receives of the reader's, which is not driven.
+    // The sends wait for receives of the peer, which is not driven.
     let mut sending: Vec<_> =
         (0..40).map(|_| to.link.send(0, filled(&to.fabric, &[1; 1000]))).collect();
     for future in &mut sending {
-        once(future);
+        poll_once(future);
     }
     token.rkey ^= 0x00ff_00ff;
     let buf = from.fabric.buffer(10).expect("memory");
-    let reading = from.link.rdma_read(&token, 0, buf).expect("it cannot know");
-    let error = super::pair::drive(&[&from.fabric], reading).expect_err("refused").error;
+    let reading =
+        from.link.rdma_read(&token, 0, buf).expect("queued: only the owner knows its keys");
+    let error =
+        super::pair::drive(&[&from.fabric], reading).expect_err("the device must refuse").error;
     assert_eq!(error.kind(), ErrorKind::Denied, "{error}");
     let (sent, ended) = pair.drive(async { join!(join_all(sending), to.link.ended()) });
     let errors: Vec<_> = sent.into_iter().filter_map(Result::err).chain(ended.err()).collect();

@@ -1,7 +1,7 @@
-//! Two fabrics on two hosts and a link between them, driven from one thread by hand.
+//! Two fabrics on two hosts and a link between them, both driven by hand from one thread.
 //!
-//! Everything that waits has a deadline. A future is asked again only when it was woken: a wake
-//! that is lost is a test that fails.
+//! Every wait has a deadline. A future is polled again only after its waker was called, so that a
+//! lost wake-up fails the test.
 
 use std::future::Future;
 use std::pin::pin;
@@ -14,7 +14,7 @@ use ferrite_fabric::mem::{Buf, BufMut, Pool};
 use ferrite_fabric::{Config, ConnectOptions, Connecting, Error, Fabric, Link, Listener, Message};
 use futures_util::join;
 
-use super::{Fixture, Host, PATIENCE};
+use super::{Fixture, Host, TEST_TIMEOUT};
 
 /// One end of a link.
 pub(crate) struct End {
@@ -22,7 +22,7 @@ pub(crate) struct End {
     pub(crate) link: Link,
 }
 
-/// Both ends: `a` connected, `b` accepted.
+/// Both ends of a link: `a` connected, `b` accepted.
 pub(crate) struct Pair {
     pub(crate) a: End,
     pub(crate) b: End,
@@ -38,51 +38,51 @@ impl Pair {
         Self::of(fixture, config, config)
     }
 
-    /// With settings of their own.
+    /// Gives each fabric settings of its own.
     pub(crate) fn of(fixture: &Fixture, a: &Config, b: &Config) -> Self {
         let [b_host, a_host] = &fixture.hosts;
         let (a, b) = (fixture.fabric(a_host, a), fixture.fabric(b_host, b));
         let mut listener = b.listen(b_host.any_port()).expect("listen");
-        let [a_link, b_link] = meet(&a, a_host, &b, &mut listener);
+        let [a_link, b_link] = open_link(&a, a_host, &b, &mut listener);
         Self { a: End { fabric: a, link: a_link }, b: End { fabric: b, link: b_link }, listener }
     }
 
-    /// Another link between the two.
+    /// Opens another link between the two fabrics.
     pub(crate) fn another(&mut self, fixture: &Fixture) -> [Link; 2] {
-        meet(&self.a.fabric, &fixture.hosts[1], &self.b.fabric, &mut self.listener)
+        open_link(&self.a.fabric, &fixture.hosts[1], &self.b.fabric, &mut self.listener)
     }
 
     pub(crate) fn drive<F: Future>(&self, future: F) -> F::Output {
         drive(&[&self.a.fabric, &self.b.fabric], future)
     }
 
-    pub(crate) fn until(&self, what: &str, is_so: impl FnMut() -> bool) {
-        until(&[&self.a.fabric, &self.b.fabric], what, is_so);
+    pub(crate) fn until(&self, what: &str, condition: impl FnMut() -> bool) {
+        until(&[&self.a.fabric, &self.b.fabric], what, condition);
     }
 
-    /// Drives both for a while.
+    /// Drives both fabrics for a while.
     pub(crate) fn run_for(&self, time: Duration) {
         run_for(&[&self.a.fabric, &self.b.fabric], time);
     }
 
-    /// `(from, to)` in both directions.
+    /// Returns `(from, to)` for both directions.
     pub(crate) fn directions(&self) -> [(&End, &End); 2] {
         [(&self.a, &self.b), (&self.b, &self.a)]
     }
 
-    /// The next message that `to` gets.
+    /// Waits for the next message at `to`.
     pub(crate) fn receive(&self, to: &End) -> Message {
         self.drive(to.link.recv()).expect("a message")
     }
 
-    /// Closes in good order; then nothing may be left.
+    /// Closes both links cleanly, then checks that nothing is left.
     pub(crate) fn end(self) {
         let (a, b) = self.drive(async { join!(self.a.link.close(), self.b.link.close()) });
         assert!(a.is_ok() && b.is_ok(), "closing: {a:?}, {b:?}");
         self.clear();
     }
 
-    /// Drops everything, whatever became of the link; then nothing may be left.
+    /// Drops everything, whatever the state of the link, then checks that nothing is left.
     pub(crate) fn clear(self) {
         let Self { a, b, listener } = self;
         drop((a.link, b.link, listener));
@@ -90,13 +90,13 @@ impl Pair {
     }
 }
 
-/// WaitSet until fabrics without users have no link left, drops them, and looks for what they left
-/// behind.
+/// Waits until the fabrics, which have no users any more, have no links left. Then drops them and
+/// checks that all memory was returned.
 pub(crate) fn clear<const N: usize>(fabrics: [Fabric; N]) {
     let driven: Vec<&Fabric> = fabrics.iter().collect();
     until(&driven, "no link is left", || fabrics.iter().all(|fabric| fabric.stats().links == 0));
     for fabric in &fabrics {
-        assert_eq!(fabric.stats().in_flight, 0, "requests that nobody waits for");
+        assert_eq!(fabric.stats().in_flight, 0, "requests are still in flight");
     }
     let pools = fabrics.map(|fabric| fabric.pool().clone());
     for pool in &pools {
@@ -107,17 +107,17 @@ pub(crate) fn clear<const N: usize>(fabrics: [Fabric; N]) {
 pub(crate) fn assert_unused(pool: &Pool) {
     let stats = pool.stats();
     let left = (stats.send.in_use_bytes, stats.receive.in_use_bytes, stats.quarantined_bytes);
-    assert_eq!(left, (0, 0, 0), "memory that nobody gave back: {stats:?}");
+    assert_eq!(left, (0, 0, 0), "memory was not returned: {stats:?}");
 }
 
-/// A connect from `host`, over the device of that host.
-pub(crate) fn call(from: &Fabric, host: &Host, to: &Listener) -> Connecting {
+/// Starts a connect from `host`, over the device of that host.
+pub(crate) fn connect(from: &Fabric, host: &Host, to: &Listener) -> Connecting {
     from.connect_with(to.local_addr(), &ConnectOptions::new().local(host.any_port()))
 }
 
-/// Opens a link from `a` on `host` to `b`: both ends.
-pub(crate) fn meet(a: &Fabric, host: &Host, b: &Fabric, listener: &mut Listener) -> [Link; 2] {
-    let calling = call(a, host, listener);
+/// Opens a link from `a` on `host` to `b`, and returns both ends.
+pub(crate) fn open_link(a: &Fabric, host: &Host, b: &Fabric, listener: &mut Listener) -> [Link; 2] {
+    let calling = connect(a, host, listener);
     let (a, b) = drive(&[a, b], async { join!(calling, listener.accept()) });
     [a.expect("connect"), b.expect("accept")]
 }
@@ -140,7 +140,7 @@ pub(crate) fn drive<F: Future>(fabrics: &[&Fabric], future: F) -> F::Output {
     let waker = Waker::from(Arc::clone(&flag));
     let mut context = Context::from_waker(&waker);
     let mut future = pin!(future);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TEST_TIMEOUT;
     loop {
         if flag.0.swap(false, Ordering::AcqRel)
             && let Poll::Ready(output) = future.as_mut().poll(&mut context)
@@ -149,15 +149,15 @@ pub(crate) fn drive<F: Future>(fabrics: &[&Fabric], future: F) -> F::Output {
         }
         if pass(fabrics) == 0 && Instant::now() > deadline {
             let ready = future.as_mut().poll(&mut context).is_ready();
-            assert!(!ready, "a future was ready, and nobody woke it");
+            assert!(!ready, "a future is ready, but its waker was not called");
             let stats: Vec<_> = fabrics.iter().map(|fabric| fabric.stats()).collect();
-            panic!("a future was not ready in time: {stats:#?}");
+            panic!("a future was not ready within the time limit: {stats:#?}");
         }
     }
 }
 
-/// One pass of each; yields if there was nothing to do: the lab's guest has few CPUs, and one of
-/// them plays the card.
+/// Polls each fabric once and yields if there was nothing to do: the lab's guest has few CPUs, and
+/// one of them emulates the device.
 pub(crate) fn pass(fabrics: &[&Fabric]) -> usize {
     let done = fabrics.iter().map(|fabric| fabric.poll()).sum();
     if done == 0 {
@@ -166,13 +166,13 @@ pub(crate) fn pass(fabrics: &[&Fabric]) -> usize {
     done
 }
 
-/// Drives fabrics until something is so.
-pub(crate) fn until(fabrics: &[&Fabric], what: &str, mut is_so: impl FnMut() -> bool) {
-    let deadline = Instant::now() + PATIENCE;
-    while !is_so() {
+/// Drives fabrics until a condition holds.
+pub(crate) fn until(fabrics: &[&Fabric], what: &str, mut condition: impl FnMut() -> bool) {
+    let deadline = Instant::now() + TEST_TIMEOUT;
+    while !condition() {
         if pass(fabrics) == 0 && Instant::now() > deadline {
             let stats: Vec<_> = fabrics.iter().map(|fabric| fabric.stats()).collect();
-            panic!("not in time: {what}: {stats:#?}");
+            panic!("not within the time limit: {what}: {stats:#?}");
         }
     }
 }
@@ -186,7 +186,7 @@ pub(crate) fn run_for(fabrics: &[&Fabric], time: Duration) {
 }
 
 /// Polls a future once.
-pub(crate) fn once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
+pub(crate) fn poll_once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     let mut context = Context::from_waker(Waker::noop());
     match std::pin::Pin::new(future).poll(&mut context) {
         Poll::Ready(output) => Some(output),
@@ -194,12 +194,12 @@ pub(crate) fn once<F: Future + Unpin>(future: &mut F) -> Option<F::Output> {
     }
 }
 
-/// Bytes that differ by place and by `seed`.
+/// Returns bytes that depend on the position and on `seed`.
 pub(crate) fn pattern(seed: u64, len: usize) -> Vec<u8> {
     pattern_from(seed, 0, len)
 }
 
-/// The same from a place on, which is a multiple of 8.
+/// Returns `len` bytes of that pattern from `offset` on, which is a multiple of 8.
 pub(crate) fn pattern_from(seed: u64, offset: usize, len: usize) -> Vec<u8> {
     const STEP: u64 = 0x9e37_79b9_7f4a_7c15;
     let mut bytes = Vec::with_capacity(len + 8);
@@ -212,19 +212,19 @@ pub(crate) fn pattern_from(seed: u64, offset: usize, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A buffer with these bytes.
+/// Returns a buffer with these bytes.
 pub(crate) fn buffer(fabric: &Fabric, bytes: &[u8]) -> BufMut {
     let mut buf = fabric.buffer(bytes.len()).expect("memory");
     buf.copy_from_slice(bytes);
     buf
 }
 
-/// The same, ready to be sent.
+/// Returns a buffer with these bytes that is ready to be sent.
 pub(crate) fn filled(fabric: &Fabric, bytes: &[u8]) -> Buf {
     buffer(fabric, bytes).freeze()
 }
 
-/// The error of something that must fail.
+/// Returns the error of an operation that must fail.
 pub(crate) fn failed<T>(result: Result<T, Error>, what: &str) -> Error {
-    result.err().unwrap_or_else(|| panic!("no failure: {what}"))
+    result.err().unwrap_or_else(|| panic!("should have failed: {what}"))
 }

@@ -1,16 +1,16 @@
-//! Back-pressure: who does not take stops the sender, and nothing grows without bound.
+//! Back-pressure: a peer that does not receive stops the sender, and no queue grows without bound.
 
 use ferrite_fabric::mem::PoolConfig;
 use ferrite_fabric::{Config, ErrorKind};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use super::pair::{Pair, failed, filled, once, pattern};
+use super::pair::{Pair, failed, filled, pattern, poll_once};
 use super::{Fixture, KIB};
 
-/// A peer that takes nothing: so much is sent, so much waits, then no more; and all of it arrives
-/// in the end.
-pub(crate) fn nobody_takes(fixture: &Fixture) {
+/// A peer that receives nothing: the window and the send queue fill up, and further posts fail.
+/// Everything that was posted arrives in the end.
+pub(crate) fn sender_stops_when_nobody_receives(fixture: &Fixture) {
     let config = Config { window: 16, send_queue_messages: 100, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let idle = pair.b.fabric.stats().memory.receive.in_use_bytes;
@@ -21,8 +21,8 @@ pub(crate) fn nobody_takes(fixture: &Fixture) {
             Ok(()) => posted += 1,
             Err((buf, error)) => {
                 assert_eq!(error.kind(), ErrorKind::Full, "{error}");
-                assert!(buf[..] == pattern(posted, 1000), "the buffer comes back as it was");
-                // What is on its way may still make room.
+                assert!(buf[..] == pattern(posted, 1000), "the buffer is returned unchanged");
+                // Frames in flight may still make room.
                 let before = pair.a.fabric.stats().totals.send_ops;
                 pair.run_for(std::time::Duration::from_millis(20));
                 if pair.a.fabric.stats().totals.send_ops == before {
@@ -30,41 +30,41 @@ pub(crate) fn nobody_takes(fixture: &Fixture) {
                 }
             }
         }
-        assert!(posted <= 1000, "it takes without end");
+        assert!(posted <= 1000, "the queue is unbounded");
     };
-    assert_eq!(full, 16 + 100, "the peer's window, and what may wait");
+    assert_eq!(full, 16 + 100, "the peer's window plus the send queue");
     let held = pair.b.fabric.stats().memory.receive.in_use_bytes;
     assert!(held <= idle + 16 * 8192, "{held} bytes for a window of 16, {idle} when idle");
     assert_eq!(failed(pair.a.link.post_bytes(1, b"x"), "full").kind(), ErrorKind::Full);
     for number in 0..full {
         assert!(pair.receive(&pair.b).to_vec() == pattern(number, 1000), "message {number}");
     }
-    pair.a.link.post_bytes(1, b"again").expect("room");
+    pair.a.link.post_bytes(1, b"again").expect("room in the queue");
     assert_eq!(pair.receive(&pair.b).to_vec(), b"again");
     pair.end();
 }
 
-/// The same by bytes: large messages fill the queue before their number does.
-pub(crate) fn bytes_that_wait_are_counted(fixture: &Fixture) {
+/// The same limit in bytes: large messages fill the queue before their number does.
+pub(crate) fn queued_bytes_are_limited(fixture: &Fixture) {
     let config = Config { send_queue_bytes: 1 << 20, window: 4, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let bytes = pattern(3, 100 * KIB);
     let mut posted = 0;
     while pair.a.link.post(0, filled(&pair.a.fabric, &bytes)).is_ok() {
         posted += 1;
-        assert!(posted < 20, "it takes without end");
+        assert!(posted < 20, "the queue is unbounded");
     }
     let under_way = u64::from(config.window) * fixture.segment_bytes(&config) / (100 << 10);
-    assert!((8..=11 + under_way).contains(&posted), "{posted} of 100 KiB in 1 MiB");
+    assert!((8..=11 + under_way).contains(&posted), "{posted} messages of 100 KiB fit in 1 MiB");
     for _ in 0..posted {
-        assert!(pair.receive(&pair.b).to_vec() == bytes, "another content");
+        assert!(pair.receive(&pair.b).to_vec() == bytes, "content differs");
     }
-    // More than the limit by itself: goes when nothing waits.
+    // A message larger than the limit is sent when nothing else is queued.
     let large = pattern(4, 1500 * KIB);
     let (sent, received) =
         pair.drive(async { join!(pair.a.link.send_bytes(0, &large), pair.b.link.recv()) });
     sent.expect("acknowledged");
-    assert!(received.expect("a message").to_vec() == large, "another content");
+    assert!(received.expect("a message").to_vec() == large, "content differs");
     pair.end();
 }
 
@@ -72,7 +72,7 @@ pub(crate) fn bytes_that_wait_are_counted(fixture: &Fixture) {
 pub(crate) fn window_of_two(fixture: &Fixture) {
     let pair = Pair::with(fixture, &Config { window: 2, ..Config::default() });
     assert_eq!((pair.a.link.peer_hello().window, pair.b.link.peer_hello().window), (2, 2));
-    let count = 300 / fixture.slower as u64;
+    let count = 300 / fixture.work_divisor as u64;
     let len = |number: u64| (number as usize * 1709) % (50 * KIB);
     let one = |from, to| {
         let (from, to): (&super::pair::End, &super::pair::End) = (from, to);
@@ -97,7 +97,7 @@ pub(crate) fn window_of_two(fixture: &Fixture) {
     pair.end();
 }
 
-/// The smallest frames: a message of 64 KiB is 256 of them.
+/// The smallest frames: a message of 64 KiB takes 256 of them.
 pub(crate) fn smallest_segments(fixture: &Fixture) {
     let config = Config { recv_buffer_size: 256, window: 8, ..Config::default() };
     let pair = Pair::with(fixture, &config);
@@ -114,11 +114,11 @@ pub(crate) fn smallest_segments(fixture: &Fixture) {
     pair.end();
 }
 
-/// More senders than the queue has places: each waits for room, is woken, and goes.
+/// More senders than the queue has places: each waits for room, is woken, and sends.
 pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     let config = Config { send_queue_messages: 4, window: 4, ..Config::default() };
     let pair = Pair::with(fixture, &config);
-    let senders = 100 / fixture.slower.min(4);
+    let senders = 100 / fixture.work_divisor.min(4);
     let sending = (0..senders).map(|number| {
         let buf = filled(&pair.a.fabric, &pattern(number as u64, 500));
         pair.a.link.send((number % 8) as u16, buf)
@@ -131,11 +131,11 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     let (sent, ()) = pair.drive(async { join!(join_all(sending), receiving) });
     sent.into_iter().for_each(|sent| sent.expect("acknowledged"));
 
-    // One that waits and is dropped was never sent.
+    // A send that is dropped while it waits for room is never sent.
     let mut sending: Vec<_> =
         (0..20).map(|_| pair.a.link.send(0, filled(&pair.a.fabric, &[1; 500]))).collect();
     for future in &mut sending {
-        once(future);
+        poll_once(future);
     }
     drop(sending);
     let last = pair.a.link.send_bytes(0, b"last");
@@ -148,21 +148,21 @@ pub(crate) fn senders_wait_for_room(fixture: &Fixture) {
     };
     let (sent, received) = pair.drive(async { join!(last, receive) });
     sent.expect("acknowledged");
-    assert!((4..=8).contains(&received), "{received} of 20 had a place");
+    assert!((4..=8).contains(&received), "{received} of 20 sends had room");
     pair.end();
 }
 
-/// Fewer receives than the windows of all links allow: senders are held up by the device, and
-/// nothing is lost.
-pub(crate) fn receives_run_dry(fixture: &Fixture) {
+/// Fewer receives than the windows of all links allow: the device holds up the senders, and nothing
+/// is lost.
+pub(crate) fn few_receives_lose_nothing(fixture: &Fixture) {
     let config = Config { recv_queue_depth: 16, ..Config::default() };
     let mut pair = Pair::with(fixture, &config);
     let mut links = vec![[pair.a.link.clone(), pair.b.link.clone()]];
     links.extend((0..7).map(|_| pair.another(fixture)));
-    let count = 400 / fixture.slower as u64;
+    let count = 400 / fixture.work_divisor as u64;
     for number in 0..count {
         for [a, _] in &links {
-            a.post_bytes(0, &pattern(number, 300)).expect("room");
+            a.post_bytes(0, &pattern(number, 300)).expect("room in the queue");
         }
     }
     for number in 0..count {
@@ -175,17 +175,18 @@ pub(crate) fn receives_run_dry(fixture: &Fixture) {
     pair.end();
 }
 
-/// Many small parts take many frames: as many as the peer may have to keep, and no more.
-pub(crate) fn many_small_parts(fixture: &Fixture) {
+/// Many small parts take many frames: the limit is the number of frames that the peer may have to
+/// keep.
+pub(crate) fn limits_the_number_of_parts(fixture: &Fixture) {
     let config = Config { max_message_bytes: 256 << 10, window: 16, ..Config::default() };
     let pair = Pair::with(fixture, &config);
     let most = pair.a.link.peer_hello().max_frames() as usize;
     assert_eq!(most, 2 * 32 + 16);
-    let crumb = filled(&pair.a.fabric, b"crumb");
-    let parts = |count| std::iter::repeat_n(crumb.clone(), count).collect::<Vec<_>>();
-    let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many");
+    let part = filled(&pair.a.fabric, b"bytes");
+    let parts = |count| std::iter::repeat_n(part.clone(), count).collect::<Vec<_>>();
+    let error = failed(pair.drive(pair.a.link.send_parts(0, parts(most + 1))), "too many frames");
     assert_eq!(error.kind(), ErrorKind::TooLarge, "{error}");
-    // On several channels at once they wait for each other.
+    // On several channels at once, they wait for each other.
     let sending = (0..8).map(|channel| pair.a.link.send_parts(channel, parts(most)));
     let receiving = async {
         for _ in 0..8 {
@@ -195,15 +196,15 @@ pub(crate) fn many_small_parts(fixture: &Fixture) {
     };
     let (sent, ()) = pair.drive(async { join!(join_all(sending), receiving) });
     sent.into_iter().for_each(|sent| sent.expect("acknowledged"));
-    drop(crumb);
+    drop(part);
     pair.end();
 }
 
-/// Both ends of many links send all they can, and take nothing: neither pins more than its limit,
-/// nothing is lost, and what was pinned goes back.
+/// Both ends of many links send as much as they can and receive nothing. Neither pins more than its
+/// limit, nothing is lost, and the memory is unpinned afterwards.
 pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
     const LIMIT: usize = 32 << 20;
-    const LINKS: usize = 8; // whose windows are 4 MiB each
+    const LINKS: usize = 8; // their windows are 4 MiB each
     let memory =
         PoolConfig { memory_pool_max: LIMIT, receive_reserve: LIMIT / 2, ..PoolConfig::default() };
     let config =
@@ -231,7 +232,7 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
                 is_moving |= is_sent;
             }
         }
-        // It is over when nothing has moved for a while.
+        // The loop ends when nothing has been sent for a while.
         pair.run_for(std::time::Duration::from_millis(if is_moving { 1 } else { 50 }));
         pinned(&pair);
     }
@@ -245,19 +246,19 @@ pub(crate) fn pinned_memory_stays_within_its_limit(fixture: &Fixture) {
             for _ in 0..posted {
                 assert!(
                     pair.drive(link.recv()).expect("a message").to_vec() == bytes,
-                    "another content"
+                    "content differs"
                 );
                 pinned(&pair);
             }
         }
     }
     drop(links);
-    // What it began with, a step for the receives that are posted, and one to spare for each
-    // purpose. Receives stay where they are until they are used.
+    // The initial memory, one step for the posted receives, and one spare step for each purpose.
+    // Receives stay where they are until they are used.
     let rest = (config.memory.memory_pool_initial + 3 * config.memory.memory_pool_increase) as u64;
-    pair.until("what was pinned goes back", || {
+    pair.until("the memory is unpinned", || {
         for (from, to) in pair.directions() {
-            from.link.post_bytes(0, b"a word").expect("room");
+            from.link.post_bytes(0, b"a word").expect("room in the queue");
             assert_eq!(pair.receive(to).to_vec(), b"a word");
         }
         pinned(&pair).iter().all(|now| *now <= rest)

@@ -1,4 +1,5 @@
-//! What devices other than Soft-RoCE do, on the fake that has learned it from their sources.
+//! How devices other than Soft-RoCE behave, on a fake that imitates them according to their
+//! sources.
 
 use std::time::{Duration, Instant};
 
@@ -8,11 +9,11 @@ use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::future::join_all;
 use futures_util::join;
 
-use crate::links::isolation::Scene;
-use crate::links::pair::{call, clear, drive, meet, until};
+use crate::links::isolation::ForeignPeerServer;
+use crate::links::pair::{clear, connect, drive, open_link, until};
 use crate::links::{Fixture, Host};
 
-/// Two hosts, the first of which has a device as `change` makes it.
+/// Makes two hosts; `change` changes the device of the first.
 fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
     let world = World::new();
     let hosts = [Host::new("fake1", "10.0.0.1"), Host::new("fake2", "10.0.0.2")];
@@ -21,16 +22,17 @@ fn world(change: impl FnOnce(&mut DeviceSpec)) -> (World, Fixture) {
     world.add_device(first);
     world.add_device(DeviceSpec::new("fake2", hosts[1].ip));
     let verbs = world.verbs();
-    (world, Fixture { verbs: Some(verbs), tls: None, hosts, slower: 1, storm_part: 1 })
+    (world, Fixture { verbs: Some(verbs), tls: None, hosts, work_divisor: 1, storm_divisor: 1 })
 }
 
-/// Receives that a fabric has posted, that links took along, and the bytes of both.
+/// Returns the receives that a fabric has posted, those that links took along, and the bytes of
+/// both.
 fn receives(fabric: &Fabric) -> (u64, u64, u64) {
     let stats = fabric.stats();
     (stats.receives_posted, stats.receives_overdue, stats.memory.receive.in_use_bytes)
 }
 
-/// Clients that go on sending while the server ends their sessions, `together` at a time.
+/// Connects `together` clients that keep sending while the server aborts their links.
 fn flood(
     fixture: &Fixture,
     server: &Fabric,
@@ -38,7 +40,8 @@ fn flood(
     listener: &mut Listener,
     together: usize,
 ) {
-    let calls: Vec<_> = (0..together).map(|_| call(client, &fixture.hosts[1], listener)).collect();
+    let calls: Vec<_> =
+        (0..together).map(|_| connect(client, &fixture.hosts[1], listener)).collect();
     let accepting = async {
         let mut ours = Vec::new();
         while ours.len() < together {
@@ -50,11 +53,11 @@ fn flood(
     let theirs: Vec<_> = theirs.into_iter().map(|link| link.expect("connect")).collect();
     for link in &theirs {
         for _ in 0..8 {
-            link.post_bytes(0, b"one of many").expect("room");
+            link.post_bytes(0, b"one of many").expect("room in the queue");
         }
     }
     for link in &ours {
-        link.abort(); // with what has come and was not taken
+        link.abort(); // with received messages that nobody took
     }
     drop(ours);
     drop(theirs);
@@ -63,7 +66,7 @@ fn flood(
     });
 }
 
-/// M2: mlx5 removes completions that nobody has polled when their queue pair is destroyed.
+/// mlx5 removes completions that nobody has polled when their queue pair is destroyed.
 #[test]
 fn keeps_all_receives_when_clients_flood_sessions_that_end() {
     const SESSIONS: usize = 10_000;
@@ -78,14 +81,14 @@ fn keeps_all_receives_when_clients_flood_sessions_that_end() {
     assert_eq!(before.0, 256);
     for _ in 0..SESSIONS / TOGETHER {
         flood(&fixture, &server, &client, &mut listener, TOGETHER);
-        until(&[&server, &client], "receives are back", || receives(&server) == before);
+        until(&[&server, &client], "the receives are posted again", || receives(&server) == before);
     }
     drop(listener);
     clear([server, client]);
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// Soft-RoCE before Linux 6.11 never says that a queue pair has taken its last receive.
+/// Soft-RoCE before Linux 6.11 never reports that a queue pair has taken its last receive.
 #[test]
 fn ends_links_on_devices_that_report_no_last_receive() {
     let (world, fixture) = world(|device| device.reports_last_receive = false);
@@ -96,19 +99,19 @@ fn ends_links_on_devices_that_report_no_last_receive() {
     let begun = Instant::now();
     flood(&fixture, &server, &client, &mut listener, 10);
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
-    until(&[&server, &client], "receives are back", || receives(&server) == before);
+    until(&[&server, &client], "the receives are posted again", || receives(&server) == before);
     drop(listener);
     clear([server, client]);
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// M3: EFA has no shared receive queues (`max_srq` is not set by `efa_query_device` in the kernel's
-/// `drivers/infiniband/hw/efa/efa_verbs.c`).
+/// EFA has no shared receive queues: `efa_query_device` in the kernel's
+/// `drivers/infiniband/hw/efa/efa_verbs.c` does not set `max_srq`.
 #[test]
 fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let (world, fixture) = world(|device| (device.max_srq, device.max_srq_wr) = (0, 0));
-    let verbs = fixture.verbs.as_ref().expect("a world");
-    let server = fixture.builder().build().expect("one device is good");
+    let verbs = fixture.verbs.as_ref().expect("fake provider");
+    let server = fixture.builder().build().expect("one device is usable");
     assert_eq!(server.devices(), ["fake2"]);
     let [(name, error)] = server.unused_devices() else { panic!("{:?}", server.unused_devices()) };
     assert_eq!(name, "fake1");
@@ -119,7 +122,7 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     let mut listener = server.listen(fixture.hosts[1].any_port()).expect("listen");
     let client = fixture.fabric(&fixture.hosts[1], &Config::default());
     flood(&fixture, &server, &client, &mut listener, 1);
-    // By itself it is an error, and no panic.
+    // On its own, the device is an error, not a panic.
     let alone =
         Fabric::builder(verbs).device("fake1").rdma(Rdma::Require).build().expect_err("no SRQ");
     assert_eq!(alone.kind(), ErrorKind::Absent, "{alone}");
@@ -128,22 +131,23 @@ fn leaves_out_a_device_without_srq_and_serves_on_the_other() {
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// A device that fails for another reason does not fail the others either.
+/// A device that fails for another reason is left out in the same way.
 #[test]
 fn leaves_out_devices_that_refuse_queues_or_memory() {
     for call in ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq", "ibv_create_srq", "ibv_reg_mr"]
     {
         let (world, fixture) = world(|_| {});
         world.fail_next(call, 12);
-        let fabric = Fabric::builder(fixture.verbs.as_ref().expect("a world")).build().expect(call);
+        let fabric =
+            Fabric::builder(fixture.verbs.as_ref().expect("fake provider")).build().expect(call);
         assert_eq!((fabric.devices().len(), fabric.unused_devices().len()), (1, 1), "{call}");
         clear([fabric]);
         assert_eq!(world.objects(), Objects::default(), "{call}");
     }
 }
 
-/// A host with so many devices.
-fn many(devices: u8) -> World {
+/// Makes a world with this many devices.
+fn world_with_devices(devices: u8) -> World {
     let world = World::new();
     for n in 1..=devices {
         let address = format!("10.0.0.{n}").parse().expect("an address");
@@ -152,11 +156,11 @@ fn many(devices: u8) -> World {
     world
 }
 
-/// M5: what is pinned does not depend on devices that do not serve the address.
+/// The amount of pinned memory does not depend on devices that do not serve the address.
 #[test]
 fn opens_only_the_device_that_has_the_address() {
     for devices in [1, 2, 4, 8] {
-        let world = many(devices);
+        let world = world_with_devices(devices);
         let builder = Fabric::builder(&world.verbs()).config(server_config());
         let fabric =
             builder.serving("10.0.0.1".parse().expect("an address")).build().expect("a fabric");
@@ -166,17 +170,19 @@ fn opens_only_the_device_that_has_the_address() {
         assert_eq!(world.objects().contexts, 1);
         clear([fabric]);
     }
-    let world = many(2);
+    let world = world_with_devices(2);
     let builder = Fabric::builder(&world.verbs()).rdma(Rdma::Require);
-    let error =
-        builder.serving("10.0.0.9".parse().expect("an address")).build().expect_err("nobody's");
+    let error = builder
+        .serving("10.0.0.9".parse().expect("an address"))
+        .build()
+        .expect_err("no device has the address");
     assert!(error.to_string().contains("no RDMA device has the address 10.0.0.9"), "{error}");
 }
 
-/// A listener there would refuse every peer over RDMA.
+/// A listener there would refuse every RDMA peer.
 #[test]
 fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
-    let world = many(2);
+    let world = world_with_devices(2);
     let fabric = Fabric::builder(&world.verbs()).device("fake2").build().expect("a fabric");
     let required = ListenOptions::new().rdma(Rdma::Require);
     let listen = |at: &str| fabric.listen_with(at.parse().expect("an address"), &required);
@@ -187,19 +193,18 @@ fn does_not_listen_for_rdma_at_the_address_of_a_device_that_is_left_out() {
     clear([fabric]);
 }
 
-/// M5: a module pinned 36, 136, 528 and 2,080 MiB on 1, 2, 4 and 8 devices, and went above its
-/// limit.
+/// Each device adds the same amount of pinned memory, and the total stays within the limit.
 #[test]
 fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
     for devices in [1, 2, 4, 8] {
-        let world = many(devices);
+        let world = world_with_devices(devices);
         let any = "0.0.0.0".parse().expect("an address");
         let builder = Fabric::builder(&world.verbs()).config(server_config());
         let fabric = builder.serving(any).build().expect("a fabric");
         assert_eq!(fabric.devices().len(), usize::from(devices));
         let idle = fabric.stats().memory.registered_bytes;
         assert!(idle <= u64::from(devices) * (40 << 20), "{devices} devices: {idle}");
-        // Take all there is.
+        // Takes all there is.
         let mut held = Vec::new();
         for purpose in Purpose::ALL {
             while let Ok(buf) = fabric.pool().take_uncharged(2 << 20, purpose) {
@@ -215,28 +220,28 @@ fn pins_memory_in_proportion_to_the_devices_and_within_the_limit() {
     }
 }
 
-/// As a gateway or a module has it.
+/// Returns the settings of a gateway or a module.
 fn server_config() -> Config {
     Config { recv_buffer_size: 64 << 10, ..Config::default() }
 }
 
-/// M6: the kernel takes a device away (mlx5: removal, firmware reset). Its descriptors report an
-/// error for ever, and every destroy fails with EIO.
+/// The kernel takes a device away (mlx5: removal, firmware reset). Its descriptors report an error
+/// forever, and every destroy fails with EIO.
 #[test]
 fn lets_go_of_a_device_that_the_kernel_took_away_and_sleeps() {
     let (world, fixture) = world(|_| {});
     let [server, client] =
         [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &Config::default()));
     let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
-    let [there, here] = meet(&client, &fixture.hosts[1], &server, &mut listener);
-    there.post_bytes(0, b"on its way").expect("room");
+    let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
+    there.post_bytes(0, b"on its way").expect("room in the queue");
     world.disassociate_device("fake1");
     until(&[&server, &client], "the links have ended", || {
         server.stats().links + client.stats().links == 0
     });
     assert_eq!(here.failure().map(|error| error.kind()), Some(ErrorKind::DeviceGone));
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
-    // Nothing is left to do until the device is looked for again, which the clock tells.
+    // Nothing is left to do until a timer looks for the device again.
     let begun = Instant::now();
     let mut idle = 0;
     while idle < 5 {
@@ -246,14 +251,14 @@ fn lets_go_of_a_device_that_the_kernel_took_away_and_sleeps() {
         );
         idle = if readable == Ok(0) { idle + 1 } else { 0 };
         server.progress();
-        assert!(begun.elapsed() < Duration::from_secs(20), "its descriptor is ready for ever");
+        assert!(begun.elapsed() < Duration::from_secs(20), "the descriptor stays readable");
     }
     drop((listener, there, here));
     clear([server, client]);
     assert_eq!(world.objects(), Objects::default());
 }
 
-/// M8: a post failed, and the provider does not say which request it refused: all may be in its
+/// A post failed and the provider does not say which request it refused: all of them may be in its
 /// queue.
 #[test]
 fn ends_the_link_when_a_post_fails_without_naming_a_request() {
@@ -262,10 +267,10 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
         let config = Config { inline_threshold: 64, ..Config::default() };
         let [server, client] = [0, 1].map(|host| fixture.fabric(&fixture.hosts[host], &config));
         let mut listener = server.listen(fixture.hosts[0].any_port()).expect("listen");
-        let [there, here] = meet(&client, &fixture.hosts[1], &server, &mut listener);
+        let [there, here] = open_link(&client, &fixture.hosts[1], &server, &mut listener);
         world.fail_next_doorbell(5);
         let posted = there.post_bytes(0, &vec![7; bytes]);
-        assert!(posted.is_err() || there.failure().is_some(), "{bytes}: the link goes on");
+        assert!(posted.is_err() || there.failure().is_some(), "{bytes}: the link continues");
         drop((there, here));
         until(&[&server, &client], "the links have ended", || {
             server.stats().links + client.stats().links == 0
@@ -276,20 +281,20 @@ fn ends_the_link_when_a_post_fails_without_naming_a_request() {
     }
 }
 
-/// M8, of the request that binds a window: it may be in the queue, and then its memory stays until
-/// it is done.
+/// A failed post of the request that binds a window: the request may be in the queue, and then its
+/// memory stays in use until it completes.
 #[test]
 fn ends_the_connection_when_a_bind_fails_without_naming_a_request() {
     let (world, fixture) = world(|_| {});
-    let scene = Scene::new(&fixture, &Config::default());
-    let guest = scene.guest();
-    scene.is_well(&guest);
+    let server = ForeignPeerServer::new(&fixture, &Config::default());
+    let client = server.client();
+    server.check_write(&client);
     world.fail_next_doorbell(5);
-    let other = guest.expose();
-    until(&scene.fabrics(), "the connection has ended", || scene.fabrics[1].stats().links == 0);
-    assert_eq!(scene.fabrics[1].stats().totals.stale_completions, 0, "the request was in flight");
+    let other = client.expose();
+    until(&server.fabrics(), "the connection has ended", || server.fabrics[1].stats().links == 0);
+    assert_eq!(server.fabrics[1].stats().totals.stale_completions, 0, "the request was in flight");
     drop(other);
-    scene.end(vec![guest]);
+    server.end(vec![client]);
     drop(fixture);
     assert_eq!(world.objects(), Objects::default());
 }

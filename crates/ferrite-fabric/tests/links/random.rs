@@ -1,6 +1,6 @@
-//! Numbers that choose an order, and can be replayed by their seed.
+//! Reproducible random numbers: the same seed gives the same sequence.
 
-/// xorshift64*.
+/// An xorshift64* generator.
 pub(crate) struct Random(u64);
 
 impl Random {

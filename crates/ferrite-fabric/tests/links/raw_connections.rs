@@ -1,4 +1,4 @@
-//! Links to peers of other protocols: two of them meet, and say whatever they like.
+//! Raw connections, which carry other protocols: two of them connect and exchange arbitrary bytes.
 
 use std::time::Duration;
 
@@ -11,7 +11,7 @@ use futures_util::join;
 use super::Fixture;
 use super::pair::{clear, drive, failed, filled, pattern, run_for, until};
 
-/// Both ends: `a` connected, `b` was a foreign peer to its listener.
+/// Both ends: `a` connected, `b` accepted it as a foreign peer.
 struct Ends {
     a: RawConnection,
     b: RawConnection,
@@ -20,7 +20,7 @@ struct Ends {
 }
 
 impl Ends {
-    fn meet(fixture: &Fixture, config: &Config) -> Self {
+    fn connect(fixture: &Fixture, config: &Config) -> Self {
         let [b_host, a_host] = &fixture.hosts;
         let fabrics = [fixture.fabric(a_host, config), fixture.fabric(b_host, config)];
         let listener = fabrics[1].listen(b_host.any_port()).expect("listen");
@@ -29,7 +29,7 @@ impl Ends {
         let calling = fabrics[0].connect_raw(listener.local_addr(), &options);
         let answering = async {
             let request = foreign_peers.next().await?;
-            assert!(request.private_data.iter().all(|byte| *byte == 0), "nothing of ours is said");
+            assert!(request.private_data.iter().all(|byte| *byte == 0), "no hello of ours is sent");
             foreign_peers.accept(request).await
         };
         let (a, b) = drive(&[&fabrics[0], &fabrics[1]], async { join!(calling, answering) });
@@ -45,7 +45,7 @@ impl Ends {
         drive(&self.fabrics(), at.arrival()).expect("an arrival")
     }
 
-    /// Memory of `of` that the other may write.
+    /// Exposes memory of `of` that the other end may write.
     fn window(&self, of: &RawConnection, bytes: usize) -> Exposed {
         let mut buf = of.pool().take_uncharged(bytes, Purpose::Receive).expect("memory");
         buf.fill(0);
@@ -58,15 +58,15 @@ impl Ends {
         drop((a, b));
         let (first, second) =
             drive(&[&fabrics[0], &fabrics[1]], async { join!(closing.0, closing.1) });
-        first.and(second).expect("in good order");
+        first.and(second).expect("closed cleanly");
         drop(listener);
         clear(fabrics);
     }
 }
 
-/// Messages and writes arrive in order, and what was written is there.
-pub(crate) fn messages_and_writes(fixture: &Fixture) {
-    let ends = Ends::meet(fixture, &Config::default());
+/// Messages and writes arrive in order, and the written bytes are in place.
+pub(crate) fn messages_and_writes_arrive_in_order(fixture: &Fixture) {
+    let ends = Ends::connect(fixture, &Config::default());
     for (from, to) in [(&ends.a, &ends.b), (&ends.b, &ends.a)] {
         let window = ends.window(to, 64 << 10);
         let remote = window.remote();
@@ -78,28 +78,28 @@ pub(crate) fn messages_and_writes(fixture: &Fixture) {
         from.write(filled(from.fabric(), large), remote.addr + 100, remote.rkey, 9900)
             .expect("written");
         from.send_message(&[9; 32]).expect("sent");
-        assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == *b"before"));
-        let (mut told, mut notices) = (0, 0);
-        while told < 10_000 {
+        assert!(matches!(ends.arrival(to), Arrival::Message(message) if message[..] == *b"before"));
+        let (mut announced, mut notices) = (0, 0);
+        while announced < 10_000 {
             let Arrival::Written { notices: more, sum, .. } = ends.arrival(to) else {
-                panic!("not in order")
+                panic!("a message arrived before the writes")
             };
-            (told, notices) = (told + sum, notices + more);
+            (announced, notices) = (announced + sum, notices + more);
         }
-        assert_eq!((told, notices), (10_000, 2));
+        assert_eq!((announced, notices), (10_000, 2));
         let mut written = vec![0; 10_000];
         window.read(0, &mut written);
         assert!(written == bytes);
-        assert!(matches!(ends.arrival(to), Arrival::Message(said) if said[..] == [9; 32]));
+        assert!(matches!(ends.arrival(to), Arrival::Message(message) if message[..] == [9; 32]));
         let all = Done { messages: 2, writes: 2 };
-        until(&ends.fabrics(), "everything is acknowledged", || from.done(None) == all);
+        until(&ends.fabrics(), "all requests are acknowledged", || from.done(None) == all);
     }
     ends.end();
 }
 
-/// Many more writes than the send queue takes at a time, and then the end: all arrive before it.
-pub(crate) fn closing_delivers_what_was_written(fixture: &Fixture) {
-    let ends = Ends::meet(fixture, &Config { send_queue_depth: 16, ..Config::default() });
+/// With many more writes than the send queue holds, all arrive before the close does.
+pub(crate) fn closing_delivers_pending_writes(fixture: &Fixture) {
+    let ends = Ends::connect(fixture, &Config { send_queue_depth: 16, ..Config::default() });
     let window = ends.window(&ends.b, 64 << 10);
     let remote = window.remote();
     for at in 0..500 {
@@ -109,16 +109,16 @@ pub(crate) fn closing_delivers_what_was_written(fixture: &Fixture) {
     drop(ends.a.close());
     let refused = failed(ends.a.send_message(b"more"), "it is closing");
     assert_eq!(refused.kind(), ErrorKind::Closed, "{refused}");
-    let mut told = 0;
+    let mut announced = 0;
     let error = loop {
         match drive(&ends.fabrics(), ends.b.arrival()) {
-            Ok(Arrival::Written { sum, .. }) => told += sum,
-            Ok(Arrival::Message(_)) => panic!("nothing was said"),
+            Ok(Arrival::Written { sum, .. }) => announced += sum,
+            Ok(Arrival::Message(_)) => panic!("no message was sent"),
             Err(error) => break error,
         }
     };
     assert_eq!(error.kind(), ErrorKind::Closed, "{error}");
-    assert_eq!(told, 500 * 64);
+    assert_eq!(announced, 500 * 64);
     let mut last = [0; 64];
     window.read(499 * 64, &mut last);
     assert_eq!(last, [499_u64 as u8; 64]);
@@ -126,46 +126,48 @@ pub(crate) fn closing_delivers_what_was_written(fixture: &Fixture) {
     ends.end();
 }
 
-/// A write beside what the peer was told of ends this link and no other.
-pub(crate) fn writes_beside(fixture: &Fixture) {
-    let ends = Ends::meet(fixture, &Config::default());
+/// A write outside the exposed memory ends this connection and no other.
+pub(crate) fn writing_outside_the_window_ends_the_connection(fixture: &Fixture) {
+    let ends = Ends::connect(fixture, &Config::default());
     let window = ends.window(&ends.b, 4096);
     let remote = window.remote();
-    let beside = remote.addr + remote.len - 10;
-    ends.a.write(filled(ends.a.fabric(), &[1; 64]), beside, remote.rkey, 64).expect("asked");
-    let error = failed(drive(&ends.fabrics(), ends.a.arrival()), "refused by the device");
+    let outside = remote.addr + remote.len - 10;
+    ends.a.write(filled(ends.a.fabric(), &[1; 64]), outside, remote.rkey, 64).expect("queued");
+    let error =
+        failed(drive(&ends.fabrics(), ends.a.arrival()), "the device must refuse the write");
     assert!([ErrorKind::Denied, ErrorKind::LinkDown].contains(&error.kind()), "{error}");
-    failed(drive(&ends.fabrics(), ends.b.arrival()), "its end is down too");
+    failed(drive(&ends.fabrics(), ends.b.arrival()), "the other end must fail too");
     let Ends { a, b, fabrics, listener } = ends;
     drop((a, b, window, listener));
     clear(fabrics);
 }
 
-/// Idle ones stay: nothing of ours is said to them.
-pub(crate) fn silence_is_golden(fixture: &Fixture) {
+/// Idle connections stay open, and no keepalives are sent on them.
+pub(crate) fn idle_connections_stay_open(fixture: &Fixture) {
     let config = Config {
         keepalive: Duration::from_millis(50),
         peer_timeout: Duration::from_millis(50),
         ..Config::default()
     };
-    let ends = Ends::meet(fixture, &config);
+    let ends = Ends::connect(fixture, &config);
     run_for(&ends.fabrics(), Duration::from_millis(500));
     assert!(ends.a.failure().is_none() && ends.b.failure().is_none());
     assert_eq!((ends.a.stats().recv_ops, ends.b.stats().recv_ops), (0, 0));
     ends.a.send_message(b"still here").expect("sent");
-    assert!(matches!(ends.arrival(&ends.b), Arrival::Message(said) if said[..] == *b"still here"));
+    assert!(
+        matches!(ends.arrival(&ends.b), Arrival::Message(message) if message[..] == *b"still here")
+    );
     ends.end();
 }
 
-/// A Ferrite listener that takes no foreign peers refuses; one that is a Ferrite peer's is none of
-/// ours.
-pub(crate) fn nobody_takes_them(fixture: &Fixture) {
+/// A listener refuses foreign peers while nothing handles them.
+pub(crate) fn refused_without_a_handler(fixture: &Fixture) {
     let [b_host, a_host] = &fixture.hosts;
     let fabrics = [a_host, b_host].map(|host| fixture.fabric(host, &Config::default()));
     let listener = fabrics[1].listen(b_host.any_port()).expect("listen");
     let options = ConnectOptions::new().local(a_host.any_port());
     let calling = fabrics[0].connect_raw(listener.local_addr(), &options);
-    let error = failed(drive(&[&fabrics[0], &fabrics[1]], calling), "refused");
+    let error = failed(drive(&[&fabrics[0], &fabrics[1]], calling), "no foreign peer handler");
     assert_eq!(error.kind(), ErrorKind::Refused, "{error}");
     drop(listener);
     clear(fabrics);

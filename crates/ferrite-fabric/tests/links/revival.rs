@@ -1,5 +1,5 @@
-//! What only the fake can do at will: devices that are pulled out come back, and the fabrics that
-//! had them go on.
+//! Faults that only the fake provider can cause at will: devices are removed and come back, and the
+//! fabrics that used them continue.
 
 use std::time::{Duration, Instant};
 
@@ -8,38 +8,38 @@ use ferrite_fabric::{Config, ConnectOptions, ErrorKind, Fabric, Link, Listener};
 use ferrite_verbs::fake::{DeviceSpec, Objects, World};
 use futures_util::join;
 
-use crate::faults::{assert_told, run};
+use crate::faults::{assert_root_cause, run};
 use crate::links::pair::{
-    Pair, assert_unused, buffer, call, clear, drive, failed, filled, meet, pattern, until,
+    Pair, assert_unused, buffer, clear, connect, drive, failed, filled, open_link, pattern, until,
 };
-use crate::links::{Host, KIB, PATIENCE};
+use crate::links::{Host, KIB, TEST_TIMEOUT};
 
 fn add(world: &World, host: &Host) {
     world.add_device(DeviceSpec::new(&host.device, host.ip));
 }
 
-/// Removes a device; the fabric has let go of everything on it.
-fn pull(world: &World, host: &Host, fabric: &Fabric, others: &[&Fabric]) {
+/// Removes a device and waits until the fabric has released everything on it.
+fn remove_device_from(world: &World, host: &Host, fabric: &Fabric, others: &[&Fabric]) {
     let (lost, before) = (fabric.stats().devices_lost, world.objects());
     world.remove_device(&host.device);
     let fabrics: Vec<&Fabric> = others.iter().copied().chain([fabric]).collect();
     until(&fabrics, "the device is gone", || fabric.stats().devices_lost > lost);
-    until(&fabrics, "it is let go of", || world.objects().contexts < before.contexts);
+    until(&fabrics, "its objects are released", || world.objects().contexts < before.contexts);
     let missing = fabric.missing_devices();
     assert_eq!(missing.len(), 1);
     assert_eq!(missing[0].kind(), ErrorKind::DeviceGone);
 }
 
-/// Adds it again; the fabric has found it.
-fn put_back(world: &World, host: &Host, fabric: &Fabric) {
+/// Adds a device again and waits until the fabric uses it.
+fn restore_device(world: &World, host: &Host, fabric: &Fabric) {
     let back = fabric.stats().devices_back;
     add(world, host);
     until(&[fabric], "the device is back", || fabric.stats().devices_back > back);
     assert!(fabric.missing_devices().is_empty());
 }
 
-/// Messages of several sizes both ways, and a read of memory that is registered now.
-fn talk(fabrics: [&Fabric; 2], links: [&Link; 2]) {
+/// Checks two links: messages of several sizes both ways, and reads of newly registered memory.
+fn check_links(fabrics: [&Fabric; 2], links: [&Link; 2]) {
     for (from, to) in [(0, 1), (1, 0)] {
         for len in [10, 3 * KIB, 60 * KIB] {
             let bytes = pattern(len as u64, len);
@@ -53,67 +53,70 @@ fn talk(fabrics: [&Fabric; 2], links: [&Link; 2]) {
             .expect("a region");
         let token = region.grant(links[to]);
         let reading = links[from].rdma_read(&token, 100, fabrics[from].buffer(8).expect("memory"));
-        assert_eq!(&drive(&fabrics, reading.expect("room")).expect("read")[..], [7; 8]);
+        assert_eq!(
+            &drive(&fabrics, reading.expect("room in the queue")).expect("read")[..],
+            [7; 8]
+        );
         drive(&fabrics, region.revoke()).expect("revoked");
     }
 }
 
-/// The device of the side that connects: what was taken and registered before is good afterwards,
-/// or told to be gone.
+/// The device of the connecting side returns. Buffers taken before still work afterwards;
+/// operations on regions registered before fail.
 #[test]
-fn own_device() {
+fn connecting_side_device_returns() {
     run(|world, fixture| {
         let a_host = &fixture.hosts[1];
         let Pair { a, b, mut listener } = Pair::new(fixture);
         let (fabrics, mut links) = ([&a.fabric, &b.fabric], [a.link, b.link]);
         let kept = filled(&a.fabric, b"from before");
-        talk(fabrics, [&links[0], &links[1]]); // the pools grow
+        check_links(fabrics, [&links[0], &links[1]]); // lets the pools grow
         let everything = world.objects();
         for round in 1..=3 {
-            talk(fabrics, [&links[0], &links[1]]);
+            check_links(fabrics, [&links[0], &links[1]]);
             let region = links[0]
                 .register_memory(buffer(&a.fabric, &[1; 100]), Rights::READ)
                 .expect("a region");
-            pull(world, a_host, &a.fabric, &[&b.fabric]);
-            let error = failed(drive(&fabrics, links[0].ended()), "its device is gone");
-            assert_told(&error, &[ErrorKind::DeviceGone]);
+            remove_device_from(world, a_host, &a.fabric, &[&b.fabric]);
+            let error = failed(drive(&fabrics, links[0].ended()), "the device is gone");
+            assert_root_cause(&error, &[ErrorKind::DeviceGone]);
             assert!(!region.is_live());
-            let buf = drive(&fabrics, region.revoke()).expect("the buffer");
+            let buf = drive(&fabrics, region.revoke()).expect("buffer returned");
             let (_, error) =
                 links[0].register_memory(buf, Rights::READ).expect_err("there is no device");
-            assert_told(&error, &[ErrorKind::DeviceGone]);
-            failed(drive(&fabrics, call(&a.fabric, a_host, &listener)), "there is no device");
-            put_back(world, a_host, &a.fabric);
-            links = meet(&a.fabric, a_host, &b.fabric, &mut listener);
+            assert_root_cause(&error, &[ErrorKind::DeviceGone]);
+            failed(drive(&fabrics, connect(&a.fabric, a_host, &listener)), "there is no device");
+            restore_device(world, a_host, &a.fabric);
+            links = open_link(&a.fabric, a_host, &b.fabric, &mut listener);
             until(&fabrics, "the old links are gone", || {
                 fabrics.iter().all(|fabric| fabric.stats().links == 1)
             });
-            links[0].post(0, kept.clone()).expect("room");
+            links[0].post(0, kept.clone()).expect("room in the queue");
             assert_eq!(
                 drive(&fabrics, links[1].recv()).expect("a message").to_vec(),
                 b"from before"
             );
-            assert_eq!(world.objects(), everything, "as before");
+            assert_eq!(world.objects(), everything, "the same objects as before");
             let stats = a.fabric.stats();
             assert_eq!((stats.devices_lost, stats.devices_back), (round, round));
             assert!(stats.receives_posted > 0);
         }
         assert_eq!(b.fabric.stats().devices_lost, 0);
-        talk(fabrics, [&links[0], &links[1]]);
+        check_links(fabrics, [&links[0], &links[1]]);
         drop((links, listener, kept));
         clear([a.fabric, b.fabric]);
     });
 }
 
-/// A listener on the device's address is lost with it; one on all addresses goes on with the device
-/// that came back.
+/// A listener on the device's address is lost with the device. A listener on all addresses
+/// continues on the device that came back.
 #[test]
-fn device_of_listeners() {
+fn listener_device_returns() {
     run(|world, fixture| {
         let [b_host, a_host] = &fixture.hosts;
         let [a, b] = [a_host, b_host].map(|host| fixture.fabric(host, &Config::default()));
         let mut everywhere = b.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
-        let meet_there = |everywhere: &mut Listener| {
+        let connect_everywhere = |everywhere: &mut Listener| {
             let target = std::net::SocketAddr::new(b_host.ip, everywhere.local_addr().port());
             let calling = a.connect_with(target, &ConnectOptions::new().local(a_host.any_port()));
             let (there, here) = drive(&[&a, &b], async { join!(calling, everywhere.accept()) });
@@ -121,50 +124,55 @@ fn device_of_listeners() {
         };
         for _ in 0..2 {
             let mut bound = b.listen(b_host.any_port()).expect("listen");
-            let links = meet_there(&mut everywhere);
-            pull(world, b_host, &b, &[&a]);
-            let error = failed(drive(&[&a, &b], bound.accept()), "its device is gone");
-            assert_told(&error, &[ErrorKind::DeviceGone]);
-            assert!(everywhere.try_accept().expect("it has no device").is_none());
+            let links = connect_everywhere(&mut everywhere);
+            remove_device_from(world, b_host, &b, &[&a]);
+            let error = failed(drive(&[&a, &b], bound.accept()), "the device is gone");
+            assert_root_cause(&error, &[ErrorKind::DeviceGone]);
+            assert!(
+                everywhere
+                    .try_accept()
+                    .expect("the listener stays open without a device")
+                    .is_none()
+            );
             drop(links);
-            put_back(world, b_host, &b);
-            let error = failed(bound.try_accept(), "lost for good");
-            assert_told(&error, &[ErrorKind::DeviceGone]);
-            let [there, here] = meet_there(&mut everywhere);
-            talk([&a, &b], [&there, &here]);
+            restore_device(world, b_host, &b);
+            let error = failed(bound.try_accept(), "the listener is lost");
+            assert_root_cause(&error, &[ErrorKind::DeviceGone]);
+            let [there, here] = connect_everywhere(&mut everywhere);
+            check_links([&a, &b], [&there, &here]);
         }
         drop(everywhere);
         clear([a, b]);
     });
 }
 
-/// Nobody uses the device when it goes; the other one goes on all the time.
+/// An unused device is removed and comes back; links on the other device are not affected.
 #[test]
-fn one_of_two_devices() {
+fn unused_device_returns() {
     run(|world, fixture| {
         let [host, idle] = &fixture.hosts;
         let fabric = fixture.builder().build().expect("a fabric");
         let mut listener = fabric.listen(host.any_port()).expect("listen");
-        let [there, here] = meet(&fabric, host, &fabric, &mut listener);
+        let [there, here] = open_link(&fabric, host, &fabric, &mut listener);
         for _ in 0..2 {
-            pull(world, idle, &fabric, &[]);
-            talk([&fabric, &fabric], [&there, &here]);
-            put_back(world, idle, &fabric);
-            let on_idle = meet(&fabric, idle, &fabric, &mut listener);
+            remove_device_from(world, idle, &fabric, &[]);
+            check_links([&fabric, &fabric], [&there, &here]);
+            restore_device(world, idle, &fabric);
+            let on_idle = open_link(&fabric, idle, &fabric, &mut listener);
             assert_eq!(on_idle[0].device().as_ref(), Some(&idle.device));
-            talk([&fabric, &fabric], [&on_idle[0], &on_idle[1]]);
+            check_links([&fabric, &fabric], [&on_idle[0], &on_idle[1]]);
         }
-        talk([&fabric, &fabric], [&there, &here]);
+        check_links([&fabric, &fabric], [&there, &here]);
         drop((there, here, listener));
         clear([fabric]);
     });
 }
 
-/// A device that is there and does not work yet: each step that can fail fails once. Nothing is
-/// left of the try, the reason is told, and the next succeeds. Each in a world of its own, all at
-/// the same time, because they wait for the clock.
+/// The device is present but does not work yet: each call that can fail fails once. The failed
+/// attempt leaves nothing behind, the reason is reported, and the next attempt succeeds. Each case
+/// has its own world. All run at the same time, because each has to wait for the retry timer.
 #[test]
-fn by_and_by() {
+fn retries_until_the_device_works() {
     const CALLS: [(&str, i32); 11] = [
         ("ibv_open_device", 13),
         ("ibv_query_port", 5),
@@ -182,9 +190,9 @@ fn by_and_by() {
         let (world, fixture) = crate::world();
         let fabric = fixture.fabric(&fixture.hosts[0], &Config::default());
         let listener = fabric.listen("0.0.0.0:0".parse().expect("an address")).expect("listen");
-        pull(&world, &fixture.hosts[0], &fabric, &[]);
+        remove_device_from(&world, &fixture.hosts[0], &fabric, &[]);
         let held = world.objects();
-        // The device has two addresses: an identifier is tried on each.
+        // The device has two addresses, and an identifier is tried on each.
         let times = if call.starts_with("rdma") { 2 } else { 1 };
         (0..times).for_each(|_| world.fail_next(call, errno));
         add(&world, &fixture.hosts[0]);
@@ -193,14 +201,14 @@ fn by_and_by() {
     let fabrics: Vec<&Fabric> = worlds.iter().map(|(_, _, _, fabric, ..)| fabric).collect();
     let reason = |fabric: &Fabric| fabric.missing_devices()[0].to_string();
     for (call, world, _, fabric, _, held) in &worlds {
-        until(&fabrics, "it was looked for", || reason(fabric).contains("not back"));
-        let told = reason(fabric);
+        until(&fabrics, "the fabric looked for the device", || reason(fabric).contains("not back"));
+        let text = reason(fabric);
         let word = if call.contains("gid") || call.starts_with("rdma") { "address" } else { call };
-        assert!(told.contains(word), "{call}: {told}");
-        assert_eq!(world.objects(), *held, "{call}: nothing is left of the try");
+        assert!(text.contains(word), "{call}: {text}");
+        assert_eq!(world.objects(), *held, "{call}: the attempt left objects behind");
     }
     for (.., fabric, _, _) in &worlds {
-        until(&fabrics, "it is back", || fabric.stats().devices_back == 1);
+        until(&fabrics, "the device is back", || fabric.stats().devices_back == 1);
     }
     for (_, world, fixture, fabric, mut listener, _) in worlds {
         let target = std::net::SocketAddr::new(fixture.hosts[0].ip, listener.local_addr().port());
@@ -208,7 +216,7 @@ fn by_and_by() {
             fabric.connect_with(target, &ConnectOptions::new().local(fixture.hosts[0].any_port()));
         let (there, here) = drive(&[&fabric], async { join!(calling, listener.accept()) });
         let links = [there.expect("connect"), here.expect("accept")];
-        talk([&fabric, &fabric], [&links[0], &links[1]]);
+        check_links([&fabric, &fabric], [&links[0], &links[1]]);
         drop((links, listener));
         clear([fabric]);
         drop(fixture);
@@ -217,33 +225,34 @@ fn by_and_by() {
     assert_eq!(ferrite_verbs::leaked_objects(), 0);
 }
 
-/// A port that is down is not usable; a fabric that ends meanwhile leaves nothing.
+/// The fabric does not use a device whose port is down. A fabric dropped meanwhile leaves nothing
+/// behind.
 #[test]
-fn port_down_at_first() {
+fn waits_until_the_port_is_up() {
     run(|world, fixture| {
         let host = &fixture.hosts[0];
         let [fabric, ends] = [0, 1].map(|_| fixture.fabric(host, &Config::default()));
         let listener = fabric.listen(host.any_port()).expect("listen");
         world.remove_device(&host.device);
-        until(&[&fabric, &ends], "both hear of it", || {
+        until(&[&fabric, &ends], "both fabrics lose the device", || {
             [&fabric, &ends].iter().all(|fabric| fabric.stats().devices_lost == 1)
         });
         drop(listener);
         add(world, host);
         world.device_down(&host.device);
-        let told = || fabric.missing_devices()[0].to_string();
-        until(&[&fabric], "it was looked for", || told().contains("not back"));
-        assert!(told().contains("fake1"), "{}", told());
+        let reason = || fabric.missing_devices()[0].to_string();
+        until(&[&fabric], "the fabric looked for the device", || reason().contains("not back"));
+        assert!(reason().contains("fake1"), "{}", reason());
         drop(ends);
         world.device_up(&host.device);
-        until(&[&fabric], "it is back", || fabric.stats().devices_back == 1);
+        until(&[&fabric], "the device is back", || fabric.stats().devices_back == 1);
         clear([fabric]);
     });
 }
 
-/// A device goes again at any moment of its return, while a thread drives the fabric.
+/// A device is removed again at various moments of its return, while a thread drives the fabric.
 #[test]
-fn comes_and_goes() {
+fn device_removed_while_returning() {
     run(|world, fixture| {
         let host = &fixture.hosts[0];
         let fabric = fixture.fabric(host, &Config::default());
@@ -254,8 +263,8 @@ fn comes_and_goes() {
             add(world, host);
             std::thread::sleep(Duration::from_millis(pause));
         }
-        // Each look may have missed it: the last begins a second after the last removal was heard.
-        let deadline = Instant::now() + PATIENCE;
+        // Each attempt may have missed it: the last one begins a second after the last removal.
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while !fabric.missing_devices().is_empty() {
             assert!(Instant::now() < deadline, "{:?}", fabric.missing_devices());
             std::thread::sleep(Duration::from_millis(5));
@@ -264,11 +273,11 @@ fn comes_and_goes() {
         let calling = fabric.connect_with(target, &ConnectOptions::new().local(host.any_port()));
         let (there, here) = fabric.block_on(async { join!(calling, listener.accept()) });
         let links = [there.expect("connect"), here.expect("accept")];
-        talk([&fabric, &fabric], [&links[0], &links[1]]);
+        check_links([&fabric, &fabric], [&links[0], &links[1]]);
         drop((links, listener));
         let pool = fabric.pool().clone();
         drop(fabric);
-        driver.join().expect("it ends");
+        driver.join().expect("driver thread ends");
         assert_unused(&pool);
     });
 }

@@ -1,18 +1,18 @@
-//! A storm: operations of all kinds whose futures are dropped at any moment, on links that break at
-//! any moment, to peers that go at any moment. Whatever arrives whole is what was sent, and in the
-//! end everything is back.
+//! Storm tests: random operations whose futures are dropped at any moment, on links that break at
+//! any moment, to peers that disappear at any moment. Every message that arrives is complete and
+//! correct, and in the end all memory is returned.
 //!
-//! Each message, each region and each cell of a region has bytes that follow from its name. If a
-//! buffer were freed or used again while a device has it, bytes of one would turn up in another.
+//! Each message, each region and each cell of a region has bytes derived from its name. If a buffer
+//! were freed or reused while a device has it, bytes of one would appear in another.
 //!
-//! A run is printed with its seed: `FERRITE_SEED` replays it as far as the clock allows,
-//! `FERRITE_STORM` says how many operations (by default half of them in the lab, a hundredth where
-//! it is emulated). In the lab: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000
+//! Each run prints its seed. `FERRITE_SEED` replays a run as far as timing allows. `FERRITE_STORM`
+//! sets the number of operations; the default is 100,000, half of that in the lab and a hundredth
+//! in an emulated lab. In the lab: `cargo xtask lab-test storm --runner "env FERRITE_STORM=100000
 //! FERRITE_SEED=1"`.
-#![expect(clippy::print_stdout, reason = "the seed, and how long it took")]
+#![expect(clippy::print_stdout, reason = "prints the seed and the time that a run took")]
 
-mod harbour;
-mod scene;
+mod peer;
+mod run;
 
 use std::time::{Duration, Instant};
 
@@ -20,9 +20,9 @@ use ferrite_fabric::Config;
 
 use super::random::Random;
 use super::{Fixture, pair};
-use scene::Scene;
+use run::Storm;
 
-/// Operations of a run.
+/// Number of operations in a run.
 const OPERATIONS: u64 = 100_000;
 
 fn number(variable: &str) -> Option<u64> {
@@ -37,18 +37,18 @@ fn seed() -> u64 {
 }
 
 fn operations(fixture: &Fixture) -> u64 {
-    number("FERRITE_STORM").unwrap_or(OPERATIONS / fixture.storm_part)
+    number("FERRITE_STORM").unwrap_or(OPERATIONS / fixture.storm_divisor)
 }
 
 fn run(fixture: &Fixture, random: Random, config: Config, operations: u64) {
-    // Links that are dropped with something left to take are waited for in the end.
+    // The end of a run waits for links that were dropped with messages left to take.
     let config = Config { close_timeout: Duration::from_millis(500), ..config };
     let begun = Instant::now();
-    let mut scene = Scene::new(fixture, random, config, operations);
-    while scene.begun < operations {
-        scene.step();
+    let mut storm = Storm::new(fixture, random, config, operations);
+    while storm.operations_begun < operations {
+        storm.step();
     }
-    let report = scene.end();
+    let report = storm.end();
     println!("{report} in {:.1?}", begun.elapsed());
 }
 
@@ -61,8 +61,8 @@ pub(crate) fn cancel_storm(fixture: &Fixture) {
     run(fixture, Random::new(seed), config, operations);
 }
 
-/// Short ones, each with settings at one end of what is possible, or the other, or usual.
-pub(crate) fn storms_at_the_edge(fixture: &Fixture) {
+/// Short storms, each with random settings: smallest, usual or largest.
+pub(crate) fn storms_with_extreme_settings(fixture: &Fixture) {
     let (seed, operations) = (seed(), operations(fixture) / 50);
     println!("FERRITE_SEED={seed}");
     for storm in 0..6 {
@@ -84,11 +84,11 @@ pub(crate) fn storms_at_the_edge(fixture: &Fixture) {
     }
 }
 
-/// What the header of a message says: who it is.
+/// Bytes of a message's header: its name and its number.
 const HEADER: usize = 16;
 
-/// A message by its name: the name, its number on its channel, and bytes that follow from the name.
-/// One that is too short for that has bytes that follow from its length.
+/// Returns the bytes of a message: its name, its number on its channel, and bytes derived from the
+/// name. A message too short for a header has bytes derived from its length.
 fn message(name: u64, number: u64, len: usize) -> Vec<u8> {
     if len < HEADER {
         return vec![len as u8 ^ 0x5a; len];
@@ -100,14 +100,15 @@ fn message(name: u64, number: u64, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// The number of a message that must be wholly itself; `None` if it is too short to have one.
+/// Checks that a message is complete and correct, and returns its number, or `None` if it is too
+/// short to have one.
 fn check(bytes: &[u8]) -> Option<u64> {
     let field = |at: usize| Some(u64::from_le_bytes(bytes.get(at..at + 8)?.try_into().ok()?));
     let (name, number) = (field(0).filter(|_| bytes.len() >= HEADER), field(8));
     let expected = message(name.unwrap_or_default(), number.unwrap_or_default(), bytes.len());
     assert!(
         bytes == expected,
-        "a message of {} bytes, said to be {name:x?}, has others' bytes",
+        "a message of {} bytes with name {name:x?} has foreign bytes",
         bytes.len()
     );
     name.and(number)

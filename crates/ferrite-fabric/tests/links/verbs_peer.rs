@@ -1,4 +1,4 @@
-//! A peer by plain verbs: it says what it likes.
+//! A peer made of plain verbs, which can send anything, also what the protocol forbids.
 
 use std::net::SocketAddr;
 use std::time::Instant;
@@ -12,14 +12,14 @@ use ferrite_verbs::{
 };
 
 use super::pair::pass;
-use super::{Fixture, Host, PATIENCE};
+use super::{Fixture, Host, TEST_TIMEOUT};
 
 const BLOCK: usize = 8 << 10;
 const RECEIVES: usize = 128;
-/// Requests that it may have with the device.
+/// Send requests that it may have outstanding.
 const SENDS: usize = 512;
 
-/// The number of every receive has this bit.
+/// This bit marks the `wr_id` of every receive.
 const RECEIVE: u64 = 1 << 32;
 
 pub(crate) struct VerbsPeer {
@@ -27,16 +27,16 @@ pub(crate) struct VerbsPeer {
     pub(crate) qp: QueuePair,
     cq: CompletionQueue,
     region: MemoryRegion,
-    /// Where the next bytes are sent from.
+    /// Where in `region` the next bytes are sent from.
     next: usize,
-    /// Does not take what comes in: no receive is posted again.
+    /// Keeps completed receives: no receive is posted again.
     pub(crate) deaf: bool,
-    /// Came in while something else was waited for.
+    /// Messages that arrived while it waited for a send completion.
     early: Vec<Received>,
     _domain: ProtectionDomain,
 }
 
-/// What came in: the immediate data, and the bytes.
+/// A received message: its immediate data and its bytes.
 pub(crate) type Received = (Option<u32>, Vec<u8>);
 
 impl VerbsPeer {
@@ -67,9 +67,9 @@ impl VerbsPeer {
         }
     }
 
-    /// Calls a listener with these bytes, while fabrics are driven. Also what the listener
-    /// answered.
-    pub(crate) fn call(
+    /// Connects to a listener with this private data while it drives `fabrics`. Also returns the
+    /// private data of the answer.
+    pub(crate) fn connect(
         fixture: &Fixture,
         to: SocketAddr,
         private_data: &[u8],
@@ -78,7 +78,7 @@ impl VerbsPeer {
         let host = &fixture.hosts[1];
         std::thread::scope(|scope| {
             let calling = scope.spawn(|| {
-                let id = cm::resolve(fixture.verbs(), Some(host.any_port()), to, PATIENCE)?;
+                let id = cm::resolve(fixture.verbs(), Some(host.any_port()), to, TEST_TIMEOUT)?;
                 id.set_ack_timeout(14)?;
                 let verbs_peer = Self::new(fixture, host, id);
                 let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
@@ -87,7 +87,7 @@ impl VerbsPeer {
                     &verbs_peer.qp,
                     access,
                     &params(private_data),
-                    PATIENCE,
+                    TEST_TIMEOUT,
                 )?;
                 verbs_peer.post_receives();
                 Ok((verbs_peer, answer))
@@ -99,8 +99,9 @@ impl VerbsPeer {
         })
     }
 
-    /// WaitSet for a call, and accepts it with these bytes, while `fabrics` are driven.
-    pub(crate) fn answer(
+    /// Waits for a connection request and accepts it with this private data, while it drives
+    /// `fabrics`.
+    pub(crate) fn accept(
         fixture: &Fixture,
         listener: &Listener,
         private_data: &[u8],
@@ -108,13 +109,18 @@ impl VerbsPeer {
     ) -> Result<Self, Error> {
         std::thread::scope(|scope| {
             let answering = scope.spawn(|| {
-                let request = listener.next_request(PATIENCE)?.expect("a request");
+                let request = listener.next_request(TEST_TIMEOUT)?.expect("a request");
                 request.id.set_ack_timeout(14)?;
                 let access = Access::REMOTE_READ | Access::REMOTE_WRITE;
                 let mut verbs_peer = Self::new(fixture, &fixture.hosts[0], request.id);
                 let request = ferrite_verbs::ConnectionRequest { id: verbs_peer.id, ..request };
-                let accepted =
-                    cm::accept(&request, &verbs_peer.qp, access, &params(private_data), PATIENCE);
+                let accepted = cm::accept(
+                    &request,
+                    &verbs_peer.qp,
+                    access,
+                    &params(private_data),
+                    TEST_TIMEOUT,
+                );
                 verbs_peer.id = request.id;
                 accepted.map(|()| verbs_peer)
             });
@@ -134,15 +140,15 @@ impl VerbsPeer {
         self.qp.post_recv(&[RecvRequest::new(RECEIVE | at as u64, &place)]).expect("post");
     }
 
-    /// Sends bytes, with immediate data or without, and waits until they are there.
+    /// Sends bytes, with or without immediate data, and waits for the completion.
     pub(crate) fn send(&mut self, imm: Option<u32>, bytes: &[u8], fabrics: &[&Fabric]) -> Status {
         self.post(imm, bytes);
         self.sent(fabrics)
     }
 
-    /// Posts it only.
+    /// Posts a send without waiting for it.
     pub(crate) fn post(&mut self, imm: Option<u32>, bytes: &[u8]) {
-        // Each at another place: the device may not have read the one before.
+        // Each message has its own place: the device may not have read the one before.
         if self.next + bytes.len() > self.region.len() {
             self.next = RECEIVES * BLOCK;
         }
@@ -155,7 +161,7 @@ impl VerbsPeer {
         self.qp.post_send(&[SendRequest::new(0, operation, local).signaled()]).expect("post");
     }
 
-    /// Reads memory of the peer's.
+    /// Reads the peer's memory.
     pub(crate) fn read(&mut self, token: &GrantToken, fabrics: &[&Fabric]) -> (Status, Vec<u8>) {
         let len = token.len as usize;
         let local = [self.region.sge(RECEIVES * BLOCK..RECEIVES * BLOCK + len)];
@@ -168,9 +174,9 @@ impl VerbsPeer {
         self.send(Some(frame(true, false, 0, 0)), &control.encode(), fabrics)
     }
 
-    /// The next completion of a request that was posted.
+    /// Waits for the next completion of a posted send.
     fn sent(&mut self, fabrics: &[&Fabric]) -> Status {
-        let deadline = Instant::now() + PATIENCE;
+        let deadline = Instant::now() + TEST_TIMEOUT;
         loop {
             let mut out = [WorkCompletion::default()];
             if self.cq.poll(&mut out).expect("poll") == 0 {
@@ -185,7 +191,7 @@ impl VerbsPeer {
         }
     }
 
-    /// What came in since the last time; sends that completed are forgotten.
+    /// Returns the messages received since the last call. Discards completions of sends.
     pub(crate) fn received(&mut self) -> Vec<Received> {
         let mut received = std::mem::take(&mut self.early);
         let mut out = [WorkCompletion::default()];
@@ -222,7 +228,7 @@ fn params(private_data: &[u8]) -> ConnectParams<'_> {
     }
 }
 
-/// The immediate data of a frame.
+/// Returns the immediate data of a frame.
 pub(crate) fn frame(control: bool, more: bool, channel: u16, consumed: u16) -> u32 {
     Frame { control, more, channel, consumed }.to_imm()
 }

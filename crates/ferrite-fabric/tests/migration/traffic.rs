@@ -1,4 +1,4 @@
-//! Checked traffic in both directions: not one message may be lost, repeated, reordered or changed.
+//! Checked traffic in both directions: no message may be lost, repeated, reordered or changed.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -7,17 +7,17 @@ use std::time::{Duration, Instant};
 
 use ferrite_fabric::{ErrorKind, Link};
 
-/// Messages of a link, from this side to the other and from there to here, until it is stopped.
+/// Sends messages on a link in both directions until it is stopped.
 pub(crate) struct Traffic {
     stop: Arc<AtomicBool>,
     received: [Arc<AtomicU64>; 2],
     longest_gap_us: Arc<AtomicU64>,
-    /// What ended it.
-    why: Arc<Mutex<Vec<String>>>,
+    /// The errors that ended it.
+    errors: Arc<Mutex<Vec<String>>>,
     threads: Vec<JoinHandle<Result<(), String>>>,
 }
 
-/// The bytes of message `number` on its channel: any length, and all depends on the number.
+/// Returns the bytes of message `number`: length and content depend on the number and the seed.
 fn content(number: u64, seed: u64) -> Vec<u8> {
     let mut state = number.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ seed;
     let mut next = || {
@@ -39,7 +39,7 @@ fn content(number: u64, seed: u64) -> Vec<u8> {
     bytes
 }
 
-/// WaitSet on this thread: the fabrics have threads of their own.
+/// Waits for a future on this thread: the fabrics have threads of their own.
 fn wait<F: std::future::Future>(future: F) -> F::Output {
     struct Unpark(std::thread::Thread);
     impl std::task::Wake for Unpark {
@@ -59,31 +59,34 @@ fn wait<F: std::future::Future>(future: F) -> F::Output {
 }
 
 impl Traffic {
-    /// Between the two ends of a link. Both fabrics are driven by others.
+    /// Starts traffic between the two ends of a link. Other threads drive both fabrics.
     pub(crate) fn start(ends: &[Link; 2], seed: u64) -> Self {
         let stop = Arc::new(AtomicBool::new(false));
         let received = [Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0))];
         let longest_gap_us = Arc::new(AtomicU64::new(0));
-        let why = Arc::new(Mutex::new(Vec::new()));
-        let told = |why: &Arc<Mutex<Vec<String>>>, result: Result<(), String>| {
-            result.inspect_err(|error| lock(why).push(error.clone()))
+        let errors = Arc::new(Mutex::new(Vec::new()));
+        let record_error = |errors: &Arc<Mutex<Vec<String>>>, result: Result<(), String>| {
+            result.inspect_err(|error| lock(errors).push(error.clone()))
         };
         let mut threads = Vec::new();
         for (at, end) in ends.iter().enumerate() {
             let (from, to) = (end.clone(), ends[1 - at].clone());
             let seed = seed ^ at as u64;
             let stopped = Arc::clone(&stop);
-            let reason = Arc::clone(&why);
-            threads.push(std::thread::spawn(move || told(&reason, send(&from, seed, &stopped))));
+            let reason = Arc::clone(&errors);
+            threads.push(std::thread::spawn(move || {
+                record_error(&reason, send(&from, seed, &stopped))
+            }));
             let (count, gap) = (Arc::clone(&received[1 - at]), Arc::clone(&longest_gap_us));
-            let reason = Arc::clone(&why);
-            threads
-                .push(std::thread::spawn(move || told(&reason, receive(&to, seed, &count, &gap))));
+            let reason = Arc::clone(&errors);
+            threads.push(std::thread::spawn(move || {
+                record_error(&reason, receive(&to, seed, &count, &gap))
+            }));
         }
-        Self { stop, received, longest_gap_us, why, threads }
+        Self { stop, received, longest_gap_us, errors, threads }
     }
 
-    /// Messages that came, at either end.
+    /// Returns the number of messages received at either end.
     pub(crate) fn received(&self) -> [u64; 2] {
         [0, 1].map(|at| self.received[at].load(Ordering::Relaxed))
     }
@@ -92,12 +95,13 @@ impl Traffic {
         if !self.threads.iter().any(JoinHandle::is_finished) {
             return None;
         }
-        std::thread::sleep(Duration::from_millis(300)); // for what the others have to say
-        Some(lock(&self.why).join("; "))
+        // Lets the other threads report their errors, too.
+        std::thread::sleep(Duration::from_millis(300));
+        Some(lock(&self.errors).join("; "))
     }
 
-    /// WaitSet until `more` have come at both ends; how long that took.
-    pub(crate) fn flows(&self, more: u64, patience: Duration, what: &str) -> Duration {
+    /// Waits until `more` messages have arrived at both ends. Returns how long that took.
+    pub(crate) fn wait_for(&self, more: u64, limit: Duration, what: &str) -> Duration {
         let (begun, before) = (Instant::now(), self.received());
         loop {
             let now = self.received();
@@ -108,19 +112,19 @@ impl Traffic {
                 panic!("{what}: the traffic has ended: {ended}");
             }
             assert!(
-                begun.elapsed() < patience,
-                "{what}: {before:?} messages, {now:?} after {patience:?}"
+                begun.elapsed() < limit,
+                "{what}: {before:?} messages, {now:?} after {limit:?}"
             );
             std::thread::sleep(Duration::from_millis(2));
         }
     }
 
-    /// The longest time without a message since this was last asked.
+    /// Returns the longest time without a message since the last call.
     pub(crate) fn take_longest_gap(&self) -> Duration {
         Duration::from_micros(self.longest_gap_us.swap(0, Ordering::Relaxed))
     }
 
-    /// Ends it; whatever was sent must have come.
+    /// Stops the traffic and checks that everything that was sent has arrived.
     pub(crate) fn stop(mut self) -> [u64; 2] {
         self.stop.store(true, Ordering::Relaxed);
         for thread in std::mem::take(&mut self.threads) {
@@ -150,11 +154,11 @@ fn send(link: &Link, seed: u64, stop: &AtomicBool) -> Result<(), String> {
         sent.map_err(|error| format!("message {number} was not sent: {error}"))?;
         number += 1;
     }
-    // The last: empty.
+    // An empty message is the last one.
     wait(link.send_bytes(CHANNEL, &[])).map_err(|error| format!("the last message: {error}"))
 }
 
-/// Posts it as soon as there is room.
+/// Posts a message as soon as there is room.
 fn post(link: &Link, bytes: &[u8]) -> Result<(), ferrite_fabric::Error> {
     loop {
         match link.post_bytes(CHANNEL, bytes) {
@@ -175,8 +179,8 @@ fn receive(
     let mut number = 0;
     let mut last = Instant::now();
     loop {
-        let message =
-            wait(link.recv()).map_err(|error| format!("instead of message {number}: {error:?}"))?;
+        let message = wait(link.recv())
+            .map_err(|error| format!("message {number} was not received: {error:?}"))?;
         let gap = u64::try_from(last.elapsed().as_micros()).unwrap_or(u64::MAX);
         longest_gap_us.fetch_max(gap, Ordering::Relaxed);
         last = Instant::now();
@@ -188,7 +192,7 @@ fn receive(
         if bytes != expected {
             let got = bytes.first_chunk().map(|first| u64::from_le_bytes(*first));
             return Err(format!(
-                "message {number} of {} bytes: {} bytes came, which say that they are message {got:?}",
+                "message {number} of {} bytes: received {} bytes that claim to be message {got:?}",
                 expected.len(),
                 bytes.len()
             ));

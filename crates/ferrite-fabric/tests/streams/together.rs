@@ -1,11 +1,11 @@
-//! Several things at a time.
+//! Several streams, directions and tasks at a time.
 
 use ferrite_fabric::{Config, Stream};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
-use super::{KIB, MIB, Pair, Scene, pattern};
+use super::{KIB, MIB, Pair, StreamFixture, pattern};
 
-/// Sends `total` bytes, and checks that as many come.
+/// Sends `total` bytes, and checks that the same bytes arrive.
 async fn exchange(stream: Stream, total: usize, from: usize) {
     let (mut reading, mut writing) = stream.into_split();
     let writer = tokio::spawn(async move {
@@ -13,66 +13,66 @@ async fn exchange(stream: Stream, total: usize, from: usize) {
             writing
                 .write_all(&pattern(from + at, (48 * KIB).min(total - at)))
                 .await
-                .expect("to write");
+                .expect("write");
         }
-        writing.shutdown().await.expect("the end");
+        writing.shutdown().await.expect("shutdown");
     });
     let mut read = Vec::new();
-    reading.read_to_end(&mut read).await.expect("to read");
+    reading.read_to_end(&mut read).await.expect("read");
     assert!(read == pattern(from, total), "{} of {total} bytes, from {from}", read.len());
-    writer.await.expect("the writer");
+    writer.await.expect("writer task");
 }
 
-pub(crate) async fn both_ways_at_once(scene: Scene) {
-    let Pair { a, b, fabrics } = scene.pair().await;
-    let total = 4 * MIB / scene.slower;
+pub(crate) async fn both_ways_at_once(fixture: StreamFixture) {
+    let Pair { a, b, fabrics } = fixture.pair().await;
+    let total = 4 * MIB / fixture.work_divisor;
     futures_util::join!(exchange(a, total, 7), exchange(b, total, 7));
     fabrics.clear().await;
 }
 
-pub(crate) async fn many_streams(scene: Scene) {
-    let fabrics = scene.fabrics(&Config::default());
+pub(crate) async fn many_streams(fixture: StreamFixture) {
+    let fabrics = fixture.fabrics(&Config::default());
     let mut tasks = Vec::new();
-    for from in 0..50 / scene.slower.min(5) {
+    for from in 0..50 / fixture.work_divisor.min(5) {
         let total = (1 + from % 7) * 30 * KIB;
-        for stream in fabrics.meet().await {
+        for stream in fabrics.open_stream().await {
             tasks.push(tokio::spawn(exchange(stream, total, from)));
         }
     }
     for task in tasks {
-        task.await.expect("its bytes");
+        task.await.expect("exchange task");
     }
     fabrics.clear().await;
 }
 
-/// `copy_bidirectional` in the middle of two streams: both ends talk and end through it.
-pub(crate) async fn relay(scene: Scene) {
-    let fabrics = scene.fabrics(&Config::default());
-    let [client, mut inner] = fabrics.meet().await;
-    let [mut outer, server] = fabrics.meet().await;
-    let total = 2 * MIB / scene.slower;
+/// `copy_bidirectional` between two streams: both ends communicate and close through it.
+pub(crate) async fn relay(fixture: StreamFixture) {
+    let fabrics = fixture.fabrics(&Config::default());
+    let [client, mut inner] = fabrics.open_stream().await;
+    let [mut outer, server] = fabrics.open_stream().await;
+    let total = 2 * MIB / fixture.work_divisor;
     let relay =
         tokio::spawn(async move { tokio::io::copy_bidirectional(&mut inner, &mut outer).await });
     let serving = tokio::spawn(async move {
         let (mut reading, mut writing) = server.into_split();
-        tokio::io::copy(&mut reading, &mut writing).await.expect("an echo")
+        tokio::io::copy(&mut reading, &mut writing).await.expect("echo")
     });
     exchange(client, total, 3).await;
     let total = total as u64;
-    assert_eq!(relay.await.expect("the relay").expect("in good order"), (total, total));
-    assert_eq!(serving.await.expect("the server"), total);
+    assert_eq!(relay.await.expect("relay task").expect("relayed"), (total, total));
+    assert_eq!(serving.await.expect("server task"), total);
     fabrics.clear().await;
 }
 
-/// One thread for the fabrics, the client and the server: nobody may starve another.
-pub(crate) async fn on_one_thread(scene: Scene) {
+/// One thread for the fabrics, the client and the server: none may starve another.
+pub(crate) async fn on_one_thread(fixture: StreamFixture) {
     let (done, finished) = std::sync::mpsc::channel();
     let thread = std::thread::spawn(move || {
         let runtime =
             tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime");
         runtime.block_on(async {
-            let Pair { a, b, fabrics } = scene.pair().await;
-            let total = MIB / scene.slower;
+            let Pair { a, b, fabrics } = fixture.pair().await;
+            let total = MIB / fixture.work_divisor;
             futures_util::join!(exchange(a, total, 9), exchange(b, total, 9));
             fabrics.clear().await;
         });
@@ -81,6 +81,6 @@ pub(crate) async fn on_one_thread(scene: Scene) {
     tokio::task::spawn_blocking(move || finished.recv())
         .await
         .expect("a thread")
-        .expect("it passes");
-    thread.join().expect("the thread");
+        .expect("the test passes");
+    thread.join().expect("the thread ends");
 }

@@ -1,4 +1,4 @@
-//! The rules of `docs/wire.md`, written a second time: what a link must make of what its peer does.
+//! The rules of `docs/wire.md`, implemented a second time: how a link must react to its peer.
 
 use std::collections::VecDeque;
 
@@ -7,7 +7,7 @@ use ferrite_fabric::wire::{Control, Frame};
 
 use super::{OURS, PEERS};
 
-/// Something for the application.
+/// Something that the application receives.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Arrived {
     Message { channel: u16, bytes: Vec<u8> },
@@ -16,26 +16,29 @@ pub(super) enum Arrived {
 
 #[derive(Default)]
 pub(super) struct Model {
-    /// Why the link must be down.
+    /// The error with which the link must be down.
     pub(super) down: Option<ErrorKind>,
-    /// Counted frames to the link, how many of them it has consumed, and what it has said of that.
+    /// Counted frames to the link, how many of them it has consumed, and for how many of them it
+    /// has returned credit.
     received: u64,
     consumed: u64,
-    told: u64,
+    credited: u64,
     /// Counted frames from the link, and how many of them the peer has acknowledged.
     sent: u64,
     acknowledged: u64,
-    /// Messages to the link that have begun, by channel.
+    /// Incomplete messages to the link, by channel.
     partial: Vec<(u16, Vec<Vec<u8>>)>,
-    /// Messages to the link that nobody took, each with its frames, and those of them that keep a
-    /// buffer.
+    /// Messages to the link that the application has not taken. Each with the number of its frames,
+    /// and of the receive buffers that it keeps.
     ready: VecDeque<(Arrived, u64, usize)>,
-    /// Messages of the link's application that have not arrived, and how much of the first one has.
+    /// Messages of the link's application that have not arrived completely.
     queued: [VecDeque<Vec<u8>>; PEERS.channels as usize],
+    /// What has arrived of the first of them, by channel.
     arriving: [Vec<u8>; PEERS.channels as usize],
-    /// Answers that the link owes.
+    /// Answers that the link must still send.
     answers: VecDeque<Control>,
-    /// Its application has closed it; it has said farewell; the peer has; it has answered.
+    /// Whether the application has closed the link, the link has sent Fin, the peer has sent Fin,
+    /// and the link has answered with FinAck.
     pub(super) closing: bool,
     fin: bool,
     peer_fin: bool,
@@ -43,12 +46,12 @@ pub(super) struct Model {
 }
 
 impl Model {
-    /// What an honest peer says of credit.
+    /// Returns the credit that an honest peer sends.
     pub(super) fn count(&self) -> u16 {
         self.sent as u16
     }
 
-    /// A frame to the link.
+    /// Handles a frame to the link.
     pub(super) fn frame(&mut self, imm: u32, payload: &[u8]) {
         let frame = Frame::from_imm(imm);
         let newly = u64::from(frame.consumed.wrapping_sub(self.acknowledged as u16));
@@ -60,7 +63,7 @@ impl Model {
             return self.control(payload);
         }
         let begun = self.partial.iter().position(|(channel, _)| *channel == frame.channel);
-        let under_way: usize =
+        let incomplete: usize =
             self.partial.iter().flat_map(|(_, pieces)| pieces).map(Vec::len).sum();
         let frames: usize = self.partial.iter().map(|(_, pieces)| pieces.len()).sum();
         let frames_max = usize::from(OURS.window) + 2 * (OURS.message / OURS.segment);
@@ -68,7 +71,7 @@ impl Model {
         let wrong = !self.count_frame()
             || frame.channel >= OURS.channels
             || frame.more && payload.is_empty()
-            || !alone && (under_way + payload.len() > OURS.message || frames >= frames_max);
+            || !alone && (incomplete + payload.len() > OURS.message || frames >= frames_max);
         if wrong {
             return self.violation();
         }
@@ -84,7 +87,7 @@ impl Model {
         self.consume();
     }
 
-    /// A write with these bits.
+    /// Handles a write with this immediate data.
     pub(super) fn notice(&mut self, imm: u32) {
         if !self.count_frame() {
             return self.violation();
@@ -93,10 +96,10 @@ impl Model {
         self.consume();
     }
 
-    /// Whether a counted frame may come now.
+    /// Counts a frame, and returns whether the peer may send it now.
     fn count_frame(&mut self) -> bool {
         self.received += 1;
-        !self.peer_fin && self.received - self.told <= OURS.window.into()
+        !self.peer_fin && self.received - self.credited <= OURS.window.into()
     }
 
     pub(super) fn violation(&mut self) {
@@ -120,7 +123,8 @@ impl Model {
         self.consumed = self.consumed.max(self.received.saturating_sub(kept));
     }
 
-    /// The application takes what is next: that, or how it must fail.
+    /// Takes the next message for the application. Returns it, or the error that the application
+    /// must get.
     pub(super) fn take(&mut self) -> Result<Option<Arrived>, ErrorKind> {
         if let Some((arrived, ..)) = self.ready.pop_front() {
             self.consume();
@@ -133,7 +137,7 @@ impl Model {
         }
     }
 
-    /// The application sent a message: with this result?
+    /// Checks the result of a post by the application.
     pub(super) fn posted(&mut self, channel: u16, bytes: &[u8], result: Result<(), ErrorKind>) {
         let wrong = match () {
             () if self.down.is_some() => self.down,
@@ -144,7 +148,9 @@ impl Model {
         };
         match (wrong, result) {
             (None, Ok(())) => self.queued[usize::from(channel)].push_back(bytes.to_vec()),
-            (None, Err(ErrorKind::Full)) => assert!(!self.all_sent(), "full of nothing"),
+            (None, Err(ErrorKind::Full)) => {
+                assert!(!self.all_sent(), "the queue is full although everything was sent")
+            }
             (wrong, result) => assert_eq!(wrong, result.err()),
         }
     }
@@ -153,11 +159,16 @@ impl Model {
         self.queued.iter().all(VecDeque::is_empty)
     }
 
-    /// A frame from the link.
-    pub(super) fn heard(&mut self, imm: u32, payload: &[u8]) {
+    /// Handles a frame from the link.
+    pub(super) fn frame_from_link(&mut self, imm: u32, payload: &[u8]) {
         let Frame { control, more, channel, consumed } = Frame::from_imm(imm);
-        self.told += u64::from(consumed.wrapping_sub(self.told as u16));
-        assert!(self.told <= self.consumed, "credit for {} frames of {}", self.told, self.consumed);
+        self.credited += u64::from(consumed.wrapping_sub(self.credited as u16));
+        assert!(
+            self.credited <= self.consumed,
+            "credit for {} frames, but only {} were consumed",
+            self.credited,
+            self.consumed
+        );
         if control {
             match Control::decode(payload).expect("a control message") {
                 Control::Credit => {}
@@ -169,11 +180,11 @@ impl Model {
             }
             return;
         }
-        assert!(!self.fin, "a frame after the last");
+        assert!(!self.fin, "a frame after Fin");
         self.sent += 1;
         assert!(
             self.sent - self.acknowledged <= PEERS.window.into(),
-            "more than there was credit for"
+            "more frames than there was credit for"
         );
         assert!(
             channel < PEERS.channels
@@ -182,30 +193,33 @@ impl Model {
         );
         let channel = usize::from(channel);
         self.arriving[channel].extend_from_slice(payload);
-        let under_way: usize = self.arriving.iter().map(Vec::len).sum();
-        assert!(!more || under_way <= PEERS.message, "{under_way} bytes under way");
+        let incomplete: usize = self.arriving.iter().map(Vec::len).sum();
+        assert!(!more || incomplete <= PEERS.message, "{incomplete} bytes of incomplete messages");
         if !more {
             let message = std::mem::take(&mut self.arriving[channel]);
             assert_eq!(Some(message), self.queued[channel].pop_front());
         }
     }
 
-    /// Whatever the last step was, the link has done what follows from it.
-    pub(super) fn settled(&self) {
+    /// Checks that the link has done everything that follows from the last step.
+    pub(super) fn check_settled(&self) {
         if self.down.is_some() {
             return;
         }
-        assert!(self.answers.is_empty(), "owes {:?}", self.answers);
-        let untold = self.consumed - self.told;
-        assert!(self.peer_fin || untold < u64::from(OURS.window / 2).max(1), "keeps credit back");
+        assert!(self.answers.is_empty(), "answers are missing: {:?}", self.answers);
+        let untold = self.consumed - self.credited;
+        assert!(
+            self.peer_fin || untold < u64::from(OURS.window / 2).max(1),
+            "the link does not return credit"
+        );
         let spent = self.sent - self.acknowledged == PEERS.window.into();
-        assert!(self.all_sent() || spent, "keeps messages back");
-        assert_eq!(self.fin, self.closing && self.all_sent(), "its farewell");
-        assert_eq!(self.fin_ack, self.peer_fin && self.all_sent(), "its answer to the peer's");
+        assert!(self.all_sent() || spent, "the link does not send its messages");
+        assert_eq!(self.fin, self.closing && self.all_sent(), "Fin");
+        assert_eq!(self.fin_ack, self.peer_fin && self.all_sent(), "FinAck");
     }
 
-    /// Receive buffers that it may keep.
-    pub(super) fn kept(&self) -> usize {
+    /// Returns the number of receive buffers that the link may keep.
+    pub(super) fn kept_buffers(&self) -> usize {
         let partial: usize = self.partial.iter().map(|(_, pieces)| pieces.len()).sum();
         partial + self.ready.iter().map(|(.., buffers)| buffers).sum::<usize>()
     }

@@ -1,4 +1,4 @@
-//! The rules of Valkey's protocol, written a second time, as far as a stream's peer and its
+//! The rules of Valkey's protocol, implemented a second time, as far as a stream's peer and its
 //! application see them.
 
 use std::collections::VecDeque;
@@ -7,27 +7,27 @@ use ferrite_proto::{Message, Registration, Role};
 
 use super::{PEER_WINDOW_MAX, WINDOW};
 
-/// Questions about features that may come at a time: all are answered when the stream has looked.
-const QUESTIONS_MAX: usize = 16;
+/// Feature requests that may arrive between two runs of the driver, which answers them all.
+const FEATURE_REQUESTS_MAX: usize = 16;
 
-/// Messages that may come before the stream looks: the fabric keeps no more, and hangs up.
+/// Messages that may arrive before the driver runs: the fabric keeps no more, and disconnects.
 const UNTAKEN_MAX: usize = 1024;
 
-/// Whether it is over.
+/// Whether and how the connection has ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Ending {
     None,
-    /// The peer broke a rule.
+    /// The peer violated the protocol.
     Broken,
-    /// The model does not say how it went on.
+    /// The model does not know what happens next.
     Unknown,
 }
 
-/// What came, and was not looked at yet.
+/// Something that arrived but was not handled yet.
 enum Event {
     Message(Vec<u8>, bool),
-    /// What the peer said it wrote, and what it did.
-    Told(u64, u64),
+    /// Writes: the sum of the announced bytes, and the sum of the written bytes.
+    Written(u64, u64),
     Violation,
 }
 
@@ -35,19 +35,19 @@ pub(super) struct Model {
     role: Role,
     pub(super) ending: Ending,
     events: VecDeque<Event>,
-    /// The stream's window as it is, where the peer goes on by what it knows, and where the stream
-    /// is.
+    /// The content of the stream's window, the offset at which an honest peer continues, and the
+    /// state of the stream.
     window: Vec<u8>,
     due_at: u32,
     announced: bool,
     filled: u32,
     consumed: u32,
-    /// The peer's window, whether it has it, and how much of it is written.
+    /// The peer's window, whether it really has that memory, and how much of it is written.
     theirs: Option<(Registration, bool)>,
     written: u32,
-    /// Writes that the peer was not told of yet.
-    under_way: VecDeque<(Registration, u32, Vec<u8>)>,
-    questions: usize,
+    /// Writes of which the peer was not notified yet.
+    unannounced: VecDeque<(Registration, u32, Vec<u8>)>,
+    feature_requests: usize,
 }
 
 impl Model {
@@ -63,45 +63,47 @@ impl Model {
             consumed: 0,
             theirs: None,
             written: 0,
-            under_way: VecDeque::new(),
-            questions: 0,
+            unannounced: VecDeque::new(),
+            feature_requests: 0,
         }
     }
 
-    /// Whether everything that came was looked at.
+    /// Returns whether everything that arrived was handled.
     pub(super) fn is_quiet(&self) -> bool {
         self.events.is_empty()
     }
 
-    /// Whether the fabric has hung up on the peer already, though the stream has not heard of it.
-    pub(super) fn is_hung_up(&self) -> bool {
+    /// Returns whether the fabric has already disconnected the peer, although the stream does not
+    /// know it yet.
+    pub(super) fn is_disconnected(&self) -> bool {
         matches!(self.events.back(), Some(Event::Violation))
     }
 
-    /// Where a peer that keeps to the rules goes on.
+    /// Returns the offset at which an honest peer continues to write.
     pub(super) fn due_at(&self) -> u32 {
         self.due_at.min(WINDOW)
     }
 
-    /// The peer writes to the window.
-    pub(super) fn wrote(&mut self, at: u32, bytes: &[u8], told: Option<u32>) {
+    /// Records that the peer writes to the window.
+    pub(super) fn wrote(&mut self, at: u32, bytes: &[u8], imm: Option<u32>) {
         let at = at as usize;
         let Some(part) = self.window.get_mut(at..at + bytes.len()) else {
-            self.ending = Ending::Unknown; // the device refuses it
+            self.ending = Ending::Unknown; // the device refuses the write
             return;
         };
         part.copy_from_slice(bytes);
-        let Some(told) = told else { return };
-        self.due_at = self.due_at.saturating_add(told);
-        if let Some(Event::Told(sum, written)) = self.events.back_mut() {
-            *sum += u64::from(told);
+        let Some(imm) = imm else { return };
+        self.due_at = self.due_at.saturating_add(imm);
+        if let Some(Event::Written(sum, written)) = self.events.back_mut() {
+            *sum += u64::from(imm);
             *written += bytes.len() as u64;
         } else {
-            self.events.push_back(Event::Told(told.into(), bytes.len() as u64));
+            self.events.push_back(Event::Written(imm.into(), bytes.len() as u64));
         }
     }
 
-    /// The peer sends a message; whether the memory that it may register is its own.
+    /// Records that the peer sends a message. `is_real` says whether memory that it registers is
+    /// its own.
     pub(super) fn message(&mut self, bytes: &[u8], is_real: bool) {
         let untaken =
             self.events.iter().filter(|event| matches!(event, Event::Message(..))).count();
@@ -111,26 +113,26 @@ impl Model {
         self.events.push_back(Event::Message(bytes.to_vec(), is_real));
     }
 
-    /// The peer does what nobody may do.
+    /// Records that the peer violates the protocol.
     pub(super) fn violation(&mut self) {
         self.events.push_back(Event::Violation);
     }
 
-    /// The stream looks at what came.
+    /// Handles what arrived, as the stream does.
     pub(super) fn drive(&mut self) {
-        self.questions = 0;
+        self.feature_requests = 0;
         while let Some(event) = self.events.pop_front() {
-            let good = match event {
+            let is_valid = match event {
                 Event::Message(bytes, is_real) => self.take(&bytes, is_real),
-                Event::Told(sum, written) => {
+                Event::Written(sum, written) => {
                     let room = if self.announced { WINDOW - self.filled } else { 0 };
-                    let good = sum <= room.into() && written <= sum;
-                    self.filled += if good { sum as u32 } else { 0 };
-                    good
+                    let is_valid = sum <= room.into() && written <= sum;
+                    self.filled += if is_valid { sum as u32 } else { 0 };
+                    is_valid
                 }
                 Event::Violation => false,
             };
-            if !good {
+            if !is_valid {
                 self.ending = Ending::Broken;
                 self.events.clear();
             }
@@ -142,8 +144,8 @@ impl Model {
             Err(_) => false,
             Ok(Message::Keepalive | Message::SetClientFeature { .. }) => true,
             Ok(Message::GetServerFeature { .. }) => {
-                self.questions += 1;
-                self.role == Role::Server && self.questions <= QUESTIONS_MAX
+                self.feature_requests += 1;
+                self.role == Role::Server && self.feature_requests <= FEATURE_REQUESTS_MAX
             }
             Ok(Message::RegisterXferMemory(memory)) => {
                 let due = self
@@ -159,7 +161,7 @@ impl Model {
         }
     }
 
-    /// What the application reads.
+    /// Returns the bytes that the application must read.
     pub(super) fn read(&mut self, count: usize) -> Vec<u8> {
         let end = self.filled.min(self.consumed + count as u32);
         let bytes = self.window[self.consumed as usize..end as usize].to_vec();
@@ -170,7 +172,7 @@ impl Model {
         bytes
     }
 
-    /// How much the application may write.
+    /// Returns how many bytes the application may write.
     pub(super) fn writable(&self) -> usize {
         self.theirs.map_or(0, |(theirs, _)| theirs.length - self.written) as usize
     }
@@ -178,33 +180,37 @@ impl Model {
     pub(super) fn application_wrote(&mut self, bytes: &[u8]) {
         let (memory, is_real) = self.theirs.expect("a window");
         if is_real {
-            self.under_way.push_back((memory, self.written, bytes.to_vec()));
+            self.unannounced.push_back((memory, self.written, bytes.to_vec()));
         } else {
-            self.ending = Ending::Unknown; // the peer's device refuses it
+            self.ending = Ending::Unknown; // the peer's device refuses the write
         }
         self.written += bytes.len() as u32;
     }
 
-    /// The peer was told of a write: of which, to which memory, from where on.
-    pub(super) fn told(&mut self, imm: u32, byte_len: u32) -> (Registration, u32, Vec<u8>) {
-        let write = self.under_way.pop_front().expect("nobody wrote");
+    /// Handles the notification of a write at the peer. Returns the memory, the offset and the
+    /// bytes.
+    pub(super) fn notified(&mut self, imm: u32, byte_len: u32) -> (Registration, u32, Vec<u8>) {
+        let write = self.unannounced.pop_front().expect("the application wrote nothing");
         assert_eq!((imm, byte_len), (write.2.len() as u32, imm));
         write
     }
 
-    /// The peer heard a message.
-    pub(super) fn heard(&mut self, message: &Message) {
+    /// Handles a message that the peer received.
+    pub(super) fn message_from_stream(&mut self, message: &Message) {
         match message {
             Message::RegisterXferMemory(memory) => {
                 assert_eq!(memory.length, WINDOW);
-                assert!(!self.announced && self.filled == 0, "only a window that is used up");
+                assert!(
+                    !self.announced && self.filled == 0,
+                    "a window is announced only when it is used up"
+                );
                 self.announced = true;
                 self.due_at = 0;
             }
             Message::Keepalive | Message::GetServerFeature { .. } => {
                 assert_eq!(self.role, Role::Server)
             }
-            Message::SetClientFeature { .. } => panic!("nobody asked for that"),
+            Message::SetClientFeature { .. } => panic!("the stream must not set features"),
         }
     }
 }

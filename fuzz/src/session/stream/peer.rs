@@ -1,4 +1,4 @@
-//! The other end, by plain verbs.
+//! The other end, made of plain verbs.
 
 use ferrite_proto::{MESSAGE_BYTES, Message, Registration};
 use ferrite_verbs::fake::World;
@@ -11,20 +11,21 @@ use ferrite_verbs::{
 use super::model::Model;
 use super::{RECEIVES, slice};
 
-/// What we may write to, and as much before and behind it that we may not.
+/// Its memory: a part that the stream may write, and as much before and behind it that the stream
+/// may not.
 pub(super) const MEMORY: usize = 1024;
 /// Room for a receive.
 const PLACE: usize = 2 * MESSAGE_BYTES;
-/// What memory has that nobody has written to.
+/// The content of memory that was never written.
 pub(super) const UNTOUCHED: u8 = 0xa5;
 
 pub(super) struct Peer {
     qp: QueuePair,
     cq: CompletionQueue,
-    /// The memory that it may register, then room for every receive, then for what it sends.
+    /// The memory that it may register, then room for every receive, then for the payload to send.
     region: MemoryRegion,
     id: CmId,
-    /// Where it may write.
+    /// The stream's window, where the peer may write.
     pub(super) theirs: Option<Registration>,
 }
 
@@ -60,7 +61,7 @@ impl Peer {
     }
 
     pub(super) fn connect(&self) {
-        self.id.connect(&self.params()).expect("to connect");
+        self.id.connect(&self.params()).expect("connect");
     }
 
     pub(super) fn is_answered(&self) -> bool {
@@ -70,12 +71,12 @@ impl Peer {
 
     pub(super) fn establish(&self) {
         self.bring_up();
-        self.id.establish().expect("to establish");
+        self.id.establish().expect("establish");
     }
 
     pub(super) fn accept(&self) {
         self.bring_up();
-        self.id.accept(&self.params()).expect("to accept");
+        self.id.accept(&self.params()).expect("accept");
     }
 
     fn bring_up(&self) {
@@ -89,17 +90,17 @@ impl Peer {
         let at = MEMORY + place * PLACE;
         self.qp
             .post_recv(&[RecvRequest::new(place as u64, &[self.region.sge(at..at + PLACE)])])
-            .expect("room");
+            .expect("room in the queue");
     }
 
-    /// A part of its memory, as it would register it: not the first and the last bytes.
+    /// Returns a part of its memory as a registration: never the first and the last bytes.
     pub(super) fn memory(&self, at: usize, length: usize) -> Registration {
         let at = at + MEMORY / 4;
         let remote = self.region.remote(at..at + length);
         Registration { addr: remote.addr, length: length as u32, rkey: remote.rkey }
     }
 
-    /// Where in its memory that is.
+    /// Returns the offset of an address in its memory.
     fn offset(&self, addr: u64) -> usize {
         (addr - self.region.remote(0..1).addr) as usize
     }
@@ -108,17 +109,17 @@ impl Peer {
         self.post(Operation::Send, message);
     }
 
-    /// Writes to the stream's window, and says `told` of it.
+    /// Writes to the stream's window, with `imm` as immediate data.
     pub(super) fn write(
         &mut self,
         window: Registration,
         at: u32,
         payload: &[u8],
-        told: Option<u32>,
+        imm: Option<u32>,
     ) {
         let remote = slice(window, at, payload.len());
         self.post(
-            told.map_or(Operation::Write(remote), |imm| Operation::WriteImm(remote, imm)),
+            imm.map_or(Operation::Write(remote), |imm| Operation::WriteImm(remote, imm)),
             payload,
         );
     }
@@ -129,19 +130,19 @@ impl Peer {
         let piece = [self.region.sge(at..at + payload.len())];
         let local = if payload.is_empty() { &[] } else { &piece[..] };
         let request = SendRequest::new(u64::MAX, operation, local).signaled();
-        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room");
+        self.qp.post_send(&[request]).map_err(|refused| refused.error).expect("room in the queue");
     }
 
-    pub(super) fn hang_up(&self) {
+    pub(super) fn disconnect(&self) {
         let _ = self.id.disconnect();
     }
 
-    pub(super) fn break_off(&self, world: &World) {
+    pub(super) fn break_queue_pair(&self, world: &World) {
         world.break_queue_pair(self.qp.number());
     }
 
     /// Takes what the stream has sent.
-    pub(super) fn hear(&mut self, model: &mut Model) {
+    pub(super) fn take_messages(&mut self, model: &mut Model) {
         let mut out = [WorkCompletion::default(); 16];
         loop {
             let taken = self.cq.poll(&mut out).expect("a queue");
@@ -152,18 +153,18 @@ impl Peer {
                 let place = wc.wr_id() as usize;
                 if wc.opcode() == Opcode::RECV_WRITE_IMM {
                     let (memory, from, bytes) =
-                        model.told(wc.imm().expect("immediate data"), wc.byte_len());
+                        model.notified(wc.imm().expect("immediate data"), wc.byte_len());
                     let at = self.offset(memory.addr) + from as usize;
                     assert_eq!(self.region.to_vec(at, bytes.len()), bytes);
                     self.check_untouched();
                 } else {
                     let bytes = self.region.to_vec(MEMORY + place * PLACE, wc.byte_len() as usize);
                     let message = Message::decode(&bytes).expect("a message");
-                    model.heard(&message);
+                    model.message_from_stream(&message);
                     if let Message::RegisterXferMemory(memory) = message {
                         assert!(
                             self.theirs.is_none_or(|before| before == memory),
-                            "always the same"
+                            "the window must stay the same"
                         );
                         self.theirs = Some(memory);
                     }
@@ -176,14 +177,15 @@ impl Peer {
         }
     }
 
-    /// Nothing before the first byte that it ever lets others write, nothing behind the last.
+    /// Checks that nothing was written before the first and behind the last byte that it ever
+    /// registers.
     fn check_untouched(&self) {
         let may_be = MEMORY / 4..MEMORY / 4 + 512;
         for range in [0..may_be.start, may_be.end..MEMORY] {
             let bytes = self.region.to_vec(range.start, range.len());
             assert!(
                 bytes.iter().all(|byte| *byte == UNTOUCHED),
-                "written to what was not registered"
+                "memory was written that was not registered"
             );
         }
     }

@@ -1,4 +1,4 @@
-//! The storm itself: one caller, two harbours, and links between them that come and go.
+//! A storm run: one connecting fabric, two peers, and links between them that come and go.
 
 use std::collections::{HashSet, VecDeque};
 use std::time::Instant;
@@ -9,60 +9,61 @@ use ferrite_fabric::{
     Config, Connecting, Ending, Error, ErrorKind, Fabric, Link, Reading, Revoking, Sending, Writing,
 };
 
-use super::harbour::{CELL, Granted, Harbour, REGION, cell, check_cell};
+use super::peer::{CELL, Granted, Peer, REGION, cell, check_cell};
 use super::{check, message};
-use crate::links::pair::{assert_unused, call, once, pass, pattern_from, until};
+use crate::links::pair::{assert_unused, connect, pass, pattern_from, poll_once, until};
 use crate::links::random::Random;
-use crate::links::{Fixture, KIB, PATIENCE};
+use crate::links::{Fixture, KIB, TEST_TIMEOUT};
 
 const LINKS: usize = 6;
 const CHANNELS: usize = 4;
-/// Futures that are kept at a time.
+/// Maximum number of futures that are kept.
 const KEPT: usize = 150;
 
-/// How a connect ends whose peer is lost meanwhile.
-const LOST: [ErrorKind; 4] =
+/// How a connect fails when its peer is dropped meanwhile.
+const PEER_LOST: [ErrorKind; 4] =
     [ErrorKind::Refused, ErrorKind::Timeout, ErrorKind::Unreachable, ErrorKind::LinkDown];
 
-/// A link, both ends: `ends[0]` called, `ends[1]` was called.
+/// A link with both ends: `ends[0]` connected, `ends[1]` accepted.
 struct Slot {
     ends: [Link; 2],
-    harbour: u64,
+    peer: u64,
     granted: Option<Granted>,
-    /// By direction and channel: the number of the next message, and of the last that came of those
-    /// that were posted.
+    /// By direction and channel: the number of the next message, and the number of the last posted
+    /// message that arrived.
     next: [[u64; CHANNELS]; 2],
     last: [[Option<u64>; CHANNELS]; 2],
-    /// Names of those that came through a future, which goes when it is asked.
-    came: HashSet<(usize, u16, u64)>,
+    /// Messages sent through a future that arrived. They are sent when the future is polled, in no
+    /// particular order.
+    seen: HashSet<(usize, u16, u64)>,
 }
 
-/// A future that is kept, with what must come of it.
+/// A future that is kept, with what its result must be.
 enum Kept {
     Sending(Sending),
     Writing(Writing),
-    /// Of a region with this name, from there.
+    /// A read of the region with this name, from this offset.
     Reading(Reading, u64, usize),
     ReadingCell(Reading),
     Revoking(Revoking),
     Ending(Ending),
 }
 
-pub(super) struct Scene<'f> {
+pub(super) struct Storm<'f> {
     fixture: &'f Fixture,
     random: Random,
     config: Config,
     operations: u64,
-    caller: Fabric,
-    harbours: [Harbour; 2],
+    connecting_fabric: Fabric,
+    peers: [Peer; 2],
     slots: Vec<Slot>,
     connecting: Vec<(Connecting, u64)>,
-    called: Vec<(Link, u64)>,
+    connected: Vec<(Link, u64)>,
     kept: VecDeque<(Kept, u64)>,
-    /// Of fabrics that are gone: they must get everything back.
+    /// Pools of fabrics that were dropped: all memory must come back to them.
     pools: Vec<Pool>,
     names: u64,
-    pub(super) begun: u64,
+    pub(super) operations_begun: u64,
     report: Report,
 }
 
@@ -73,34 +74,34 @@ struct Report {
     failed: u64,
     dropped: u64,
     links: u64,
-    harbours: u64,
+    peers: u64,
     revoked: u64,
 }
 
-impl<'f> Scene<'f> {
+impl<'f> Storm<'f> {
     pub(super) fn new(
         fixture: &'f Fixture,
         random: Random,
         config: Config,
         operations: u64,
     ) -> Self {
-        let caller = fixture.fabric(&fixture.hosts[1], &config);
-        let harbours = [1, 2].map(|serial| Harbour::new(fixture, &config, serial));
+        let connecting_fabric = fixture.fabric(&fixture.hosts[1], &config);
+        let peers = [1, 2].map(|serial| Peer::new(fixture, &config, serial));
         Self {
             fixture,
             random,
             config,
             operations,
-            caller,
-            harbours,
+            connecting_fabric,
+            peers,
             slots: Vec::new(),
             connecting: Vec::new(),
-            called: Vec::new(),
+            connected: Vec::new(),
             kept: VecDeque::new(),
             pools: Vec::new(),
             names: 0,
-            begun: 0,
-            report: Report { harbours: 2, ..Report::default() },
+            operations_begun: 0,
+            report: Report { peers: 2, ..Report::default() },
         }
     }
 
@@ -114,7 +115,7 @@ impl<'f> Scene<'f> {
     }
 
     fn fabrics(&self) -> [&Fabric; 3] {
-        [&self.caller, &self.harbours[0].fabric, &self.harbours[1].fabric]
+        [&self.connecting_fabric, &self.peers[0].fabric, &self.peers[1].fabric]
     }
 
     pub(super) fn step(&mut self) {
@@ -126,64 +127,63 @@ impl<'f> Scene<'f> {
             self.disturb(at);
         }
         if self.one_in((self.operations / 6).max(1)) {
-            self.lose_a_harbour();
+            self.replace_a_peer();
         }
         if self.one_in(2) {
             pass(&self.fabrics());
         }
         for _ in 0..self.random.below(4) {
-            self.look_at_one();
+            self.poll_one();
         }
         while self.kept.len() > KEPT {
-            let (kept, _) = self.kept.pop_front().expect("one");
+            let (kept, _) = self.kept.pop_front().expect("kept is not empty");
             drop(kept);
             self.report.dropped += 1;
         }
     }
 
-    /// As many links as there should be, or on their way.
+    /// Opens links until there are enough, counting those that are still connecting.
     fn replace_links(&mut self) {
         self.slots.retain(|slot| slot.ends.iter().all(|end| end.failure().is_none()));
-        let harbours = [0, 1].map(|at: usize| self.harbours[at].serial);
-        self.called
-            .retain(|(link, harbour)| link.failure().is_none() && harbours.contains(harbour));
-        if self.slots.len() + self.connecting.len() + self.called.len() < LINKS {
+        let peers = [0, 1].map(|at: usize| self.peers[at].serial);
+        self.connected.retain(|(link, peer)| link.failure().is_none() && peers.contains(peer));
+        if self.slots.len() + self.connecting.len() + self.connected.len() < LINKS {
             let at = self.random.below(2) as usize;
             let connecting =
-                call(&self.caller, &self.fixture.hosts[1], &self.harbours[at].listener);
-            self.connecting.push((connecting, harbours[at]));
+                connect(&self.connecting_fabric, &self.fixture.hosts[1], &self.peers[at].listener);
+            self.connecting.push((connecting, peers[at]));
         }
-        if self.connecting.is_empty() && self.called.is_empty() {
+        if self.connecting.is_empty() && self.connected.is_empty() {
             return;
         }
         let mut waiting = Vec::new();
-        for (mut connecting, harbour) in std::mem::take(&mut self.connecting) {
-            match once(&mut connecting) {
+        for (mut connecting, peer) in std::mem::take(&mut self.connecting) {
+            match poll_once(&mut connecting) {
                 _ if self.random.below(500) == 0 => drop(connecting),
-                None => waiting.push((connecting, harbour)),
-                Some(Ok(link)) => self.called.push((link, harbour)),
-                // Its harbour was lost.
-                Some(Err(error)) => assert_expected(&error, &LOST),
+                None => waiting.push((connecting, peer)),
+                Some(Ok(link)) => self.connected.push((link, peer)),
+                // The peer was dropped.
+                Some(Err(error)) => assert_expected(&error, &PEER_LOST),
             }
         }
         self.connecting = waiting;
-        for harbour in &mut self.harbours {
-            harbour.accept();
-            for here in std::mem::take(&mut harbour.came) {
+        for peer in &mut self.peers {
+            peer.accept();
+            for here in std::mem::take(&mut peer.unmatched) {
                 let same = |(there, _): &(Link, u64)| there.local_addr() == here.peer_addr();
-                let Some(at) = self.called.iter().position(same) else {
-                    harbour.came.push(here);
+                let Some(at) = self.connected.iter().position(same) else {
+                    peer.unmatched.push(here);
                     continue;
                 };
-                let (there, _) = self.called.swap_remove(at);
+                let (there, _) = self.connected.swap_remove(at);
                 self.report.links += 1;
                 self.slots.push(Slot {
                     ends: [there, here],
-                    harbour: harbour.serial,
+                    peer: peer.serial,
                     granted: None,
                     next: [[0; CHANNELS]; 2],
                     last: [[None; CHANNELS]; 2],
-                    came: HashSet::new(),
+                    seen: HashSet::new(),
                 });
             }
         }
@@ -214,13 +214,13 @@ impl<'f> Scene<'f> {
             (8.., Some((_, [_, cells]))) => self.write(at, name, &cells),
             _ => self.send(at, name),
         };
-        let harbour = self.slots[at].harbour;
+        let peer = self.slots[at].peer;
         match begun {
             Ok(Some(kept)) => {
-                self.begun += 1;
-                self.keep_or_drop(kept, harbour);
+                self.operations_begun += 1;
+                self.keep_or_drop(kept, peer);
             }
-            Ok(None) => self.begun += 1,
+            Ok(None) => self.operations_begun += 1,
             Err(error) => {
                 let kinds =
                     [ErrorKind::Full, ErrorKind::Closed, ErrorKind::LinkDown, ErrorKind::Denied];
@@ -232,14 +232,14 @@ impl<'f> Scene<'f> {
         }
     }
 
-    fn keep_or_drop(&mut self, mut kept: Kept, harbour: u64) {
+    fn keep_or_drop(&mut self, mut kept: Kept, peer: u64) {
         match self.random.below(10) {
             0..3 => {}
             3..5 => {
-                // Asked once, then dropped.
+                // Polled once, then dropped.
                 self.poll(&mut kept);
             }
-            _ => return self.kept.push_back((kept, harbour)),
+            _ => return self.kept.push_back((kept, peer)),
         }
         self.report.dropped += 1;
     }
@@ -259,7 +259,8 @@ impl<'f> Scene<'f> {
             buf.copy_from_slice(bytes);
             Ok::<_, Error>(buf.freeze())
         };
-        // Taken or not, the number is used up: what arrives must be in order, not without gaps.
+        // The number is used up whether or not the message is accepted: received numbers must
+        // increase, but may have gaps.
         slot.next[direction][channel] += 1;
         match how {
             0 => link.post_bytes(channel_number, &bytes).map(|()| None),
@@ -275,7 +276,7 @@ impl<'f> Scene<'f> {
     fn read(&mut self, at: usize, region: u64, token: &GrantToken) -> Result<Option<Kept>, Error> {
         let len = self.size().min(REGION);
         let offset = self.random.below((REGION - len) as u64 / 8 + 1) as usize * 8;
-        let mut buf = self.caller.buffer(len)?;
+        let mut buf = self.connecting_fabric.buffer(len)?;
         buf.fill(0xcc);
         let reading = self.slots[at].ends[0].rdma_read(token, offset as u64, buf)?;
         Ok(Some(Kept::Reading(reading, region, offset)))
@@ -283,7 +284,11 @@ impl<'f> Scene<'f> {
 
     fn read_cell(&mut self, at: usize, token: &GrantToken) -> Result<Option<Kept>, Error> {
         let offset = self.random.below((REGION / CELL) as u64) * CELL as u64;
-        let reading = self.slots[at].ends[0].rdma_read(token, offset, self.caller.buffer(CELL)?)?;
+        let reading = self.slots[at].ends[0].rdma_read(
+            token,
+            offset,
+            self.connecting_fabric.buffer(CELL)?,
+        )?;
         Ok(Some(Kept::ReadingCell(reading)))
     }
 
@@ -291,7 +296,7 @@ impl<'f> Scene<'f> {
         let offset = self.random.below((REGION / CELL) as u64) * CELL as u64;
         let notice = self.one_in(3);
         let link = &self.slots[at].ends[0];
-        let mut buf = self.caller.buffer(CELL)?;
+        let mut buf = self.connecting_fabric.buffer(CELL)?;
         buf.copy_from_slice(&cell(name));
         let writing = if notice {
             link.rdma_write_imm(token, offset, buf, name as u32)?
@@ -301,7 +306,7 @@ impl<'f> Scene<'f> {
         Ok(Some(Kept::Writing(writing)))
     }
 
-    /// Takes some of what came, and looks at it.
+    /// Takes and checks some of the received messages.
     fn receive(&mut self, at: usize) {
         for direction in [0, 1] {
             for _ in 0..self.random.below(6) {
@@ -314,10 +319,13 @@ impl<'f> Scene<'f> {
                         let last = &mut slot.last[direction][usize::from(message.channel())];
                         if number % 2 == 0 {
                             let before = last.replace(number);
-                            assert!(Some(number) > before, "{number} came after {before:?}");
+                            assert!(
+                                Some(number) > before,
+                                "message {number} arrived after {before:?}"
+                            );
                         } else {
-                            let new = slot.came.insert((direction, message.channel(), number));
-                            assert!(new, "{number} came twice");
+                            let new = slot.seen.insert((direction, message.channel(), number));
+                            assert!(new, "message {number} arrived twice");
                         }
                     }
                     Ok(None) => break,
@@ -333,9 +341,9 @@ impl<'f> Scene<'f> {
         }
     }
 
-    /// Breaks something, once in a while.
+    /// Breaks something once in a while.
     fn disturb(&mut self, at: usize) {
-        let harbour = self.slots[at].harbour;
+        let peer = self.slots[at].peer;
         match self.random.below(1000) {
             0..4 => self.slots[at].ends[0].abort(),
             4..8 => self.slots[at].ends[1].abort(),
@@ -343,72 +351,72 @@ impl<'f> Scene<'f> {
             10..12 => {
                 let end = self.random.below(2) as usize;
                 let ending = self.slots[at].ends[end].close();
-                self.keep_or_drop(Kept::Ending(ending), harbour);
+                self.keep_or_drop(Kept::Ending(ending), peer);
             }
             12..30 => {
                 let Some(Granted { readable, cells, .. }) = self.slots[at].granted.take() else {
                     return;
                 };
                 self.report.revoked += 2;
-                self.keep_or_drop(Kept::Revoking(readable.revoke()), harbour);
-                self.keep_or_drop(Kept::Revoking(cells.revoke()), harbour);
+                self.keep_or_drop(Kept::Revoking(readable.revoke()), peer);
+                self.keep_or_drop(Kept::Revoking(cells.revoke()), peer);
             }
-            // Without a word to the peer, whose link may break by it.
+            // The peer is not notified, and its link may break because of that.
             30 => self.slots[at].granted = None,
             _ => {}
         }
     }
 
-    /// A harbour goes with everything in it, and another takes its place.
-    fn lose_a_harbour(&mut self) {
+    /// Drops a peer with everything in it and puts a new one in its place.
+    fn replace_a_peer(&mut self) {
         let at = self.random.below(2) as usize;
-        let lost = self.harbours[at].serial;
-        self.pools.push(self.harbours[at].pool());
+        let lost = self.peers[at].serial;
+        self.pools.push(self.peers[at].pool());
         for slot in &self.slots {
-            if slot.harbour == lost && self.random.below(2) == 0 {
+            if slot.peer == lost && self.random.below(2) == 0 {
                 slot.ends[1].abort();
             }
         }
-        self.slots.retain(|slot| slot.harbour != lost);
-        self.kept.retain(|(_, harbour)| *harbour != lost);
-        self.report.harbours += 1;
-        let serial = self.report.harbours;
-        self.harbours[at] = Harbour::new(self.fixture, &self.config, serial);
+        self.slots.retain(|slot| slot.peer != lost);
+        self.kept.retain(|(_, peer)| *peer != lost);
+        self.report.peers += 1;
+        let serial = self.report.peers;
+        self.peers[at] = Peer::new(self.fixture, &self.config, serial);
     }
 
-    fn look_at_one(&mut self) {
+    fn poll_one(&mut self) {
         if self.kept.is_empty() {
             return;
         }
         let at = self.random.below(self.kept.len() as u64) as usize;
-        let Some((mut kept, harbour)) = self.kept.swap_remove_back(at) else { return };
+        let Some((mut kept, peer)) = self.kept.swap_remove_back(at) else { return };
         if self.one_in(8) {
             self.report.dropped += 1;
         } else if !self.poll(&mut kept) {
-            self.kept.push_back((kept, harbour));
+            self.kept.push_back((kept, peer));
         }
     }
 
-    /// Asks a future; whether it is over. What came of it must be right.
+    /// Polls a future and checks its result. Returns true if it is done.
     fn poll(&mut self, kept: &mut Kept) -> bool {
         let result = match kept {
-            Kept::Sending(future) => once(future),
-            Kept::Writing(future) => once(future),
-            Kept::Ending(future) => once(future),
-            Kept::Reading(future, name, offset) => once(future).map(|read| {
+            Kept::Sending(future) => poll_once(future),
+            Kept::Writing(future) => poll_once(future),
+            Kept::Ending(future) => poll_once(future),
+            Kept::Reading(future, name, offset) => poll_once(future).map(|read| {
                 let buf = read.map_err(Error::from)?;
                 assert!(
                     buf[..] == pattern_from(*name, *offset, buf.len()),
-                    "others' bytes in region {name:#x}"
+                    "foreign bytes in region {name:#x}"
                 );
                 Ok(())
             }),
-            Kept::ReadingCell(future) => once(future).map(|read| {
+            Kept::ReadingCell(future) => poll_once(future).map(|read| {
                 check_cell(&read.map_err(Error::from)?);
                 Ok(())
             }),
-            Kept::Revoking(future) => once(future).map(|revoked| {
-                // Nobody may read this any more.
+            Kept::Revoking(future) => poll_once(future).map(|revoked| {
+                // No peer may read this any more.
                 revoked.map(|mut buf| buf.fill(0xdd))
             }),
         };
@@ -425,14 +433,14 @@ impl<'f> Scene<'f> {
         true
     }
 
-    /// The storm is over: every future that is kept is ready in time, every link closes, and
-    /// everything is back.
+    /// Ends the storm: every kept future must be ready in time, every link must close, and all
+    /// memory must be returned.
     pub(super) fn end(mut self) -> String {
         self.connecting.clear();
         for (mut kept, _) in std::mem::take(&mut self.kept) {
-            let deadline = Instant::now() + PATIENCE;
+            let deadline = Instant::now() + TEST_TIMEOUT;
             while !self.poll(&mut kept) {
-                assert!(Instant::now() < deadline, "a future is never ready");
+                assert!(Instant::now() < deadline, "a future was not ready in time");
                 pass(&self.fabrics());
                 for at in 0..self.slots.len() {
                     self.receive(at);
@@ -440,12 +448,12 @@ impl<'f> Scene<'f> {
             }
         }
         self.slots.clear();
-        self.called.clear();
-        let Self { caller, harbours, mut pools, report, .. } = self;
-        pools.push(caller.pool().clone());
-        pools.extend(harbours.iter().map(Harbour::pool));
-        let [one, other] = harbours.map(|harbour| harbour.fabric);
-        let fabrics = [caller, one, other];
+        self.connected.clear();
+        let Self { connecting_fabric, peers, mut pools, report, .. } = self;
+        pools.push(connecting_fabric.pool().clone());
+        pools.extend(peers.iter().map(Peer::pool));
+        let [one, other] = peers.map(|peer| peer.fabric);
+        let fabrics = [connecting_fabric, one, other];
         let driven: Vec<&Fabric> = fabrics.iter().collect();
         until(&driven, "no link is left", || {
             fabrics.iter().all(|fabric| fabric.stats().links == 0)
@@ -457,10 +465,11 @@ impl<'f> Scene<'f> {
         drop(driven);
         drop(fabrics);
         pools.iter().for_each(assert_unused);
-        let Report { received, finished, failed, dropped, links, harbours, revoked } = report;
+        let Report { received, finished, failed, dropped, links, peers, revoked } = report;
         assert!(received > 0 && finished > 0 && dropped > 0 && links > 0);
         format!(
-            "{links} links to {harbours} peers: {received} messages received, {finished} futures finished, {failed} failed, \
+            "{links} links to {peers} peers: {received} messages received, {finished} futures \
+             finished, {failed} failed, \
              {dropped} dropped, {revoked} grants revoked"
         )
     }
@@ -468,8 +477,8 @@ impl<'f> Scene<'f> {
 
 fn assert_expected(error: &Error, kinds: &[ErrorKind]) {
     assert!(kinds.contains(&error.kind()), "{error:?}");
-    // A flushed request is told why, unless the peer, whose request failed, has not said so in
-    // time.
-    let said = error.to_string();
-    assert!(!said.contains("flush") || said.contains("nobody says why"), "{said}");
+    // A flushed request reports the first cause, unless the peer, whose request failed, did not
+    // report it in time.
+    let text = error.to_string();
+    assert!(!text.contains("flush") || text.contains("nobody says why"), "{text}");
 }

@@ -1,48 +1,49 @@
-//! A peer that others call: a fabric with a listener and regions, to be dropped as a whole.
+//! A peer that accepts links: a fabric with a listener and regions, which is dropped as a whole.
 
 use ferrite_fabric::mem::Pool;
 use ferrite_fabric::wire::{GrantToken, Rights};
 use ferrite_fabric::{Config, Fabric, Link, Listener, Region};
 
-use crate::links::pair::{once, pattern};
+use crate::links::pair::{pattern, poll_once};
 use crate::links::{Fixture, KIB};
 
-/// Bytes of a region, and of a cell that is written as a whole.
+/// Bytes of a region.
 pub(super) const REGION: usize = 16 * KIB;
+/// Bytes of a cell, which is always written as a whole.
 pub(super) const CELL: usize = 256;
 
-pub(super) struct Harbour {
+pub(super) struct Peer {
     pub(super) fabric: Fabric,
     pub(super) listener: Listener,
-    /// Links that came and whose other end is not known yet.
-    pub(super) came: Vec<Link>,
-    /// Tells it from those that had its place before.
+    /// Accepted links whose other end is not known yet.
+    pub(super) unmatched: Vec<Link>,
+    /// Distinguishes this peer from those that it replaced.
     pub(super) serial: u64,
 }
 
-impl Harbour {
+impl Peer {
     pub(super) fn new(fixture: &Fixture, config: &Config, serial: u64) -> Self {
         let host = &fixture.hosts[0];
         let fabric = fixture.fabric(host, config);
         let listener = fabric.listen(host.any_port()).expect("listen");
-        Self { fabric, listener, came: Vec::new(), serial }
+        Self { fabric, listener, unmatched: Vec::new(), serial }
     }
 
     pub(super) fn pool(&self) -> Pool {
         self.fabric.pool().clone()
     }
 
-    /// Takes links that came.
+    /// Accepts pending links.
     pub(super) fn accept(&mut self) {
-        while let Some(link) = once(&mut self.listener.accept()) {
-            self.came.push(link.expect("it listens"));
+        while let Some(link) = poll_once(&mut self.listener.accept()) {
+            self.unmatched.push(link.expect("listener is up"));
         }
-        // Those whose caller gave up end by themselves.
-        self.came.retain(|link| link.failure().is_none());
+        // Links whose connecting side gave up end by themselves.
+        self.unmatched.retain(|link| link.failure().is_none());
     }
 }
 
-/// What a link's peer may reach: a region to read, and one with cells to read and write.
+/// What the other end of a link may access: a region to read, and one with cells to read and write.
 pub(super) struct Granted {
     pub(super) name: u64,
     pub(super) readable: Region,
@@ -51,7 +52,7 @@ pub(super) struct Granted {
 }
 
 impl Granted {
-    /// `None` when there is no memory now.
+    /// Returns `None` when there is no memory at the moment.
     pub(super) fn new(link: &Link, name: u64) -> Option<Self> {
         let fabric = link.fabric();
         let register = |bytes: &[u8], rights| {
@@ -67,15 +68,15 @@ impl Granted {
     }
 }
 
-/// A cell by the name of the write that made it.
+/// Returns the bytes of a cell, derived from the name of the write that made it.
 pub(super) fn cell(name: u64) -> Vec<u8> {
     let mut bytes = name.to_le_bytes().to_vec();
     bytes.extend(pattern(name, CELL - 8));
     bytes
 }
 
-/// A cell must be wholly that of one write.
+/// Checks that a cell consists of the bytes of one write.
 pub(super) fn check_cell(bytes: &[u8]) {
     let name = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
-    assert!(bytes == cell(name), "a cell said to be {name:#x} has others' bytes");
+    assert!(bytes == cell(name), "the cell with name {name:#x} has foreign bytes");
 }

@@ -1,4 +1,4 @@
-//! Fabrics on threads of their own, waits with deadlines, and what must not be left over.
+//! Fabrics on threads of their own, waits with deadlines, and checks for leaks.
 
 use std::collections::BTreeMap;
 use std::future::Future;
@@ -13,47 +13,47 @@ use std::time::{Duration, Instant};
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_verbs::{Verbs, cm};
 
-/// The peer's, then the own: device and address.
+/// Device and address of the peer and of the local host.
 pub(crate) const HOSTS: [(&str, &str); 2] = [PEER, OWN];
 pub(crate) const PEER: (&str, &str) = ("rxe1", "10.0.0.1");
 pub(crate) const OWN: (&str, &str) = ("rxe2", "10.0.0.2");
-/// Longer than anything here takes that is not a fault, on the slowest kernel.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
+/// Longer than anything here takes without a fault, on the slowest kernel.
+pub(crate) const TEST_TIMEOUT: Duration = Duration::from_secs(30);
 
 pub(crate) fn verbs() -> Verbs {
     Verbs::system().expect("rdma-core")
 }
 
-/// Where everything is emulated it takes longer: what is a deadline on User-Mode Linux is
-/// multiplied by this.
-pub(crate) fn pace() -> u32 {
+/// Returns the factor for deadlines: 1 on User-Mode Linux, more where everything is emulated and
+/// slower.
+pub(crate) fn slowdown() -> u32 {
     if std::env::var("FERRITE_LAB_KERNEL").is_ok_and(|kernel| kernel != "uml") { 4 } else { 1 }
 }
 
-/// An address of a host with a port that the system picks.
+/// Returns an address of a host with a port that the system picks.
 pub(crate) fn any_port((_, ip): (&str, &str)) -> SocketAddr {
     SocketAddr::new(ip.parse().expect("an address"), 0)
 }
 
-/// Settings under which a dead or stuck peer is found within `stalled_after`, not within a quarter
-/// of a minute.
-pub(crate) fn quick() -> Config {
+/// Returns settings under which a dead or stalled peer is detected within `stalled_after`, instead
+/// of a quarter of a minute.
+pub(crate) fn short_timeouts() -> Config {
     Config {
-        keepalive: Duration::from_secs(1) * pace(),
-        peer_timeout: Duration::from_secs(1) * pace(),
-        close_timeout: Duration::from_secs(1) * pace(),
+        keepalive: Duration::from_secs(1) * slowdown(),
+        peer_timeout: Duration::from_secs(1) * slowdown(),
+        close_timeout: Duration::from_secs(1) * slowdown(),
         ..Config::default()
     }
 }
 
-/// When a silent peer is given up at the latest: it is asked after one time, and waited for during
-/// the other.
+/// Returns how long it takes at most to give up a silent peer: until the keepalive, and then until
+/// the time for an answer is over.
 pub(crate) fn stalled_after(config: &Config) -> Duration {
-    // the called side waits a third longer before it asks
+    // The accepting side waits a third longer before it sends a keepalive.
     config.keepalive * 4 / 3 + config.peer_timeout
 }
 
-/// Runs a future on this thread; it must end in time. Fabrics are driven by their own threads.
+/// Runs a future on this thread with a time limit. The fabrics are driven by threads of their own.
 #[track_caller]
 pub(crate) fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Output {
     struct Unpark(Thread);
@@ -71,22 +71,22 @@ pub(crate) fn within<F: Future>(limit: Duration, what: &str, future: F) -> F::Ou
             return output;
         }
         let left = deadline.saturating_duration_since(Instant::now());
-        assert!(!left.is_zero(), "{what}: nothing after {limit:?}");
+        assert!(!left.is_zero(), "{what}: not ready after {limit:?}");
         std::thread::park_timeout(left);
     }
 }
 
-/// WaitSet until `is_so`; it must come in time.
+/// Waits until `condition` holds, with a time limit.
 #[track_caller]
-pub(crate) fn until(limit: Duration, what: &str, mut is_so: impl FnMut() -> bool) {
+pub(crate) fn until(limit: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let deadline = Instant::now() + limit;
-    while !is_so() {
-        assert!(Instant::now() < deadline, "{what}: not after {limit:?}");
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what}: not so after {limit:?}");
         std::thread::sleep(Duration::from_millis(5));
     }
 }
 
-/// The result of a thread; it must end in time.
+/// Returns the result of a thread, which must end within the time limit.
 #[track_caller]
 pub(crate) fn join<T>(thread: JoinHandle<T>, limit: Duration, what: &str) -> T {
     until(limit, what, || thread.is_finished());
@@ -111,36 +111,36 @@ impl Host {
         Self { fabric, driver }
     }
 
-    /// All links were let go of: nothing of them is left, and the fabric ends.
+    /// Checks that nothing is left of the links, which were all dropped, and that the fabric ends.
     #[track_caller]
     pub(crate) fn finish(self) {
         let Self { fabric, driver } = self;
-        // The time to close, and that to give up what is in flight (2 s), after which links are
-        // gone by force.
-        let limit = fabric.config().close_timeout + Duration::from_secs(4) * pace();
+        // The close timeout, plus 2 s to give up requests in flight, after which links are removed
+        // by force.
+        let limit = fabric.config().close_timeout + Duration::from_secs(4) * slowdown();
         until(limit, "links are gone", || fabric.stats().links == 0);
         let stats = fabric.stats();
-        // A receive lies in a block that fits it, and no test has other receives than of whole
-        // blocks.
+        // In all tests a receive fills its block exactly.
         let posted = stats.receives_posted * u64::from(fabric.config().recv_buffer_size);
         assert_eq!(stats.memory.receive.in_use_bytes, posted, "receive memory: {stats:?}");
         assert_eq!(stats.memory.send.in_use_bytes, 0, "send memory: {stats:?}");
         assert_eq!((stats.in_flight, stats.memory.quarantined_bytes), (0, 0), "{stats:?}");
         drop(fabric);
-        join(driver, PATIENCE, "the fabric's thread ends");
+        join(driver, TEST_TIMEOUT, "the driver thread ends");
     }
 }
 
-/// What the kernel and this process held for RDMA when the test began.
-pub(crate) struct Clean(BTreeMap<String, u64>);
+/// Checks at the end of a test that the kernel and this process hold no more RDMA objects than
+/// before.
+pub(crate) struct LeakCheck(BTreeMap<String, u64>);
 
-impl Clean {
+impl LeakCheck {
     pub(crate) fn begin() -> Self {
         Self::with(&HOSTS)
     }
 
-    /// Where only these devices are used. librdmacm keeps devices open once it has opened them:
-    /// here, not later.
+    /// Starts the check for tests that use only these devices. librdmacm keeps devices open once it
+    /// has opened them, so it opens them here.
     pub(crate) fn with(hosts: &[(&str, &str)]) -> Self {
         for host in hosts.iter().copied() {
             drop(cm::Listener::bind(&verbs(), any_port(host), 1).expect("a listener"));
@@ -148,8 +148,8 @@ impl Clean {
         Self(resources())
     }
 
-    /// Everything was dropped: nothing is left. (Less than at the start is well: a test before has
-    /// let go meanwhile.)
+    /// Checks that nothing is left after everything was dropped. Fewer objects than at the start
+    /// are fine: an earlier test may have released its objects meanwhile.
     #[track_caller]
     pub(crate) fn end(self) {
         let left = || -> Vec<(String, u64)> {
@@ -157,24 +157,25 @@ impl Clean {
                 |(what, count): &(String, u64)| *count > self.0.get(what).copied().unwrap_or(0);
             resources().into_iter().filter(more).collect()
         };
-        // Identifiers linger in timewait, and the objects of a killed process go after it.
-        let deadline = Instant::now() + PATIENCE;
+        // Identifiers linger in timewait, and the objects of a killed process disappear after the
+        // process.
+        let deadline = Instant::now() + TEST_TIMEOUT;
         while !left().is_empty() && Instant::now() < deadline {
             std::thread::sleep(Duration::from_millis(20));
         }
         assert_eq!(left(), [], "more than at the start: {:?}", self.0);
-        assert_eq!(ferrite_verbs::leaked_objects(), 0, "everything could be released");
+        assert_eq!(ferrite_verbs::leaked_objects(), 0, "some objects could not be released");
     }
 }
 
-/// What a program cannot have more of by using its device again: objects on a device, except memory
-/// regions (pools grow), and file descriptors.
+/// Returns the counts that must not grow when a program uses its device again: file descriptors,
+/// and objects on the device except memory regions (pools grow).
 pub(crate) fn held_on(device: &str) -> BTreeMap<String, u64> {
     let counts = |what: &str| what.starts_with(device) && !what.ends_with(" mr") || what == "fds";
     resources().into_iter().filter(|(what, _)| counts(what)).collect()
 }
 
-/// What the kernel holds, by kind ("rxe1 qp" → 1), and our file descriptors.
+/// Returns the kernel's objects by device and kind ("rxe1 qp" → 1), and our file descriptors.
 fn resources() -> BTreeMap<String, u64> {
     let out = Command::new("rdma").args(["resource", "show"]).output().expect("rdma");
     let text = String::from_utf8(out.stdout).expect("text");
