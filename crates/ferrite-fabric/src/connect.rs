@@ -35,7 +35,7 @@ use ferrite_verbs::{
 
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::{Made, Maker};
+use crate::fabric::device_objects::{NewQueuePair, QueuePairBuilder};
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
@@ -291,13 +291,13 @@ impl Poller {
         &mut self,
         shared: &Shared,
         device: &Arc<SharedDevice>,
-    ) -> Result<Maker, Error> {
+    ) -> Result<QueuePairBuilder, Error> {
         let objects = self.device_objects[device.index].as_mut().filter(|_| !device.is_gone());
         let Some(objects) = objects else {
             return Err(device.absence());
         };
         objects.under_way += 1;
-        Ok(objects.maker(device, &shared.config))
+        Ok(objects.queue_pair_builder(device, &shared.config))
     }
 
     pub(crate) fn end_making(&mut self, shared: &Shared, device: &SharedDevice) {
@@ -308,9 +308,9 @@ impl Poller {
     }
 
     /// Lets go of a queue pair that nobody needs any more.
-    fn unmake(&mut self, shared: &Shared, device: &Arc<SharedDevice>, source: Source, made: Made) {
+    fn unmake(&mut self, shared: &Shared, device: &Arc<SharedDevice>, source: Source, made: NewQueuePair) {
         let device = Arc::clone(device);
-        let work = |made: &mut Option<Made>| {
+        let work = |made: &mut Option<NewQueuePair>| {
             drop(made.take());
             Ok(())
         };
@@ -325,7 +325,7 @@ impl Poller {
         &mut self,
         shared: &Shared,
         device: &Arc<SharedDevice>,
-        made: Made,
+        made: NewQueuePair,
         peer: Option<SocketAddr>,
         moves: bool,
     ) -> Result<(Arc<LinkShared>, Hello), Error> {
@@ -337,7 +337,7 @@ impl Poller {
         let inline = made.qp.capacity().max_inline.min(device.inline()) as usize;
         let (links, vacancy) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-            (links.len(), links.vacancy())
+            (links.len(), links.reserve())
         };
         let Some((name, generation)) = vacancy else {
             self.unmake(shared, device, source, made);
@@ -350,7 +350,7 @@ impl Poller {
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
         link.set_route(|route| route.peer = peer); // who pays for it, also if it comes to nothing
-        self.enter(shared, &link);
+        self.register_link(shared, &link);
         self.end_making(shared, device);
         Ok((link, hello))
     }

@@ -139,7 +139,7 @@ impl Poller {
                     self.sockets.waiting.push_back(id);
                 }
                 if !std::mem::replace(&mut self.sockets.door_timer, true) {
-                    self.timers.add(at, Timer::Door);
+                    self.timers.add(at, Timer::Admission);
                 }
                 return false;
             }
@@ -150,7 +150,7 @@ impl Poller {
     }
 
     /// Handshakes may be old enough to make place for those that wait.
-    pub(crate) fn look_at_the_door(&mut self, shared: &Shared) {
+    pub(crate) fn admit_waiting(&mut self, shared: &Shared) {
         self.sockets.door_timer = false;
         for _ in 0..shared.config.max_half_open {
             let Some(id) = self.sockets.waiting.pop_back() else { break };

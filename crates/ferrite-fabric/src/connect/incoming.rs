@@ -11,7 +11,7 @@ use super::{
 };
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::Made;
+use crate::fabric::device_objects::NewQueuePair;
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::timers::Timer;
@@ -216,7 +216,7 @@ impl Poller {
     fn accept(&mut self, shared: &Shared, accepting: Accepting) {
         let begun = device_of(shared, &accepting.request.id).cloned();
         let begun = begun.and_then(|device| Ok((self.begin_making(shared, &device)?, device)));
-        let (maker, device) = match begun {
+        let (builder, device) = match begun {
             Ok(begun) => begun,
             Err(error) => return accepting.fail(shared, error),
         };
@@ -230,7 +230,7 @@ impl Poller {
         let work = move |accepting: &mut Accepting| {
             let id = &accepting.request.id;
             let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
-            let made = maker.make()?;
+            let made = builder.build()?;
             initialise(id, &made.qp)?;
             let mtu = bring_up(id, &made.qp, rights, (reads_in, reads_out))?;
             Ok((made, mtu))
@@ -247,7 +247,7 @@ impl Poller {
         shared: &Shared,
         accepting: Accepting,
         device: &Arc<SharedDevice>,
-        made: Result<(Made, Option<Mtu>), Error>,
+        made: Result<(NewQueuePair, Option<Mtu>), Error>,
         (reads_in, reads_out): (u8, u8),
     ) {
         let (key, source) = (accepting.request.id.key(), accepting.source());

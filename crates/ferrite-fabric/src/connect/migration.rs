@@ -39,7 +39,7 @@ pub(super) enum Sought {
 
 impl Poller {
     /// A link has lost its RDMA path: has the queue pair destroyed, then looks for another path.
-    pub(crate) fn fall(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+    pub(crate) fn downgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         self.reap_all(shared); // what came is counted, and not sent again
         self.end_upgrade(link);
         let queue = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_detach());
@@ -54,13 +54,13 @@ impl Poller {
             own,
             work,
             move |poller, shared, (queue, in_flight), gone| {
-                poller.fell(shared, &link, queue, in_flight, gone);
+                poller.finish_downgrade(shared, &link, queue, in_flight, gone);
             },
         );
     }
 
     /// The queue pair of a path that was lost is gone, or did not go.
-    fn fell(
+    fn finish_downgrade(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
@@ -98,7 +98,7 @@ impl Poller {
             (route.device, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);
         });
         shared.fell_back(link, Fallback::new(error));
-        self.timers.add(deadline, Timer::Move(link.name));
+        self.timers.add(deadline, Timer::Migration(link.name));
         match route.socket {
             Some(socket) => {
                 self.sockets.carries(socket, true);
@@ -121,7 +121,7 @@ impl Poller {
         }
     }
 
-    pub(crate) fn move_timed_out(&mut self, shared: &Shared, name: LinkName) {
+    pub(crate) fn migration_timed_out(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
         link.with_wakes(&mut self.wakes, |state, _, wakes| {

@@ -12,7 +12,7 @@ use super::{Handshake, bring_up, device_of, initialise, params, since};
 use crate::diagnose::{self, Failure, Subject};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::Made;
+use crate::fabric::device_objects::NewQueuePair;
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::timers::Timer;
@@ -278,7 +278,7 @@ impl Poller {
     fn make_outgoing(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId) {
         let begun = device_of(shared, &id).cloned();
         let begun = begun.and_then(|device| Ok((self.begin_making(shared, &device)?, device)));
-        let (maker, device) = match begun {
+        let (builder, device) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 outgoing.id = Some(id);
@@ -288,7 +288,7 @@ impl Poller {
         let ack_timeout = shared.config.ack_timeout;
         let work = move |id: &CmId| {
             let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
-            let made = maker.make()?;
+            let made = builder.build()?;
             initialise(id, &made.qp)?;
             Ok(made)
         };
@@ -303,7 +303,7 @@ impl Poller {
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
         device: &Arc<SharedDevice>,
-        made: Result<Made, Error>,
+        made: Result<NewQueuePair, Error>,
     ) {
         let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
         let linked = match made {

@@ -335,7 +335,7 @@ impl Poller {
             Reading::More => self.sockets.ready.push_back(id),
             Reading::NoMemory => {
                 self.sockets.starved.insert(id);
-                self.look_for_memory();
+                self.refill_later();
             }
             Reading::OverBudget => {
                 if self.sockets.over_budget.insert(id) {
@@ -491,7 +491,7 @@ impl Poller {
             (route.socket, route.encrypted) = (Some(id), encrypted);
             (route.local, route.peer) = (local, Some(peer));
         });
-        self.enter(shared, &link);
+        self.register_link(shared, &link);
         self.carry(id, name);
         link.set_tls(trusted);
         self.timers.add(self.now, Timer::Keepalive(name)); // it says when the next is
@@ -551,7 +551,7 @@ impl Poller {
 
 fn vacancy(shared: &Shared) -> Option<LinkName> {
     let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-    links.vacancy().map(|(name, _)| name)
+    links.reserve().map(|(name, _)| name)
 }
 
 fn not_accepted(shared: &Shared, why: &str) {

@@ -15,7 +15,7 @@ use super::calling::Reply;
 use super::way::{Search, Up, Way, check_peer};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::{Made, Maker};
+use crate::fabric::device_objects::{NewQueuePair, QueuePairBuilder};
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
@@ -149,7 +149,7 @@ impl Poller {
                 let begun = match way {
                     _ if !is_current => return,
                     Ok(way) => random_psn().and_then(|psn| {
-                        poller.begin_making(shared, &way.device).map(|maker| (way, maker, psn))
+                        poller.begin_making(shared, &way.device).map(|builder| (way, builder, psn))
                     }),
                     Err(error) => Err(error),
                 };
@@ -167,14 +167,14 @@ impl Poller {
         shared: &Shared,
         link: &Arc<LinkShared>,
         attempt: u64,
-        (way, maker, psn): (Way, Maker, u32),
+        (way, builder, psn): (Way, QueuePairBuilder, u32),
         peer: Option<Address>,
     ) {
         let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
         let up = peer.map(|peer| Up::new(shared, &way, &peer, psn, rights));
         let (port, link, source) = (way.port.number, Arc::clone(link), link.source());
         let work = move |(): &mut ()| {
-            let made = maker.make()?;
+            let made = builder.build()?;
             made.qp.modify(&QueuePairAttributes::init(port, Access::LOCAL))?;
             if let Some(up) = &up {
                 up.bring(&made.qp)?;
@@ -210,7 +210,7 @@ impl Poller {
         shared: &Shared,
         link: &Arc<LinkShared>,
         way: &Way,
-        (made, psn): (Made, u32),
+        (made, psn): (NewQueuePair, u32),
         mtu: Option<Mtu>,
     ) {
         let (number, inline) =
@@ -220,7 +220,7 @@ impl Poller {
                 SendQueue::new(made.qp, made.taker, link.index, way.device.index, state.generation);
             state.begin_upgrade(queue, Arc::clone(&way.device), inline, psn);
         });
-        self.know_qp(&way.device, number, link.index);
+        self.register_qp(&way.device, number, link.index);
         let kind = match mtu {
             None => TcpFrameKind::Offer,
             Some(mtu) => {
@@ -243,7 +243,7 @@ impl Poller {
         self.first_upgrade_failed(shared, link, error);
     }
 
-    pub(crate) fn move_step(&mut self, shared: &Shared, link: &Arc<LinkShared>, step: Step) {
+    pub(crate) fn migration_step(&mut self, shared: &Shared, link: &Arc<LinkShared>, step: Step) {
         let stepped = match step {
             Step::Offered(address) => self.take_offer(shared, link, &address),
             Step::Answered(address) => self.take_answer(shared, link, &address),
@@ -380,7 +380,7 @@ impl Poller {
                     if let Some(mut queue) = poller.orphans.remove(&(device.index, number)) {
                         let _ = qp.stop(); // as `end_upgrade` would have
                         queue.take_back(qp);
-                        poller.let_leave(&device, queue, &link);
+                        poller.destroy_when_drained(&device, queue, &link);
                     }
                     poller.end_making(shared, &device);
                     return;
@@ -440,7 +440,7 @@ impl Poller {
             // a receive.
             self.orphans.insert((device.index, queue.number()), queue);
         } else {
-            self.let_leave(&device, queue, link);
+            self.destroy_when_drained(&device, queue, link);
         }
     }
 
