@@ -85,11 +85,13 @@ use wait_set::WaitSet;
 /// # let world = World::new();
 /// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs(); // on a host with RDMA: Verbs::system()?
-/// let fabric = Fabric::builder(&verbs).config(Config { busy_poll_us: 0, ..Config::default() }).build()?;
+/// let config = Config { busy_poll_us: 0, ..Config::default() };
+/// let fabric = Fabric::builder(&verbs).config(config).build()?;
 /// assert_eq!(fabric.devices(), ["fake1"]);
 /// let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
 /// let (there, here) = fabric.block_on(async {
-///     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+///     let connecting = fabric.connect(listener.local_addr());
+///     let (there, here) = futures_util::join!(connecting, listener.accept());
 ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
 /// })?;
 /// there.post_bytes(0, b"hello")?;
@@ -185,11 +187,13 @@ impl Fabric {
     /// ```
     /// use ferrite_fabric::{Config, Fabric, Rdma};
     ///
-    /// let config = Config { rdma: Rdma::Forbid, ..Config::default() }; // as on a host without RDMA
+    /// // As on a host without RDMA.
+    /// let config = Config { rdma: Rdma::Forbid, ..Config::default() };
     /// let fabric = Fabric::system().config(config).build()?;
     /// let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
     /// let (there, here) = fabric.block_on(async {
-    ///     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+    ///     let connecting = fabric.connect(listener.local_addr());
+    ///     let (there, here) = futures_util::join!(connecting, listener.accept());
     ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
     /// })?;
     /// there.post_bytes(0, b"hello")?;
@@ -204,8 +208,8 @@ impl Fabric {
         Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
     }
 
-    /// For who opens connections of other protocols and had to do so over TCP, though RDMA was
-    /// preferred: warns and counts, as for links.
+    /// Logs and counts a fallback to TCP, as for links. For programs that open connections of other
+    /// protocols over TCP although RDMA was preferred.
     #[must_use]
     pub fn fell_back_to_tcp(&self, peer: SocketAddr, error: Error) -> Fallback {
         let fallback = Fallback::new(error);

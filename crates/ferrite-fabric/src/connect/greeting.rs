@@ -339,7 +339,7 @@ impl Poller {
             }
             let moves = match &greeting.side {
                 Side::Answering { listener, .. } => {
-                    listener.upgrade().is_some_and(|listener| listener.moves)
+                    listener.upgrade().is_some_and(|listener| listener.can_migrate)
                 }
                 Side::Dialing { .. } => false,
             };

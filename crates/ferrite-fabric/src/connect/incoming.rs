@@ -166,7 +166,10 @@ impl Poller {
             return;
         }
         let who = Expecting::Listener(Arc::downgrade(&listener));
-        self.accept(shared, Accepting { request, hello: Some(hello), moves: listener.moves, who });
+        self.accept(
+            shared,
+            Accepting { request, hello: Some(hello), moves: listener.can_migrate, who },
+        );
     }
 
     /// Takes a peer that says nothing of itself.

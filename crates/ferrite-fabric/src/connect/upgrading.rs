@@ -23,7 +23,7 @@ use crate::fabric::timers::{LinkName, Timer};
 use crate::link::shared::LinkShared;
 use crate::link::state::{ActiveTransport, Step};
 use crate::log_limit::LogLimit;
-use crate::one_sided::Door;
+use crate::one_sided::RegionAccess;
 use crate::policy::{Fallback, Rdma};
 use crate::random::random_psn;
 use crate::wire::{Address, TcpFrameKind};
@@ -405,16 +405,16 @@ impl Poller {
             state.upgrade.as_ref().map(|upgrade| Arc::clone(&upgrade.device))
         });
         let Some(device) = device else { return };
-        let doors = shared.regions.doors_for(shared, link, &device);
+        let regions = shared.regions.access_for(shared, link, &device);
         link.with_wakes(&mut self.wakes, |state, _, _| {
-            if !doors.is_empty() {
+            if !regions.is_empty() {
                 state.allow_ahead(); // there may be more than when it was brought up
             }
-            for (grant, door) in doors {
+            for (grant, access) in regions {
                 // Without a key the peer is refused by the device when it uses the grant.
-                let remote = match &door {
-                    Door::Shared(remote) => Some(*remote),
-                    Door::Window(window) => state.bind_ahead(&device, window),
+                let remote = match &access {
+                    RegionAccess::Shared(remote) => Some(*remote),
+                    RegionAccess::Window(window) => state.bind_ahead(&device, window),
                 };
                 if let Some(remote) = remote {
                     state.say_key(grant, remote.addr, remote.rkey);
