@@ -332,9 +332,9 @@ impl Shared {
     /// Every holder of the returned error sees the causes once they are found.
     #[cold]
     pub(crate) fn diagnose(&self, link: &LinkShared, error: Error, failure: Failure) -> Error {
-        let (source, told) = (link.source(), error.clone());
+        let (source, shown) = (link.source(), error.clone());
         if let Some(find) = link.diagnosis(failure).filter(|_| self.commands.has_room(source)) {
-            self.commands.run(source, move || told.set_causes(find()));
+            self.commands.run(source, move || shown.set_causes(find()));
         }
         error
     }

@@ -283,8 +283,7 @@ impl Fabric {
         };
         let tls = options.tls.clone().or_else(|| self.shared().tls.server.clone());
         if options.require_encryption && tls.is_none() {
-            let what =
-                "encryption is required, but there is no TLS configuration; set ListenOptions::tls";
+            let what = "encryption is required, but TLS is not configured; set ListenOptions::tls";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let listener = Arc::new(ListenerShared {

@@ -392,7 +392,7 @@ impl Regions {
             State::Live { granted, .. } => std::mem::take(granted),
             _ => return,
         };
-        let mut told = Vec::new();
+        let mut informed = Vec::new();
         for link in granted.iter().filter_map(Weak::upgrade) {
             let is_up = link.with_wakes(&mut poller.wakes, |state, env, wakes| {
                 if state.failure().is_some() {
@@ -403,10 +403,10 @@ impl Regions {
                 true
             });
             if is_up {
-                told.push(link.index);
+                informed.push(link.index);
             }
         }
-        region.wait_for(told);
+        region.wait_for(informed);
         region.finish_if_released(&mut poller.wakes, false);
         poller
             .timers

@@ -357,20 +357,20 @@ mod tests {
         let commands = commands();
         let (begins, go) = submit_blocking(&commands, source(1));
         begins.recv_timeout(TIMEOUT).expect("it runs");
-        let (tell, told) = channel();
+        let (complete, completed) = channel();
         for number in 0..50 {
-            let tell = tell.clone();
+            let complete = complete.clone();
             commands.run(source(1), move || {
-                let _ = tell.send((1, number));
+                let _ = complete.send((1, number));
             });
         }
         commands.run(source(3), move || {
-            let _ = tell.send((3, 0));
+            let _ = complete.send((3, 0));
         });
-        assert_eq!(told.recv_timeout(TIMEOUT), Ok((3, 0)));
+        assert_eq!(completed.recv_timeout(TIMEOUT), Ok((3, 0)));
         drop(go);
         let done: Vec<_> =
-            (0..50).map(|_| told.recv_timeout(TIMEOUT).expect("all commands run")).collect();
+            (0..50).map(|_| completed.recv_timeout(TIMEOUT).expect("all commands run")).collect();
         assert_eq!(done, (0..50).map(|number| (1, number)).collect::<Vec<_>>());
         commands.close();
     }
@@ -387,11 +387,11 @@ mod tests {
         assert!(!commands.has_room(source(1)));
         assert!(commands.has_room(source(2)) && commands.has_room(None));
         drop(go);
-        let (tell, told) = channel();
+        let (complete, completed) = channel();
         commands.run(source(1), move || {
-            let _ = tell.send(());
+            let _ = complete.send(());
         });
-        told.recv_timeout(TIMEOUT).expect("it runs after the others");
+        completed.recv_timeout(TIMEOUT).expect("it runs after the others");
         assert!(commands.has_room(source(1)));
         commands.close();
     }
@@ -399,13 +399,13 @@ mod tests {
     #[test]
     fn runs_commands_while_those_of_other_sources_block() {
         let commands = commands();
-        let (tell, told) = channel();
+        let (complete, completed) = channel();
         let run_to_end = |of: Option<Source>| {
-            let tell = tell.clone();
+            let complete = complete.clone();
             commands.run(of, move || {
-                let _ = tell.send(());
+                let _ = complete.send(());
             });
-            told.recv_timeout(TIMEOUT).expect("it is not delayed");
+            completed.recv_timeout(TIMEOUT).expect("it is not delayed");
         };
         let mut holds = Vec::new();
         for number in 1..THREADS_MAX - 1 {
@@ -459,11 +459,11 @@ mod tests {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", std::net::Ipv4Addr::LOCALHOST.into()));
         let fabric = fabric(&world);
-        let (tell, told) = channel();
+        let (complete, completed) = channel();
         for number in 0..2 * THREADS_MAX {
-            let tell = tell.clone();
+            let complete = complete.clone();
             let then = move |_: &mut Poller, _: &Shared, own: usize, result: Result<(), Error>| {
-                let _ = tell.send((own, result.map_err(|error| error.kind())));
+                let _ = complete.send((own, result.map_err(|error| error.kind())));
             };
             let work = move |own: &mut usize| match number % 2 {
                 0 => panic!("on purpose"),
@@ -486,7 +486,7 @@ mod tests {
         while done.len() < 2 * THREADS_MAX {
             assert!(begun.elapsed() < TIMEOUT, "only {done:?}");
             fabric.progress();
-            done.extend(told.try_iter());
+            done.extend(completed.try_iter());
         }
         done.sort_unstable_by_key(|(own, _)| own % 100);
         for (number, done) in done.into_iter().enumerate() {

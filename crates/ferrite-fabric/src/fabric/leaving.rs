@@ -110,7 +110,7 @@ impl Poller {
                 device.release(entries.unwrap_or(0));
                 drop(queue);
                 poller.forget_qp(&device, number, link);
-                poller.end_making(shared, &device);
+                poller.end_queue_pair(shared, &device);
             });
         }
     }

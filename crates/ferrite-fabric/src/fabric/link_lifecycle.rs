@@ -118,7 +118,8 @@ impl Poller {
         if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
             tracing::debug!(
-                "{peer} requested memory that is not its own ({errors} in all): no RDMA for {wait} s"
+                "{peer} requested memory that is not its own ({errors} in total): no RDMA for \
+                 {wait} s"
             );
         }
     }

@@ -27,7 +27,7 @@ use super::slots::{SendQueue, Taken, WorkId};
 use super::strikes::Strikes;
 use super::timers::{LinkName, Timer, Timers};
 use super::wait_set::Ready;
-use crate::connect::{Handshake, Handshakes, Opening, Sockets};
+use crate::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
@@ -66,7 +66,7 @@ pub(crate) struct Poller {
     /// Links that can migrate, by the session number of this side.
     pub(crate) sessions: HashMap<u64, LinkName>,
     /// Links on TCP whose connect waits until they are upgraded to RDMA.
-    pub(crate) upgrade_waiters: HashMap<LinkName, Opening>,
+    pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,
     /// Futures that wait for a timer, by number.
     pub(crate) sleepers: BTreeMap<u64, Waker>,
     pub(crate) timers: Timers,
@@ -504,7 +504,7 @@ impl Poller {
             }
             Timer::Refill => {
                 self.starved = false; // the rest of this pass refills
-                self.sockets.unstarve();
+                self.sockets.retry_starved();
             }
             Timer::Shrink => self.shrink(shared),
             Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
