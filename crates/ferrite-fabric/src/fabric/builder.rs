@@ -140,7 +140,7 @@ impl Builder {
         let commands = Arc::new(commands);
         if command_threads {
             let commands = Arc::clone(&commands);
-            pool.set_elsewhere(Box::new(move |work| commands.run(None, work)));
+            pool.set_background(Box::new(move |work| commands.run(None, work)));
         }
         Ok(Fabric(Arc::new(Handle {
             shared: Arc::new(Shared {
