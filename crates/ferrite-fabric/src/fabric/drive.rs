@@ -66,13 +66,13 @@ impl Shared {
 
     /// Prepares the descriptor for waiting.
     fn arm(&self) -> Armed {
-        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Elsewhere };
+        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Busy };
         let armed = poller.arm(self);
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
         let woken = !wakes.is_empty();
         wakes.into_iter().for_each(Waker::wake);
-        if armed && !woken { Armed::Sleep } else { Armed::Again }
+        if armed && !woken { Armed::Sleep } else { Armed::Retry }
     }
 
     /// Runs `act` with the poller, then wakes the futures that it completed.
