@@ -4,7 +4,7 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The last bucket also counts everything that took longer: more than a quarter of an hour.
+/// The last bucket, of about a quarter of an hour, also counts everything that took longer.
 const BUCKETS: usize = 41;
 
 /// The histograms by operation, shared by the fabric and its links.

@@ -44,7 +44,7 @@ pub use connect::{
 };
 pub use error::{Error, ErrorKind};
 pub use fabric::{Builder, Config, Fabric, FabricStats};
-pub use ferrite_verbs::Status; // of errors, and counted by fabrics
+pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use latency::LatencyStats;
 pub use link::{
     Arrival, Done, Ending, Link, LinkStats, Message, Preparing, RawConnection, ReadError, Reading,

@@ -265,7 +265,7 @@ impl Fabric {
     /// Like [`Fabric::listen`], with options.
     ///
     /// # Errors
-    /// As [`Fabric::listen`].
+    /// Like [`Fabric::listen`].
     pub fn listen_with(
         &self,
         local: SocketAddr,

@@ -151,7 +151,7 @@ impl Region {
         };
         let exposed = exposed.map_err(|(buf, error)| (buf, Error::from(error)))?;
         let regions = &fabric.shared().regions;
-        let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 is no grant
+        let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 means no grant
         let shared = Arc::new(RegionShared {
             id,
             rights,

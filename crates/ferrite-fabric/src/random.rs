@@ -32,9 +32,9 @@ pub fn random() -> Result<u64, Error> {
 /// Returns a random packet sequence number, of 24 bits.
 ///
 /// # Errors
-/// As [`random`].
+/// Like [`random`].
 pub(crate) fn random_psn() -> Result<u32, Error> {
-    random().map(|bits| (bits >> 40) as u32) // 24 bits are left
+    random().map(|bits| (bits >> 40) as u32) // the upper 24 bits
 }
 
 #[cfg(test)]

@@ -64,7 +64,7 @@ pub(super) enum Side {
     },
 }
 
-/// What a peer turned out to be.
+/// The kind of a peer, once it is known.
 enum PeerKind {
     Ferrite(wire::Greeting),
     Foreign,

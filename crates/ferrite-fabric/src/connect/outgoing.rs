@@ -435,7 +435,7 @@ impl Poller {
         });
         let mtu = match up {
             Ok(mtu) if !outgoing.is_over(self.now) => mtu,
-            // `called` finds that nobody waits any more.
+            // `wait_for_event` finds that the caller no longer waits.
             Ok(_) => return self.wait_for_event(shared, outgoing, Ok(())),
             Err(error) => return self.wait_for_event(shared, outgoing, Err(error)),
         };

@@ -104,7 +104,7 @@ pub(super) struct QueuePairSetup {
     reads_out: u8,
     /// The sequence number of our first packet.
     psn: u32,
-    /// What the peer may do to our memory.
+    /// The peer's rights to our memory.
     rights: Access,
 }
 

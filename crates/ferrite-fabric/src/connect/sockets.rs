@@ -82,7 +82,7 @@ pub(crate) struct Sockets {
     sources: HashMap<Source, Account>,
 }
 
-/// What a connection is used for.
+/// The current use of a connection.
 pub(super) enum Use {
     Listening { socket: OwnedFd, listener: Weak<ListenerShared>, tls: Option<Arc<ServerConfig>> },
     Greeting(Box<Greeting>),
@@ -376,7 +376,7 @@ impl Poller {
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => break,
-                // Waiting connections are not reported again.
+                // Edge-triggered epoll does not report waiting connections again, so try later.
                 Err(errno) => {
                     accept_failed(shared, &format!("{errno}; trying again soon"));
                     self.timers.add(self.now + ACCEPT_AGAIN, Timer::Accept(id));

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::files::number;
 
-/// What a counter counts.
+/// The meaning of a counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Meaning {
     /// RDMA packets that were sent.

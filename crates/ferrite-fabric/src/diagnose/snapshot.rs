@@ -37,7 +37,7 @@ pub(super) struct Snapshot {
     pub(super) counters: Counters,
 }
 
-/// What the device reported of its port.
+/// The device's report about its port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PortView {
     /// Nothing useful.

@@ -1,4 +1,4 @@
-//! What the host knows of the network: routes, the ARP table, and the addresses of its other RDMA
+//! The host's view of the network: routes, the ARP table, and the addresses of its other RDMA
 //! devices.
 //!
 //! It is read from procfs instead of netlink, which services are often not allowed to use. The
@@ -47,7 +47,7 @@ pub(super) enum Route {
     Missing,
 }
 
-/// What is known of the next host on the path.
+/// The host's knowledge of the next host on the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Neighbour {
     /// Nothing: there is no entry, or it is not visible.

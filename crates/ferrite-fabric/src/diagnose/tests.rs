@@ -301,8 +301,8 @@ const CASES: &[Case] = &[
         Likely,
         [
             "nothing arrives here, from 10.0.0.1 or anybody else",
-            "transport retry exceeded; in 3.0 s rxe2 sent 8 packets and received none; completer_retry_err +7; \
-             h2 received 0 frames; the own port is active and h2 has carrier",
+            "transport retry exceeded; in 3.0 s rxe2 sent 8 packets and received none; \
+             completer_retry_err +7; h2 received 0 frames; the own port is active and h2 has carrier",
             "ping -I h2 10.0.0.1",
         ],
     ),
@@ -485,7 +485,7 @@ fn displays_a_cause_as_one_line() {
     scenario.local_peer = Some(local_peer(false, true));
     assert_eq!(
         rank(RETRY, &scenario.facts())[0].to_string(),
-        "certain: the peer's interface h1 is down (10.0.0.1 is an address of this host, on rxe1; h1 is down); \
-         to do: ip link set h1 up, or check its cable"
+        "certain: the peer's interface h1 is down (10.0.0.1 is an address of this host, on rxe1; \
+         h1 is down); to do: ip link set h1 up, or check its cable"
     );
 }

@@ -88,8 +88,8 @@ impl Builder {
     /// manager) on threads of the fabric: two at first, at most eight. Without it the driver makes
     /// them.
     ///
-    /// For event loops that serve other clients, too: if a peer does not answer at the wrong
-    /// moment, such a call takes a second.
+    /// For event loops that serve other clients, too: such a call takes a second if a peer
+    /// stops answering at the wrong moment.
     pub fn command_threads(mut self) -> Self {
         self.command_threads = true;
         self

@@ -98,8 +98,8 @@ fn sleep(event_fd: Option<&EventFd>) {
     }
 }
 
-/// Waits for a change of the descriptor, edge-triggered as in tokio: events from before that were
-/// not taken are not reported.
+/// Waits for a change of the descriptor, edge-triggered as in tokio: earlier events that were not
+/// taken are not reported.
 fn sleep_edge_triggered() {
     let mut kernel = lock(&KERNEL.state);
     while !std::mem::take(&mut kernel.changed) {
@@ -282,7 +282,7 @@ impl Model {
         self.leave();
     }
 
-    /// The last handle of the fabric is dropped.
+    /// Drops the last handle of the fabric.
     fn abandon(&self) {
         self.over.store(true, Ordering::Release);
         self.mailbox.notify();

@@ -100,8 +100,8 @@ impl Cache {
                     .wrapping_sub(flow.returned.load(Ordering::Relaxed))
             },
         );
-        // Negative if a block was returned to a shard that was read later than the one it was taken
-        // from.
+        // Negative if a block was taken from a shard that was already read, and returned to one
+        // that was not.
         u64::try_from(net.cast_signed()).unwrap_or(0)
     }
 
@@ -172,8 +172,8 @@ impl Cache {
                 tally.cached += magazine.blocks.len() as u64;
             }
         }
-        // Negative if a block was returned to a shard that was read later than the one it was taken
-        // from.
+        // Negative if a block was taken from a shard that was already read, and returned to one
+        // that was not.
         for tally in tallies.as_flattened_mut() {
             tally.in_use = u64::try_from(tally.in_use.cast_signed()).unwrap_or(0);
         }

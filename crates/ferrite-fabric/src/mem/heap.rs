@@ -68,7 +68,7 @@ struct Assigned {
     free: Vec<u32>,
 }
 
-/// What a heap holds, for the statistics.
+/// The memory of a heap, for the statistics.
 #[derive(Default)]
 pub(super) struct Holdings {
     pub(super) mapped_bytes: usize,

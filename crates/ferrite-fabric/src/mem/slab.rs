@@ -32,7 +32,7 @@ pub(super) struct Meta {
     pub(super) refs: AtomicU32,
     /// How often the block was returned.
     pub(super) generation: AtomicU32,
-    /// The account that is charged for it. Only the holder of the only handle may access it: see
+    /// The account that is charged for it. Only the block's single lease may access it: see
     /// `lease.rs`.
     pub(super) charge: UnsafeCell<Option<Account>>,
 }
