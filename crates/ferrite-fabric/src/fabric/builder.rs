@@ -102,8 +102,7 @@ impl Builder {
     /// the reason.
     ///
     /// # Errors
-    /// - [`ErrorKind::Misuse`] if settings contradict each other, or if the caller named a device
-    ///   that does not exist.
+    /// - [`ErrorKind::Misuse`] if settings contradict each other.
     /// - If RDMA is required: [`ErrorKind::Absent`] if it is unavailable, and
     ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures
     ///   and a remedy.
