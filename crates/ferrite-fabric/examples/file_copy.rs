@@ -1,13 +1,13 @@
-//! Copies a file by one-sided writes: the receiver's CPU only moves what has arrived to the disk.
+//! Copies a file with one-sided writes: the receiver's CPU only moves arrived data to the disk.
 //!
 //! ```text
 //! cargo run --example file_copy -- receive 10.0.0.1:7471 DIRECTORY
 //! cargo run --example file_copy -- send 10.0.0.2:0 10.0.0.1:7471 FILE
 //! ```
 //!
-//! The receiver grants a few places of 1 MiB. The sender writes the next piece of the file into a
-//! free place and says so with the same request (`rdma_write_imm`: place and length in 32 bits).
-//! When the piece is on the disk, the receiver says in a message that the place is free again.
+//! The receiver grants a few slots of 1 MiB. The sender writes the next piece of the file into a
+//! free slot and announces it with the same request (`rdma_write_imm`: slot and length in 32 bits).
+//! When the piece is on the disk, the receiver sends a message that the slot is free again.
 #![expect(clippy::print_stdout, reason = "an example")]
 
 use std::error::Error;
@@ -20,9 +20,9 @@ use ferrite_fabric::wire::{GRANT_BYTES, GrantToken, Rights};
 use ferrite_fabric::{ConnectOptions, ErrorKind, Fabric, Link, Region};
 use ferrite_verbs::Verbs;
 
-const PLACES: usize = 4;
-const PLACE_BYTES: usize = 1 << 20;
-/// Above the place's number in the 32 bits; a length of 0 ends the file.
+const SLOTS: usize = 4;
+const SLOT_BYTES: usize = 1 << 20;
+/// The length is stored above the slot number in the 32 bits; a length of 0 ends the file.
 const LEN_SHIFT: u32 = 4;
 
 fn main() -> Result<(), Box<dyn Error>> {
@@ -35,7 +35,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ["send", local, peer, file] => {
             fabric.block_on(send(&fabric, local.parse()?, peer.parse()?, file.as_ref()))
         }
-        _ => Err("receive ADDRESS DIRECTORY, or send ADDRESS PEER FILE".into()),
+        _ => Err("usage: file_copy receive ADDRESS DIRECTORY | send ADDRESS PEER FILE".into()),
     }
 }
 
@@ -48,29 +48,29 @@ async fn receive(
     println!("listening on {}", listener.local_addr());
     let link = listener.accept().await?;
 
-    // The name must be a name, not a way out of the directory.
+    // Only the file name: a path could lead out of the directory.
     let name = String::from_utf8(link.recv().await?.to_vec())?;
     let name = Path::new(&name).file_name().ok_or("no file name")?;
     let mut file = File::create(directory.join(name))?;
 
-    let places = (0..PLACES).map(|_| place(&link)).collect::<Result<Vec<_>, _>>()?;
-    let tokens: Vec<u8> = places.iter().flat_map(|place| place.grant(&link).encode()).collect();
+    let slots = (0..SLOTS).map(|_| register_slot(&link)).collect::<Result<Vec<_>, _>>()?;
+    let tokens: Vec<u8> = slots.iter().flat_map(|slot| slot.grant(&link).encode()).collect();
     link.send_bytes(0, &tokens).await?;
 
-    let mut piece = vec![0; PLACE_BYTES];
+    let mut piece = vec![0; SLOT_BYTES];
     let mut total = 0;
     loop {
         let Some(notice) = link.recv().await?.notice() else {
-            return Err("a message instead of a piece".into());
+            return Err("received a message instead of a piece".into());
         };
-        let (place, len) = (notice as usize % (1 << LEN_SHIFT), (notice >> LEN_SHIFT) as usize);
+        let (slot, len) = (notice as usize % (1 << LEN_SHIFT), (notice >> LEN_SHIFT) as usize);
         if len == 0 {
             break;
         }
-        let place = places.get(place).ok_or("no such place")?;
-        // A copy: the sender could still write there, if it broke the rules.
-        if len > PLACE_BYTES || !place.read(0, &mut piece[..len]) {
-            return Err("not what was granted".into());
+        let slot = slots.get(slot).ok_or("unknown slot")?;
+        // A copy, because a sender that violates the protocol could still write there.
+        if len > SLOT_BYTES || !slot.read(0, &mut piece[..len]) {
+            return Err("the piece exceeds the slot, or the grant was revoked".into());
         }
         file.write_all(&piece[..len])?;
         total += len;
@@ -82,9 +82,9 @@ async fn receive(
     Ok(())
 }
 
-fn place(link: &Link) -> Result<Region, Box<dyn Error>> {
-    let mut buf = link.fabric().buffer(PLACE_BYTES)?;
-    buf.fill(0); // what its last user left there is not for the peer
+fn register_slot(link: &Link) -> Result<Region, Box<dyn Error>> {
+    let mut buf = link.fabric().buffer(SLOT_BYTES)?;
+    buf.fill(0); // the peer must not see what its previous user left
     link.register_memory(buf, Rights::WRITE).map_err(|(_, error)| error.into())
 }
 
@@ -99,29 +99,29 @@ async fn send(
     let name = path.file_name().and_then(|name| name.to_str()).ok_or("no file name")?;
     link.send_bytes(0, name.as_bytes()).await?;
     let tokens = link.recv().await?.to_vec();
-    let places =
+    let slots =
         tokens.chunks(GRANT_BYTES).map(GrantToken::decode).collect::<Result<Vec<_>, _>>()?;
 
-    let mut free: Vec<u32> = (0..places.len() as u32).collect();
+    let mut free: Vec<u32> = (0..slots.len() as u32).collect();
     loop {
-        let place = match free.pop() {
-            Some(place) => place,
+        let slot = match free.pop() {
+            Some(slot) => slot,
             None => {
                 let done = link.recv().await?.to_vec();
                 let done = u32::from_le_bytes(done.as_slice().try_into()?);
                 done % (1 << LEN_SHIFT)
             }
         };
-        let mut buf = fabric.buffer(PLACE_BYTES)?;
+        let mut buf = fabric.buffer(SLOT_BYTES)?;
         let len = fill(&mut file, &mut buf)?;
         buf.set_len(len);
-        // Not awaited: the next piece is read from the disk meanwhile. The link keeps the buffer
-        // until it has arrived.
+        // Not awaited, so that the next piece is read from the disk meanwhile. The link keeps the
+        // buffer until the write has finished.
         drop(link.rdma_write_imm(
-            &places[place as usize],
+            &slots[slot as usize],
             0,
             buf,
-            (len as u32) << LEN_SHIFT | place,
+            (len as u32) << LEN_SHIFT | slot,
         )?);
         if len == 0 {
             break;

@@ -6,8 +6,8 @@
 //! cargo run --example remote_table -- ask 10.0.0.2:0 10.0.0.1:7471 apple pear plum
 //! ```
 //!
-//! A bucket has a checksum over the rest. A reader that meets the server in the middle of a change
-//! sees that it is wrong, and reads again: no lock, no message, no wait at the server.
+//! Each bucket has a checksum over its contents. A client that reads during a change sees a wrong
+//! checksum and reads again: no lock, no message, no wait at the server.
 //!
 //! ```text
 //!   0        8          16      17     18             40          64
@@ -36,7 +36,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         ["ask", local, peer, ref keys @ ..] => {
             fabric.block_on(ask(&fabric, local.parse()?, peer.parse()?, keys))
         }
-        _ => Err("serve ADDRESS, or ask ADDRESS PEER KEY…".into()),
+        _ => Err("usage: remote_table serve ADDRESS | ask ADDRESS PEER KEY…".into()),
     }
 }
 
@@ -53,14 +53,14 @@ async fn serve(fabric: &Fabric, local: SocketAddr) -> Result<(), Box<dyn Error>>
     }
     link.send_bytes(0, &table.grant(&link).encode()).await?;
 
-    // Whatever the client reads, this side hears nothing of it. It goes on changing things until
-    // the client leaves.
+    // The server does not notice the client's reads. It keeps changing the table until the client
+    // disconnects.
     let mut version = 1;
     loop {
         version += 1;
         put(&table, version, "plum", if version % 2 == 0 { "blue" } else { "yellow" });
         match link.try_recv() {
-            Ok(_) => tick().await,
+            Ok(_) => yield_once().await,
             Err(error) if error.kind() == ErrorKind::Closed => break,
             Err(error) => return Err(error.into()),
         }
@@ -73,7 +73,7 @@ async fn serve(fabric: &Fabric, local: SocketAddr) -> Result<(), Box<dyn Error>>
 fn put(table: &ferrite_fabric::Region, version: u64, key: &str, value: &str) {
     let bucket = encode(version, key.as_bytes(), value.as_bytes());
     let written = table.write(bucket_of(key) as usize * BUCKET_BYTES, &bucket);
-    assert!(written, "the table is not revoked");
+    assert!(written, "the table must not be revoked yet");
 }
 
 async fn ask(
@@ -120,8 +120,8 @@ fn encode(version: u64, key: &[u8], value: &[u8]) -> [u8; BUCKET_BYTES] {
     bucket
 }
 
-/// Key and value, both empty in a bucket that was never written; `None` if the server was writing
-/// it.
+/// Returns key and value, both empty in a bucket that was never written; `None` if the server was
+/// just writing it.
 fn decode(bucket: &[u8]) -> Option<(&[u8], &[u8])> {
     if bucket.iter().all(|byte| *byte == 0) {
         return Some((&[], &[]));
@@ -141,8 +141,8 @@ fn checksum(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Lets the fabric look at its link.
-async fn tick() {
+/// Yields once, so that the fabric can process its link.
+async fn yield_once() {
     let mut first = true;
     std::future::poll_fn(|cx| {
         if std::mem::take(&mut first) {

@@ -1,14 +1,16 @@
-//! Handshake a peer, by RDMA CM or over TCP (`sockets.rs`): handshakes under way, and what keeps an
-//! established link's identifier.
+//! Handshakes with peers, by RDMA CM or over TCP (`sockets.rs`), and the connection-manager
+//! identifiers of established links.
 //!
-//! Everything here runs in the poller's pass and never waits: each event of the connection manager
-//! moves a handshake one step, and the clock ends those that get nowhere. What a step asks of the
-//! kernel or the device is a command (`fabric/commands.rs`), which has the identifier meanwhile;
-//! events that come before its result wait for that.
+//! Everything here runs in the poller's pass and never blocks. Each event of the connection manager
+//! advances a handshake by one step, and a timer ends those that make no progress. Calls to the
+//! kernel or the device are commands (`fabric/commands.rs`). A command owns the identifier while it
+//! runs; events that arrive before its result wait for it.
 //!
 //! ```text
-//!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello) ─► establish ─► link
-//!   incoming   request (hello) ─► queue pair up, accept (hello) ─► established ─► link in the listener's queue
+//!   outgoing   resolve address ─► resolve route ─► connect (hello) ─► response (hello)
+//!              ─► establish ─► link
+//!   incoming   request (hello) ─► queue pair up, accept (hello) ─► established
+//!              ─► link in the listener's queue
 //!              request without hello ─► the listener's queue of foreign peers
 //! ```
 
@@ -18,10 +20,10 @@ mod greeting;
 mod incoming;
 mod migration;
 mod outgoing;
+mod rdma_endpoint;
 mod several;
 mod sockets;
 mod upgrading;
-mod way;
 
 use std::collections::{HashMap, VecDeque};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
@@ -35,7 +37,7 @@ use ferrite_verbs::{
 
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::{Made, Maker};
+use crate::fabric::device_objects::{NewQueuePair, QueuePairBuilder};
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
@@ -47,19 +49,19 @@ use crate::link::state::{LinkState, OwnLimits};
 use crate::listener::ListenerShared;
 use crate::source::Source;
 use crate::wire::Hello;
-use admission::{AdmissionQueue, Limits, Place};
+use admission::{Admission, AdmissionQueue, Limits};
 pub use calling::{ConnectOptions, Connecting, ConnectingEither, ConnectingRaw, Met};
-use incoming::Expecting;
+use incoming::Recipient;
 pub(crate) use outgoing::Outgoing;
 pub use several::ConnectingAny;
 pub(crate) use sockets::Sockets;
-pub(crate) use upgrading::Opening;
+pub(crate) use upgrading::UpgradeWaiter;
 
-/// An identifier of the connection manager, and what it is for.
+/// An identifier of the connection manager, and its purpose.
 pub(crate) enum Handshake {
     Listening {
         id: CmId,
-        /// Its address, and whether `[::]` is IPv6 alone.
+        /// Its address, and whether `[::]` means only IPv6.
         at: (SocketAddr, bool),
         listener: Arc<ListenerShared>,
     },
@@ -69,19 +71,19 @@ pub(crate) enum Handshake {
         link: Arc<LinkShared>,
         hello: Hello,
         mtu: Option<Mtu>,
-        who: Expecting,
+        recipient: Recipient,
     },
-    /// By name: a number may be another link's by the time that something comes for this one.
+    /// The link by its name, because its number may be reused before an event arrives.
     Linked {
         id: CmId,
         link: LinkName,
     },
-    /// Bound to a device's address and nothing else: how a device without links is heard to go.
+    /// Bound to an address of a device, only to learn when a device without links is removed.
     Watching {
         id: CmId,
         device: usize,
     },
-    /// A command has the identifier of a handshake. What comes for it meanwhile.
+    /// A command owns the identifier of a handshake. The events that arrived meanwhile.
     Commanded {
         is_incoming: bool,
         events: Vec<CmEvent>,
@@ -91,14 +93,14 @@ pub(crate) enum Handshake {
 #[derive(Default)]
 pub(crate) struct Handshakes {
     by_key: HashMap<CmKey, Handshake>,
-    /// Connects that wait until fewer are under way.
+    /// Connects that wait until fewer are in progress.
     waiting: VecDeque<Box<Outgoing>>,
-    /// Connects that wait before they try again.
+    /// Connects that wait before a retry.
     retrying: HashMap<u64, Box<Outgoing>>,
     next_retry: u64,
-    /// Handshakes of peers.
+    /// Handshakes that peers started.
     incoming: AdmissionQueue<CmKey>,
-    /// Those of which a command is under way.
+    /// Number of incoming handshakes that have a running command.
     commanded: usize,
     outgoing: usize,
 }
@@ -132,41 +134,41 @@ impl Handshakes {
         self.put(key, listening);
     }
 
-    /// Hears of the device of `device` by `id`, and not any more by the one before, whose device
-    /// has gone.
+    /// Watches `device` through `id`, instead of through an earlier identifier of the device.
     pub(crate) fn watch(&mut self, id: CmId, device: usize) {
-        self.by_key.retain(
-            |_, handshake| !matches!(handshake, Handshake::Watching { device: of, .. } if *of == device),
-        );
+        self.by_key.retain(|_, handshake| match handshake {
+            Handshake::Watching { device: of, .. } => *of != device,
+            _ => true,
+        });
         self.put(id.key(), Handshake::Watching { id, device });
     }
 
-    /// A command gets the identifier.
+    /// Records that a command owns the identifier.
     fn command(&mut self, key: CmKey, is_incoming: bool) {
         if !self.by_key.contains_key(&key) {
             self.put(key, Handshake::Commanded { is_incoming, events: Vec::new() });
         }
     }
 
-    /// Tells the peer that the link is over.
+    /// Disconnects, so that the peer learns that the link is over.
     pub(crate) fn hang_up(&mut self, key: CmKey) {
         if let Some(Handshake::Linked { id, .. } | Handshake::Incoming { id, .. }) =
             self.by_key.get(&key)
         {
-            let _ = id.disconnect(); // there may be no connection any more
+            let _ = id.disconnect(); // it fails if there is no connection any more
         }
     }
 }
 
-/// RNR timer: a peer that meets no receive waits 640 µs (the CM's own choice would be 655 ms).
+/// RNR timer: a peer that finds no posted receive waits 640 µs (the CM would choose 655 ms).
 const RNR_TIMER: u8 = 12;
-/// Repeats for ever to a peer without receives: it has stopped taking, which is back-pressure, not
-/// failure.
+/// Unlimited retries to a peer without posted receives: it has stopped consuming, which is
+/// back-pressure and not a failure.
 const RNR_RETRIES: u8 = 7;
 pub(crate) const UNKNOWN_PEER: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::UNSPECIFIED), 0);
 
 impl Poller {
-    /// The channel to the connection manager, opened when it is first needed.
+    /// Returns the channel to the connection manager; opens it when it is first needed.
     pub(crate) fn cm(&mut self, shared: &Shared) -> Result<EventChannel, Error> {
         if let Some(channel) = &self.cm {
             return Ok(channel.clone());
@@ -193,12 +195,12 @@ impl Poller {
         let Some(handshake) = self.handshake(key) else { return };
         match handshake {
             Handshake::Outgoing(outgoing) => self.on_outgoing_event(shared, outgoing, event),
-            Handshake::Incoming { id, link, hello, mtu, who } => {
-                self.on_incoming_event(shared, event, id, link, (hello, mtu), who);
+            Handshake::Incoming { id, link, hello, mtu, recipient } => {
+                self.on_incoming_event(shared, event, id, link, (hello, mtu), recipient);
             }
             Handshake::Linked { id, link } => {
                 self.on_link_event(shared, &event, link);
-                // Until the link is torn down, unless its device must be let go of.
+                // Keep it until the link is torn down, unless the device must be released.
                 if event.kind != CmEventKind::DEVICE_REMOVAL
                     && self.link_named(shared, link).is_some()
                 {
@@ -230,7 +232,7 @@ impl Poller {
         let Some(link) = self.link_named(shared, name) else { return };
         match event.kind {
             CmEventKind::DISCONNECTED => {
-                // What came before the farewell is delivered before it.
+                // Deliver what arrived before the disconnect first.
                 self.reap_all(shared);
                 if failed_silently(&link) {
                     self.peer_was_refused(shared, &link, true);
@@ -238,7 +240,8 @@ impl Poller {
                 link.with_wakes(&mut self.wakes, |state, _, wakes| {
                     state.on_disconnected(wakes, || {
                         let what = format!(
-                            "link to {}: the peer hung up without closing (its process ended, or aborted the link)",
+                            "link to {}: the peer hung up without closing (its process ended, \
+                             or aborted the link)",
                             link.peer_name()
                         );
                         Error::new(ErrorKind::LinkDown, what)
@@ -254,8 +257,8 @@ impl Poller {
         }
     }
 
-    /// A command that had the identifier of a handshake has ended: goes on with `handshake`, and
-    /// with what came meanwhile.
+    /// Continues with `handshake` after the command that owned its identifier, and handles the
+    /// events that arrived meanwhile.
     fn resume(&mut self, shared: &Shared, key: CmKey, handshake: Option<Handshake>) {
         let events = match self.handshakes.take(key) {
             Some(Handshake::Commanded { events, .. }) => events,
@@ -273,75 +276,83 @@ impl Poller {
         }
     }
 
-    /// Ends a handshake or the identifier of a link. Its identifier goes where that may wait.
+    /// Ends a handshake, or releases the identifier of a link. A command destroys the identifier,
+    /// because that may block.
     pub(crate) fn remove_handshake(&mut self, shared: &Shared, key: CmKey, source: Source) {
         match self.handshakes.take(key) {
-            // Its link is over before the peer has finished the handshake.
-            Some(Handshake::Incoming { id, who, .. }) => {
+            // The link ended before the peer had finished the handshake.
+            Some(Handshake::Incoming { id, recipient, .. }) => {
                 shared.commands.discard(source, id);
-                who.tell(Error::new(ErrorKind::LinkDown, "the peer broke off the handshake"));
+                recipient
+                    .send_error(Error::new(ErrorKind::LinkDown, "the peer aborted the handshake"));
             }
             Some(handshake) => shared.commands.discard(source, handshake),
             None => {}
         }
     }
 
-    /// What makes a queue pair on `device`; [`Poller::end_making`] when it has, or has not.
-    fn begin_making(
+    /// Returns a builder for a queue pair on `device`. Call [`Poller::end_queue_pair`] when it has
+    /// finished or failed.
+    fn begin_queue_pair(
         &mut self,
         shared: &Shared,
         device: &Arc<SharedDevice>,
-    ) -> Result<Maker, Error> {
+    ) -> Result<QueuePairBuilder, Error> {
         let objects = self.device_objects[device.index].as_mut().filter(|_| !device.is_gone());
         let Some(objects) = objects else {
             return Err(device.absence());
         };
         objects.under_way += 1;
-        Ok(objects.maker(device, &shared.config))
+        Ok(objects.queue_pair_builder(device, &shared.config))
     }
 
-    pub(crate) fn end_making(&mut self, shared: &Shared, device: &SharedDevice) {
+    pub(crate) fn end_queue_pair(&mut self, shared: &Shared, device: &SharedDevice) {
         if let Some(objects) = &mut self.device_objects[device.index] {
             objects.under_way -= 1;
         }
         self.retire_if_unused(shared, device.index);
     }
 
-    /// Lets go of a queue pair that nobody needs any more.
-    fn unmake(&mut self, shared: &Shared, device: &Arc<SharedDevice>, source: Source, made: Made) {
+    /// Destroys a queue pair that nobody needs any more.
+    fn destroy_new_queue_pair(
+        &mut self,
+        shared: &Shared,
+        device: &Arc<SharedDevice>,
+        source: Source,
+        made: NewQueuePair,
+    ) {
         let device = Arc::clone(device);
-        let work = |made: &mut Option<Made>| {
+        let work = |made: &mut Option<NewQueuePair>| {
             drop(made.take());
             Ok(())
         };
         self.command(shared, source, Some(made), work, move |poller, shared, _, _| {
-            poller.end_making(shared, &device);
+            poller.end_queue_pair(shared, &device);
         });
     }
 
-    /// A link on `device` over a queue pair that was made for it, entered where completions find
-    /// it.
-    fn make_link(
+    /// Creates and registers a link on `device` over a new queue pair.
+    fn create_link(
         &mut self,
         shared: &Shared,
         device: &Arc<SharedDevice>,
-        made: Made,
+        made: NewQueuePair,
         peer: Option<SocketAddr>,
         moves: bool,
     ) -> Result<(Arc<LinkShared>, Hello), Error> {
         let source = Source::of_any(peer);
         if device.is_gone() {
-            self.unmake(shared, device, source, made);
+            self.destroy_new_queue_pair(shared, device, source, made);
             return Err(device.absence());
         }
         let inline = made.qp.capacity().max_inline.min(device.inline()) as usize;
-        let (links, vacancy) = {
+        let (links, reserved) = {
             let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-            (links.len(), links.vacancy())
+            (links.len(), links.reserve())
         };
-        let Some((name, generation)) = vacancy else {
-            self.unmake(shared, device, source, made);
-            return Err(Error::new(ErrorKind::Resources, "no number is left for another link"));
+        let Some((name, generation)) = reserved else {
+            self.destroy_new_queue_pair(shared, device, source, made);
+            return Err(Error::new(ErrorKind::Resources, "too many links: no link number is free"));
         };
         let hello = shared.hello(links, moves);
         let limits = own_limits(shared, hello, name);
@@ -349,13 +360,14 @@ impl Poller {
         let state = LinkState::new(queue, Arc::clone(device), inline, limits);
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
-        link.set_route(|route| route.peer = peer); // who pays for it, also if it comes to nothing
-        self.enter(shared, &link);
-        self.end_making(shared, device);
+        // The peer's address also decides which source pays for the link if it fails.
+        link.set_route(|route| route.peer = peer);
+        self.register_link(shared, &link);
+        self.end_queue_pair(shared, device);
         Ok((link, hello))
     }
 
-    /// The handshake is done.
+    /// Opens the link: the handshake is complete.
     fn establish(
         &mut self,
         shared: &Shared,
@@ -372,13 +384,13 @@ impl Poller {
         });
         shared.is_well(link);
         self.handshakes.put(key, Handshake::Linked { id, link: link.name });
-        self.timers.add(self.now, Timer::Keepalive(link.name)); // it says when the next is
-        // What came in meanwhile may wait for an answer.
+        self.timers.add(self.now, Timer::Keepalive(link.name)); // its handler sets the next one
+        // Messages that arrived meanwhile may need a reply.
         link.with_wakes(&mut self.wakes, LinkState::pump);
     }
 
-    /// Takes back a link whose handshake failed.
-    fn unmake_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
+    /// Ends a link whose handshake failed.
+    fn abandon_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error.clone(), wakes));
         self.attend(shared, link.index);
     }
@@ -394,11 +406,11 @@ impl Poller {
                     self.timers.add(at, Timer::Handshake(key));
                 }
             }
-            Some(Handshake::Incoming { id, link, who, .. }) => {
+            Some(Handshake::Incoming { id, link, recipient, .. }) => {
                 let error = Error::new(ErrorKind::Timeout, "the peer did not finish the handshake");
                 shared.commands.discard(link.source(), id);
-                self.unmake_link(shared, &link, &error);
-                who.tell(error);
+                self.abandon_link(shared, &link, &error);
+                recipient.send_error(error);
             }
             Some(other) => self.handshakes.put(key, other),
             None => {}
@@ -406,13 +418,13 @@ impl Poller {
     }
 }
 
-/// Handshakes under way that peers began.
-fn door_limits(shared: &Shared) -> Limits {
+/// Returns the limits for handshakes that peers started.
+fn handshake_limits(shared: &Shared) -> Limits {
     let all = shared.config.max_half_open;
     Limits { all, each: all.div_ceil(2), grace: shared.config.connection_timeout / 20 }
 }
 
-/// What this side allows itself and its peer on a link.
+/// Returns the limits of this side for a link.
 fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
     let config = &shared.config;
     OwnLimits {
@@ -426,7 +438,7 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
     }
 }
 
-/// An identifier on a device, if the device has an address.
+/// Binds an identifier to an address of the device; `None` if the device has none.
 pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> Option<CmId> {
     let gids = context.gids().ok()?;
     gids.iter().find_map(|entry| {
@@ -436,13 +448,13 @@ pub(crate) fn watch(channel: &EventChannel, context: &Context, device: &str) -> 
     })
 }
 
-/// The device of the device that an identifier is bound to.
+/// Returns the fabric's device that an identifier is bound to.
 pub(crate) fn device_of<'a>(shared: &'a Shared, id: &CmId) -> Result<&'a Arc<SharedDevice>, Error> {
     let Some((device, _)) = id.device() else {
-        return Err(Error::new(ErrorKind::System, "the connection manager names no device"));
+        return Err(Error::new(ErrorKind::System, "the connection manager reported no device"));
     };
     shared.devices.iter().find(|shared| shared.name == device).ok_or_else(|| {
-        let what = format!("the address is that of {device}, which this fabric does not use");
+        let what = format!("the address belongs to {device}, which this fabric does not use");
         Error::new(ErrorKind::Misuse, what)
     })
 }
@@ -465,8 +477,8 @@ fn params<'a>(
     }
 }
 
-/// Reads of a peer's that a queue pair of this device serves at a time, and that it may have
-/// outstanding.
+/// Returns how many reads of the peer a queue pair of this device serves at a time, and how many of
+/// its own it may have outstanding.
 fn reads(shared: &Shared, device: &SharedDevice) -> (u8, u8) {
     let limits = device.limits();
     let max =
@@ -478,8 +490,8 @@ fn initialise(id: &CmId, qp: &QueuePair) -> Result<(), Error> {
     Ok(qp.modify(&id.queue_pair_attributes(State::INIT)?.access(Access::LOCAL))?)
 }
 
-/// Ready to receive, then to send, as the connection manager agreed; the largest packet of the
-/// path. `rights` is what the peer may do to our memory.
+/// Moves the queue pair to ready-to-receive and then ready-to-send, as agreed with the connection
+/// manager. Returns the path's MTU. `rights` is what the peer may do to our memory.
 fn bring_up(
     id: &CmId,
     qp: &QueuePair,
@@ -488,15 +500,15 @@ fn bring_up(
 ) -> Result<Option<Mtu>, Error> {
     let receive = id.queue_pair_attributes(State::READY_TO_RECEIVE)?;
     qp.modify(&receive.access(rights).reads_in(reads_in).rnr_timer(RNR_TIMER))?;
-    // The peer's settings would decide how often it is repeated that it has no receives; some say
-    // never.
+    // Otherwise the peer's settings would decide how often to retry while it has no receives; some
+    // peers ask for no retries.
     let send = id.queue_pair_attributes(State::READY_TO_SEND)?.reads_out(reads_out);
     qp.modify(&send.rnr_retries(RNR_RETRIES))?;
     Ok(qp.path().ok().map(|path| path.mtu))
 }
 
-/// Whether the queue pair of a link that is up has failed, and not by anything that this side did:
-/// a request of the peer's was refused. Soft-RoCE does not always tell.
+/// Returns whether the queue pair of a working link has failed without a failure on this side: then
+/// a request of the peer was refused. Soft-RoCE does not always report that.
 fn failed_silently(link: &LinkShared) -> bool {
     let is_soft = || {
         let context = link.device().and_then(|device| device.context());
@@ -509,6 +521,6 @@ fn failed_silently(link: &LinkShared) -> bool {
     is_soft() && link.with(|state, _, _| failed(state))
 }
 
-fn since(deadline: Instant, now: Instant) -> Duration {
-    deadline.saturating_duration_since(now)
+fn duration_between(later: Instant, earlier: Instant) -> Duration {
+    later.saturating_duration_since(earlier)
 }

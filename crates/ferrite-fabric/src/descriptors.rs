@@ -1,8 +1,8 @@
-//! Which numbers the descriptors of connections have.
+//! Keeps the descriptors of connections above a given number.
 //!
-//! For a library that is a guest in another program: the kernel gives the lowest number that is
-//! free, and the program may need the low ones (an event loop with a table by number, `select`).
-//! Numbers are the process's, and so is this setting.
+//! For a library inside another program: the kernel assigns the lowest free number, and the program
+//! may need the low ones (an event loop with a table by number, `select`). Descriptor numbers
+//! belong to the whole process, and so does this setting.
 
 use std::io;
 use std::os::fd::{AsRawFd as _, OwnedFd, RawFd};
@@ -10,16 +10,16 @@ use std::sync::atomic::{AtomicI32, Ordering};
 
 static FIRST: AtomicI32 = AtomicI32::new(0);
 
-/// Connections that come from now on have descriptors from this number on. If there is none, they
-/// are refused.
+/// Sets the lowest descriptor number for new connections. If none is free from there on,
+/// connections are refused.
 pub fn set_first(number: RawFd) {
     FIRST.store(number, Ordering::Relaxed);
 }
 
-/// Gives a descriptor of a connection such a number.
+/// Moves a connection's descriptor to such a number, if it is lower.
 ///
 /// # Errors
-/// There is none: the limit of the process (`RLIMIT_NOFILE`) is reached.
+/// Fails if none is free: the process has reached its limit (`RLIMIT_NOFILE`).
 pub fn lift(descriptor: OwnedFd) -> io::Result<OwnedFd> {
     let first = FIRST.load(Ordering::Relaxed);
     if descriptor.as_raw_fd() >= first {

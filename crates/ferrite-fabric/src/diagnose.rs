@@ -1,28 +1,27 @@
-//! Why a link failed: the likely causes, ranked by what was measured.
+//! Why a link failed: the likely causes, ranked by measurements.
 //!
-//! A completion says "transport retry exceeded" and nothing more. But the host knows a lot beyond
-//! that: how the own port is, what its counters did meanwhile, whether the route leads there,
-//! whether the next host answers ARP. [`causes`] looks at all of it and says what it means, with
-//! the evidence and a remedy.
+//! A completion says "transport retry exceeded" and nothing more. But the host knows much more: the
+//! state of its own port, how the port's counters changed, whether there is a route to the peer,
+//! whether the next host answers ARP. [`causes`] evaluates all of it and returns likely causes,
+//! with evidence and a remedy.
 //!
 //! ```text
-//! Baseline::take ── link is well ──┐
+//! Baseline::take ── healthy link ──┐
 //!                                  ▼
 //! device, sysfs ── Snapshot ───► Facts ── rank ──► Vec<Cause>
 //! procfs ───────── Surroundings ───▲
 //! ```
 //!
-//! | file | what |
+//! | file | what it is |
 //! |---|---|
-//! | `snapshot.rs` `counters.rs` | a port at one moment |
-//! | `surroundings.rs` | routes, neighbours, the addresses of this host's other devices |
+//! | `snapshot.rs` `counters.rs` | the state of a port at one moment |
+//! | `surroundings.rs` | routes, neighbours, addresses of this host's other devices |
 //! | `baseline.rs` | [`Baseline`]: snapshots, shared by all links of a port |
-//! | `facts.rs` | what was measured about one link: plain data |
-//! | `rank.rs` `own_side.rs` | from facts to causes: no input or output |
+//! | `facts.rs` | the measurements for one link, as plain data |
+//! | `rank.rs` `own_side.rs` | from facts to causes, without I/O |
 //!
-//! It is called on threads that must not stop. Files of the kernel are read and the device is
-//! queried; nothing is sent and nothing is waited for. Links that fail together share what was
-//! seen.
+//! A diagnosis reads kernel files and queries the device. It sends nothing and waits for nothing,
+//! because threads call it that must not block. Links that fail together share the measurements.
 
 mod baseline;
 mod counters;
@@ -47,40 +46,42 @@ use facts::Facts;
 /// A link that failed.
 #[derive(Debug, Clone, Copy)]
 pub struct Subject<'a> {
-    /// The device it used.
+    /// The device that it used.
     pub context: &'a Context,
-    /// And the port, from 1.
+    /// The port of the device, from 1.
     pub port: u8,
-    /// Its own address on that port (not that of a TCP connection beside it).
+    /// Its local address on that port (not the one of an additional TCP connection).
     pub local: Option<SocketAddr>,
     /// The peer's address.
     pub peer: Option<SocketAddr>,
-    /// The port when the link was last known to be well: without it, counters tell nothing.
+    /// The state of the port when the link was last known to be healthy. Without it, counters are
+    /// meaningless.
     pub baseline: Option<&'a Baseline>,
-    /// How the failure showed itself.
+    /// How the failure was noticed.
     pub failure: Failure,
 }
 
-/// How a failure showed itself.
+/// How a failure was noticed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Failure {
     /// The first work completion of the link that was not a success.
     Completion(Status),
-    /// A connect that nobody answered, not even with a refusal.
+    /// A connect without any answer, not even a refusal.
     ConnectTimeout,
-    /// The peer's device acknowledges frames, but its process does not answer them.
+    /// The peer's device acknowledges frames, but its process does not answer.
     NoKeepalive,
-    /// Neither does, and the own device has not given up yet.
+    /// Neither the peer's device nor its process answers, and the local device has not given up
+    /// yet.
     NoAcknowledgement,
 }
 
-/// How sure a [`Cause`] is. The greater, the surer.
+/// How certain a [`Cause`] is, in ascending order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Likelihood {
-    /// Nothing speaks against it.
+    /// Nothing contradicts it.
     Possible,
-    /// A measurement points at it, or failures of this kind usually mean it.
+    /// A measurement indicates it, or failures of this kind usually mean it.
     Likely,
     /// It was measured, and explains the failure.
     Certain,
@@ -96,17 +97,17 @@ impl fmt::Display for Likelihood {
     }
 }
 
-/// What may have made a link fail. Shown as one line.
+/// A possible cause of a link's failure. Displayed as one line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Cause {
-    /// How sure it is.
+    /// How certain it is.
     pub likelihood: Likelihood,
-    /// The cause, in a clause.
+    /// The cause, as a clause.
     pub what: String,
-    /// What was measured.
+    /// The measurement behind it.
     pub evidence: String,
-    /// What to do about it, or where to look next.
+    /// What to do about it, or what to check next.
     pub remedy: Option<String>,
 }
 
@@ -121,12 +122,12 @@ impl fmt::Display for Cause {
     }
 }
 
-/// The likely causes of a failure, the best first, five at most. Where one is certain, only such
-/// are returned.
+/// Returns the likely causes of a failure, the best first, at most five. If one is certain, only
+/// certain ones are returned.
 ///
-/// It reads about fifty small files of the kernel and asks the device a few times: well under a
-/// millisecond on a host, some milliseconds in the lab. What was seen serves all links that fail
-/// within the next 20 ms.
+/// It reads about fifty small kernel files and queries the device a few times: well under a
+/// millisecond on a host, some milliseconds in the lab. The measurements are reused for all links
+/// that fail within the next 20 ms.
 ///
 /// ```
 /// use ferrite_fabric::diagnose::{Baseline, Failure, Likelihood, Subject, causes};
@@ -153,10 +154,10 @@ impl fmt::Display for Cause {
 /// ```
 #[must_use]
 pub fn causes(subject: &Subject<'_>) -> Vec<Cause> {
-    // An IPv4 address may come in IPv6's clothes.
+    // An IPv4 address may be written as an IPv6 address.
     let ip = |address: Option<SocketAddr>| address.map(|address| address.ip().to_canonical());
     let addresses = (ip(subject.local), ip(subject.peer));
-    let facts = if rank::wants_facts(subject.failure) {
+    let facts = if rank::needs_facts(subject.failure) {
         let now = baseline::current(subject.context, subject.port);
         let then = subject.baseline.map(|baseline| Arc::clone(&baseline.0));
         Facts::gather(now, then, &baseline::surroundings(), addresses)

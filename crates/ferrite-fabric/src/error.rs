@@ -1,7 +1,7 @@
-//! What can go wrong on the fabric, and what to do about it.
+//! The errors of the fabric, with causes and remedies.
 //!
-//! A link fails once. Its first failure is kept, and everything that was under way gets a clone of
-//! it: the flush that follows is never shown.
+//! A link fails once. Its first failure is kept, and every operation in progress gets a clone of
+//! it. The flush errors that follow are never shown.
 
 mod io;
 
@@ -14,41 +14,41 @@ use crate::diagnose::Cause;
 use crate::mem::PoolError;
 use crate::wire::Refusal;
 
-/// What family a failure belongs to: this decides what to do next.
+/// The category of a failure, which decides how to react.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// RDMA is not to be had here: use another transport. See [`Error::absence`].
+    /// RDMA is unavailable: use another transport. See [`Error::absence`].
     Absent,
-    /// The host or the device has nothing left of something: the text has the figures. Free some,
-    /// or raise the limit.
+    /// A resource of the host or the device is exhausted; the text has the figures. Free some of
+    /// it, or raise the limit.
     Resources,
-    /// A queue is full: back-pressure. Go on when something has been taken out.
+    /// A queue is full (back-pressure): continue when it has room again.
     Full,
-    /// The peer said no. See [`Error::refusal`].
+    /// The peer refused. See [`Error::refusal`].
     Refused,
-    /// There is no way to the peer from here, or it does not answer: another address, or later.
+    /// There is no route to the peer, or it does not answer: try another address, or later.
     Unreachable,
     /// The deadline passed.
     Timeout,
-    /// The link broke: reconnect, perhaps elsewhere.
+    /// The link failed: reconnect, perhaps to another host.
     LinkDown,
-    /// The peer's device answers and its process does not.
+    /// The peer's device responds, but its process does not.
     PeerStalled,
     /// The link was closed, by either side.
     Closed,
-    /// The peer broke the protocol: the link is down, and trying again is no use.
+    /// The peer violated the protocol. The link is down, and retrying is useless.
     Protocol,
-    /// The peer took its grant back, or it does not cover this.
+    /// The peer has revoked the grant, or the grant does not cover this operation.
     Denied,
-    /// More than the peer or the configuration allows.
+    /// The size exceeds what the peer or the configuration allows.
     TooLarge,
-    /// The local device was removed or failed: reconnect over another, or over the same when it is
-    /// back.
+    /// The local device was removed or failed: reconnect over another device, or over this one when
+    /// it is back.
     DeviceGone,
-    /// The call was wrong: a bug in the caller.
+    /// The call was invalid: a bug in the caller.
     Misuse,
-    /// Anything else the system reported.
+    /// Any other error that the system reported.
     System,
 }
 
@@ -75,7 +75,7 @@ struct Inner {
     what: String,
     status: Option<Status>,
     refusal: Option<Refusal>,
-    /// Set once, perhaps after the error was told.
+    /// Set once, possibly after the error was returned to the caller.
     causes: OnceLock<Vec<Cause>>,
     source: Option<Source>,
 }
@@ -83,12 +83,12 @@ struct Inner {
 enum Source {
     Verbs(ferrite_verbs::Error),
     Pool(PoolError),
-    /// RDMA was not tried; this allows it.
+    /// RDMA was not tried because the payload would be unencrypted; the text is how to allow it.
     ClearText(&'static str),
-    /// RDMA has no loopback address.
+    /// The address is a loopback address, which RDMA cannot use.
     Loopback,
-    /// A device uses the host's TCP ports for RDMA.
-    PortIsTcps,
+    /// A device uses the host's TCP ports for RDMA, and TCP already has this one.
+    TcpOwnsPort,
 }
 
 impl Error {
@@ -103,7 +103,7 @@ impl Error {
         }))
     }
 
-    /// A work request of a link ended with `status`.
+    /// Returns the error for a work request of a link that ended with `status`.
     pub(crate) fn completion(kind: ErrorKind, what: String, status: Status) -> Self {
         let causes = OnceLock::new();
         Self(Arc::new(Inner {
@@ -131,14 +131,14 @@ impl Error {
         }))
     }
 
-    /// Why RDMA is not even tried where the payload must be encrypted; `remedy` is how the caller
-    /// can allow it all the same. For
+    /// Returns the error for RDMA that was not tried because the payload must be encrypted.
+    /// `remedy` says how the caller can allow it nevertheless. For
     /// [`Fabric::fell_back_to_tcp`](crate::Fabric::fell_back_to_tcp).
     #[must_use]
     pub fn clear_text(remedy: &'static str) -> Self {
         Self(Arc::new(Inner {
             kind: ErrorKind::Absent,
-            what: "TLS is set, and RDMA payload is clear text".into(),
+            what: "TLS is configured, and RDMA payload is clear text".into(),
             status: None,
             refusal: None,
             causes: OnceLock::new(),
@@ -146,11 +146,11 @@ impl Error {
         }))
     }
 
-    /// RDMA cannot be had at an address that means this host alone.
+    /// Returns the error for listening for RDMA on a loopback address.
     pub(crate) fn loopback(local: std::net::SocketAddr) -> Self {
         Self(Arc::new(Inner {
             kind: ErrorKind::Unreachable,
-            what: format!("{} is for this host alone, and RDMA comes from others", local.ip()),
+            what: format!("cannot listen for RDMA on {}: it is a loopback address", local.ip()),
             status: None,
             refusal: None,
             causes: OnceLock::new(),
@@ -158,18 +158,19 @@ impl Error {
         }))
     }
 
-    /// A device wanted a TCP port of the host's to listen for RDMA, as iWARP does, and our own TCP
-    /// listener has it.
-    pub(crate) fn port_is_tcps(local: std::net::SocketAddr) -> Self {
+    /// Returns the error for a device that needs a TCP port of the host to listen for RDMA, as
+    /// iWARP does, when our own TCP listener uses that port.
+    pub(crate) fn tcp_owns_port(local: std::net::SocketAddr) -> Self {
         Self(Arc::new(Inner {
             kind: ErrorKind::Absent,
             what: format!(
-                "an RDMA device cannot listen on {local}: it uses the host's TCP ports, and TCP has this one"
+                "an RDMA device cannot listen on {local}: it uses the host's TCP ports, and TCP \
+                 already has this one"
             ),
             status: None,
             refusal: None,
             causes: OnceLock::new(),
-            source: Some(Source::PortIsTcps),
+            source: Some(Source::TcpOwnsPort),
         }))
     }
 
@@ -177,36 +178,36 @@ impl Error {
         matches!(self.0.source, Some(Source::ClearText(_)))
     }
 
-    /// The same with the causes that were found.
+    /// Adds the causes that were found.
     pub(crate) fn with_causes(self, causes: Vec<Cause>) -> Self {
         self.set_causes(causes);
         self
     }
 
-    /// The causes were found: all clones have them. The first to say so counts.
+    /// Sets the causes that were found, for all clones. Only the first call has an effect.
     pub(crate) fn set_causes(&self, causes: Vec<Cause>) {
         let _ = self.0.causes.set(causes);
     }
 
-    /// What to do next.
+    /// Returns the category, which decides how to react.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         self.0.kind
     }
 
-    /// The status of the work request that failed first, if that is what broke the link.
+    /// Returns the status of the work request that failed first, if that ended the link.
     #[must_use]
     pub fn status(&self) -> Option<Status> {
         self.0.status
     }
 
-    /// How the peer refused, if it speaks our protocol and did.
+    /// Returns the peer's refusal, if it speaks our protocol and refused.
     #[must_use]
     pub fn refusal(&self) -> Option<&Refusal> {
         self.0.refusal.as_ref()
     }
 
-    /// How the peer's connection manager refused, if that is what this is.
+    /// Returns the rejection of the peer's connection manager, if there was one.
     #[must_use]
     pub fn rejection(&self) -> Option<&Rejection> {
         match &self.0.source {
@@ -215,7 +216,7 @@ impl Error {
         }
     }
 
-    /// Why RDMA is absent, if that is what this is.
+    /// Returns why RDMA is absent, if that is the error.
     #[must_use]
     pub fn absence(&self) -> Option<&Absence> {
         match &self.0.source {
@@ -224,15 +225,15 @@ impl Error {
         }
     }
 
-    /// Likely causes by what was measured when it happened, the likeliest first. A fabric with
-    /// [command threads](crate::Builder::command_threads) measures there: then they are known a
-    /// moment after the error.
+    /// Returns likely causes, the likeliest first, from measurements at the time of the failure. A
+    /// fabric with [command threads](crate::Builder::command_threads) measures there, so the causes
+    /// become available shortly after the error.
     #[must_use]
     pub fn causes(&self) -> &[Cause] {
         self.0.causes.get().map_or(&[], Vec::as_slice)
     }
 
-    /// The error with its remedy, for a line of a log.
+    /// Returns the error with its remedy, for a log line.
     pub(crate) fn with_remedy(&self) -> String {
         match self.remedy() {
             Some(remedy) => format!("{self}; to do: {remedy}"),
@@ -240,7 +241,7 @@ impl Error {
         }
     }
 
-    /// What to do about it, where that is known.
+    /// Returns what to do about it, if that is known.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
         match &self.0.source {
@@ -248,8 +249,9 @@ impl Error {
             Some(Source::Pool(error)) => error.remedy(),
             Some(Source::ClearText(remedy)) => Some((*remedy).into()),
             Some(Source::Loopback) => Some("bind to an address of an RDMA device".into()),
-            Some(Source::PortIsTcps) => Some(
-                "bind to an address of another RDMA device, or remove the iWARP device (`rdma link` names it; siw is one)"
+            Some(Source::TcpOwnsPort) => Some(
+                "bind to an address of another RDMA device, or remove the iWARP device \
+                 (`rdma link` lists it; siw is one)"
                     .into(),
             ),
             None => self.causes().first().and_then(|cause| cause.remedy.clone()),
@@ -331,7 +333,7 @@ impl std::error::Error for Error {
         match &self.0.source {
             Some(Source::Verbs(error)) => Some(error),
             Some(Source::Pool(error)) => Some(error),
-            Some(Source::ClearText(_) | Source::Loopback | Source::PortIsTcps) | None => None,
+            Some(Source::ClearText(_) | Source::Loopback | Source::TcpOwnsPort) | None => None,
         }
     }
 }

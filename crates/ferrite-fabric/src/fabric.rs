@@ -1,18 +1,19 @@
-//! The fabric: devices, completions, links, and one descriptor to wait on. It has no thread and no
-//! runtime of its own.
+//! The fabric: devices, completions, links, and one descriptor to wait on. It has no threads and no
+//! runtime of its own unless the caller asks for them.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `slots.rs` | requests in flight own their memory: the only `unsafe` of the fabric |
+//! | `slots.rs` | requests in flight, which own their memory (`unsafe`) |
 //! | `devices.rs` | which devices are used |
-//! | `shared_device.rs` | what the fabric has on one device, shared by all links there |
-//! | `poller.rs` | one pass: reap, deliver, look at events and the clock |
-//! | `commands.rs` | calls that may wait for the kernel, on threads of their own |
-//! | `revive.rs` | devices that go and come back |
-//! | `leaving.rs` | queue pairs that are to be destroyed |
-//! | `shrinking.rs` | memory that goes back to the system |
-//! | `wait_set.rs` `mailbox.rs` `wakeup.rs` `timers.rs` | the descriptor, calls from other threads, deadlines |
-//! | `drive.rs` | ways to drive it: by hand, to the end of a future, under tokio, on a thread |
+//! | `shared_device.rs` | the fabric's state for one device, shared by all links on it |
+//! | `poller.rs` | one pass: poll completions, deliver them, handle events and deadlines |
+//! | `commands.rs` | calls that may block in the kernel, run on threads of their own |
+//! | `revive.rs` | devices that disappear and come back |
+//! | `leaving.rs` | queue pairs that wait to be destroyed |
+//! | `shrinking.rs` | returning memory to the system |
+//! | `wait_set.rs` `timers.rs` | the descriptor to wait on; deadlines |
+//! | `mailbox.rs` `wakeup.rs` | requests from other threads; wake-ups |
+//! | `drive.rs` | the ways to drive it: by hand, `block_on`, a tokio task, a thread |
 //! | `config.rs` | settings |
 
 mod builder;
@@ -84,11 +85,13 @@ use wait_set::WaitSet;
 /// # let world = World::new();
 /// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let verbs = world.verbs(); // on a host with RDMA: Verbs::system()?
-/// let fabric = Fabric::builder(&verbs).config(Config { busy_poll_us: 0, ..Config::default() }).build()?;
+/// let config = Config { busy_poll_us: 0, ..Config::default() };
+/// let fabric = Fabric::builder(&verbs).config(config).build()?;
 /// assert_eq!(fabric.devices(), ["fake1"]);
 /// let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
 /// let (there, here) = fabric.block_on(async {
-///     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+///     let connecting = fabric.connect(listener.local_addr());
+///     let (there, here) = futures_util::join!(connecting, listener.accept());
 ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
 /// })?;
 /// there.post_bytes(0, b"hello")?;
@@ -99,8 +102,8 @@ use wait_set::WaitSet;
 #[derive(Clone)]
 pub struct Fabric(Arc<Handle>);
 
-/// What all users of a fabric have; the driver has [`Shared`] alone, and sees when the last of
-/// these is gone.
+/// The part that all clones of a [`Fabric`] share. A driver holds only [`Shared`], so it notices
+/// when the last `Handle` is dropped.
 struct Handle {
     shared: Arc<Shared>,
 }
@@ -108,18 +111,18 @@ struct Handle {
 impl Drop for Handle {
     fn drop(&mut self) {
         self.shared.abandoned.store(true, Ordering::Release);
-        self.shared.mailbox.ring();
+        self.shared.mailbox.notify();
     }
 }
 
 pub(crate) struct Shared {
-    // See `drop` for the order in which things go.
+    // `drop` below depends on the order in which these are released.
     poller: Mutex<Poller>,
     pub(crate) links: RwLock<Links>,
     pub(crate) regions: Regions,
     pub(crate) devices: Vec<Arc<SharedDevice>>,
     pub(crate) pool: Pool,
-    /// `None` where there is no RDMA.
+    /// `None` if this host has no RDMA.
     pub(crate) verbs: Option<Verbs>,
     /// Why there is no device, if there is none.
     absence: Option<Error>,
@@ -130,12 +133,12 @@ pub(crate) struct Shared {
     pub(crate) commands: Arc<Commands>,
     pub(crate) mailbox: Arc<Mailbox>,
     pub(crate) waits: WaitSet,
-    /// Tells this process's hellos from those of one before it.
+    /// Distinguishes this process from an earlier one in the hellos that it sends.
     instance: u64,
-    /// Nobody but the driver has the fabric any more.
+    /// Only drivers hold the fabric: the last [`Handle`] was dropped.
     abandoned: AtomicBool,
-    /// Tasks and threads that drive it, those in `block_on` included, and one for a loop that calls
-    /// `progress`.
+    /// Number of tasks and threads that drive the fabric, including those in `block_on`, plus one
+    /// if an event loop calls `progress`.
     drivers: AtomicUsize,
     has_foreign_loop: AtomicBool,
     busy_poll_us: AtomicU32,
@@ -146,10 +149,9 @@ pub(crate) struct Shared {
 
 impl Drop for Shared {
     fn drop(&mut self) {
-        // First: a command may have a queue pair whose requests are in a link.
+        // First, because a command may own a queue pair whose requests a link holds.
         self.commands.close();
-        // Futures may outlive the fabric: nobody would answer them any more. Peers hear of it
-        // first.
+        // Futures may outlive the fabric, and nobody would complete them. Tell the peers first.
         let poller = self.poller.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         poller.hang_up();
         let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -157,16 +159,16 @@ impl Drop for Shared {
             link.with(|state, env, wakes| {
                 state.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
                 state.destroy(env, wakes);
-                drop(state.end_upgrade()); // its queue pair takes receives, too
+                drop(state.end_upgrade()); // its queue pair uses receives, too
             });
         }
-        // Only now: receives outlive the queue pairs that take them.
+        // Last, because receives must outlive the queue pairs that use them.
         poller.drop_device_objects();
     }
 }
 
 impl Fabric {
-    /// A fabric on devices of `verbs`.
+    /// Returns a builder for a fabric that uses devices of `verbs`.
     pub fn builder(verbs: &Verbs) -> Builder {
         Builder {
             verbs: Ok(verbs.clone()),
@@ -179,16 +181,19 @@ impl Fabric {
         }
     }
 
-    /// A fabric on this host, whatever it has: its RDMA devices, or only TCP.
+    /// Returns a builder for a fabric on this host: with its RDMA devices, or over TCP if it has
+    /// none.
     ///
     /// ```
     /// use ferrite_fabric::{Config, Fabric, Rdma};
     ///
-    /// let config = Config { rdma: Rdma::Forbid, ..Config::default() }; // as on a host without RDMA
+    /// // As on a host without RDMA.
+    /// let config = Config { rdma: Rdma::Forbid, ..Config::default() };
     /// let fabric = Fabric::system().config(config).build()?;
     /// let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
     /// let (there, here) = fabric.block_on(async {
-    ///     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+    ///     let connecting = fabric.connect(listener.local_addr());
+    ///     let (there, here) = futures_util::join!(connecting, listener.accept());
     ///     Ok::<_, ferrite_fabric::Error>((there?, here?))
     /// })?;
     /// there.post_bytes(0, b"hello")?;
@@ -203,8 +208,8 @@ impl Fabric {
         Builder { verbs, devices, addresses, rdma: None, tls, config, command_threads: false }
     }
 
-    /// For who opens connections of other protocols and had to do so over TCP, though RDMA was
-    /// preferred: warns and counts, as for links.
+    /// Logs and counts a fallback to TCP, as for links. For programs that open connections of other
+    /// protocols over TCP although RDMA was preferred.
     #[must_use]
     pub fn fell_back_to_tcp(&self, peer: SocketAddr, error: Error) -> Fallback {
         let fallback = Fallback::new(error);
@@ -212,7 +217,7 @@ impl Fabric {
         fallback
     }
 
-    /// Why it has no RDMA device, if it has none.
+    /// Returns why the fabric has no RDMA device, or `None` if it has one.
     #[must_use]
     pub fn absence(&self) -> Option<&Error> {
         self.shared().absence.as_ref()
@@ -222,13 +227,13 @@ impl Fabric {
         &self.0.shared
     }
 
-    /// Where buffers come from.
+    /// Returns the pool that buffers are taken from.
     #[must_use]
     pub fn pool(&self) -> &Pool {
         &self.shared().pool
     }
 
-    /// A buffer to be filled and sent.
+    /// Takes a buffer of `len` bytes from the pool, to be filled and sent.
     ///
     /// # Errors
     /// Those of [`Pool::take`].
@@ -236,21 +241,23 @@ impl Fabric {
         Ok(self.pool().take_uncharged(len, Purpose::Send)?)
     }
 
-    /// The names of its devices, those that are missing included.
+    /// Returns the names of the fabric's devices, including those that are missing.
     #[must_use]
     pub fn devices(&self) -> Vec<&str> {
         self.shared().devices.iter().map(|device| device.name.as_str()).collect()
     }
 
-    /// Devices of this host that it cannot use, each with the reason.
+    /// Returns the devices of this host that the fabric cannot use, each with the reason.
     #[must_use]
     pub fn unused_devices(&self) -> &[(String, Error)] {
         &self.shared().unused
     }
 
-    /// Its devices that were removed or failed and are not back, each with what was found when it
-    /// was last looked for. An fabric looks for them by itself, after a second at first and every 8
-    /// seconds later, and goes on with a device of the same name.
+    /// Returns the devices that were removed or failed and are not back, each with the result of
+    /// the latest attempt to open it.
+    ///
+    /// The fabric looks for a missing device by itself, first after a second and later every 8
+    /// seconds. It resumes with the first device that has the same name.
     #[must_use]
     pub fn missing_devices(&self) -> Vec<Error> {
         self.shared()
@@ -261,19 +268,20 @@ impl Fabric {
             .collect()
     }
 
-    /// The settings it was made with.
+    /// Returns the settings that the fabric was built with.
     #[must_use]
     pub fn config(&self) -> &Config {
         &self.shared().config
     }
 
-    /// Registers `buf` on a device so that peers may reach it there with a grant
-    /// ([`Region::grant`]), within `rights`.
+    /// Registers `buf` on a device, so that peers with a grant ([`Region::grant`]) can access it
+    /// within `rights`.
     ///
-    /// **Peers see what is in the buffer**: overwrite what its last user left there.
+    /// **Peers see the contents of the buffer**: overwrite what its previous user left there.
     ///
     /// # Errors
-    /// The buffer comes back, with what the device or the locked-memory limit said.
+    /// Returns the buffer with the error if the registration fails, for example because of the
+    /// locked-memory limit.
     pub fn register_memory(
         &self,
         device: &str,
@@ -303,14 +311,14 @@ impl Fabric {
 }
 
 impl Shared {
-    /// For those who want RDMA and cannot have it.
+    /// Returns the error for callers that require RDMA when the fabric has no device.
     pub(crate) fn no_rdma(&self) -> Error {
         let absence = self.absence.clone();
         absence.unwrap_or_else(|| ferrite_verbs::Error::from(Absence::NoDevice).into())
     }
 
-    /// A link is well: what the port looks like now is kept for a diagnosis. That reads files of
-    /// the kernel's.
+    /// Records the state of a healthy link's port as the baseline for a later diagnosis. This reads
+    /// kernel files, so it runs as a command.
     pub(crate) fn is_well(&self, link: &Arc<LinkShared>) {
         let link = Arc::clone(link);
         if self.commands.has_room(None) {
@@ -318,24 +326,26 @@ impl Shared {
         }
     }
 
-    /// Has the likely causes of an error of `link` looked for, where that may wait: in files of the
-    /// kernel, and at the device. Who has the error sees them when they are found.
+    /// Starts the search for the likely causes of an error of `link`, as a command because it reads
+    /// kernel files and queries the device.
+    ///
+    /// Every holder of the returned error sees the causes once they are found.
     #[cold]
     pub(crate) fn diagnose(&self, link: &LinkShared, error: Error, failure: Failure) -> Error {
-        let (source, told) = (link.source(), error.clone());
+        let (source, shown) = (link.source(), error.clone());
         if let Some(find) = link.diagnosis(failure).filter(|_| self.commands.has_room(source)) {
-            self.commands.run(source, move || told.set_causes(find()));
+            self.commands.run(source, move || shown.set_causes(find()));
         }
         error
     }
 
-    /// The error for the request of a link that failed first.
+    /// Returns the error for the first request of a link that failed.
     #[cold]
     pub(crate) fn completion_error(&self, link: &LinkShared, status: Status) -> Error {
         self.diagnose(link, link.completion_error(status), Failure::Completion(status))
     }
 
-    /// A link is on TCP although RDMA was preferred: said once for each.
+    /// Records that a link uses TCP although RDMA was preferred. Call it once for each link.
     pub(crate) fn fell_back(&self, link: &LinkShared, fallback: Fallback) {
         self.count_fallback(&link.peer_name(), &fallback);
         link.set_fallback(Some(fallback));
@@ -350,14 +360,16 @@ impl Shared {
         }
     }
 
-    /// What this side says of itself on its next link. The window shrinks when so many links could
-    /// ask for more memory than there is for receives.
+    /// Returns the hello for this side's next link.
+    ///
+    /// The window shrinks with the number of links, so that all peers together cannot fill more
+    /// than half of the memory for receives.
     pub(crate) fn hello(&self, links: usize, moves: bool) -> Hello {
         let config = &self.config;
         let each = config.memory.receive_reserve as u64 / 2 / (links as u64 + 1);
         let fits = each / u64::from(config.recv_buffer_size);
-        // A message lies in receives until it is whole, twice as many as it needs if its frames are
-        // short: one that takes them all would stop every link.
+        // A message occupies receives until it is complete: up to twice as many as it needs if its
+        // frames are short. A message that occupied all receives would stop every link.
         let largest =
             (config.memory.receive_reserve as u64 / 4).max(config.recv_buffer_size.into());
         Hello {
@@ -372,14 +384,14 @@ impl Shared {
             channels: config.channels,
             max_message_bytes: config.max_message_bytes.min(largest),
             instance: self.instance,
-            // Without an id that nobody can guess, the link does not move: 0 says so.
+            // A link migrates only if it has an id that nobody can guess; 0 means that it has none.
             session: if moves { random().map_or(0, |id| id.max(1)) } else { 0 },
         }
     }
 }
 
 impl AsFd for Fabric {
-    /// Readable when there is something to do: then call [`Fabric::progress`].
+    /// Becomes readable when there is work: then call [`Fabric::progress`].
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.shared().waits.as_fd()
     }

@@ -1,10 +1,10 @@
-//! A way in for the fuzz targets (`fuzz/`), behind the feature of the same name. No part of the
-//! interface.
+//! Internals for the fuzz targets (`fuzz/`), behind the feature of the same name. Not part of the
+//! public interface.
 
 use crate::link::inbox;
 use crate::link::message::Parts;
 
-/// How frames are put together, without a device.
+/// Assembles frames to messages, without a device.
 pub struct Inbox(inbox::Inbox<Vec<u8>>);
 
 #[derive(Debug, PartialEq, Eq)]
@@ -20,7 +20,7 @@ impl Inbox {
     }
 
     /// # Errors
-    /// The frame breaks the rules.
+    /// Fails if the frame violates the protocol.
     pub fn frame(&mut self, channel: u16, more: bool, piece: Vec<u8>) -> Result<bool, String> {
         self.0.frame(channel, more, piece).map_err(|violation| violation.to_string())
     }

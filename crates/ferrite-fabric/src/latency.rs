@@ -1,13 +1,13 @@
-//! How long operations take: counts in powers of two, cheap enough to be always on.
+//! Latency histograms with power-of-two buckets, cheap enough to be always on.
 
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-/// The last holds all that took longer: a quarter of an hour.
+/// The last bucket, of about a quarter of an hour, also counts everything that took longer.
 const BUCKETS: usize = 41;
 
-/// By operation; fabric and links share them.
+/// The histograms by operation, shared by the fabric and its links.
 #[derive(Debug, Default)]
 pub(crate) struct Latencies {
     pub(crate) send: Histogram,
@@ -35,28 +35,29 @@ impl Histogram {
     }
 }
 
-/// How long operations that somebody waited for took, from the call to the answer.
+/// The latencies of operations that a caller waited for, from the call to the completion.
 ///
 /// ```
 /// # fn show(fabric: &ferrite_fabric::Fabric) {
 /// let send = fabric.stats().send_latency;
-/// println!("{} sends, half of them within {:?}, 99 % within {:?}", send.count(), send.within(50.0), send.within(99.0));
+/// let (half, most) = (send.within(50.0), send.within(99.0));
+/// println!("{} sends, half of them within {half:?}, 99 % within {most:?}", send.count());
 /// # }
 /// ```
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LatencyStats {
-    /// Bucket `n` counts those that took less than 2^n nanoseconds and not less than half of that.
+    /// Bucket `n` counts operations that took less than 2^n nanoseconds and at least half of that.
     buckets: [u64; BUCKETS],
 }
 
 impl LatencyStats {
-    /// Operations that were counted.
+    /// Returns the number of operations.
     #[must_use]
     pub fn count(&self) -> u64 {
         self.buckets.iter().sum()
     }
 
-    /// Each bucket's upper bound, and how many it counts; empty ones are left out.
+    /// Returns the upper bound and the count of each bucket that is not empty.
     pub fn buckets(&self) -> impl Iterator<Item = (Duration, u64)> {
         let bounds = self
             .buckets
@@ -66,8 +67,8 @@ impl LatencyStats {
         bounds.filter(|(_, count)| *count > 0)
     }
 
-    /// A time within which so many percent were done: exact to a factor of two. Zero if there were
-    /// none.
+    /// Returns a duration within which `percent` of the operations finished, accurate to a factor
+    /// of two. Zero if there were none.
     #[must_use]
     pub fn within(&self, percent: f64) -> Duration {
         let wanted = self.count() as f64 * percent / 100.0;
@@ -93,7 +94,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn buckets_and_percentiles() {
+    fn counts_by_power_of_two_and_computes_percentiles() {
         let histogram = Histogram::default();
         assert_eq!(histogram.snapshot().within(50.0), Duration::ZERO);
         for nanoseconds in [0, 1, 3, 1000, 1023, 1024, u64::MAX] {

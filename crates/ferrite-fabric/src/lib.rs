@@ -5,16 +5,17 @@
 //! | [`mem`] | registered memory: pools, buffers, budgets, memory that a peer may touch |
 //! | `fabric` | [`Fabric`]: devices, completions, and the ways to drive it |
 //! | `link` | [`Link`]: messages and one-sided operations to a peer |
-//! | `connect` `listener` | how peers meet: [`Fabric::connect`], [`Listener`] |
-//! | `policy` | [`Rdma`]: whether RDMA may carry links, must, or must not; [`Fallback`]: why it does not |
-//! | `one_sided` | [`Region`]: memory for peers, granted and revoked |
-//! | `stream` | [`Stream`], [`StreamListener`]: a link as a stream of bytes, for software that knows TCP |
-//! | [`wire`] | what links say to each other |
-//! | [`diagnose`] | why a link failed, by what can be measured |
+//! | `connect` `listener` | handshakes with peers: [`Fabric::connect`], [`Listener`] |
+//! | `policy` | [`Rdma`]: RDMA required, preferred or forbidden; [`Fallback`]: why TCP is used |
+//! | `one_sided` | [`Region`]: memory that peers are granted, and that can be revoked |
+//! | `stream` | [`Stream`], [`StreamListener`]: a link as a byte stream, like TCP |
+//! | [`wire`] | the wire format of links |
+//! | [`diagnose`] | the likely causes of a link's failure, from measurements |
 //!
-//! Safety in one paragraph: a buffer is a value. Whoever has it may use its memory; the device may
-//! use it only while an operation owns the value. `unsafe` stands in `src/mem` and in
-//! `src/fabric/slots.rs`, where requests in flight own their buffers.
+//! Memory safety: a buffer is a value. Its owner may use its memory; the device may use that memory
+//! only while an operation owns the value. `unsafe` is confined to `src/mem`, to
+//! `src/fabric/slots.rs` and `src/fabric/slots/receives.rs`, where requests in flight own their
+//! buffers, and to `src/fabric/watch.rs`.
 
 mod connect;
 pub mod descriptors;
@@ -43,7 +44,7 @@ pub use connect::{
 };
 pub use error::{Error, ErrorKind};
 pub use fabric::{Builder, Config, Fabric, FabricStats};
-pub use ferrite_verbs::Status; // of errors, and counted by fabrics
+pub use ferrite_verbs::Status; // part of errors and of a fabric's statistics
 pub use latency::LatencyStats;
 pub use link::{
     Arrival, Done, Ending, Link, LinkStats, Message, Preparing, RawConnection, ReadError, Reading,

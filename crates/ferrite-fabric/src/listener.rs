@@ -1,4 +1,4 @@
-//! Where peers come in.
+//! Listeners: accept links and foreign peers over RDMA and TCP.
 
 mod foreign_peers;
 pub(crate) mod rdma;
@@ -26,22 +26,23 @@ use crate::policy::Rdma;
 pub use foreign_peers::{ForeignPeers, ForeignTcpPeer, ForeignTcpPeers};
 use rdma::Half;
 
-/// Links that are open and that nobody has accepted yet.
+/// Maximum number of open links that wait to be accepted.
 const BACKLOG: usize = 1024;
-/// Requests of peers without a hello that nobody has looked at yet.
+/// Maximum number of RDMA requests of foreign peers that wait to be accepted.
 const FOREIGN_PEERS: usize = 64;
-/// The same over TCP, where they cost less.
+/// Maximum number of TCP connections of foreign peers that wait to be accepted; they cost less.
 const FOREIGN_TCP_PEERS: usize = 1024;
 
 pub(crate) struct ListenerShared {
     queue: Mutex<Queue>,
-    /// Where RDMA comes in, if it does.
+    /// The RDMA half, if it listens for RDMA.
     rdma: Mutex<Option<Half>>,
-    /// Where it listens.
+    /// The address that it listens on.
     ip: IpAddr,
-    /// TCP is taken too: links can go on there, and so can the listener.
-    pub(crate) moves: bool,
-    /// Nobody is taken for a Ferrite peer over RDMA, hello or not.
+    /// It also listens for TCP: links can migrate there, and the listener survives the loss of its
+    /// device.
+    pub(crate) can_migrate: bool,
+    /// Every RDMA peer counts as a foreign peer, whether or not it sends a hello.
     pub(crate) foreign_peers_only: bool,
 }
 
@@ -54,44 +55,44 @@ struct Queue {
     failure: Option<Error>,
 }
 
-/// Peers without a hello, of one kind.
+/// Waiting foreign peers, over RDMA or over TCP.
 struct AcceptQueue<T> {
-    here: VecDeque<T>,
-    /// Whether somebody takes them.
-    are_welcome: bool,
+    peers: VecDeque<T>,
+    /// Whether somebody accepts them.
+    is_open: bool,
     waiting: Wakes,
 }
 
 impl<T> Default for AcceptQueue<T> {
     fn default() -> Self {
-        Self { here: VecDeque::new(), are_welcome: false, waiting: Wakes::new() }
+        Self { peers: VecDeque::new(), is_open: false, waiting: Wakes::new() }
     }
 }
 
 impl<T> AcceptQueue<T> {
-    fn have_room(&self, most: usize) -> bool {
-        self.are_welcome && self.here.len() < most
+    fn has_room(&self, max: usize) -> bool {
+        self.is_open && self.peers.len() < max
     }
 
-    fn push(&mut self, guest: T, wakes: &mut Wakes) {
-        self.here.push_back(guest);
+    fn push(&mut self, peer: T, wakes: &mut Wakes) {
+        self.peers.push_back(peer);
         wakes.append(&mut self.waiting);
     }
 
-    /// Nobody takes them any more.
-    fn turn_away(&mut self) {
-        self.are_welcome = false;
-        self.here.clear();
+    /// Rejects all waiting and future peers, because nobody accepts them any more.
+    fn close(&mut self) {
+        self.is_open = false;
+        self.peers.clear();
     }
 }
 
 impl ListenerShared {
-    /// The next guest of a kind.
-    async fn guest<T>(&self, of: fn(&mut Queue) -> &mut AcceptQueue<T>) -> Result<T, Error> {
+    /// Waits for the next foreign peer in one of the queues.
+    async fn next_peer<T>(&self, of: fn(&mut Queue) -> &mut AcceptQueue<T>) -> Result<T, Error> {
         std::future::poll_fn(|cx| {
             let mut queue = lock(&self.queue);
-            if let Some(guest) = of(&mut queue).here.pop_front() {
-                return Poll::Ready(Ok(guest));
+            if let Some(peer) = of(&mut queue).peers.pop_front() {
+                return Poll::Ready(Ok(peer));
             }
             if let Some(error) = &queue.failure {
                 return Poll::Ready(Err(error.clone()));
@@ -102,8 +103,8 @@ impl ListenerShared {
         .await
     }
 
-    /// Whether a connection that came for this address is for the listener. The kernel is not
-    /// always so strict: a listener on 127.0.0.1 hears of whoever calls any address of the device
+    /// Returns whether a connection to this address is meant for the listener. The kernel is not
+    /// always so strict: a listener on 127.0.0.1 also gets connections to any address of the device
     /// that the kernel chose for it.
     pub(crate) fn is_at(&self, local: Option<SocketAddr>) -> bool {
         let ip = self.ip.to_canonical();
@@ -120,14 +121,14 @@ impl ListenerShared {
         wakes.append(&mut queue.waiting);
     }
 
-    /// Keeps a request without a hello for whoever takes them; gives it back if nobody does.
+    /// Queues a request without a hello. Returns it if nobody accepts foreign peers.
     pub(crate) fn foreign_peer(
         &self,
         request: ConnectionRequest,
         wakes: &mut Wakes,
     ) -> Result<(), Box<ConnectionRequest>> {
         let mut queue = lock(&self.queue);
-        if !queue.foreign_peers.have_room(FOREIGN_PEERS) {
+        if !queue.foreign_peers.has_room(FOREIGN_PEERS) {
             return Err(Box::new(request));
         }
         queue.foreign_peers.push(request, wakes);
@@ -135,7 +136,7 @@ impl ListenerShared {
     }
 
     pub(crate) fn accepts_foreign_tcp_peers(&self) -> bool {
-        lock(&self.queue).foreign_tcp_peers.have_room(FOREIGN_TCP_PEERS)
+        lock(&self.queue).foreign_tcp_peers.has_room(FOREIGN_TCP_PEERS)
     }
 
     pub(crate) fn foreign_tcp_peer(&self, foreign_peer: ForeignTcpPeer, wakes: &mut Wakes) {
@@ -155,32 +156,32 @@ impl ListenerShared {
     }
 }
 
-/// Takes links of peers. Dropping it stops listening; links that were accepted stay.
+/// Accepts links of peers. Dropping it stops listening; accepted links stay open.
 ///
 /// ```no_run
 /// # async fn show(fabric: ferrite_fabric::Fabric) -> Result<(), Box<dyn std::error::Error>> {
 /// let mut listener = fabric.listen("0.0.0.0:7471".parse()?)?;
 /// loop {
 ///     let link = listener.accept().await?;
-///     println!("{:?} came", link.peer_addr());
+///     println!("{:?} connected", link.peer_addr());
 /// }
 /// # }
 /// ```
 pub struct Listener {
     fabric: Fabric,
     shared: Arc<ListenerShared>,
-    /// Where TCP comes in.
+    /// The number of the TCP half, if it listens for TCP.
     tcp: Option<u64>,
     local: SocketAddr,
     absence: Option<Error>,
 }
 
-/// How to listen.
+/// Options of a listener.
 ///
 /// ```
 /// use ferrite_fabric::{ListenOptions, Rdma};
 ///
-/// let options = ListenOptions::new().rdma(Rdma::Require); // no TCP connection is taken
+/// let options = ListenOptions::new().rdma(Rdma::Require); // no TCP connection is accepted
 /// ```
 #[derive(Debug, Clone, Default)]
 #[must_use]
@@ -194,47 +195,47 @@ pub struct ListenOptions {
 }
 
 impl ListenOptions {
-    /// As the fabric's settings say, and TCP in clear text.
+    /// Returns the defaults: the fabric's settings, and TCP without TLS.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// Whether RDMA may carry links.
+    /// Sets whether links may use RDMA.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = Some(rdma);
         self
     }
 
-    /// Every peer that comes over RDMA is a foreign peer, what it says of itself notwithstanding:
-    /// see [`Listener::foreign peers`]. For who speaks another protocol and nothing else.
+    /// Treats every RDMA peer as a foreign peer, even if it sends a hello: see
+    /// [`Listener::foreign_peers`]. For programs that speak only another protocol.
     pub fn foreign_peers_only(mut self) -> Self {
         self.foreign_peers_only = true;
         self
     }
 
-    /// Foreign peers are welcome from the start: who takes them ([`Listener::foreign peers`],
-    /// [`Listener::foreign_tcp_peers`]) finds those that came before it was ready. Otherwise they
+    /// Accepts foreign peers from the start: those that come before the program calls
+    /// [`Listener::foreign_peers`] or [`Listener::foreign_tcp_peers`] wait for it. Otherwise they
     /// are refused until then.
     pub fn accept_foreign_peers(mut self) -> Self {
         self.accept_foreign_peers = true;
         self
     }
 
-    /// `[::]` takes IPv6 alone, so that another listener can have `0.0.0.0` at the same port.
-    /// Otherwise it takes both.
+    /// Restricts `[::]` to IPv6, so that another listener can use `0.0.0.0` with the same port.
+    /// Otherwise it accepts both.
     pub fn one_family(mut self) -> Self {
         self.one_family = true;
         self
     }
 
-    /// TLS on TCP: peers without it are refused there.
+    /// Sets TLS for TCP: peers without TLS are refused there.
     pub fn tls(mut self, config: Arc<ServerConfig>) -> Self {
         self.tls = Some(config);
         self
     }
 
-    /// Nothing in clear text. RDMA payload is, so only TCP with TLS is taken: see
-    /// [`ListenOptions::tls`].
+    /// Refuses everything that is not encrypted. RDMA payload is clear text, so only TCP with TLS
+    /// is accepted: see [`ListenOptions::tls`].
     pub fn require_encryption(mut self) -> Self {
         self.require_encryption = true;
         self
@@ -242,35 +243,39 @@ impl ListenOptions {
 }
 
 impl Fabric {
-    /// Listens on an address of this host, for RDMA and TCP as the settings say; port 0 picks one,
-    /// the same for both. A loopback address takes TCP alone: RDMA has none, and the kernel would
-    /// open the port to other hosts. A listener on the address of a device that is removed or reset
-    /// goes on with TCP, and takes RDMA again some seconds after the device is back; one for RDMA
-    /// alone ends. One on all addresses (`0.0.0.0` or `[::]`) is never lost.
+    /// Listens on an address of this host, for RDMA and TCP as configured. Port 0 picks a port, the
+    /// same for both.
+    ///
+    /// - A loopback address accepts only TCP: RDMA has no loopback, and the kernel would open the
+    ///   port to other hosts.
+    /// - If the device that has the address is removed or reset, the listener continues with TCP,
+    ///   and accepts RDMA again some seconds after the device is back. A listener for RDMA alone
+    ///   ends.
+    /// - A listener on all addresses (`0.0.0.0` or `[::]`) never loses RDMA.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or not of this
-    /// host. Where RDMA is required: [`ErrorKind::Absent`](crate::ErrorKind::Absent) without a
-    /// connection manager, [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no RDMA
-    /// device has the address.
+    /// [`ErrorKind::Misuse`](crate::ErrorKind::Misuse) if the address is in use or does not belong
+    /// to this host. If RDMA is required: [`ErrorKind::Absent`](crate::ErrorKind::Absent) if there
+    /// is no connection manager, [`ErrorKind::Unreachable`](crate::ErrorKind::Unreachable) if no
+    /// RDMA device has the address.
     pub fn listen(&self, local: SocketAddr) -> Result<Listener, Error> {
         self.listen_with(local, &ListenOptions::new())
     }
 
-    /// The same, with options.
+    /// Like [`Fabric::listen`], with options.
     ///
     /// # Errors
-    /// As [`Fabric::listen`].
+    /// Like [`Fabric::listen`].
     pub fn listen_with(
         &self,
         local: SocketAddr,
         options: &ListenOptions,
     ) -> Result<Listener, Error> {
-        /// A port that TCP has free may be taken for RDMA.
+        /// A port that is free for TCP may be in use for RDMA, so try several.
         const TRIES: usize = 8;
         let policy = match options.rdma.unwrap_or(self.config().rdma) {
             Rdma::Require if options.require_encryption => {
-                let what = "encryption and RDMA are both required: RDMA payload is clear text";
+                let what = "encryption and RDMA are both required, but RDMA payload is clear text";
                 return Err(Error::new(ErrorKind::Misuse, what));
             }
             _ if options.require_encryption => Rdma::Forbid,
@@ -278,22 +283,21 @@ impl Fabric {
         };
         let tls = options.tls.clone().or_else(|| self.shared().tls.server.clone());
         if options.require_encryption && tls.is_none() {
-            let what =
-                "encryption is required, and there is no TLS configuration (ListenOptions::tls)";
+            let what = "encryption is required, but TLS is not configured; set ListenOptions::tls";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let listener = Arc::new(ListenerShared {
             queue: Mutex::default(),
             rdma: Mutex::default(),
             ip: local.ip(),
-            moves: policy == Rdma::Prefer,
+            can_migrate: policy == Rdma::Prefer,
             foreign_peers_only: options.foreign_peers_only,
         });
         {
             let mut queue = lock(&listener.queue);
-            queue.foreign_peers.are_welcome =
+            queue.foreign_peers.is_open =
                 options.accept_foreign_peers || options.foreign_peers_only;
-            queue.foreign_tcp_peers.are_welcome = options.accept_foreign_peers;
+            queue.foreign_tcp_peers.is_open = options.accept_foreign_peers;
         }
         let one_family = options.one_family && local.is_ipv6();
         let mut last = None;
@@ -321,7 +325,7 @@ impl Fabric {
                     Ok(Some(bound)) => (true, bound, None),
                     Ok(None) => (false, bound, None),
                     Err(error) if policy == Rdma::Require => return Err(error),
-                    // Somebody else has the port.
+                    // Another program uses the port.
                     Err(error) if error.kind() == ErrorKind::Misuse => {
                         tcp.into_iter().for_each(|tcp| poller.stop_listening_tcp(tcp));
                         return Err(error);
@@ -363,7 +367,7 @@ impl Fabric {
 }
 
 impl Fabric {
-    /// Says which devices cannot keep peers of other protocols apart, and what follows from that.
+    /// Logs which devices cannot isolate peers of other protocols, and the consequences.
     fn warn_of_shared_memory(&self, local: SocketAddr) {
         let devices = &self.shared().devices;
         let without: Vec<_> = devices
@@ -377,54 +381,57 @@ impl Fabric {
         let devices = without.join(", ");
         if self.config().shared_windows {
             tracing::warn!(
-                "{local}: {devices} cannot open memory to one connection alone (no memory windows of type 2): a client of \
-                 Valkey Over RDMA that finds another's key can write commands in its name (rdma-shared-windows yes)"
+                "{local}: {devices} cannot restrict memory to one connection (no memory windows \
+                 of type 2): a Valkey Over RDMA client that finds another client's key can write \
+                 commands in its name (rdma-shared-windows yes)"
             );
         } else {
             tracing::warn!(
-                "{local}: {devices} cannot open memory to one connection alone (no memory windows of type 2): clients of \
-                 Valkey Over RDMA are refused there, others are not (rdma-shared-windows no)"
+                "{local}: {devices} cannot restrict memory to one connection (no memory windows \
+                 of type 2): Valkey Over RDMA clients are refused there, other peers are not \
+                 (rdma-shared-windows no)"
             );
         }
     }
 }
 
 impl Listener {
-    /// The descriptors that hold its port: of the TCP socket, and of the connection manager for
-    /// RDMA. For a process that forks without exec: a child that keeps them keeps the port when its
-    /// parent has ended.
+    /// Returns the descriptors that hold its port: of the TCP socket, and of the connection manager
+    /// for RDMA. For a process that forks without exec: a child that inherits them keeps the port
+    /// after its parent has ended.
     #[must_use]
     pub fn descriptors(&self) -> Vec<RawFd> {
         self.fabric.shared().with_poller(|poller, _| {
             let tcp = self.tcp.and_then(|id| poller.listening_descriptor(id));
-            let has_rdma = lock(&self.shared.rdma).is_some(); // or had, and will have it again
+            // Also if the RDMA half waits for its device to come back.
+            let has_rdma = lock(&self.shared.rdma).is_some();
             let cm =
                 poller.cm.as_ref().filter(|_| has_rdma).map(|channel| channel.as_fd().as_raw_fd());
             tcp.into_iter().chain(cm).collect()
         })
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens on.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.local
     }
 
-    /// Why it takes no RDMA, if RDMA is preferred.
+    /// Returns why it does not accept RDMA, if RDMA is preferred.
     #[must_use]
     pub fn absence(&self) -> Option<&Error> {
         self.absence.as_ref()
     }
 
-    /// The next link. Safe to drop: a link that nobody took stays in line.
+    /// Waits for the next link. Safe to cancel: a link that was not taken stays in the queue.
     pub fn accept(&mut self) -> Accepting<'_> {
         Accepting(self)
     }
 
-    /// The next link, if there is one.
+    /// Returns the next link, if one is waiting.
     ///
     /// # Errors
-    /// When the listener's device has gone.
+    /// Fails if the listener's device has disappeared.
     pub fn try_accept(&mut self) -> Result<Option<Link>, Error> {
         self.next(None)
     }
@@ -453,7 +460,7 @@ impl Drop for Listener {
             }
             poller.stop_listening_cm(&self.shared)
         });
-        drop(listening); // its identifier, without the poller's lock
+        drop(listening); // its identifier, after the poller was unlocked
         for link in std::mem::take(&mut lock(&self.shared.queue).links) {
             link.close();
         }
@@ -494,12 +501,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn is_for_its_own_address_alone() {
+    fn accepts_only_connections_to_its_own_address() {
         let at = |ip: &str| ListenerShared {
             queue: Mutex::default(),
             rdma: Mutex::default(),
             ip: ip.parse().expect("an address"),
-            moves: false,
+            can_migrate: false,
             foreign_peers_only: false,
         };
         let called =
@@ -511,7 +518,7 @@ mod tests {
         assert!(
             !at("10.0.0.1").is_at(called("10.0.0.2")) && !at("127.0.0.1").is_at(called("10.0.0.1"))
         );
-        assert!(!at("10.0.0.1").is_at(None), "when in doubt, no");
+        assert!(!at("10.0.0.1").is_at(None), "an unknown address is refused");
         for all in ["0.0.0.0", "::"] {
             assert!(
                 at(all).is_at(called("10.0.0.1")) && at(all).is_at(called("2001:db8::1")),

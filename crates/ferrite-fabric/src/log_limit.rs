@@ -1,4 +1,4 @@
-//! Lines that a peer can cause are written once a minute, with how many there would have been.
+//! Limits log lines that a peer can cause to one a minute, and counts the suppressed ones.
 
 use std::fmt;
 use std::sync::Mutex;
@@ -6,10 +6,10 @@ use std::time::{Duration, Instant};
 
 use crate::mem::lock;
 
-/// Between two lines about the same cause.
+/// The interval between two lines with the same cause.
 const BETWEEN: Duration = Duration::from_secs(60);
 
-/// For one cause of lines in a log: says when the next may be written.
+/// Limits the log lines for one cause.
 ///
 /// ```
 /// use ferrite_fabric::LogLimit;
@@ -29,18 +29,19 @@ struct State {
     suppressed: u64,
 }
 
-/// Lines that were not written since the last one: in words if there are some, else nothing.
+/// The number of lines that were suppressed since the last one. Displays as nothing if it is 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Suppressed(u64);
 
 impl LogLimit {
-    /// One that lets the first line pass.
+    /// Creates a limit that lets the first line pass.
     #[must_use]
     pub const fn new() -> Self {
         Self(Mutex::new(State { last: None, suppressed: 0 }))
     }
 
-    /// Whether to write a line now; else it is counted.
+    /// Returns the number of suppressed lines if a line may be written now. Otherwise counts this
+    /// one as suppressed.
     #[must_use]
     pub fn pass(&self) -> Option<Suppressed> {
         self.pass_at(Instant::now())
@@ -67,7 +68,7 @@ impl fmt::Display for Suppressed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {
             0 => Ok(()),
-            count => write!(f, " ({count} more of these since the last line)"),
+            count => write!(f, " ({count} similar messages suppressed)"),
         }
     }
 }
@@ -77,14 +78,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn once_a_minute_and_the_others_are_counted() {
+    fn passes_one_line_a_minute_and_counts_the_others() {
         let (limit, begun) = (LogLimit::new(), Instant::now());
         let text = |after: Duration| limit.pass_at(begun + after).map(|others| others.to_string());
         assert_eq!(text(Duration::ZERO).as_deref(), Some(""));
         for second in 0..60 {
             assert_eq!(text(Duration::from_secs(second)), None);
         }
-        assert_eq!(text(BETWEEN).as_deref(), Some(" (60 more of these since the last line)"));
+        assert_eq!(text(BETWEEN).as_deref(), Some(" (60 similar messages suppressed)"));
         assert_eq!(text(BETWEEN * 2).as_deref(), Some(""));
     }
 }

@@ -1,19 +1,19 @@
-//! Memory that peers reach without asking each time: regions, grants and their end.
+//! Memory that peers access directly: regions, grants and their revocation.
 //!
-//! A [`Region`] is a buffer registered for remote access. A peer learns of it by a [`GrantToken`],
-//! which the application sends like any bytes. Taking it back has two steps, because a device
-//! cannot be asked to stop an access in the middle without breaking the peer's connection:
+//! A [`Region`] is a buffer registered for remote access. A peer learns of it through a
+//! [`GrantToken`], which the application sends like any other bytes. Revocation has two steps,
+//! because a device cannot stop an access in the middle without breaking the peer's connection:
 //!
-//! 1. Every link that was given the grant is told. The peer's fabric starts nothing new with it,
-//!    waits for what it has under way, and says so.
-//! 2. When all have answered, or their time is over, the registration ends. From then on the device
-//!    refuses the key, whoever has it. A peer that did not listen loses its link by its next
-//!    access; others notice nothing.
+//! 1. The fabric informs every link that has the grant. The peer's fabric starts no new operation
+//!    with it, waits for those in progress, and confirms.
+//! 2. When all have confirmed, or their time is over, the registration ends. From then on the
+//!    device refuses the key, whoever uses it. A peer that ignored the revocation loses its link
+//!    with its next access; others are not affected.
 //!
-//! Where the device has memory windows of type 2, each link that is given a grant has a window of
-//! its own, bound to its queue pair: a token that is handed on is worth nothing on another link.
-//! Elsewhere keys are valid for all links of a device: a grant says who *should* use it, and a peer
-//! that hands its token on gives its own rights away, until they are revoked for all.
+//! If the device has memory windows of type 2, each link with a grant gets a window of its own,
+//! bound to its queue pair: a token that is passed on is worthless on another link. On other
+//! devices keys are valid for all links of the device. There a grant only says who *should* use it:
+//! a peer that passes its token on gives its own rights away, until they are revoked for all.
 
 use std::collections::HashMap;
 use std::fmt;
@@ -38,8 +38,10 @@ use crate::mem::{BufMut, Exposed, Pool, Window, lock};
 use crate::policy::Rdma;
 use crate::wire::{GrantToken, Rights};
 
-/// A buffer that peers with a grant may reach, until it is revoked. Dropping it revokes it at once,
-/// or as soon as the device has taken a grant that was given just before.
+/// A buffer that peers with a grant may access, until it is revoked.
+///
+/// Dropping it revokes it at once, or as soon as the device has executed a grant that was issued
+/// just before.
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
@@ -50,7 +52,8 @@ use crate::wire::{GrantToken, Rights};
 /// # let fabric = Fabric::builder(&world.verbs()).build()?;
 /// # let mut listener = fabric.listen("127.0.0.1:0".parse()?)?;
 /// # let (there, here) = fabric.block_on(async {
-/// #     let (there, here) = futures_util::join!(fabric.connect(listener.local_addr()), listener.accept());
+/// #     let connecting = fabric.connect(listener.local_addr());
+/// #     let (there, here) = futures_util::join!(connecting, listener.accept());
 /// #     Ok::<_, ferrite_fabric::Error>((there?, here?))
 /// # })?;
 /// let mut buf = fabric.buffer(4096)?;
@@ -74,7 +77,7 @@ pub(crate) struct RegionShared {
     id: u64,
     rights: Rights,
     remote: RemoteSlice,
-    /// `None` if only this process serves it.
+    /// `None` if it is only accessible over TCP.
     device: Option<Arc<SharedDevice>>,
     state: Mutex<State>,
 }
@@ -84,7 +87,7 @@ enum State {
         exposed: Exposed,
         granted: Vec<Weak<LinkShared>>,
     },
-    /// WaitSet for links (by number) to let go, at most until the clock says.
+    /// Waits until links (by number) have released the grant, at most until the timer expires.
     Revoking {
         exposed: Exposed,
         waiting: Vec<u32>,
@@ -94,16 +97,16 @@ enum State {
     Failed(Option<Error>),
 }
 
-/// How the peer of a link reaches a region.
-pub(crate) enum Door {
-    /// By a key that is good on every link of the device.
+/// How the peer of a link accesses a region.
+pub(crate) enum RegionAccess {
+    /// With a key that is valid on every link of the device.
     Shared(RemoteSlice),
-    /// By a window that is to be bound to the link's queue pair.
+    /// Through a window, which must be bound to the link's queue pair.
     Window(Arc<Window>),
 }
 
-impl Door {
-    /// `None` if the device or the host refuses.
+impl RegionAccess {
+    /// Opens the region on `device`. Returns `None` if the device or the host refuses.
     fn open(
         pool: &Pool,
         exposed: &mut Exposed,
@@ -139,7 +142,7 @@ impl Region {
         rights: Rights,
     ) -> Result<Self, (BufMut, Error)> {
         let exposed = match device {
-            // Each link that it is granted to has a window of its own on it.
+            // Each link with a grant gets a window of its own on it.
             Some(device) if device.has_windows() => {
                 fabric.pool().expose(buf, device.index, Access::WINDOWS)
             }
@@ -148,7 +151,7 @@ impl Region {
         };
         let exposed = exposed.map_err(|(buf, error)| (buf, Error::from(error)))?;
         let regions = &fabric.shared().regions;
-        let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 is no grant
+        let id = regions.next.fetch_add(1, Ordering::Relaxed) + 1; // 0 means no grant
         let shared = Arc::new(RegionShared {
             id,
             rights,
@@ -158,8 +161,8 @@ impl Region {
         });
         lock(&regions.by_id).insert(id, Arc::downgrade(&shared));
         if let Some(device) = device.filter(|device| device.is_gone()) {
-            // Since the pool gave us its domain: this may have been too late to be ended with the
-            // others.
+            // It has disappeared since the pool returned its domain, so this region may have been
+            // registered too late to be ended with the others.
             let mut wakes = Wakes::new();
             regions.on_device_gone(device, fabric.shared().config.rdma == Rdma::Prefer, &mut wakes);
             wakes.into_iter().for_each(Waker::wake);
@@ -167,36 +170,38 @@ impl Region {
         Ok(Self { shared, fabric })
     }
 
-    /// What the peer of `link` needs to reach it, to be sent to it over this link. The link is told
-    /// when the region is revoked. Where the device can, it is good on this link alone; each grant
-    /// to it takes one of the device's memory windows.
+    /// Returns the token that the peer of `link` needs, to be sent to it over this link. The link
+    /// is informed when the region is revoked.
+    ///
+    /// If the device has memory windows, the token is valid on this link only, and each grant uses
+    /// one of the device's windows.
     #[must_use]
     pub fn grant(&self, link: &Link) -> GrantToken {
         let mut token = self.token();
         let link = link.shared();
         let access = access_of(self.shared.rights);
-        // The link may be on another device than the region, or was on none when the region was
-        // made.
+        // The link may be on another device than the region, or may have been on none when the
+        // region was created.
         let device = link.with(|state, _, _| {
             state.allow(access);
             state.next_device()
         });
-        let mut door = None;
+        let mut opened = None;
         if let State::Live { granted, exposed } = &mut *lock(&self.shared.state) {
-            door = device
+            opened = device
                 .as_ref()
-                .and_then(|device| Door::open(self.fabric.pool(), exposed, device, access));
+                .and_then(|device| RegionAccess::open(self.fabric.pool(), exposed, device, access));
             let known = granted.iter().any(|known| known.as_ptr() == Arc::as_ptr(link));
             if !known {
                 granted.retain(|link| link.strong_count() > 0);
                 granted.push(Arc::downgrade(link));
             }
         }
-        if let (Some(device), Some(Door::Window(window))) = (&device, &door) {
+        if let (Some(device), Some(RegionAccess::Window(window))) = (&device, &opened) {
             link.with(|state, env, wakes| state.bind(device, window, env, wakes));
         }
-        if let Some(door) = door {
-            let remote = door.remote();
+        if let Some(opened) = opened {
+            let remote = opened.remote();
             (token.addr, token.rkey) = (remote.addr, remote.rkey);
         }
         token
@@ -207,7 +212,7 @@ impl Region {
         GrantToken { grant: self.shared.id, addr, len, rkey, rights: self.shared.rights }
     }
 
-    /// Ends it after `time`, as [`Region::revoke`] would.
+    /// Revokes it after `time`, like [`Region::revoke`].
     #[must_use]
     pub fn expires_in(self, time: Duration) -> Self {
         let id = self.shared.id;
@@ -217,30 +222,30 @@ impl Region {
         self
     }
 
-    /// Its length in bytes; never 0.
+    /// Returns its length in bytes, which is never 0.
     #[must_use]
-    #[expect(clippy::len_without_is_empty, reason = "what is exposed is never empty")]
+    #[expect(clippy::len_without_is_empty, reason = "a region is never empty")]
     pub fn len(&self) -> usize {
         self.shared.remote.len as usize
     }
 
-    /// The device that it is reachable through; `None` if only over TCP.
+    /// Returns the device through which it is accessible; `None` if only over TCP.
     #[must_use]
     pub fn device(&self) -> Option<&str> {
         self.shared.device.as_ref().map(|device| device.name.as_str())
     }
 
-    /// Whether peers can still reach it.
+    /// Returns whether peers can still access it.
     #[must_use]
     pub fn is_live(&self) -> bool {
         matches!(&*lock(&self.shared.state), State::Live { .. })
     }
 
-    /// Copies bytes out. What a peer writes meanwhile may be seen in part. `false` when it is
-    /// revoked.
+    /// Copies bytes out of it. Returns `false` if it is revoked. A concurrent write of a peer may
+    /// be visible in part.
     ///
     /// # Panics
-    /// If they are not within it.
+    /// If the range exceeds the region.
     #[must_use]
     pub fn read(&self, offset: usize, out: &mut [u8]) -> bool {
         match &*lock(&self.shared.state) {
@@ -252,10 +257,11 @@ impl Region {
         }
     }
 
-    /// Copies bytes in. A peer that reads meanwhile may see a part. `false` when it is revoked.
+    /// Copies bytes into it. Returns `false` if it is revoked. A peer that reads concurrently may
+    /// see only a part.
     ///
     /// # Panics
-    /// If they are not within it.
+    /// If the range exceeds the region.
     #[must_use]
     pub fn write(&self, offset: usize, bytes: &[u8]) -> bool {
         match &mut *lock(&self.shared.state) {
@@ -267,11 +273,12 @@ impl Region {
         }
     }
 
-    /// Takes it back from all peers: when this is ready, none can read or write a byte of it any
-    /// more. Peers have `peer_timeout` to finish what they have under way.
+    /// Revokes the region: when the future is ready, no peer can read or write any byte of it.
+    /// Peers have `peer_timeout` to finish operations in progress.
     ///
     /// # Errors
-    /// What the device said if it did not let go; the memory is then never used again.
+    /// Returns the device's error if it did not end the registration; the memory is then never used
+    /// again.
     pub fn revoke(self) -> Revoking {
         let shared = Arc::clone(&self.shared);
         self.fabric
@@ -297,9 +304,9 @@ impl fmt::Debug for Region {
     }
 }
 
-/// A region on its way back: see [`Region::revoke`]. Dropping it revokes at once.
+/// A region that is being revoked: see [`Region::revoke`]. Dropping it revokes at once.
 #[derive(Debug)]
-#[must_use = "the buffer comes back only through this"]
+#[must_use = "only this future returns the buffer"]
 pub struct Revoking {
     region: Region,
 }
@@ -308,7 +315,7 @@ impl Future for Revoking {
     type Output = Result<BufMut, Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let over = || Error::new(ErrorKind::Misuse, "a future that was ready was asked again");
+        let over = || Error::new(ErrorKind::Misuse, "a future was polled again after it was ready");
         match &mut *lock(&self.region.shared.state) {
             State::Revoking { wakes, .. } => {
                 keep(wakes, cx.waker());
@@ -326,7 +333,8 @@ impl Regions {
         lock(&self.by_id).get(&id).and_then(Weak::upgrade)
     }
 
-    /// Carries out what the peer of `link` asks over TCP; `false` if it was not granted.
+    /// Executes a request of the peer of `link` that came over TCP. Returns `false` if no grant
+    /// allows it.
     pub(crate) fn serve(&self, link: &Arc<LinkShared>, request: Request<'_>) -> bool {
         let (grant, offset, len, needs) = match &request {
             Request::Write { grant, offset, bytes } => {
@@ -344,7 +352,7 @@ impl Regions {
                 let given = granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link));
                 given.then_some(exposed)
             }
-            // Until it has let go.
+            // A link may use the grant until it has released it.
             State::Revoking { exposed, waiting, .. } => {
                 waiting.contains(&link.index).then_some(exposed)
             }
@@ -358,30 +366,33 @@ impl Regions {
         true
     }
 
-    /// How the regions that `link` was granted are reached on `device`: registered there too, if
-    /// they were not.
-    pub(crate) fn doors_for(
+    /// Returns how the peer of `link` can access its granted regions on `device`. Registers them
+    /// there if necessary.
+    pub(crate) fn access_for(
         &self,
         shared: &Shared,
         link: &Arc<LinkShared>,
         device: &SharedDevice,
-    ) -> Vec<(u64, Door)> {
+    ) -> Vec<(u64, RegionAccess)> {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         let keys = regions.iter().filter_map(|region| {
             let State::Live { exposed, granted } = &mut *lock(&region.state) else { return None };
             granted.iter().any(|given| given.as_ptr() == Arc::as_ptr(link)).then_some(())?;
-            Some((region.id, Door::open(&shared.pool, exposed, device, access_of(region.rights))?))
+            Some((
+                region.id,
+                RegionAccess::open(&shared.pool, exposed, device, access_of(region.rights))?,
+            ))
         });
         keys.collect()
     }
 
-    /// First step: tells the links that have the grant.
+    /// First step of a revocation: informs the links that have the grant.
     fn begin(&self, poller: &mut Poller, shared: &Shared, region: &RegionShared) {
         let granted = match &mut *lock(&region.state) {
             State::Live { granted, .. } => std::mem::take(granted),
             _ => return,
         };
-        let mut told = Vec::new();
+        let mut informed = Vec::new();
         for link in granted.iter().filter_map(Weak::upgrade) {
             let is_up = link.with_wakes(&mut poller.wakes, |state, env, wakes| {
                 if state.failure().is_some() {
@@ -392,24 +403,24 @@ impl Regions {
                 true
             });
             if is_up {
-                told.push(link.index);
+                informed.push(link.index);
             }
         }
-        region.wait_for(told);
+        region.wait_for(informed);
         region.finish_if_released(&mut poller.wakes, false);
         poller
             .timers
             .add(Instant::now() + shared.config.peer_timeout, Timer::Revocation(region.id));
     }
 
-    /// The time of a grant is over.
+    /// Revokes a region whose time is over.
     pub(crate) fn expire(&self, poller: &mut Poller, shared: &Shared, id: u64) {
         if let Some(region) = self.get(id) {
             self.begin(poller, shared, &region);
         }
     }
 
-    /// A link has let go of a grant.
+    /// Records that a link has released a grant.
     pub(crate) fn on_released(&self, id: u64, link: Option<u32>, wakes: &mut Wakes) {
         let Some(region) = self.get(id) else { return };
         if let State::Revoking { waiting, .. } = &mut *lock(&region.state) {
@@ -418,7 +429,7 @@ impl Regions {
         region.finish_if_released(wakes, false);
     }
 
-    /// A link that is down uses no grants.
+    /// Releases all grants of a link that is down.
     pub(crate) fn on_link_down(&self, link: u32, wakes: &mut Wakes) {
         let ids: Vec<u64> = lock(&self.by_id).keys().copied().collect();
         for id in ids {
@@ -426,11 +437,12 @@ impl Regions {
         }
     }
 
-    /// The device goes, and every registration on it.
+    /// Ends all registrations on a device that is gone. With `stays`, regions remain accessible
+    /// over TCP.
     pub(crate) fn on_device_gone(&self, device: &SharedDevice, stays: bool, wakes: &mut Wakes) {
         let regions: Vec<_> = lock(&self.by_id).values().filter_map(Weak::upgrade).collect();
         for region in &regions {
-            // Peers that go on over TCP can still be served.
+            // Peers that continue over TCP can still be served.
             if stays && let State::Live { exposed, .. } = &mut *lock(&region.state) {
                 exposed.unregister(device.index);
                 continue;
@@ -443,7 +455,7 @@ impl Regions {
         }
     }
 
-    /// Links had time enough.
+    /// Ends a revocation whose links had enough time.
     pub(crate) fn revocation_due(&self, id: u64, wakes: &mut Wakes) {
         if let Some(region) = self.get(id) {
             region.finish_if_released(wakes, true);
@@ -478,11 +490,12 @@ impl RegionShared {
         };
     }
 
-    /// Second step: ends the registration if no link is waited for, or at all events.
-    fn finish_if_released(&self, wakes: &mut Wakes, at_all_events: bool) {
+    /// Second step of a revocation: ends the registration if no link is waited for, or if
+    /// `by_force`.
+    fn finish_if_released(&self, wakes: &mut Wakes, by_force: bool) {
         let state = &mut *lock(&self.state);
         match state {
-            State::Revoking { waiting, .. } if waiting.is_empty() || at_all_events => {}
+            State::Revoking { waiting, .. } if waiting.is_empty() || by_force => {}
             _ => return,
         }
         let State::Revoking { exposed, wakes: waiting, .. } =
@@ -492,7 +505,7 @@ impl RegionShared {
         };
         *state = match exposed.revoke() {
             Ok(buf) => State::Revoked(Some(buf)),
-            // Dropping it puts the buffer into quarantine.
+            // Dropping the exposed buffer puts it into quarantine.
             Err((_, error)) => State::Failed(Some(error.into())),
         };
         wakes.extend(waiting);

@@ -1,4 +1,4 @@
-//! What may carry links, and why something else does.
+//! Which transport links use, and why they use another one.
 
 use std::fmt;
 use std::str::FromStr;
@@ -7,7 +7,7 @@ use ferrite_verbs::Absence;
 
 use crate::error::{Error, ErrorKind};
 
-/// Whether RDMA may carry links, must, or must not. The setting `rdma`.
+/// Whether links use RDMA: preferred, required or forbidden. The setting `rdma`.
 ///
 /// ```
 /// use ferrite_fabric::Rdma;
@@ -18,12 +18,12 @@ use crate::error::{Error, ErrorKind};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Rdma {
-    /// RDMA where it works, else TCP, and never silently: see [`Fallback`].
+    /// RDMA if it works, otherwise TCP. Never silently: see [`Fallback`].
     #[default]
     Prefer,
-    /// RDMA or an error.
+    /// RDMA, or an error.
     Require,
-    /// TCP.
+    /// Only TCP.
     Forbid,
 }
 
@@ -45,12 +45,12 @@ impl FromStr for Rdma {
             "prefer" => Ok(Self::Prefer),
             "require" => Ok(Self::Require),
             "forbid" => Ok(Self::Forbid),
-            other => Err(format!("{other} is none of prefer, require, forbid")),
+            other => Err(format!("invalid value {other}: expected prefer, require or forbid")),
         }
     }
 }
 
-/// How peers meet on RDMA. The setting `connect`.
+/// How RDMA connections are established. The setting `connect`.
 ///
 /// ```
 /// use ferrite_fabric::Meet;
@@ -60,13 +60,13 @@ impl FromStr for Rdma {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Meet {
-    /// By RDMA CM.
+    /// With RDMA CM.
     Cm,
-    /// Over a TCP connection, which stays open: as the way back, and because its end is how a peer
-    /// is heard to go. For networks where RDMA CM does not get through.
+    /// Over a TCP connection, which stays open: as the fallback, and because its end reveals that
+    /// the peer is gone. For networks that block RDMA CM.
     TcpFirst,
-    /// By RDMA CM; where RDMA is preferred and that does not work, over TCP, from where the link
-    /// upgrades when it can.
+    /// With RDMA CM. If RDMA is preferred and RDMA CM fails, over TCP, from where the link is
+    /// upgraded when possible.
     #[default]
     Auto,
 }
@@ -89,39 +89,39 @@ impl FromStr for Meet {
             "cm" => Ok(Self::Cm),
             "tcp-first" => Ok(Self::TcpFirst),
             "auto" => Ok(Self::Auto),
-            other => Err(format!("{other} is none of cm, tcp-first, auto")),
+            other => Err(format!("invalid value {other}: expected cm, tcp-first or auto")),
         }
     }
 }
 
-/// Why a link that should be on RDMA is on TCP, in a word: for counters.
+/// Why a link uses TCP instead of RDMA, as one word for counters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 #[non_exhaustive]
 pub enum FallbackCause {
-    /// libibverbs or librdmacm is not there, or too old.
+    /// libibverbs or librdmacm is missing or too old.
     NoLibrary,
-    /// The kernel has no RDMA, or no connection manager.
+    /// The kernel has no RDMA support, or no connection manager.
     NoKernelSupport,
     /// There is no device, or none that reaches the peer.
     NoDevice,
     /// The port of the device is down.
     PortDown,
-    /// The locked-memory limit, or the device, has nothing left.
+    /// The locked-memory limit or a limit of the device is reached.
     Resources,
-    /// The peer said no.
+    /// The peer refused.
     Refused,
-    /// No way to the peer over RDMA, or no answer.
+    /// There is no route to the peer over RDMA, or it does not answer.
     Unreachable,
     /// The device was removed or failed.
     DeviceGone,
-    /// The payload must be encrypted, and RDMA does not do that: it was not tried.
+    /// RDMA was not tried, because the payload must be encrypted.
     Encryption,
-    /// Something else: the error says what.
+    /// Another reason: see the error.
     Other,
 }
 
 impl FallbackCause {
-    /// All of them.
+    /// All causes.
     pub const ALL: [Self; 10] = [
         Self::NoLibrary,
         Self::NoKernelSupport,
@@ -183,12 +183,12 @@ impl fmt::Display for FallbackCause {
     }
 }
 
-/// Why a link is on TCP although RDMA was preferred.
+/// Why a link uses TCP although RDMA was preferred.
 #[derive(Debug, Clone)]
 pub struct Fallback {
-    /// In a word.
+    /// The cause as one word.
     pub cause: FallbackCause,
-    /// How RDMA failed: with likely causes and the remedy, where they are known.
+    /// The error of RDMA, with likely causes and the remedy if they are known.
     pub error: Error,
 }
 
@@ -216,14 +216,15 @@ mod tests {
     fn encryption_is_a_cause_with_a_remedy() {
         let fallback = Fallback::new(Error::clear_text("say so"));
         assert_eq!(fallback.cause, FallbackCause::Encryption);
-        let told = "over TCP instead of RDMA (encryption): TLS is set, and RDMA payload is clear text; to do: say so";
-        assert_eq!(fallback.to_string(), told);
+        let expected = "over TCP instead of RDMA (encryption): TLS is configured, and RDMA payload \
+                        is clear text; to do: say so";
+        assert_eq!(fallback.to_string(), expected);
     }
 
     #[test]
-    fn every_cause_is_counted_in_its_place() {
-        for (place, cause) in FallbackCause::ALL.into_iter().enumerate() {
-            assert_eq!(cause.index(), place, "{cause}");
+    fn index_is_the_position_in_all() {
+        for (index, cause) in FallbackCause::ALL.into_iter().enumerate() {
+            assert_eq!(cause.index(), index, "{cause}");
         }
     }
 }

@@ -1,9 +1,9 @@
-//! Numbers that nobody can guess, from the operating system's generator.
+//! Unpredictable numbers, from the operating system's generator.
 //!
-//! Whoever knows the session ids of a link may take it over, whoever knows a queue pair's next
-//! packet number may forge packets, and whoever knows the token of a module's session may pass for
-//! its connection to the fabric. The standard library's `RandomState` is seeded once per thread and
-//! counts from there: good for hash tables, no secret.
+//! These numbers must be secret. Anybody who knows the session ids of a link can take it over; with
+//! a queue pair's next packet number, they can forge packets; with the token of a module's session,
+//! they can impersonate its connection to the fabric. The standard library's `RandomState` is
+//! seeded once per thread and counts from there: good for hash tables, but not secret.
 
 use rustix::io::Errno;
 use rustix::rand::{GetRandomFlags, getrandom};
@@ -13,11 +13,11 @@ use crate::error::{Error, ErrorKind};
 /// Returns 64 random bits.
 ///
 /// # Errors
-/// [`ErrorKind::System`]: the system gives none, because a sandbox forbids `getrandom`.
+/// [`ErrorKind::System`] if the system call fails, for example because a sandbox forbids it.
 pub fn random() -> Result<u64, Error> {
     let mut bytes = [0; 8];
     loop {
-        // So few bytes come at once, or (early at boot, interrupted by a signal) not at all.
+        // So few bytes arrive all at once, or not at all (early during boot, when interrupted).
         match getrandom(&mut bytes, GetRandomFlags::empty()) {
             Ok(filled) if filled == bytes.len() => return Ok(u64::from_ne_bytes(bytes)),
             Ok(_) | Err(Errno::INTR) => {}
@@ -32,9 +32,9 @@ pub fn random() -> Result<u64, Error> {
 /// Returns a random packet sequence number, of 24 bits.
 ///
 /// # Errors
-/// As [`random`].
+/// Like [`random`].
 pub(crate) fn random_psn() -> Result<u32, Error> {
-    random().map(|bits| (bits >> 40) as u32) // 24 bits are left
+    random().map(|bits| (bits >> 40) as u32) // the upper 24 bits
 }
 
 #[cfg(test)]
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn packet_numbers_have_24_bits_and_use_them_all() {
+    fn packet_sequence_numbers_use_all_24_bits() {
         let numbers: Vec<_> = (0..256).map(|_| random_psn().expect("a number")).collect();
         assert!(numbers.iter().all(|number| *number < 1 << 24), "{numbers:x?}");
         assert_eq!(numbers.iter().fold(0, |all, number| all | number), (1 << 24) - 1);

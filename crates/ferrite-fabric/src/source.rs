@@ -1,17 +1,18 @@
-//! Who a peer is, wherever peers are counted, limited or held to account: handshakes under way,
+//! Identifies a peer wherever peers are counted, limited or blocked: handshakes in progress,
 //! commands, memory, requests that a device refused.
 //!
-//! One meaning for all, because a peer that is two sources in one place has twice its share there.
+//! All of these use the same definition, because a peer that counted as two sources somewhere would
+//! get two shares there.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 
-/// Where a peer is: an IPv4 address, or the first 64 bits of an IPv6 address, of which one host may
-/// use all.
+/// The origin of a peer: an IPv4 address, or the first 64 bits of an IPv6 address, because one host
+/// may use the whole /64.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Source(IpAddr);
 
 impl Source {
-    /// Peers of which no address is known, all together.
+    /// All peers whose address is unknown.
     const UNKNOWN: Self = Self(IpAddr::V4(Ipv4Addr::UNSPECIFIED));
 
     pub(crate) fn of(peer: SocketAddr) -> Self {
@@ -21,7 +22,7 @@ impl Source {
         })
     }
 
-    /// That of a peer whose address may be unknown.
+    /// Returns the source of a peer whose address may be unknown.
     pub(crate) fn of_any(peer: Option<SocketAddr>) -> Self {
         peer.map_or(Self::UNKNOWN, Self::of)
     }
@@ -43,7 +44,7 @@ pub(crate) mod tests {
         assert_ne!(source("10.0.0.1"), source("10.0.0.2"));
         let scoped =
             |scope| Source::of(format!("[fe80::1%{scope}]:1").parse().expect("an address"));
-        assert_eq!(scoped(1), scoped(2), "whatever the interface");
+        assert_eq!(scoped(1), scoped(2), "the interface does not matter");
         assert_eq!(Source::of_any(None), Source::UNKNOWN);
     }
 }

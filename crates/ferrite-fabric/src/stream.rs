@@ -1,18 +1,18 @@
-//! A link as a stream of bytes: what software that knows TCP can use.
+//! A link as a byte stream, for software written for TCP.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `writer.rs` | bytes into messages |
-//! | `reader.rs` | messages into bytes |
-//! | `split.rs` | the two directions apart |
-//! | `listener.rs` | where streams come in |
+//! | `writer.rs` | turns bytes into messages |
+//! | `reader.rs` | turns messages into bytes |
+//! | `split.rs` | the two directions as separate halves |
+//! | `listener.rs` | accepts streams |
 //!
-//! Bytes travel as messages on channel 0, cut as the writer likes: where one ends means nothing. An
-//! empty message says that the sender writes no more; the other direction goes on. A peer that
-//! closes the link in good order ends both.
+//! Bytes are sent as messages on channel 0; message boundaries have no meaning. An empty message
+//! says that the sender writes no more; the other direction continues. A peer that closes the link
+//! in good order ends both directions.
 //!
-//! The end of a stream and a failure are never mixed up: a reader sees the end only if the peer
-//! said so.
+//! The end of a stream is never confused with a failure: a reader sees the end only if the peer
+//! announced it.
 
 mod listener;
 mod reader;
@@ -41,14 +41,15 @@ use writer::Writer;
 /// The channel that streams use.
 const CHANNEL: u16 = 0;
 
-/// A connection as a stream of bytes: stands in for `tokio::net::TcpStream`.
+/// A connection as a byte stream: a replacement for `tokio::net::TcpStream`.
 ///
-/// A write copies and returns: many are under way at a time, and a peer that does not read stops
-/// the writer when the link's queue is full. Nothing has to be flushed. Dropping the stream
-/// delivers what was written, as far as the fabric is driven on; then the peer reads the end.
+/// A write copies the bytes and returns, so that many writes are in progress at a time. A peer that
+/// does not read stops the writer when the link's queue is full. Nothing has to be flushed.
+/// Dropping the stream delivers what was written, as long as the fabric is driven; then the peer
+/// reads the end.
 ///
-/// Reads and writes may be cancelled: bytes that were not returned were not taken, and a write that
-/// was not ready has sent nothing.
+/// Reads and writes may be cancelled: bytes that were not returned are still unread, and a write
+/// that was not ready has sent nothing.
 ///
 /// ```
 /// use ferrite_fabric::{Fabric, Stream, StreamListener};
@@ -66,8 +67,8 @@ const CHANNEL: u16 = 0;
 /// let (mut client, (mut server, _)) = try_join!(connecting, listener.accept())?;
 ///
 /// client.write_all(b"PING\r\n").await?;
-/// client.shutdown().await?; // we write no more; reading goes on
-/// assert_eq!(server.read_bytes().await?, "PING\r\n"); // where the device put it, not copied
+/// client.shutdown().await?; // no more writes; reading continues
+/// assert_eq!(server.read_bytes().await?, "PING\r\n"); // in place, without a copy
 /// assert!(server.read_bytes().await?.is_empty()); // the end
 /// server.write_all(b"+PONG\r\n").await?;
 /// let mut answer = [0; 7];
@@ -86,15 +87,15 @@ impl Stream {
     /// Connects to a [`StreamListener`].
     ///
     /// # Errors
-    /// Those of [`Fabric::connect`], with the kinds that TCP has for them.
+    /// Those of [`Fabric::connect`], with the corresponding kinds of TCP.
     pub async fn connect(fabric: &Fabric, peer: SocketAddr) -> io::Result<Self> {
         Self::connect_with(fabric, peer, &ConnectOptions::new()).await
     }
 
-    /// The same, with options.
+    /// Like [`Stream::connect`], with options.
     ///
     /// # Errors
-    /// As [`Stream::connect`].
+    /// Like [`Stream::connect`].
     pub async fn connect_with(
         fabric: &Fabric,
         peer: SocketAddr,
@@ -103,21 +104,21 @@ impl Stream {
         Ok(Self::new(fabric.connect_with(peer, options).await?))
     }
 
-    /// A stream over a link, which both sides must take for one. What else is sent on channel 0
-    /// would be taken for bytes; what comes on other channels is dropped.
+    /// Creates a stream over a link. Both sides must use the link as a stream: other messages on
+    /// channel 0 would be taken for bytes, and messages on other channels are dropped.
     #[must_use]
     pub fn new(link: Link) -> Self {
         Self { writer: Writer::new(link.clone()), reader: Reader::new(link) }
     }
 
-    /// The link below: its counts, its addresses, and [`Link::abort`] for an end that the peer
-    /// takes for a failure.
+    /// Returns the underlying link, for its statistics and addresses, and for [`Link::abort`],
+    /// which the peer sees as a failure.
     #[must_use]
     pub fn link(&self) -> &Link {
         &self.reader.link
     }
 
-    /// The peer's address.
+    /// Returns the peer's address.
     ///
     /// # Errors
     /// [`io::ErrorKind::NotConnected`] if the device does not know it.
@@ -125,36 +126,35 @@ impl Stream {
         self.link().peer_addr().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    /// Our address.
+    /// Returns the local address.
     ///
     /// # Errors
-    /// As [`Stream::peer_addr`].
+    /// Like [`Stream::peer_addr`].
     pub fn local_addr(&self) -> io::Result<SocketAddr> {
         self.link().local_addr().ok_or_else(|| io::ErrorKind::NotConnected.into())
     }
 
-    /// Halves that can go to different tasks. [`OwnedReadHalf::reunite`] puts them together again.
+    /// Splits it into halves for different tasks. [`OwnedReadHalf::reunite`] joins them again.
     #[must_use]
     pub fn into_split(self) -> (OwnedReadHalf, OwnedWriteHalf) {
         split::split(self.reader, self.writer)
     }
 
-    /// The next bytes where the device put them, without a copy; empty at the end.
+    /// Returns the next bytes without a copy, where the device wrote them; empty at the end.
     ///
-    /// They keep memory of the receive reserve, a block of `recv_buffer_size` for a frame: for
-    /// passing on, not for keeping.
+    /// They occupy memory of the receive reserve, a block of `recv_buffer_size` for each frame:
+    /// pass them on, but do not keep them.
     ///
     /// # Errors
-    /// How the link failed.
+    /// Returns the failure of the link.
     pub async fn read_bytes(&mut self) -> io::Result<Bytes> {
         poll_fn(|cx| self.reader.poll_bytes(cx)).await
     }
 
-    /// As [`AsyncWrite::poll_write`], but what is in the memory of the link's fabric leaves from
-    /// where it lies, without a copy.
+    /// Like [`AsyncWrite::poll_write`], but sends memory of the link's fabric without a copy.
     ///
     /// # Errors
-    /// How the link failed.
+    /// Returns the failure of the link.
     pub fn poll_write_buf(&mut self, cx: &mut Context<'_>, buf: &Buf) -> Poll<io::Result<usize>> {
         self.writer.poll_write_buf(cx, buf)
     }
@@ -191,12 +191,12 @@ impl AsyncWrite for Stream {
         true
     }
 
-    /// What was written is on its way already.
+    /// Returns at once: what was written is already being sent.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
 
-    /// Says that nothing more will be written.
+    /// Tells the peer that nothing more will be written.
     fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(self.writer.shutdown())
     }

@@ -1,4 +1,5 @@
-//! Locks and flags of what loom looks at; under `--cfg loom` they are loom's (`cargo xtask loom`).
+//! Locks and flags for the code that loom checks. With `--cfg loom` they are loom's (`cargo xtask
+//! loom`).
 
 #[cfg(not(all(test, loom)))]
 pub(crate) use std::sync::{Mutex, atomic::AtomicBool};
@@ -14,10 +15,10 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> loom::sync::MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
 }
 
-/// Runs `act` in every order that the bounds allow (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`),
-/// and says how many these were.
+/// Runs `act` in every interleaving within the bounds (`LOOM_MAX_PREEMPTIONS`, `LOOM_MAX_DURATION`)
+/// and prints their number.
 #[cfg(all(test, loom))]
-#[expect(clippy::print_stdout, reason = "what `cargo xtask loom` reads")]
+#[expect(clippy::print_stdout, reason = "`cargo xtask loom` reads it")]
 pub(crate) fn explore(what: &str, act: impl Fn() + Send + Sync + 'static) {
     use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};

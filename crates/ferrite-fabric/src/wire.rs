@@ -1,18 +1,19 @@
-//! What links say to each other: pure values and their bytes, no I/O. For peers in other languages:
-//! `docs/wire.md`.
+//! The wire format of links: pure values and their bytes, no I/O. `docs/wire.md` describes it for
+//! peers in other languages.
 //!
-//! | message | where it travels |
+//! | message | where it is sent |
 //! |---|---|
-//! | [`Hello`] | private data of a CM request and of its acceptance; the first bytes of a TCP connection, each way |
+//! | [`Hello`] | private data of a CM request and its response; first bytes of a TCP connection |
 //! | [`Refusal`] | private data of a CM rejection; the answer over TCP |
 //! | [`Frame`] | immediate data of every two-sided frame |
 //! | [`Control`] | payload of a control frame |
-//! | [`TcpFrame`] | before everything on a TCP path |
+//! | [`TcpFrame`] | header of everything on a TCP path |
 //! | [`GrantToken`] | anywhere in the application's messages |
 //!
-//! Rules of all layouts: integers are little-endian; reserved bytes are sent as zeros and ignored
-//! when received; so is whatever follows a layout, because the CM pads private data. A decoder
-//! takes any bytes, never panics, and never allocates by a number of the peer's.
+//! All layouts follow the same rules. Integers are little-endian. Reserved bytes are sent as zeros
+//! and ignored when received. Bytes after a layout are ignored, too, because the CM pads private
+//! data. A decoder accepts any bytes, never panics, and never allocates an amount that the peer
+//! chose.
 
 mod address;
 mod control;
@@ -32,13 +33,12 @@ pub use hello::{Features, HELLO_BYTES, Hello, HelloError, MAGIC, Version};
 pub use refusal::{REFUSAL_BYTES_MAX, REFUSAL_MAGIC, Refusal, RefusalCode};
 pub use tcp_frame::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
-/// The `N` bytes of a field, if the message is long enough.
+/// Returns the `N` bytes of a field, if the message is long enough.
 fn field<const N: usize>(bytes: &[u8], at: usize) -> Option<[u8; N]> {
     bytes.get(at..)?.first_chunk().copied()
 }
 
-/// Writes a field of a message that we lay out ourselves: `at` and the length are constants of the
-/// layout.
+/// Writes a field of a message. `at` and the length are constants of the layout.
 fn put<const N: usize>(bytes: &mut [u8], at: usize, field: [u8; N]) {
     bytes[at..at + N].copy_from_slice(&field);
 }

@@ -1,9 +1,9 @@
-//! Who is at the door: connections that are not links yet, counted by where they come from.
+//! Admission control: connections that are not links yet, counted by source.
 //!
-//! Nobody may keep others out. There is a limit for each source and one for all. Who comes when a
-//! limit is reached takes the place of the oldest of its own source, or of the busiest source; a
-//! handshake that has only just begun is left alone if it is of a source with no more of them than
-//! the newcomer's.
+//! No source may lock out others. There is a limit for each source and one for all. A connection
+//! that exceeds its source's limit displaces the oldest one of its own source. One that exceeds the
+//! total limit displaces the oldest one of the busiest source. A handshake that has only just
+//! started is not displaced, unless its source has more of them than the newcomer's.
 
 use std::cmp::Reverse;
 use std::collections::{HashMap, VecDeque};
@@ -12,26 +12,26 @@ use std::time::{Duration, Instant};
 
 use crate::source::Source;
 
-/// How many there may be.
+/// The maximum number of connections, in total and for each source.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Limits {
     pub(crate) all: usize,
     pub(crate) each: usize,
-    /// One that is younger than this makes no place for another of its own source.
+    /// A younger connection is not displaced by another one of a source that is just as busy.
     pub(crate) grace: Duration,
 }
 
-/// Whether there is a place.
+/// Whether a connection is admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place<K> {
-    Free,
-    /// If this one ends.
-    Of(K),
-    /// Not before this time, unless somebody ends.
-    Later(Instant),
+pub(crate) enum Admission<K> {
+    Granted,
+    /// Granted if this one ends.
+    Displaces(K),
+    /// Not before this time, unless another one ends.
+    Wait(Instant),
 }
 
-/// Connections by their keys.
+/// Connections that are not links yet, by key.
 #[derive(Debug)]
 pub(crate) struct AdmissionQueue<K> {
     /// The oldest first. No list is empty.
@@ -46,10 +46,10 @@ impl<K> Default for AdmissionQueue<K> {
 }
 
 impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
-    /// The place for another of a source.
-    pub(crate) fn place(&self, source: Source, now: Instant, limits: Limits) -> Place<K> {
+    /// Decides about another connection of a source.
+    pub(crate) fn admit(&self, source: Source, now: Instant, limits: Limits) -> Admission<K> {
         let here = self.count(source);
-        let (crowded, may_hurry) = if here >= limits.each {
+        let (busiest, ignores_grace) = if here >= limits.each {
             (self.sources.get(&source), false)
         } else if self.of.len() >= limits.all {
             let age =
@@ -57,14 +57,14 @@ impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
             let busiest = self.sources.values().max_by_key(|line| (line.len(), age(line)));
             (busiest, busiest.is_some_and(|line| line.len() > here + 1))
         } else {
-            return Place::Free;
+            return Admission::Granted;
         };
-        match crowded.and_then(VecDeque::front) {
-            None => Place::Free,
-            Some((oldest, since)) if may_hurry || now >= *since + limits.grace => {
-                Place::Of(*oldest)
+        match busiest.and_then(VecDeque::front) {
+            None => Admission::Granted,
+            Some((oldest, since)) if ignores_grace || now >= *since + limits.grace => {
+                Admission::Displaces(*oldest)
             }
-            Some((_, since)) => Place::Later(*since + limits.grace),
+            Some((_, since)) => Admission::Wait(*since + limits.grace),
         }
     }
 
@@ -74,7 +74,7 @@ impl<K: Copy + Eq + Hash> AdmissionQueue<K> {
         self.sources.entry(source).or_default().push_back((key, now));
     }
 
-    /// Whether it was here.
+    /// Removes a connection; returns whether it was here.
     pub(crate) fn leave(&mut self, key: K) -> bool {
         let Some(source) = self.of.remove(&key) else { return false };
         if let Some(line) = self.sources.get_mut(&source) {
@@ -104,39 +104,47 @@ mod tests {
     const LIMITS: Limits = Limits { all: 4, each: 3, grace: GRACE };
 
     #[test]
-    fn one_source_crowds_out_itself_alone() {
+    fn a_busy_source_displaces_only_itself() {
         let (now, [busy, quiet]) = (Instant::now(), ["10.0.0.1", "10.0.0.2"].map(source));
-        let mut crowd = AdmissionQueue::default();
+        let mut queue = AdmissionQueue::default();
         for key in 0..3 {
-            assert_eq!(crowd.place(busy, now, LIMITS), Place::Free);
-            crowd.enter(key, busy, now);
+            assert_eq!(queue.admit(busy, now, LIMITS), Admission::Granted);
+            queue.enter(key, busy, now);
         }
-        assert_eq!(crowd.place(busy, now, LIMITS), Place::Later(now + GRACE), "they may be honest");
-        assert_eq!(crowd.place(busy, now + GRACE, LIMITS), Place::Of(0), "the oldest of its own");
-        assert_eq!(crowd.place(quiet, now, LIMITS), Place::Free);
-        crowd.enter(3, quiet, now + GRACE / 2);
         assert_eq!(
-            crowd.place(quiet, now, LIMITS),
-            Place::Of(0),
-            "all are full: the busiest makes place, at once"
+            queue.admit(busy, now, LIMITS),
+            Admission::Wait(now + GRACE),
+            "the others are too young"
         );
-        assert!(crowd.leave(0) && !crowd.leave(0) && !crowd.contains(0) && crowd.contains(1));
-        crowd.enter(4, quiet, now + GRACE / 2);
         assert_eq!(
-            crowd.place(quiet, now, LIMITS),
-            Place::Later(now + GRACE),
-            "nobody is busier than it"
+            queue.admit(busy, now + GRACE, LIMITS),
+            Admission::Displaces(0),
+            "the oldest of its source"
         );
-        assert_eq!(crowd.place(quiet, now + GRACE, LIMITS), Place::Of(1));
+        assert_eq!(queue.admit(quiet, now, LIMITS), Admission::Granted);
+        queue.enter(3, quiet, now + GRACE / 2);
+        assert_eq!(
+            queue.admit(quiet, now, LIMITS),
+            Admission::Displaces(0),
+            "the total limit: the busiest source is displaced at once"
+        );
+        assert!(queue.leave(0) && !queue.leave(0) && !queue.contains(0) && queue.contains(1));
+        queue.enter(4, quiet, now + GRACE / 2);
+        assert_eq!(
+            queue.admit(quiet, now, LIMITS),
+            Admission::Wait(now + GRACE),
+            "no source is busier"
+        );
+        assert_eq!(queue.admit(quiet, now + GRACE, LIMITS), Admission::Displaces(1));
     }
 
     #[test]
-    fn nothing_is_kept_of_who_left() {
-        let (now, mut crowd) = (Instant::now(), AdmissionQueue::default());
+    fn keeps_no_state_for_connections_that_left() {
+        let (now, mut queue) = (Instant::now(), AdmissionQueue::default());
         for key in 0..100_u32 {
-            crowd.enter(key, source(&format!("10.0.0.{key}")), now);
+            queue.enter(key, source(&format!("10.0.0.{key}")), now);
         }
-        assert!((0..100).all(|key| crowd.leave(key)));
-        assert!(crowd.sources.is_empty() && crowd.of.is_empty());
+        assert!((0..100).all(|key| queue.leave(key)));
+        assert!(queue.sources.is_empty() && queue.of.is_empty());
     }
 }

@@ -1,4 +1,4 @@
-//! How a link is asked for, and the futures that wait for it.
+//! The connect calls of a fabric, and the futures that wait for their links.
 
 use std::fmt;
 use std::future::Future;
@@ -12,21 +12,22 @@ use futures_channel::oneshot;
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
-use super::outgoing::{Outgoing, Speaks};
-use super::sockets::{Dial, Wants};
+use super::outgoing::{Outgoing, PeerProtocol};
+use super::sockets::{Dial, Purpose};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Fabric;
 use crate::link::shared::LinkShared;
 use crate::link::{Link, RawConnection};
 use crate::policy::{Fallback, Meet, Rdma};
 
-/// How to open a link.
+/// Options of a connect.
 ///
 /// ```
 /// use ferrite_fabric::ConnectOptions;
 /// use std::time::Duration;
 ///
-/// let options = ConnectOptions::new().local("127.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
+/// let options =
+///     ConnectOptions::new().local("127.0.0.1:0".parse()?).timeout(Duration::from_secs(1));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -41,52 +42,53 @@ pub struct ConnectOptions {
 }
 
 impl ConnectOptions {
-    /// From any local address, with the fabric's `connection_timeout`.
+    /// Returns the defaults: any local address, and the fabric's `connection_timeout`.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The local address, which chooses the device. Say it on hosts with several: by itself the
-    /// kernel may pick another one that reaches the peer.
+    /// Sets the local address, which selects the device. Set it on hosts with several devices:
+    /// otherwise the kernel may pick another one that reaches the peer.
     pub fn local(mut self, addr: SocketAddr) -> Self {
         self.local = Some(addr);
         self
     }
 
-    /// Whether RDMA may carry it; without this, what the fabric's settings say.
+    /// Sets whether the link may use RDMA. Default: the fabric's settings.
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = Some(rdma);
         self
     }
 
-    /// How the peer is met on RDMA; without this, what the fabric's settings say.
+    /// Sets how the RDMA connection is established. Default: the fabric's settings.
     pub fn meet(mut self, meet: Meet) -> Self {
         self.meet = Some(meet);
         self
     }
 
-    /// TLS for the case that TCP carries it: what to trust, and what the peer's certificate must be
-    /// for.
+    /// Sets TLS for a link that uses TCP: what to trust, and the name that the peer's certificate
+    /// must have.
     pub fn tls(mut self, config: Arc<ClientConfig>, name: ServerName<'static>) -> Self {
         self.tls = Some((config, name));
         self
     }
 
-    /// Nothing in clear text. RDMA payload is, so TCP with TLS carries the link: see
+    /// Allows nothing in clear text. RDMA payload is clear text, so the link uses TCP with TLS: see
     /// [`ConnectOptions::tls`].
     pub fn require_encryption(mut self) -> Self {
         self.require_encryption = true;
         self
     }
 
-    /// How long the handshake may take on each way, waiting for its turn included.
+    /// Sets how long the handshake may take on each transport, including the wait until it may
+    /// start.
     pub fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = Some(timeout);
         self
     }
 }
 
-/// Who waits for a link.
+/// The sender for the future that waits for a link.
 pub(crate) type Reply = oneshot::Sender<Opened>;
 pub(crate) type Opened = Result<Arc<LinkShared>, Error>;
 
@@ -125,7 +127,7 @@ impl ConnectingRaw {
 
 impl Drop for Connecting {
     fn drop(&mut self) {
-        // A link that was made, and that nobody will ask for any more.
+        // Close a link that was opened but that nobody will take.
         self.reply.close();
         if let Ok(Some(Ok(link))) = self.reply.try_recv() {
             link.close();
@@ -147,12 +149,12 @@ impl Future for ConnectingRaw {
     }
 }
 
-/// A peer that was met without knowing what it speaks.
+/// The result of connecting to a peer whose protocol was not known.
 #[derive(Debug)]
 pub enum Met {
     /// A Ferrite peer.
     Link(Link),
-    /// One that speaks another protocol.
+    /// A peer that speaks another protocol.
     RawConnection(RawConnection),
 }
 
@@ -180,16 +182,16 @@ impl fmt::Debug for Connecting {
 }
 
 impl Fabric {
-    /// Opens a link to a peer. Begins at once; dropping the future gives it up.
+    /// Opens a link to a peer. Starts at once; dropping the future cancels it.
     ///
     /// # Errors
-    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`], [`ErrorKind::Timeout`]: with likely
+    /// [`ErrorKind::Unreachable`], [`ErrorKind::Refused`] or [`ErrorKind::Timeout`], with likely
     /// causes.
     pub fn connect(&self, peer: SocketAddr) -> Connecting {
         self.connect_with(peer, &ConnectOptions::new())
     }
 
-    /// The same, with options.
+    /// Like [`Fabric::connect`], with options.
     pub fn connect_with(&self, peer: SocketAddr, options: &ConnectOptions) -> Connecting {
         let (reply, receiver) = oneshot::channel();
         let connecting = Connecting::new(self.clone(), receiver);
@@ -214,7 +216,7 @@ impl Fabric {
         let lacks = self.shared().devices.is_empty().then(|| self.shared().no_rdma());
         if let (Some(error), Some(Rdma::Prefer)) = (lacks, over_tcp.as_ref().map(|tcp| tcp.policy))
         {
-            // Nothing to wait for.
+            // There is no device, so do not wait for RDMA.
             if let Some(over_tcp) = over_tcp {
                 self.shared().with_poller(|poller, shared| {
                     poller.now = now;
@@ -224,46 +226,46 @@ impl Fabric {
             return connecting;
         }
         let mut outgoing = Outgoing::new(peer, options.local, now, timeout, reply);
-        outgoing.otherwise = over_tcp;
+        outgoing.tcp_fallback = over_tcp;
         self.call(outgoing);
         connecting
     }
 
-    /// Connects to a peer that speaks another protocol, by RDMA CM. Begins at once; dropping the
-    /// future gives it up. Of the options, the local address and the time count.
+    /// Connects by RDMA CM to a peer that speaks another protocol. Starts at once; dropping the
+    /// future cancels it. Only the local address and the timeout of the options are used.
     ///
     /// # Errors
-    /// As [`Fabric::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which RDMA
-    /// does not have, or RDMA is forbidden.
+    /// Like [`Fabric::connect`]. [`ErrorKind::Misuse`] if the options require encryption, which
+    /// RDMA does not have, or if RDMA is forbidden.
     pub fn connect_raw(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingRaw {
-        ConnectingRaw(self.call_by_rdma(peer, options, Speaks::Other))
+        ConnectingRaw(self.call_by_rdma(peer, options, PeerProtocol::Other))
     }
 
-    /// Connects by RDMA CM to a peer of which it is not known what it speaks: says hello, and takes
-    /// an answer without one for that of a peer that speaks another protocol. Of the options, the
-    /// local address and the time count.
+    /// Connects by RDMA CM to a peer whose protocol is unknown. It sends a hello; a peer whose
+    /// response has none speaks another protocol. Only the local address and the timeout of the
+    /// options are used.
     ///
     /// # Errors
-    /// As [`Fabric::connect_raw`].
+    /// Like [`Fabric::connect_raw`].
     pub fn connect_either(&self, peer: SocketAddr, options: &ConnectOptions) -> ConnectingEither {
-        ConnectingEither(self.call_by_rdma(peer, options, Speaks::Either))
+        ConnectingEither(self.call_by_rdma(peer, options, PeerProtocol::Unknown))
     }
 
     fn call_by_rdma(
         &self,
         peer: SocketAddr,
         options: &ConnectOptions,
-        speaks: Speaks,
+        protocol: PeerProtocol,
     ) -> Connecting {
         let (reply, receiver) = oneshot::channel();
         let connecting = Connecting::new(self.clone(), receiver);
         let timeout = options.timeout.unwrap_or(self.config().connection_timeout);
         let refused = if options.require_encryption {
             let what =
-                "encryption is required, and this call is over RDMA, whose payload is clear text";
+                "encryption is required, but this call uses RDMA, whose payload is clear text";
             Some(Error::new(ErrorKind::Misuse, what))
         } else if options.rdma.unwrap_or(self.config().rdma) == Rdma::Forbid {
-            let what = "the policy forbids RDMA, and this call knows no other way";
+            let what = "the policy forbids RDMA, but this call supports nothing else";
             Some(Error::new(ErrorKind::Misuse, what))
         } else {
             self.shared().devices.is_empty().then(|| self.shared().no_rdma())
@@ -273,7 +275,7 @@ impl Fabric {
             return connecting;
         }
         let mut outgoing = Outgoing::new(peer, options.local, Instant::now(), timeout, reply);
-        outgoing.speaks = speaks;
+        outgoing.protocol = protocol;
         self.call(outgoing);
         connecting
     }
@@ -287,7 +289,7 @@ impl Fabric {
         });
     }
 
-    /// Whether RDMA is tried, and how TCP is, if it may be.
+    /// Decides whether to try RDMA, and how to use TCP if that is allowed.
     fn ways(
         &self,
         peer: SocketAddr,
@@ -296,15 +298,14 @@ impl Fabric {
     ) -> Result<(bool, Option<OverTcp>), Error> {
         let policy = options.rdma.unwrap_or(self.config().rdma);
         if options.require_encryption && policy == Rdma::Require {
-            let what = "encryption and RDMA are both required: RDMA payload is clear text";
+            let what = "encryption and RDMA are both required, but RDMA payload is clear text";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let name = || ServerName::IpAddress(peer.ip().into());
         let meet = options.meet.unwrap_or(self.config().connect);
         let tls = options.tls.clone().or_else(|| Some((self.shared().tls.client.clone()?, name())));
         if options.require_encryption && tls.is_none() {
-            let what =
-                "encryption is required, and there is no TLS configuration (ConnectOptions::tls)";
+            let what = "encryption is required, but TLS is not configured; set ConnectOptions::tls";
             return Err(Error::new(ErrorKind::Misuse, what));
         }
         let upgrade = policy != Rdma::Forbid && !options.require_encryption;
@@ -324,18 +325,18 @@ pub(super) struct OverTcp {
     timeout: Duration,
     pub(super) tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
     pub(super) policy: Rdma,
-    /// To RDMA, as soon as the peers have met.
+    /// Whether to upgrade to RDMA right after the handshake.
     upgrade: bool,
 }
 
 impl OverTcp {
     pub(super) fn dial(self, now: Instant, reply: Reply, fallback: Option<Fallback>) -> Dial {
         let Self { peer, local, timeout, tls, policy, upgrade } = self;
-        let wants = match fallback {
-            None if upgrade => Wants::Rdma(reply, policy),
-            // by CM it did not work: over TCP it is tried later
-            fallback => Wants::Link(reply, fallback),
+        let purpose = match fallback {
+            None if upgrade => Purpose::Rdma(reply, policy),
+            // RDMA CM has failed, so the upgrade is tried later.
+            fallback => Purpose::Link(reply, fallback),
         };
-        Dial { peer, local, deadline: now + timeout, tls, wants }
+        Dial { peer, local, deadline: now + timeout, tls, purpose }
     }
 }

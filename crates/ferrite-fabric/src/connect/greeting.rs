@@ -1,5 +1,5 @@
-//! Greetings over TCP: two peers say hello, or one of them is told no; who says something else is a
-//! foreign peer.
+//! Handshakes over TCP: two peers exchange hellos, or one refuses the other. A peer that sends
+//! something else is a foreign peer.
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::net::SocketAddr;
@@ -13,10 +13,10 @@ use rustix::net::{RecvFlags, sockopt};
 use rustls::ClientConfig;
 use rustls::pki_types::ServerName;
 
-use super::admission::{Limits, Place};
-use super::door_limits;
-use super::migration::Sought;
-use super::sockets::{Use, Wants, failed};
+use super::admission::{Admission, Limits};
+use super::handshake_limits;
+use super::migration::LostLink;
+use super::sockets::{Purpose, Use, tcp_error};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
@@ -32,46 +32,46 @@ use crate::wire::{
     RefusalCode, Resume, Version,
 };
 
-/// A connection whose peers are not acquainted yet.
+/// A connection whose handshake is in progress.
 pub(super) struct Greeting {
     pub(super) socket: OwnedFd,
     pub(super) tls: Option<Box<Tls>>,
-    /// How the peer can be called again.
+    /// How to reconnect to the peer.
     pub(super) trusted: Option<(Arc<ClientConfig>, ServerName<'static>)>,
-    /// What is to be said, and how much of it has gone.
-    pub(super) saying: Vec<u8>,
-    pub(super) said: usize,
+    /// The bytes to send, and how many of them were sent.
+    pub(super) to_send: Vec<u8>,
+    pub(super) sent: usize,
     pub(super) heard: Vec<u8>,
-    /// Ours; the answering side makes it when it has heard the peer's.
+    /// Our hello; the accepting side creates it after it has received the peer's.
     pub(super) ours: Option<Hello>,
     pub(super) side: Side,
     pub(super) peer: SocketAddr,
-    /// Since when there is a connection, or an attempt at one.
+    /// When the connection was started or accepted.
     pub(super) since: Instant,
-    /// Said no: it ends when that is written.
+    /// The peer is refused: the connection ends when that is sent.
     pub(super) refusing: bool,
 }
 
 pub(super) enum Side {
     Dialing {
         connected: bool,
-        wants: Wants,
+        purpose: Purpose,
     },
-    /// `resumes` is the link that goes on here, and the frames of ours that its peer has.
+    /// `resumes` is the link that continues here, and the number of our frames that its peer has.
     Answering {
         listener: Weak<ListenerShared>,
         resumes: Option<(Arc<LinkShared>, u64)>,
     },
 }
 
-/// What a peer turned out to be.
-enum Heard {
-    Hello(wire::Greeting),
-    ForeignPeer,
+/// The kind of a peer, once it is known.
+enum PeerKind {
+    Ferrite(wire::Greeting),
+    Foreign,
 }
 
 impl Poller {
-    pub(super) fn greet(&mut self, shared: &Shared, id: u64) {
+    pub(super) fn handle_greeting(&mut self, shared: &Shared, id: u64) {
         if !self.may_begin(shared, id) {
             return;
         }
@@ -81,31 +81,30 @@ impl Poller {
                 let (peer, has_begun) = (greeting.peer, !greeting.heard.is_empty());
                 self.sockets.put(id, Use::Greeting(greeting));
                 if has_begun && self.sockets.silent.contains(id) {
-                    // Half a hello, which nobody sends who means it: none of them waits for
-                    // another.
-                    let limits = Limits { grace: Duration::ZERO, ..door_limits(shared) };
+                    // Half a hello, which no correct peer sends: none of these waits for another.
+                    let limits = Limits { grace: Duration::ZERO, ..handshake_limits(shared) };
                     self.enter_half_open(shared, id, peer, limits);
                 }
             }
-            Ok(Some(Heard::Hello(theirs))) => {
-                self.sockets.leave_door(id);
+            Ok(Some(PeerKind::Ferrite(theirs))) => {
+                self.sockets.leave_admission(id);
                 self.become_link(shared, id, *greeting, theirs);
             }
-            Ok(Some(Heard::ForeignPeer)) => {
-                self.sockets.leave_door(id);
-                self.hand_over(shared, *greeting);
+            Ok(Some(PeerKind::Foreign)) => {
+                self.sockets.leave_admission(id);
+                self.hand_to_listener(shared, *greeting);
             }
             Err(error) => {
-                self.sockets.leave_door(id);
-                if let Side::Dialing { wants, .. } = greeting.side {
-                    self.dial_failed(shared, wants, error);
+                self.sockets.leave_admission(id);
+                if let Side::Dialing { purpose, .. } = greeting.side {
+                    self.dial_failed(shared, purpose, error);
                 }
             }
         }
     }
 
-    /// Whether a greeting may be looked at. One with TLS that has something to say costs a
-    /// handshake, and waits for its place.
+    /// Returns whether to process a connection that has become ready. With TLS, the first bytes
+    /// start an expensive handshake, so the connection must be admitted first.
     fn may_begin(&mut self, shared: &Shared, id: u64) -> bool {
         if !self.sockets.silent.contains(id) {
             return true;
@@ -118,11 +117,11 @@ impl Poller {
         let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
         match rustix::net::recv(greeting.socket.as_fd(), &mut [0; 1], flags) {
             Err(Errno::AGAIN | Errno::INTR) => false,
-            _ => self.enter_half_open(shared, id, peer, door_limits(shared)),
+            _ => self.enter_half_open(shared, id, peer, handshake_limits(shared)),
         }
     }
 
-    /// Makes a silent connection a handshake, if there is a place for it; else it waits.
+    /// Turns a silent connection into a handshake if it is admitted; otherwise it waits.
     fn enter_half_open(
         &mut self,
         shared: &Shared,
@@ -131,46 +130,47 @@ impl Poller {
         limits: Limits,
     ) -> bool {
         let source = Source::of(peer);
-        match self.sockets.half_open.place(source, self.now, limits) {
-            Place::Free => {}
-            Place::Of(oldest) => self.crowd_out(shared, oldest),
-            Place::Later(at) => {
+        match self.sockets.half_open.admit(source, self.now, limits) {
+            Admission::Granted => {}
+            Admission::Displaces(oldest) => self.displace(shared, oldest),
+            Admission::Wait(at) => {
                 if !self.sockets.waiting.contains(&id) {
                     self.sockets.waiting.push_back(id);
                 }
-                if !std::mem::replace(&mut self.sockets.door_timer, true) {
-                    self.timers.add(at, Timer::Door);
+                if !std::mem::replace(&mut self.sockets.admission_timer, true) {
+                    self.timers.add(at, Timer::Admission);
                 }
                 return false;
             }
         }
-        self.sockets.leave_the_silent(id);
+        self.sockets.leave_silent(id);
         self.sockets.half_open.enter(id, source, self.now);
         true
     }
 
-    /// Handshakes may be old enough to make place for those that wait.
-    pub(crate) fn look_at_the_door(&mut self, shared: &Shared) {
-        self.sockets.door_timer = false;
+    /// Lets waiting connections try again: handshakes may now be old enough to be displaced.
+    pub(crate) fn admit_waiting(&mut self, shared: &Shared) {
+        self.sockets.admission_timer = false;
         for _ in 0..shared.config.max_half_open {
             let Some(id) = self.sockets.waiting.pop_back() else { break };
             self.sockets.on_ready(id);
         }
     }
 
-    /// Ends a connection that has not got anywhere, so that another can come. A silent one may be a
-    /// client of a pool: it goes to whoever takes those, earlier than it would have otherwise.
-    pub(super) fn crowd_out(&mut self, shared: &Shared, id: u64) {
-        self.sockets.leave_door(id);
+    /// Ends a connection that has made no progress, so that another can be admitted. A silent one
+    /// may be a pooled client of another protocol: it goes to the listener's foreign peers, earlier
+    /// than it otherwise would.
+    pub(super) fn displace(&mut self, shared: &Shared, id: u64) {
+        self.sockets.leave_admission(id);
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
         shared.counters.handshakes_displaced.fetch_add(1, Ordering::Relaxed);
         if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
-            self.hand_over(shared, *greeting);
+            self.hand_to_listener(shared, *greeting);
         }
     }
 
-    /// Gives a connection to whoever takes foreign peers.
-    fn hand_over(&mut self, shared: &Shared, greeting: Greeting) {
+    /// Hands a connection to the listener's queue of foreign peers.
+    fn hand_to_listener(&mut self, shared: &Shared, greeting: Greeting) {
         let Greeting { socket, heard, side: Side::Answering { listener, .. }, peer, since, .. } =
             greeting
         else {
@@ -191,17 +191,20 @@ impl Poller {
         }
     }
 
-    pub(super) fn dial_failed(&mut self, shared: &Shared, wants: Wants, error: Error) {
-        match wants {
-            Wants::Link(reply, fallback) => drop(reply.send(Err(both(error, fallback)))),
-            Wants::Rdma(reply, _) => drop(reply.send(Err(error))),
-            Wants::Resume(name, _) => self.redial_failed(shared, name, &error),
+    pub(super) fn dial_failed(&mut self, shared: &Shared, purpose: Purpose, error: Error) {
+        match purpose {
+            Purpose::Link(reply, fallback) => {
+                drop(reply.send(Err(combine_errors(error, fallback))))
+            }
+            Purpose::Rdma(reply, _) => drop(reply.send(Err(error))),
+            Purpose::Resume(name, _) => self.redial_failed(shared, name, &error),
         }
     }
 
-    /// Ends a link without a path: whoever answered for its peer named another link, or none. That
-    /// is not its peer, or one that has lost its way, and nothing that it says may reach the link.
-    pub(super) fn resume_misanswered(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+    /// Ends a link without a path, because the answer at its peer's address was for another link or
+    /// for none. The sender is not its peer, or is a peer with a wrong state. Nothing that it sends
+    /// may reach the link.
+    pub(super) fn reject_resume_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
             let Some(lost) = &state.lost else { return };
             let what =
@@ -215,37 +218,40 @@ impl Poller {
 
     pub(crate) fn greeting_timed_out(&mut self, shared: &Shared, id: u64) {
         let Some(greeting) = self.sockets.take_greeting(id) else { return };
-        self.sockets.leave_door(id);
+        self.sockets.leave_admission(id);
         if greeting.heard.is_empty() && greeting.accepts_foreign_peers() {
-            // A client of a pool, perhaps, that has nothing to say yet. Ferrite peers speak at
-            // once.
-            self.hand_over(shared, *greeting);
+            // It may be a pooled client that has nothing to send yet. Ferrite peers send at once.
+            self.hand_to_listener(shared, *greeting);
             return;
         }
-        if let Side::Dialing { connected, wants } = greeting.side {
+        if let Side::Dialing { connected, purpose } = greeting.side {
             let what = if connected {
-                format!("{} accepted a TCP connection and did not say hello in time", greeting.peer)
+                format!(
+                    "{} accepted a TCP connection but did not send a hello in time",
+                    greeting.peer
+                )
             } else {
                 format!("{} did not answer over TCP in time", greeting.peer)
             };
-            self.dial_failed(shared, wants, Error::new(ErrorKind::Timeout, what));
+            self.dial_failed(shared, purpose, Error::new(ErrorKind::Timeout, what));
         }
     }
 
-    /// One step; the peer's hello when both have said theirs, or that it has none.
+    /// Advances the handshake by one step. Returns what the peer is once that is known and our
+    /// hello was sent.
     fn step_greeting(
         &mut self,
         shared: &Shared,
         id: u64,
         greeting: &mut Greeting,
-    ) -> Result<Option<Heard>, Error> {
+    ) -> Result<Option<PeerKind>, Error> {
         let peer = greeting.peer;
         if let Side::Dialing { connected, .. } = &mut greeting.side
             && !*connected
         {
             match sockopt::socket_error(&greeting.socket) {
                 Ok(Ok(())) => {}
-                Ok(Err(errno)) | Err(errno) => return Err(failed("connect", peer)(errno)),
+                Ok(Err(errno)) | Err(errno) => return Err(tcp_error("connect", peer)(errno)),
             }
             if rustix::net::getpeername(&greeting.socket).is_err() {
                 return Ok(None); // not yet
@@ -253,15 +259,15 @@ impl Poller {
             *connected = true;
             let _ = sockopt::set_tcp_nodelay(&greeting.socket, true);
         }
-        greeting.speak().map_err(|error| broken(peer, &error))?;
+        greeting.flush().map_err(|error| handshake_error(peer, &error))?;
         if greeting.refusing {
-            // Once it is said, the connection ends.
-            return match greeting.said == greeting.saying.len() {
+            // Once it is sent, the connection ends.
+            return match greeting.sent == greeting.to_send.len() {
                 true => Err(Error::new(ErrorKind::Refused, "refused")),
                 false => Ok(None),
             };
         }
-        let ended = greeting.listen().map_err(|error| broken(peer, &error))?;
+        let ended = greeting.read().map_err(|error| handshake_error(peer, &error))?;
         if ended && greeting.heard.is_empty() {
             return Err(Error::new(
                 ErrorKind::LinkDown,
@@ -293,18 +299,23 @@ impl Poller {
                 let (code, text) = match error {
                     HelloError::Version { theirs } => (
                         RefusalCode::VERSION,
-                        format!("we speak {}, you {theirs}", Version::CURRENT),
+                        format!("this side speaks version {}, the peer {theirs}", Version::CURRENT),
                     ),
                     HelloError::ForeignPeer if greeting.accepts_foreign_peers() => {
-                        return Ok(Some(Heard::ForeignPeer));
+                        return Ok(Some(PeerKind::Foreign));
                     }
                     HelloError::ForeignPeer | HelloError::Short { .. } => {
                         shared.counters.foreign_peers.fetch_add(1, Ordering::Relaxed);
-                        (RefusalCode::FOREIGN_PEER, "this listener takes Ferrite peers only".into())
+                        (
+                            RefusalCode::FOREIGN_PEER,
+                            "this listener accepts only Ferrite peers".into(),
+                        )
                     }
                     error => (RefusalCode::PROTOCOL, error.to_string()),
                 };
-                greeting.refuse(shared, code, 0, &text).map_err(|error| broken(peer, &error))?;
+                greeting
+                    .refuse(shared, code, 0, &text)
+                    .map_err(|error| handshake_error(peer, &error))?;
                 return Ok(None);
             }
         };
@@ -320,59 +331,62 @@ impl Poller {
             let sought = theirs.resume.map(|resume| self.find_lost(shared, id, &resume));
             let no = if let Some(sought) = &sought {
                 match sought {
-                    Sought::NotYet => return Ok(None),
-                    Sought::Unknown => {
-                        Some((RefusalCode::PROTOCOL, 0, "no such link is without a path"))
+                    LostLink::NotYet => return Ok(None),
+                    LostLink::Unknown => {
+                        Some((RefusalCode::PROTOCOL, 0, "there is no such link to resume"))
                     }
-                    Sought::Found(..) => None,
+                    LostLink::Found(..) => None,
                 }
             } else if links >= shared.config.max_connections {
                 Some((RefusalCode::LIMIT, 1000, "max_connections is reached"))
             } else if full {
-                Some((RefusalCode::BUSY, 20, "too many links that nobody has accepted"))
+                Some((RefusalCode::BUSY, 20, "too many links wait to be accepted"))
             } else {
                 None
             };
             if let Some((code, later, text)) = no {
-                greeting.refuse(shared, code, later, text).map_err(|error| broken(peer, &error))?;
+                greeting
+                    .refuse(shared, code, later, text)
+                    .map_err(|error| handshake_error(peer, &error))?;
                 return Ok(None);
             }
             let moves = match &greeting.side {
                 Side::Answering { listener, .. } => {
-                    listener.upgrade().is_some_and(|listener| listener.moves)
+                    listener.upgrade().is_some_and(|listener| listener.can_migrate)
                 }
                 Side::Dialing { .. } => false,
             };
             let ours = shared.hello(links, moves);
             let mut resume = None;
-            if let (Some(Sought::Found(link, received)), Some(theirs)) = (sought, theirs.resume) {
+            if let (Some(LostLink::Found(link, received)), Some(theirs)) = (sought, theirs.resume) {
                 resume = Some(Resume { yours: theirs.mine, mine: theirs.yours, received });
                 if let Side::Answering { resumes, .. } = &mut greeting.side {
                     *resumes = Some((link, theirs.received));
                 }
             }
             greeting.ours = Some(ours);
-            greeting.saying = wire::Greeting { hello: ours, resume }.encode().to_vec();
-            greeting.speak().map_err(|error| broken(peer, &error))?;
+            greeting.to_send = wire::Greeting { hello: ours, resume }.encode().to_vec();
+            greeting.flush().map_err(|error| handshake_error(peer, &error))?;
         }
-        Ok((greeting.said == greeting.saying.len()).then_some(Heard::Hello(theirs)))
+        Ok((greeting.sent == greeting.to_send.len()).then_some(PeerKind::Ferrite(theirs)))
     }
 }
 
 impl Greeting {
-    /// Whether a peer without a hello would be welcome. With TLS what it says is not what came.
+    /// Returns whether the listener accepts foreign peers on this connection. Not with TLS: the
+    /// decrypted bytes would be useless to them.
     fn accepts_foreign_peers(&self) -> bool {
         let Side::Answering { listener, .. } = &self.side else { return false };
         self.tls.is_none()
             && listener.upgrade().is_some_and(|listener| listener.accepts_foreign_tcp_peers())
     }
 
-    /// Says what is left to say.
-    fn speak(&mut self) -> io::Result<()> {
+    /// Sends what is left to send.
+    fn flush(&mut self) -> io::Result<()> {
         loop {
-            let rest = &self.saying[self.said..];
-            let wants = self.tls.as_ref().is_some_and(|tls| tls.wants_write());
-            if rest.is_empty() && !wants {
+            let rest = &self.to_send[self.sent..];
+            let tls_wants_write = self.tls.as_ref().is_some_and(|tls| tls.wants_write());
+            if rest.is_empty() && !tls_wants_write {
                 return Ok(());
             }
             let slices = [IoSlice::new(rest)];
@@ -381,14 +395,15 @@ impl Greeting {
                 Some(tls) => tls.write(&self.socket, &slices)?,
             };
             match sent {
-                Some(sent) => self.said += sent,
+                Some(sent) => self.sent += sent,
                 None => return Ok(()),
             }
         }
     }
 
-    /// Hears what there is, up to a hello and what came with it; whether the peer has ended.
-    fn listen(&mut self) -> io::Result<bool> {
+    /// Reads what has arrived, up to the longest greeting; returns whether the peer has ended the
+    /// connection.
+    fn read(&mut self) -> io::Result<bool> {
         while self.heard.len() < GREETING_BYTES.max(REFUSAL_BYTES_MAX) {
             let mut bytes = [0; 256];
             let slices = &mut [IoSliceMut::new(&mut bytes)];
@@ -413,13 +428,13 @@ impl Greeting {
         text: &str,
     ) -> io::Result<()> {
         shared.counters.refused.fetch_add(1, Ordering::Relaxed);
-        self.saying = refusal(code, later_ms, text);
-        (self.said, self.refusing) = (0, true);
-        self.speak()
+        self.to_send = refusal(code, later_ms, text);
+        (self.sent, self.refusing) = (0, true);
+        self.flush()
     }
 }
 
-/// Whether these are the first bytes of a hello, or of a refusal, before its magic is whole.
+/// Returns whether these may be the first bytes of a hello or of a refusal.
 fn may_become_greeting(heard: &[u8]) -> bool {
     [MAGIC, REFUSAL_MAGIC].iter().any(|magic| magic.starts_with(heard))
 }
@@ -428,7 +443,7 @@ fn refusal(code: RefusalCode, retry_after_ms: u32, text: &str) -> Vec<u8> {
     Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() }.encode()
 }
 
-fn broken(peer: SocketAddr, error: &io::Error) -> Error {
+fn handshake_error(peer: SocketAddr, error: &io::Error) -> Error {
     let kind = match error.kind() {
         io::ErrorKind::InvalidData => ErrorKind::Protocol,
         _ => ErrorKind::LinkDown,
@@ -436,8 +451,8 @@ fn broken(peer: SocketAddr, error: &io::Error) -> Error {
     Error::new(kind, format!("{peer} during the handshake over TCP: {error}"))
 }
 
-/// How both ways failed. The first is told as what it is: it is the one that was wanted.
-fn both(error: Error, fallback: Option<Fallback>) -> Error {
+/// Combines the errors of both transports. The kind is that of RDMA, which was preferred.
+fn combine_errors(error: Error, fallback: Option<Fallback>) -> Error {
     match fallback {
         None => error,
         Some(Fallback { error: first, .. }) => {

@@ -1,4 +1,4 @@
-//! Links that peers open.
+//! Incoming links: handshakes that peers start by RDMA CM.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
@@ -7,11 +7,12 @@ use ferrite_verbs::{Access, CmEvent, CmEventKind, CmId, ConnectParams, Connectio
 
 use super::calling::Reply;
 use super::{
-    Handshake, Place, UNKNOWN_PEER, bring_up, device_of, door_limits, initialise, params, reads,
+    Admission, Handshake, UNKNOWN_PEER, bring_up, device_of, handshake_limits, initialise, params,
+    reads,
 };
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::Made;
+use crate::fabric::device_objects::NewQueuePair;
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::timers::Timer;
@@ -23,16 +24,16 @@ use crate::wire::{Hello, HelloError, Refusal, RefusalCode, Version};
 const NO_WINDOWS: &str =
     "the server's device cannot keep clients' memory apart (rdma-shared-windows); use TCP";
 
-/// Who gets a link when the handshake is done.
-pub(crate) enum Expecting {
+/// The recipient of a link when the handshake is done.
+pub(crate) enum Recipient {
     Listener(Weak<ListenerShared>),
-    /// Who took the request of a foreign peer.
+    /// The caller that accepted the request of a foreign peer.
     Caller(Reply),
 }
 
-impl Expecting {
-    /// It came to nothing. A listener does not hear of that.
-    pub(super) fn tell(self, error: Error) {
+impl Recipient {
+    /// Reports that the handshake failed. A listener is not informed.
+    pub(super) fn send_error(self, error: Error) {
         if let Self::Caller(reply) = self {
             let _ = reply.send(Err(error));
         }
@@ -42,10 +43,10 @@ impl Expecting {
 /// A peer's request that is being accepted.
 struct Accepting {
     request: ConnectionRequest,
-    /// `None`: it said none, and hears none.
+    /// `None` for a foreign peer: it sent no hello and gets none.
     hello: Option<Hello>,
     moves: bool,
-    who: Expecting,
+    recipient: Recipient,
 }
 
 impl Accepting {
@@ -53,20 +54,20 @@ impl Accepting {
         source(&self.request)
     }
 
-    /// Tells whoever asked, and the peer, that it comes to nothing.
+    /// Reports the failure to the caller, if there is one, and to the peer.
     fn fail(self, shared: &Shared, error: Error) {
-        let Self { request, who, .. } = self;
-        match who {
-            Expecting::Listener(_) => {
+        let Self { request, recipient, .. } = self;
+        match recipient {
+            Recipient::Listener(_) => {
                 let code = match error.kind() {
                     ErrorKind::Resources | ErrorKind::Full => RefusalCode::MEMORY,
                     _ => RefusalCode::POLICY,
                 };
                 refuse(shared, request, code, 0, &error.to_string());
             }
-            Expecting::Caller(reply) => {
+            Recipient::Caller(reply) => {
                 shared.counters.refused.fetch_add(1, Ordering::Relaxed);
-                shared.commands.discard(source(&request), request); // which refuses it
+                shared.commands.discard(source(&request), request); // dropping it refuses the peer
                 let _ = reply.send(Err(error));
             }
         }
@@ -77,7 +78,7 @@ fn source(request: &ConnectionRequest) -> Source {
     of(&request.id)
 }
 
-/// Handshakes of all peers together of which a command is under way.
+/// Maximum number of incoming handshakes with a running command, of all peers together.
 const COMMANDED_MAX: usize = 1024;
 
 impl Poller {
@@ -95,19 +96,13 @@ impl Poller {
                 request,
                 RefusalCode::POLICY,
                 ms,
-                "this address asked for memory that is not its own",
+                "this address requested memory that is not its own",
             );
             return;
         }
         if !listener.is_at(request.id.local_addr()) {
             shared.counters.misdirected.fetch_add(1, Ordering::Relaxed);
-            refuse(
-                shared,
-                request,
-                RefusalCode::POLICY,
-                0,
-                "nobody listens at this address over RDMA",
-            );
+            refuse(shared, request, RefusalCode::POLICY, 0, "no RDMA listener on this address");
             return;
         }
         let hello = match listener.foreign_peers_only {
@@ -131,13 +126,14 @@ impl Poller {
                         *request,
                         RefusalCode::FOREIGN_PEER,
                         0,
-                        "this listener takes Ferrite peers only",
+                        "this listener accepts only Ferrite peers",
                     );
                 }
                 return;
             }
             Err(HelloError::Version { theirs }) => {
-                let text = format!("we speak {}, you {theirs}", Version::CURRENT);
+                let text =
+                    format!("this side speaks version {}, the peer {theirs}", Version::CURRENT);
                 refuse(shared, request, RefusalCode::VERSION, 0, &text);
                 return;
             }
@@ -151,8 +147,8 @@ impl Poller {
             refuse(shared, request, RefusalCode::LIMIT, 1000, "max_connections is reached");
             return;
         }
-        if listener.is_full() || !self.make_place(shared, &request.id) {
-            refuse(shared, request, RefusalCode::BUSY, 20, "too many handshakes at a time");
+        if listener.is_full() || !self.may_start(shared, &request.id) {
+            refuse(shared, request, RefusalCode::BUSY, 20, "too many concurrent handshakes");
             return;
         }
         if !shared.commands.has_room(source(&request)) {
@@ -161,15 +157,18 @@ impl Poller {
                 request,
                 RefusalCode::BUSY,
                 20,
-                "too many handshakes of this address at a time",
+                "too many concurrent handshakes from this address",
             );
             return;
         }
-        let who = Expecting::Listener(Arc::downgrade(&listener));
-        self.accept(shared, Accepting { request, hello: Some(hello), moves: listener.moves, who });
+        let recipient = Recipient::Listener(Arc::downgrade(&listener));
+        self.accept(
+            shared,
+            Accepting { request, hello: Some(hello), moves: listener.can_migrate, recipient },
+        );
     }
 
-    /// Takes a peer that says nothing of itself.
+    /// Accepts a foreign peer.
     pub(crate) fn accept_foreign_peer(
         &mut self,
         shared: &Shared,
@@ -180,31 +179,31 @@ impl Poller {
         let wrong = if links >= shared.config.max_connections {
             Some(Error::new(ErrorKind::Resources, "max_connections is reached"))
         } else if !shared.commands.has_room(source(&request))
-            || !self.make_place(shared, &request.id)
+            || !self.may_start(shared, &request.id)
         {
-            Some(Error::new(ErrorKind::Full, "too many handshakes at a time"))
+            Some(Error::new(ErrorKind::Full, "too many concurrent handshakes"))
         } else {
             None
         };
         let accepting =
-            Accepting { request, hello: None, moves: false, who: Expecting::Caller(reply) };
+            Accepting { request, hello: None, moves: false, recipient: Recipient::Caller(reply) };
         match wrong {
             None => self.accept(shared, accepting),
             Some(error) => accepting.fail(shared, error),
         }
     }
 
-    /// Whether this peer may begin a handshake. If there are too many, the oldest of the busiest
-    /// source makes place: a peer that means it is done long before.
-    fn make_place(&mut self, shared: &Shared, id: &CmId) -> bool {
-        // Each source has a limit of its own for commands; this one is for all of them together.
+    /// Returns whether this peer may start a handshake. If there are too many, it first ends the
+    /// oldest one of the busiest source: a correct peer finishes long before that.
+    fn may_start(&mut self, shared: &Shared, id: &CmId) -> bool {
+        // Each source has its own limit for commands; this limit is for all sources together.
         if self.handshakes.commanded >= COMMANDED_MAX {
             return false;
         }
-        match self.handshakes.incoming.place(of(id), self.now, door_limits(shared)) {
-            Place::Free => true,
-            Place::Later(_) => false,
-            Place::Of(oldest) => {
+        match self.handshakes.incoming.admit(of(id), self.now, handshake_limits(shared)) {
+            Admission::Granted => true,
+            Admission::Wait(_) => false,
+            Admission::Displaces(oldest) => {
                 shared.counters.handshakes_displaced.fetch_add(1, Ordering::Relaxed);
                 self.handshake_timed_out(shared, oldest);
                 true
@@ -212,11 +211,11 @@ impl Poller {
         }
     }
 
-    /// First step: a queue pair, brought up to the peer's.
+    /// First step: creates a queue pair and connects it to the peer's.
     fn accept(&mut self, shared: &Shared, accepting: Accepting) {
         let begun = device_of(shared, &accepting.request.id).cloned();
-        let begun = begun.and_then(|device| Ok((self.begin_making(shared, &device)?, device)));
-        let (maker, device) = match begun {
+        let begun = begun.and_then(|device| Ok((self.begin_queue_pair(shared, &device)?, device)));
+        let (builder, device) = match begun {
             Ok(begun) => begun,
             Err(error) => return accepting.fail(shared, error),
         };
@@ -224,13 +223,13 @@ impl Poller {
         let reads_in = reads_in.min(accepting.request.reads_in_wanted);
         let reads_out = reads_out.min(accepting.request.reads_out_max);
         let (ack_timeout, source) = (shared.config.ack_timeout, accepting.source());
-        // As `make_raw` will have it.
+        // The same rights as `make_raw` sets.
         let rights = if accepting.hello.is_none() { Access::REMOTE_WRITE } else { Access::LOCAL };
         self.handshakes.command(accepting.request.id.key(), true);
         let work = move |accepting: &mut Accepting| {
             let id = &accepting.request.id;
-            let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
-            let made = maker.make()?;
+            let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 do not support it
+            let made = builder.build()?;
             initialise(id, &made.qp)?;
             let mtu = bring_up(id, &made.qp, rights, (reads_in, reads_out))?;
             Ok((made, mtu))
@@ -240,20 +239,20 @@ impl Poller {
         });
     }
 
-    /// Second step: the link, then the answer to the peer, which may send as soon as it hears of
-    /// us.
+    /// Second step: creates the link, then accepts. The peer may send as soon as it has the
+    /// response.
     fn accept_over(
         &mut self,
         shared: &Shared,
         accepting: Accepting,
         device: &Arc<SharedDevice>,
-        made: Result<(Made, Option<Mtu>), Error>,
+        made: Result<(NewQueuePair, Option<Mtu>), Error>,
         (reads_in, reads_out): (u8, u8),
     ) {
         let (key, source) = (accepting.request.id.key(), accepting.source());
         let linked = match made {
             Ok((made, mtu)) => {
-                let linked = self.make_link(
+                let linked = self.create_link(
                     shared,
                     device,
                     made,
@@ -263,7 +262,7 @@ impl Poller {
                 linked.map(|(link, ours)| (link, ours, mtu))
             }
             Err(error) => {
-                self.end_making(shared, device);
+                self.end_queue_pair(shared, device);
                 Err(error)
             }
         };
@@ -292,18 +291,18 @@ impl Poller {
             move |poller, shared, accepting, accepted| {
                 match accepted {
                     Ok(()) => {
-                        let Accepting { request, hello, who, .. } = accepting;
+                        let Accepting { request, hello, recipient, .. } = accepting;
                         let hello = hello.unwrap_or(ours);
                         poller.timers.add(
                             poller.now + shared.config.connection_timeout,
                             Timer::Handshake(key),
                         );
-                        // The peer may have broken a rule already: then the link is over, and with
-                        // it the handshake.
+                        // The peer may have violated the protocol already. That ended the link, and
+                        // so ends the handshake.
                         if let Some(error) = failure(&link) {
                             poller.resume(shared, key, None);
                             shared.commands.discard(source, request.id);
-                            return who.tell(error);
+                            return recipient.send_error(error);
                         }
                         link.set_route(|route| {
                             route.cm_key = Some(key);
@@ -312,11 +311,11 @@ impl Poller {
                         });
                         poller.handshakes.incoming.enter(key, source, poller.now);
                         let handshake =
-                            Handshake::Incoming { id: request.id, link, hello, mtu, who };
+                            Handshake::Incoming { id: request.id, link, hello, mtu, recipient };
                         poller.resume(shared, key, Some(handshake));
                     }
                     Err(error) => {
-                        poller.unmake_link(shared, &link, &error);
+                        poller.abandon_link(shared, &link, &error);
                         poller.resume(shared, key, None);
                         accepting.fail(shared, error);
                     }
@@ -332,23 +331,23 @@ impl Poller {
         id: CmId,
         link: Arc<LinkShared>,
         (hello, mtu): (Hello, Option<Mtu>),
-        who: Expecting,
+        recipient: Recipient,
     ) {
         if let Some(error) = failure(&link) {
             shared.commands.discard(link.source(), id);
-            return who.tell(error);
+            return recipient.send_error(error);
         }
         if event.kind == CmEventKind::ESTABLISHED {
             self.establish(shared, id, &link, hello, mtu);
             shared.counters.accepted.fetch_add(1, Ordering::Relaxed);
-            match who {
-                Expecting::Listener(listener) => match listener.upgrade() {
+            match recipient {
+                Recipient::Listener(listener) => match listener.upgrade() {
                     Some(listener) => listener.arrived(link, &mut self.wakes),
                     None => link.close(), // the listener is gone
                 },
-                Expecting::Caller(reply) => {
+                Recipient::Caller(reply) => {
                     if let Err(Ok(link)) = reply.send(Ok(link)) {
-                        link.close(); // nobody wanted it any more
+                        link.close(); // the caller is gone
                     }
                 }
             }
@@ -357,12 +356,12 @@ impl Poller {
         let peer = id.peer_addr().unwrap_or(UNKNOWN_PEER);
         let error = Error::from(event.into_error(peer));
         shared.commands.discard(link.source(), id);
-        self.unmake_link(shared, &link, &error);
-        who.tell(error);
+        self.abandon_link(shared, &link, &error);
+        recipient.send_error(error);
     }
 }
 
-/// Why a link is over, if it is.
+/// Returns why a link ended, or `None` if it has not.
 fn failure(link: &LinkShared) -> Option<Error> {
     link.with(|state, _, _| state.failure().cloned())
 }
@@ -381,7 +380,7 @@ fn refuse(
     shared.counters.refused.fetch_add(1, Ordering::Relaxed);
     let refusal = Refusal { version: Version::CURRENT, code, retry_after_ms, text: text.into() };
     shared.commands.run(source(&request), move || {
-        // else it is refused by being dropped, without a reason
+        // If this fails, dropping the request refuses the peer without a reason.
         let _ = request.id.reject(&refusal.encode());
     });
 }

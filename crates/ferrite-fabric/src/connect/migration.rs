@@ -1,11 +1,11 @@
-//! Links that go from RDMA to TCP: what the fabric has to do for them. The rules are in
-//! `link/state/moving.rs`; the way back up is in [`upgrading`](super::upgrading).
+//! Links that migrate from RDMA to TCP: the fabric's part. The rules are in
+//! `link/state/migration.rs`; the way back to RDMA is in [`upgrading`](super::upgrading).
 
 use std::net::SocketAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::sockets::{Dial, Wants};
+use super::sockets::{Dial, Purpose};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
@@ -17,30 +17,32 @@ use crate::link::tcp::TcpPath;
 use crate::policy::Fallback;
 use crate::wire::Resume;
 
-/// Between calls to a peer that does not answer.
+/// The delay between attempts to connect to a peer that does not answer.
 const REDIAL: Duration = Duration::from_millis(250);
-/// A connection that a link goes on over.
-pub(crate) struct Place {
+
+/// A TCP connection over which a link continues.
+pub(crate) struct TcpConnection {
     pub(crate) socket: u64,
     pub(crate) encrypted: bool,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) peer: SocketAddr,
 }
 
-/// What a peer asks for that has lost its path.
-pub(super) enum Sought {
+/// The result of a peer's request to resume a link that has lost its path.
+pub(super) enum LostLink {
     Unknown,
-    /// The device has yet to say that nothing more comes over the path that was lost: the greeting
-    /// is looked at again then.
+    /// The device has not yet reported that nothing more arrives over the lost path. The greeting
+    /// is handled again after that.
     NotYet,
-    /// The link, and how many frames of the peer's have come.
+    /// The link, and the number of frames that it has received from the peer.
     Found(Arc<LinkShared>, u64),
 }
 
 impl Poller {
-    /// A link has lost its RDMA path: has the queue pair destroyed, then looks for another path.
-    pub(crate) fn fall(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
-        self.reap_all(shared); // what came is counted, and not sent again
+    /// Destroys the queue pair of a link that has lost its RDMA path, and then searches for another
+    /// path.
+    pub(crate) fn downgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+        self.reap_all(shared); // count what has arrived, so that it is not sent again
         self.end_upgrade(link);
         let queue = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_detach());
         let Some(queue) = queue else { return };
@@ -54,13 +56,13 @@ impl Poller {
             own,
             work,
             move |poller, shared, (queue, in_flight), gone| {
-                poller.fell(shared, &link, queue, in_flight, gone);
+                poller.finish_downgrade(shared, &link, queue, in_flight, gone);
             },
         );
     }
 
-    /// The queue pair of a path that was lost is gone, or did not go.
-    fn fell(
+    /// Second step of a downgrade: the queue pair was destroyed, or that failed.
+    fn finish_downgrade(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
@@ -77,13 +79,13 @@ impl Poller {
                     (lost.error.clone(), state.is_caller)
                 }),
                 Err(error) => {
-                    state.end(error, wakes); // unless it has ended meanwhile
+                    state.end(error, wakes); // no effect if it has ended meanwhile
                     None
                 }
             }
         });
         let Some((error, is_caller)) = detached else {
-            // and not at once: whoever has called may be about to
+            // Not at once: the caller may be about to attend to the link.
             shared.mailbox.attend(link.index);
             return;
         };
@@ -98,10 +100,10 @@ impl Poller {
             (route.device, route.qp_num, route.mtu, route.cm_key) = (None, 0, None, None);
         });
         shared.fell_back(link, Fallback::new(error));
-        self.timers.add(deadline, Timer::Move(link.name));
+        self.timers.add(deadline, Timer::Migration(link.name));
         match route.socket {
             Some(socket) => {
-                self.sockets.carries(socket, true);
+                self.sockets.set_carrying(socket, true);
                 self.sockets.on_ready(socket);
                 link.with_wakes(&mut self.wakes, |state, env, wakes| {
                     state.resume(wakes);
@@ -110,7 +112,7 @@ impl Poller {
                 });
             }
             None if is_caller => self.redial(shared, link.name),
-            None => {} // the peer calls
+            None => {} // the peer reconnects
         }
         if is_caller {
             self.upgrade_in(link, shared.config.upgrade_after);
@@ -121,11 +123,12 @@ impl Poller {
         }
     }
 
-    pub(crate) fn move_timed_out(&mut self, shared: &Shared, name: LinkName) {
+    pub(crate) fn migration_timed_out(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-            // Not one that was lost later.
+            // Only if the path whose timer this is was not replaced by another one that was lost
+            // later.
             if let Some(lost) =
                 state.lost.as_ref().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
             {
@@ -138,7 +141,7 @@ impl Poller {
         self.attend(shared, name.index);
     }
 
-    /// Calls the peer of a link without a path, over TCP.
+    /// Connects to the peer of a link without a path, over TCP.
     pub(crate) fn redial(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let resume = link.with_wakes(&mut self.wakes, |state, _, _| {
@@ -147,16 +150,19 @@ impl Poller {
             Some((Resume { yours, mine, received }, lost.next_dial()))
         });
         let (Some((resume, number)), Some(peer)) = (resume, link.next_address()) else { return };
-        // From where it was: only that address may go up to RDMA again. It may be gone, so every
-        // other call is from any.
+        // From the same local address, because only that address may be upgraded to RDMA again. But
+        // it may be gone, so every other attempt leaves the address to the kernel.
         let local = link.route().local.map(|local| SocketAddr::new(local.ip(), 0));
         let local = local.filter(|local| number % 2 == 0 && local.is_ipv4() == peer.is_ipv4());
         let tls = link.tls();
         let deadline = self.now + shared.config.connection_timeout.min(shared.config.move_timeout);
-        self.dial(shared, Dial { peer, local, deadline, tls, wants: Wants::Resume(name, resume) });
+        self.dial(
+            shared,
+            Dial { peer, local, deadline, tls, purpose: Purpose::Resume(name, resume) },
+        );
     }
 
-    /// The peer did not take the call for a link without a path.
+    /// Handles a failed attempt to reconnect a link without a path.
     pub(crate) fn redial_failed(&mut self, shared: &Shared, name: LinkName, error: &Error) {
         let Some(link) = self.link_named(shared, name) else { return };
         let is_unknown = error.refusal().is_some() || error.kind() == ErrorKind::Protocol;
@@ -167,8 +173,8 @@ impl Poller {
             });
             self.attend(shared, name.index);
         } else if is_unknown {
-            // It is there, and knows nothing of the link: it was started again, or has given the
-            // link up.
+            // The peer is there but does not know the link: it was restarted, or has given the link
+            // up.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
                 if let Some(lost) = &state.lost {
                     let what =
@@ -184,22 +190,22 @@ impl Poller {
         }
     }
 
-    /// A peer calls by `socket` for a link that it has lost: which, and what came of it.
-    pub(super) fn find_lost(&mut self, shared: &Shared, socket: u64, resume: &Resume) -> Sought {
+    /// Finds the link that a peer wants to resume over `socket`.
+    pub(super) fn find_lost(&mut self, shared: &Shared, socket: u64, resume: &Resume) -> LostLink {
         let name = self.sessions.get(&resume.yours).copied();
         let Some(link) = name.and_then(|name| self.link_named(shared, name)) else {
-            return Sought::Unknown;
+            return LostLink::Unknown;
         };
         let known = link.with_wakes(&mut self.wakes, |state, _, _| {
             let other = state.peer().session != resume.mine;
             if other || state.transport == ActiveTransport::Tcp || state.tcp.is_some() {
                 return false;
             }
-            // It may know before us.
+            // The peer may notice the loss before we do.
             state.lose_for_peer()
         });
         if !known {
-            return Sought::Unknown;
+            return LostLink::Unknown;
         }
         if link.with_wakes(&mut self.wakes, |state, _, _| state.is_to_be_detached()) {
             self.downgrade_when_drained(shared, &link);
@@ -208,20 +214,20 @@ impl Poller {
             (state.lost.as_ref().map(|lost| lost.detached), state.received())
         });
         match detached {
-            None => Sought::Unknown, // it could not go on
-            Some(true) => Sought::Found(link, received),
+            None => LostLink::Unknown, // the link could not continue
+            Some(true) => LostLink::Found(link, received),
             Some(false) => {
                 self.sockets.wait_for(link.name, socket);
-                Sought::NotYet
+                LostLink::NotYet
             }
         }
     }
 
-    /// Both have said what they have: the link goes on over this connection.
-    pub(crate) fn go_on(
+    /// Continues the link over this connection, after both sides have said what they have received.
+    pub(crate) fn resume_link(
         &mut self,
         link: &Arc<LinkShared>,
-        at: &Place,
+        at: &TcpConnection,
         tcp: TcpPath,
         received: u64,
     ) {

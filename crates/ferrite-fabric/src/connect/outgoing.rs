@@ -1,4 +1,4 @@
-//! Links that this side opens.
+//! Outgoing links: handshakes that this side starts by RDMA CM.
 
 use std::collections::VecDeque;
 use std::net::SocketAddr;
@@ -8,11 +8,11 @@ use std::time::{Duration, Instant};
 use ferrite_verbs::{CmEvent, CmEventKind, CmId, ConnectParams, Mtu, QueuePair};
 
 use super::calling::{Opened, OverTcp, Reply};
-use super::{Handshake, bring_up, device_of, initialise, params, since};
+use super::{Handshake, bring_up, device_of, duration_between, initialise, params};
 use crate::diagnose::{self, Failure, Subject};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::Made;
+use crate::fabric::device_objects::NewQueuePair;
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::timers::Timer;
@@ -21,43 +21,45 @@ use crate::policy::{Fallback, Rdma};
 use crate::source::Source;
 use crate::wire::{Hello, HelloError, Refusal, RefusalCode};
 
-/// The kernel can miss the moment when a neighbour's address becomes known, and then looks again
-/// only when its time is over. So it is asked with a short time first, and again with a longer one.
+/// The kernel can miss the moment when a neighbour's address becomes known, and then checks again
+/// only when its timeout expires. So the first attempt has a short timeout, and later ones have
+/// longer ones.
 const FIRST_RESOLVE: Duration = Duration::from_millis(250);
 
-/// A handshake that this side began.
+/// A handshake that this side started.
 pub(crate) struct Outgoing {
-    /// `None` while it waits for its turn.
+    /// `None` while it waits to start.
     id: Option<CmId>,
     peer: SocketAddr,
     local: Option<SocketAddr>,
     deadline: Instant,
-    /// For the next try at finding the peer's address, and when that began.
-    patience: Duration,
-    asked: Instant,
+    /// The timeout for the next attempt to resolve the peer's address, and when the last one
+    /// started.
+    resolve_timeout: Duration,
+    resolve_started: Instant,
     link: Option<(Arc<LinkShared>, ConnectedBy)>,
     reply: Reply,
-    /// The way to take when this one fails.
-    pub(super) otherwise: Option<OverTcp>,
-    /// Why the last try failed, for the case that time runs out.
+    /// The transport to use if this one fails.
+    pub(super) tcp_fallback: Option<OverTcp>,
+    /// Why the last attempt failed, in case the time runs out.
     last: Option<Error>,
-    pub(super) speaks: Speaks,
-    /// How long each try may take, and how many more there may be.
+    pub(super) protocol: PeerProtocol,
+    /// The timeout of each attempt, and how many more there may be.
     timeout: Duration,
     pub(super) retries: u32,
 }
 
-/// What the peer is expected to speak.
+/// The protocol that the peer is expected to speak.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Speaks {
+pub(super) enum PeerProtocol {
     Ferrite,
-    /// Another protocol: nothing of ours is said.
+    /// Another protocol: no hello is sent.
     Other,
-    /// What its answer says.
+    /// Unknown: the peer's response decides.
     Either,
 }
 
-/// What was agreed when the request was sent.
+/// The parameters of the request.
 #[derive(Clone, Copy)]
 struct ConnectedBy {
     reads_in: u8,
@@ -65,7 +67,7 @@ struct ConnectedBy {
 }
 
 impl Outgoing {
-    /// By RDMA alone, unless it is told otherwise.
+    /// Creates a handshake over RDMA only; the caller may add a fallback.
     pub(super) fn new(
         peer: SocketAddr,
         local: Option<SocketAddr>,
@@ -78,13 +80,13 @@ impl Outgoing {
             peer,
             local,
             deadline: now + timeout,
-            patience: FIRST_RESOLVE,
-            asked: now,
+            resolve_timeout: FIRST_RESOLVE,
+            resolve_started: now,
             link: None,
             reply,
-            otherwise: None,
+            tcp_fallback: None,
             last: None,
-            speaks: Speaks::Ferrite,
+            protocol: PeerProtocol::Ferrite,
             timeout,
             retries: 0,
         }
@@ -94,14 +96,14 @@ impl Outgoing {
         self.deadline
     }
 
-    /// Whether nobody waits any more, or not longer.
+    /// Returns whether the caller has stopped waiting, or the deadline has passed.
     pub(super) fn is_over(&self, now: Instant) -> bool {
         now >= self.deadline || self.reply.is_canceled()
     }
 }
 
 impl Poller {
-    /// Begins handshakes that wait, as many as may be under way.
+    /// Starts waiting handshakes, up to the maximum.
     pub(super) fn start_waiting(&mut self, shared: &Shared) {
         while self.handshakes.outgoing < shared.config.max_half_open {
             let Some(outgoing) = self.handshakes.waiting.pop_front() else { return };
@@ -111,35 +113,37 @@ impl Poller {
                 self.resolve(shared, outgoing);
             }
         }
-        // Those that wait longer than they may are told by the clock.
+        // A timer reports those that wait too long.
         if let Some(next) = self.handshakes.waiting.front() {
             self.timers.add(next.deadline, Timer::Retry(u64::MAX));
         }
     }
 
-    /// First step, with a new identifier.
+    /// First step: resolves the address, with a new identifier.
     fn resolve(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>) {
-        let patience = outgoing.patience.min(since(outgoing.deadline, self.now));
-        outgoing.asked = self.now;
+        let resolve_timeout =
+            outgoing.resolve_timeout.min(duration_between(outgoing.deadline, self.now));
+        outgoing.resolve_started = self.now;
         let id = self.cm(shared).and_then(|channel| Ok(channel.create_id()?));
         match id {
             Ok(id) => {
                 self.timers.add(outgoing.deadline, Timer::Handshake(id.key()));
                 let (local, peer) = (outgoing.local, outgoing.peer);
-                self.ask(
+                self.run_on_id(
                     shared,
                     outgoing,
                     id,
-                    move |id| Ok(id.resolve_address(local, peer, patience)?),
-                    Self::asked,
+                    move |id| Ok(id.resolve_address(local, peer, resolve_timeout)?),
+                    Self::wait_for_event,
                 );
             }
             Err(error) => self.finish(shared, *outgoing, Err(error)),
         }
     }
 
-    /// Has `work` done with the identifier where it may wait, then goes on.
-    fn ask<T: Send + 'static>(
+    /// Runs `work` on the identifier in a command, because it may block, and then continues with
+    /// `then`.
+    fn run_on_id<T: Send + 'static>(
         &mut self,
         shared: &Shared,
         outgoing: Box<Outgoing>,
@@ -148,7 +152,7 @@ impl Poller {
         then: impl FnOnce(&mut Self, &Shared, Box<Outgoing>, Result<T, Error>) + Send + 'static,
     ) {
         let work = move |id: &CmId, (): &mut ()| work(id);
-        self.ask_with(
+        self.run_on_id_with(
             shared,
             outgoing,
             (id, ()),
@@ -159,8 +163,8 @@ impl Poller {
         );
     }
 
-    /// The same with something else that the command owns meanwhile.
-    fn ask_with<O: Send + 'static, T: Send + 'static>(
+    /// The same with another value that the command owns meanwhile.
+    fn run_on_id_with<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
@@ -177,10 +181,16 @@ impl Poller {
         });
     }
 
-    /// Something was asked of the connection manager: waits for its answer.
-    fn asked(&mut self, shared: &Shared, outgoing: Box<Outgoing>, asked: Result<(), Error>) {
+    /// Waits for the next event of the connection manager, if the call that causes it has
+    /// succeeded.
+    fn wait_for_event(
+        &mut self,
+        shared: &Shared,
+        outgoing: Box<Outgoing>,
+        called: Result<(), Error>,
+    ) {
         let Some(key) = outgoing.id.as_ref().map(CmId::key) else { return };
-        match asked {
+        match called {
             Ok(()) if outgoing.is_over(self.now) => {
                 self.resume(shared, key, None);
                 self.outgoing_timed_out(shared, *outgoing);
@@ -205,21 +215,23 @@ impl Poller {
         }
         match event.kind {
             CmEventKind::ADDRESS_ERROR | CmEventKind::ROUTE_ERROR => {
-                // Whatever else it says (no device, no route), it would say again.
+                // Any other error (no device, no route) would be the same next time.
                 let timed_out = event.status.abs() == rustix::io::Errno::TIMEDOUT.raw_os_error();
                 let error = Error::from(event.into_error(outgoing.peer));
                 if timed_out {
-                    // At once, unless it did not take its time.
-                    let rest = outgoing.patience.saturating_sub(since(self.now, outgoing.asked));
-                    outgoing.patience = outgoing.patience.saturating_mul(2);
-                    self.try_again(shared, outgoing, error, rest);
+                    // Retry at once, unless the attempt ended before its timeout.
+                    let rest = outgoing
+                        .resolve_timeout
+                        .saturating_sub(duration_between(self.now, outgoing.resolve_started));
+                    outgoing.resolve_timeout = outgoing.resolve_timeout.saturating_mul(2);
+                    self.retry(shared, outgoing, error, rest);
                 } else {
                     self.finish(shared, *outgoing, Err(error));
                 }
             }
             CmEventKind::UNREACHABLE | CmEventKind::CONNECT_ERROR => {
                 let error = Error::from(event.into_error(outgoing.peer));
-                self.try_again(shared, outgoing, error, Duration::from_millis(50));
+                self.retry(shared, outgoing, error, Duration::from_millis(50));
             }
             CmEventKind::REJECTED => match Refusal::decode(&event.private_data) {
                 Some(refusal) => {
@@ -227,7 +239,7 @@ impl Poller {
                     let again = refusal.code == RefusalCode::BUSY;
                     let error = Error::refused(&outgoing.peer.to_string(), refusal);
                     if again {
-                        self.try_again(shared, outgoing, error, wait.max(Duration::from_millis(1)));
+                        self.retry(shared, outgoing, error, wait.max(Duration::from_millis(1)));
                     } else {
                         self.finish(shared, *outgoing, Err(error));
                     }
@@ -253,32 +265,37 @@ impl Poller {
         }
     }
 
-    /// The next step.
+    /// Makes the next step of a handshake.
     fn step(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId, event: &CmEvent) {
         match event.kind {
             CmEventKind::ADDRESS_RESOLVED => {
-                // That it could not be found before is over.
+                // An earlier failure to resolve it no longer matters.
                 outgoing.last =
                     outgoing.last.take().filter(|last| last.kind() != ErrorKind::Unreachable);
-                let timeout = since(outgoing.deadline, self.now);
-                self.ask(
+                let timeout = duration_between(outgoing.deadline, self.now);
+                self.run_on_id(
                     shared,
                     outgoing,
                     id,
                     move |id| Ok(id.resolve_route(timeout)?),
-                    Self::asked,
+                    Self::wait_for_event,
                 );
             }
-            CmEventKind::ROUTE_RESOLVED => self.make_outgoing(shared, outgoing, id),
-            _ => self.answered(shared, outgoing, id, event),
+            CmEventKind::ROUTE_RESOLVED => self.create_outgoing_queue_pair(shared, outgoing, id),
+            _ => self.on_response(shared, outgoing, id, event),
         }
     }
 
-    /// The way is known: a queue pair, then the request.
-    fn make_outgoing(&mut self, shared: &Shared, mut outgoing: Box<Outgoing>, id: CmId) {
+    /// Creates the queue pair when the route is known, and then sends the request.
+    fn create_outgoing_queue_pair(
+        &mut self,
+        shared: &Shared,
+        mut outgoing: Box<Outgoing>,
+        id: CmId,
+    ) {
         let begun = device_of(shared, &id).cloned();
-        let begun = begun.and_then(|device| Ok((self.begin_making(shared, &device)?, device)));
-        let (maker, device) = match begun {
+        let begun = begun.and_then(|device| Ok((self.begin_queue_pair(shared, &device)?, device)));
+        let (builder, device) = match begun {
             Ok(begun) => begun,
             Err(error) => {
                 outgoing.id = Some(id);
@@ -287,67 +304,67 @@ impl Poller {
         };
         let ack_timeout = shared.config.ack_timeout;
         let work = move |id: &CmId| {
-            let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 have none
-            let made = maker.make()?;
+            let _ = id.set_ack_timeout(ack_timeout); // kernels before 5.1 do not support it
+            let made = builder.build()?;
             initialise(id, &made.qp)?;
             Ok(made)
         };
-        self.ask(shared, outgoing, id, work, move |poller, shared, outgoing, made| {
-            poller.request(shared, outgoing, &device, made);
+        self.run_on_id(shared, outgoing, id, work, move |poller, shared, outgoing, made| {
+            poller.send_request(shared, outgoing, &device, made);
         });
     }
 
-    /// Asks the peer.
-    fn request(
+    /// Creates the link and sends the request to the peer.
+    fn send_request(
         &mut self,
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
         device: &Arc<SharedDevice>,
-        made: Result<Made, Error>,
+        made: Result<NewQueuePair, Error>,
     ) {
-        let moves = outgoing.otherwise.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
+        let moves = outgoing.tcp_fallback.as_ref().is_some_and(|tcp| tcp.policy == Rdma::Prefer);
         let linked = match made {
-            Ok(made) => self.make_link(shared, device, made, Some(outgoing.peer), moves),
+            Ok(made) => self.create_link(shared, device, made, Some(outgoing.peer), moves),
             Err(error) => {
-                self.end_making(shared, device);
+                self.end_queue_pair(shared, device);
                 Err(error)
             }
         };
         let (link, hello) = match linked {
             Ok(linked) => linked,
-            Err(error) => return self.asked(shared, outgoing, Err(error)),
+            Err(error) => return self.wait_for_event(shared, outgoing, Err(error)),
         };
-        let speaks = outgoing.speaks;
+        let protocol = outgoing.protocol;
         link.with_wakes(&mut self.wakes, |state, _, _| {
             state.is_caller = true;
-            if speaks == Speaks::Other {
+            if protocol == PeerProtocol::Other {
                 state.make_raw();
             }
         });
-        link.set_tls(outgoing.otherwise.as_ref().and_then(|tcp| tcp.tls.clone()));
+        link.set_tls(outgoing.tcp_fallback.as_ref().and_then(|tcp| tcp.tls.clone()));
         let params = params(shared, device, &link, &[]);
         let by = ConnectedBy { reads_in: params.reads_in, reads_out: params.reads_out };
         outgoing.link = Some((link, by));
         let Some(id) = outgoing.id.take() else { return };
         let work = move |id: &CmId| {
             let encoded = hello.encode();
-            let private_data = if speaks == Speaks::Other { &[] } else { &encoded[..] };
+            let private_data = if protocol == PeerProtocol::Other { &[] } else { &encoded[..] };
             Ok(id.connect(&ConnectParams { private_data, ..params })?)
         };
-        self.ask(shared, outgoing, id, work, Self::asked);
+        self.run_on_id(shared, outgoing, id, work, Self::wait_for_event);
     }
 
-    /// The peer has accepted: brings the queue pair up and tells it so.
-    fn answered(
+    /// Handles the peer's response: connects the queue pair and confirms.
+    fn on_response(
         &mut self,
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
         id: CmId,
         event: &CmEvent,
     ) {
-        let heard = self.heard(&outgoing, event);
-        let (link, by, hello, qp) = match heard {
-            Ok(heard) => heard,
+        let response = self.read_response(&outgoing, event);
+        let (link, by, hello, qp) = match response {
+            Ok(response) => response,
             Err(error) => {
                 outgoing.id = Some(id);
                 return self.finish(shared, *outgoing, Err(error));
@@ -358,35 +375,41 @@ impl Poller {
         let work = move |id: &CmId, qp: &mut QueuePair| {
             let up = bring_up(id, qp, rights, (by.reads_in, by.reads_out));
             let up = up.and_then(|mtu| id.establish().map(|()| mtu).map_err(Error::from));
-            up.map_err(|error| hung_up(peer, error))
+            up.map_err(|error| as_disconnect(peer, error))
         };
-        self.ask_with(shared, outgoing, (id, qp), work, move |poller, shared, outgoing, qp, up| {
-            link.with_wakes(&mut poller.wakes, |state, _, _| state.take_back(qp));
-            poller.is_up(shared, outgoing, &link, hello, up);
-        });
+        self.run_on_id_with(
+            shared,
+            outgoing,
+            (id, qp),
+            work,
+            move |poller, shared, outgoing, qp, up| {
+                link.with_wakes(&mut poller.wakes, |state, _, _| state.take_back(qp));
+                poller.open_link(shared, outgoing, &link, hello, up);
+            },
+        );
     }
 
-    /// What the peer's answer says, and the queue pair to be brought up.
-    fn heard(
+    /// Evaluates the peer's response. Also returns the queue pair that must be connected.
+    fn read_response(
         &mut self,
         outgoing: &Outgoing,
         event: &CmEvent,
     ) -> Result<(Arc<LinkShared>, ConnectedBy, Hello, QueuePair), Error> {
         let Some((link, by)) = outgoing.link.clone() else {
-            return Err(Error::new(ErrorKind::System, "a response to nothing"));
+            return Err(Error::new(ErrorKind::System, "a response without a request"));
         };
         let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.peer());
-        let hello = match (outgoing.speaks, Hello::decode(&event.private_data)) {
-            (Speaks::Other, _) => ours,
+        let hello = match (outgoing.protocol, Hello::decode(&event.private_data)) {
+            (PeerProtocol::Other, _) => ours,
             (_, Ok(hello)) => hello,
-            // It took the connection and has nothing to say of itself.
-            (Speaks::Either, Err(HelloError::ForeignPeer | HelloError::Short { .. })) => {
+            // The peer accepted the connection but sent no hello.
+            (PeerProtocol::Unknown, Err(HelloError::ForeignPeer | HelloError::Short { .. })) => {
                 link.with_wakes(&mut self.wakes, |state, _, _| state.make_raw());
                 ours
             }
-            (_, Err(error)) => return Err(not_ours(outgoing.peer, error)),
+            (_, Err(error)) => return Err(not_a_ferrite_peer(outgoing.peer, error)),
         };
-        // Before the peer hears that it may send.
+        // Before the peer learns that it may send.
         let qp = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.set_peer(hello);
             state.queue.lend()
@@ -395,8 +418,8 @@ impl Poller {
         Ok((link, by, hello, qp))
     }
 
-    /// The queue pair is up, and the peer knows, or not.
-    fn is_up(
+    /// Opens the link after the queue pair was connected, or handles the failure.
+    fn open_link(
         &mut self,
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
@@ -406,15 +429,15 @@ impl Poller {
     ) {
         let up = up.and_then(|mtu| {
             match link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned()) {
-                Some(error) => Err(error), // meanwhile
+                Some(error) => Err(error), // it failed meanwhile
                 None => Ok(mtu),
             }
         });
         let mtu = match up {
             Ok(mtu) if !outgoing.is_over(self.now) => mtu,
-            // which finds that nobody waits any more
-            Ok(_) => return self.asked(shared, outgoing, Ok(())),
-            Err(error) => return self.asked(shared, outgoing, Err(error)),
+            // `wait_for_event` finds that the caller no longer waits.
+            Ok(_) => return self.wait_for_event(shared, outgoing, Ok(())),
+            Err(error) => return self.wait_for_event(shared, outgoing, Err(error)),
         };
         let Some(id) = outgoing.id.take() else { return };
         let key = id.key();
@@ -427,7 +450,7 @@ impl Poller {
         }
     }
 
-    fn try_again(
+    fn retry(
         &mut self,
         shared: &Shared,
         mut outgoing: Box<Outgoing>,
@@ -435,13 +458,13 @@ impl Poller {
         wait: Duration,
     ) {
         if self.now + wait >= outgoing.deadline {
-            let error = explain(shared, &outgoing, error);
+            let error = add_causes(shared, &outgoing, error);
             self.finish(shared, *outgoing, Err(error));
             return;
         }
         shared.counters.connect_retries.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         if let Some((link, _)) = outgoing.link.take() {
-            self.unmake_link(shared, &link, &error);
+            self.abandon_link(shared, &link, &error);
         }
         shared.commands.discard(Source::of(outgoing.peer), outgoing.id.take());
         outgoing.last = Some(error);
@@ -460,7 +483,7 @@ impl Poller {
         if let Some(outgoing) = self.handshakes.retrying.remove(&ticket) {
             self.handshakes.waiting.push_front(outgoing);
         } else {
-            // Their time may be over before their turn has come.
+            // Some may have reached their deadline before they could start.
             let waiting = std::mem::take(&mut self.handshakes.waiting);
             let (over, waiting): (VecDeque<_>, _) =
                 waiting.into_iter().partition(|outgoing| outgoing.is_over(self.now));
@@ -475,7 +498,7 @@ impl Poller {
             let what = format!("{} did not answer the handshake in time", outgoing.peer);
             Error::new(ErrorKind::Timeout, what)
         });
-        let error = explain(shared, &outgoing, error);
+        let error = add_causes(shared, &outgoing, error);
         self.finish(shared, outgoing, Err(error));
     }
 
@@ -494,8 +517,8 @@ impl Poller {
             outgoing.retries -= 1;
             let delay = shared.config.retry_delay;
             outgoing.deadline = self.now + delay + outgoing.timeout;
-            outgoing.patience = FIRST_RESOLVE;
-            self.try_again(
+            outgoing.resolve_timeout = FIRST_RESOLVE;
+            self.retry(
                 shared,
                 Box::new(outgoing),
                 error.clone(),
@@ -503,23 +526,23 @@ impl Poller {
             );
             return;
         }
-        let Outgoing { id, peer, link, reply, otherwise, .. } = outgoing;
+        let Outgoing { id, peer, link, reply, tcp_fallback, .. } = outgoing;
         match (&opened, link) {
-            (Err(error), Some((link, _))) => self.unmake_link(shared, &link, error),
+            (Err(error), Some((link, _))) => self.abandon_link(shared, &link, error),
             (Ok(_), _) => {
                 shared.counters.connected.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
             }
             _ => {}
         }
         shared.commands.discard(Source::of(peer), id);
-        match (opened, otherwise) {
-            (Err(error), Some(otherwise)) if !reply.is_canceled() => {
+        match (opened, tcp_fallback) {
+            (Err(error), Some(tcp_fallback)) if !reply.is_canceled() => {
                 let fallback = Some(Fallback::new(error));
-                self.dial(shared, otherwise.dial(self.now, reply, fallback));
+                self.dial(shared, tcp_fallback.dial(self.now, reply, fallback));
             }
             (opened, _) => {
                 if let Err(Ok(link)) = reply.send(opened) {
-                    link.close(); // nobody wanted it any more
+                    link.close(); // the caller is gone
                 }
             }
         }
@@ -527,30 +550,31 @@ impl Poller {
     }
 }
 
-/// Adds the likely causes of silence, if that is what the handshake ended in.
-fn explain(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
+/// Adds the likely causes if the handshake ended because the peer did not answer.
+fn add_causes(shared: &Shared, outgoing: &Outgoing, error: Error) -> Error {
     if ![ErrorKind::Timeout, ErrorKind::Unreachable].contains(&error.kind()) {
         return error;
     }
-    // Without a device the address says which; the diagnosis must not look at another.
+    // Without a device, the local address would select one: the diagnosis must not use another's.
     let device = outgoing.id.as_ref().and_then(|id| device_of(shared, id).ok());
     let local = device.and_then(|_| outgoing.id.as_ref().and_then(CmId::local_addr));
     let context = device.or(shared.devices.first()).and_then(|device| device.context());
     let Some(context) = context else { return error };
-    let (peer, told) = (Some(outgoing.peer), error.clone());
+    let (peer, shown) = (Some(outgoing.peer), error.clone());
     let port = outgoing.id.as_ref().and_then(CmId::device).map_or(1, |(_, port)| port);
-    // Where it may wait: who has the error sees them when they are found.
+    // In a command, because it may block. Every holder of the error sees the causes once they are
+    // found.
     shared.commands.run(Source::of_any(peer), move || {
         let failure = Failure::ConnectTimeout;
         let subject = Subject { context: &context, port, local, peer, baseline: None, failure };
-        told.set_causes(diagnose::causes(&subject));
+        shown.set_causes(diagnose::causes(&subject));
     });
     error
 }
 
-/// A peer that went after it had answered makes the next steps wrong: that is nobody's mistake
-/// here.
-fn hung_up(peer: SocketAddr, error: Error) -> Error {
+/// Corrects the error of a peer that disconnected after its response: the next steps then fail as
+/// misuse, but that is not a mistake of this side.
+fn as_disconnect(peer: SocketAddr, error: Error) -> Error {
     match error.kind() {
         ErrorKind::Misuse => Error::new(
             ErrorKind::LinkDown,
@@ -560,6 +584,6 @@ fn hung_up(peer: SocketAddr, error: Error) -> Error {
     }
 }
 
-fn not_ours(peer: SocketAddr, error: HelloError) -> Error {
+fn not_a_ferrite_peer(peer: SocketAddr, error: HelloError) -> Error {
     Error::new(ErrorKind::Protocol, format!("{peer} is not a Ferrite peer of our version: {error}"))
 }

@@ -1,5 +1,5 @@
-//! A peer that is known by several addresses: the likeliest first, the next soon after, whichever
-//! answers.
+//! Connects to a peer with several addresses: the likeliest first, the next soon after, and the
+//! first that answers wins.
 
 use std::fmt;
 use std::future::Future;
@@ -16,7 +16,7 @@ use crate::fabric::Fabric;
 use crate::fabric::timers::Timer;
 use crate::link::Link;
 
-/// Between two addresses: long enough for one that works, short enough not to be noticed.
+/// The delay between two addresses: long enough for one that works, too short to be noticed.
 const STAGGER: Duration = Duration::from_millis(250);
 
 /// A link that is being opened to a peer with several addresses.
@@ -24,7 +24,7 @@ const STAGGER: Duration = Duration::from_millis(250);
 pub struct ConnectingAny {
     fabric: Fabric,
     options: ConnectOptions,
-    /// All that were named, and those that were not tried yet, the likeliest last.
+    /// All addresses; `left` are those that were not tried yet, the likeliest last.
     all: Vec<SocketAddr>,
     left: Vec<SocketAddr>,
     under_way: Vec<(SocketAddr, Connecting)>,
@@ -33,13 +33,15 @@ pub struct ConnectingAny {
 }
 
 impl Fabric {
-    /// Opens a link to a peer that is known by several addresses. They are ranked: those on the
-    /// subnet of one of our RDMA devices first, by RoCE v2 before v1, then in the given order. The
-    /// first is tried at once, the next after 250 ms or when one has failed, and the first link
-    /// that is there is taken. A link that loses its path looks for the peer at all of them.
+    /// Opens a link to a peer with several addresses.
+    ///
+    /// Addresses on the subnet of one of our RDMA devices rank first, RoCE v2 before v1; the others
+    /// follow in the given order. The first is tried at once, the next after 250 ms or when one has
+    /// failed. The first link that opens is used. If it loses its path, it searches for the peer at
+    /// all of the addresses.
     ///
     /// # Errors
-    /// The error names what became of each address, and has the kind of the first.
+    /// The error says how each address failed, and has the kind of the first.
     pub fn connect_any(&self, peers: &[SocketAddr], options: &ConnectOptions) -> ConnectingAny {
         let mut left = self.rank(peers);
         left.reverse();
@@ -54,7 +56,7 @@ impl Fabric {
         }
     }
 
-    /// The likeliest first.
+    /// Sorts the addresses, the likeliest first.
     fn rank(&self, peers: &[SocketAddr]) -> Vec<SocketAddr> {
         let mut own: Vec<(IpAddr, bool)> = Vec::new();
         for device in self.shared().devices.iter().filter(|device| !device.is_gone()) {
@@ -68,12 +70,12 @@ impl Fabric {
             near.map(|(_, routable)| if *routable { 2 } else { 1 }).max().unwrap_or(0)
         };
         let mut ranked = peers.to_vec();
-        ranked.sort_by_key(|peer| std::cmp::Reverse(rank(peer))); // which keeps the order of equals
+        ranked.sort_by_key(|peer| std::cmp::Reverse(rank(peer))); // a stable sort
         ranked
     }
 }
 
-/// A guess of what a subnet is, where nobody has asked the kernel.
+/// A guess of the subnet's prefix length, instead of asking the kernel.
 fn near_bits(ip: IpAddr) -> u32 {
     if ip.is_ipv4() { 24 } else { 64 }
 }

@@ -1,12 +1,13 @@
-//! TCP connections of a fabric: listeners, greetings under way, and which link has which.
+//! The TCP connections of a fabric: listeners, handshakes in progress, and which connection belongs
+//! to which link.
 //!
 //! ```text
 //!   outgoing   connect ─► our hello ─► the peer's hello ─► link
 //!   incoming   accept ─► the peer's hello ─► our hello ─► link in the listener's queue
-//!                                         └► or a refusal, in words; foreign peers get one too, unless somebody takes them
+//!                     └► a refusal, with the reason; also for foreign peers that nobody accepts
 //! ```
 //!
-//! As with RDMA CM, everything runs in the poller's pass and never waits.
+//! As with RDMA CM, everything runs in the poller's pass and never blocks.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::net::SocketAddr;
@@ -20,10 +21,10 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, sockopt};
 use rustls::pki_types::ServerName;
 use rustls::{ClientConfig, ServerConfig};
 
-use super::admission::{AdmissionQueue, Limits, Place as AtTheDoor};
+use super::admission::{Admission, AdmissionQueue, Limits};
 use super::calling::Reply;
 use super::greeting::{Greeting, Side};
-use super::migration::Place;
+use super::migration::TcpConnection;
 use super::{UNKNOWN_PEER, own_limits};
 use crate::descriptors;
 use crate::error::{Error, ErrorKind};
@@ -42,14 +43,14 @@ use crate::policy::{Fallback, Rdma};
 use crate::source::Source;
 use crate::wire::{self, GREETING_BYTES, Hello, Resume};
 
-/// Connections that are looked at in one pass, and that are accepted.
-const TURNS: usize = 16;
-/// Where bytes go that have no buffer yet. Shared by all connections.
+/// Maximum number of connections that one pass handles, and that it accepts from a listener.
+const SOCKETS_PER_PASS: usize = 16;
+/// Size of the buffer for bytes that have no other buffer yet. All connections share it.
 const SCRATCH_BYTES: usize = 64 << 10;
-/// Connections that have said nothing are cheap: so many for each handshake that there may be.
-const SILENT: usize = 16;
-/// Until a listener that ran out of descriptors or memory tries again. Nobody tells it when there
-/// are some.
+/// Connections that have sent nothing are cheap: this many are allowed for each possible handshake.
+const SILENT_PER_HANDSHAKE: usize = 16;
+/// The delay after which a listener that ran out of descriptors or memory tries again. Nothing
+/// reports when there are some.
 const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 
 /// The connections of a fabric, by number.
@@ -57,47 +58,49 @@ const ACCEPT_AGAIN: Duration = Duration::from_millis(100);
 pub(crate) struct Sockets {
     uses: HashMap<u64, Use>,
     next: u64,
-    /// Those with something to do.
+    /// Connections that need to be handled.
     ready: VecDeque<u64>,
-    /// Greetings of peers that have said nothing yet. They take no place among the handshakes.
+    /// Handshakes of peers that have sent nothing yet. They are not counted as half open.
     pub(super) silent: AdmissionQueue<u64>,
-    /// Those that have begun, and not ended.
+    /// Handshakes that have started and not finished.
     pub(super) half_open: AdmissionQueue<u64>,
-    /// Greetings with TLS that wait until fewer are half open, and whether the clock was told of
-    /// them.
+    /// TLS handshakes that wait until fewer are half open, and whether the timer for them is
+    /// running.
     pub(super) waiting: VecDeque<u64>,
-    pub(super) door_timer: bool,
-    /// Greetings of peers that want a link back, until that is possible or it is gone.
-    seeking: HashMap<LinkName, Vec<u64>>,
-    /// Those that wait for memory, of which nobody tells, and those that wait for some of their
-    /// own, of which they are told.
+    pub(super) admission_timer: bool,
+    /// Handshakes of peers that want to resume a link, until that is possible or the link is gone.
+    waiting_for_link: HashMap<LinkName, Vec<u64>>,
+    /// Connections that wait for pool memory, which nothing reports, and those over their own
+    /// budget, which are notified.
     starved: HashSet<u64>,
     over_budget: HashSet<u64>,
     scratch: Vec<u8>,
-    /// Those that carry a link, and are not only its way back: then each pass has to look.
+    /// Connections that carry a link, as opposed to being only its fallback. They are handled in
+    /// every pass.
     carrying: HashSet<u64>,
     /// Receive memory of the links of each source.
     sources: HashMap<Source, Account>,
 }
 
+/// The current use of a connection.
 pub(super) enum Use {
     Listening { socket: OwnedFd, listener: Weak<ListenerShared>, tls: Option<Arc<ServerConfig>> },
     Greeting(Box<Greeting>),
     Link(LinkName),
 }
 
-/// What a connection is wanted for.
-pub(crate) enum Wants {
-    /// A new link; why not over RDMA, if that was preferred.
+/// The purpose of an outgoing connection.
+pub(crate) enum Purpose {
+    /// A new link; with the reason if RDMA was preferred and failed.
     Link(Reply, Option<Fallback>),
-    /// A new link that is to go up to RDMA at once.
+    /// A new link that is to be upgraded to RDMA at once.
     Rdma(Reply, Rdma),
-    /// A link that has lost its path.
+    /// Resuming a link that has lost its path.
     Resume(LinkName, Resume),
 }
 
 impl Sockets {
-    /// Whether links are carried: then looking is not left to the clock.
+    /// Returns whether any connection carries a link: then every pass checks the descriptors.
     pub(crate) fn are_in_use(&self) -> bool {
         !self.carrying.is_empty()
     }
@@ -112,15 +115,15 @@ impl Sockets {
         }
     }
 
-    /// The link that had it is gone.
+    /// Removes a connection whose link is gone.
     pub(crate) fn forget(&mut self, id: u64) {
         self.uses.remove(&id);
         self.carrying.remove(&id);
         self.over_budget.remove(&id);
     }
 
-    /// Whether it carries its link, or is its way back.
-    pub(crate) fn carries(&mut self, id: u64, does: bool) {
+    /// Sets whether a connection carries its link, or is only its fallback.
+    pub(crate) fn set_carrying(&mut self, id: u64, does: bool) {
         if does {
             self.carrying.insert(id);
         } else {
@@ -128,45 +131,47 @@ impl Sockets {
         }
     }
 
-    /// Some of the memory of one that was over its budget may have come back.
+    /// Handles a connection again that was over its budget: some of its memory may have been
+    /// released.
     pub(crate) fn on_credit(&mut self, id: u64) {
         if self.over_budget.remove(&id) {
             self.on_ready(id);
         }
     }
 
-    /// There may be memory again.
-    pub(crate) fn unstarve(&mut self) {
+    /// Handles connections again that waited for pool memory.
+    pub(crate) fn retry_starved(&mut self) {
         self.ready.extend(self.starved.drain());
     }
 
-    /// A greeting goes on when the link can be had, or is gone.
+    /// Makes a handshake wait until the link can be resumed, or is gone.
     pub(super) fn wait_for(&mut self, link: LinkName, id: u64) {
-        let seeking = self.seeking.entry(link).or_default();
-        if !seeking.contains(&id) {
-            seeking.push(id);
+        let waiting_for_link = self.waiting_for_link.entry(link).or_default();
+        if !waiting_for_link.contains(&id) {
+            waiting_for_link.push(id);
         }
     }
 
     pub(crate) fn stop_waiting_for(&mut self, link: LinkName) {
-        self.ready.extend(self.seeking.remove(&link).into_iter().flatten());
+        self.ready.extend(self.waiting_for_link.remove(&link).into_iter().flatten());
     }
 
     pub(super) fn put(&mut self, id: u64, entry: Use) {
         self.uses.insert(id, entry);
     }
 
-    /// A greeting that is over leaves its place to the next.
-    pub(super) fn leave_door(&mut self, id: u64) {
-        self.leave_the_silent(id);
+    /// Removes a handshake that has ended, and lets the next one start.
+    pub(super) fn leave_admission(&mut self, id: u64) {
+        self.leave_silent(id);
         if self.half_open.leave(id) {
-            // the latest: it is the least likely to be held up on purpose
+            // The latest one, because it is the least likely to be slow on purpose.
             self.ready.extend(self.waiting.pop_back());
         }
     }
 
-    /// A greeting is silent no longer, and waits for no place: it has one, or is over.
-    pub(super) fn leave_the_silent(&mut self, id: u64) {
+    /// Removes a connection from the silent ones. It also stops waiting: it was admitted or has
+    /// ended.
+    pub(super) fn leave_silent(&mut self, id: u64) {
         if self.silent.leave(id) {
             self.waiting.retain(|waiting| *waiting != id);
         }
@@ -190,17 +195,17 @@ impl Sockets {
     }
 }
 
-/// What a dial needs to know.
+/// The parameters of an outgoing connection.
 pub(crate) struct Dial {
     pub(crate) peer: SocketAddr,
     pub(crate) local: Option<SocketAddr>,
     pub(crate) deadline: Instant,
     pub(crate) tls: Option<(Arc<ClientConfig>, ServerName<'static>)>,
-    pub(crate) wants: Wants,
+    pub(crate) purpose: Purpose,
 }
 
 impl Poller {
-    /// Listens; the number and where.
+    /// Starts to listen; returns the connection's number and its address.
     pub(crate) fn listen_tcp(
         &mut self,
         shared: &Shared,
@@ -208,13 +213,13 @@ impl Poller {
         tls: Option<Arc<ServerConfig>>,
         listener: &Arc<ListenerShared>,
     ) -> Result<(u64, SocketAddr), Error> {
-        let socket = open(local).map_err(failed("socket", local))?;
-        sockopt::set_socket_reuseaddr(&socket, true).map_err(failed("SO_REUSEADDR", local))?;
+        let socket = open_socket(local).map_err(tcp_error("socket", local))?;
+        sockopt::set_socket_reuseaddr(&socket, true).map_err(tcp_error("SO_REUSEADDR", local))?;
         if one_family {
-            sockopt::set_ipv6_v6only(&socket, true).map_err(failed("IPV6_V6ONLY", local))?;
+            sockopt::set_ipv6_v6only(&socket, true).map_err(tcp_error("IPV6_V6ONLY", local))?;
         }
-        rustix::net::bind(&socket, &local).map_err(failed("bind", local))?;
-        rustix::net::listen(&socket, 1024).map_err(failed("listen", local))?;
+        rustix::net::bind(&socket, &local).map_err(tcp_error("bind", local))?;
+        rustix::net::listen(&socket, 1024).map_err(tcp_error("listen", local))?;
         let bound = address(rustix::net::getsockname(&socket)).unwrap_or(local);
         let id = self.sockets.next;
         self.sockets.next += 1;
@@ -234,22 +239,22 @@ impl Poller {
         self.sockets.uses.remove(&id);
     }
 
-    /// Begins a connection.
+    /// Starts an outgoing connection.
     pub(crate) fn dial(&mut self, shared: &Shared, dial: Dial) {
-        let Dial { peer, local, deadline, tls, wants } = dial;
+        let Dial { peer, local, deadline, tls, purpose } = dial;
         let trusted = tls.clone();
         let tls = match tls.map(|(config, name)| Tls::client(config, name)).transpose() {
             Ok(tls) => tls.map(Box::new),
             Err(error) => {
                 self.dial_failed(
                     shared,
-                    wants,
+                    purpose,
                     Error::new(ErrorKind::Misuse, format!("TLS to {peer}: {error}")),
                 );
                 return;
             }
         };
-        let begun = open(peer).and_then(|socket| {
+        let begun = open_socket(peer).and_then(|socket| {
             if let Some(local) = local {
                 rustix::net::bind(&socket, &local)?;
             }
@@ -261,30 +266,31 @@ impl Poller {
         let socket = match begun {
             Ok(socket) => socket,
             Err(errno) => {
-                self.dial_failed(shared, wants, failed("connect", peer)(errno));
+                self.dial_failed(shared, purpose, tcp_error("connect", peer)(errno));
                 return;
             }
         };
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len();
-        let moves = matches!(&wants, Wants::Link(_, Some(_)) | Wants::Rdma(..) | Wants::Resume(..));
+        let moves =
+            matches!(&purpose, Purpose::Link(_, Some(_)) | Purpose::Rdma(..) | Purpose::Resume(..));
         let ours = shared.hello(links, moves);
-        let resume = match &wants {
-            Wants::Link(..) | Wants::Rdma(..) => None,
-            Wants::Resume(_, resume) => Some(*resume),
+        let resume = match &purpose {
+            Purpose::Link(..) | Purpose::Rdma(..) => None,
+            Purpose::Resume(_, resume) => Some(*resume),
         };
         let id = self.sockets.next;
         self.sockets.next += 1;
         if let Err(error) = shared.waits.add_socket(socket.as_fd(), Ready::Socket(id)) {
-            self.dial_failed(shared, wants, error);
+            self.dial_failed(shared, purpose, error);
             return;
         }
-        let side = Side::Dialing { connected: false, wants };
+        let side = Side::Dialing { connected: false, purpose };
         let greeting = Greeting {
             socket,
             tls,
             trusted,
-            saying: wire::Greeting { hello: ours, resume }.encode().to_vec(),
-            said: 0,
+            to_send: wire::Greeting { hello: ours, resume }.encode().to_vec(),
+            sent: 0,
             heard: Vec::new(),
             ours: Some(ours),
             side,
@@ -296,10 +302,10 @@ impl Poller {
         self.timers.add(deadline, Timer::Greeting(id));
     }
 
-    /// Looks at connections that have something; how many there were.
+    /// Handles the connections that are ready; returns how many.
     pub(crate) fn serve_sockets(&mut self, shared: &Shared) -> usize {
-        let turns = self.sockets.ready.len().min(TURNS);
-        for _ in 0..turns {
+        let count = self.sockets.ready.len().min(SOCKETS_PER_PASS);
+        for _ in 0..count {
             let Some(id) = self.sockets.ready.pop_front() else { break };
             match self.sockets.uses.get(&id) {
                 Some(Use::Link(name)) => {
@@ -307,11 +313,11 @@ impl Poller {
                     self.serve_link(shared, id, name);
                 }
                 Some(Use::Listening { .. }) => self.accept_some(shared, id),
-                Some(Use::Greeting(_)) => self.greet(shared, id),
+                Some(Use::Greeting(_)) => self.handle_greeting(shared, id),
                 None => {}
             }
         }
-        turns
+        count
     }
 
     fn serve_link(&mut self, shared: &Shared, id: u64, name: LinkName) {
@@ -335,12 +341,13 @@ impl Poller {
             Reading::More => self.sockets.ready.push_back(id),
             Reading::NoMemory => {
                 self.sockets.starved.insert(id);
-                self.look_for_memory();
+                self.refill_later();
             }
             Reading::OverBudget => {
                 if self.sockets.over_budget.insert(id) {
                     link.call_on_credit();
-                    self.sockets.on_ready(id); // once more: some may have come back before that
+                    // Once more: some memory may have been released before that.
+                    self.sockets.on_ready(id);
                 }
             }
         }
@@ -351,16 +358,16 @@ impl Poller {
             return;
         };
         let (listener, tls) = (listener.clone(), tls.clone());
-        let (mut taken, mut turns) = (Vec::new(), 0);
-        while turns < TURNS {
+        let (mut taken, mut count) = (Vec::new(), 0);
+        while count < SOCKETS_PER_PASS {
             match rustix::net::acceptfrom_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
             {
                 Ok((socket, peer)) => {
-                    turns += 1;
+                    count += 1;
                     match descriptors::lift(socket) {
                         Ok(socket) => taken.push((socket, address(peer.ok_or(Errno::INVAL)))),
                         Err(error) => {
-                            not_accepted(
+                            accept_failed(
                                 shared,
                                 &format!("{error}; raise LimitNOFILE= or ulimit -n"),
                             );
@@ -369,24 +376,30 @@ impl Poller {
                 }
                 Err(Errno::INTR | Errno::CONNABORTED) => {}
                 Err(Errno::AGAIN) => break,
-                // Those who wait are not told of again.
+                // Edge-triggered epoll does not report waiting connections again, so try later.
                 Err(errno) => {
-                    not_accepted(shared, &format!("{errno}; it is tried again"));
+                    accept_failed(shared, &format!("{errno}; trying again soon"));
                     self.timers.add(self.now + ACCEPT_AGAIN, Timer::Accept(id));
                     break;
                 }
             }
         }
-        if turns == TURNS {
+        if count == SOCKETS_PER_PASS {
             self.sockets.on_ready(id); // there may be more
         }
         for (socket, peer) in taken {
-            self.answer(shared, socket, peer.unwrap_or(UNKNOWN_PEER), &listener, tls.clone());
+            self.start_greeting(
+                shared,
+                socket,
+                peer.unwrap_or(UNKNOWN_PEER),
+                &listener,
+                tls.clone(),
+            );
         }
     }
 
-    /// A peer has connected: what it says comes next.
-    fn answer(
+    /// Starts the handshake with a peer that has connected.
+    fn start_greeting(
         &mut self,
         shared: &Shared,
         socket: OwnedFd,
@@ -396,7 +409,7 @@ impl Poller {
     ) {
         let tls = match tls.map(Tls::server).transpose() {
             Ok(tls) => tls.map(Box::new),
-            Err(_) => return, // a configuration without a certificate: no peer can be answered
+            Err(_) => return, // a configuration without a certificate: no handshake is possible
         };
         let _ = sockopt::set_tcp_nodelay(&socket, true);
         let id = self.sockets.next;
@@ -409,8 +422,8 @@ impl Poller {
             socket,
             tls,
             trusted: None,
-            saying: Vec::new(),
-            said: 0,
+            to_send: Vec::new(),
+            sent: 0,
             heard: Vec::new(),
             ours: None,
             side: Side::Answering { listener: listener.clone(), resumes: None },
@@ -418,11 +431,11 @@ impl Poller {
             since: Instant::now(),
             refusing: false,
         };
-        let all = shared.config.max_half_open.saturating_mul(SILENT);
+        let all = shared.config.max_half_open.saturating_mul(SILENT_PER_HANDSHAKE);
         let limits = Limits { all, each: all.div_ceil(2), grace: Duration::ZERO };
-        if let AtTheDoor::Of(oldest) = self.sockets.silent.place(Source::of(peer), self.now, limits)
-        {
-            self.crowd_out(shared, oldest);
+        let admission = self.sockets.silent.admit(Source::of(peer), self.now, limits);
+        if let Admission::Displaces(oldest) = admission {
+            self.displace(shared, oldest);
         }
         self.sockets.silent.enter(id, Source::of(peer), self.now);
         self.sockets.put(id, Use::Greeting(Box::new(greeting)));
@@ -430,7 +443,7 @@ impl Poller {
         self.sockets.on_ready(id);
     }
 
-    /// Both have said hello.
+    /// Turns a connection into a link, or resumes one, after both hellos.
     pub(super) fn become_link(
         &mut self,
         shared: &Shared,
@@ -441,37 +454,44 @@ impl Poller {
         let Greeting { socket, tls, trusted, mut heard, ours, side, peer, .. } = greeting;
         let early = heard.split_off(GREETING_BYTES.min(heard.len()));
         let local = address(rustix::net::getsockname(&socket));
-        let place = Place { socket: id, encrypted: tls.is_some(), local, peer };
+        let connection = TcpConnection { socket: id, encrypted: tls.is_some(), local, peer };
         let side = match side {
             Side::Answering { resumes: Some((link, received)), .. } => {
-                self.carry(id, link.name);
+                self.assign_to_link(id, link.name);
                 let account =
                     self.account_of(shared, peer, &link.with(|state, _, _| *state.hello()));
                 let path = TcpPath::new(socket, tls, early).charged_to(Some(account));
-                self.go_on(&link, &place, path, received);
+                self.resume_link(&link, &connection, path, received);
                 return;
             }
-            Side::Dialing { wants: Wants::Resume(name, asked), .. } => {
+            Side::Dialing { purpose: Purpose::Resume(name, asked), .. } => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 let answered = theirs.resume.filter(|answer| answer.answers(&asked));
                 let Some(resume) = answered else {
-                    self.resume_misanswered(shared, &link);
+                    self.reject_resume_answer(shared, &link);
                     return;
                 };
-                self.carry(id, name);
-                self.go_on(&link, &place, TcpPath::new(socket, tls, early), resume.received);
+                self.assign_to_link(id, name);
+                self.resume_link(
+                    &link,
+                    &connection,
+                    TcpPath::new(socket, tls, early),
+                    resume.received,
+                );
                 return;
             }
             side => side,
         };
         let theirs = theirs.hello;
-        // A number that is taken is a link's: nobody would give it back for one that does not come
-        // to be.
-        let vacant = |ours| Some((vacancy(shared)?, ours));
-        let Some((name, ours)) = ours.and_then(vacant) else {
-            if let Side::Dialing { wants: Wants::Link(reply, _) | Wants::Rdma(reply, _), .. } = side
+        // Reserved only now: a number that is reserved for a link that never opens would be lost.
+        let with_name = |ours| Some((reserve_name(shared)?, ours));
+        let Some((name, ours)) = ours.and_then(with_name) else {
+            if let Side::Dialing {
+                purpose: Purpose::Link(reply, _) | Purpose::Rdma(reply, _),
+                ..
+            } = side
             {
-                let what = "no number is left for another link";
+                let what = "too many links: no link number is free";
                 let _ = reply.send(Err(Error::new(ErrorKind::Resources, what)));
             }
             return;
@@ -479,7 +499,7 @@ impl Poller {
         let encrypted = tls.is_some();
         let account = match &side {
             Side::Answering { .. } => Some(self.account_of(shared, peer, &ours)),
-            Side::Dialing { .. } => None, // this side has chosen it
+            Side::Dialing { .. } => None, // this side chose to connect
         };
         let path = TcpPath::new(socket, tls, early).charged_to(account);
         let mut state = LinkState::over_tcp(path, own_limits(shared, ours, name));
@@ -491,17 +511,17 @@ impl Poller {
             (route.socket, route.encrypted) = (Some(id), encrypted);
             (route.local, route.peer) = (local, Some(peer));
         });
-        self.enter(shared, &link);
-        self.carry(id, name);
+        self.register_link(shared, &link);
+        self.assign_to_link(id, name);
         link.set_tls(trusted);
-        self.timers.add(self.now, Timer::Keepalive(name)); // it says when the next is
+        self.timers.add(self.now, Timer::Keepalive(name)); // its handler sets the next one
         match side {
-            Side::Dialing { wants: Wants::Resume(..), .. } => {}
-            Side::Dialing { wants: Wants::Rdma(reply, policy), .. } => {
+            Side::Dialing { purpose: Purpose::Resume(..), .. } => {}
+            Side::Dialing { purpose: Purpose::Rdma(reply, policy), .. } => {
                 shared.counters.connected.fetch_add(1, Ordering::Relaxed);
                 self.open_on_rdma(shared, &link, reply, policy);
             }
-            Side::Dialing { wants: Wants::Link(reply, fallback), .. } => {
+            Side::Dialing { purpose: Purpose::Link(reply, fallback), .. } => {
                 shared.counters.connected.fetch_add(1, Ordering::Relaxed);
                 if let Some(fallback) = fallback {
                     shared.fell_back(&link, fallback);
@@ -511,7 +531,7 @@ impl Poller {
                     }
                 }
                 if let Err(Ok(link)) = reply.send(Ok(link)) {
-                    link.close(); // nobody wanted it any more
+                    link.close(); // the caller is gone
                 }
             }
             Side::Answering { listener, .. } => {
@@ -526,12 +546,12 @@ impl Poller {
 }
 
 impl Poller {
-    /// Who is charged for what a peer's link has come in over TCP: the link, and for what it need
-    /// not have to go on, all links of its source. A message that has begun can always end, or
-    /// links would wait for each other.
+    /// Returns the account for memory that a peer's link receives over TCP. The link has a limit of
+    /// its own; what it does not need to make progress counts against the limit of its source. A
+    /// message that has started can always be completed, otherwise links would wait for each other.
     fn account_of(&mut self, shared: &Shared, peer: SocketAddr, hello: &Hello) -> Account {
         let frame = u64::from(hello.segment_bytes).max(SEGMENT_BYTES as u64);
-        // Blocks are up to eight times as large as what lies in them.
+        // Memory blocks are up to eight times as large as their contents.
         let most =
             frame * (u64::from(hello.window) + 1) + hello.max_message_bytes.saturating_mul(8);
         self.sockets.sources.retain(|_, account| !account.is_last());
@@ -541,28 +561,28 @@ impl Poller {
         source.part(peer.to_string(), most, frame + hello.max_message_bytes.saturating_mul(2))
     }
 
-    /// A connection carries a link from here on.
-    fn carry(&mut self, id: u64, name: LinkName) {
+    /// Assigns a connection to the link that it carries from now on.
+    fn assign_to_link(&mut self, id: u64, name: LinkName) {
         self.sockets.put(id, Use::Link(name));
-        self.sockets.carries(id, true);
-        self.sockets.on_ready(id); // something may have come along with the greeting
+        self.sockets.set_carrying(id, true);
+        self.sockets.on_ready(id); // data may have arrived with the greeting
     }
 }
 
-fn vacancy(shared: &Shared) -> Option<LinkName> {
+fn reserve_name(shared: &Shared) -> Option<LinkName> {
     let mut links = shared.links.write().unwrap_or_else(std::sync::PoisonError::into_inner);
-    links.vacancy().map(|(name, _)| name)
+    links.reserve().map(|(name, _)| name)
 }
 
-fn not_accepted(shared: &Shared, why: &str) {
+fn accept_failed(shared: &Shared, why: &str) {
     static LINES: LogLimit = LogLimit::new();
     shared.counters.accept_failures.fetch_add(1, Ordering::Relaxed);
     if let Some(others) = LINES.pass() {
-        tracing::warn!("a connection could not be accepted: {why}{others}");
+        tracing::warn!("cannot accept a connection: {why}{others}");
     }
 }
 
-fn open(of: SocketAddr) -> Result<OwnedFd, Errno> {
+fn open_socket(of: SocketAddr) -> Result<OwnedFd, Errno> {
     let family = if of.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     rustix::net::socket_with(family, SocketType::STREAM, flags, None)
@@ -572,7 +592,7 @@ fn address(found: Result<rustix::net::SocketAddrAny, Errno>) -> Option<SocketAdd
     found.ok().and_then(|found| SocketAddr::try_from(found).ok())
 }
 
-pub(super) fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
+pub(super) fn tcp_error(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> Error {
     move |errno| {
         let kind = match errno {
             Errno::CONNREFUSED => ErrorKind::Refused,
@@ -582,7 +602,8 @@ pub(super) fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> 
             | Errno::NETDOWN
             | Errno::HOSTDOWN
             | Errno::ADDRNOTAVAIL
-            | Errno::INVAL => ErrorKind::Unreachable, // the last two: not from this address
+            // From this local address, the peer is not reachable.
+            | Errno::INVAL => ErrorKind::Unreachable,
             Errno::TIMEDOUT => ErrorKind::Timeout,
             Errno::ADDRINUSE | Errno::ACCESS => ErrorKind::Misuse,
             Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM => ErrorKind::Resources,
@@ -590,7 +611,7 @@ pub(super) fn failed(call: &'static str, addr: SocketAddr) -> impl Fn(Errno) -> 
         };
         let hint = match errno {
             Errno::ADDRINUSE => {
-                "; choose another port, or stop the program that has it (`ss -ltnp` names it)"
+                "; choose another port, or stop the program that has it (`ss -ltnp` lists it)"
             }
             Errno::ADDRNOTAVAIL if call == "bind" => {
                 "; this host has no such address (`ip addr` lists those it has)"
@@ -606,22 +627,22 @@ mod tests {
     use super::*;
     use crate::source::tests::source;
 
-    /// Else those that wait would be looked for among all that ever did, and called in vain.
+    /// Otherwise the queue would grow with every connection that ever waited.
     #[test]
-    fn a_greeting_that_is_over_waits_for_no_place() {
+    fn connections_that_ended_do_not_wait_for_admission() {
         let (mut sockets, peer, now) = (Sockets::default(), source("10.0.0.1"), Instant::now());
         sockets.half_open.enter(0, peer, now);
         for id in 1..=3 {
             sockets.silent.enter(id, peer, now);
             sockets.waiting.push_back(id);
         }
-        sockets.leave_door(3);
+        sockets.leave_admission(3);
         assert_eq!(sockets.waiting, [1, 2]);
-        sockets.leave_door(0);
+        sockets.leave_admission(0);
         assert_eq!(
             (&sockets.waiting, &sockets.ready),
             (&[1].into(), &[2].into()),
-            "the next one has the place"
+            "the next one may start"
         );
     }
 }

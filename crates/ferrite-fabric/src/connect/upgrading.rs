@@ -1,9 +1,9 @@
-//! Links that go up from TCP to RDMA: what the fabric has to do for them. The rules are in
+//! Links that are upgraded from TCP to RDMA: the fabric's part. The rules are in
 //! `link/state/upgrading.rs`.
 //!
-//! Each step that asks something of a device is a command (`fabric/commands.rs`). The link knows by
-//! a number which one it waits for: what others come to, because it has withdrawn meanwhile, is let
-//! go of.
+//! Each step that needs a device is a command (`fabric/commands.rs`). The link knows the number of
+//! the attempt that it waits for. The results of other attempts, which it has withdrawn meanwhile,
+//! are discarded.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -12,10 +12,10 @@ use std::time::Duration;
 use ferrite_verbs::{Access, Mtu, QueuePair, QueuePairAttributes};
 
 use super::calling::Reply;
-use super::way::{Search, Up, Way, check_peer};
+use super::rdma_endpoint::{EndpointSearch, QueuePairSetup, RdmaEndpoint, check_peer};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Shared;
-use crate::fabric::device_objects::{Made, Maker};
+use crate::fabric::device_objects::{NewQueuePair, QueuePairBuilder};
 use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
@@ -23,22 +23,22 @@ use crate::fabric::timers::{LinkName, Timer};
 use crate::link::shared::LinkShared;
 use crate::link::state::{ActiveTransport, Step};
 use crate::log_limit::LogLimit;
-use crate::one_sided::Door;
+use crate::one_sided::RegionAccess;
 use crate::policy::{Fallback, Rdma};
 use crate::random::random_psn;
 use crate::wire::{Address, TcpFrameKind};
 
-/// Between tries to go up to RDMA, at most.
+/// The longest delay between attempts to upgrade to RDMA.
 const UPGRADE_MAX: Duration = Duration::from_secs(30);
 
-/// Who waits for a link that is on TCP already and is to be on RDMA.
-pub(crate) struct Opening {
+/// A connect that waits until its link, already on TCP, is upgraded to RDMA.
+pub(crate) struct UpgradeWaiter {
     reply: Reply,
     policy: Rdma,
 }
 
 impl Poller {
-    /// Peers have met over TCP: the link goes up to RDMA before anyone has it.
+    /// Upgrades a link to RDMA before it is returned to its caller.
     pub(crate) fn open_on_rdma(
         &mut self,
         shared: &Shared,
@@ -46,27 +46,29 @@ impl Poller {
         reply: Reply,
         policy: Rdma,
     ) {
-        self.upgrade_waiters.insert(link.name, Opening { reply, policy });
+        self.upgrade_waiters.insert(link.name, UpgradeWaiter { reply, policy });
         let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
         if moves {
-            // First, since what fails says when to try again.
+            // First, because a failure sets its own time for the next attempt.
             self.upgrade_in(link, shared.config.connection_timeout);
             self.offer(shared, link);
         } else {
-            let error =
-                Error::new(ErrorKind::Refused, format!("{} takes no RDMA", link.peer_name()));
+            let error = Error::new(
+                ErrorKind::Refused,
+                format!("{} does not accept RDMA", link.peer_name()),
+            );
             self.first_upgrade_failed(shared, link, error);
         }
     }
 
-    /// RDMA does not carry a link that somebody waits for.
+    /// Handles the failed upgrade of a link whose connect still waits.
     pub(crate) fn first_upgrade_failed(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
         error: Error,
     ) {
-        let Some(Opening { reply, policy }) = self.upgrade_waiters.remove(&link.name) else {
+        let Some(UpgradeWaiter { reply, policy }) = self.upgrade_waiters.remove(&link.name) else {
             return;
         };
         if policy == Rdma::Require || link.failure_known() {
@@ -83,15 +85,14 @@ impl Poller {
         }
     }
 
-    /// Looks after `wait` whether the link is still on TCP, and not before: whatever was said
-    /// earlier is forgotten.
+    /// Schedules the next attempt to upgrade after `wait`, and cancels an earlier schedule.
     pub(crate) fn upgrade_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
         let at = self.now + wait;
         link.with_wakes(&mut self.wakes, |state, _, _| state.upgrade_at = Some(at));
         self.timers.add(at, Timer::Upgrade(link.name));
     }
 
-    /// A link on TCP that would rather be on RDMA.
+    /// Tries to upgrade a link that is on TCP, when the timer has expired.
     pub(crate) fn upgrade_due(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
@@ -116,9 +117,9 @@ impl Poller {
         if upgrading {
             self.withdraw(&link);
             if self.upgrade_waiters.contains_key(&name) {
-                let what = format!("{} did not go on over RDMA in time", link.peer_name());
+                let what = format!("{} did not upgrade to RDMA in time", link.peer_name());
                 self.first_upgrade_failed(shared, &link, Error::new(ErrorKind::Timeout, what));
-                return; // which has said when to try again
+                return; // it has scheduled the next attempt
             }
         }
         self.upgrade_in(&link, wait);
@@ -127,75 +128,79 @@ impl Poller {
         }
     }
 
-    /// First step: a queue pair of ours, and where it is.
+    /// First step: creates a queue pair and offers it to the peer.
     fn offer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
-        self.find_way(shared, link, None);
+        self.find_endpoint(shared, link, None);
     }
 
-    /// Looks for the device that carries the way, where that may wait; then goes on there, up to
-    /// `peer` if that is known.
-    fn find_way(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
+    /// Finds the device for the path, in a command because that may block. Then continues there,
+    /// and connects to `peer` if that is known.
+    fn find_endpoint(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
         let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_attempt());
-        let (search, local) = (Search::new(shared), link.route().local);
+        let (search, local) = (EndpointSearch::new(shared), link.route().local);
         let link = Arc::clone(link);
         self.command(
             shared,
             link.source(),
             search,
             move |search| search.find(local),
-            move |poller, shared, _, way| {
+            move |poller, shared, _, endpoint| {
                 let is_current =
                     link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
-                let begun = match way {
+                let begun = match endpoint {
                     _ if !is_current => return,
-                    Ok(way) => random_psn().and_then(|psn| {
-                        poller.begin_making(shared, &way.device).map(|maker| (way, maker, psn))
+                    Ok(endpoint) => random_psn().and_then(|psn| {
+                        poller
+                            .begin_queue_pair(shared, &endpoint.device)
+                            .map(|builder| (endpoint, builder, psn))
                     }),
                     Err(error) => Err(error),
                 };
                 match begun {
-                    Ok(begun) => poller.make_way(shared, &link, attempt, begun, peer),
+                    Ok(begun) => {
+                        poller.create_upgrade_queue_pair(shared, &link, attempt, begun, peer)
+                    }
                     Err(error) => poller.upgrade_failed(shared, &link, error),
                 }
             },
         );
     }
 
-    /// Makes the queue pair, in its first state, or up to the peer's.
-    fn make_way(
+    /// Creates the queue pair, in the INIT state or connected to the peer's.
+    fn create_upgrade_queue_pair(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
         attempt: u64,
-        (way, maker, psn): (Way, Maker, u32),
+        (endpoint, builder, psn): (RdmaEndpoint, QueuePairBuilder, u32),
         peer: Option<Address>,
     ) {
         let rights = link.with_wakes(&mut self.wakes, |state, _, _| state.rights());
-        let up = peer.map(|peer| Up::new(shared, &way, &peer, psn, rights));
-        let (port, link, source) = (way.port.number, Arc::clone(link), link.source());
+        let setup = peer.map(|peer| QueuePairSetup::new(shared, &endpoint, &peer, psn, rights));
+        let (port, link, source) = (endpoint.port.number, Arc::clone(link), link.source());
         let work = move |(): &mut ()| {
-            let made = maker.make()?;
+            let made = builder.build()?;
             made.qp.modify(&QueuePairAttributes::init(port, Access::LOCAL))?;
-            if let Some(up) = &up {
-                up.bring(&made.qp)?;
+            if let Some(setup) = &setup {
+                setup.apply(&made.qp)?;
             }
-            Ok((made, up.map(|up| up.path.mtu)))
+            Ok((made, setup.map(|setup| setup.path.mtu)))
         };
         self.command(shared, source, (), work, move |poller, shared, (), made| {
             let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
             match made {
-                Ok((made, mtu)) if is_current && !way.device.is_gone() => {
-                    poller.way_made(shared, &link, &way, (made, psn), mtu);
-                    poller.end_making(shared, &way.device);
+                Ok((made, mtu)) if is_current && !endpoint.device.is_gone() => {
+                    poller.announce_queue_pair(shared, &link, &endpoint, (made, psn), mtu);
+                    poller.end_queue_pair(shared, &endpoint.device);
                 }
                 Ok((made, _)) => {
-                    poller.unmake(shared, &way.device, source, made);
+                    poller.destroy_new_queue_pair(shared, &endpoint.device, source, made);
                     if is_current {
-                        poller.upgrade_failed(shared, &link, way.device.absence());
+                        poller.upgrade_failed(shared, &link, endpoint.device.absence());
                     }
                 }
                 Err(error) => {
-                    poller.end_making(shared, &way.device);
+                    poller.end_queue_pair(shared, &endpoint.device);
                     if is_current {
                         poller.upgrade_failed(shared, &link, error);
                     }
@@ -204,51 +209,59 @@ impl Poller {
         });
     }
 
-    /// Tells the peer of the queue pair: by an offer, or as the answer to one if it is up already.
-    fn way_made(
+    /// Announces the queue pair to the peer: as an offer, or as the answer to one if it is
+    /// connected.
+    fn announce_queue_pair(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
-        way: &Way,
-        (made, psn): (Made, u32),
+        endpoint: &RdmaEndpoint,
+        (made, psn): (NewQueuePair, u32),
         mtu: Option<Mtu>,
     ) {
-        let (number, inline) =
-            (made.qp.number(), made.qp.capacity().max_inline.min(way.device.inline()) as usize);
+        let (number, inline) = (
+            made.qp.number(),
+            made.qp.capacity().max_inline.min(endpoint.device.inline()) as usize,
+        );
         link.with_wakes(&mut self.wakes, |state, _, _| {
-            let queue =
-                SendQueue::new(made.qp, made.taker, link.index, way.device.index, state.generation);
-            state.begin_upgrade(queue, Arc::clone(&way.device), inline, psn);
+            let queue = SendQueue::new(
+                made.qp,
+                made.taker,
+                link.index,
+                endpoint.device.index,
+                state.generation,
+            );
+            state.begin_upgrade(queue, Arc::clone(&endpoint.device), inline, psn);
         });
-        self.know_qp(&way.device, number, link.index);
+        self.register_qp(&endpoint.device, number, link.index);
         let kind = match mtu {
             None => TcpFrameKind::Offer,
             Some(mtu) => {
-                link.set_route(|route| (route.mtu, route.port) = (Some(mtu), way.port.number));
-                self.tell_keys(shared, link);
+                link.set_route(|route| (route.mtu, route.port) = (Some(mtu), endpoint.port.number));
+                self.announce_keys(shared, link);
                 TcpFrameKind::Answer
             }
         };
-        let address = way.address(shared, number, psn);
+        let address = endpoint.address(shared, number, psn);
         link.with_wakes(&mut self.wakes, |state, env, wakes| {
             state.say(kind, Some(&address));
             state.pump(env, wakes);
         });
     }
 
-    /// A way up came to nothing: the link stays on TCP.
+    /// Handles a failed upgrade: the link stays on TCP.
     fn upgrade_failed(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: Error) {
         tracing::debug!("link to {} stays on TCP: {error}", link.peer_name());
         self.withdraw(link);
         self.first_upgrade_failed(shared, link, error);
     }
 
-    pub(crate) fn move_step(&mut self, shared: &Shared, link: &Arc<LinkShared>, step: Step) {
+    pub(crate) fn migration_step(&mut self, shared: &Shared, link: &Arc<LinkShared>, step: Step) {
         let stepped = match step {
-            Step::Offered(address) => self.take_offer(shared, link, &address),
-            Step::Answered(address) => self.take_answer(shared, link, &address),
+            Step::Offered(address) => self.accept_offer(shared, link, &address),
+            Step::Answered(address) => self.accept_answer(shared, link, &address),
             Step::Probed => {
-                self.tell_keys(shared, link);
+                self.announce_keys(shared, link);
                 link.with_wakes(&mut self.wakes, |state, env, wakes| {
                     state.switch();
                     state.pump(env, wakes);
@@ -257,20 +270,20 @@ impl Poller {
             }
             Step::Withdrawn | Step::Failed => {
                 match step {
-                    // the peer is to destroy its queue pair, too
+                    // The peer must destroy its queue pair, too.
                     Step::Failed => self.withdraw(link),
                     _ => self.end_upgrade(link),
                 }
                 let what = format!(
-                    "{} does not go on over RDMA: it has none for this address, or its packets do not get through \
-                     (UDP port 4791)",
+                    "{} does not upgrade to RDMA: it has no RDMA device for this address, or its \
+                     packets do not get through (UDP port 4791)",
                     link.peer_name()
                 );
                 self.first_upgrade_failed(shared, link, Error::new(ErrorKind::Unreachable, what));
                 Ok(())
             }
             Step::Arrived => {
-                self.arrived(shared, link);
+                self.finish_upgrade(shared, link);
                 Ok(())
             }
         };
@@ -279,8 +292,8 @@ impl Poller {
         }
     }
 
-    /// The peer offers to go on over RDMA.
-    fn take_offer(
+    /// Handles the peer's offer to upgrade to RDMA.
+    fn accept_offer(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
@@ -291,15 +304,16 @@ impl Poller {
         if !shared.commands.has_room(link.source()) {
             return Err(Error::new(
                 ErrorKind::Full,
-                "the address has too many handshakes at a time",
+                "too many concurrent handshakes from this address",
             ));
         }
-        self.find_way(shared, link, Some(*peer));
+        self.find_endpoint(shared, link, Some(*peer));
         Ok(())
     }
 
-    /// The peer has a queue pair for ours: brings it up, and asks whether the way works.
-    fn take_answer(
+    /// Handles the peer's answer, which names its queue pair: connects ours to it and probes the
+    /// path.
+    fn accept_answer(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
@@ -314,25 +328,25 @@ impl Poller {
                 .map(|device| (state.begin_attempt(), device))
         });
         let Some((attempt, device)) = attempt else {
-            return Err(Error::new(ErrorKind::LinkDown, "the way up is gone"));
+            return Err(Error::new(ErrorKind::LinkDown, "the upgrade has ended"));
         };
-        let (search, local) = (Search::new(shared), link.route().local);
+        let (search, local) = (EndpointSearch::new(shared), link.route().local);
         let (link, peer) = (Arc::clone(link), *peer);
         self.command(
             shared,
             link.source(),
             search,
             move |search| search.find(local),
-            move |poller, shared, _, way| {
+            move |poller, shared, _, endpoint| {
                 let is_current =
                     link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
-                match way {
+                match endpoint {
                     _ if !is_current => {}
-                    Ok(way) if way.device.index == device.index => {
-                        poller.bring_up_way(shared, &link, attempt, &way, &peer);
+                    Ok(endpoint) if endpoint.device.index == device.index => {
+                        poller.connect_queue_pair(shared, &link, attempt, &endpoint, &peer);
                     }
                     Ok(_) => {
-                        let what = "another device would carry it by now";
+                        let what = "another device now has the address";
                         poller.upgrade_failed(
                             shared,
                             &link,
@@ -346,12 +360,12 @@ impl Poller {
         Ok(())
     }
 
-    fn bring_up_way(
+    fn connect_queue_pair(
         &mut self,
         shared: &Shared,
         link: &Arc<LinkShared>,
         attempt: u64,
-        way: &Way,
+        endpoint: &RdmaEndpoint,
         peer: &Address,
     ) {
         let (qp, psn, rights) = link.with_wakes(&mut self.wakes, |state, _, _| {
@@ -359,12 +373,13 @@ impl Poller {
             (qp, state.upgrade_psn(), state.rights())
         });
         let Some(qp) = qp else { return };
-        if let Some(objects) = &mut self.device_objects[way.device.index] {
+        if let Some(objects) = &mut self.device_objects[endpoint.device.index] {
             objects.under_way += 1;
         }
-        let up = Up::new(shared, way, peer, psn, rights);
-        let (device, port, link) = (Arc::clone(&way.device), way.port.number, Arc::clone(link));
-        let work = move |qp: &mut QueuePair| up.bring(qp).map(|()| up.path.mtu);
+        let setup = QueuePairSetup::new(shared, endpoint, peer, psn, rights);
+        let (device, port, link) =
+            (Arc::clone(&endpoint.device), endpoint.port.number, Arc::clone(link));
+        let work = move |qp: &mut QueuePair| setup.apply(qp).map(|()| setup.path.mtu);
         self.command(shared, link.source(), qp, work, move |poller, shared, qp, brought| {
             let number = qp.number();
             let back = link.with_wakes(&mut poller.wakes, |state, _, _| match &mut state.upgrade {
@@ -376,13 +391,13 @@ impl Poller {
             });
             let probed = match (back, brought) {
                 (Err(qp), _) => {
-                    // Withdrawn meanwhile: its end was left to us.
+                    // The upgrade was withdrawn meanwhile, and left the queue pair to us.
                     if let Some(mut queue) = poller.orphans.remove(&(device.index, number)) {
                         let _ = qp.stop(); // as `end_upgrade` would have
                         queue.take_back(qp);
-                        poller.let_leave(&device, queue, &link);
+                        poller.destroy_when_drained(&device, queue, &link);
                     }
-                    poller.end_making(shared, &device);
+                    poller.end_queue_pair(shared, &device);
                     return;
                 }
                 (Ok(true), Ok(mtu)) => {
@@ -392,29 +407,29 @@ impl Poller {
                 (Ok(true), Err(error)) => Err(error),
                 (Ok(false), _) => Ok(()),
             };
-            poller.end_making(shared, &device);
+            poller.end_queue_pair(shared, &device);
             if let Err(error) = probed {
                 poller.upgrade_failed(shared, &link, error);
             }
         });
     }
 
-    /// Says where the grants of this link are on the device that will carry it.
-    fn tell_keys(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+    /// Tells the peer the keys of its grants on the device that will carry the link.
+    fn announce_keys(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let device = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.upgrade.as_ref().map(|upgrade| Arc::clone(&upgrade.device))
         });
         let Some(device) = device else { return };
-        let doors = shared.regions.doors_for(shared, link, &device);
+        let regions = shared.regions.access_for(shared, link, &device);
         link.with_wakes(&mut self.wakes, |state, _, _| {
-            if !doors.is_empty() {
-                state.allow_ahead(); // there may be more than when it was brought up
+            if !regions.is_empty() {
+                state.allow_ahead(); // there may be more grants than when it was connected
             }
-            for (grant, door) in doors {
-                // Without a key the peer is refused by the device when it uses the grant.
-                let remote = match &door {
-                    Door::Shared(remote) => Some(*remote),
-                    Door::Window(window) => state.bind_ahead(&device, window),
+            for (grant, access) in regions {
+                // Without a key the device refuses the peer when it uses the grant.
+                let remote = match &access {
+                    RegionAccess::Shared(remote) => Some(*remote),
+                    RegionAccess::Window(window) => state.bind_ahead(&device, window),
                 };
                 if let Some(remote) = remote {
                     state.say_key(grant, remote.addr, remote.rkey);
@@ -431,21 +446,21 @@ impl Poller {
         self.end_upgrade(link);
     }
 
-    /// Gives up a way up. Its queue pair is destroyed when the device is done with it.
+    /// Ends an upgrade. Its queue pair is destroyed when the device has finished with it.
     pub(crate) fn end_upgrade(&mut self, link: &Arc<LinkShared>) {
         let ended = link.with_wakes(&mut self.wakes, |state, _, _| state.end_upgrade());
         let Some((device, queue)) = ended else { return };
         if queue.is_away() {
-            // A command has the queue pair, and finds that nobody wants it. Until then it may have
-            // a receive.
+            // A command owns the queue pair and will find that it is not needed. Until then the
+            // queue pair may hold a receive.
             self.orphans.insert((device.index, queue.number()), queue);
         } else {
-            self.let_leave(&device, queue, link);
+            self.destroy_when_drained(&device, queue, link);
         }
     }
 
-    /// RDMA carries the link.
-    fn arrived(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+    /// Completes an upgrade: RDMA now carries the link.
+    fn finish_upgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let carried = link.with_wakes(&mut self.wakes, |state, env, wakes| {
             state.reset_upgrade();
             state.pump(env, wakes);
@@ -455,26 +470,26 @@ impl Poller {
         let name = device.name.clone();
         link.set_route(|route| (route.device, route.qp_num) = (Some(device), number));
         if let Some(socket) = link.route().socket {
-            self.sockets.carries(socket, false);
+            self.sockets.set_carrying(socket, false);
         }
         shared.is_well(link);
         link.set_fallback(None);
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
-        if let Some(Opening { reply, policy }) = self.upgrade_waiters.remove(&link.name) {
+        if let Some(UpgradeWaiter { reply, policy }) = self.upgrade_waiters.remove(&link.name) {
             if policy == Rdma::Require {
                 link.with_wakes(&mut self.wakes, |state, _, _| state.moves = false);
             }
             if let Err(Ok(link)) = reply.send(Ok(Arc::clone(link))) {
-                link.close(); // nobody wanted it any more
+                link.close(); // the caller is gone
             }
         }
         static LINES: LogLimit = LogLimit::new();
         if let Some(others) = LINES.pass() {
-            tracing::info!("link to {} is on RDMA ({name}){others}", link.peer_name());
+            tracing::info!("link to {} was upgraded to RDMA ({name}){others}", link.peer_name());
         }
     }
 
-    /// A device goes: so do the ways up that use it.
+    /// Ends all upgrades that use a device that is gone.
     pub(crate) fn end_upgrades_on(&mut self, shared: &Shared, device: &SharedDevice) {
         let links: Vec<_> = {
             let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
@@ -490,8 +505,8 @@ impl Poller {
     }
 }
 
-/// Refuses an address that is not the peer's before a queue pair is made for it, or the kernel
-/// looks for it.
+/// Refuses an address that is not the peer's, before a queue pair is created for it and before the
+/// kernel resolves it.
 fn check_offer(shared: &Shared, link: &LinkShared, peer: &Address) -> Result<(), Error> {
     check_peer(peer, link.route().peer).inspect_err(|_| {
         shared.counters.offers_refused.fetch_add(1, Ordering::Relaxed);

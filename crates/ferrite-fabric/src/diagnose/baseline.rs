@@ -1,11 +1,11 @@
-//! The port when a link was well, shared by all links of the port; and the same sight of it when
+//! Cached snapshots of ports: the baseline from when links were healthy, and the current state when
 //! links fail.
 //!
-//! Thousands of links are set up, and can fail, in one moment. A snapshot costs a hundred system
-//! calls, so that all who ask within a short time get the same one, and however slow the host or
-//! its device, looking takes a fiftieth of the time at most while links are well, a tenth when they
-//! fail. Nothing is locked while a file is read: two who come at once may both look, and one of the
-//! results is kept.
+//! Thousands of links may be opened, or may fail, at the same moment. A snapshot costs a hundred
+//! system calls, so callers within a short time share one. However slow the host or its device is,
+//! measuring takes at most a fiftieth of the time while links are healthy, and a tenth when they
+//! fail. Nothing is locked while a file is read: two concurrent callers may both measure, and one
+//! of the results is kept.
 
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -17,34 +17,35 @@ use super::files::Roots;
 use super::snapshot::Snapshot;
 use super::surroundings::Surroundings;
 
-/// Every silent link asks for one now and then: with thousands, all the time.
+/// For healthy links. Every idle link asks for one now and then; with thousands of links, that is
+/// all the time.
 static BASELINES: Shared = Shared::new(Duration::from_secs(1), 50);
-/// Short enough not to be from before the fault, long enough that a thousand links that fail
-/// together are looked at a few times only. Baselines do not serve here: one of them is often from
-/// just before the fault.
-static SIGHTS: Shared = Shared::new(FACTS_AGE, 10);
+/// For failed links. Short enough not to be from before the fault, and long enough that a thousand
+/// links that fail together need only a few measurements. Baselines cannot be used here: one of
+/// them is often from just before the fault.
+static CURRENT: Shared = Shared::new(FACTS_AGE, 10);
 static SURROUNDINGS: Mutex<Option<Arc<Surroundings>>> = Mutex::new(None);
 
 const FACTS_AGE: Duration = Duration::from_millis(20);
-/// Ports that are remembered.
+/// Maximum number of ports to remember.
 const PORTS_MAX: usize = 64;
 
-/// The counters and the state of a port at a time when a link over it was well.
+/// The counters and the state of a port when a link on it was healthy.
 ///
-/// Take one when a link is up, and again whenever its peer has answered (each keepalive, say): what
-/// moved since then is what moved while the peer was silent. It is cheap: links of one port share
-/// it, and the port is looked at once per second at most.
+/// Take one when a link is opened, and again whenever its peer has answered, for example with each
+/// keepalive. The changes since then are those that happened while the peer was silent. It is
+/// cheap: the links of a port share it, and the port is measured at most once per second.
 #[derive(Clone)]
 pub struct Baseline(pub(super) Arc<Snapshot>);
 
 impl Baseline {
-    /// Looks at port `port`, unless that was done within the last second.
+    /// Measures port `port`, unless that was done within the last second.
     #[must_use]
     pub fn take(context: &Context, port: u8) -> Self {
         Self(BASELINES.snapshot(context, port))
     }
 
-    /// When the port was looked at.
+    /// Returns when the port was measured.
     #[must_use]
     pub fn taken(&self) -> Instant {
         self.0.taken
@@ -58,15 +59,15 @@ impl fmt::Debug for Baseline {
     }
 }
 
-/// The port now.
+/// Returns the current state of the port.
 pub(super) fn current(context: &Context, port: u8) -> Arc<Snapshot> {
-    SIGHTS.snapshot(context, port)
+    CURRENT.snapshot(context, port)
 }
 
-/// The surroundings now.
+/// Returns the current surroundings.
 pub(super) fn surroundings() -> Arc<Surroundings> {
     let cached = SURROUNDINGS.lock().unwrap_or_else(PoisonError::into_inner).clone();
-    if let Some(fresh) = cached.filter(|cached| is_fresh(&SIGHTS, cached.taken, cached.cost)) {
+    if let Some(fresh) = cached.filter(|cached| is_fresh(&CURRENT, cached.taken, cached.cost)) {
         return fresh;
     }
     let read = Arc::new(Surroundings::read(&Roots::system()));
@@ -74,37 +75,37 @@ pub(super) fn surroundings() -> Arc<Surroundings> {
     read
 }
 
-/// Whether something may still serve that was seen at `taken`, at that cost, by the rules of
+/// Returns whether a measurement from `taken`, which took `cost`, may be reused by the rules of
 /// `shared`.
 fn is_fresh(shared: &Shared, taken: Instant, cost: Duration) -> bool {
-    taken.elapsed() < shared.max_age.max(shared.costs * cost)
+    taken.elapsed() < shared.max_age.max(shared.cost_factor * cost)
 }
 
 /// The latest snapshot of each port.
 struct Shared {
-    /// How old one may be that serves again,
+    /// The maximum age for reuse,
     max_age: Duration,
-    /// or how many times as old as looking took, if that is more.
-    costs: u32,
+    /// or this multiple of the time that measuring took, whichever is longer.
+    cost_factor: u32,
     latest: Mutex<Vec<Arc<Snapshot>>>,
 }
 
 impl Shared {
-    const fn new(max_age: Duration, costs: u32) -> Self {
-        Self { max_age, costs, latest: Mutex::new(Vec::new()) }
+    const fn new(max_age: Duration, cost_factor: u32) -> Self {
+        Self { max_age, cost_factor, latest: Mutex::new(Vec::new()) }
     }
 
     fn snapshot(&self, context: &Context, port: u8) -> Arc<Snapshot> {
         let (device, guid) = (context.device().name(), context.device().guid());
-        let is_it =
+        let is_of_port =
             |of: &Arc<Snapshot>| of.number == port && of.guid == guid && of.device == device;
-        let cached = self.lock().iter().find(|of| is_it(of)).cloned();
+        let cached = self.lock().iter().find(|of| is_of_port(of)).cloned();
         if let Some(fresh) = cached.filter(|cached| is_fresh(self, cached.taken, cached.cost)) {
             return fresh;
         }
         let taken = Arc::new(Snapshot::take(&Roots::system(), context, port));
         let mut latest = self.lock();
-        latest.retain(|of| !is_it(of));
+        latest.retain(|of| !is_of_port(of));
         if latest.len() >= PORTS_MAX {
             latest.remove(0);
         }

@@ -1,38 +1,39 @@
-//! The counters of a port, by what they mean: every driver has its own names.
+//! The counters of a port by their meaning: every driver has its own names.
 
 use std::path::Path;
 
 use super::files::number;
 
-/// What a counter tells.
+/// The meaning of a counter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Meaning {
-    /// RDMA packets that left.
+    /// RDMA packets that were sent.
     Sent,
-    /// RDMA packets that came, from anybody.
+    /// RDMA packets that were received, from any peer.
     Received,
-    /// Requests sent again because no acknowledgement came.
+    /// Requests that were sent again because no acknowledgement came.
     TimedOut,
-    /// Peers said that they had no receive posted.
+    /// Reports of peers that they had no receive posted.
     PeerNotReady,
-    /// A peer's message met no receive here.
+    /// Messages of peers for which this side had no receive posted.
     OwnNotReady,
-    /// Gaps in the sequence of packets, seen here or reported by a peer.
+    /// Gaps in the packet sequence, seen here or reported by a peer.
     Lost,
-    /// Packets that came broken.
+    /// Packets that arrived damaged.
     Damaged,
-    /// Packets that the port threw away.
+    /// Packets that the port discarded.
     Discarded,
-    /// Marks of congestion, here or on the way.
+    /// Congestion marks, here or on the path.
     Congested,
-    /// Packets that the own host could not send.
+    /// Packets that this host could not send.
     Unsent,
-    /// The link went down.
+    /// Times that the link of the port went down.
     LinkDown,
 }
 
-/// Soft-RoCE, mlx5, bnxt_re and efa; those of `counters` are InfiniBand's own, which RoCE drivers
-/// fill too. Each file of `counters` can cost a command to the firmware: only few are worth it.
+/// The names in Soft-RoCE, mlx5, bnxt_re and efa. Those in `counters` are InfiniBand's own, which
+/// RoCE drivers provide, too. Reading a file in `counters` may need a firmware command, so only few
+/// are used.
 const NAMES: &[(Meaning, &str)] = &[
     (Meaning::Sent, "hw_counters/sent_pkts"),
     (Meaning::Sent, "hw_counters/tx_pkts"),
@@ -70,7 +71,7 @@ const NAMES: &[(Meaning, &str)] = &[
     (Meaning::LinkDown, "counters/link_downed"),
 ];
 
-/// What the counters of a port said at one time. Those that the driver does not have are not in it.
+/// The values of a port's counters at one time. Counters that the driver does not have are missing.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Counters(Vec<Counter>);
 
@@ -81,16 +82,16 @@ struct Counter {
     value: u64,
 }
 
-/// How far a counter went.
+/// By how much a counter increased.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Moved {
-    /// As the driver calls it.
+pub(super) struct Increase {
+    /// The driver's name for it.
     pub(super) name: &'static str,
     pub(super) by: u64,
 }
 
 impl Counters {
-    /// Reads those of the port with this directory.
+    /// Reads the counters of the port with this directory.
     pub(super) fn read(port: &Path) -> Self {
         let found = NAMES.iter().filter_map(|&(meaning, name)| {
             let value = number(&port.join(name))?;
@@ -99,23 +100,24 @@ impl Counters {
         Self(found.collect())
     }
 
-    /// The counter with this meaning that moved most since `then`; `None` if the driver has none.
-    pub(super) fn moved_since(&self, then: &Self, meaning: Meaning) -> Option<Moved> {
+    /// Returns the counter with this meaning that increased most since `then`; `None` if the driver
+    /// has none.
+    pub(super) fn increase_since(&self, then: &Self, meaning: Meaning) -> Option<Increase> {
         let of_both = self.0.iter().filter(|now| now.meaning == meaning).filter_map(|now| {
             let then =
                 then.0.iter().find(|then| then.meaning == meaning && then.name == now.name)?;
-            // Smaller than before: it was reset, or (32 bits on mlx5) began anew.
+            // Smaller than before: it was reset, or (32 bits on mlx5) has wrapped around.
             let by = now.value.checked_sub(then.value).unwrap_or(now.value);
-            Some(Moved { name: now.name, by })
+            Some(Increase { name: now.name, by })
         });
-        // The first of equals: a driver's own before InfiniBand's.
-        of_both.rev().max_by_key(|moved| moved.by)
+        // The first of equal ones: the driver's own before InfiniBand's.
+        of_both.rev().max_by_key(|increase| increase.by)
     }
 }
 
 #[cfg(test)]
 impl Counters {
-    /// Counters that stand at these values.
+    /// Returns counters with these values.
     pub(super) fn of(values: &[(Meaning, &'static str, u64)]) -> Self {
         Self(
             values.iter().map(|&(meaning, name, value)| Counter { meaning, name, value }).collect(),
@@ -128,7 +130,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_one_that_moved_speaks() {
+    fn returns_the_counter_that_increased_most() {
         let then = Counters::of(&[
             (Meaning::Sent, "a", 10),
             (Meaning::Sent, "b", 0),
@@ -139,13 +141,13 @@ mod tests {
             (Meaning::Sent, "b", 0),
             (Meaning::Lost, "c", 3),
         ]);
-        assert_eq!(now.moved_since(&then, Meaning::Sent), Some(Moved { name: "a", by: 5 }));
+        assert_eq!(now.increase_since(&then, Meaning::Sent), Some(Increase { name: "a", by: 5 }));
         assert_eq!(
-            now.moved_since(&then, Meaning::Lost),
-            Some(Moved { name: "c", by: 3 }),
+            now.increase_since(&then, Meaning::Lost),
+            Some(Increase { name: "c", by: 3 }),
             "it was reset"
         );
-        assert_eq!(now.moved_since(&then, Meaning::Damaged), None);
-        assert_eq!(then.moved_since(&then, Meaning::Sent), Some(Moved { name: "a", by: 0 }));
+        assert_eq!(now.increase_since(&then, Meaning::Damaged), None);
+        assert_eq!(then.increase_since(&then, Meaning::Sent), Some(Increase { name: "a", by: 0 }));
     }
 }

@@ -1,36 +1,36 @@
-//! What was measured about one failed link: plain data, from which `rank.rs` draws its conclusions.
+//! The measurements for one failed link: plain data, from which `rank.rs` draws conclusions.
 
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::counters::{Meaning, Moved};
+use super::counters::{Increase, Meaning};
 use super::snapshot::{Netdev, Snapshot};
-use super::surroundings::{Neighbour, Route, Surroundings, Twin};
+use super::surroundings::{LocalPeer, Neighbour, Route, Surroundings};
 
-/// What happened longer ago than this is no longer a likely cause.
+/// A change longer ago than this is no longer a likely cause.
 const RECENT: Duration = Duration::from_secs(60);
 
-/// See the head of this file.
+/// The measurements for one failed link.
 #[derive(Debug, Clone)]
 pub(super) struct Facts {
     pub(super) local: Option<IpAddr>,
     pub(super) peer: Option<IpAddr>,
-    /// The port now; `None` if it was not looked at, because the failure is not of a kind that it
-    /// could explain.
+    /// The current state of the port; `None` if it was not measured, because it could not explain
+    /// this kind of failure.
     pub(super) now: Option<Arc<Snapshot>>,
-    /// The port when the link was well.
+    /// The state of the port when the link was healthy.
     pub(super) then: Option<Arc<Snapshot>>,
     pub(super) route: Route,
-    /// The next host on the way: the gateway if there is one, else the peer.
+    /// The next host on the path: the gateway if there is one, otherwise the peer.
     pub(super) neighbour: Neighbour,
     /// The peer, if it is on this host.
-    pub(super) twin: Option<Twin>,
+    pub(super) local_peer: Option<LocalPeer>,
 }
 
 impl Facts {
-    /// Of a failure that the addresses alone can tell nothing about.
+    /// Returns facts without measurements, for a failure that they could not explain.
     pub(super) fn unmeasured(local: Option<IpAddr>, peer: Option<IpAddr>) -> Self {
         Self {
             local,
@@ -39,18 +39,19 @@ impl Facts {
             then: None,
             route: Route::Unknown,
             neighbour: Neighbour::Unknown,
-            twin: None,
+            local_peer: None,
         }
     }
 
-    /// Puts together what was seen.
+    /// Combines the measurements.
     pub(super) fn gather(
         now: Arc<Snapshot>,
         then: Option<Arc<Snapshot>>,
         surroundings: &Surroundings,
         (local, peer): (Option<IpAddr>, Option<IpAddr>),
     ) -> Self {
-        // One snapshot can serve a link's begin and its end, if both are milliseconds apart.
+        // If both are only milliseconds apart, one snapshot may be the baseline and the current
+        // state.
         let then = then.filter(|then| then.taken < now.taken);
         let mut facts = Self { now: Some(now), then, ..Self::unmeasured(local, peer) };
         let Some(peer) = peer.filter(|_| !facts.is_infiniband()) else { return facts };
@@ -62,11 +63,11 @@ impl Facts {
             };
             facts.neighbour = surroundings.neighbour(next, &netdev);
         }
-        facts.twin = surroundings.twin(peer).cloned();
+        facts.local_peer = surroundings.local_peer(peer).cloned();
         facts
     }
 
-    /// The interface that the link uses: that of its address, else that of the port's first.
+    /// Returns the interface that the link uses: that of its address, or else the port's first.
     pub(super) fn netdev(&self) -> Option<&Netdev> {
         let now = self.now.as_ref()?;
         let of = |snapshot: &Snapshot| snapshot.address(self.local?)?.netdev.clone();
@@ -74,35 +75,37 @@ impl Facts {
         name.and_then(|name| now.netdev(&name)).or_else(|| now.netdevs.first())
     }
 
-    /// How far the counter of this meaning went while the link was up; `None` if that is not known.
-    pub(super) fn moved(&self, meaning: Meaning) -> Option<Moved> {
-        self.now.as_ref()?.counters.moved_since(&self.then.as_ref()?.counters, meaning)
+    /// Returns how far the counter with this meaning increased while the link was open; `None` if
+    /// that is not known.
+    pub(super) fn increase(&self, meaning: Meaning) -> Option<Increase> {
+        self.now.as_ref()?.counters.increase_since(&self.then.as_ref()?.counters, meaning)
     }
 
-    /// As [`Facts::moved`], if it moved at all.
-    pub(super) fn did_move(&self, meaning: Meaning) -> Option<Moved> {
-        self.moved(meaning).filter(|moved| moved.by > 0)
+    /// Like [`Facts::increase`], but only if it increased at all.
+    pub(super) fn increased(&self, meaning: Meaning) -> Option<Increase> {
+        self.increase(meaning).filter(|increase| increase.by > 0)
     }
 
-    /// A figure of the link's interface, and what it was.
-    pub(super) fn netdev_moved(&self, figure: impl Fn(&Netdev) -> Option<u64>) -> Option<u64> {
+    /// Returns how far a figure of the link's interface increased.
+    pub(super) fn netdev_increase(&self, figure: impl Fn(&Netdev) -> Option<u64>) -> Option<u64> {
         let now = self.netdev()?;
         let then = self.then.as_ref()?.netdev(&now.name)?;
         Some(figure(now)?.saturating_sub(figure(then)?))
     }
 
-    /// Whether what moved moved lately: counters of an old baseline tell of old troubles too.
+    /// Returns whether the increases are recent: with an old baseline, counters also include old
+    /// problems.
     pub(super) fn is_recent(&self) -> bool {
         self.age().is_some_and(|age| age < RECENT)
     }
 
-    /// How long ago the link was known to be well.
+    /// Returns how long ago the link was known to be healthy.
     fn age(&self) -> Option<Duration> {
         Some(self.now.as_ref()?.taken.duration_since(self.then.as_ref()?.taken))
     }
 
-    /// The same in words: "in 1.2 s".
-    pub(super) fn within(&self) -> String {
+    /// Returns the same in words: "in 1.2 s".
+    pub(super) fn period(&self) -> String {
         match self.age() {
             Some(age) if age < Duration::from_secs(120) => format!("in {:.1} s", age.as_secs_f64()),
             Some(age) => format!("in {} min", age.as_secs() / 60),
@@ -110,12 +113,12 @@ impl Facts {
         }
     }
 
-    /// The peer in words.
+    /// Returns the peer in words.
     pub(super) fn peer_name(&self) -> String {
         self.peer.map_or_else(|| "the peer".into(), |peer| peer.to_string())
     }
 
-    /// Whether the peer itself, not a gateway to it, once answered on the link's interface.
+    /// Returns whether the peer itself, not a gateway to it, has answered on the link's interface.
     pub(super) fn knows_peer(&self) -> bool {
         self.neighbour == Neighbour::Known && !matches!(self.route, Route::Own { gateway: Some(_) })
     }
@@ -125,7 +128,7 @@ impl Facts {
     }
 }
 
-impl fmt::Display for Moved {
+impl fmt::Display for Increase {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} +{}", self.name, self.by)
     }

@@ -1,7 +1,7 @@
-//! Small files of the kernel, read without ever reading much.
+//! Reads small kernel files, with a limit on the size.
 //!
-//! A host may have a hundred thousand routes or neighbours: every read has a limit, so that a
-//! diagnosis takes the same time there.
+//! A host may have a hundred thousand routes or neighbours. Because of the limits, a diagnosis
+//! takes the same time there.
 
 use std::fs::File;
 use std::io::Read as _;
@@ -9,48 +9,48 @@ use std::net::{IpAddr, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
-/// Where the kernel is asked: elsewhere in tests.
+/// Where kernel files are read: in other directories for tests.
 #[derive(Debug, Clone)]
 pub(super) struct Roots {
     pub(super) sys: PathBuf,
     pub(super) proc: PathBuf,
-    /// Whether an address is one of this host. May say yes too often.
+    /// Returns whether an address belongs to this host. It may return true too often.
     pub(super) is_own: fn(IpAddr) -> bool,
 }
 
 impl Roots {
     pub(super) fn system() -> Self {
-        // Only an own address can be bound (unless ip_nonlocal_bind is set).
+        // Only a local address can be bound (unless ip_nonlocal_bind is set).
         let is_own = |ip: IpAddr| UdpSocket::bind((ip, 0)).is_ok();
         Self { sys: "/sys".into(), proc: "/proc".into(), is_own }
     }
 
-    /// The directory of an RDMA device.
+    /// Returns the directory of an RDMA device.
     pub(super) fn device(&self, name: &str) -> PathBuf {
         self.sys.join("class/infiniband").join(name)
     }
 
-    /// The directory of a network interface.
+    /// Returns the directory of a network interface.
     pub(super) fn netdev(&self, name: &str) -> PathBuf {
         self.sys.join("class/net").join(name)
     }
 }
 
-/// The first word of a file; `None` if it is empty or cannot be read.
+/// Returns the first word of a file; `None` if it is empty or cannot be read.
 pub(super) fn word(path: &Path) -> Option<String> {
-    // One read: such files give all they have at once.
+    // One read, because such files return everything at once.
     let mut bytes = [0; 256];
     let len = File::open(path).ok()?.read(&mut bytes).ok()?;
     let text = std::str::from_utf8(&bytes[..len]).ok()?;
     text.split_whitespace().next().map(str::to_owned)
 }
 
-/// The number in a file.
+/// Returns the number in a file.
 pub(super) fn number<T: FromStr>(path: &Path) -> Option<T> {
     word(path)?.parse().ok()
 }
 
-/// The beginning of a table, in whole lines, and whether that was all of it.
+/// Returns the start of a table, in whole lines, and whether that is all of it.
 pub(super) fn table(path: &Path, limit: u64) -> Option<(String, bool)> {
     let mut text = String::new();
     File::open(path).ok()?.take(limit + 1).read_to_string(&mut text).ok()?;

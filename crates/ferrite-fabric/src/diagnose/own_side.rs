@@ -1,4 +1,4 @@
-//! What is wrong on this side: the second half of `rank.rs`.
+//! Causes on the local side: the second half of `rank.rs`.
 
 use ferrite_verbs::{GidType, PortState};
 
@@ -8,12 +8,12 @@ use super::rank::{HEADERS, cause};
 use super::snapshot::PortView;
 use super::{Cause, Likelihood};
 
-/// What is wrong on this side.
+/// Adds the causes on the local side.
 pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
     let Some(now) = &facts.now else { return };
     let (device, then) = (&now.device, facts.then.as_ref());
     if let PortView::Gone(why) = &now.port {
-        let remedy = "use another device or TCP; `rdma link` shows what is there".into();
+        let remedy = "use another device or TCP; `rdma link` lists the devices".into();
         found.push(cause(
             Likelihood::Certain,
             format!("the device {device} is gone"),
@@ -26,12 +26,13 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
         && now.instance != Some(before)
     {
         let (what, evidence) = match now.instance {
-            Some(_) => {
-                ("was removed and made again", "it is another one than when the link came up")
-            }
+            Some(_) => (
+                "was removed and created again",
+                "it is not the device that the link was opened on",
+            ),
             None => ("is being removed", "sysfs no longer shows it"),
         };
-        let remedy = "close everything on it, and open it again once it is there".into();
+        let remedy = "close everything on it, and open it again when it is back".into();
         found.push(cause(
             Likelihood::Certain,
             format!("the device {device} {what}"),
@@ -52,30 +53,30 @@ pub(super) fn own_side(found: &mut Vec<Cause>, facts: &Facts) {
                 netdev.map(|netdev| format!("; {} carries {}", netdev.name, netdev.mtu_bytes));
             found.push(cause(
                 Likelihood::Likely,
-                "the own MTU was made smaller than the link's packets".to_owned(),
+                "the own MTU was reduced below the size of the link's packets".to_owned(),
                 format!(
                     "packets of {before} bytes, port now {mtu_bytes}{}",
                     of_netdev.unwrap_or_default()
                 ),
-                Some("set the interface's MTU back, or connect anew".into()),
+                Some("restore the interface's MTU, or reconnect".into()),
             ));
         }
     }
-    went_down(found, facts);
-    if let Some(unsent) = facts.did_move(Meaning::Unsent) {
+    port_flapped(found, facts);
+    if let Some(unsent) = facts.increased(Meaning::Unsent) {
         found.push(cause(
-            lately(facts),
+            likelihood_by_age(facts),
             format!("this host cannot send packets to {}", facts.peer_name()),
-            format!("{unsent} {}", facts.within()),
+            format!("{unsent} {}", facts.period()),
             Some(format!(
-                "look for what refuses them: ip route get {}, nft list ruleset",
+                "find out what rejects them: ip route get {}, nft list ruleset",
                 facts.peer_name()
             )),
         ));
     }
 }
 
-/// The own port or its interface is down now.
+/// Adds causes for a local port or interface that is down now.
 fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
     let Some(now) = &facts.now else { return };
     let (device, number) = (&now.device, now.number);
@@ -96,13 +97,13 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
             Likelihood::Certain,
             format!("the own interface {} has no carrier", netdev.name),
             format!("{} is {}, {of_port}", netdev.name, netdev.operstate),
-            Some("check cable and transceiver, and the port of the switch".into()),
+            Some("check cable, transceiver and switch port".into()),
         )),
         None if state.is_some_and(|state| state != PortState::ACTIVE) => {
             let remedy = if facts.is_infiniband() {
                 "check cable and switch; a port that stays initialising has no subnet manager"
             } else {
-                "bring its interface up (`rdma link` names it), or check cable and switch"
+                "bring its interface up (`rdma link` lists it), or check cable and switch"
             };
             found.push(cause(
                 Likelihood::Certain,
@@ -115,30 +116,30 @@ fn port_down(found: &mut Vec<Cause>, facts: &Facts) {
     }
 }
 
-/// How likely a cause is that only a counter shows.
-fn lately(facts: &Facts) -> Likelihood {
+/// Returns the likelihood of a cause that only a counter shows.
+fn likelihood_by_age(facts: &Facts) -> Likelihood {
     if facts.is_recent() { Likelihood::Likely } else { Likelihood::Possible }
 }
 
-/// The own port was down, and is up again.
-fn went_down(found: &mut Vec<Cause>, facts: &Facts) {
-    let counted = facts.did_move(Meaning::LinkDown).map(|moved| moved.to_string());
-    let losses = facts.netdev_moved(|netdev| netdev.carrier_losses).filter(|losses| *losses > 0);
+/// Adds causes for a local port that was down and is up again.
+fn port_flapped(found: &mut Vec<Cause>, facts: &Facts) {
+    let counted = facts.increased(Meaning::LinkDown).map(|increase| increase.to_string());
+    let losses = facts.netdev_increase(|netdev| netdev.carrier_losses).filter(|losses| *losses > 0);
     let losses = losses.map(|losses| format!("carrier lost {losses} times"));
     let Some(evidence) = counted.or(losses) else { return };
     found.push(cause(
-        lately(facts),
-        "the own port went down, and came back".to_owned(),
-        format!("{evidence} {}", facts.within()),
-        Some("connect again; if it repeats: cable, transceiver, the port of the switch".into()),
+        likelihood_by_age(facts),
+        "the own port went down and came back".to_owned(),
+        format!("{evidence} {}", facts.period()),
+        Some("reconnect; if it happens again, check cable, transceiver and switch port".into()),
     ));
 }
 
-/// The link's own address is no longer the port's.
+/// Adds causes for a local address that the port no longer has.
 fn address_lost(found: &mut Vec<Cause>, facts: &Facts) {
     let (Some(now), Some(local)) = (&facts.now, facts.local) else { return };
     let Some(addresses) = &now.addresses else { return };
-    // On InfiniBand and iWARP, IP addresses are not in the table.
+    // On InfiniBand and iWARP, the table has no IP addresses.
     let has_ips =
         addresses.is_empty() || addresses.iter().any(|own| own.kind != GidType::INFINIBAND);
     if facts.is_infiniband() || !has_ips || local.is_unspecified() || now.address(local).is_some() {
@@ -159,7 +160,7 @@ fn address_lost(found: &mut Vec<Cause>, facts: &Facts) {
             Some(netdev) => {
                 format!("ip addr add {local}/… dev {}, or use another address", netdev.name)
             }
-            None => "give the interface its address back, or use another".into(),
+            None => "restore the interface's address, or use another one".into(),
         }),
     ));
 }

@@ -1,8 +1,8 @@
-//! From what was measured to what is likely: no file is read and nothing is asked here.
+//! From measurements to likely causes, without I/O.
 //!
-//! Certain is only what a measurement shows and what by itself explains the failure. Likely is what
-//! a measurement points at, or what the failure itself usually means. Possible is what nothing
-//! speaks against.
+//! A cause is certain only if a measurement shows it and it explains the failure by itself. It is
+//! likely if a measurement indicates it, or if failures of this kind usually mean it. It is
+//! possible if nothing contradicts it.
 
 use std::cmp::Reverse;
 
@@ -12,33 +12,33 @@ use super::counters::Meaning;
 use super::facts::Facts;
 use super::own_side::own_side;
 use super::snapshot::PortView;
-use super::surroundings::{Neighbour, Route, Twin};
+use super::surroundings::{LocalPeer, Neighbour, Route};
 use super::{Cause, Failure, Likelihood};
 
-/// The least that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
+/// The minimum that RoCE v2 adds to a packet's payload: IPv4, UDP, BTH, RETH, ICRC.
 pub(super) const HEADERS: u32 = 20 + 8 + 12 + 16 + 4;
 const CAUSES_MAX: usize = 5;
 
-/// The causes of a failure, the best first.
+/// Returns the causes of a failure, the best first.
 pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
     let mut found = Vec::new();
     match failure {
-        Failure::ConnectTimeout => silence(&mut found, failure, facts),
+        Failure::ConnectTimeout => no_response(&mut found, failure, facts),
         Failure::NoKeepalive => {
             own_side(&mut found, facts);
-            stuck(&mut found, failure, facts);
+            stalled_peer(&mut found, failure, facts);
         }
-        // Met no receive there, or nobody.
-        Failure::NoAcknowledgement if facts.did_move(Meaning::PeerNotReady).is_some() => {
-            stuck(&mut found, failure, facts);
+        // The peer had no receive posted, rather than being unreachable.
+        Failure::NoAcknowledgement if facts.increased(Meaning::PeerNotReady).is_some() => {
+            stalled_peer(&mut found, failure, facts);
         }
-        Failure::NoAcknowledgement => silence(&mut found, failure, facts),
+        Failure::NoAcknowledgement => no_response(&mut found, failure, facts),
         Failure::Completion(status) => match status {
             Status::SUCCESS => {}
             Status::RETRY_EXCEEDED | Status::RESPONSE_TIMEOUT => {
-                silence(&mut found, failure, facts)
+                no_response(&mut found, failure, facts)
             }
-            Status::RNR_RETRY_EXCEEDED => stuck(&mut found, failure, facts),
+            Status::RNR_RETRY_EXCEEDED => stalled_peer(&mut found, failure, facts),
             Status::FLUSHED | Status::LOCAL_QP_OPERATION | Status::GENERAL => {
                 own_side(&mut found, facts);
                 found.extend(by_status(status, facts));
@@ -46,19 +46,19 @@ pub(super) fn rank(failure: Failure, facts: &Facts) -> Vec<Cause> {
             _ => found.extend(by_status(status, facts)),
         },
     }
-    // Sorting is stable: of equals, the one found first stays first.
+    // The sort is stable: equally likely causes keep their order.
     found.sort_by_key(|cause| Reverse(cause.likelihood));
     if found.first().is_some_and(|best| best.likelihood == Likelihood::Certain) {
-        // What is certain leaves no room for guesses.
+        // If one is certain, guesses are not needed.
         found.retain(|cause| cause.likelihood == Likelihood::Certain);
     }
     found.truncate(CAUSES_MAX);
     found
 }
 
-/// Whether [`rank`] wants to know how the port is. A device that has failed for good is not asked:
-/// it may take a minute to answer.
-pub(super) fn wants_facts(failure: Failure) -> bool {
+/// Returns whether [`rank`] needs the state of the port. A device that failed for good is not
+/// queried, because the answer may take a minute.
+pub(super) fn needs_facts(failure: Failure) -> bool {
     match failure {
         Failure::ConnectTimeout | Failure::NoKeepalive | Failure::NoAcknowledgement => true,
         Failure::Completion(status) => [
@@ -73,7 +73,7 @@ pub(super) fn wants_facts(failure: Failure) -> bool {
     }
 }
 
-/// A cause, from its parts.
+/// Creates a cause.
 pub(super) fn cause(
     likelihood: Likelihood,
     what: impl Into<String>,
@@ -83,21 +83,21 @@ pub(super) fn cause(
     Cause { likelihood, what: what.into(), evidence: evidence.into(), remedy }
 }
 
-/// Nothing came back from the peer.
-fn silence(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
+/// Adds the causes of a peer that does not respond at all.
+fn no_response(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     own_side(found, facts);
     same_host(found, facts);
-    no_way(found, failure, facts);
-    wear(found, facts);
-    no_answer(found, failure, facts);
-    if facts.now.is_some() && !facts.is_infiniband() && facts.twin.is_none() {
-        guesses(found, failure, facts);
+    no_path(found, failure, facts);
+    packet_loss(found, facts);
+    unanswered(found, failure, facts);
+    if facts.now.is_some() && !facts.is_infiniband() && facts.local_peer.is_none() {
+        unmeasured_causes(found, failure, facts);
     }
 }
 
-/// The peer's address is one of this host.
+/// Adds causes for a peer whose address belongs to this host.
 fn same_host(found: &mut Vec<Cause>, facts: &Facts) {
-    let Some(Twin { device, netdev, accepts_local }) = &facts.twin else { return };
+    let Some(LocalPeer { device, netdev, accepts_local }) = &facts.local_peer else { return };
     let peer = facts.peer_name();
     let soft = facts.now.as_ref().is_some_and(|now| now.soft);
     match netdev {
@@ -120,14 +120,14 @@ fn same_host(found: &mut Vec<Cause>, facts: &Facts) {
             Likelihood::Possible,
             "the path loops within this host".to_owned(),
             format!("{peer} is an address of {device} on this host"),
-            Some("check that this address is meant".into()),
+            Some("check whether this is the intended address".into()),
         )),
     }
 }
 
-/// There is no way to the peer, or the next host on it does not answer.
-fn no_way(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
-    // While the own interface is down, its routes are gone too.
+/// Adds causes for a missing path to the peer, or a next host on it that does not answer.
+fn no_path(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
+    // While the local interface is down, its routes are missing too.
     let Some(netdev) = facts.netdev().filter(|netdev| netdev.is_usable()) else { return };
     let (name, peer) = (&netdev.name, facts.peer_name());
     let gateway = match &facts.route {
@@ -135,13 +135,13 @@ fn no_way(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             found.push(cause(
                 Likelihood::Likely,
                 format!("no route to {peer}"),
-                "the main routing table has none that fits",
+                "the main routing table has no matching route",
                 Some(format!("ip route get {peer}; ip route add {peer} dev {name}")),
             ));
             return;
         }
         Route::Other { netdev: other } => {
-            // An established link did without; and other routing tables are not seen.
+            // An established link worked without it, and other routing tables are not visible.
             let connecting = failure == Failure::ConnectTimeout;
             found.push(cause(
                 if connecting { Likelihood::Likely } else { Likelihood::Possible },
@@ -162,7 +162,7 @@ fn no_way(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             Likelihood::Likely,
             format!("RoCE v1 is not routed, and {peer} is in another network"),
             format!(
-                "the own address is of type RoCE v1, and the way to {peer} is through {gateway}"
+                "the own address is of type RoCE v1, and the path to {peer} goes through {gateway}"
             ),
             Some("use RoCE v2: cma_roce_mode -d DEVICE -m 2, or another device".into()),
         ));
@@ -183,9 +183,9 @@ fn no_way(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     }
 }
 
-/// What the wire does to packets.
-fn wear(found: &mut Vec<Cause>, facts: &Facts) {
-    let received = facts.moved(Meaning::Received).map_or(0, |moved| moved.by);
+/// Adds causes for packets that are damaged or lost on the wire.
+fn packet_loss(found: &mut Vec<Cause>, facts: &Facts) {
+    let received = facts.increase(Meaning::Received).map_or(0, |increase| increase.by);
     let netdev = facts.netdev().map_or("INTERFACE", |netdev| netdev.name.as_str());
     let rows = [
         (
@@ -203,48 +203,48 @@ fn wear(found: &mut Vec<Cause>, facts: &Facts) {
     for (meanings, what, remedy) in rows {
         let worst = meanings
             .iter()
-            .filter_map(|meaning| facts.did_move(*meaning))
-            .max_by_key(|moved| moved.by);
+            .filter_map(|meaning| facts.increased(*meaning))
+            .max_by_key(|increase| increase.by);
         let Some(worst) = worst else { continue };
-        // One in a hundred is more than any healthy fabric loses.
+        // One percent is more than any healthy fabric loses.
         let many = received > 0 && worst.by >= received.div_ceil(100);
-        let congested = facts.did_move(Meaning::Congested).map(|moved| format!(", {moved}"));
+        let congested = facts.increased(Meaning::Congested).map(|increase| format!(", {increase}"));
         found.push(cause(
             if many { Likelihood::Likely } else { Likelihood::Possible },
             what,
             format!(
                 "{worst}{} of {received} packets {}",
                 congested.unwrap_or_default(),
-                facts.within()
+                facts.period()
             ),
             Some(remedy),
         ));
     }
 }
 
-/// The peer does not answer, for whatever reason: what remains when nothing better was found.
-fn no_answer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
+/// Adds the general cause that the peer does not answer, if nothing better was found.
+fn unanswered(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let peer = facts.peer_name();
     let mut evidence = Vec::new();
     if let Failure::Completion(status) = failure {
         evidence.push(status.to_string());
     }
-    let sent = facts.moved(Meaning::Sent);
-    let received = facts.moved(Meaning::Received);
-    let deaf =
+    let sent = facts.increase(Meaning::Sent);
+    let received = facts.increase(Meaning::Received);
+    let receives_nothing =
         sent.is_some_and(|sent| sent.by > 0) && received.is_some_and(|received| received.by == 0);
     if let (Some(now), Some(sent), Some(received)) = (&facts.now, sent, received) {
-        let within = facts.within();
+        let period = facts.period();
         evidence.push(format!(
-            "{within} {} sent {} packets and received {}",
+            "{period} {} sent {} packets and received {}",
             now.device,
             sent.by,
-            if deaf { "none".to_owned() } else { received.by.to_string() },
+            if receives_nothing { "none".to_owned() } else { received.by.to_string() },
         ));
     }
-    evidence.extend(facts.did_move(Meaning::TimedOut).map(|moved| moved.to_string()));
-    let frames = facts.netdev_moved(|netdev| netdev.frames_received);
-    if let (true, Some(frames), Some(netdev)) = (deaf, frames, facts.netdev()) {
+    evidence.extend(facts.increased(Meaning::TimedOut).map(|increase| increase.to_string()));
+    let frames = facts.netdev_increase(|netdev| netdev.frames_received);
+    if let (true, Some(frames), Some(netdev)) = (receives_nothing, frames, facts.netdev()) {
         evidence.push(format!("{} received {frames} frames", netdev.name));
     }
     evidence.extend(healthy(facts));
@@ -256,17 +256,19 @@ fn no_answer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         .map(str::to_owned),
     );
     let what = match failure {
-        // Not one frame of any kind: that is not one peer's doing, unless it is the only one.
-        _ if deaf && frames == Some(0) => format!(
-            "nothing arrives here, from {peer} or anybody else: the path is cut at the own switch port or beyond, \
-             or {peer} is down and nobody else sends"
+        // Not a single frame of any kind: that is not the fault of one peer, unless it is the only
+        // one.
+        _ if receives_nothing && frames == Some(0) => format!(
+            "nothing arrives here, from {peer} or anybody else: the path is interrupted at the \
+             own switch port or beyond, or {peer} is down and nobody else sends"
         ),
         Failure::ConnectTimeout if facts.knows_peer() => format!(
-            "the host {peer} is known, but does not answer RDMA packets: no RDMA device has that address, or its \
-             process hangs"
+            "the host {peer} is known, but does not answer RDMA packets: no RDMA device has that \
+             address, or its process hangs"
         ),
         _ => format!(
-            "{peer} does not answer: its host, port or process is gone, or the path to it drops packets"
+            "{peer} does not answer: its host, port or process is gone, or the path to it drops \
+             packets"
         ),
     };
     let explained = found.iter().any(|cause| cause.likelihood >= Likelihood::Likely);
@@ -283,7 +285,7 @@ fn no_answer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     ));
 }
 
-/// That the own side is well, if that was seen.
+/// Returns evidence that the local side is healthy, if that was measured.
 fn healthy(facts: &Facts) -> Option<String> {
     let now = facts.now.as_ref()?;
     let PortView::Seen { state: PortState::ACTIVE, .. } = now.port else { return None };
@@ -295,8 +297,8 @@ fn healthy(facts: &Facts) -> Option<String> {
     }
 }
 
-/// What no measurement from this side can show.
-fn guesses(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
+/// Adds causes that this side cannot measure.
+fn unmeasured_causes(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let Some(now) = &facts.now else { return };
     let peer = facts.peer_name();
     if failure != Failure::ConnectTimeout {
@@ -304,7 +306,7 @@ fn guesses(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             Likelihood::Possible,
             format!("the process at {peer} ended, or closed its queue pair"),
             "a device that has no such queue pair does not answer",
-            Some(format!("look at its log on {peer}, and connect again")),
+            Some(format!("check its log on {peer}, and reconnect")),
         ));
     }
     let mut addresses = now.addresses.iter().flatten();
@@ -316,8 +318,8 @@ fn guesses(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
         found.push(cause(
             Likelihood::Possible,
             "a firewall drops RoCE v2",
-            "not measured: it is UDP to port 4791, which filters for TCP do not let pass",
-            Some(format!("let UDP port 4791 pass on {peer} and on the way to it")),
+            "not measured: RoCE v2 is UDP to port 4791, which rules for TCP do not cover",
+            Some(format!("allow UDP port 4791 on {peer} and on the path to it")),
         ));
     }
     if let (PortView::Seen { mtu_bytes, link_layer: LinkLayer::ETHERNET, .. }, Some(netdev)) =
@@ -337,20 +339,21 @@ fn guesses(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     }
 }
 
-/// The peer's process does not do its part.
-fn stuck(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
+/// Adds the causes of a peer whose process does not respond.
+fn stalled_peer(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
     let evidence = match failure {
         Failure::Completion(status) => status.to_string(),
-        Failure::NoAcknowledgement => "what was sent is not taken".into(),
-        _ => "its device acknowledges, and nothing above it answers".into(),
+        Failure::NoAcknowledgement => "the peer does not receive what was sent".into(),
+        _ => "its device acknowledges, but its process does not answer".into(),
     };
     let peer = facts.peer_name();
     let counted =
-        |meaning| facts.did_move(meaning).map(|moved| format!("{moved} {}", facts.within()));
+        |meaning| facts.increased(meaning).map(|increase| format!("{increase} {}", facts.period()));
     let not_ready = counted(Meaning::PeerNotReady);
     let what = if (not_ready.is_some() && facts.is_recent()) || failure != Failure::NoKeepalive {
         format!(
-            "the process at {peer} posts no receives: it is stuck, stopped, or slower than its credits promise"
+            "the process at {peer} posts no receives: it is stuck, stopped, or slower than its \
+             credits promise"
         )
     } else {
         format!("the process at {peer} is stopped, stuck, or starved of CPU time")
@@ -366,12 +369,12 @@ fn stuck(found: &mut Vec<Cause>, failure: Failure, facts: &Facts) {
             Likelihood::Possible,
             "this side had no receives posted when its peers sent",
             own,
-            Some("look for what keeps this process from reaping completions".into()),
+            Some("find out what keeps this process from polling completions".into()),
         ));
     }
 }
 
-/// What the status itself says.
+/// Returns the causes that the status itself indicates.
 fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
     let peer = facts.peer_name();
     let rows: Vec<(Likelihood, String, Option<&str>)> = match status {
@@ -380,30 +383,30 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
                 Likelihood::Likely,
                 "this side stopped the queue pair, or its device did after an error of its own"
                     .into(),
-                Some("dmesg may say more"),
+                Some("check dmesg"),
             ),
             (
                 Likelihood::Possible,
-                format!("{peer} ended the connection, and this side followed"),
-                Some("its log says why"),
+                format!("{peer} closed the connection, and this side followed"),
+                Some("check its log"),
             ),
         ],
         Status::REMOTE_ACCESS => vec![
             (
                 Likelihood::Likely,
                 format!("{peer} has revoked the grant, or it expired"),
-                Some("ask for a new grant; do not use the old key again"),
+                Some("request a new grant; do not use the old key again"),
             ),
             (
                 Likelihood::Possible,
-                "the access went outside the granted range, or was of a kind not granted".into(),
+                "the access exceeded the granted range, or its kind was not granted".into(),
                 Some("a bug on this side: compare address, length and rights with the grant"),
             ),
         ],
         Status::REMOTE_INVALID_REQUEST => vec![
             (
                 Likelihood::Likely,
-                format!("the message is longer than the receive it met at {peer}"),
+                format!("the message is longer than the receive posted at {peer}"),
                 Some("both sides must agree on the largest message"),
             ),
             (
@@ -420,7 +423,7 @@ fn by_status(status: Status, facts: &Facts) -> Vec<Cause> {
         Status::FATAL => vec![(
             Likelihood::Certain,
             "the own device failed".into(),
-            Some("dmesg says why; reset it (devlink dev reload), or use another device"),
+            Some("check dmesg; reset it (devlink dev reload), or use another device"),
         )],
         Status::LOCAL_QP_OPERATION => vec![(
             Likelihood::Likely,

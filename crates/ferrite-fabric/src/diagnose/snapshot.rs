@@ -1,7 +1,6 @@
-//! A port at one moment: what the device, its interfaces and its counters said.
+//! The state of a port at one moment: of the device, its interfaces and its counters.
 //!
-//! Two of them are compared: the one from when a link was well, and the one from when it had
-//! failed.
+//! Two snapshots are compared: one from when a link was healthy, and one from when it had failed.
 
 use std::net::IpAddr;
 use std::os::unix::fs::MetadataExt as _;
@@ -13,10 +12,10 @@ use ferrite_verbs::{Context, ErrorKind, GidEntry, GidType, LinkLayer, PortState}
 use super::counters::Counters;
 use super::files::{Roots, number, word};
 
-/// Interfaces of one port that are looked at: VLANs can make many.
+/// Maximum number of interfaces of a port to read: VLANs can create many.
 const NETDEVS_MAX: usize = 8;
 
-/// See the head of this file.
+/// The state of a port at one moment.
 #[derive(Debug, Clone)]
 pub(super) struct Snapshot {
     pub(super) taken: Instant,
@@ -25,27 +24,27 @@ pub(super) struct Snapshot {
     pub(super) device: String,
     pub(super) guid: u64,
     pub(super) number: u8,
-    /// Which device of this name it is: one that is made again has another. `None` if sysfs shows
-    /// none.
+    /// Identifies the device among those that ever had this name: one that is created again has
+    /// another number. `None` if it is not in sysfs.
     pub(super) instance: Option<u64>,
     /// Soft-RoCE: packets go through the host's own IP stack.
     pub(super) soft: bool,
     pub(super) port: PortView,
-    /// The port's addresses; `None` if the device did not tell.
+    /// The port's addresses; `None` if the device did not report them.
     pub(super) addresses: Option<Vec<Address>>,
-    /// Its interfaces, that of its first address first.
+    /// Its interfaces, the one of its first address first.
     pub(super) netdevs: Vec<Netdev>,
     pub(super) counters: Counters,
 }
 
-/// What the device said of its port.
+/// The device's report about its port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum PortView {
-    /// Nothing that helps.
+    /// Nothing useful.
     Unknown,
-    /// That it is no longer there, in its words.
+    /// The device is gone, with its error.
     Gone(String),
-    /// How it is.
+    /// The port's state.
     Seen { state: PortState, link_layer: LinkLayer, mtu_bytes: u32 },
 }
 
@@ -61,21 +60,21 @@ pub(super) struct Address {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Netdev {
     pub(super) name: String,
-    /// Set up by its administrator.
+    /// Whether the administrator has set it up.
     pub(super) up: bool,
     /// `None` while it is not up.
     pub(super) carrier: Option<bool>,
-    /// The kernel's word for all that.
+    /// The kernel's summary of both.
     pub(super) operstate: String,
     pub(super) mtu_bytes: u32,
     /// How often it lost its carrier.
     pub(super) carrier_losses: Option<u64>,
-    /// Frames that came; on most cards those of RDMA are not among them.
+    /// Received frames; on most cards RDMA frames are not counted.
     pub(super) frames_received: Option<u64>,
 }
 
 impl Snapshot {
-    /// Looks at a port. Nothing in it waits for the network.
+    /// Takes a snapshot of a port. Nothing in it waits for the network.
     pub(super) fn take(roots: &Roots, context: &Context, number: u8) -> Self {
         let started = Instant::now();
         let device = context.device().name();
@@ -125,27 +124,28 @@ impl Snapshot {
         }
     }
 
-    /// The address `ip` of this port.
+    /// Returns the address `ip` of this port.
     pub(super) fn address(&self, ip: IpAddr) -> Option<&Address> {
-        // RoCE v2 first: both types of an address can be in the table.
+        // RoCE v2 first, because the table can contain an address twice.
         let mut found = self.addresses.iter().flatten().filter(|address| address.ip == ip);
         let first = found.next()?;
         Some(found.find(|other| other.kind == GidType::ROCE_V2).unwrap_or(first))
     }
 
-    /// The interface called `name`.
+    /// Returns the interface called `name`.
     pub(super) fn netdev(&self, name: &str) -> Option<&Netdev> {
         self.netdevs.iter().find(|netdev| netdev.name == name)
     }
 
     pub(super) fn is_infiniband(&self) -> bool {
-        // An old driver that does not tell is InfiniBand.
+        // An old driver that does not report the link layer is InfiniBand.
         matches!(self.port, PortView::Seen { link_layer, .. } if link_layer != LinkLayer::ETHERNET)
     }
 }
 
 impl Netdev {
-    /// `None` if this process sees no such interface (it may be in another network namespace).
+    /// Reads an interface; `None` if this process does not see it (it may be in another network
+    /// namespace).
     pub(super) fn read(roots: &Roots, name: String) -> Option<Self> {
         let directory = roots.netdev(&name);
         let flags = hexadecimal(&directory.join("flags"))?;
@@ -160,7 +160,7 @@ impl Netdev {
         })
     }
 
-    /// Whether frames can pass.
+    /// Returns whether frames can pass.
     pub(super) fn is_usable(&self) -> bool {
         self.up && self.carrier != Some(false)
     }

@@ -1,9 +1,9 @@
-//! What the host knows of its neighbours: routes, the ARP table, and the addresses of its other
-//! RDMA devices.
+//! The host's view of the network: routes, the ARP table, and the addresses of its other RDMA
+//! devices.
 //!
-//! Read from procfs and not asked by netlink, which services are often not allowed. The price: only
-//! the main routing table is seen, and of neighbours only those with IPv4 addresses. Conclusions
-//! are drawn with that in mind.
+//! It is read from procfs instead of netlink, which services are often not allowed to use. The
+//! disadvantage: only the main routing table is visible, and only neighbours with IPv4 addresses.
+//! The conclusions take that into account.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::OnceLock;
@@ -12,24 +12,24 @@ use std::time::{Duration, Instant};
 use super::files::{Roots, table, word};
 use super::snapshot::Netdev;
 
-/// Bytes of a table that are read at most: about 3,000 neighbours or 2,000 routes.
+/// Maximum bytes to read of a table: about 3,000 neighbours or 2,000 routes.
 const TABLE_MAX: u64 = 256 << 10;
-/// Addresses per port, and devices, that are looked through.
+/// Maximum number of addresses per port, and of devices, to search.
 const GIDS_MAX: u32 = 16;
 const DEVICES_MAX: usize = 16;
 
-/// See the head of this file.
+/// The routes, neighbours and local addresses of this host.
 #[derive(Debug, Clone)]
 pub(super) struct Surroundings {
     pub(super) taken: Instant,
     /// How long it took to read.
     pub(super) cost: Duration,
-    /// `None` if they cannot be read, or are too many.
+    /// `None` if they cannot be read, or if there are too many.
     routes: Option<Vec<RouteEntry>>,
-    /// As many as there was time for.
+    /// As many as fit into the read limit.
     neighbours: Vec<NeighbourEntry>,
-    /// The addresses of RDMA devices of this host, once they are asked for: there are many files to
-    /// read.
+    /// The addresses of this host's RDMA devices. Read only on demand, because that needs many
+    /// files.
     own: OnceLock<Vec<OwnAddress>>,
     roots: Roots,
 }
@@ -37,33 +37,33 @@ pub(super) struct Surroundings {
 /// How packets to the peer leave this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Route {
-    /// Not to be told from here.
+    /// It cannot be determined.
     Unknown,
-    /// By the link's own interface, through a gateway or not.
+    /// Through the link's own interface, with or without a gateway.
     Own { gateway: Option<Ipv4Addr> },
-    /// Only by another interface.
+    /// Only through another interface.
     Other { netdev: String },
-    /// There is none.
+    /// There is no route.
     Missing,
 }
 
-/// What is known of the next host on the way.
+/// The host's knowledge of the next host on the path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Neighbour {
-    /// Nothing: no entry, or none that can be seen.
+    /// Nothing: there is no entry, or it is not visible.
     Unknown,
-    /// It was asked for and does not answer.
+    /// It did not answer when it was asked.
     Silent,
-    /// It answered once; that may be long ago.
+    /// It answered once, possibly long ago.
     Known,
 }
 
-/// The peer's address is one of this host.
+/// A peer whose address belongs to this host.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Twin {
+pub(super) struct LocalPeer {
     pub(super) device: String,
     pub(super) netdev: Option<Netdev>,
-    /// Whether the interface takes packets from an address of this host: Soft-RoCE needs that.
+    /// Whether the interface accepts packets from an address of this host: Soft-RoCE needs that.
     pub(super) accepts_local: Option<bool>,
 }
 
@@ -73,8 +73,8 @@ struct OwnAddress {
     ip: IpAddr,
     device: String,
     netdev: Option<String>,
-    /// Seen when it was first asked for.
-    twin: OnceLock<Twin>,
+    /// Read on demand.
+    local_peer: OnceLock<LocalPeer>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -99,7 +99,7 @@ impl Surroundings {
         let started = Instant::now();
         let routes = table(&roots.proc.join("net/route"), TABLE_MAX);
         let neighbours = table(&roots.proc.join("net/arp"), TABLE_MAX);
-        // A part of the routes is worse than none: the best one may be in the rest.
+        // A part of the routes is worse than none: the best one may be missing.
         let routes = routes.filter(|(_, whole)| *whole).map(|(text, _)| parse_routes(&text));
         let neighbours = neighbours.map(|(text, _)| parse_neighbours(&text)).unwrap_or_default();
         let taken = Instant::now();
@@ -113,16 +113,16 @@ impl Surroundings {
         }
     }
 
-    /// How packets to `peer` leave, if the link's interface is `netdev`.
+    /// Returns how packets to `peer` leave this host, if the link's interface is `netdev`.
     pub(super) fn route(&self, peer: IpAddr, netdev: &str) -> Route {
         let (Some(routes), IpAddr::V4(peer)) = (&self.routes, peer) else { return Route::Unknown };
         let fitting = |entry: &&RouteEntry| u32::from(peer) & entry.mask == entry.destination;
         let best = |routes: &mut dyn Iterator<Item = &RouteEntry>| {
-            // The longest prefix, then the lowest metric: as the kernel does it.
+            // The longest prefix, then the lowest metric, like the kernel.
             routes.min_by_key(|entry| (!entry.mask, entry.metric)).cloned()
         };
-        // The kernel asks for a route by the link's interface, so that a better one by another does
-        // not count.
+        // The kernel looks for a route through the link's interface, even if there is a better one
+        // through another.
         let own = best(&mut routes.iter().filter(fitting).filter(|entry| entry.netdev == netdev));
         match (own, best(&mut routes.iter().filter(fitting))) {
             (Some(own), _) => Route::Own { gateway: own.gateway },
@@ -131,7 +131,7 @@ impl Surroundings {
         }
     }
 
-    /// What is known of `ip` on the interface `netdev`.
+    /// Returns what is known of `ip` on the interface `netdev`.
     pub(super) fn neighbour(&self, ip: IpAddr, netdev: &str) -> Neighbour {
         match self.neighbours.iter().find(|entry| entry.ip == ip && entry.netdev == netdev) {
             Some(entry) if entry.complete => Neighbour::Known,
@@ -140,12 +140,12 @@ impl Surroundings {
         }
     }
 
-    /// The device of this host that has the address `ip`.
-    pub(super) fn twin(&self, ip: IpAddr) -> Option<&Twin> {
+    /// Returns the device of this host that has the address `ip`.
+    pub(super) fn local_peer(&self, ip: IpAddr) -> Option<&LocalPeer> {
         (self.roots.is_own)(ip).then_some(())?;
         let mut own = self.own.get_or_init(|| own_addresses(&self.roots)).iter();
-        let OwnAddress { device, netdev, twin, .. } = own.find(|own| own.ip == ip)?;
-        Some(twin.get_or_init(|| Twin {
+        let OwnAddress { device, netdev, local_peer, .. } = own.find(|own| own.ip == ip)?;
+        Some(local_peer.get_or_init(|| LocalPeer {
             device: device.clone(),
             netdev: netdev.clone().and_then(|name| Netdev::read(&self.roots, name)),
             accepts_local: netdev.as_ref().and_then(|name| {
@@ -156,8 +156,8 @@ impl Surroundings {
     }
 }
 
-/// `/proc/net/route`: a head, then interface, destination, gateway, flags, …, metric (decimal),
-/// mask; addresses are the bytes of the packet, shown as a number of this machine.
+/// Parses `/proc/net/route`: a header line, then interface, destination, gateway, flags, …, metric
+/// (decimal), mask. Addresses are the bytes of the packet, printed as a number of this machine.
 fn parse_routes(text: &str) -> Vec<RouteEntry> {
     const UP: u32 = 0x1;
     const REJECT: u32 = 0x200;
@@ -178,7 +178,8 @@ fn parse_routes(text: &str) -> Vec<RouteEntry> {
     text.lines().skip(1).filter_map(entry).collect()
 }
 
-/// `/proc/net/arp`: a head, then address, type, flags, hardware address, mask, interface.
+/// Parses `/proc/net/arp`: a header line, then address, type, flags, hardware address, mask,
+/// interface.
 fn parse_neighbours(text: &str) -> Vec<NeighbourEntry> {
     const COMPLETE: u32 = 0x2;
     let entry = |line: &str| {
@@ -193,7 +194,8 @@ fn parse_neighbours(text: &str) -> Vec<NeighbourEntry> {
     text.lines().skip(1).filter_map(entry).collect()
 }
 
-/// The addresses of this host's RDMA devices, from sysfs: other devices need not be opened for it.
+/// Reads the addresses of this host's RDMA devices from sysfs, so that the devices need not be
+/// opened.
 fn own_addresses(roots: &Roots) -> Vec<OwnAddress> {
     let Ok(devices) = roots.sys.join("class/infiniband").read_dir() else { return Vec::new() };
     let mut found = Vec::new();
@@ -207,13 +209,13 @@ fn own_addresses(roots: &Roots) -> Vec<OwnAddress> {
                     continue;
                 };
                 let ip = ip.to_canonical();
-                // Both types of an address (RoCE v1 and v2) can be in the table.
+                // The table can contain an address twice (RoCE v1 and v2).
                 if found.iter().any(|own: &OwnAddress| own.ip == ip) {
                     continue;
                 }
                 let netdev = word(&port.path().join(format!("gid_attrs/ndevs/{index}")));
                 let device = device.file_name().to_string_lossy().into_owned();
-                found.push(OwnAddress { ip, device, netdev, twin: OnceLock::new() });
+                found.push(OwnAddress { ip, device, netdev, local_peer: OnceLock::new() });
             }
         }
     }

@@ -1,4 +1,4 @@
-//! The ranking, over a table of cases; how facts are gathered is tested in `tests/gather.rs`.
+//! Tests of the ranking, with a table of cases; `tests/gather.rs` tests how facts are gathered.
 
 mod gather;
 
@@ -12,7 +12,7 @@ use super::counters::{Counters, Meaning};
 use super::facts::Facts;
 use super::rank::rank;
 use super::snapshot::{Address, Netdev, PortView, Snapshot};
-use super::surroundings::{Neighbour, Route, Twin};
+use super::surroundings::{LocalPeer, Neighbour, Route};
 use super::{Failure, Likelihood};
 use Likelihood::{Certain, Likely, Possible};
 
@@ -23,18 +23,18 @@ const LOCAL: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 2));
 const PEER: IpAddr = IpAddr::V4(Ipv4Addr::new(10, 0, 0, 1));
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 0, 0, 254);
 
-/// A link over a healthy port, to be made worse.
-struct Made {
+/// A link on a healthy port, to which a case adds a fault.
+struct Scenario {
     then: Option<Snapshot>,
     now: Snapshot,
     route: Route,
     neighbour: Neighbour,
-    twin: Option<Twin>,
-    /// How far counters went since `then`.
-    moved: Vec<(Meaning, &'static str, u64)>,
+    local_peer: Option<LocalPeer>,
+    /// How far counters increased since `then`.
+    increases: Vec<(Meaning, &'static str, u64)>,
 }
 
-impl Made {
+impl Scenario {
     fn new() -> Self {
         let start = Instant::now();
         let now = Snapshot {
@@ -59,17 +59,17 @@ impl Made {
             counters: Counters::default(),
         };
         let then = Snapshot { taken: start, ..now.clone() };
-        let moved = vec![(Meaning::Sent, "sent_pkts", 8), (Meaning::Received, "rcvd_pkts", 0)];
+        let increases = vec![(Meaning::Sent, "sent_pkts", 8), (Meaning::Received, "rcvd_pkts", 0)];
         let (route, neighbour) = (Route::Own { gateway: None }, Neighbour::Known);
-        Self { then: Some(then), now, route, neighbour, twin: None, moved }
+        Self { then: Some(then), now, route, neighbour, local_peer: None, increases }
     }
 
     fn facts(mut self) -> Facts {
         let zero: Vec<_> =
-            self.moved.iter().map(|&(meaning, name, _)| (meaning, name, 1000)).collect();
-        let moved: Vec<_> =
-            self.moved.iter().map(|&(meaning, name, by)| (meaning, name, 1000 + by)).collect();
-        self.now.counters = Counters::of(&moved);
+            self.increases.iter().map(|&(meaning, name, _)| (meaning, name, 1000)).collect();
+        let increased: Vec<_> =
+            self.increases.iter().map(|&(meaning, name, by)| (meaning, name, 1000 + by)).collect();
+        self.now.counters = Counters::of(&increased);
         if let Some(then) = &mut self.then {
             then.counters = Counters::of(&zero);
         }
@@ -80,7 +80,7 @@ impl Made {
             then: self.then.map(Arc::new),
             route: self.route,
             neighbour: self.neighbour,
-            twin: self.twin,
+            local_peer: self.local_peer,
         }
     }
 
@@ -90,9 +90,9 @@ impl Made {
         }
     }
 
-    fn moves(&mut self, meaning: Meaning, name: &'static str, by: u64) {
-        self.moved.retain(|(other, ..)| *other != meaning);
-        self.moved.push((meaning, name, by));
+    fn increase(&mut self, meaning: Meaning, name: &'static str, by: u64) {
+        self.increases.retain(|(other, ..)| *other != meaning);
+        self.increases.push((meaning, name, by));
     }
 }
 
@@ -108,61 +108,61 @@ fn netdev(name: &str) -> Netdev {
     }
 }
 
-fn twin(up: bool, accepts_local: bool) -> Twin {
+fn local_peer(up: bool, accepts_local: bool) -> LocalPeer {
     let operstate = if up { "up" } else { "down" };
     let netdev = Netdev { up, carrier: None, operstate: operstate.into(), ..netdev("h1") };
-    Twin { device: "rxe1".into(), netdev: Some(netdev), accepts_local: Some(accepts_local) }
+    LocalPeer { device: "rxe1".into(), netdev: Some(netdev), accepts_local: Some(accepts_local) }
 }
 
-/// Failure, what makes it worse, and the best cause: likelihood, and words of what, evidence and
-/// remedy.
-type Case = (Failure, fn(&mut Made), Likelihood, [&'static str; 3]);
+/// A case: the failure, the fault, and the best cause (its likelihood, and words of its
+/// description, evidence and remedy).
+type Case = (Failure, fn(&mut Scenario), Likelihood, [&'static str; 3]);
 
 const CASES: &[Case] = &[
-    // The own side.
+    // The local side.
     (
         RETRY,
-        |made| made.now.port = PortView::Gone("ibv_query_port: no such device".into()),
+        |scenario| scenario.now.port = PortView::Gone("ibv_query_port: no such device".into()),
         Certain,
         ["rxe2 is gone", "no such device", "rdma link"],
     ),
     (
         FLUSHED,
-        |made| made.now.instance = None,
+        |scenario| scenario.now.instance = None,
         Certain,
         ["rxe2 is being removed", "sysfs", "open it again"],
     ),
     (
         FLUSHED,
-        |made| made.now.instance = Some(7),
+        |scenario| scenario.now.instance = Some(7),
         Certain,
-        ["made again", "another one", "open it again"],
+        ["created again", "not the device", "open it again"],
     ),
     (
         FLUSHED,
-        |made| {
-            made.port(PortState::DOWN);
-            made.now.netdevs[0] =
+        |scenario| {
+            scenario.port(PortState::DOWN);
+            scenario.now.netdevs[0] =
                 Netdev { up: false, carrier: None, operstate: "down".into(), ..netdev("h2") };
-            made.route = Route::Missing;
+            scenario.route = Route::Missing;
         },
         Certain,
         ["own interface h2 is down", "h2 is down, port 1 of rxe2 is down", "ip link set h2 up"],
     ),
     (
         Failure::NoKeepalive,
-        |made| {
+        |scenario| {
             let operstate = "lowerlayerdown".into();
-            made.now.netdevs[0] = Netdev { carrier: Some(false), operstate, ..netdev("h2") };
+            scenario.now.netdevs[0] = Netdev { carrier: Some(false), operstate, ..netdev("h2") };
         },
         Certain,
         ["h2 has no carrier", "lowerlayerdown", "cable"],
     ),
     (
         RETRY,
-        |made| {
-            made.now.netdevs.clear();
-            made.now.port = PortView::Seen {
+        |scenario| {
+            scenario.now.netdevs.clear();
+            scenario.now.port = PortView::Seen {
                 state: PortState::INIT,
                 link_layer: LinkLayer::INFINIBAND,
                 mtu_bytes: 4096,
@@ -173,67 +173,68 @@ const CASES: &[Case] = &[
     ),
     (
         RETRY,
-        |made| made.now.addresses = Some(vec![]),
+        |scenario| scenario.now.addresses = Some(vec![]),
         Certain,
         ["10.0.0.2 is no longer an address of rxe2", "its addresses", "ip addr add"],
     ),
     (
         Failure::ConnectTimeout,
-        |made| {
-            made.then = None;
-            made.now.addresses = Some(vec![]);
+        |scenario| {
+            scenario.then = None;
+            scenario.now.addresses = Some(vec![]);
         },
         Likely,
         ["10.0.0.2 is not an address of rxe2", "", "another address"],
     ),
     (
         RETRY,
-        |made| made.now.netdevs[0].mtu_bytes = 1500,
+        |scenario| scenario.now.netdevs[0].mtu_bytes = 1500,
         Likely,
-        [
-            "own MTU was made smaller",
-            "packets of 4096 bytes, port now 4096; h2 carries 1500",
-            "MTU back",
-        ],
+        ["own MTU was reduced", "packets of 4096 bytes, port now 4096; h2 carries 1500", "restore"],
     ),
     (
         FLUSHED,
-        |made| made.moves(Meaning::LinkDown, "link_downed", 1),
+        |scenario| scenario.increase(Meaning::LinkDown, "link_downed", 1),
         Likely,
-        ["went down, and came back", "link_downed +1 in 3.0 s", "cable"],
+        ["went down and came back", "link_downed +1 in 3.0 s", "cable"],
     ),
     (
         RETRY,
-        |made| made.now.netdevs[0].carrier_losses = Some(3),
+        |scenario| scenario.now.netdevs[0].carrier_losses = Some(3),
         Likely,
-        ["went down, and came back", "carrier lost 2 times", "cable"],
+        ["went down and came back", "carrier lost 2 times", "cable"],
     ),
     (
         RETRY,
-        |made| made.moves(Meaning::Unsent, "send_err", 5),
+        |scenario| scenario.increase(Meaning::Unsent, "send_err", 5),
         Likely,
         ["cannot send packets to 10.0.0.1", "send_err +5", "ip route get"],
     ),
-    // The way and the peer.
-    (RETRY, |made| made.route = Route::Missing, Likely, ["no route to 10.0.0.1", "main", "dev h2"]),
+    // The path and the peer.
+    (
+        RETRY,
+        |scenario| scenario.route = Route::Missing,
+        Likely,
+        ["no route to 10.0.0.1", "main", "dev h2"],
+    ),
     (
         Failure::ConnectTimeout,
-        |made| made.route = Route::Other { netdev: "eth0".into() },
+        |scenario| scenario.route = Route::Other { netdev: "eth0".into() },
         Likely,
         ["do not leave by h2", "by eth0", "ip route add"],
     ),
     (
         Failure::ConnectTimeout,
-        |made| {
-            made.route = Route::Own { gateway: Some(GATEWAY) };
-            made.now.addresses.iter_mut().flatten().for_each(|own| own.kind = GidType::ROCE_V1);
+        |scenario| {
+            scenario.route = Route::Own { gateway: Some(GATEWAY) };
+            scenario.now.addresses.iter_mut().flatten().for_each(|own| own.kind = GidType::ROCE_V1);
         },
         Likely,
         ["RoCE v1 is not routed", "through 10.0.0.254", "RoCE v2"],
     ),
     (
         RETRY,
-        |made| made.neighbour = Neighbour::Silent,
+        |scenario| scenario.neighbour = Neighbour::Silent,
         Likely,
         [
             "host 10.0.0.1 is down, cut off",
@@ -243,9 +244,9 @@ const CASES: &[Case] = &[
     ),
     (
         RETRY,
-        |made| {
-            made.neighbour = Neighbour::Silent;
-            made.route = Route::Own { gateway: Some(GATEWAY) };
+        |scenario| {
+            scenario.neighbour = Neighbour::Silent;
+            scenario.route = Route::Own { gateway: Some(GATEWAY) };
         },
         Likely,
         [
@@ -256,7 +257,7 @@ const CASES: &[Case] = &[
     ),
     (
         RETRY,
-        |made| made.twin = Some(twin(false, true)),
+        |scenario| scenario.local_peer = Some(local_peer(false, true)),
         Certain,
         [
             "peer's interface h1 is down",
@@ -266,16 +267,16 @@ const CASES: &[Case] = &[
     ),
     (
         Failure::ConnectTimeout,
-        |made| made.twin = Some(twin(true, false)),
+        |scenario| scenario.local_peer = Some(local_peer(true, false)),
         Likely,
         ["drops packets from its own", "accept_local 0", "net.ipv4.conf.h1.accept_local=1"],
     ),
     (
         RETRY,
-        |made| {
-            made.moves(Meaning::Received, "rcvd_pkts", 1000);
-            made.moves(Meaning::Lost, "out_of_sequence", 10);
-            made.moves(Meaning::Congested, "rp_cnp_handled", 4);
+        |scenario| {
+            scenario.increase(Meaning::Received, "rcvd_pkts", 1000);
+            scenario.increase(Meaning::Lost, "out_of_sequence", 10);
+            scenario.increase(Meaning::Congested, "rp_cnp_handled", 4);
         },
         Likely,
         [
@@ -286,72 +287,72 @@ const CASES: &[Case] = &[
     ),
     (
         RETRY,
-        |made| {
-            made.moves(Meaning::Received, "rcvd_pkts", 1000);
-            made.moves(Meaning::Damaged, "symbol_error", 500);
+        |scenario| {
+            scenario.increase(Meaning::Received, "rcvd_pkts", 1000);
+            scenario.increase(Meaning::Damaged, "symbol_error", 500);
         },
         Likely,
         ["arrive damaged", "symbol_error +500", "ethtool -m h2"],
     ),
-    // Silence, and nothing else.
+    // No response, and no other evidence.
     (
         RETRY,
-        |made| made.moves(Meaning::TimedOut, "completer_retry_err", 7),
+        |scenario| scenario.increase(Meaning::TimedOut, "completer_retry_err", 7),
         Likely,
         [
             "nothing arrives here, from 10.0.0.1 or anybody else",
-            "transport retry exceeded; in 3.0 s rxe2 sent 8 packets and received none; completer_retry_err +7; \
-             h2 received 0 frames; the own port is active and h2 has carrier",
+            "transport retry exceeded; in 3.0 s rxe2 sent 8 packets and received none; \
+             completer_retry_err +7; h2 received 0 frames; the own port is active and h2 has carrier",
             "ping -I h2 10.0.0.1",
         ],
     ),
     (
         RETRY,
-        |made| made.now.netdevs[0].frames_received = Some(30),
+        |scenario| scenario.now.netdevs[0].frames_received = Some(30),
         Likely,
         ["10.0.0.1 does not answer", "received none; h2 received 20 frames", "rdma link"],
     ),
     (
         RETRY,
-        |made| made.moves(Meaning::Received, "rcvd_pkts", 90),
+        |scenario| scenario.increase(Meaning::Received, "rcvd_pkts", 90),
         Likely,
         ["10.0.0.1 does not answer", "sent 8 packets and received 90", "rdma link"],
     ),
     (
         RETRY,
-        |made| {
-            made.then = None;
-            made.now.netdevs.clear();
-            made.now.addresses = None;
-            made.now.port = PortView::Unknown;
-            (made.route, made.neighbour) = (Route::Unknown, Neighbour::Unknown);
+        |scenario| {
+            scenario.then = None;
+            scenario.now.netdevs.clear();
+            scenario.now.addresses = None;
+            scenario.now.port = PortView::Unknown;
+            (scenario.route, scenario.neighbour) = (Route::Unknown, Neighbour::Unknown);
         },
         Likely,
         ["10.0.0.1 does not answer", "transport retry exceeded", "on 10.0.0.1: rdma link"],
     ),
     (
         Failure::ConnectTimeout,
-        |made| made.then = None,
+        |scenario| scenario.then = None,
         Likely,
         ["host 10.0.0.1 is known, but does not answer RDMA", "in the ARP table", "rdma link"],
     ),
     (
         Failure::ConnectTimeout,
-        |made| {
-            made.then = None;
-            made.route = Route::Own { gateway: Some(GATEWAY) };
+        |scenario| {
+            scenario.then = None;
+            scenario.route = Route::Own { gateway: Some(GATEWAY) };
         },
         Likely,
         ["10.0.0.1 does not answer: its host", "in the ARP table", "rdma link"],
     ),
     (
         RETRY,
-        |made| {
-            // iWARP: the table has the card's address only.
+        |scenario| {
+            // iWARP: the table contains only the card's address.
             let ip = "fe80::1".parse().expect("an address");
-            made.now.addresses =
+            scenario.now.addresses =
                 Some(vec![Address { ip, kind: GidType::INFINIBAND, netdev: None }]);
-            made.then = None;
+            scenario.then = None;
         },
         Likely,
         [
@@ -369,16 +370,16 @@ const CASES: &[Case] = &[
     ),
     (
         Failure::NoKeepalive,
-        |made| made.moves(Meaning::PeerNotReady, "rnr_nak_retry_err", 6),
+        |scenario| scenario.increase(Meaning::PeerNotReady, "rnr_nak_retry_err", 6),
         Likely,
         ["posts no receives", "rnr_nak_retry_err +6 in 3.0 s", "state T"],
     ),
     (RNR, |_| {}, Likely, ["posts no receives", "receiver not ready", "on 10.0.0.1"]),
-    // What the status says.
+    // The status of the completion.
     (FLUSHED, |_| {}, Likely, ["this side stopped the queue pair", "the own port is active", ""]),
     (
         Failure::Completion(Status::LOCAL_QP_OPERATION),
-        |made| made.then = None,
+        |scenario| scenario.then = None,
         Likely,
         ["the device refused the request", "status 2", ""],
     ),
@@ -410,18 +411,18 @@ const CASES: &[Case] = &[
 ];
 
 #[test]
-fn the_best_cause_is_the_measured_one() {
+fn ranks_measured_causes_first() {
     for (at, (failure, worsen, likelihood, words)) in CASES.iter().enumerate() {
-        let mut made = Made::new();
-        worsen(&mut made);
-        let causes = rank(*failure, &made.facts());
+        let mut scenario = Scenario::new();
+        worsen(&mut scenario);
+        let causes = rank(*failure, &scenario.facts());
         let best = causes.first().unwrap_or_else(|| panic!("case {at}: no cause"));
         let texts = [&best.what, &best.evidence, best.remedy.as_ref().unwrap_or(&String::new())]
             .map(String::clone);
         for (text, words) in texts.iter().zip(words) {
             assert!(
                 text.contains(words),
-                "case {at}: {words:?} is not in {text:?}\nof {causes:#?}"
+                "case {at}: {words:?} is missing in {text:?}\nof {causes:#?}"
             );
         }
         assert_eq!(best.likelihood, *likelihood, "case {at}: {causes:#?}");
@@ -432,14 +433,14 @@ fn the_best_cause_is_the_measured_one() {
         let guess = causes.iter().any(|cause| cause.likelihood < Certain);
         assert!(
             best.likelihood < Certain || !guess,
-            "case {at}: a guess beside a certainty: {causes:#?}"
+            "case {at}: a guess in addition to a certain cause: {causes:#?}"
         );
     }
 }
 
 #[test]
-fn guesses_are_named_and_stay_last() {
-    let causes = rank(RETRY, &Made::new().facts());
+fn lists_guesses_last() {
+    let causes = rank(RETRY, &Scenario::new().facts());
     let likely = causes.iter().filter(|cause| cause.likelihood == Likely).count();
     let guesses: Vec<&str> = causes[likely..].iter().map(|cause| cause.what.as_str()).collect();
     assert_eq!(likely, 1, "{causes:#?}");
@@ -451,24 +452,24 @@ fn guesses_are_named_and_stay_last() {
             "a switch on the way or the peer has a smaller MTU",
         ]
     );
-    assert!(rank(Failure::Completion(Status::SUCCESS), &Made::new().facts()).is_empty());
+    assert!(rank(Failure::Completion(Status::SUCCESS), &Scenario::new().facts()).is_empty());
 }
 
-/// A port that flapped a week ago is not why the link failed now.
+/// A port that went down a week ago is not why the link failed now.
 #[test]
-fn old_news_is_only_possible() {
+fn old_changes_are_only_possible_causes() {
     let old = || {
-        let mut made = Made::new();
-        made.moves(Meaning::LinkDown, "link_downed", 1);
-        made.moves(Meaning::Unsent, "send_err", 1);
-        made.moves(Meaning::PeerNotReady, "rcvd_rnr_err", 1);
-        made.now.taken += Duration::from_secs(7 * 86_400);
-        made.facts()
+        let mut scenario = Scenario::new();
+        scenario.increase(Meaning::LinkDown, "link_downed", 1);
+        scenario.increase(Meaning::Unsent, "send_err", 1);
+        scenario.increase(Meaning::PeerNotReady, "rcvd_rnr_err", 1);
+        scenario.now.taken += Duration::from_secs(7 * 86_400);
+        scenario.facts()
     };
     let causes = rank(RETRY, &old());
     assert!(causes[0].what.starts_with("nothing arrives here"), "{causes:#?}");
     for what in
-        ["the own port went down, and came back", "this host cannot send packets to 10.0.0.1"]
+        ["the own port went down and came back", "this host cannot send packets to 10.0.0.1"]
     {
         let cause = causes.iter().find(|cause| cause.what == what).expect("still there");
         assert_eq!(cause.likelihood, Possible);
@@ -479,12 +480,12 @@ fn old_news_is_only_possible() {
 }
 
 #[test]
-fn a_cause_is_one_line() {
-    let mut made = Made::new();
-    made.twin = Some(twin(false, true));
+fn displays_a_cause_as_one_line() {
+    let mut scenario = Scenario::new();
+    scenario.local_peer = Some(local_peer(false, true));
     assert_eq!(
-        rank(RETRY, &made.facts())[0].to_string(),
-        "certain: the peer's interface h1 is down (10.0.0.1 is an address of this host, on rxe1; h1 is down); \
-         to do: ip link set h1 up, or check its cable"
+        rank(RETRY, &scenario.facts())[0].to_string(),
+        "certain: the peer's interface h1 is down (10.0.0.1 is an address of this host, on rxe1; \
+         h1 is down); to do: ip link set h1 up, or check its cable"
     );
 }

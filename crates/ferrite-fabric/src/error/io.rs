@@ -1,13 +1,13 @@
-//! Our errors where the standard library's are expected: a stream that stands in for TCP fails as
-//! TCP does.
+//! Conversion to the standard library's errors, so that a stream that replaces TCP fails as TCP
+//! does.
 
 use std::io;
 
 use super::{Error, ErrorKind, Source};
 
 impl From<Error> for io::Error {
-    /// The kind is what a TCP stream would say. Ours stays inside, with its text, its causes and
-    /// its remedy: `io_error.get_ref()` and a downcast lead to it.
+    /// The kind is the one that a TCP stream would report. The original error stays inside, with
+    /// its text, causes and remedy: use `io_error.get_ref()` and a downcast.
     ///
     /// ```
     /// # fn show(error: ferrite_fabric::Error) {
@@ -25,7 +25,7 @@ fn kind(error: &Error) -> io::ErrorKind {
     if let Some(Source::Verbs(verbs)) = &error.0.source
         && verbs.kind() == ferrite_verbs::ErrorKind::AddressInUse
     {
-        return io::ErrorKind::AddrInUse; // to us a call that was wrong
+        return io::ErrorKind::AddrInUse; // the fabric reports it as `Misuse`
     }
     match error.kind() {
         ErrorKind::Absent => io::ErrorKind::Unsupported,
@@ -49,7 +49,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn kinds_are_those_of_tcp_and_ours_stays_inside() {
+    fn maps_to_the_kinds_of_tcp_and_keeps_the_original_error() {
         for (ours, theirs) in [
             (ErrorKind::LinkDown, io::ErrorKind::ConnectionReset),
             (ErrorKind::PeerStalled, io::ErrorKind::TimedOut),

@@ -1,4 +1,4 @@
-//! How a fabric is made.
+//! Building a fabric.
 
 use std::net::IpAddr;
 use std::os::fd::AsFd as _;
@@ -23,7 +23,7 @@ use crate::policy::Rdma;
 use crate::random::random;
 use crate::wire::Hello;
 
-/// Makes an [`Fabric`]: see [`Fabric::builder`].
+/// Builds a [`Fabric`]: see [`Fabric::builder`].
 #[derive(Debug, Clone)]
 #[must_use]
 pub struct Builder {
@@ -36,7 +36,7 @@ pub struct Builder {
     pub(super) command_threads: bool,
 }
 
-/// TLS where nothing else is said.
+/// The TLS settings for connects and listeners that have none of their own.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Tls {
     pub(crate) client: Option<Arc<ClientConfig>>,
@@ -44,29 +44,31 @@ pub(crate) struct Tls {
 }
 
 impl Builder {
-    /// Uses this device. May be said several times; without it all devices are used.
+    /// Adds a device to use. Without any, all devices are used.
     pub fn device(mut self, name: impl Into<String>) -> Self {
         self.devices.push(name.into());
         self
     }
 
-    /// Uses only the device that has this address; may be said several times. `0.0.0.0` and `::`
-    /// stand for all devices. [`Builder::device`] goes before it.
+    /// Adds the device that has this address; other devices are not used unless they are added too.
+    /// `0.0.0.0` and `::` add all devices. Ignored if [`Builder::device`] was called.
     pub fn serving(mut self, address: IpAddr) -> Self {
         self.addresses.push(address);
         self
     }
 
-    /// Whether RDMA may carry links, whatever the settings say.
+    /// Sets whether links may use RDMA. Takes precedence over [`Config::rdma`].
     pub fn rdma(mut self, rdma: Rdma) -> Self {
         self.rdma = Some(rdma);
         self
     }
 
-    /// TLS for links that TCP carries: what to trust, and who this side is. Without the first,
-    /// connects are in clear text, without the second listeners are. Which cryptography they use is
-    /// the caller's choice (`rustls` with the feature `ring` or `aws_lc_rs`). The peer's
-    /// certificate must be for its IP address, unless the connect says otherwise.
+    /// Sets TLS for links over TCP: `client` has the trusted certificates for connects, `server`
+    /// the own certificate for listeners.
+    ///
+    /// Without `client`, connects use plain text; without `server`, listeners do. The caller
+    /// chooses the cryptography provider (`rustls` with the feature `ring` or `aws_lc_rs`). The
+    /// peer's certificate must be for its IP address, unless the connect specifies another name.
     pub fn tls(
         mut self,
         client: Option<Arc<ClientConfig>>,
@@ -76,29 +78,34 @@ impl Builder {
         self
     }
 
-    /// The settings.
+    /// Sets the settings.
     pub fn config(mut self, config: Config) -> Self {
         self.config = config;
         self
     }
 
-    /// Makes calls that may wait for the kernel or the device (queue pairs, registrations, the
-    /// connection manager) on threads of the fabric's own, two at first and at most eight. Without
-    /// this whoever drives the fabric makes them. For event loops that have others to serve: a peer
-    /// that is silent at the wrong moment makes such a call take a second.
+    /// Makes blocking calls to the kernel or the device (queue pairs, registrations, the connection
+    /// manager) on threads of the fabric: two at first, at most eight. Without it the driver makes
+    /// them.
+    ///
+    /// For event loops that serve other clients, too: such a call takes a second if a peer
+    /// stops answering at the wrong moment.
     pub fn command_threads(mut self) -> Self {
         self.command_threads = true;
         self
     }
 
-    /// Opens the devices, registers memory and posts receives. A device that cannot be used is left
-    /// out ([`Fabric::unused_devices`]) if there is another. Where RDMA is preferred and not to be
-    /// had, the fabric has no device, and says why: [`Fabric::absence`].
+    /// Opens the devices, registers memory and posts receives.
+    ///
+    /// A device that cannot be used is left out ([`Fabric::unused_devices`]) if there is another.
+    /// If RDMA is preferred but unavailable, the fabric has no device; [`Fabric::absence`] returns
+    /// the reason.
     ///
     /// # Errors
-    /// [`ErrorKind::Misuse`] for settings that contradict each other. Where RDMA is required:
-    /// [`ErrorKind::Absent`] if there is none here, [`ErrorKind::Resources`] if the locked-memory
-    /// limit or the device refuses, with figures and remedy.
+    /// - [`ErrorKind::Misuse`] if settings contradict each other.
+    /// - If RDMA is required: [`ErrorKind::Absent`] if it is unavailable, and
+    ///   [`ErrorKind::Resources`] if the locked-memory limit or the device refuses, with figures
+    ///   and a remedy.
     pub fn build(self) -> Result<Fabric, Error> {
         let Self { verbs, devices, addresses, rdma, tls, mut config, command_threads } = self;
         config.rdma = rdma.unwrap_or(config.rdma);
@@ -112,19 +119,19 @@ impl Builder {
         };
         let (rdma, absence) = match rdma {
             Ok(rdma) => (rdma, None),
-            // What the caller named wrongly is no absence.
+            // An error in the caller's arguments does not mean that RDMA is unavailable.
             Err(error) if config.rdma == Rdma::Require || error.kind() == ErrorKind::Misuse => {
                 return Err(error);
             }
             Err(error) => (Devices::none(&config)?, Some(error)),
         };
         if let Some(error) = absence.as_ref().filter(|_| config.rdma == Rdma::Prefer) {
-            tracing::warn!("RDMA is unavailable, links go over TCP: {}", error.with_remedy());
+            tracing::warn!("RDMA is unavailable, links use TCP: {}", error.with_remedy());
         }
         let Devices { pool, devices, device_objects, waits, unused } = rdma;
         let mailbox = Arc::new(Mailbox::new()?);
         waits.add(mailbox.as_fd(), Ready::Mailbox)?;
-        // Without a device there is nothing to wait for.
+        // Without a device there are no commands that could block.
         let commands = match command_threads && !devices.is_empty() {
             true => Commands::on_threads(&mailbox)?,
             false => Commands::inline(),
@@ -132,7 +139,7 @@ impl Builder {
         let commands = Arc::new(commands);
         if command_threads {
             let commands = Arc::clone(&commands);
-            pool.set_elsewhere(Box::new(move |errand| commands.run(None, errand)));
+            pool.set_background(Box::new(move |work| commands.run(None, work)));
         }
         Ok(Fabric(Arc::new(Handle {
             shared: Arc::new(Shared {
@@ -168,11 +175,11 @@ impl Builder {
 
 fn check(config: &Config) -> Result<(), Error> {
     let wrong = if !Hello::SEGMENT_BYTES.contains(&config.recv_buffer_size) {
-        format!("recv_buffer_size is {}: 256 to 2097152", config.recv_buffer_size)
+        format!("recv_buffer_size is {}, expected 256 to 2097152", config.recv_buffer_size)
     } else if !Hello::WINDOW.contains(&config.window) {
-        format!("window is {}: 2 to 32767", config.window)
+        format!("window is {}, expected 2 to 32767", config.window)
     } else if !(1..=16_384).contains(&config.channels) {
-        format!("channels is {}: 1 to 16384", config.channels)
+        format!("channels is {}, expected 1 to 16384", config.channels)
     } else if config.max_message_bytes < u64::from(config.recv_buffer_size) {
         "max_message_bytes is less than recv_buffer_size".into()
     } else if config.poll_batch == 0 || config.max_half_open == 0 || config.send_queue_messages == 0

@@ -1,32 +1,37 @@
-//! Calls that may wait for the kernel or for a device's firmware: made where waiting harms nobody.
+//! Calls that may block in the kernel or in a device's firmware, run off the driver's thread.
 //!
 //! Creating, modifying and destroying a queue pair, registering memory, and most calls of the
-//! connection manager are commands to firmware or wait for locks in the kernel: tens of
-//! microseconds on a good day, a second when the kernel has to find the hardware address of a
-//! silent peer. Whoever drives the fabric may be a database, so it never makes them itself:
+//! connection manager are firmware commands or wait for kernel locks. They usually take tens of
+//! microseconds, but a full second if the kernel has to resolve the hardware address of a peer that
+//! does not answer. The program that drives the fabric may be a database, so the driver never makes
+//! these calls itself:
 //!
 //! ```text
-//!   driver: command(own, work, then) ──► a queue per source ──► command thread: work(own) ──► driver: then(own, result)
+//!   driver:          command(own, work, then)
+//!                      │  a queue per source
+//!   command thread:  work(own)
+//!                      │  results, and a wake-up through the mailbox
+//!   driver:          then(own, result)
 //! ```
 //!
-//! - A command owns what it works on, and gives it back with its result. While it is under way
-//!   nobody else has it, so that nothing has to be locked for it. A command that panics has failed:
-//!   what it owned comes back, and what follows it runs.
-//! - Commands of one source (a peer's, or this process) run in the order in which they were given.
-//!   Sources take turns, one command each: a source whose commands take a second has one thread,
-//!   and others go on beside it (`turns.rs`).
-//! - There is always a thread that waits, up to [`THREADS_MAX`]: the one that takes a command and
-//!   finds no other starts it.
-//! - A source may have [`EACH`] commands waiting. Whoever gives a command that a peer can cause
-//!   asks first ([`Commands::has_room`]) and refuses the peer if there is none. Commands that give
-//!   something back are always taken.
+//! - A command owns what it works on and returns it with its result. Nobody else has access to it
+//!   in the meantime, so no lock is needed. If a command panics, it has failed: what it owned is
+//!   returned, and the commands after it still run.
+//! - Commands of one source (a peer, or this process) run in the order in which they were
+//!   submitted. Sources are served round-robin, one command each. A source whose commands take a
+//!   second occupies one thread, and other sources continue on the other threads (`fair_queue.rs`).
+//! - Up to [`THREADS_MAX`] threads, there is always an idle one: a thread that takes a command and
+//!   leaves no idle thread behind starts another.
+//! - A source may have [`WAITING_PER_SOURCE_MAX`] commands waiting. A caller that is about to
+//!   submit a command on behalf of a peer first checks [`Commands::has_room`], and refuses the peer
+//!   if there is none. Commands that release something are always accepted.
 //! - Posting, polling and arming stay with the driver: they do not enter the kernel.
 //!
-//! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) a command is
-//! carried out at once by whoever gives it, as in tests that must be the same each time, and in
-//! programs that have nothing else to do meanwhile.
+//! Without the threads ([`Builder::command_threads`](super::Builder::command_threads)) the caller
+//! runs each command at once. That suits deterministic tests, and programs that have nothing else
+//! to do in the meantime.
 
-mod turns;
+mod fair_queue;
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -40,40 +45,41 @@ use super::poller::Poller;
 use crate::error::{Error, ErrorKind};
 use crate::mem::lock;
 use crate::source::Source;
-use turns::{Turn, Turns};
+use fair_queue::{FairQueue, RunningJob};
 
-/// Commands of one source that may wait before more are refused.
-const EACH: usize = 64;
-/// Commands of all that may wait: beyond this, sources with none waiting only.
-const ALL: usize = 1024;
-/// From the beginning, and at most. Those that were needed once stay, and wait.
+/// Maximum number of waiting commands of one source; further ones are refused.
+const WAITING_PER_SOURCE_MAX: usize = 64;
+/// Maximum number of waiting commands of all sources. Beyond it, only sources that have none
+/// waiting may add one.
+const WAITING_MAX: usize = 1024;
+/// Number of threads at the start, and at most. A thread that was started stays.
 const THREADS: usize = 2;
 const THREADS_MAX: usize = 8;
-/// Results that one pass deals with; the rest has its turn in the next.
-const RESULTS: usize = 32;
+/// Maximum number of results that one pass handles; the rest is left to the next pass.
+const RESULTS_PER_PASS: usize = 32;
 
-/// What is left to do with the result, in a pass.
+/// Handles the result of a command, in a pass of the driver.
 type Finish = Box<dyn FnOnce(&mut Poller, &Shared) + Send>;
 
 enum Job {
-    /// Its result goes to the driver. Dropped if the fabric ends before: what it holds goes with
-    /// it.
+    /// The driver handles its result. If the fabric ends before the command has started, it is
+    /// dropped together with everything it owns.
     Command(Box<dyn FnOnce() -> Finish + Send>),
-    /// It deals with its result itself, and is carried out whatever happens: memory that it has may
-    /// be in use by a device until then.
-    Errand(Box<dyn FnOnce() + Send>),
+    /// It has no result for the driver. It always runs, even when the fabric ends: a device may use
+    /// the memory that it owns until then.
+    Detached(Box<dyn FnOnce() + Send>),
 }
 
-/// How commands are carried out.
+/// Runs commands, on threads of their own or inline.
 pub(crate) struct Commands {
-    /// `None`: at once, by whoever gives them.
+    /// `None`: the caller runs each command at once.
     queue: Option<Arc<Queue>>,
 }
 
 struct Queue {
     state: Mutex<State>,
-    /// There is something to do, or nothing ever again.
-    called: Condvar,
+    /// A job may be available, or the queue was closed.
+    job_ready: Condvar,
     threads: Mutex<Vec<JoinHandle<()>>>,
     results: Mutex<VecDeque<Finish>>,
     has_results: AtomicBool,
@@ -81,25 +87,26 @@ struct Queue {
 }
 
 struct State {
-    turns: Turns<Job>,
-    /// All threads, and those that wait.
+    jobs: FairQueue<Job>,
+    /// Number of all threads.
     threads: usize,
+    /// Number of threads that wait for a job.
     idle: usize,
     closed: bool,
 }
 
 impl Commands {
-    /// Carried out at once.
+    /// Returns an executor whose commands run at once, in the caller.
     pub(super) fn inline() -> Self {
         Self { queue: None }
     }
 
-    /// Carried out on threads of their own; results ring the mailbox.
+    /// Starts the threads that run commands. Each result wakes the driver through `mailbox`.
     pub(super) fn on_threads(mailbox: &Arc<Mailbox>) -> Result<Self, Error> {
-        let turns = Turns::new(THREADS_MAX);
+        let jobs = FairQueue::new(THREADS_MAX);
         let queue = Arc::new(Queue {
-            state: Mutex::new(State { turns, threads: 0, idle: 0, closed: false }),
-            called: Condvar::new(),
+            state: Mutex::new(State { jobs, threads: 0, idle: 0, closed: false }),
+            job_ready: Condvar::new(),
             threads: Mutex::default(),
             results: Mutex::default(),
             has_results: AtomicBool::new(false),
@@ -110,21 +117,21 @@ impl Commands {
             lock(&queue.state).threads += 1;
             let spawned = queue.spawn(number);
             spawned.map_err(|error| {
-                Error::new(ErrorKind::System, format!("no thread for commands: {error}"))
+                Error::new(ErrorKind::System, format!("cannot start a command thread: {error}"))
             })?;
         }
         Ok(commands)
     }
 
-    /// Whether a source may cause another command.
+    /// Returns whether `source` may submit another command.
     pub(crate) fn has_room(&self, source: impl Into<Option<Source>>) -> bool {
         let Some(queue) = &self.queue else { return true };
-        let (own, all) = lock(&queue.state).turns.waiting(source.into());
-        own < EACH && (own == 0 || all < ALL)
+        let (own, all) = lock(&queue.state).jobs.waiting(source.into());
+        own < WAITING_PER_SOURCE_MAX && (own == 0 || all < WAITING_MAX)
     }
 
-    /// Carries out `work`, whose result concerns nobody who drives the fabric. It owns what waits
-    /// for its end: that goes with it if it panics.
+    /// Runs `work`, which has no result for the driver. `work` must own everything that it needs:
+    /// if it panics, that is dropped.
     pub(crate) fn run(
         &self,
         source: impl Into<Option<Source>>,
@@ -132,50 +139,51 @@ impl Commands {
     ) {
         match &self.queue {
             None => work(),
-            Some(queue) => queue.push(source.into(), Job::Errand(Box::new(work))),
+            Some(queue) => queue.push(source.into(), Job::Detached(Box::new(work))),
         }
     }
 
-    /// Lets go of something whose end may wait for the kernel.
+    /// Drops something whose destructor may block in the kernel.
     pub(crate) fn discard(&self, source: impl Into<Option<Source>>, thing: impl Send + 'static) {
         self.run(source, move || drop(thing));
     }
 
-    /// Ends the threads. From then on errands are carried out at once, and commands never.
+    /// Ends the threads. Afterwards detached jobs run at once, in the caller, and commands never
+    /// run.
     pub(super) fn close(&self) {
         let Some(queue) = &self.queue else { return };
         let left = {
             let mut state = lock(&queue.state);
             state.closed = true;
-            state.turns.take_all()
+            state.jobs.take_all()
         };
-        queue.called.notify_all();
-        // One by one: the last of them may have started another just now.
+        queue.job_ready.notify_all();
+        // One at a time: the thread that is joined may have started another one just before.
         loop {
             let Some(thread) = lock(&queue.threads).pop() else { break };
-            // The last handle of the fabric may go in a `work` or in a `then`.
+            // The last handle of the fabric may be dropped in a `work` or in a `then`.
             if thread.thread().id() != std::thread::current().id() {
                 let _ = thread.join();
             }
         }
         left.into_iter().for_each(|job| match job {
             Job::Command(command) => drop(command),
-            Job::Errand(errand) => errand(),
+            Job::Detached(work) => work(),
         });
         lock(&queue.results).clear();
     }
 }
 
 impl Drop for Commands {
-    /// For one that no fabric was made with.
+    /// Ends the threads if building the fabric failed; otherwise the fabric has closed it already.
     fn drop(&mut self) {
         self.close();
     }
 }
 
 impl Poller {
-    /// Carries out `work` on `own` where it may wait, then `then` with both and its result: in a
-    /// pass, or at once where there are no threads.
+    /// Runs `work` on `own` where it may block, and then calls `then` with `own` and the result: in
+    /// a pass, or at once if there are no command threads.
     pub(crate) fn command<O: Send + 'static, T: Send + 'static>(
         &mut self,
         shared: &Shared,
@@ -191,7 +199,7 @@ impl Poller {
             }
             Some(queue) => {
                 let command = move || {
-                    let result = caught(|| work(&mut own)).unwrap_or_else(Err);
+                    let result = catch_panic(|| work(&mut own)).unwrap_or_else(Err);
                     Box::new(move |poller: &mut Self, shared: &Shared| {
                         then(poller, shared, own, result)
                     }) as Finish
@@ -201,8 +209,8 @@ impl Poller {
         }
     }
 
-    /// Deals with results that have come; how many. Called after the mailbox was emptied: whoever
-    /// puts a result there rings afterwards.
+    /// Handles the results that have arrived and returns their number. Call it after emptying the
+    /// mailbox: a command thread adds its result before it wakes the driver.
     pub(super) fn finish_commands(&mut self, shared: &Shared) -> usize {
         let Some(queue) = &shared.commands.queue else { return 0 };
         if !queue.has_results.load(Ordering::SeqCst) {
@@ -210,7 +218,7 @@ impl Poller {
         }
         let finished: Vec<Finish> = {
             let mut results = lock(&queue.results);
-            let count = results.len().min(RESULTS);
+            let count = results.len().min(RESULTS_PER_PASS);
             queue.has_results.store(results.len() > count, Ordering::SeqCst);
             results.drain(..count).collect()
         };
@@ -225,20 +233,20 @@ impl Queue {
         let mut state = lock(&self.state);
         if state.closed {
             drop(state);
-            if let Job::Errand(errand) = job {
-                errand();
+            if let Job::Detached(work) = job {
+                work();
             }
             return;
         }
-        state.turns.push(source, job, Instant::now());
-        let wakes = state.idle > 0 && state.turns.has_next();
+        state.jobs.push(source, job, Instant::now());
+        let wakes = state.idle > 0 && state.jobs.has_next();
         drop(state);
         if wakes {
-            self.called.notify_one();
+            self.job_ready.notify_one();
         }
     }
 
-    /// Starts a thread that was counted already.
+    /// Starts a thread that `State::threads` already counts.
     fn spawn(self: &Arc<Self>, number: usize) -> std::io::Result<()> {
         let queue = Arc::clone(self);
         let thread = std::thread::Builder::new().name(format!("ferrite-cmd-{number}"));
@@ -254,9 +262,9 @@ impl Queue {
         }
     }
 
-    /// A command thread.
+    /// The body of a command thread.
     fn run(self: &Arc<Self>) {
-        while let Some((turn, job)) = self.next() {
+        while let Some((running, job)) = self.next() {
             let begun = Instant::now();
             match job {
                 Job::Command(command) => {
@@ -266,51 +274,51 @@ impl Queue {
                         results.push_back(finish);
                         self.has_results.store(true, Ordering::SeqCst);
                     }
-                    self.mailbox.ring();
+                    self.mailbox.notify();
                 }
-                Job::Errand(errand) => drop(caught(errand)),
+                Job::Detached(work) => drop(catch_panic(work)),
             }
             let now = Instant::now();
-            lock(&self.state).turns.done(turn, now - begun, now);
+            lock(&self.state).jobs.done(running, now - begun, now);
         }
     }
 
-    /// The next command, in turn; `None` at the end. A thread is left that waits, if there may be
-    /// another.
-    fn next(self: &Arc<Self>) -> Option<(Turn, Job)> {
+    /// Waits for the next job; `None` once the queue is closed. If no other thread is idle, it
+    /// first starts one, up to [`THREADS_MAX`].
+    fn next(self: &Arc<Self>) -> Option<(RunningJob, Job)> {
         let mut state = lock(&self.state);
         loop {
             if state.closed {
                 return None;
             }
-            if let Some(next) = state.turns.next() {
-                let more = state.turns.has_next();
+            if let Some(next) = state.jobs.next() {
+                let more = state.jobs.has_next();
                 let another =
                     (state.idle == 0 && state.threads < THREADS_MAX).then_some(state.threads);
                 state.threads += usize::from(another.is_some());
                 drop(state);
                 if let Some(number) = another {
-                    let _ = self.spawn(number); // or else those that there are do it
+                    let _ = self.spawn(number); // if it fails, the existing threads do the work
                 } else if more {
-                    self.called.notify_one();
+                    self.job_ready.notify_one();
                 }
                 return Some(next);
             }
             state.idle += 1;
-            state = self.called.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self.job_ready.wait(state).unwrap_or_else(PoisonError::into_inner);
             state.idle -= 1;
         }
     }
 }
 
-/// What `work` returns.
+/// Calls `work` and returns its result.
 ///
 /// # Errors
-/// It has panicked. The thread lives on.
-fn caught<T>(work: impl FnOnce() -> T) -> Result<T, Error> {
+/// Returns an error if `work` panics; the thread survives.
+fn catch_panic<T>(work: impl FnOnce() -> T) -> Result<T, Error> {
     std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).map_err(|_| {
-        tracing::error!("a command to a device has panicked");
-        Error::new(ErrorKind::System, "a command to a device has panicked")
+        tracing::error!("a device command panicked");
+        Error::new(ErrorKind::System, "a device command panicked")
     })
 }
 
@@ -323,7 +331,7 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_secs(20);
+    const TIMEOUT: Duration = Duration::from_secs(20);
 
     fn commands() -> Commands {
         Commands::on_threads(&Arc::new(Mailbox::new().expect("a mailbox"))).expect("threads")
@@ -333,82 +341,83 @@ mod tests {
         Some(crate::source::tests::source(&format!("10.0.0.{number}")))
     }
 
-    /// Gives a command that says when it has begun and waits until it may end.
-    fn blocked(commands: &Commands, of: Option<Source>) -> (Receiver<()>, Sender<()>) {
+    /// Submits a command that reports when it has started and then blocks. Returns the channel for
+    /// the report, and one whose end lets the command finish.
+    fn submit_blocking(commands: &Commands, of: Option<Source>) -> (Receiver<()>, Sender<()>) {
         let ((begun, begins), (go, may)) = (channel(), channel());
         commands.run(of, move || {
             let _ = begun.send(());
-            let _ = may.recv_timeout(PATIENCE);
+            let _ = may.recv_timeout(TIMEOUT);
         });
         (begins, go)
     }
 
     #[test]
-    fn keeps_the_order_of_a_source_and_does_not_make_others_wait_for_it() {
+    fn runs_each_source_in_order_without_delaying_others() {
         let commands = commands();
-        let (begins, go) = blocked(&commands, source(1));
-        begins.recv_timeout(PATIENCE).expect("it runs");
-        let (tell, told) = channel();
+        let (begins, go) = submit_blocking(&commands, source(1));
+        begins.recv_timeout(TIMEOUT).expect("it runs");
+        let (complete, completed) = channel();
         for number in 0..50 {
-            let tell = tell.clone();
+            let complete = complete.clone();
             commands.run(source(1), move || {
-                let _ = tell.send((1, number));
+                let _ = complete.send((1, number));
             });
         }
         commands.run(source(3), move || {
-            let _ = tell.send((3, 0));
+            let _ = complete.send((3, 0));
         });
-        assert_eq!(told.recv_timeout(PATIENCE), Ok((3, 0)));
+        assert_eq!(completed.recv_timeout(TIMEOUT), Ok((3, 0)));
         drop(go);
         let done: Vec<_> =
-            (0..50).map(|_| told.recv_timeout(PATIENCE).expect("all are carried out")).collect();
+            (0..50).map(|_| completed.recv_timeout(TIMEOUT).expect("all commands run")).collect();
         assert_eq!(done, (0..50).map(|number| (1, number)).collect::<Vec<_>>());
         commands.close();
     }
 
     #[test]
-    fn refuses_a_source_with_too_many_and_no_other() {
+    fn refuses_only_the_source_with_too_many_commands() {
         let commands = commands();
-        let (begins, go) = blocked(&commands, source(1));
-        begins.recv_timeout(PATIENCE).expect("it runs");
-        for _ in 0..EACH {
+        let (begins, go) = submit_blocking(&commands, source(1));
+        begins.recv_timeout(TIMEOUT).expect("it runs");
+        for _ in 0..WAITING_PER_SOURCE_MAX {
             assert!(commands.has_room(source(1)));
             commands.run(source(1), || {});
         }
         assert!(!commands.has_room(source(1)));
         assert!(commands.has_room(source(2)) && commands.has_room(None));
         drop(go);
-        let (tell, told) = channel();
+        let (complete, completed) = channel();
         commands.run(source(1), move || {
-            let _ = tell.send(());
+            let _ = complete.send(());
         });
-        told.recv_timeout(PATIENCE).expect("carried out in its turn");
+        completed.recv_timeout(TIMEOUT).expect("it runs after the others");
         assert!(commands.has_room(source(1)));
         commands.close();
     }
 
     #[test]
-    fn goes_on_while_commands_of_other_sources_wait() {
+    fn runs_commands_while_those_of_other_sources_block() {
         let commands = commands();
-        let (tell, told) = channel();
-        let carried_out = |of: Option<Source>| {
-            let tell = tell.clone();
+        let (complete, completed) = channel();
+        let run_to_end = |of: Option<Source>| {
+            let complete = complete.clone();
             commands.run(of, move || {
-                let _ = tell.send(());
+                let _ = complete.send(());
             });
-            told.recv_timeout(PATIENCE).expect("not held up");
+            completed.recv_timeout(TIMEOUT).expect("it is not delayed");
         };
         let mut holds = Vec::new();
         for number in 1..THREADS_MAX - 1 {
-            let (begins, go) = blocked(&commands, source(number));
-            begins.recv_timeout(PATIENCE).expect("it runs");
+            let (begins, go) = submit_blocking(&commands, source(number));
+            begins.recv_timeout(TIMEOUT).expect("it runs");
             holds.push(go);
-            carried_out(source(100));
+            run_to_end(source(100));
         }
-        // The last thread is this process's.
-        let (begins, go) = blocked(&commands, source(THREADS_MAX - 1));
-        begins.recv_timeout(PATIENCE).expect("it runs");
-        carried_out(None);
+        // The last thread is reserved for this process.
+        let (begins, go) = submit_blocking(&commands, source(THREADS_MAX - 1));
+        begins.recv_timeout(TIMEOUT).expect("it runs");
+        run_to_end(None);
         drop((holds, go));
         commands.close();
         let queue = commands.queue.as_ref().expect("threads");
@@ -416,11 +425,11 @@ mod tests {
     }
 
     #[test]
-    fn drops_what_waits_at_the_end() {
+    fn releases_waiting_jobs_when_closed() {
         let commands = commands();
-        let holds = [blocked(&commands, source(1)), blocked(&commands, source(2))];
+        let holds = [submit_blocking(&commands, source(1)), submit_blocking(&commands, source(2))];
         for (begins, _) in &holds {
-            begins.recv_timeout(PATIENCE).expect("it runs");
+            begins.recv_timeout(TIMEOUT).expect("it runs");
         }
         let thing = Arc::new(());
         let held = Arc::clone(&thing);
@@ -431,11 +440,11 @@ mod tests {
             drop(go);
         });
         assert_eq!(Arc::strong_count(&thing), 1);
-        commands.discard(None, thing); // too late, and dropped as well
+        commands.discard(None, thing); // after the close: dropped at once
         drop(waits);
     }
 
-    /// A fabric that a test drives.
+    /// Builds a fabric that the test drives by hand.
     fn fabric(world: &World) -> crate::Fabric {
         let config = crate::Config { busy_poll_us: 0, ..crate::Config::default() };
         crate::Fabric::builder(&world.verbs())
@@ -446,18 +455,18 @@ mod tests {
     }
 
     #[test]
-    fn what_follows_a_command_that_panics_runs_and_the_threads_live_on() {
+    fn survives_commands_that_panic() {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", std::net::Ipv4Addr::LOCALHOST.into()));
         let fabric = fabric(&world);
-        let (tell, told) = channel();
+        let (complete, completed) = channel();
         for number in 0..2 * THREADS_MAX {
-            let tell = tell.clone();
+            let complete = complete.clone();
             let then = move |_: &mut Poller, _: &Shared, own: usize, result: Result<(), Error>| {
-                let _ = tell.send((own, result.map_err(|error| error.kind())));
+                let _ = complete.send((own, result.map_err(|error| error.kind())));
             };
             let work = move |own: &mut usize| match number % 2 {
-                0 => panic!("as one does on purpose here"),
+                0 => panic!("on purpose"),
                 _ => {
                     *own += 100;
                     Ok(())
@@ -471,13 +480,13 @@ mod tests {
                 then,
             );
         }
-        fabric.shared().commands.run(None, || panic!("an errand does, too"));
+        fabric.shared().commands.run(None, || panic!("on purpose, in a detached job"));
         let mut done = Vec::new();
         let begun = Instant::now();
         while done.len() < 2 * THREADS_MAX {
-            assert!(begun.elapsed() < PATIENCE, "only {done:?}");
+            assert!(begun.elapsed() < TIMEOUT, "only {done:?}");
             fabric.progress();
-            done.extend(told.try_iter());
+            done.extend(completed.try_iter());
         }
         done.sort_unstable_by_key(|(own, _)| own % 100);
         for (number, done) in done.into_iter().enumerate() {
@@ -490,10 +499,10 @@ mod tests {
     }
 
     #[test]
-    fn threads_end_when_no_fabric_comes_to_have_them() {
+    fn dropping_commands_ends_the_threads() {
         let commands = commands();
         let queue = Arc::downgrade(commands.queue.as_ref().expect("threads"));
         drop(commands);
-        assert!(queue.upgrade().is_none(), "its threads have it");
+        assert!(queue.upgrade().is_none(), "a thread still holds the queue");
     }
 }

@@ -5,8 +5,7 @@ use std::time::Duration;
 use crate::mem::PoolConfig;
 use crate::policy::{Meet, Rdma};
 
-/// How an [`Fabric`](crate::Fabric) works. The names are those that people know from other RDMA
-/// software.
+/// The settings of a [`Fabric`](crate::Fabric). The names are those that other RDMA software uses.
 ///
 /// ```
 /// use ferrite_fabric::Config;
@@ -18,84 +17,97 @@ use crate::policy::{Meet, Rdma};
 pub struct Config {
     /// Registered memory: sizes and limits.
     pub memory: PoolConfig,
-    /// Whether RDMA carries links: `prefer`, `require` or `forbid`. Listeners and connects may say
-    /// otherwise. Prefer.
+    /// Whether links use RDMA: `prefer`, `require` or `forbid`. Listeners and connects may override
+    /// it. Default: `prefer`.
     pub rdma: Rdma,
-    /// How peers are met on RDMA: `cm`, `tcp-first` or `auto`. A connect may say otherwise. Auto.
+    /// How RDMA connections are established: `cm`, `tcp-first` or `auto`. A connect may override
+    /// it. Default: `auto`.
     pub connect: Meet,
-    /// How long to look for completions before sleeping, in microseconds. 50. More costs CPU, and
-    /// answers sooner.
+    /// How long to poll for completions before sleeping, in microseconds. More reduces latency and
+    /// uses more CPU. Default: 50.
     pub busy_poll_us: u32,
-    /// Completions taken at a time. 32.
+    /// Maximum number of completions to take at a time. Default: 32.
     pub poll_batch: usize,
-    /// Requests that a link may have with the device. 128.
+    /// Maximum number of requests of a link that are posted to the device. Default: 128.
     pub send_queue_depth: u32,
-    /// Receives that wait on a device, shared by all links. 512: with the size below, 4 MiB for
-    /// each device.
+    /// Number of posted receives of a device, shared by all links. Default: 512. With the default
+    /// size below that is 4 MiB for each device.
     pub recv_queue_depth: u32,
-    /// Bytes of a receive, and so of the largest frame that peers may send. 8 KiB. One of 8 KiB, 64
-    /// KiB and 2 MiB fills its block. 64 KiB for links that carry large messages: fewer frames,
-    /// eight times the memory for small ones.
+    /// Size of a receive in bytes, and so of the largest frame that peers may send. Default: 8 KiB.
+    ///
+    /// Receives of 8 KiB, 64 KiB and 2 MiB fill their memory block exactly. Use 64 KiB for links
+    /// that carry large messages: fewer frames, but small messages take eight times the memory.
     pub recv_buffer_size: u32,
-    /// Frames that a peer may have sent and this side not taken, for each link. 64; fewer when
-    /// there are so many links that they could ask for more than the receive reserve.
+    /// Maximum number of frames, for each link, that the peer has sent and this side has not
+    /// consumed. Default: 64. It is lower if there are so many links that together they could
+    /// exceed the receive reserve.
     pub window: u16,
-    /// Channels of a link: messages on one keep their order, a large one does not hold up another
-    /// channel. 64.
+    /// Number of channels of a link. Messages on one channel keep their order; a large one does not
+    /// delay those on another channel. Default: 64.
     pub channels: u16,
-    /// The largest message that peers may send. 64 MiB; at most a quarter of the receive reserve.
+    /// The largest message that peers may send, at most a quarter of the receive reserve. Default:
+    /// 64 MiB.
     pub max_message_bytes: u64,
-    /// Messages and operations that may wait on a link before it says that it is full. 1,024.
+    /// Maximum number of messages and operations that wait on a link before it reports that it is
+    /// full. Default: 1,024.
     pub send_queue_messages: usize,
-    /// The same in bytes; one message may always wait. 16 MiB.
+    /// Maximum number of bytes that wait on a link; one message may always wait. Default: 16 MiB.
     pub send_queue_bytes: u64,
-    /// Payload up to this goes to the device with the request, if the device can. 220.
+    /// Payloads up to this size are sent inline, with the request, if the device supports it.
+    /// Default: 220.
     pub inline_threshold: u32,
-    /// Completions that a device has room for. 16,384, or what it can. Bounds what all links
-    /// together have with it.
+    /// Number of entries of a device's completion queue, or the device's maximum. It limits the
+    /// requests in flight of all links together. Default: 16,384.
     pub cq_size: u32,
-    /// Reads and writes that a link may have outstanding at its peer. 16, or what the devices can.
+    /// Maximum number of reads that a link may have outstanding at its peer, or the devices'
+    /// maximum. Default: 16.
     pub max_reads: u8,
-    /// How long to wait for an acknowledgement: 4.096 µs × 2^this. 14, which is 67 ms.
+    /// Acknowledgement timeout of a queue pair: 4.096 µs × 2^`ack_timeout`. Default: 14, which is
+    /// 67 ms.
     pub ack_timeout: u8,
-    /// Resends before the peer counts as dead. 6: with the timeout above about half a second. (Not
-    /// 7, which Soft-RoCE takes for "for ever".)
+    /// Retransmissions before the peer counts as dead. Default: 6, with the timeout above about
+    /// half a second. (Do not use 7: Soft-RoCE takes it as unlimited.)
     pub retries: u8,
-    /// Handshakes under way at a time, each way. More wait for their turn, or are told to come
-    /// again. 64. Half of them for one source address: beyond that, and beyond all, the oldest of
-    /// the busiest source makes place for others. Connections over TCP that have said nothing are
-    /// none; there may be 16 times as many.
+    /// Maximum number of handshakes in progress in each direction. Default: 64.
+    ///
+    /// Further outgoing ones wait. One source address may use half of the incoming ones: beyond
+    /// that, a new handshake displaces the oldest one of its source, and beyond the total, the
+    /// oldest one of the busiest source. If that one has only just started, the new one is asked to
+    /// retry. TCP connections that have sent nothing are not counted; there may be 16 times as
+    /// many.
     pub max_half_open: usize,
-    /// Takes peers of other protocols on devices that have no memory windows for one queue pair.
-    /// There the memory that one of them writes to is open to all others, by a key of which 8 bits
-    /// are hard to guess. No.
+    /// Accepts peers of other protocols on devices that have no memory windows for a single queue
+    /// pair. There, the memory that one peer writes to is open to all other peers, protected only
+    /// by a key with 8 bits that are hard to guess. Default: false.
     pub shared_windows: bool,
-    /// A source whose requests devices refused twice (wrong keys, memory that is not its own) is
-    /// not let in over RDMA for this long, and for twice as long after each that follows, up to 10
-    /// minutes. 1 s; zero never turns anybody away.
+    /// How long to refuse RDMA connections of a source, after devices refused two of its requests
+    /// (wrong keys, memory that is not its own). Each further such request doubles the time, up to
+    /// 10 minutes. Zero disables it. Default: 1 s.
     pub access_back_off: Duration,
-    /// Links of this fabric at most. 16,384.
+    /// Maximum number of links. Default: 16,384.
     pub max_connections: usize,
-    /// A handshake longer than this failed. 5 s.
+    /// Maximum duration of a handshake. Default: 5 s.
     pub connection_timeout: Duration,
-    /// Further tries at RDMA when the first has failed, before the connect fails or goes over TCP.
-    /// 0: a link that went over TCP tries again by itself.
+    /// Retries over RDMA after the first attempt failed, before the connect fails or uses TCP.
+    /// Default: 0, because a link that uses TCP tries to upgrade by itself.
     pub connection_retries: u32,
-    /// Before each of them. 1 s.
+    /// Delay before each retry. Default: 1 s.
     pub retry_delay: Duration,
-    /// A link that has lost its RDMA path, where RDMA is preferred, has this long to find another.
-    /// 10 s.
+    /// How long a link that has lost its RDMA path may search for another, if RDMA is preferred.
+    /// Default: 10 s.
     pub move_timeout: Duration,
-    /// A link on TCP that would rather be on RDMA tries that after this time, and after twice as
-    /// long each time that it does not work, up to 30 s. 1 s.
+    /// Delay before a link on TCP tries to upgrade to RDMA, if RDMA is preferred. Each failed
+    /// attempt doubles the delay, up to 30 s. Default: 1 s.
     pub upgrade_after: Duration,
-    /// A link that was silent for this long is asked for a sign of life: after three quarters of it
-    /// to all of it (a half for the first time), so that links do not ask together. The caller
-    /// asks, the other side if it did not, a third later. 10 s.
+    /// Keepalive interval: a peer that was silent for this long is probed. Default: 10 s.
+    ///
+    /// The actual interval is chosen at random between three quarters of it and all of it (the
+    /// first between a half and all), so that links do not probe at the same time. The side that
+    /// opened the link probes; the other side does so a third later, if the first did not.
     pub keepalive: Duration,
-    /// A peer that has not answered for this long is dead or stuck, and the link is down. 5 s.
+    /// How long a peer may leave a probe unanswered before the link counts as down. Default: 5 s.
     pub peer_timeout: Duration,
-    /// How long a closing link may take to deliver what was sent. 5 s.
+    /// How long a closing link may take to deliver what was sent. Default: 5 s.
     pub close_timeout: Duration,
 }
 

@@ -1,5 +1,5 @@
-//! The device objects of a device: the objects of its device that all links share. The poller has
-//! it, so that taking completions needs no lock, and can let go of it when the device goes.
+//! The verbs objects of a device that all its links share. The poller owns them, so that polling
+//! completions needs no lock, and so that it can release them when the device disappears.
 
 use std::sync::Arc;
 
@@ -14,25 +14,27 @@ use super::slots::{ReceiveStock, Taker};
 use crate::error::Error;
 use crate::mem::Pool;
 
-/// Dropped when no queue pair of the device is left: else the device would still use the receives,
-/// and they are leaked.
+/// The shared verbs objects of a device.
+///
+/// Drop it only when no queue pair of the device is left: otherwise the device would still use the
+/// receives, so they are leaked.
 pub(crate) struct DeviceObjects {
-    // In the order in which they go. The stock destroys the shared receive queue and must have the
-    // last handle of it.
+    // In drop order. The stock destroys the shared receive queue and must hold the last handle of
+    // it.
     srq: SharedReceiveQueue,
     pub(crate) stock: ReceiveStock,
     pub(crate) cq: CompletionQueue,
     pub(crate) channel: CompletionChannel,
-    /// The completion queue will tell of its next completion.
+    /// Whether the completion queue will report its next completion.
     pub(crate) armed: bool,
-    /// Commands under way that make or have a queue pair of this device.
+    /// Number of running commands that create or own a queue pair of this device.
     pub(crate) under_way: usize,
     domain: ProtectionDomain,
     pub(crate) context: Context,
 }
 
 impl DeviceObjects {
-    /// Queues for `receives` receives and `entries` completions.
+    /// Creates queues for `receives` receives and `entries` completions.
     pub(super) fn new(
         domain: &ProtectionDomain,
         index: usize,
@@ -45,7 +47,8 @@ impl DeviceObjects {
         let cq = context.create_completion_queue(entries, Some(&channel), index as u32)?;
         let srq = domain.create_shared_receive_queue(receives, 1)?;
         let block_bytes = config.recv_buffer_size as usize;
-        // Soft-RoCE's queue is a ring. Of others it is not known, nor that they lose any.
+        // Soft-RoCE's queue is a ring. It is not known whether others are, nor whether they lose
+        // receives.
         let in_order = context.device().driver().as_deref() == Some("rxe");
         let stock = ReceiveStock::new(srq.clone(), receives as usize, block_bytes, index, in_order);
         Ok(Self {
@@ -60,8 +63,8 @@ impl DeviceObjects {
         })
     }
 
-    /// Posts what receives are missing. A pool without memory is no error: peers wait until there
-    /// is some.
+    /// Posts the missing receives. Pool exhaustion is not an error: peers wait until there is
+    /// memory.
     pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), Error> {
         match self.stock.refill(pool) {
             Ok(()) => Ok(()),
@@ -70,23 +73,27 @@ impl DeviceObjects {
         }
     }
 
-    /// What makes a queue pair for a link.
-    pub(crate) fn maker(&mut self, device: &Arc<SharedDevice>, config: &Config) -> Maker {
-        Maker {
+    /// Returns a builder for a link's queue pair.
+    pub(crate) fn queue_pair_builder(
+        &mut self,
+        device: &Arc<SharedDevice>,
+        config: &Config,
+    ) -> QueuePairBuilder {
+        QueuePairBuilder {
             domain: self.domain.clone(),
             srq: self.srq.clone(),
             cq: self.cq.clone(),
             depth: device.send_queue_depth(config),
             device: Arc::clone(device),
-            // Before the queue pair: it has no receive that was taken earlier.
+            // Before the queue pair exists: it cannot hold a receive that was taken earlier.
             taker: self.stock.taker(),
         }
     }
 }
 
-/// Makes a queue pair where that may wait. The device objects stays while there is one
-/// ([`DeviceObjects::under_way`]).
-pub(crate) struct Maker {
+/// Creates a queue pair, in a command because that may block. The device objects are kept while a
+/// builder exists ([`DeviceObjects::under_way`]).
+pub(crate) struct QueuePairBuilder {
     domain: ProtectionDomain,
     srq: SharedReceiveQueue,
     cq: CompletionQueue,
@@ -95,14 +102,15 @@ pub(crate) struct Maker {
     taker: Taker,
 }
 
-/// A queue pair, and what stands for it in the stock of receives: it goes after the queue pair.
-pub(crate) struct Made {
+/// A queue pair and its registration with the stock of receives. The registration must be dropped
+/// after the queue pair.
+pub(crate) struct NewQueuePair {
     pub(crate) qp: QueuePair,
     pub(crate) taker: Taker,
 }
 
-impl Maker {
-    pub(crate) fn make(self) -> Result<Made, Error> {
+impl QueuePairBuilder {
+    pub(crate) fn build(self) -> Result<NewQueuePair, Error> {
         let Self { domain, srq, cq, depth, device, taker } = self;
         let mut inline = device.inline();
         loop {
@@ -114,22 +122,24 @@ impl Maker {
                 ..QueuePairConfig::new(&cq)
             });
             match made {
-                // A device does not say how much it takes inline: it refuses too much.
-                Err(error) if inline > 0 && is_vague(error.kind()) => {
+                // A device does not report its inline limit: it refuses a queue pair that exceeds
+                // it.
+                Err(error) if inline > 0 && may_mean_inline_limit(error.kind()) => {
                     inline = if inline > 64 { 64 } else { 0 };
                 }
                 Err(error) => return Err(error.into()),
                 Ok(qp) => {
-                    device.takes_inline(inline);
-                    return Ok(Made { qp, taker });
+                    device.limit_inline(inline);
+                    return Ok(NewQueuePair { qp, taker });
                 }
             }
         }
     }
 }
 
-/// Whether a device that refuses inline bytes may say this. Each has an error number of its own for
-/// it, and bnxt_re none; but not those of other causes, as a lack of memory.
-fn is_vague(kind: ErrorKind) -> bool {
+/// Returns whether a device may report this error if `max_inline` is too large. Each driver has its
+/// own error number for that, and bnxt_re has none. Errors with another known cause, such as a lack
+/// of memory, are excluded.
+fn may_mean_inline_limit(kind: ErrorKind) -> bool {
     matches!(kind, ErrorKind::DeviceLimit | ErrorKind::Misuse | ErrorKind::System)
 }

@@ -1,7 +1,7 @@
-//! The devices that a fabric uses: which they are, and what it has on each.
+//! Opens the devices that a fabric uses.
 //!
-//! A device that cannot be used is left out with its reason: one NIC without shared receive queues
-//! (EFA: `max_srq` is 0) must not keep the others from working.
+//! A device that cannot be used is left out, with the reason: one NIC without shared receive queues
+//! (EFA: `max_srq` is 0) must not prevent the use of the others.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -16,10 +16,10 @@ use super::wait_set::WaitSet;
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
-/// Receives that a device has at least, however many devices share the limit.
+/// Minimum number of receives for a device, however many devices share the limit.
 const RECEIVES_MIN: u32 = 64;
 
-/// What a fabric has of its devices.
+/// The opened devices of a fabric, with everything it holds on them.
 pub(super) struct Devices {
     pub(super) pool: Pool,
     pub(super) devices: Vec<Arc<SharedDevice>>,
@@ -30,8 +30,8 @@ pub(super) struct Devices {
 }
 
 impl Devices {
-    /// Opens the devices with these names, or else those that have these addresses, or else all.
-    /// The settings are divided among several: see [`divide`].
+    /// Opens the devices with these names; without names, those with these addresses; without
+    /// either, all. Divides the settings among several devices: see [`divide`].
     pub(super) fn open(
         verbs: &Verbs,
         names: &[String],
@@ -62,11 +62,11 @@ impl Devices {
         }
     }
 
-    /// Opens all of them, or says which cannot be used.
+    /// Opens all devices, or returns the index of one that cannot be used.
     fn open_all(devices: &[Device], config: &Config) -> Result<Self, (usize, Error)> {
         let mut made = Vec::new();
         for (index, device) in devices.iter().enumerate() {
-            made.push(make(index, device, config).map_err(|error| (index, error))?);
+            made.push(open_device(index, device, config).map_err(|error| (index, error))?);
         }
         let domains: Vec<_> = made.iter().map(|(domain, ..)| domain.clone()).collect();
         let pool =
@@ -98,8 +98,8 @@ impl Devices {
     }
 }
 
-/// Makes the queues on a device.
-fn make(
+/// Opens a device and creates its queues.
+fn open_device(
     index: usize,
     device: &Device,
     config: &Config,
@@ -109,9 +109,11 @@ fn make(
     Ok((domain, life, objects))
 }
 
-/// The settings of a fabric with so many devices. Every device pins all of the pool's memory, so
-/// that each gets a share of the limits: all of them together stay below `memory_pool_max`, and
-/// what is pinned grows with their number, not with its square.
+/// Returns the settings for a fabric with this number of devices.
+///
+/// Every device pins all of the pool's memory. Therefore each device gets a share of the limits:
+/// all of them together stay below `memory_pool_max`, and the pinned memory grows with the number
+/// of devices, not with its square.
 fn divide(config: &Config, devices: usize) -> Config {
     let mut config = config.clone();
     if devices > 1 {
@@ -152,8 +154,8 @@ fn choose(verbs: &Verbs, names: &[String], addresses: &[IpAddr]) -> Result<Vec<D
     Ok(devices)
 }
 
-/// The device that has an address: the connection manager knows it for Ethernet and InfiniBand
-/// alike.
+/// Returns the name of the device that has an address. The connection manager knows it, for
+/// Ethernet and InfiniBand alike.
 fn device_at(channel: &EventChannel, address: IpAddr) -> Option<String> {
     let id = channel.create_id().ok()?;
     id.bind(SocketAddr::new(address, 0)).ok()?;

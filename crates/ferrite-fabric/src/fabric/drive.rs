@@ -1,5 +1,5 @@
-//! Ways to drive a fabric. All do the same: passes while there is something to do, a short spin,
-//! then sleep.
+//! The ways to drive a fabric. All do the same: passes while there is work, then a short spin, then
+//! sleep.
 
 use std::future::Future;
 use std::ops::{ControlFlow, Deref};
@@ -17,29 +17,30 @@ use super::wakeup::Wakeup;
 use super::{Fabric, Shared};
 use crate::mem::lock;
 
-/// What to do when there was nothing to do.
+/// How to continue when there was nothing to do.
 #[derive(PartialEq, Eq)]
 enum Armed {
     /// Wait for the descriptor.
     Sleep,
-    /// Something came in between.
-    Again,
-    /// Another thread drives the fabric at this moment.
-    Elsewhere,
+    /// There is work after all: make another pass.
+    Retry,
+    /// Another thread is driving the fabric at this moment.
+    Busy,
 }
 
-/// How long to leave the fabric to another thread that drives it.
-const ELSEWHERE: Duration = Duration::from_millis(1);
+/// How long to leave the fabric to another thread that is driving it.
+const BUSY_WAIT: Duration = Duration::from_millis(1);
 
-/// Looks that found nothing.
+/// Spins between passes that found nothing.
 #[derive(Default)]
-struct Looks(u32);
+struct Spin(u32);
 
-impl Looks {
-    /// WaitSet a moment before the next. What takes longer than a short message and its answer may
-    /// be waiting for our CPU, as does a kernel that plays the card where there are few: from then
-    /// on it is given away every few looks. Not before, since that is a system call in the midst of
-    /// a round trip.
+impl Spin {
+    /// Waits a moment before the next pass.
+    ///
+    /// Once the wait is longer than a short message and its answer take, the peer or a software
+    /// device may be waiting for our CPU. From then on this yields the CPU every few passes. Not
+    /// earlier, because yielding is a system call in the middle of a round trip.
     fn pause(&mut self, idle: Duration) {
         const ROUND_TRIP: Duration = Duration::from_micros(100);
         const UNTIL_YIELD: u32 = 8;
@@ -53,7 +54,7 @@ impl Looks {
 }
 
 impl Shared {
-    /// One pass; how much there was to do. 0 at once if another thread is at it.
+    /// Makes one pass and returns how much there was to do: 0 if another thread is making one.
     fn pass(&self) -> usize {
         let Ok(mut poller) = self.poller.try_lock() else { return 0 };
         let done = poller.pass(self);
@@ -65,30 +66,30 @@ impl Shared {
 
     /// Prepares the descriptor for waiting.
     fn arm(&self) -> Armed {
-        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Elsewhere };
+        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Busy };
         let armed = poller.arm(self);
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
         let woken = !wakes.is_empty();
         wakes.into_iter().for_each(Waker::wake);
-        if armed && !woken { Armed::Sleep } else { Armed::Again }
+        if armed && !woken { Armed::Sleep } else { Armed::Retry }
     }
 
-    /// Runs `act` with the poller, then wakes whom that concerns.
+    /// Runs `act` with the poller, then wakes the futures that it completed.
     pub(crate) fn with_poller<R>(&self, act: impl FnOnce(&mut super::Poller, &Self) -> R) -> R {
         let mut poller = lock(&self.poller);
         let result = act(&mut poller, self);
         let wakes = std::mem::take(&mut poller.wakes);
         drop(poller);
-        // A deadline may have been added that is sooner than what the sleeper knows.
-        self.mailbox.ring();
+        // `act` may have added a deadline that is sooner than the one the sleeping driver knows.
+        self.mailbox.notify();
         wakes.into_iter().for_each(Waker::wake);
         result
     }
 
-    /// Whether links over TCP are carried.
+    /// Returns whether links over TCP are served.
     #[cfg(feature = "tokio")]
-    fn looks_at_sockets(&self) -> bool {
+    fn uses_sockets(&self) -> bool {
         self.poller.try_lock().is_ok_and(|poller| poller.sockets.are_in_use())
     }
 
@@ -96,27 +97,27 @@ impl Shared {
         Duration::from_micros(self.busy_poll_us.load(Ordering::Relaxed).into())
     }
 
-    /// WaitSet until the descriptor is readable, or the eventfd, or `patience` is over. Whether one
-    /// is.
-    fn sleep(&self, event_fd: Option<&EventFd>, patience: Option<Duration>) -> bool {
+    /// Waits until the descriptor or the eventfd is readable, at most for `timeout`. Returns
+    /// whether one is readable.
+    fn sleep(&self, event_fd: Option<&EventFd>, timeout: Option<Duration>) -> bool {
         if cfg!(miri) {
-            std::thread::yield_now(); // it has no such call
+            std::thread::yield_now(); // Miri has no `poll`
             return true;
         }
-        let patience = patience.map(|patience| Timespec {
-            tv_sec: patience.as_secs().cast_signed(),
-            tv_nsec: patience.subsec_nanos().into(),
+        let timeout = timeout.map(|timeout| Timespec {
+            tv_sec: timeout.as_secs().cast_signed(),
+            tv_nsec: timeout.subsec_nanos().into(),
         });
         let fd = self.waits.as_fd();
         let second = event_fd.map_or(fd, AsFd::as_fd);
         let mut fds = [fd, second].map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN));
-        poll(&mut fds, patience.as_ref()).is_ok_and(|ready| ready > 0)
+        poll(&mut fds, timeout.as_ref()).is_ok_and(|ready| ready > 0)
     }
 
-    /// Passes and sleeps until nobody has the fabric any more and its links are gone.
+    /// Drives the fabric until its last handle is dropped and its links are gone.
     fn run(&self) {
         let mut active = self.clock.now();
-        let mut looks = Looks::default();
+        let mut spin = Spin::default();
         loop {
             if self.pass() > 0 {
                 active = self.clock.now();
@@ -127,17 +128,17 @@ impl Shared {
             }
             let idle = self.clock.now().saturating_duration_since(active);
             if idle < self.busy_poll() {
-                looks.pause(idle);
+                spin.pause(idle);
             } else {
                 match self.arm() {
-                    // another driver may have taken the call that said so
+                    // Another driver may have consumed the wake-up that announced the end.
                     Armed::Sleep if self.is_over() => return,
                     Armed::Sleep => {
                         self.sleep(None, None);
                     }
-                    Armed::Again => {}
-                    Armed::Elsewhere => {
-                        self.sleep(None, Some(ELSEWHERE));
+                    Armed::Retry => {}
+                    Armed::Busy => {
+                        self.sleep(None, Some(BUSY_WAIT));
                     }
                 }
                 active = self.clock.now();
@@ -145,7 +146,7 @@ impl Shared {
         }
     }
 
-    /// Whether nobody has the fabric any more, and nothing is left to deliver.
+    /// Returns whether the last handle of the fabric was dropped and nothing is left to deliver.
     fn is_over(&self) -> bool {
         self.abandoned.load(Ordering::Acquire)
             && self.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).len() == 0
@@ -153,27 +154,27 @@ impl Shared {
 }
 
 impl Fabric {
-    /// One pass: takes completions, delivers messages, wakes futures. Returns how much there was to
-    /// do; never waits.
+    /// Makes one pass: takes completions, delivers messages, wakes futures. Returns how much there
+    /// was to do. Never waits.
     ///
-    /// For those who spin. Who wants to sleep calls [`Fabric::progress`].
+    /// For callers that spin. A caller that wants to sleep calls [`Fabric::progress`].
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn poll(&self) -> usize {
         let shared = self.shared();
         let done = shared.pass();
         if shared.drivers.load(Ordering::SeqCst) > 0 {
-            shared.mailbox.hand_over(); // this may be the last call
+            shared.mailbox.hand_over(); // this may be the caller's last pass
         }
         done
     }
 
-    /// Does all there is to do, looks a little longer (`busy_poll_us`), and prepares the descriptor
-    /// for waiting: when this returns, wait until it is readable, then call this again. Returns how
-    /// much there was to do.
+    /// Does all the work there is, polls a little longer (`busy_poll_us`), and prepares the
+    /// descriptor for waiting. Returns how much there was to do.
     ///
-    /// Call it also after giving the fabric something to do, before waiting. The descriptor stays
-    /// readable while there is something to do: a loop that tells of changes only (`EPOLLET`) must
-    /// look at it before it waits.
+    /// When this returns, wait until the descriptor is readable, then call it again. Also call it
+    /// after submitting work to the fabric, before waiting. The descriptor stays readable while
+    /// there is work, so a loop that uses edge-triggered events (`EPOLLET`) must check it before it
+    /// waits.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn progress(&self) -> usize {
         match self.progress_with(|| ControlFlow::Continue(false)) {
@@ -181,16 +182,19 @@ impl Fabric {
         }
     }
 
-    /// As [`Fabric::progress`], for a loop that runs futures, too: `work` is called after each
-    /// pass, with whatever that has woken, and says whether it did anything, or breaks off because
-    /// others have to have their turn. The descriptor is prepared when neither finds more to do.
-    /// Returns how much there was to do; as a break if it was broken off with more to come: the
-    /// descriptor is readable then.
+    /// Like [`Fabric::progress`], for a loop that also runs futures.
+    ///
+    /// `work` is called after each pass, to run the futures which that pass has woken. It returns
+    /// whether it did anything, or breaks because the loop has other things to do. The descriptor
+    /// is prepared when neither the fabric nor `work` finds more to do.
+    ///
+    /// Returns how much there was to do. The result is a break if the loop was interrupted with
+    /// more work left; the descriptor is readable then.
     pub fn progress_with(
         &self,
         mut work: impl FnMut() -> ControlFlow<(), bool>,
     ) -> ControlFlow<usize, usize> {
-        /// A busy link must not keep the foreign loop from its other descriptors.
+        /// A busy link must not keep the caller's loop from its other descriptors.
         const ENOUGH: usize = 1024;
         let shared = self.shared();
         let mut total = 0;
@@ -203,7 +207,8 @@ impl Fabric {
             let worked = work();
             done += usize::from(worked == ControlFlow::Continue(true));
             total += done;
-            // Nobody is kept waiting by one who has only looked (`busy_poll_us`).
+            // Until something was done, this only busy-polls (`busy_poll_us`), and a break is
+            // ignored.
             if total >= ENOUGH || worked.is_break() && total > 0 {
                 shared.mailbox.wake();
                 return ControlFlow::Break(total);
@@ -219,23 +224,24 @@ impl Fabric {
             }
             match shared.arm() {
                 Armed::Sleep => return ControlFlow::Continue(total),
-                Armed::Again => total += 1,
-                Armed::Elsewhere => {
-                    shared.mailbox.wake(); // not prepared: the caller must not wait
+                Armed::Retry => total += 1,
+                Armed::Busy => {
+                    // The descriptor is not prepared, so the caller must not wait.
+                    shared.mailbox.wake();
                     return ControlFlow::Continue(total);
                 }
             }
         }
     }
 
-    /// Looks for completions this long before sleeping, from now on:
-    /// [`Config::busy_poll_us`](crate::Config) was where it began. For programs that wait for peers
-    /// asleep and then work with them awake.
+    /// Changes how long to poll for completions before sleeping;
+    /// [`Config::busy_poll_us`](crate::Config) is the initial value. For programs that sleep until
+    /// a peer connects and then want low latency.
     pub fn set_busy_poll_us(&self, busy_poll_us: u32) {
         self.shared().busy_poll_us.store(busy_poll_us, Ordering::Relaxed);
     }
 
-    /// Runs a future to its end on this thread, driving the fabric meanwhile.
+    /// Runs a future to completion on this thread, driving the fabric meanwhile.
     pub fn block_on<F: Future>(&self, future: F) -> F::Output {
         let shared = self.shared();
         let _driving = Driving::new(&**shared);
@@ -244,7 +250,7 @@ impl Fabric {
         let mut context = Context::from_waker(&waker);
         let mut future = pin!(future);
         let mut active = shared.clock.now();
-        let mut looks = Looks::default();
+        let mut spin = Spin::default();
         loop {
             if wakeup.take()
                 && let Poll::Ready(output) = future.as_mut().poll(&mut context)
@@ -256,19 +262,19 @@ impl Fabric {
                 continue;
             }
             if wakeup.is_woken() {
-                continue; // by another thread
+                continue; // another thread has woken the future
             }
             let idle = shared.clock.now().saturating_duration_since(active);
             if idle < shared.busy_poll() {
-                looks.pause(idle);
+                spin.pause(idle);
             } else {
                 match shared.arm() {
                     Armed::Sleep => wakeup.sleep(|event_fd| {
-                        shared.sleep(event_fd, event_fd.is_none().then_some(ELSEWHERE));
+                        shared.sleep(event_fd, event_fd.is_none().then_some(BUSY_WAIT));
                     }),
-                    Armed::Again => {}
-                    Armed::Elsewhere => {
-                        shared.sleep(None, Some(ELSEWHERE));
+                    Armed::Retry => {}
+                    Armed::Busy => {
+                        shared.sleep(None, Some(BUSY_WAIT));
                     }
                 }
                 active = shared.clock.now();
@@ -276,10 +282,11 @@ impl Fabric {
         }
     }
 
-    /// Drives the fabric under tokio until nobody else has it: `tokio::spawn(fabric.drive())`.
+    /// Drives the fabric as a tokio task until all its handles are dropped:
+    /// `tokio::spawn(fabric.drive())`.
     ///
     /// # Errors
-    /// When tokio cannot watch the descriptor (its I/O driver is not enabled).
+    /// Fails if tokio cannot watch the descriptor (its I/O driver is not enabled).
     #[cfg(feature = "tokio")]
     pub fn drive(&self) -> impl Future<Output = std::io::Result<()>> + Send + 'static {
         let driving = Driving::new(Arc::clone(self.shared()));
@@ -291,11 +298,11 @@ impl Fabric {
             loop {
                 if shared.pass() > 0 {
                     active = shared.clock.now();
-                    if shared.looks_at_sockets() {
-                        // own sockets go on when more has come: fewer, longer reads
+                    if shared.uses_sockets() {
+                        // Let more data arrive at our sockets: fewer, longer reads.
                         tokio::task::yield_now().await;
                     } else {
-                        to_those_woken().await;
+                        yield_to_woken_tasks().await;
                     }
                 } else if shared.is_over() {
                     return Ok(());
@@ -305,11 +312,11 @@ impl Fabric {
                 } else {
                     match shared.arm() {
                         Armed::Sleep if shared.is_over() => return Ok(()), // as in `run`
-                        // tokio tells of changes only. What is cleared here is taken by the look
-                        // that follows, and a look that leaves something does not let us sleep.
+                        // tokio is edge-triggered. The next pass handles what is cleared here, and
+                        // a pass that leaves work does not let us sleep.
                         Armed::Sleep => fd.readable().await?.clear_ready(),
-                        Armed::Again => {}
-                        Armed::Elsewhere => tokio::time::sleep(ELSEWHERE).await,
+                        Armed::Retry => {}
+                        Armed::Busy => tokio::time::sleep(BUSY_WAIT).await,
                     }
                     active = shared.clock.now();
                 }
@@ -317,20 +324,20 @@ impl Fabric {
         }
     }
 
-    /// Drives the fabric on a thread of its own until nobody else has it.
+    /// Drives the fabric on a thread of its own until all its handles are dropped.
     ///
     /// # Errors
-    /// When the thread cannot be made.
+    /// Fails if the thread cannot be started.
     pub fn spawn_thread(&self) -> std::io::Result<std::thread::JoinHandle<()>> {
         let driving = Driving::new(Arc::clone(self.shared()));
         std::thread::Builder::new().name("ferrite-fabric".into()).spawn(move || driving.0.run())
     }
 }
 
-/// Lets the tasks go first that were woken. Unlike tokio's own it does not look at all descriptors,
-/// which is a system call and four looks at the clock in the midst of a round trip.
+/// Yields to the tasks that were woken. Unlike `tokio::task::yield_now` it does not poll all
+/// descriptors, which would be a system call and four clock readings in the middle of a round trip.
 #[cfg(feature = "tokio")]
-fn to_those_woken() -> impl Future<Output = ()> {
+fn yield_to_woken_tasks() -> impl Future<Output = ()> {
     let mut yielded = false;
     std::future::poll_fn(move |cx| {
         if std::mem::replace(&mut yielded, true) {
@@ -341,7 +348,7 @@ fn to_those_woken() -> impl Future<Output = ()> {
     })
 }
 
-/// Someone who drives the fabric; when it stops, another takes over.
+/// Registers a driver of the fabric. When it is dropped, another driver takes over.
 struct Driving<S: Deref<Target = Shared>>(S);
 
 impl<S: Deref<Target = Shared>> Driving<S> {

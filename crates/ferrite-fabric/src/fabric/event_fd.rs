@@ -1,5 +1,5 @@
-//! A eventfd: makes a descriptor readable, until it is silenced. For loom a plain flag, whose
-//! sleepers are in the model (`protocol.rs`).
+//! An eventfd: a descriptor that stays readable from `signal` until `clear`. Under loom it is a
+//! plain flag, and the model handles the waiting (`protocol.rs`).
 
 #[cfg(not(all(test, loom)))]
 pub(crate) use real::EventFd;
@@ -25,12 +25,12 @@ mod real {
                 .map_err(|errno| Error::new(ErrorKind::System, format!("eventfd: {errno}")))
         }
 
-        pub(crate) fn ring(&self) {
-            // full: it is readable already
+        pub(crate) fn signal(&self) {
+            // It fails only if the counter is full, and then the eventfd is readable already.
             let _ = rustix::io::write(&self.0, &1_u64.to_ne_bytes());
         }
 
-        pub(crate) fn silence(&self) {
+        pub(crate) fn clear(&self) {
             let _ = rustix::io::read(&self.0, &mut [0; 8]);
         }
     }

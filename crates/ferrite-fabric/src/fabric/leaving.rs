@@ -1,15 +1,17 @@
-//! Queue pairs that leave: from ERROR to destroyed.
+//! Destroying queue pairs: from the ERROR state to the end.
 //!
 //! ```text
-//!   to ERROR ──► LAST_WQE_REACHED, or 100 ms ──► reap the completion queue ──► destroy
+//!   to ERROR ──► LAST_WQE_REACHED, or 100 ms ──► poll the completion queue ──► destroy
 //! ```
 //!
-//! A queue pair with a shared receive queue must go in this order (InfiniBand specification
-//! 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`). Providers such as
-//! mlx5 remove the completions that nobody has reaped when a queue pair is destroyed, and give
-//! their receives back to the shared queue: the stock would count them as posted for ever.
+//! A queue pair with a shared receive queue must be destroyed in this order (InfiniBand
+//! specification 10.2.9.3; `__ib_drain_srq` in the kernel's `drivers/infiniband/core/verbs.c`).
+//! When a queue pair is destroyed, providers such as mlx5 remove its completions that were not
+//! polled and return their receives to the shared queue. The stock would then count them as posted
+//! for ever.
 //!
-//! The queue pair of a link waits in the link's state. Those that no link has any more wait here.
+//! The queue pair of a link waits in the link's state. Queue pairs that no longer belong to a link
+//! wait here.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -25,23 +27,23 @@ use crate::link::shared::LinkShared;
 use crate::link::state::RequestContext;
 use crate::source::Source;
 
-/// A device that has not said by then that a queue pair has taken its last receive does not say it.
-/// Hardware takes far less than a millisecond.
+/// How long to wait for the device's report that a queue pair has taken its last receive. Hardware
+/// needs far less than a millisecond; a device that takes longer does not report it.
 pub(super) const LAST_RECEIVE: Duration = Duration::from_millis(100);
 
-/// A queue pair that is in ERROR and that no link has any more.
+/// A queue pair that is in ERROR and no longer belongs to a link.
 pub(crate) struct Leaving {
     device: Arc<SharedDevice>,
     number: u32,
-    /// Whose it was, and who pays for its end.
+    /// The link that it belonged to, and the source that its command is charged to.
     link: u32,
     source: Source,
     queue: SendQueue<RequestContext>,
 }
 
 impl Poller {
-    /// A link has lost its RDMA path: goes on when the device has said that nothing more comes
-    /// there.
+    /// Downgrades a link that has lost its RDMA path, as soon as the device has reported that
+    /// nothing more arrives there.
     pub(crate) fn downgrade_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
@@ -49,15 +51,15 @@ impl Poller {
             (drained, waits == Some(false))
         });
         if drained {
-            self.fall(shared, link);
+            self.downgrade(shared, link);
         } else if first {
             self.timers.add(self.now + LAST_RECEIVE, Timer::LastReceive(link.name));
         }
     }
 
-    /// Takes over a queue pair that was stopped: it is destroyed when it has taken its last
+    /// Takes over a queue pair that was stopped, and destroys it once it has taken its last
     /// receive.
-    pub(crate) fn let_leave(
+    pub(crate) fn destroy_when_drained(
         &mut self,
         device: &Arc<SharedDevice>,
         queue: SendQueue<RequestContext>,
@@ -69,7 +71,7 @@ impl Poller {
         self.timers.add(self.now + LAST_RECEIVE, Timer::Leaving(device.index, number));
     }
 
-    /// The device says that a queue pair has taken its last receive.
+    /// Handles the device's report that a queue pair has taken its last receive.
     pub(super) fn on_last_receive(&mut self, shared: &Shared, device: usize, number: u32) {
         self.destroy_leaving(shared, |leaving| {
             leaving.device.index == device && leaving.number == number
@@ -81,8 +83,8 @@ impl Poller {
         }
     }
 
-    /// Destroys the queue pairs that leave and match. One that the device does not let go of is
-    /// leaked, with its memory, and counted.
+    /// Destroys the waiting queue pairs that match. If the device does not destroy one, it is
+    /// leaked with its memory and counted.
     pub(super) fn destroy_leaving(&mut self, shared: &Shared, matches: impl Fn(&Leaving) -> bool) {
         if !self.leaving.iter().any(&matches) {
             return;
@@ -91,7 +93,7 @@ impl Poller {
         let (gone, kept): (Vec<_>, _) =
             std::mem::take(&mut self.leaving).into_iter().partition(matches);
         self.leaving = kept;
-        // All of them first: the device is not let go of between two.
+        // Count all of them first, so that the device is not released between two of them.
         for Leaving { device, .. } in &gone {
             if let Some(objects) = &mut self.device_objects[device.index] {
                 objects.under_way += 1;
@@ -104,21 +106,21 @@ impl Poller {
                 Ok(entries)
             };
             self.command(shared, source, queue, work, move |poller, shared, queue, entries| {
-                // those of one that did not go are never used again
+                // The entries of one that was not destroyed are never used again.
                 device.release(entries.unwrap_or(0));
                 drop(queue);
                 poller.forget_qp(&device, number, link);
-                poller.end_making(shared, &device);
+                poller.end_queue_pair(shared, &device);
             });
         }
     }
 
-    /// Destroys those of one device.
+    /// Destroys the waiting queue pairs of one device.
     pub(super) fn destroy_leaving_on(&mut self, shared: &Shared, device: usize) {
         self.destroy_leaving(shared, |leaving| leaving.device.index == device);
     }
 
-    /// The device has not said that this one has taken its last receive.
+    /// Destroys a queue pair whose last receive the device has not reported in time.
     pub(super) fn leaving_timed_out(&mut self, shared: &Shared, device: usize, number: u32) {
         self.destroy_leaving(shared, |leaving| {
             leaving.device.index == device && leaving.number == number

@@ -1,5 +1,5 @@
-//! Links that call the fabric: they close, or are down, or have a step to make that needs it. Where
-//! links are entered and forgotten.
+//! Links that need attention from the driver: they are closing, they are down, or they have a step
+//! to make that only the driver can do. Links are also registered and forgotten here.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -18,26 +18,27 @@ use crate::link::shared::LinkShared;
 use crate::link::state::{Destroying, RequestContext};
 use crate::source::Source;
 
-/// A link whose requests have not been flushed by then is destroyed with them.
+/// A link whose requests have not been flushed by then is destroyed with requests in flight.
 const DRAIN: Duration = Duration::from_secs(2);
-/// When requests were flushed, whatever caused it is told within this time, or never: the device's
-/// event and the peer's farewell take some milliseconds, on a busy host a hundred.
+/// When requests were flushed, the cause is reported within this time or never: the device's event
+/// and the peer's disconnect take some milliseconds, a hundred on a busy host.
 const FLUSHED: Duration = Duration::from_millis(500);
-/// Calls cost system calls. So many at a time: the rest has its turn in the next pass.
-const CALLS: usize = 64;
+/// Maximum number of links to attend to in one pass, because that needs system calls. The rest is
+/// left to the next pass.
+const LINKS_PER_PASS: usize = 64;
 
 impl Poller {
     #[cold]
     pub(super) fn attend_some(&mut self, shared: &Shared) -> usize {
-        let count = self.calls.len().min(CALLS);
+        let count = self.pending_links.len().min(LINKS_PER_PASS);
         for _ in 0..count {
-            let Some(link) = self.calls.pop_front() else { break };
+            let Some(link) = self.pending_links.pop_front() else { break };
             self.attend(shared, link);
         }
         count
     }
 
-    /// A link called: it is closing, or down, or a grant came back.
+    /// Attends to a link that asked for it: it is closing or down, or a grant was released.
     pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
         let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
@@ -53,7 +54,7 @@ impl Poller {
             self.downgrade_when_drained(shared, &link);
         }
         for step in steps {
-            self.move_step(shared, &link, step);
+            self.migration_step(shared, &link, step);
         }
         let (released, closing, flushed, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let down = state.failure().cloned();
@@ -93,9 +94,9 @@ impl Poller {
         self.tear_down(shared, &link, false);
     }
 
-    /// The device refused a request of the peer's, and with it the link: counted once for each, and
-    /// its source pays if that is certain. Not when this side closes the link: its memory may be
-    /// gone before the peer has heard.
+    /// Handles a request of the peer that the device refused, which also ended the link. Counts it
+    /// once for each link, and records a strike against the source if `is_certain`. Ignored if this
+    /// side is closing the link: its memory may be gone before the peer knows.
     #[cold]
     pub(crate) fn peer_was_refused(
         &mut self,
@@ -112,24 +113,25 @@ impl Poller {
             return;
         }
         let errors = shared.counters.remote_access_errors.fetch_add(1, Ordering::Relaxed) + 1;
-        // One that had a grant may not have heard yet that it was taken back.
+        // A peer that had a grant may not know yet that it was revoked.
         let Some(peer) = link.route().peer.filter(|_| is_certain && !had_grants) else { return };
         if let Some(wait) = self.strikes.record(Source::of(peer), self.now) {
             let wait = wait.as_secs();
             tracing::debug!(
-                "{peer} asked for memory that is not its own ({errors} in all): no RDMA for {wait} s"
+                "{peer} requested memory that is not its own ({errors} in total): no RDMA for \
+                 {wait} s"
             );
         }
     }
 
-    /// Destroys the queue pair of a link that is down, once nothing is in flight (or `by_force`),
-    /// and forgets the link.
+    /// Destroys the queue pair of a link that is down and forgets the link, once nothing is in
+    /// flight (or at once if `by_force`).
     pub(super) fn tear_down(&mut self, shared: &Shared, link: &Arc<LinkShared>, by_force: bool) {
         let ready = link.with_wakes(&mut self.wakes, |state, _, _| {
             state.failure().is_some() && state.may_destroy()
         });
         if ready || by_force {
-            self.reap_all(shared); // what the device would remove with the queue pair
+            self.reap_all(shared); // the device would remove these completions
         }
         let destroying =
             link.with_wakes(&mut self.wakes, |state, _, wakes| match state.failure() {
@@ -139,7 +141,7 @@ impl Poller {
         match destroying {
             Destroying::Gone => self.forget(shared, link),
             Destroying::Queue(queue) => self.destroy(shared, link, queue),
-            // The last completion of what is in flight brings us here again, or else the clock.
+            // The last completion of the requests in flight calls this again, or else the timer.
             Destroying::NotYet if by_force => {
                 self.timers.add(self.now + DRAIN, Timer::Drain(link.name))
             }
@@ -170,14 +172,14 @@ impl Poller {
                 if gone.is_ok() {
                     poller.forget(shared, &link);
                 } else {
-                    // and tries again
+                    // Try again later.
                     poller.timers.add(poller.now + DRAIN, Timer::Drain(link.name));
                 }
             },
         );
     }
 
-    /// Takes a link out of everything that knows it: its queue pair is gone.
+    /// Removes a link whose queue pair is gone from all tables.
     fn forget(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let route = link.route();
         if let Some(device) = &route.device {
@@ -204,12 +206,12 @@ impl Poller {
         }
     }
 
-    /// Completions of a queue pair find its link.
-    pub(crate) fn know_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
+    /// Registers the queue pair of a link, so that completions find the link.
+    pub(crate) fn register_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
         self.by_qp.insert(device.index, number, link);
     }
 
-    /// They do not any more: it is gone.
+    /// Unregisters a queue pair that is gone.
     pub(crate) fn forget_qp(&mut self, device: &SharedDevice, number: u32, link: u32) {
         self.by_qp.remove(device.index, number, link);
         if let Some(objects) = &mut self.device_objects[device.index] {
@@ -217,11 +219,11 @@ impl Poller {
         }
     }
 
-    /// Puts a link where its completions find it.
-    pub(crate) fn enter(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
+    /// Registers a link and its queue pair, so that completions find it.
+    pub(crate) fn register_link(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let route = link.route();
         if let Some(device) = route.device {
-            self.know_qp(&device, route.qp_num, link.index);
+            self.register_qp(&device, route.qp_num, link.index);
         }
         let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
         if session != 0 {

@@ -12,22 +12,22 @@ pub(crate) struct Links {
     places: Vec<Place>,
     free: Vec<u32>,
     next_serial: u64,
-    /// What links did that are gone.
+    /// Totals of the links that are gone.
     pub(crate) retired: LinkStats,
 }
 
 #[derive(Default)]
 struct Place {
     link: Option<Arc<LinkShared>>,
-    /// Where the generations of the next link's slots begin, so that a late completion of an
-    /// earlier one names nothing.
+    /// The first generation of the next link's slots, so that a late completion of an earlier link
+    /// matches nothing.
     next_generation: u32,
 }
 
 impl Links {
-    /// A free number, a new serial, and where the generations begin; the caller makes the link and
-    /// puts it there.
-    pub(crate) fn vacancy(&mut self) -> Option<(LinkName, u32)> {
+    /// Reserves a number for a new link. Returns its name and the first generation of its slots.
+    /// The caller creates the link and stores it with [`Links::put`].
+    pub(crate) fn reserve(&mut self) -> Option<(LinkName, u32)> {
         let index = match self.free.pop() {
             Some(index) => index,
             None if self.places.len() <= OWNER_MAX as usize => {
@@ -49,7 +49,7 @@ impl Links {
         self.places.get(index as usize)?.link.as_ref()
     }
 
-    /// Takes out a link whose queue pair is gone.
+    /// Removes a link whose queue pair is gone.
     pub(crate) fn remove(&mut self, index: u32) -> Option<Arc<LinkShared>> {
         let place = self.places.get_mut(index as usize)?;
         let link = place.link.take()?;

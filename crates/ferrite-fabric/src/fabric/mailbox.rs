@@ -1,20 +1,21 @@
-//! How other threads call the fabric's attention and wake it if it sleeps, and how those who drive
-//! it leave it to each other.
+//! Requests from other threads to the fabric's driver, which wake it if it sleeps, and the
+//! hand-over between several drivers.
 //!
-//! Any number may drive a fabric at a time: one of them makes a pass, the others sleep on the
-//! descriptor or do something else. What makes sure that nobody sleeps over something:
+//! Any number of threads may drive a fabric at the same time. One of them makes a pass; the others
+//! sleep on the descriptor or do something else. These rules ensure that no driver sleeps while
+//! there is work:
 //!
-//! - Before sleeping, a driver says that it is `asleep` and then looks whether something is
-//!   `pending`. Who calls does it the other way round. So one of two that meet sees the other. (The
-//!   flags are never merely stored to: a swap sees what the one before it did, which is also what
-//!   loom understands best.)
-//! - Who takes events from the descriptor may take those that were to wake another. So it either
-//!   prepares the descriptor for waiting again, as all do before they sleep, or rings the eventfd
-//!   when it leaves ([`Mailbox::hand_over`]).
-//! - A future is woken through a eventfd of its own thread (`wakeup.rs`): this one rings for any
-//!   driver.
+//! - Before sleeping, a driver sets `asleep` and then checks `pending`. A thread with a request
+//!   does it in the reverse order: it sets `pending` and then checks `asleep`. So at least one of
+//!   the two sees the other. (The flags are always swapped, never just stored to: a swap sees the
+//!   effects of the previous one, and loom models swaps best.)
+//! - A driver that takes events from the descriptor may take those that were to wake another
+//!   driver. So it either prepares the descriptor for waiting again, as all drivers do before they
+//!   sleep, or signals the eventfd when it leaves ([`Mailbox::hand_over`]).
+//! - A future is woken through an eventfd of its own thread (`wakeup.rs`), because the mailbox's
+//!   eventfd wakes any driver.
 //!
-//! `protocol.rs` has the model that loom goes through.
+//! `protocol.rs` contains the loom model of these rules.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::atomic::Ordering;
@@ -24,12 +25,12 @@ use crate::error::Error;
 use crate::sync::{AtomicBool, Mutex, lock};
 
 pub(crate) struct Mailbox {
-    /// Links that need something of the fabric.
+    /// Links that need attention from the driver.
     links: Mutex<Vec<u32>>,
     pending: AtomicBool,
-    /// Whether whoever drives the fabric is waiting on its descriptor, or about to.
+    /// Whether a driver waits on the descriptor, or is about to.
     asleep: AtomicBool,
-    /// Events were taken from the descriptor, and it was not prepared for waiting since.
+    /// Whether events were taken from the descriptor and it was not prepared for waiting since.
     disarmed: AtomicBool,
     event_fd: EventFd,
 }
@@ -45,14 +46,14 @@ impl Mailbox {
         })
     }
 
-    /// The fabric is to look at a link.
+    /// Asks the driver to attend to a link.
     pub(crate) fn attend(&self, link: u32) {
         lock(&self.links).push(link);
-        self.ring();
+        self.notify();
     }
 
-    /// The fabric is to look around.
-    pub(crate) fn ring(&self) {
+    /// Asks the driver to make a pass.
+    pub(crate) fn notify(&self) {
         self.pending.swap(true, Ordering::SeqCst);
         if self.asleep.swap(false, Ordering::SeqCst) {
             self.wake();
@@ -61,14 +62,14 @@ impl Mailbox {
 
     /// Makes the descriptor readable.
     pub(crate) fn wake(&self) {
-        self.event_fd.ring();
+        self.event_fd.signal();
     }
 
-    pub(crate) fn silence(&self) {
-        self.event_fd.silence();
+    pub(crate) fn clear(&self) {
+        self.event_fd.clear();
     }
 
-    /// What was called in since the last time.
+    /// Takes the links that asked for attention since the last call.
     pub(crate) fn take(&self) -> Vec<u32> {
         if !self.pending.load(Ordering::Relaxed) || !self.pending.swap(false, Ordering::SeqCst) {
             return Vec::new();
@@ -76,16 +77,18 @@ impl Mailbox {
         std::mem::take(&mut lock(&self.links))
     }
 
-    /// The caller takes what the descriptor has: `look`.
-    pub(crate) fn awake<R>(&self, look: impl FnOnce() -> R) -> R {
+    /// Lets the caller take events from the descriptor, with `take_events`.
+    pub(crate) fn awake<R>(&self, take_events: impl FnOnce() -> R) -> R {
         self.asleep.swap(false, Ordering::SeqCst);
-        let seen = look();
-        // Afterwards: a eventfd that somebody rang for us in between may be among what was taken.
+        let seen = take_events();
+        // Only now, because the events that were taken may include a signal that another driver
+        // sent us in between.
         self.disarmed.swap(true, Ordering::SeqCst);
         seen
     }
 
-    /// The descriptor is prepared for waiting; `false` if there is something to do all the same.
+    /// Records that the descriptor is prepared for waiting. Returns `false` if there is work after
+    /// all.
     pub(crate) fn fall_asleep(&self) -> bool {
         self.asleep.swap(true, Ordering::SeqCst);
         if self.pending.load(Ordering::SeqCst) {
@@ -95,7 +98,7 @@ impl Mailbox {
         true
     }
 
-    /// The caller stops driving, and others may be asleep.
+    /// Wakes another driver if necessary, because the caller stops driving.
     pub(crate) fn hand_over(&self) {
         if self.disarmed.load(Ordering::Relaxed) && self.disarmed.swap(false, Ordering::SeqCst) {
             self.wake();

@@ -1,8 +1,8 @@
-//! One pass of the fabric: take completions, deliver them, look at events and the clock.
+//! One pass of the fabric: poll completions, deliver them, handle events and deadlines.
 //!
-//! Whoever drives the fabric holds the poller while a pass runs; nobody waits inside. A pass costs
-//! the same however many links are idle. Looking at descriptors is a system call, so it is done
-//! every millisecond while there are completions, and before and after sleeping.
+//! A driver holds the poller while it makes a pass, and never blocks meanwhile. The cost of a pass
+//! does not depend on the number of idle links. Checking the descriptors is a system call, so it is
+//! done once a millisecond while completions arrive, and before and after sleeping.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::os::fd::AsFd;
@@ -27,32 +27,33 @@ use super::slots::{SendQueue, Taken, WorkId};
 use super::strikes::Strikes;
 use super::timers::{LinkName, Timer, Timers};
 use super::wait_set::Ready;
-use crate::connect::{Handshake, Handshakes, Opening, Sockets};
+use crate::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, RequestContext, Wakes};
 use crate::listener::rdma::LostListeners;
 
-/// Between looks at the descriptors while completions keep coming.
+/// The interval between checks of the descriptors while completions arrive.
 const LOOK_EVERY: Duration = Duration::from_millis(1);
-/// Between looks for memory while there is too little for receives.
-const STARVED: Duration = Duration::from_millis(5);
+/// The interval between attempts to get memory for receives.
+const REFILL_EVERY: Duration = Duration::from_millis(5);
 
-/// Handshakes and deadlines cost system calls. So many of each at a time, so that thousands at once
-/// do not keep the completions of others waiting; the rest has its turn in the next pass.
-const CM_EVENTS: usize = 16;
-const TIMERS: usize = 32;
+/// Maximum number of events of the connection manager, and of expired timers, that one pass
+/// handles. They need system calls, and thousands of them must not delay the completions of other
+/// links. The rest is left to the next pass.
+const CM_EVENTS_PER_PASS: usize = 16;
+const TIMERS_PER_PASS: usize = 32;
 
 pub(crate) struct Poller {
-    /// By device; `None` while the device is gone.
+    /// By device index; `None` while the device is gone.
     pub(crate) device_objects: Vec<Option<DeviceObjects>>,
-    /// What is left of queues whose queue pair a command has, by device and number: it may take
-    /// receives until it is back.
+    /// The rest of a queue whose queue pair a command owns, by device and queue pair number. The
+    /// queue pair may take receives until the command returns it.
     pub(crate) orphans: HashMap<(usize, u32), SendQueue<RequestContext>>,
-    /// Queue pairs that no link has any more.
+    /// Queue pairs that no longer belong to a link.
     pub(super) leaving: Vec<Leaving>,
-    /// By device: devices that are gone and looked for.
+    /// The searches for missing devices, by device index.
     pub(super) searches: HashMap<usize, Search>,
     pub(crate) lost_listeners: LostListeners,
     completions: Vec<WorkCompletion>,
@@ -60,29 +61,29 @@ pub(crate) struct Poller {
     pub(crate) cm: Option<EventChannel>,
     pub(crate) handshakes: Handshakes,
     pub(crate) sockets: Sockets,
-    /// Who asked for what devices refused.
+    /// Sources whose requests the devices refused.
     pub(crate) strikes: Strikes,
-    /// Links that can move, by what this side calls them.
+    /// Links that can migrate, by the session number of this side.
     pub(crate) sessions: HashMap<u64, LinkName>,
-    /// Links that are there on TCP, and that somebody waits for on RDMA.
-    pub(crate) upgrade_waiters: HashMap<LinkName, Opening>,
-    /// Who waits for a moment, by number.
+    /// Links on TCP whose connect waits until they are upgraded to RDMA.
+    pub(crate) upgrade_waiters: HashMap<LinkName, UpgradeWaiter>,
+    /// Futures that wait for a timer, by number.
     pub(crate) sleepers: BTreeMap<u64, Waker>,
     pub(crate) timers: Timers,
     clock_set: Option<Instant>,
-    /// Links that called and have not been attended to.
-    pub(super) calls: VecDeque<u32>,
+    /// Links that asked for attention.
+    pub(super) pending_links: VecDeque<u32>,
     ready: Vec<(Ready, bool)>,
-    /// The descriptor was prepared for waiting, and not looked at since.
+    /// Whether the descriptor was prepared for waiting and not checked since.
     armed: bool,
-    /// The last look left something, of which nobody tells again.
+    /// Whether the last check left events that will not be reported again.
     unfinished: bool,
-    /// The clock was told to look for memory for receives.
+    /// Whether the timer for another attempt to get memory is running.
     starved: bool,
     pub(super) shrinking: Shrinking,
-    /// To be woken when the poller is free again.
+    /// Futures to wake when the poller is unlocked.
     pub(crate) wakes: Wakes,
-    /// The time of the last look.
+    /// The time of the last check of the descriptors.
     pub(crate) now: Instant,
     looked: quanta::Instant,
 }
@@ -110,9 +111,9 @@ impl Poller {
             sleepers: BTreeMap::new(),
             timers: Timers::default(),
             clock_set: None,
-            calls: VecDeque::new(),
+            pending_links: VecDeque::new(),
             ready: Vec::new(),
-            armed: true, // nobody has looked yet
+            armed: true, // the descriptor was not checked yet
             unfinished: false,
             starved: false,
             shrinking: Shrinking::default(),
@@ -122,10 +123,11 @@ impl Poller {
         }
     }
 
-    /// Takes what completions there are, and looks at the rest if it is time; how much there was.
+    /// Makes a pass: polls completions, and handles events and deadlines when it is time. Returns
+    /// how much there was to do.
     pub(crate) fn pass(&mut self, shared: &Shared) -> usize {
         let mut done = 0;
-        // First, because what follows goes by the time of the last look.
+        // First, because the rest of the pass uses `self.now`.
         let now = shared.clock.now();
         if self.armed
             || self.sockets.are_in_use()
@@ -138,22 +140,22 @@ impl Poller {
         if self.sockets.has_ready() {
             done += self.serve_sockets(shared);
         }
-        let calls = shared.mailbox.take();
+        let links = shared.mailbox.take();
         done += self.finish_commands(shared);
-        if !calls.is_empty() || !self.calls.is_empty() {
-            self.calls.extend(calls);
+        if !links.is_empty() || !self.pending_links.is_empty() {
+            self.pending_links.extend(links);
             done += self.attend_some(shared);
         }
         shared.counters.passes.fetch_add(1, Ordering::Relaxed);
         done
     }
 
-    /// Takes completions from every device, at most a few batches each, so that none waits for
+    /// Takes completions from every device, at most a few batches each, so that no device delays
     /// another.
     fn reap(&mut self, shared: &Shared) -> usize {
         const BATCHES: usize = 4;
         let mut total = 0;
-        // nothing below asks for them
+        // Nothing below uses the field.
         let mut device_objects = std::mem::take(&mut self.device_objects);
         for (device, objects) in shared.devices.iter().zip(&mut device_objects) {
             let Some(objects) = objects else { continue };
@@ -182,13 +184,13 @@ impl Poller {
                     link.with_wakes(&mut self.wakes, LinkState::pump);
                 }
             }
-            // Some at a time while busy, all when idle.
+            // In batches while busy, all when idle.
             let (missing, posted) = (objects.stock.missing(), objects.stock.posted());
             if missing > 0 && (total == 0 || missing >= 8 || posted < 8) && !device.is_gone() {
-                // What fails here fails again, and is seen by peers as back-pressure.
+                // If this fails, the next pass tries again. Peers notice only back-pressure.
                 let _ = objects.refill(&shared.pool);
                 if objects.stock.missing() > 0 {
-                    self.look_for_memory();
+                    self.refill_later();
                 }
             }
         }
@@ -199,14 +201,15 @@ impl Poller {
         total
     }
 
-    /// There was too little memory for what comes in. Nobody tells when there is some again.
-    pub(crate) fn look_for_memory(&mut self) {
+    /// Starts the timer for another attempt to get memory, because nobody reports when memory
+    /// becomes free.
+    pub(crate) fn refill_later(&mut self) {
         if !std::mem::replace(&mut self.starved, true) {
-            self.timers.add(self.now + STARVED, Timer::Refill);
+            self.timers.add(self.now + REFILL_EVERY, Timer::Refill);
         }
     }
 
-    /// Takes all completions that are there now; those that keep coming wait for the next pass.
+    /// Takes all completions that are there now, but not those that arrive meanwhile without end.
     pub(crate) fn reap_all(&mut self, shared: &Shared) {
         let mut left: usize =
             self.device_objects.iter().flatten().map(|objects| objects.cq.depth() as usize).sum();
@@ -254,8 +257,8 @@ impl Poller {
             self.peer_was_refused(shared, link, true);
         }
         link.with_wakes(&mut self.wakes, |state, env, wakes| match wc.status() {
-            // What a queue pair left behind that is gone was not counted when the peer was told,
-            // and is sent again.
+            // A receive of a queue pair that the link no longer uses: it was not included in the
+            // count that the peer got, so the peer sends it again.
             _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(env, wakes),
@@ -273,13 +276,13 @@ impl Poller {
         shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner).get(index).cloned()
     }
 
-    /// The link, unless its number is another's by now.
+    /// Returns the link, unless its number was reused.
     pub(crate) fn link_named(&self, shared: &Shared, name: LinkName) -> Option<Arc<LinkShared>> {
         self.link(shared, name.index).filter(|link| link.name == name)
     }
 
-    /// Looks at the descriptors and the clock; how much there was to do. Apart, so that counts of
-    /// instructions can leave it out: it comes with the clock.
+    /// Checks the descriptors and the deadlines; returns how much there was to do. Not inlined, so
+    /// that instruction counts can exclude it: how often it runs depends on the clock.
     #[inline(never)]
     fn look(&mut self, shared: &Shared) -> usize {
         self.now = Instant::now();
@@ -291,10 +294,11 @@ impl Poller {
             match ready {
                 Ready::Completions(device) => {
                     let Some(objects) = &mut self.device_objects[device] else { continue };
-                    // One: it was armed once. A second would be told of again.
+                    // One event, because the queue was armed once. A second one would be reported
+                    // again.
                     match objects.channel.next_event() {
                         Ok(Some(_)) => objects.armed = false,
-                        // Nothing comes there any more, and it would be ready for ever.
+                        // No more events will come, and the descriptor would stay ready for ever.
                         _ if failed => shared.waits.remove(objects.channel.as_fd()),
                         _ => {}
                     }
@@ -302,21 +306,21 @@ impl Poller {
                 Ready::Device(device) => {
                     done += self.device_events(shared, device);
                     if failed {
-                        self.device_left(shared, device);
+                        self.device_removed(shared, device);
                     }
                 }
                 Ready::Cm => done += self.cm_events(shared),
-                Ready::Mailbox => shared.mailbox.silence(),
+                Ready::Mailbox => shared.mailbox.clear(),
                 Ready::Socket(id) => self.sockets.on_ready(id),
                 Ready::Clock => {
-                    shared.waits.silence_clock();
+                    shared.waits.clear_clock();
                     self.clock_set = None;
                 }
             }
         }
         self.ready = ready;
         self.watch_memory(shared);
-        for _ in 0..TIMERS {
+        for _ in 0..TIMERS_PER_PASS {
             let Some(timer) = self.timers.due(self.now) else { break };
             done += 1;
             self.on_timer(shared, timer);
@@ -336,7 +340,7 @@ impl Poller {
                     | AsyncEventKind::QP_ACCESS_ERROR,
                     Subject::QueuePair(number),
                 ) => {
-                    // Completions that came before say more.
+                    // Completions that arrived before have more details.
                     self.reap_all(shared);
                     let index = self.by_qp.get(device.index, number);
                     if let Some(link) = index.and_then(|index| self.link(shared, index)) {
@@ -367,8 +371,8 @@ impl Poller {
         count
     }
 
-    /// The kernel has taken a device away: its descriptors report an error, for ever.
-    fn device_left(&mut self, shared: &Shared, device: usize) {
+    /// Handles a device that the kernel has removed: its descriptors report an error from now on.
+    fn device_removed(&mut self, shared: &Shared, device: usize) {
         if let Some(objects) = &self.device_objects[device] {
             shared.waits.remove(objects.context.as_fd());
             shared.waits.remove(objects.channel.as_fd());
@@ -376,7 +380,7 @@ impl Poller {
         }
     }
 
-    /// Nothing works on a device any more: its links end.
+    /// Fails all links of a device that no longer works.
     pub(crate) fn device_gone(&mut self, shared: &Shared, device: usize, why: &str) {
         self.reap_all(shared);
         let device = &shared.devices[device];
@@ -396,8 +400,8 @@ impl Poller {
         self.retire_if_unused(shared, device.index);
     }
 
-    /// Lets go of a device that is gone, when no link is left on it: the kernel cannot finish
-    /// removing a Soft-RoCE device that somebody holds.
+    /// Releases a device that is gone, when no link is left on it: the kernel cannot finish
+    /// removing a Soft-RoCE device that is in use.
     pub(crate) fn retire_if_unused(&mut self, shared: &Shared, device: usize) {
         let device = &shared.devices[device];
         if !device.is_gone() {
@@ -412,7 +416,7 @@ impl Poller {
         }
         self.destroy_leaving_on(shared, device.index);
         if self.device_objects[device.index].as_ref().is_none_or(|objects| objects.under_way > 0) {
-            return; // it went with the last command, or waits for it
+            return; // already released, or a command is still running
         }
         shared.regions.on_device_gone(
             device,
@@ -426,7 +430,7 @@ impl Poller {
         self.device_objects[device].as_ref()?.context.next_async_event().ok().flatten()
     }
 
-    /// Receives that are posted, and those that failed links took along.
+    /// Returns the number of receives that are posted, and of those that failed links took.
     pub(crate) fn receives(&self) -> (u64, u64) {
         let stocks = self.device_objects.iter().flatten().map(|objects| &objects.stock);
         stocks.fold((0, 0), |(posted, overdue), stock| {
@@ -445,7 +449,7 @@ impl Poller {
             Timer::Keepalive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 if link.with(|state, _, _| state.is_overdue(self.now)) {
-                    // It may be us who had no time to look: its answer can be here.
+                    // This side may have been too busy to poll: the answer may already be here.
                     self.reap_all(shared);
                 }
                 match link.on_timer(self.now) {
@@ -462,7 +466,7 @@ impl Poller {
             Timer::Close(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 let what = format!(
-                    "the peer did not take what was sent within {} ms of closing",
+                    "the peer did not accept all sent data within {} ms of closing",
                     shared.config.close_timeout.as_millis()
                 );
                 link.fail(Error::new(ErrorKind::Timeout, what));
@@ -483,12 +487,11 @@ impl Poller {
             Timer::Flushed(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
                 if !link.with(|state, _, _| state.has_flushed()) {
-                    return; // it has another path by now
+                    return; // the link has found another path
                 }
-                // None of our own requests failed before them: one of the peer's did, it seems. Not
-                // every device tells. On a host that has too little CPU, Soft-RoCE also does this
-                // to peers that did nothing wrong, so that it is counted, and nobody is kept out
-                // for it.
+                // No request of this side failed first, so probably one of the peer's did, and not
+                // every device reports that. Soft-RoCE also does this to correct peers on a host
+                // with too little CPU. So it is counted, but the peer is not excluded for it.
                 self.peer_was_refused(shared, &link, false);
                 let what = format!(
                     "link to {} ({}): the queue pair failed, and nobody says why",
@@ -500,34 +503,34 @@ impl Poller {
                 self.attend(shared, name.index);
             }
             Timer::Refill => {
-                self.starved = false; // the pass goes on to do it
-                self.sockets.unstarve();
+                self.starved = false; // the rest of this pass refills
+                self.sockets.retry_starved();
             }
             Timer::Shrink => self.shrink(shared),
             Timer::Wake(id) => self.wakes.extend(self.sleepers.remove(&id)),
-            Timer::Move(name) => self.move_timed_out(shared, name),
+            Timer::Migration(name) => self.migration_timed_out(shared, name),
             Timer::Upgrade(name) => self.upgrade_due(shared, name),
             Timer::Redial(name) => self.redial(shared, name),
             Timer::Greeting(id) => self.greeting_timed_out(shared, id),
-            Timer::Door => self.look_at_the_door(shared),
+            Timer::Admission => self.admit_waiting(shared),
             Timer::Accept(id) => self.sockets.on_ready(id),
             Timer::Listen(number) => self.listen_again(shared, number),
             Timer::Handshake(key) => self.handshake_timed_out(shared, key),
             Timer::Retry(ticket) => self.retry_handshake(shared, ticket),
             Timer::Expiry(region) => shared.regions.expire(self, shared, region),
             Timer::Revocation(region) => shared.regions.revocation_due(region, &mut self.wakes),
-            Timer::Look(device) => self.look_for(shared, device),
+            Timer::FindDevice(device) => self.find_device(shared, device),
         }
     }
 
-    /// Prepares for sleep: after this the descriptor becomes readable when there is something to
-    /// do. `false` if there is something already.
+    /// Prepares for sleep: afterwards the descriptor becomes readable when there is something to
+    /// do. Returns `false` if there already is.
     pub(crate) fn arm(&mut self, shared: &Shared) -> bool {
         for objects in self.device_objects.iter_mut().flatten() {
-            // Once armed it stays so until its event was taken: arming again would be a system call
-            // for nothing.
+            // Once armed it stays armed until its event was taken. Arming it again would be a
+            // needless system call.
             if !std::mem::replace(&mut objects.armed, true) {
-                // on a device that is gone nothing comes any more
+                // It fails only on a device that is gone, which has no more completions.
                 let _ = objects.cq.request_notify(false);
             }
         }
@@ -542,7 +545,7 @@ impl Poller {
         if !asleep
             || found > 0
             || self.unfinished
-            || !self.calls.is_empty()
+            || !self.pending_links.is_empty()
             || self.sockets.has_ready()
         {
             return false;
@@ -554,17 +557,17 @@ impl Poller {
     fn cm_events(&mut self, shared: &Shared) -> usize {
         let Some(channel) = self.cm.clone() else { return 0 };
         let mut count = 0;
-        while count < CM_EVENTS
+        while count < CM_EVENTS_PER_PASS
             && let Ok(Some(event)) = channel.next_event()
         {
             count += 1;
             self.on_cm_event(shared, event);
         }
-        self.unfinished |= count == CM_EVENTS;
+        self.unfinished |= count == CM_EVENTS_PER_PASS;
         count
     }
 
-    /// Ends all handshakes and connections: the fabric ends.
+    /// Ends all handshakes and connections, because the fabric ends.
     pub(crate) fn hang_up(&mut self) {
         self.handshakes = Handshakes::default();
         self.sockets = Sockets::default();

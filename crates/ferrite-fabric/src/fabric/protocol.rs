@@ -1,10 +1,10 @@
-//! A model of how a fabric's drivers sleep and are woken, for loom: every order in which a few
-//! threads can do it.
+//! A loom model of how a fabric's drivers sleep and are woken. It explores every interleaving of a
+//! few threads.
 //!
-//! Real are the [`Mailbox`] and the [`Wakeup`]. What they work with is made small: eventfds are
-//! flags, the device is one completion queue that tells of a completion if it was asked to, and the
-//! loops are those of `poller.rs` and `drive.rs` without what does not matter here. A change there
-//! belongs here too. Who sleeps over something is found as a deadlock.
+//! The [`Mailbox`] and the [`Wakeup`] are the real ones; everything around them is simplified. An
+//! eventfd is a flag. The device is one completion queue that reports a completion if it was armed.
+//! The loops are those of `poller.rs` and `drive.rs`, reduced to what matters here: a change there
+//! must be repeated here. A driver that sleeps although there is work shows up as a deadlock.
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
@@ -21,8 +21,9 @@ use crate::error::Error;
 use crate::sync::{explore, lock};
 
 loom::lazy_static! {
-    /// One for each execution.
-    static ref KERNEL: Kernel = Kernel { state: Mutex::new(KernelState::default()), changed: Condvar::new() };
+    /// One for each execution of the model.
+    static ref KERNEL: Kernel =
+        Kernel { state: Mutex::new(KernelState::default()), changed: Condvar::new() };
 }
 
 struct Kernel {
@@ -33,16 +34,16 @@ struct Kernel {
 #[derive(Default)]
 struct KernelState {
     event_fds: Vec<bool>,
-    /// What completed and was not taken: the futures that it is for.
+    /// The futures whose completions were not taken yet.
     completions: Vec<usize>,
     /// Whether the next completion makes the descriptor readable.
     armed: bool,
     event: bool,
-    /// The descriptor was made readable since who is told of changes only went to sleep.
+    /// Whether the descriptor became readable since the edge-triggered sleeper went to sleep.
     changed: bool,
 }
 
-/// Stands for an eventfd.
+/// A model of an eventfd.
 pub(crate) struct EventFd(usize);
 
 impl EventFd {
@@ -52,26 +53,26 @@ impl EventFd {
         Ok(Self(kernel.event_fds.len() - 1))
     }
 
-    pub(crate) fn ring(&self) {
+    pub(crate) fn signal(&self) {
         let mut kernel = lock(&KERNEL.state);
         kernel.event_fds[self.0] = true;
-        kernel.changed |= self.0 == MAIL;
+        kernel.changed |= self.0 == MAILBOX;
         drop(kernel);
         KERNEL.changed.notify_all();
     }
 
-    pub(crate) fn silence(&self) {
+    pub(crate) fn clear(&self) {
         lock(&KERNEL.state).event_fds[self.0] = false;
     }
 }
 
 impl AsFd for EventFd {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        unreachable!("a flag has no descriptor")
+        unreachable!("the model has no descriptors")
     }
 }
 
-/// The device completes something for a future.
+/// Lets the device complete an operation that a future waits for.
 fn complete(future: usize) {
     let mut kernel = lock(&KERNEL.state);
     kernel.completions.push(future);
@@ -83,23 +84,23 @@ fn complete(future: usize) {
     }
 }
 
-/// The mailbox's eventfd: the first that was made.
-const MAIL: usize = 0;
+/// The index of the mailbox's eventfd, which is the first to be created.
+const MAILBOX: usize = 0;
 
-/// WaitSet until the descriptor is readable, or the eventfd.
+/// Waits until the descriptor or the eventfd is readable.
 fn sleep(event_fd: Option<&EventFd>) {
     let mut kernel = lock(&KERNEL.state);
     while !(kernel.event
-        || kernel.event_fds[MAIL]
+        || kernel.event_fds[MAILBOX]
         || event_fd.is_some_and(|event_fd| kernel.event_fds[event_fd.0]))
     {
         kernel = KERNEL.changed.wait(kernel).expect("no panic");
     }
 }
 
-/// WaitSet for a change of the descriptor, as tokio tells of it: what was readable before and was
-/// not taken is forgotten.
-fn sleep_by_changes() {
+/// Waits for a change of the descriptor, edge-triggered as in tokio: earlier events that were not
+/// taken are not reported.
+fn sleep_edge_triggered() {
     let mut kernel = lock(&KERNEL.state);
     while !std::mem::take(&mut kernel.changed) {
         kernel = KERNEL.changed.wait(kernel).expect("no panic");
@@ -107,26 +108,27 @@ fn sleep_by_changes() {
 }
 
 struct Poller {
-    /// The descriptor was prepared for waiting, and not looked at since.
+    /// Whether the descriptor was prepared for waiting and not checked since.
     armed: bool,
-    /// The device was asked to tell of the next completion, and that was not taken yet.
+    /// Whether the completion queue is armed and its event was not taken yet.
     asked: bool,
 }
 
-/// What `Shared` is to the fabric.
+/// The counterpart of `Shared`.
 struct Model {
-    /// Who has it makes a pass.
+    /// Locked during a pass.
     poller: Mutex<Poller>,
     mailbox: Mailbox,
     drivers: AtomicUsize,
     over: AtomicBool,
     futures: [Mutex<Future>; 2],
-    called: AtomicUsize,
-    /// Whether a pass looks at the descriptor because of the time that has passed, not only after
-    /// sleep.
-    time_flies: bool,
-    /// Whether `run` sleeps as tokio does.
-    by_changes: bool,
+    /// Number of links that were attended to.
+    attended: AtomicUsize,
+    /// Whether every pass checks the descriptor, as if a millisecond had passed, and not only the
+    /// first one after a sleep.
+    checks_always: bool,
+    /// Whether `run` sleeps edge-triggered, as with tokio.
+    edge_triggered: bool,
 }
 
 #[derive(Default)]
@@ -137,25 +139,25 @@ struct Future {
 
 enum Armed {
     Sleep,
-    Again,
-    Elsewhere,
+    Retry,
+    Busy,
 }
 
 impl Model {
-    fn new(time_flies: bool) -> Arc<Self> {
-        Self::sleeping(time_flies, false)
+    fn new(checks_always: bool) -> Arc<Self> {
+        Self::with_sleep(checks_always, false)
     }
 
-    fn sleeping(time_flies: bool, by_changes: bool) -> Arc<Self> {
+    fn with_sleep(checks_always: bool, edge_triggered: bool) -> Arc<Self> {
         Arc::new(Self {
             poller: Mutex::new(Poller { armed: true, asked: false }),
-            mailbox: Mailbox::new().expect("a event_fd"),
+            mailbox: Mailbox::new().expect("an eventfd"),
             drivers: AtomicUsize::new(0),
             over: AtomicBool::new(false),
             futures: [Mutex::default(), Mutex::default()],
-            called: AtomicUsize::new(0),
-            time_flies,
-            by_changes,
+            attended: AtomicUsize::new(0),
+            checks_always,
+            edge_triggered,
         })
     }
 
@@ -172,26 +174,26 @@ impl Model {
     fn pass(&self) -> usize {
         let Ok(mut poller) = self.poller.try_lock() else { return 0 };
         let mut wakes = Vec::new();
-        if self.time_flies || poller.armed {
+        if self.checks_always || poller.armed {
             self.mailbox.awake(|| {
                 poller.armed = false;
                 if std::mem::take(&mut lock(&KERNEL.state).event) {
                     poller.asked = false;
                 }
-                self.mailbox.silence();
+                self.mailbox.clear();
             });
         }
         let mut done = self.reap(&mut wakes);
-        let calls = self.mailbox.take().len();
-        self.called.fetch_add(calls, Ordering::Relaxed);
-        done += calls;
+        let links = self.mailbox.take().len();
+        self.attended.fetch_add(links, Ordering::Relaxed);
+        done += links;
         drop(poller);
         wakes.into_iter().for_each(Waker::wake);
         done
     }
 
     fn arm(&self) -> Armed {
-        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Elsewhere };
+        let Ok(mut poller) = self.poller.try_lock() else { return Armed::Busy };
         if !std::mem::replace(&mut poller.asked, true) {
             lock(&KERNEL.state).armed = true;
         }
@@ -202,7 +204,7 @@ impl Model {
         drop(poller);
         let woken = !wakes.is_empty();
         wakes.into_iter().for_each(Waker::wake);
-        if armed && !woken { Armed::Sleep } else { Armed::Again }
+        if armed && !woken { Armed::Sleep } else { Armed::Retry }
     }
 
     fn begin(&self) {
@@ -223,24 +225,24 @@ impl Model {
         }
     }
 
-    /// `Shared::run` or `Fabric::drive`, until `over` and so many calls have come.
-    fn run(&self, calls: usize) {
+    /// `Shared::run` or `Fabric::drive`, until `over` is set and `links` links were attended to.
+    fn run(&self, links: usize) {
         loop {
             if self.pass() > 0 {
                 continue;
             }
             let is_over = || {
-                self.over.load(Ordering::Acquire) && self.called.load(Ordering::Relaxed) >= calls
+                self.over.load(Ordering::Acquire) && self.attended.load(Ordering::Relaxed) >= links
             };
             if is_over() {
                 break;
             }
             match self.arm() {
                 Armed::Sleep if is_over() => break,
-                Armed::Sleep if self.by_changes => sleep_by_changes(),
+                Armed::Sleep if self.edge_triggered => sleep_edge_triggered(),
                 Armed::Sleep => sleep(None),
-                Armed::Again => {}
-                Armed::Elsewhere => thread::yield_now(),
+                Armed::Retry => {}
+                Armed::Busy => thread::yield_now(),
             }
         }
         self.leave();
@@ -251,12 +253,12 @@ impl Model {
         while self.pass() > 0 {}
         match self.arm() {
             Armed::Sleep => {}
-            Armed::Again => self.progress(),
-            Armed::Elsewhere => self.mailbox.wake(),
+            Armed::Retry => self.progress(),
+            Armed::Busy => self.mailbox.wake(),
         }
     }
 
-    /// `Fabric::block_on` of a future that the device makes ready.
+    /// `Fabric::block_on` of a future that the device completes.
     fn block_on(&self, future: usize) {
         self.begin();
         let wakeup = Arc::new(Wakeup::new());
@@ -273,17 +275,17 @@ impl Model {
             }
             match self.arm() {
                 Armed::Sleep => wakeup.sleep(|event_fd| sleep(event_fd)),
-                Armed::Again => {}
-                Armed::Elsewhere => thread::yield_now(),
+                Armed::Retry => {}
+                Armed::Busy => thread::yield_now(),
             }
         }
         self.leave();
     }
 
-    /// The last handle of the fabric is dropped.
+    /// Drops the last handle of the fabric.
     fn abandon(&self) {
         self.over.store(true, Ordering::Release);
-        self.mailbox.ring();
+        self.mailbox.notify();
     }
 }
 
@@ -293,17 +295,20 @@ fn spawn(model: &Arc<Model>, act: impl FnOnce(&Model) + 'static) -> thread::Join
 }
 
 fn join(threads: impl IntoIterator<Item = thread::JoinHandle<()>>) {
-    threads.into_iter().for_each(|thread| thread.join().expect("it to end"));
+    threads.into_iter().for_each(|thread| thread.join().expect("the thread ends without a panic"));
 }
 
-/// Two threads call while the driver falls asleep, again and again.
+/// Two threads ask for attention while the driver falls asleep, again and again.
 #[test]
-fn loom_no_call_is_slept_over() {
-    for (time_flies, by_changes) in [(false, false), (true, false), (false, true), (true, true)] {
-        explore("no call is slept over", move || {
-            let model = Model::sleeping(time_flies, by_changes);
+fn loom_drivers_never_sleep_over_a_request() {
+    for (checks_always, edge_triggered) in
+        [(false, false), (true, false), (false, true), (true, true)]
+    {
+        explore("drivers never sleep over a request", move || {
+            let model = Model::with_sleep(checks_always, edge_triggered);
             model.begin();
-            model.over.store(true, Ordering::Release); // ends when all have called
+            // `run` ends when both links were attended to.
+            model.over.store(true, Ordering::Release);
             let callers = [1, 2].map(|link| spawn(&model, move |model| model.mailbox.attend(link)));
             model.run(2);
             join(callers);
@@ -311,18 +316,19 @@ fn loom_no_call_is_slept_over() {
     }
 }
 
-/// A foreign loop prepares to sleep while another thread has the poller, as for a new listener.
+/// An event loop prepares to sleep while another thread holds the poller, for example to add a
+/// listener.
 #[test]
-fn loom_a_foreign_loop_hears_of_calls() {
-    for time_flies in [false, true] {
-        explore("a foreign loop hears of calls", move || {
-            let model = Model::new(time_flies);
+fn loom_an_event_loop_is_woken_by_requests() {
+    for checks_always in [false, true] {
+        explore("an event loop is woken by requests", move || {
+            let model = Model::new(checks_always);
             model.begin();
-            let calling = spawn(&model, |model| {
+            let requesting = spawn(&model, |model| {
                 let poller = lock(&model.poller);
                 model.over.store(true, Ordering::Release);
                 drop(poller);
-                model.mailbox.ring();
+                model.mailbox.notify();
             });
             loop {
                 model.progress();
@@ -331,17 +337,17 @@ fn loom_a_foreign_loop_hears_of_calls() {
                 }
                 sleep(None);
             }
-            join([calling]);
+            join([requesting]);
         });
     }
 }
 
-/// The end of the fabric reaches each of its drivers.
+/// Every driver notices the end of the fabric.
 #[test]
 fn loom_all_drivers_end() {
-    for time_flies in [false, true] {
+    for checks_always in [false, true] {
         explore("all drivers end", move || {
-            let model = Model::new(time_flies);
+            let model = Model::new(checks_always);
             model.begin();
             model.begin();
             let driver = spawn(&model, |model| model.run(0));
@@ -352,13 +358,13 @@ fn loom_all_drivers_end() {
     }
 }
 
-/// Two threads wait, each for its own; whoever sleeps, is woken for the other, or has what it
-/// waited for.
+/// Two threads wait, each for its own future. A sleeping one is woken by the other, or by its own
+/// completion.
 #[test]
-fn loom_two_block_at_once() {
-    for time_flies in [false, true] {
-        explore("two block at once", move || {
-            let model = Model::new(time_flies);
+fn loom_two_threads_block_at_once() {
+    for checks_always in [false, true] {
+        explore("two threads block at once", move || {
+            let model = Model::new(checks_always);
             let other = spawn(&model, |model| model.block_on(1));
             let device = spawn(&model, |_| {
                 complete(0);
@@ -370,12 +376,12 @@ fn loom_two_block_at_once() {
     }
 }
 
-/// One waits while another drives; then the fabric ends.
+/// One thread blocks while another drives; then the fabric ends.
 #[test]
-fn loom_one_blocks_beside_a_driver() {
-    for (time_flies, by_changes) in [(false, false), (true, false), (false, true)] {
-        explore("one blocks beside a driver", move || {
-            let model = Model::sleeping(time_flies, by_changes);
+fn loom_one_thread_blocks_while_another_drives() {
+    for (checks_always, edge_triggered) in [(false, false), (true, false), (false, true)] {
+        explore("one blocks while another drives", move || {
+            let model = Model::with_sleep(checks_always, edge_triggered);
             model.begin();
             let driver = spawn(&model, |model| model.run(0));
             let device = spawn(&model, |_| complete(0));
@@ -386,12 +392,12 @@ fn loom_one_blocks_beside_a_driver() {
     }
 }
 
-/// One waits; another makes a single pass and takes the event that was to wake it.
+/// One thread blocks; another makes a single pass and takes the event that was to wake the first.
 #[test]
-fn loom_one_blocks_while_another_polls() {
-    for time_flies in [false, true] {
+fn loom_one_thread_blocks_while_another_polls() {
+    for checks_always in [false, true] {
         explore("one blocks while another polls", move || {
-            let model = Model::new(time_flies);
+            let model = Model::new(checks_always);
             let polling = spawn(&model, |model| {
                 complete(1);
                 model.poll();
@@ -403,12 +409,12 @@ fn loom_one_blocks_while_another_polls() {
     }
 }
 
-/// The same with two that poll: what one hands over, the other must not take away.
+/// The same with two that poll: one must not take away what the other hands over.
 #[test]
-fn loom_one_blocks_while_two_poll() {
-    for time_flies in [false, true] {
+fn loom_one_thread_blocks_while_two_poll() {
+    for checks_always in [false, true] {
         explore("one blocks while two poll", move || {
-            let model = Model::new(time_flies);
+            let model = Model::new(checks_always);
             let first = spawn(&model, |model| {
                 complete(1);
                 model.poll();

@@ -1,4 +1,4 @@
-//! Which link has which queue pair: looked up for every message that comes.
+//! Maps queue pairs to links. Looked up for every message that arrives.
 
 use std::collections::HashMap;
 use std::hash::{BuildHasherDefault, Hasher};
@@ -16,7 +16,7 @@ impl QueuePairs {
         self.0.insert(key(device, number), link);
     }
 
-    /// Forgets a queue pair, if it is that link's.
+    /// Forgets a queue pair, if it belongs to that link.
     pub(crate) fn remove(&mut self, device: usize, number: u32, link: u32) {
         if self.get(device, number) == Some(link) {
             self.0.remove(&key(device, number));
@@ -28,8 +28,8 @@ fn key(device: usize, number: u32) -> u64 {
     (device as u64) << 32 | u64::from(number)
 }
 
-/// The numbers are the device's own, not a peer's: nobody can choose them so that they collide, and
-/// spreading them is enough.
+/// A fast hasher. The keys are queue pair numbers that the device assigns, so a peer cannot choose
+/// colliding ones, and spreading the bits is enough.
 #[derive(Default)]
 struct Multiply(u64);
 
@@ -39,7 +39,7 @@ impl Hasher for Multiply {
     }
 
     fn write_u64(&mut self, number: u64) {
-        // The table looks at the highest bits and at the lowest.
+        // The hash table uses the highest and the lowest bits.
         self.0 = number.wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(32);
     }
 
@@ -53,14 +53,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn each_finds_its_own() {
+    fn finds_the_link_of_each_queue_pair() {
         let many = if cfg!(miri) { 100 } else { 10_000 };
         let mut pairs = QueuePairs::default();
         for number in 0..many {
             pairs.insert(0, number, number);
             pairs.insert(1, number, many + number);
         }
-        pairs.remove(0, 7, 8); // another's
+        pairs.remove(0, 7, 8); // belongs to another link: no effect
         pairs.remove(0, 9, 9);
         assert_eq!((pairs.get(0, 7), pairs.get(1, 7)), (Some(7), Some(many + 7)));
         assert_eq!(

@@ -1,17 +1,19 @@
-//! Devices that come back: a device whose device went is looked for until one of the same name is
+//! Devices that come back: a device that disappeared is searched for until one of the same name is
 //! there and works.
 //!
 //! ```text
-//!   in use ── removed, or failed ──► gone: no new links, those there are end ── the last is gone ──► retired: nothing is held
-//!     ▲                                                                                                 │
-//!     └──────────────── found, and everything could be made anew ◄──── looked for, 1 s … 8 s ◄──────────┘
+//!   in use ── removed or failed ──► gone: no new links; existing links end
+//!     ▲                                │ the last link is gone
+//!     │                                ▼
+//!     └── found, all objects ◄────  retired: nothing is held; searched for
+//!         created again                after 1 s, later every 8 s
 //! ```
 //!
-//! Nobody tells a program of new devices but udev, so the clock does; a fabric with all its devices
-//! has no such timer. The device keeps its index, and with it its place in the pool: buffers that
-//! are out are good for the device that came back. A look takes as long as it takes to register the
-//! pool's memory, and letting go of a device as long as it takes to end that: both are commands,
-//! one after the other.
+//! Only udev announces new devices, so the fabric polls for them with a timer. A fabric that has
+//! all its devices has no such timer. The device keeps its index, and with it its domain in the
+//! pool: buffers that are in use remain valid for the device that came back. A search takes as long
+//! as registering the pool's memory, and releasing a device as long as deregistering it. Both are
+//! commands, which run one after the other.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -31,54 +33,53 @@ use crate::connect::watch;
 use crate::error::{Error, ErrorKind};
 use crate::mem::Pool;
 
-/// Between looks for a device: at first, and at most.
-const FIRST_LOOK: Duration = Duration::from_secs(1);
-const LAST_LOOK: Duration = Duration::from_secs(8);
+/// The delay before a search: at first, and at most.
+const FIRST_DELAY: Duration = Duration::from_secs(1);
+const LAST_DELAY: Duration = Duration::from_secs(8);
 
-/// The search for the device of one device.
+/// The search for a missing device.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Search {
-    /// Until the next look.
+    /// The delay before the next attempt.
     wait: Duration,
-    /// The device was there, and not usable: it is on its way.
+    /// The latest attempt found the device, but could not use it: it is still coming up.
     seen: bool,
 }
 
 impl Search {
-    const BEGINNING: Self = Self { wait: FIRST_LOOK, seen: false };
+    const FIRST: Self = Self { wait: FIRST_DELAY, seen: false };
 
-    /// After a look in vain. A device that has just appeared needs a moment, not the rest of a long
-    /// wait.
-    fn again(self, seen: bool) -> Self {
+    /// Returns the next step after an attempt that failed. A device that has just appeared will
+    /// soon be usable, so the delays start over.
+    fn next(self, seen: bool) -> Self {
         if seen && !self.seen {
-            return Self { seen, ..Self::BEGINNING };
+            return Self { seen, ..Self::FIRST };
         }
-        Self { wait: (self.wait * 2).min(LAST_LOOK), seen }
+        Self { wait: (self.wait * 2).min(LAST_DELAY), seen }
     }
 }
 
 impl Poller {
-    /// Lets go of a device that is gone and that nothing uses any more. From now on it is looked
-    /// for.
+    /// Releases a device that is gone and that nothing uses any more, and starts the search for it.
     pub(super) fn retire(&mut self, shared: &Shared, device: &SharedDevice) {
         let Some(objects) = self.device_objects[device.index].take() else { return };
         detach(&objects, &shared.waits);
         let (pool, index) = (shared.pool.clone(), device.index);
-        shared.commands.run(None, move || let_go(objects, &pool, index));
+        shared.commands.run(None, move || release(objects, &pool, index));
         device.close();
-        self.search(device, Search::BEGINNING);
+        self.search(device, Search::FIRST);
     }
 
     fn search(&mut self, device: &SharedDevice, search: Search) {
         self.searches.insert(device.index, search);
-        self.timers.add(Instant::now() + search.wait, Timer::Look(device.index));
+        self.timers.add(Instant::now() + search.wait, Timer::FindDevice(device.index));
     }
 
-    /// Looks for the device of a device.
-    pub(super) fn look_for(&mut self, shared: &Shared, device: usize) {
+    /// Searches for a missing device.
+    pub(super) fn find_device(&mut self, shared: &Shared, device: usize) {
         let device = Arc::clone(&shared.devices[device]);
         let Some(search) = self.searches.get(&device.index).copied() else { return };
-        let look = Look {
+        let attempt = Attempt {
             verbs: shared.verbs.as_ref().ok_or_else(|| shared.no_rdma()).cloned(),
             channel: self.cm.clone(),
             pool: shared.pool.clone(),
@@ -86,33 +87,47 @@ impl Poller {
             name: device.name.clone(),
             device: device.index,
         };
-        let work = |(look, seen): &mut (Look, bool)| {
-            let found = look.revive(seen);
+        let work = |(attempt, seen): &mut (Attempt, bool)| {
+            let found = attempt.revive(seen);
             if found.is_err() {
-                // A device that came and went while we looked may have gone unheard: librdmacm
-                // looks what is gone, and lets go of it, when it loses an identifier.
-                drop(look.channel.as_ref().map(EventChannel::create_id));
+                // The device may have come and gone during the attempt without an event.
+                // Destroying an identifier makes librdmacm check for removed devices and
+                // release them.
+                drop(attempt.channel.as_ref().map(EventChannel::create_id));
             }
             found
         };
-        self.command(shared, None, (look, false), work, move |poller, shared, (_, seen), found| {
-            poller.searches.remove(&device.index);
-            if let Err(error) = found.and_then(|found| poller.take(shared, &device, found)) {
-                device.set_absence(error);
-                poller.search(&device, search.again(seen));
-            } else {
-                shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
-            }
-        });
+        self.command(
+            shared,
+            None,
+            (attempt, false),
+            work,
+            move |poller, shared, (_, seen), found| {
+                poller.searches.remove(&device.index);
+                if let Err(error) =
+                    found.and_then(|found| poller.reattach_device(shared, &device, found))
+                {
+                    device.set_absence(error);
+                    poller.search(&device, search.next(seen));
+                } else {
+                    shared.counters.devices_back.fetch_add(1, Ordering::Relaxed);
+                }
+            },
+        );
     }
 
-    /// Goes on with a device that came back.
-    fn take(&mut self, shared: &Shared, device: &SharedDevice, found: Found) -> Result<(), Error> {
+    /// Resumes with a device that came back.
+    fn reattach_device(
+        &mut self,
+        shared: &Shared,
+        device: &SharedDevice,
+        found: Found,
+    ) -> Result<(), Error> {
         let Found { life, objects, watching } = found;
         if let Err(error) = attach(&objects, &shared.waits, device.index) {
             detach(&objects, &shared.waits);
             let (pool, index) = (shared.pool.clone(), device.index);
-            shared.commands.run(None, move || let_go(objects, &pool, index));
+            shared.commands.run(None, move || release(objects, &pool, index));
             return Err(error);
         }
         self.device_objects[device.index] = Some(objects);
@@ -124,8 +139,8 @@ impl Poller {
     }
 }
 
-/// A look for the device of a device.
-struct Look {
+/// One attempt to open a missing device.
+struct Attempt {
     verbs: Result<Verbs, Error>,
     channel: Option<EventChannel>,
     pool: Pool,
@@ -134,22 +149,22 @@ struct Look {
     device: usize,
 }
 
-/// A device that is back, with everything made anew.
+/// A device that is back, with all its objects.
 struct Found {
     life: Life,
     objects: DeviceObjects,
     watching: Option<CmId>,
 }
 
-impl Look {
-    /// Makes everything anew on the device of the device's name; all or nothing.
+impl Attempt {
+    /// Opens the device of this name and creates all its objects, or none.
     fn revive(&self, seen: &mut bool) -> Result<Found, Error> {
         let device = self.verbs.as_ref().map_err(Clone::clone)?.device(&self.name)?;
         *seen = true;
         let context = device.open()?;
         context.active_port()?;
-        // First what fails while the device comes up. Without an identifier on it, its next removal
-        // would not be heard.
+        // First the step that fails while the device comes up. Without an identifier on the device,
+        // its next removal would go unnoticed.
         let watching = match &self.channel {
             Some(channel) => {
                 let id = watch(channel, &context, &self.name);
@@ -161,7 +176,7 @@ impl Look {
         let (life, mut objects) = Life::begin(self.device, &domain, &self.config)?;
         self.pool.restore_domain(self.device, &domain)?;
         if let Err(error) = objects.refill(&self.pool) {
-            let_go(objects, &self.pool, self.device);
+            release(objects, &self.pool, self.device);
             return Err(error);
         }
         Ok(Found { life, objects, watching })
@@ -172,21 +187,21 @@ fn no_address(device: &str) -> Error {
     Error::new(ErrorKind::Absent, format!("{device} has no address yet"))
 }
 
-/// Makes the fabric's descriptor tell of a device's events.
+/// Adds the device's events to the fabric's descriptor.
 pub(super) fn attach(objects: &DeviceObjects, waits: &WaitSet, device: usize) -> Result<(), Error> {
     waits.add(objects.channel.as_fd(), Ready::Completions(device))?;
     waits.add(objects.context.as_fd(), Ready::Device(device))
 }
 
-/// The descriptor tells of them no more. They close with the device objects, unless something of
-/// the device could not be released.
+/// Removes the device's events from the fabric's descriptor. The event descriptors close with the
+/// device objects, unless something on the device could not be released.
 fn detach(objects: &DeviceObjects, waits: &WaitSet) {
     waits.remove(objects.channel.as_fd());
     waits.remove(objects.context.as_fd());
 }
 
-/// Lets go of everything on a device. The receives go before the registrations that they use.
-fn let_go(objects: DeviceObjects, pool: &Pool, device: usize) {
+/// Releases everything on a device. The receives go first, because they use the registrations.
+fn release(objects: DeviceObjects, pool: &Pool, device: usize) {
     drop(objects);
     pool.retire_domain(device);
 }
@@ -196,12 +211,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn looks_become_rarer_and_begin_anew_when_the_device_appears() {
+    fn search_delays_double_and_start_over_when_the_device_appears() {
         let waits = |seen: &[bool]| {
-            let mut search = Search::BEGINNING;
+            let mut search = Search::FIRST;
             let mut waits = vec![search.wait.as_secs()];
             for seen in seen {
-                search = search.again(*seen);
+                search = search.next(*seen);
                 waits.push(search.wait.as_secs());
             }
             waits

@@ -1,9 +1,9 @@
-//! A device: one device as links see it. Its objects are the poller's (`device_objects.rs`).
+//! One device as links see it. The poller owns its verbs objects (`device_objects.rs`).
 //!
-//! One completion queue and one stock of receives, however many links: an idle link costs neither.
-//! The completion queue must never overrun, so each request in flight holds one of its entries from
-//! post to completion, also if it is not signaled (when a queue pair fails, every request
-//! completes). Links that find none left wait here in line.
+//! All links of a device share one completion queue and one stock of receives, so an idle link
+//! needs neither. The completion queue must never overrun. Therefore each request in flight holds
+//! one of its entries from post to completion, even if it is not signaled: when a queue pair fails,
+//! every request completes. Links that find no free entry wait here in a queue.
 
 use std::collections::VecDeque;
 use std::sync::Mutex;
@@ -18,30 +18,30 @@ use crate::mem::lock;
 
 pub(crate) struct SharedDevice {
     pub(crate) name: String,
-    /// Its index, which is also that of its protection domain in the pool.
+    /// The device's index, which is also the index of its protection domain in the pool.
     pub(crate) index: usize,
     device: Mutex<Device>,
     in_flight: AtomicU32,
     in_flight_max: AtomicU32,
-    /// Links that found no entry left.
+    /// Links that wait for a free entry.
     waiting: Mutex<VecDeque<u32>>,
     has_waiting: AtomicBool,
-    /// What queue pairs of this device take inline: found when the first is made.
+    /// The largest inline payload. Found out when the first queue pair is created.
     inline: AtomicU32,
     gone: AtomicBool,
 }
 
-/// What is known of the device.
+/// The device's current state.
 struct Device {
-    /// To look at when a link fails; `None` while the device is gone.
+    /// For diagnoses of failed links; `None` while the device is gone.
     context: Option<Context>,
-    /// Of the last that there was.
+    /// If the device is gone: those it had.
     limits: Limits,
-    /// Why it is not back, when it was last looked for.
+    /// Why the latest attempt to bring the device back failed.
     absence: Option<Error>,
 }
 
-/// A device's part of a device's life: from when it is opened until it goes.
+/// The properties of an opened device, fixed until it disappears.
 pub(crate) struct Life {
     context: Context,
     limits: Limits,
@@ -50,7 +50,7 @@ pub(crate) struct Life {
 }
 
 impl Life {
-    /// Makes what all links of a device share.
+    /// Creates the objects that all links of a device share.
     pub(super) fn begin(
         index: usize,
         domain: &ProtectionDomain,
@@ -59,7 +59,8 @@ impl Life {
         let context = domain.context().clone();
         let mut limits = context.limits()?;
         check(&context, &limits)?;
-        // What cannot be made is as if it were not there: who needs it is told so from the start.
+        // A device may report windows that it cannot allocate: treat those as missing from the
+        // start.
         limits.queue_pair_windows = limits.queue_pair_windows && domain.try_window().is_ok();
         let receives = config.recv_queue_depth.clamp(BATCH_MIN, limits.max_srq_wr);
         let entries = config.cq_size.max(receives + BATCH_MIN).min(limits.max_cqe);
@@ -70,7 +71,8 @@ impl Life {
     }
 }
 
-/// Whether a device can do what a device needs. EFA has no shared receive queues: `max_srq` is 0.
+/// Checks that a device can do what the fabric needs. EFA has no shared receive queues: `max_srq`
+/// is 0.
 fn check(context: &Context, limits: &Limits) -> Result<(), Error> {
     let receives = if limits.max_srq == 0 { 0 } else { limits.max_srq_wr };
     let least = [
@@ -104,8 +106,8 @@ impl SharedDevice {
         }
     }
 
-    /// The device is back. No link is left of the time before, so that nothing is in flight and
-    /// nobody waits.
+    /// Resumes with a device that came back. No link is left from before, so nothing is in flight
+    /// and nobody waits.
     pub(super) fn begin(&self, life: Life) {
         let Life { context, limits, in_flight_max, inline } = life;
         self.in_flight.store(0, Ordering::Relaxed);
@@ -116,7 +118,7 @@ impl SharedDevice {
         self.gone.store(false, Ordering::Release);
     }
 
-    /// Whether one of the device's own addresses is this one.
+    /// Returns whether `ip` is one of the device's own addresses.
     pub(crate) fn has_address(&self, ip: std::net::IpAddr) -> bool {
         let gids = self.context().and_then(|context| context.gids().ok());
         gids.is_some_and(|gids| {
@@ -124,22 +126,22 @@ impl SharedDevice {
         })
     }
 
-    /// The device, unless it is gone.
+    /// Returns the opened device, or `None` while it is gone.
     pub(crate) fn context(&self) -> Option<Context> {
         lock(&self.device).context.clone()
     }
 
-    /// What the device can do at most.
+    /// Returns the limits of the device.
     pub(crate) fn limits(&self) -> Limits {
         lock(&self.device).limits.clone()
     }
 
-    /// Whether memory can be opened to the peer of one queue pair and closed to all others.
+    /// Returns whether memory can be opened to the peer of a single queue pair.
     pub(crate) fn has_windows(&self) -> bool {
         lock(&self.device).limits.queue_pair_windows
     }
 
-    /// What to tell who wants to use it while it is gone.
+    /// Returns the error for attempts to use the device while it is gone.
     pub(crate) fn absence(&self) -> Error {
         let what = match &lock(&self.device).absence {
             Some(reason) => {
@@ -158,12 +160,13 @@ impl SharedDevice {
         self.gone.load(Ordering::Acquire)
     }
 
-    /// Nothing new begins on it; whether that is news.
+    /// Marks the device as gone, so that nothing new starts on it. Returns `false` if it already
+    /// was.
     pub(crate) fn set_gone(&self) -> bool {
         !self.gone.swap(true, Ordering::AcqRel)
     }
 
-    /// Lets go of the device.
+    /// Closes the device.
     pub(crate) fn close(&self) {
         lock(&self.device).context.take();
     }
@@ -172,19 +175,19 @@ impl SharedDevice {
         config.send_queue_depth.clamp(BATCH_MIN, self.limits().max_qp_wr.min(u16::MAX.into()))
     }
 
-    /// What links may put into a request instead of memory.
+    /// Returns the largest payload that links may send inline.
     pub(crate) fn inline(&self) -> u32 {
         self.inline.load(Ordering::Relaxed)
     }
 
-    /// The device takes so much, and perhaps not more.
-    pub(super) fn takes_inline(&self, bytes: u32) {
+    /// Records that the device accepted an inline payload of `bytes`; more may be refused.
+    pub(super) fn limit_inline(&self, bytes: u32) {
         self.inline.fetch_min(bytes, Ordering::Relaxed);
     }
 
-    /// Takes up to `wanted` entries of the completion queue.
+    /// Reserves up to `wanted` entries of the completion queue and returns how many it got.
     pub(crate) fn reserve(&self, wanted: usize) -> usize {
-        let wanted = wanted as u32; // a batch
+        let wanted = wanted as u32; // at most a batch
         let before = self.in_flight.fetch_add(wanted, Ordering::Relaxed);
         let granted = self.in_flight_max().saturating_sub(before).min(wanted);
         if granted < wanted {
@@ -197,7 +200,7 @@ impl SharedDevice {
         self.in_flight.fetch_sub(entries as u32, Ordering::Relaxed);
     }
 
-    /// Whether requests should be signaled so that their entries come back soon.
+    /// Returns whether requests should be signaled, so that their entries become free soon.
     pub(crate) fn is_pressed(&self) -> bool {
         self.in_flight.load(Ordering::Relaxed) > self.in_flight_max() / 4
     }
@@ -210,13 +213,13 @@ impl SharedDevice {
         self.in_flight.load(Ordering::Relaxed)
     }
 
-    /// Puts a link in line for entries.
+    /// Queues a link that waits for entries.
     pub(crate) fn wait(&self, link: u32) {
         lock(&self.waiting).push_back(link);
         self.has_waiting.store(true, Ordering::Release);
     }
 
-    /// The links in line, if there are entries for some.
+    /// Takes all waiting links if entries are free.
     pub(crate) fn take_waiting(&self) -> VecDeque<u32> {
         if !self.has_waiting.load(Ordering::Acquire)
             || self.in_flight.load(Ordering::Relaxed) >= self.in_flight_max()

@@ -1,12 +1,11 @@
-//! When memory that a burst took goes back to the system.
+//! Returns memory that a burst needed to the system.
 //!
-//! ```text
-//!   more than at the beginning, and buffers have come back ──► every 5 s: give back what nobody has used since the last time
-//!                                 nothing left to give back ──► until buffers have come back again
-//! ```
+//! While the pool is larger than at the start and buffers have been returned to it, a timer runs
+//! every 5 s. It releases the memory that nobody has used since the last time. When nothing is left
+//! to release, the timer stops until buffers have been returned again.
 //!
-//! A fabric that has nothing to do does not wake for it: what others return while it sleeps is
-//! looked for when it is awake the next time.
+//! An idle fabric does not wake up for this. Buffers that other threads return while it sleeps are
+//! noticed the next time it is awake.
 
 use std::time::Duration;
 
@@ -14,22 +13,21 @@ use super::Shared;
 use super::poller::Poller;
 use super::timers::Timer;
 
-/// Between two looks, and how much goes at a time: ending a registration takes a while.
+/// The interval, and the number of arenas to release at a time: deregistering takes a while.
 const EVERY: Duration = Duration::from_secs(5);
 const ARENAS: usize = 8;
 
-/// What is known of memory that could go back.
+/// The state of the release timer.
 #[derive(Default)]
 pub(super) struct Shrinking {
-    /// The clock was told to look.
+    /// Whether the timer is running.
     is_set: bool,
-    /// Bytes that had come back, by [`Pool::returned_bytes`](crate::mem::Pool), when nothing was
-    /// left to give back.
+    /// The value of [`Pool::returned_bytes`](crate::mem::Pool) when nothing was left to release.
     settled_at: u64,
 }
 
 impl Poller {
-    /// Has the clock look for memory that can go back, if there may be some.
+    /// Starts the timer if there may be memory to release.
     pub(super) fn watch_memory(&mut self, shared: &Shared) {
         if self.shrinking.is_set
             || !shared.pool.has_grown()
@@ -41,9 +39,10 @@ impl Poller {
         self.timers.add(self.now + EVERY, Timer::Shrink);
     }
 
-    /// Gives back what nobody has used for a while, and looks again while there is something.
+    /// Releases memory that nobody has used for a while, and restarts the timer while there is
+    /// more.
     pub(super) fn shrink(&mut self, shared: &Shared) {
-        // before the look: what comes meanwhile may not be seen
+        // Read it first: buffers that are returned during the call may be missed.
         let returned = shared.pool.returned_bytes();
         self.shrinking.is_set = shared.pool.shrink(ARENAS);
         if self.shrinking.is_set {
@@ -62,51 +61,51 @@ mod tests {
     use crate::mem::Purpose;
     use crate::{Config, Fabric};
 
-    /// What the clock is set for, after a look at everything.
-    fn due(fabric: &Fabric) -> Option<std::time::Instant> {
+    /// Returns the deadline of the timer, after checking the pool.
+    fn deadline(fabric: &Fabric) -> Option<std::time::Instant> {
         fabric.shared().with_poller(|poller, shared| {
             poller.watch_memory(shared);
             poller.timers.soonest()
         })
     }
 
-    /// The time of the next look has come.
+    /// Lets the timer expire.
     fn pass_time(fabric: &Fabric) {
         fabric.shared().with_poller(|poller, shared| {
-            let at = poller.timers.soonest().expect("the clock is set");
+            let at = poller.timers.soonest().expect("the timer is running");
             assert_eq!(poller.timers.due(at), Some(Timer::Shrink));
             poller.shrink(shared);
         });
     }
 
     #[test]
-    fn wakes_for_memory_only_while_some_can_go_back() {
+    fn runs_the_timer_only_while_memory_can_be_released() {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
         let config = Config { busy_poll_us: 0, ..Config::default() };
         let fabric = Fabric::builder(&world.verbs()).device("fake1").config(config).build();
         let fabric = fabric.expect("a fabric");
         let pool = &fabric.shared().pool;
-        assert_eq!(due(&fabric), None, "it has what it began with");
+        assert_eq!(deadline(&fabric), None, "the pool has its initial size");
         let begun = pool.stats().arenas;
         let mut taken = Vec::new();
         while pool.stats().arenas < begun + 4 {
             taken.push(pool.take_uncharged(2 << 20, Purpose::Send).expect("memory"));
         }
-        assert_eq!(due(&fabric), None, "nothing has come back");
+        assert_eq!(deadline(&fabric), None, "no buffer was returned");
         let last = taken.pop().expect("one");
-        // and one that does come back
+        // Return a small one.
         taken.push(pool.take_uncharged(64, Purpose::Send).expect("memory"));
         drop(taken.pop());
-        assert!(due(&fabric).is_some(), "something has come back");
+        assert!(deadline(&fabric).is_some(), "a buffer was returned");
         pass_time(&fabric);
-        assert_eq!(due(&fabric), None, "all is in use: the fabric is not woken for that again");
+        assert_eq!(deadline(&fabric), None, "all arenas are in use, so the timer stops");
         drop((taken, last));
         for round in 0.. {
-            if due(&fabric).is_none() {
+            if deadline(&fabric).is_none() {
                 break;
             }
-            assert!(round < 100, "it never ends");
+            assert!(round < 100, "the timer never stops");
             pass_time(&fabric);
         }
         assert!(pool.stats().arenas <= begun + 1, "{:?}", pool.stats());

@@ -1,21 +1,21 @@
 //! Work requests in flight, and the memory they own.
 //!
-//! The only place of the fabric, with `receives.rs`, where memory reaches a device by its address.
-//! What makes that sound:
+//! Only here and in `receives.rs` does the fabric pass memory to a device by address. It is sound
+//! because:
 //!
 //! - A request is recorded in its slot, with the buffer by value, *before* it is posted. Nobody can
-//!   drop or reuse a buffer that the device may touch; a future that waits for it has nothing but a
-//!   number.
-//! - A buffer leaves its slot in two ways: the request's completion was reaped, or the queue was
-//!   destroyed and the device said so. If it does not say so, the buffers stay for ever. A
-//!   receive's is taken back, too, when every queue pair that could have it was destroyed
-//!   (`ReceiveStock`).
-//! - While it is in a slot nobody has a reference into a buffer that the device writes: `BufMut` is
-//!   the only handle of its block. Of one that the device reads there may be other readers: `Buf`
-//!   is never written.
+//!   drop or reuse a buffer that the device may access; a future that waits for the request holds
+//!   only a number.
+//! - A buffer leaves its slot in one of two cases: the request's completion was polled, or the
+//!   queue was destroyed and the device confirmed it. Without the confirmation the buffers stay for
+//!   ever. A receive buffer is also taken back when every queue pair that could hold it was
+//!   destroyed (`ReceiveStock`).
+//! - While a buffer that the device writes is in a slot, nobody has a reference into it: `BufMut`
+//!   is the only handle of its block. A buffer that the device reads may have other readers: a
+//!   `Buf` is never written.
 #![expect(
     unsafe_code,
-    reason = "gives the addresses of buffers to the device: each block states its obligations"
+    reason = "passes addresses of buffers to the device; each block states its obligations"
 )]
 
 mod receives;
@@ -29,28 +29,28 @@ use crate::mem::{Binding, Buf, BufMut, Window};
 pub(crate) use receives::{ReceiveStock, Taken, Taker};
 pub(crate) use table::{Key, Table};
 
-/// Requests that are posted in one call.
+/// Maximum number of requests that are posted in one call.
 pub(crate) const BATCH: usize = 8;
 
-/// Memory that belongs to a request.
+/// The memory that a request owns.
 #[derive(Debug)]
 pub(crate) enum Held {
-    /// None: there is no payload, or the device has copied it.
+    /// None: there is no payload, or the device has already copied it.
     Nothing,
-    /// A few bytes that the device copies while they are posted: only for inline requests.
+    /// A few bytes that the device copies during the post. Only for inline requests.
     Copied([u8; 16]),
-    /// The device copies it while it is posted, and it is let go of then: only for inline requests
+    /// The device copies it during the post, after which it is released. Only for inline requests
     /// that are never repeated.
     Passing(Buf),
-    /// The device reads it.
+    /// A buffer that the device reads.
     Shared(Buf),
-    /// The device writes it.
+    /// A buffer that the device writes.
     Unique(BufMut),
     /// A window that is being bound.
     Binding(#[expect(dead_code, reason = "dropped when it is bound")] Binding),
 }
 
-/// A request to be posted; `tag` comes back with it.
+/// A request to be posted. `request` is returned when it completes.
 pub(crate) struct Work<T> {
     pub(crate) operation: Operation,
     pub(crate) held: Held,
@@ -59,18 +59,18 @@ pub(crate) struct Work<T> {
     pub(crate) request: T,
 }
 
-/// What is in a slot.
+/// The content of a slot: a request in flight.
 pub(crate) struct InFlight<T> {
     pub(crate) held: Held,
     pub(crate) request: T,
 }
 
-/// The number of a request as the device carries it: whose it is, and the key of its slot.
+/// A request's number as the device returns it: the owner, and the key of its slot.
 ///
 /// ```text
 ///   63      62 … 40     39 … 16      15 … 0
 ///   0       owner       generation   slot        a send, write or read of a link
-///   1       0           generation   slot        a receive of a device (generation 31 bits, slot 32)
+///   1       0           generation   slot        a receive (31 bits, 32 bits)
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct WorkId(pub(crate) u64);
@@ -103,25 +103,25 @@ impl WorkId {
 
 /// A queue pair and everything that was posted to its send queue.
 pub(crate) struct SendQueue<T> {
-    /// `None` once it was destroyed, and while a command has it.
+    /// `None` after it was destroyed, and while a command owns it.
     qp: Option<QueuePair>,
     number: u32,
-    /// A command has the queue pair.
+    /// Whether a command owns the queue pair.
     is_away: bool,
     table: Table<InFlight<T>>,
     owner: u32,
     /// The pool's index of the queue pair's protection domain.
     domain: usize,
-    /// As long as the queue pair lives.
+    /// Present as long as the queue pair exists.
     taker: Option<Taker>,
-    /// The queue pair takes no more receives: its completions are all in the completion queue.
+    /// The queue pair takes no more receives: all its completions are in the completion queue.
     took_last: bool,
-    /// Those that are bound to the queue pair, or are to be: they go before it.
+    /// Windows that are bound to the queue pair, or about to be. They must be closed before it.
     windows: Vec<Weak<Window>>,
 }
 
 impl<T> SendQueue<T> {
-    /// The taker is of the stock that the queue pair receives from.
+    /// Creates the queue. `taker` must come from the stock that the queue pair receives from.
     pub(crate) fn new(
         qp: QueuePair,
         taker: Taker,
@@ -145,7 +145,7 @@ impl<T> SendQueue<T> {
         }
     }
 
-    /// Without a queue pair: of a link that something else carries.
+    /// Returns a queue without a queue pair, for a link that does not use RDMA.
     pub(crate) fn none() -> Self {
         Self {
             qp: None,
@@ -164,19 +164,19 @@ impl<T> SendQueue<T> {
         self.qp.as_ref()
     }
 
-    /// Whether that is its queue pair's number.
+    /// Returns whether `qp` is the number of its queue pair.
     pub(crate) fn is_of(&self, qp: u32) -> bool {
         (self.qp.is_some() || self.is_away) && self.number == qp
     }
 
-    /// Gives the queue pair to a command. Nothing can be posted until it is back.
+    /// Lends the queue pair to a command. Nothing can be posted until it is back.
     pub(crate) fn lend(&mut self) -> Option<QueuePair> {
         let qp = self.qp.take();
         self.is_away |= qp.is_some();
         qp
     }
 
-    /// The number of its queue pair, wherever that is.
+    /// Returns the number of its queue pair, even while a command owns that.
     pub(crate) fn number(&self) -> u32 {
         self.number
     }
@@ -185,9 +185,9 @@ impl<T> SendQueue<T> {
         self.is_away
     }
 
-    /// Takes it back from the command.
+    /// Takes the queue pair back from the command.
     pub(crate) fn take_back(&mut self, qp: QueuePair) {
-        debug_assert_eq!(qp.number(), self.number, "another's queue pair");
+        debug_assert_eq!(qp.number(), self.number, "the queue pair of another queue");
         (self.qp, self.is_away) = (Some(qp), false);
     }
 
@@ -207,14 +207,15 @@ impl<T> SendQueue<T> {
         self.table.next_generation()
     }
 
-    /// Posts the whole batch, at most [`BATCH`] and at most [`SendQueue::room`], and empties it.
+    /// Posts the whole batch and empties it. The batch must not be larger than [`BATCH`] or
+    /// [`SendQueue::room`].
     ///
     /// # Errors
-    /// What the device said; then the batch has the requests that were not posted.
+    /// Returns the device's error; the batch then holds the requests that were not posted.
     pub(crate) fn post(&mut self, batch: &mut Vec<Work<T>>) -> Result<(), Error> {
         let count = batch.len().min(BATCH);
         let Some(qp) = self.qp.as_ref() else { return Ok(()) };
-        // SAFETY: without bytes nothing is touched.
+        // SAFETY: an empty piece refers to no memory.
         let nothing = unsafe { Sge::from_raw(0, 0, 0) };
         let mut pieces = [nothing; BATCH];
         let mut headers = [(Key::default(), Operation::Send, false, false); BATCH];
@@ -222,7 +223,7 @@ impl<T> SendQueue<T> {
         for Work { operation, held, signaled, inline, request } in batch.drain(..count) {
             debug_assert!(
                 inline || !matches!(held, Held::Copied(_) | Held::Passing(_)),
-                "copied bytes go inline"
+                "only an inline request may own copied bytes"
             );
             let Ok(key) = self.table.claim(InFlight { held, request }) else { break };
             headers[claimed] = (key, operation, signaled, inline);
@@ -238,8 +239,8 @@ impl<T> SendQueue<T> {
                 Held::Shared(buf) | Held::Passing(buf) => buf.raw_parts(self.domain).into(),
                 Held::Unique(buf) => buf.raw_parts(self.domain).into(),
             };
-            // SAFETY: the slot owns the buffer until the completion was reaped or the queue pair is
-            // destroyed, and nobody else has a reference that conflicts (see the top of this file).
+            // SAFETY: the slot owns the buffer until its completion was polled or the queue pair is
+            // destroyed, and nobody else has a conflicting reference (see the top of this file).
             // Copied bytes lie in the slot, which does not move before the post below has copied
             // them.
             *piece = unsafe { Sge::from_raw(addr, len, lkey) };
@@ -275,11 +276,11 @@ impl<T> SendQueue<T> {
         Err(refused.error)
     }
 
-    /// Posts one request whose payload the device copies before this returns: it needs no
+    /// Posts one request whose payload the device copies before this returns, so that it needs no
     /// registered memory.
     ///
     /// # Errors
-    /// What the device said, and whether the request is in flight all the same.
+    /// Returns the device's error, and whether the request is in flight nevertheless.
     pub(crate) fn post_inline(
         &mut self,
         operation: Operation,
@@ -292,8 +293,9 @@ impl<T> SendQueue<T> {
             return Ok(());
         };
         let len = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
-        // SAFETY: an inline request copies its bytes while it is posted, and `bytes` is borrowed
-        // until then. The device refuses more than it takes inline, so `len` is that of the slice.
+        // SAFETY: the device copies the bytes of an inline request during the post, and `bytes` is
+        // borrowed until then. The device refuses more than its inline limit, so `len` is the
+        // length of the slice.
         let piece = [unsafe { Sge::from_raw(bytes.as_ptr().expose_provenance() as u64, len, 0) }];
         let local = if bytes.is_empty() { &[] } else { &piece[..] };
         let mut request =
@@ -308,12 +310,14 @@ impl<T> SendQueue<T> {
         })
     }
 
-    /// Posts the request that binds a window to the queue pair. What is posted later starts after
-    /// it.
+    /// Posts the request that binds a window to the queue pair. Requests that are posted later
+    /// start after it.
+    ///
+    /// Returns `Ok(false)` if nothing was posted, because the window is already closed or there is
+    /// no room.
     ///
     /// # Errors
-    /// What the device said, and whether the request is in flight all the same. `Ok(false)`:
-    /// nothing was posted, because the window is closed already.
+    /// Returns the device's error, and whether the request is in flight nevertheless.
     pub(crate) fn post_bind(
         &mut self,
         window: &Arc<Window>,
@@ -344,7 +348,7 @@ impl<T> SendQueue<T> {
         refused.map_or(Ok(true), Err)
     }
 
-    /// Closes the windows of the queue pair: a device may wait for them to destroy it, or refuse.
+    /// Closes the windows of the queue pair. Otherwise destroying the queue pair may block or fail.
     fn close_windows(&mut self) -> Result<(), Error> {
         while let Some(window) = self.windows.last() {
             if let Some(window) = window.upgrade() {
@@ -355,32 +359,35 @@ impl<T> SendQueue<T> {
         Ok(())
     }
 
-    /// The queue pair completed a receive.
+    /// Records that the queue pair completed the receive with this number.
     pub(crate) fn on_taken(&self, number: u64) {
         if let Some(taker) = &self.taker {
             taker.passes(number);
         }
     }
 
-    /// The device says that the queue pair has taken its last receive, or has had the time to.
+    /// Records that the queue pair has taken its last receive: the device reported it, or had
+    /// enough time.
     pub(crate) fn on_last_receive(&mut self) {
         self.took_last = true;
     }
 
-    /// Whether the queue pair has taken its last receive. Only then, and after its completions were
-    /// reaped, may it be destroyed: mlx5 and others remove completions that nobody has reaped, and
-    /// their receives would count as posted for ever.
+    /// Returns whether the queue pair has taken its last receive.
+    ///
+    /// Destroy it only after that, and after polling its completions. mlx5 and other drivers remove
+    /// completions that were not polled, and the stock would count their receives as posted for
+    /// ever.
     pub(crate) fn took_last(&self) -> bool {
         self.took_last || self.qp.is_none()
     }
 
-    /// What a completion names, while it is in flight.
+    /// Returns the request that a completion names, if it is in flight.
     pub(crate) fn get(&mut self, wc: &WorkCompletion) -> Option<&InFlight<T>> {
         self.table.get_mut(WorkId(wc.wr_id()).key()).map(|it| &*it)
     }
 
-    /// A completion came: everything that is done by it goes to `each`, the request that it names
-    /// last and marked. `false` if it names nothing that is in flight.
+    /// Handles a completion: passes each request that it completes to `each`. The named request
+    /// comes last, with `true`. Returns `false` if it names no request in flight.
     pub(crate) fn complete(
         &mut self,
         wc: &WorkCompletion,
@@ -389,12 +396,13 @@ impl<T> SendQueue<T> {
         self.table.complete(WorkId(wc.wr_id()).key(), each)
     }
 
-    /// Destroys the queue pair; the caller has reaped its completions (see
-    /// [`SendQueue::took_last`]). What was in flight goes to `each`. Then no completion of it means
-    /// anything any more.
+    /// Destroys the queue pair and passes all requests in flight to `each`. Afterwards no
+    /// completion of this queue pair is valid.
+    ///
+    /// The caller must have polled its completions (see [`SendQueue::took_last`]).
     ///
     /// # Errors
-    /// What the device said if it did not let go: everything stays as it was.
+    /// Returns the device's error if it did not destroy the queue pair; nothing has changed then.
     pub(crate) fn destroy(&mut self, mut each: impl FnMut(InFlight<T>)) -> Result<(), Error> {
         self.close_windows()?;
         let Some(qp) = self.qp.take() else { return Ok(()) };
@@ -415,8 +423,8 @@ impl<T> SendQueue<T> {
 impl<T> Drop for SendQueue<T> {
     fn drop(&mut self) {
         if self.destroy(drop).is_err() || self.is_away && self.table.in_flight() > 0 {
-            // The device may still touch the buffers: they are never used again. The queue pair's
-            // own drop tries once more and counts the leak.
+            // The device may still access the buffers, so they are never used again. The queue
+            // pair's own drop tries once more and counts the leak.
             std::mem::forget(std::mem::replace(&mut self.table, Table::new(0, 0)));
             std::mem::forget(self.taker.take());
         }

@@ -1,4 +1,4 @@
-//! What a fabric counts, and how it is read.
+//! The counters of a fabric and the snapshot that programs read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -10,7 +10,7 @@ use crate::link::LinkStats;
 use crate::mem::{PoolStats, lock};
 use crate::policy::FallbackCause;
 
-/// More than verbs have.
+/// More than the number of completion statuses that verbs define.
 const STATUSES: usize = 32;
 
 #[derive(Default)]
@@ -27,14 +27,14 @@ pub(crate) struct Counters {
     pub(crate) accept_failures: AtomicU64,
     pub(crate) failed_links: AtomicU64,
     pub(crate) unknown_receives: AtomicU64,
-    /// By [`FallbackCause::index`].
+    /// Indexed by [`FallbackCause::index`].
     pub(crate) fallbacks: [AtomicU64; FallbackCause::ALL.len()],
     pub(crate) upgrades: AtomicU64,
     pub(crate) offers_refused: AtomicU64,
-    /// Takes of completions that found some.
+    /// Polls of a completion queue that found completions.
     pub(crate) batches: AtomicU64,
     pub(crate) connect_retries: AtomicU64,
-    /// By status, first failures and flushes alike.
+    /// Indexed by completion status, including flushed requests.
     pub(crate) errors: [AtomicU64; STATUSES],
     pub(crate) devices_lost: AtomicU64,
     pub(crate) devices_back: AtomicU64,
@@ -44,26 +44,27 @@ pub(crate) struct Counters {
     pub(crate) shared_windows: AtomicU64,
 }
 
-/// What a fabric has done, and what it holds now.
+/// A snapshot of a fabric's counters and of what it holds.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct FabricStats {
-    /// Links that are not gone yet.
+    /// Number of links, including those that are closing.
     pub links: u64,
-    /// All links together, those that are gone included.
+    /// Totals of all links, including those that are gone.
     pub totals: LinkStats,
-    /// Requests that the devices have.
+    /// Requests that are posted to the devices and not completed.
     pub in_flight: u64,
-    /// Receives that wait for messages.
+    /// Receives that are posted and wait for messages.
     pub receives_posted: u64,
-    /// Receives that failed links took along. Their memory comes back when no link is left that
-    /// could have them, on Soft-RoCE; on other devices with the fabric's end.
+    /// Receives that a failed link took without completing them. On Soft-RoCE their memory is
+    /// reclaimed when no link is left that could hold them; on other devices only when the fabric
+    /// ends.
     pub receives_overdue: u64,
-    /// Looks at the completion queues.
+    /// Passes of the driver; each polls every completion queue.
     pub passes: u64,
-    /// Completions found by them.
+    /// Completions that were polled.
     pub completions: u64,
-    /// Times that there was nothing left to do.
+    /// Times that the driver found nothing to do and went to sleep.
     pub sleeps: u64,
     /// Links that peers opened.
     pub accepted: u64,
@@ -73,57 +74,60 @@ pub struct FabricStats {
     pub refused: u64,
     /// Peers that do not speak our protocol.
     pub foreign_peers: u64,
-    /// Peers that were slow to say who they are, and ended to make place for others.
+    /// Peers that were disconnected to make room for others, because they had not identified
+    /// themselves.
     pub handshakes_displaced: u64,
-    /// Peers that called over RDMA for an address that the listener does not have; refused.
+    /// Peers that were refused because they connected over RDMA to an address that the listener
+    /// does not have.
     pub misdirected: u64,
-    /// Times that no connection could be accepted, for want of descriptors or memory.
+    /// Times that no connection could be accepted because descriptors or memory had run out.
     pub accept_failures: u64,
-    /// Links that did not end in good order.
+    /// Links that ended with an error.
     pub failed_links: u64,
-    /// Receives for queue pairs that nobody knows.
+    /// Receives that completed for a queue pair that no link has.
     pub unknown_receives: u64,
-    /// Links that went over TCP although RDMA was preferred, by cause.
+    /// Links that use TCP although RDMA was preferred, by cause.
     pub fallbacks: [(FallbackCause, u64); FallbackCause::ALL.len()],
-    /// Takes that found completions: `completions` divided by this is how many come at a time.
+    /// Polls of a completion queue that found completions: `completions / batches` is the mean
+    /// batch size.
     pub batches: u64,
-    /// Handshakes that were tried again.
+    /// Handshakes that were retried.
     pub connect_retries: u64,
-    /// Requests that failed, by status; flushed ones too.
+    /// Requests that failed, by status, including flushed ones.
     pub errors: Vec<(Status, u64)>,
-    /// How long sends took that somebody waited for, writes, and reads.
+    /// Latency of the sends that a caller waited for.
     pub send_latency: LatencyStats,
-    /// The same of one-sided writes.
+    /// Latency of one-sided writes.
     pub write_latency: LatencyStats,
-    /// The same of one-sided reads.
+    /// Latency of one-sided reads.
     pub read_latency: LatencyStats,
-    /// Times that a link went from TCP to RDMA.
+    /// Times that a link was upgraded from TCP to RDMA.
     pub upgrades: u64,
-    /// Offers to go on over RDMA that named an address that was not the peer's.
+    /// Upgrade offers that were refused because they named an address that is not the peer's.
     pub offers_refused: u64,
-    /// Times that a device was removed, or failed.
+    /// Times that a device was removed or failed.
     pub devices_lost: u64,
-    /// Times that one came back.
+    /// Times that a device came back.
     pub devices_back: u64,
-    /// Links that ended because the peer asked for memory, or an operation, that it was not given.
+    /// Links that ended because the peer requested memory or an operation that it had no right to.
     pub remote_access_errors: u64,
-    /// Handshakes that were refused because their source had done so repeatedly. Of
-    /// [`FabricStats::refused`].
+    /// Handshakes that were refused because their source had caused several such access errors.
+    /// Included in [`FabricStats::refused`].
     pub refused_after_access_errors: u64,
-    /// Peers of other protocols that were refused because the device cannot keep them apart. Of
-    /// [`FabricStats::refused`].
+    /// Peers of other protocols that were refused because the device cannot isolate them from each
+    /// other. Included in [`FabricStats::refused`].
     pub refused_without_windows: u64,
-    /// Pieces of memory that were opened to every peer of a device, because it has no windows for
-    /// one queue pair.
+    /// Memory regions that were opened to every peer of a device, because it has no memory windows
+    /// for a single queue pair.
     pub shared_windows: u64,
-    /// Devices in use that cannot open memory to one queue pair alone.
+    /// Devices in use that cannot restrict memory to a single queue pair.
     pub devices_without_windows: u64,
-    /// The pool.
+    /// The memory pool.
     pub memory: PoolStats,
 }
 
 impl Fabric {
-    /// What it has done and what it holds.
+    /// Returns a snapshot of the fabric's counters.
     #[must_use]
     pub fn stats(&self) -> FabricStats {
         let shared = self.shared();

@@ -1,24 +1,24 @@
-//! Sources whose requests devices refused: wrong keys, addresses out of bounds, rights that were
-//! not given.
+//! Sources whose requests a device refused: wrong keys, addresses out of bounds, missing rights.
 //!
-//! Honest software never does that; one mistake is forgiven. Whoever guesses keys loses its
-//! connection by each guess, and from the second on cannot make another for a while, each time
-//! twice as long.
+//! Correct software never sends such requests, so one mistake is forgiven. A peer that guesses keys
+//! loses its connection with each guess. From the second guess on it cannot connect for a while,
+//! and each further guess doubles that time.
 
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use crate::source::Source;
 
-/// However often it happens, no longer than this.
+/// The longest exclusion, however many strikes a source has.
 const MOST: Duration = Duration::from_secs(600);
-/// A source that has done nothing wrong for so long begins anew.
+/// The strikes of a source are forgotten after this long without another one.
 const FORGIVEN: Duration = Duration::from_secs(1800);
-/// Sources that are remembered; beyond that the one that was longest without is forgotten.
+/// Maximum number of sources to remember. Beyond it the one with the oldest strike is forgotten.
 const SOURCES_MAX: usize = 4096;
 
+/// Counts strikes by source.
 pub(crate) struct Strikes {
-    /// After the second; doubled by each that follows.
+    /// The exclusion after the second strike; each further strike doubles it.
     first: Duration,
     by_source: HashMap<Source, Strike>,
 }
@@ -33,7 +33,7 @@ impl Strikes {
         Self { first, by_source: HashMap::new() }
     }
 
-    /// A request of `source` was refused; how long it is not let in.
+    /// Records that a request of `source` was refused; returns how long the source is excluded.
     pub(crate) fn record(&mut self, source: Source, now: Instant) -> Option<Duration> {
         if !self.by_source.contains_key(&source) && self.by_source.len() >= SOURCES_MAX {
             self.by_source
@@ -55,7 +55,7 @@ impl Strikes {
         self.wait(source, now)
     }
 
-    /// How long `source` is not let in.
+    /// Returns how long `source` is still excluded.
     pub(crate) fn wait(&self, source: Source, now: Instant) -> Option<Duration> {
         let strike = self.by_source.get(&source)?;
         let doubled = strike.count.checked_sub(2)?;
@@ -76,7 +76,7 @@ mod tests {
     }
 
     #[test]
-    fn one_mistake_is_forgiven_and_each_further_one_costs_twice_as_much() {
+    fn forgives_one_strike_and_doubles_the_exclusion_with_each_further_one() {
         let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
         assert_eq!(strikes.record(source(1), now), None);
         assert_eq!(strikes.record(source(1), now), Some(FIRST));
@@ -86,11 +86,15 @@ mod tests {
         assert_eq!(strikes.wait(source(2), now), None, "another source");
         let longest = (0..100).filter_map(|_| strikes.record(source(1), now)).max();
         assert_eq!(longest, Some(MOST));
-        assert_eq!(strikes.record(source(1), now + FORGIVEN), None, "it begins anew");
+        assert_eq!(
+            strikes.record(source(1), now + FORGIVEN),
+            None,
+            "earlier strikes are forgotten"
+        );
     }
 
     #[test]
-    fn a_host_cannot_begin_anew_by_another_of_its_addresses() {
+    fn counts_all_addresses_of_a_host_together() {
         let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
         strikes.record(named("2001:db8::1"), now);
         assert!(strikes.record(named("2001:db8::2"), now).is_some());
@@ -98,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn the_table_is_bounded() {
+    fn forgets_the_oldest_source_when_full() {
         let (mut strikes, now) = (Strikes::new(FIRST), Instant::now());
         for number in 0..SOURCES_MAX as u32 + 100 {
             strikes.record(source(number), now + Duration::from_millis(number.into()));

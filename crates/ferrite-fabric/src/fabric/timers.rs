@@ -1,5 +1,4 @@
-//! Deadlines, soonest first. One that is no longer wanted comes all the same, and its owner ignores
-//! it.
+//! Deadlines, soonest first. A deadline cannot be cancelled: its owner ignores it when it expires.
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
@@ -7,58 +6,58 @@ use std::time::Instant;
 
 use ferrite_verbs::CmKey;
 
-/// A link by its number, which others get after it, and by its serial, which none does.
+/// Identifies a link: by its number, which is reused, and by its serial, which is not.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) struct LinkName {
     pub(crate) index: u32,
     pub(crate) serial: u64,
 }
 
-/// What to look at when the time has come.
+/// What to do when a deadline expires.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Timer {
-    /// Is the peer of this link alive?
+    /// Check whether the peer of this link is alive.
     Keepalive(LinkName),
-    /// Has this link delivered what was sent?
+    /// Fail this link if it has not delivered what was sent before the close.
     Close(LinkName),
-    /// Is everything of this link out of flight?
+    /// Destroy the queue pair of this link, whether or not requests are in flight.
     Drain(LinkName),
-    /// Has the device not said that the queue pair of this link has taken its last receive?
+    /// Stop waiting for the report that this link's queue pair has taken its last receive.
     LastReceive(LinkName),
-    /// The same of a queue pair that no link has any more.
+    /// The same for a queue pair that no longer belongs to a link.
     Leaving(usize, u32),
-    /// Has nobody said why requests of this link were flushed?
+    /// Fail this link, whose requests were flushed, if no cause was reported.
     Flushed(LinkName),
-    /// Has this link found another path?
-    Move(LinkName),
-    /// Is this link still on TCP?
+    /// Fail this link if it has not found another path.
+    Migration(LinkName),
+    /// Try to upgrade this link if it is still on TCP.
     Upgrade(LinkName),
-    /// Call the peer of this link again: it has no path.
+    /// Reconnect to the peer of this link, which has no path.
     Redial(LinkName),
-    /// Is there memory that nobody uses any more?
+    /// Release memory that nobody uses any more.
     Shrink,
-    /// Somebody wants to be woken.
+    /// Wake a waiting future.
     Wake(u64),
-    /// Is there memory for receives again?
+    /// Try again to get memory for receives.
     Refill,
-    /// Has this handshake got anywhere?
+    /// End this RDMA handshake if it has not finished.
     Handshake(CmKey),
-    /// Has this greeting over TCP got anywhere?
+    /// End this TCP handshake if it has not finished.
     Greeting(u64),
-    /// May those that wait at the door begin?
-    Door,
-    /// Are there descriptors again for this listener?
+    /// Check whether waiting connections may start their handshakes.
+    Admission,
+    /// Try again to accept connections of this listener, which had no descriptors left.
     Accept(u64),
-    /// Is the device of this listener back?
+    /// Listen again, if the device of this listener is back.
     Listen(u64),
-    /// Try this handshake again.
+    /// Retry this handshake.
     Retry(u64),
-    /// A grant's time is over.
+    /// A grant has expired.
     Expiry(u64),
-    /// A grant's users had time enough to let go.
+    /// The users of a revoked grant had enough time to release it.
     Revocation(u64),
-    /// Is the device of this device back?
-    Look(usize),
+    /// Search for this missing device.
+    FindDevice(usize),
 }
 
 #[derive(Default)]
@@ -73,7 +72,7 @@ impl Timers {
         self.0.peek().map(|Reverse((at, _))| *at)
     }
 
-    /// The next whose time has come.
+    /// Removes and returns the next timer that has expired.
     pub(crate) fn due(&mut self, now: Instant) -> Option<Timer> {
         if self.soonest()? > now {
             return None;

@@ -1,5 +1,5 @@
 //! One descriptor for everything a fabric waits for: completions, events of the connection manager
-//! and of the devices, calls from other threads, and the clock.
+//! and of the devices, wake-ups from other threads, and the timer.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::time::{Duration, Instant};
@@ -12,12 +12,12 @@ use rustix::time::{
 
 use crate::error::{Error, ErrorKind};
 
-/// What became ready.
+/// An event source that became ready.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Ready {
-    /// Completions on the device with this index.
+    /// The completion channel of the device with this index.
     Completions(usize),
-    /// Something happened to the device of the device with this index.
+    /// The asynchronous events of the device with this index.
     Device(usize),
     Cm,
     Mailbox,
@@ -63,7 +63,7 @@ impl WaitSet {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll_create"))?;
         let flags = TimerfdFlags::NONBLOCK | TimerfdFlags::CLOEXEC;
         let clock = if cfg!(miri) {
-            // never readable: it has no such clock
+            // Miri has no timerfd; this one never becomes readable.
             eventfd(0, EventfdFlags::NONBLOCK).map_err(system("eventfd"))?
         } else {
             timerfd_create(TimerfdClockId::Monotonic, flags).map_err(system("timerfd_create"))?
@@ -76,14 +76,14 @@ impl WaitSet {
     pub(crate) fn add(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
         let data = epoll::EventData::new_u64(ready.token());
         let changes_only =
-            // as it has it
+            // Miri supports only edge-triggered epoll.
             if cfg!(miri) { epoll::EventFlags::ET } else { epoll::EventFlags::empty() };
         epoll::add(&self.epoll, fd, data, epoll::EventFlags::IN | changes_only)
             .map_err(system("epoll_ctl"))
     }
 
-    /// Tells once when there is more to read or room to write: whoever is told goes on until there
-    /// is none.
+    /// Adds a socket, edge-triggered: an event is reported once, so the caller must read or write
+    /// until the socket would block.
     pub(crate) fn add_socket(&self, fd: BorrowedFd<'_>, ready: Ready) -> Result<(), Error> {
         use epoll::EventFlags as Flags;
         let data = epoll::EventData::new_u64(ready.token());
@@ -91,13 +91,15 @@ impl WaitSet {
         epoll::add(&self.epoll, fd, data, flags).map_err(system("epoll_ctl"))
     }
 
-    /// Forgets a descriptor that is open still.
+    /// Removes a descriptor that is still open.
     pub(crate) fn remove(&self, fd: BorrowedFd<'_>) {
-        let _ = epoll::delete(&self.epoll, fd); // it may never have been added
+        let _ = epoll::delete(&self.epoll, fd); // the descriptor may never have been added
     }
 
-    /// What is ready now, without waiting, and whether its descriptor reports an error: it is ready
-    /// for ever then. Whether there may be more.
+    /// Adds to `out` everything that is ready now, without waiting. Returns whether there may be
+    /// more.
+    ///
+    /// The flag says whether the descriptor reports an error: then it stays ready for ever.
     pub(crate) fn ready(&self, out: &mut Vec<(Ready, bool)>) -> bool {
         let mut events =
             [epoll::Event { flags: epoll::EventFlags::IN, data: epoll::EventData::new_u64(0) }; 32];
@@ -112,14 +114,14 @@ impl WaitSet {
         count == events.len()
     }
 
-    /// Makes the descriptor ready at `deadline`, or never.
+    /// Sets the timer to `deadline`, or stops it.
     pub(crate) fn set_clock(&self, deadline: Option<Instant>) {
         if cfg!(miri) {
             return;
         }
         let left = deadline.map(|deadline| {
             let left = deadline.saturating_duration_since(Instant::now());
-            left.max(Duration::from_nanos(1)) // 0 would mean never
+            left.max(Duration::from_nanos(1)) // 0 would stop the timer
         });
         let left = left.unwrap_or_default();
         let it_value =
@@ -132,7 +134,7 @@ impl WaitSet {
         );
     }
 
-    pub(crate) fn silence_clock(&self) {
+    pub(crate) fn clear_clock(&self) {
         let _ = rustix::io::read(&self.clock, &mut [0; 8]);
     }
 }

@@ -1,6 +1,6 @@
-//! The waker of [`Fabric::block_on`](super::Fabric::block_on): wakes the thread that waits, not
-//! just anyone who drives the fabric. The fabric's own eventfd would not do: another driver may
-//! take it.
+//! The waker of [`Fabric::block_on`](super::Fabric::block_on). It wakes the thread that runs the
+//! future, not just any driver of the fabric. The fabric's own eventfd is not enough, because
+//! another driver may take its signal.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
@@ -12,12 +12,12 @@ use crate::sync::AtomicBool;
 pub(super) struct Wakeup {
     woken: AtomicBool,
     sleeping: AtomicBool,
-    /// Made when its thread first sleeps; `None` if the process has no descriptor left.
+    /// Created when its thread first sleeps; `None` if the process has no descriptor left.
     event_fd: OnceLock<Option<EventFd>>,
 }
 
 impl Wakeup {
-    /// Woken, so that the future is asked a first time.
+    /// Creates the waker as woken, so that the future is polled a first time.
     pub(super) fn new() -> Self {
         Self {
             woken: AtomicBool::new(true),
@@ -26,7 +26,7 @@ impl Wakeup {
         }
     }
 
-    /// Whether the future is to be asked again.
+    /// Returns whether the future must be polled again, and resets that.
     pub(super) fn take(&self) -> bool {
         self.woken.swap(false, Ordering::SeqCst)
     }
@@ -35,17 +35,17 @@ impl Wakeup {
         self.woken.load(Ordering::SeqCst)
     }
 
-    /// Lets `wait` wait, also for the eventfd, unless the future was woken meanwhile. Without a
-    /// eventfd it must not wait long.
+    /// Calls `wait`, which also waits for the eventfd, unless the future was woken meanwhile.
+    /// Without an eventfd, `wait` must return soon.
     pub(super) fn sleep(&self, wait: impl FnOnce(Option<&EventFd>)) {
         let event_fd = self.event_fd.get_or_init(|| EventFd::new().ok()).as_ref();
-        self.sleeping.swap(true, Ordering::SeqCst); // no mere store: see the mailbox
+        self.sleeping.swap(true, Ordering::SeqCst); // a swap, not a store: see `mailbox.rs`
         if !self.is_woken() {
             wait(event_fd);
         }
         self.sleeping.swap(false, Ordering::SeqCst);
         if let Some(event_fd) = event_fd {
-            event_fd.silence();
+            event_fd.clear();
         }
     }
 }
@@ -60,7 +60,7 @@ impl Wake for Wakeup {
         if self.sleeping.swap(false, Ordering::SeqCst)
             && let Some(Some(event_fd)) = self.event_fd.get()
         {
-            event_fd.ring();
+            event_fd.signal();
         }
     }
 }

@@ -1,4 +1,5 @@
-//! Peers that are none of ours: who knows their protocol answers them.
+//! Foreign peers: peers that do not speak our protocol. The program that knows their protocol
+//! serves them.
 
 use std::fmt;
 use std::net::{SocketAddr, TcpStream};
@@ -15,32 +16,32 @@ use crate::fabric::Fabric;
 use crate::mem::lock;
 
 impl Listener {
-    /// Takes peers that do not say hello, such as clients of other protocols, instead of refusing
-    /// them.
+    /// Accepts RDMA peers that do not send a hello, such as clients of other protocols, instead of
+    /// refusing them.
     #[must_use]
     pub fn foreign_peers(&self) -> ForeignPeers {
-        lock(&self.shared.queue).foreign_peers.are_welcome = true;
+        lock(&self.shared.queue).foreign_peers.is_open = true;
         ForeignPeers { listener: Arc::clone(&self.shared), fabric: self.fabric.clone() }
     }
 
-    /// Takes peers that do not say hello over TCP, instead of refusing them: in clear text, where
-    /// TCP is listened to at all.
+    /// Accepts TCP peers that do not send a hello, instead of refusing them. Only without TLS, and
+    /// only if the listener accepts TCP at all.
     #[must_use]
     pub fn foreign_tcp_peers(&self) -> ForeignTcpPeers {
-        lock(&self.shared.queue).foreign_tcp_peers.are_welcome = true;
+        lock(&self.shared.queue).foreign_tcp_peers.is_open = true;
         ForeignTcpPeers(Arc::clone(&self.shared))
     }
 }
 
-/// Peers without a hello: their requests, to be answered by whoever knows their protocol.
+/// RDMA peers without a hello: their requests, for a program that knows their protocol.
 ///
 /// ```no_run
 /// # async fn show(listener: ferrite_fabric::Listener) -> Result<(), ferrite_fabric::Error> {
-/// let foreign peers = listener.foreign peers();
-/// let request = foreign peers.next().await?;
-/// println!("{:?} brought {} bytes", request.id.peer_addr().unwrap_or(listener.local_addr()), request.private_data.len());
-/// let bare = foreign peers.accept(request).await?;
-/// # drop(bare); Ok(()) }
+/// let foreign_peers = listener.foreign_peers();
+/// let request = foreign_peers.next().await?;
+/// println!("{:?} sent {} bytes", request.id.peer_addr(), request.private_data.len());
+/// let connection = foreign_peers.accept(request).await?;
+/// # drop(connection); Ok(()) }
 /// ```
 pub struct ForeignPeers {
     listener: Arc<ListenerShared>,
@@ -48,19 +49,20 @@ pub struct ForeignPeers {
 }
 
 impl ForeignPeers {
-    /// The next request. Dropping it refuses the peer.
+    /// Waits for the next request. Dropping the request refuses the peer.
     ///
     /// # Errors
-    /// When the listener's device has gone.
+    /// Fails if the listener's device has disappeared.
     pub async fn next(&self) -> Result<ConnectionRequest, Error> {
-        self.listener.guest(|queue| &mut queue.foreign_peers).await
+        self.listener.next_peer(|queue| &mut queue.foreign_peers).await
     }
 
-    /// Takes the peer: a connection without anything of ours on it. Begins at once; dropping the
-    /// future gives it up.
+    /// Accepts the peer as a raw connection, without our framing. Starts at once; dropping the
+    /// future gives the connection up.
     ///
     /// # Errors
-    /// There are too many, the device has no more, or the peer has gone.
+    /// Fails if there are too many connections, if the device has no more queue pairs, or if the
+    /// peer is gone.
     pub fn accept(&self, request: ConnectionRequest) -> ConnectingRaw {
         let (reply, receiver) = oneshot::channel();
         self.fabric.shared().with_poller(|poller, shared| {
@@ -73,7 +75,7 @@ impl ForeignPeers {
 
 impl Drop for ForeignPeers {
     fn drop(&mut self) {
-        lock(&self.listener.queue).foreign_peers.turn_away();
+        lock(&self.listener.queue).foreign_peers.close();
     }
 }
 
@@ -83,45 +85,45 @@ impl fmt::Debug for ForeignPeers {
     }
 }
 
-/// A TCP connection of a peer that is no Ferrite peer.
+/// A TCP connection of a foreign peer.
 #[derive(Debug)]
 pub struct ForeignTcpPeer {
     /// The connection, in non-blocking mode.
     pub socket: TcpStream,
-    /// What it has said so far: taken from the connection already.
+    /// The bytes that were already read from the connection.
     pub heard: Vec<u8>,
-    /// Where it is.
+    /// The peer's address.
     pub peer: SocketAddr,
-    /// When it came.
+    /// When it was accepted.
     pub accepted: Instant,
-    /// When it had said something, or was given up as a peer of ours.
+    /// When it had sent something, or had not identified itself as one of our peers in time.
     pub handed_over: Instant,
 }
 
-/// Peers without a hello that came over TCP.
+/// TCP peers without a hello.
 ///
 /// ```no_run
 /// # async fn show(listener: ferrite_fabric::Listener) -> Result<(), ferrite_fabric::Error> {
-/// let foreign peers = listener.foreign_tcp_peers();
-/// let foreign peer = foreign peers.next().await?;
-/// println!("{} said {} bytes", foreign peer.peer, foreign peer.heard.len());
+/// let foreign_peers = listener.foreign_tcp_peers();
+/// let foreign_peer = foreign_peers.next().await?;
+/// println!("{} sent {} bytes", foreign_peer.peer, foreign_peer.heard.len());
 /// # Ok(()) }
 /// ```
 pub struct ForeignTcpPeers(Arc<ListenerShared>);
 
 impl ForeignTcpPeers {
-    /// The next of them.
+    /// Waits for the next peer.
     ///
     /// # Errors
-    /// When the listener has failed.
+    /// Fails if the listener has failed.
     pub async fn next(&self) -> Result<ForeignTcpPeer, Error> {
-        self.0.guest(|queue| &mut queue.foreign_tcp_peers).await
+        self.0.next_peer(|queue| &mut queue.foreign_tcp_peers).await
     }
 }
 
 impl Drop for ForeignTcpPeers {
     fn drop(&mut self) {
-        lock(&self.0.queue).foreign_tcp_peers.turn_away();
+        lock(&self.0.queue).foreign_tcp_peers.close();
     }
 }
 

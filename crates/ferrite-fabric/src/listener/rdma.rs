@@ -1,5 +1,5 @@
-//! The RDMA half of a listener. At the address of a device it goes with the device, and where TCP
-//! is taken too it comes back with it, while TCP goes on.
+//! The RDMA half of a listener. A half on the address of a device disappears with the device. If
+//! the listener also accepts TCP, that continues, and the RDMA half returns with the device.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -16,26 +16,26 @@ use crate::fabric::poller::Poller;
 use crate::fabric::timers::Timer;
 use crate::mem::lock;
 
-/// Between tries to listen again: at first, and at most.
-const FIRST_TRY: Duration = Duration::from_secs(1);
-const LAST_TRY: Duration = Duration::from_secs(8);
+/// The delay before another attempt to listen: at first, and at most.
+const FIRST_DELAY: Duration = Duration::from_secs(1);
+const LAST_DELAY: Duration = Duration::from_secs(8);
 
-/// Where RDMA comes in.
+/// The RDMA half of a listener.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Half {
     Listening(CmKey),
-    /// By its number among those that are lost.
+    /// Its number among the lost listeners.
     Lost(u64),
 }
 
-/// Where to listen: an address, and whether `[::]` is IPv6 alone.
+/// Where to listen: the address, and whether `[::]` means only IPv6.
 type At = (SocketAddr, bool);
 
 /// A listener whose device is gone.
 struct Lost {
     listener: Arc<ListenerShared>,
     at: At,
-    /// Until the next try.
+    /// The delay before the next attempt.
     wait: Duration,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct LostListeners {
 }
 
 impl Poller {
-    /// Begins to listen.
+    /// Starts to listen for RDMA.
     pub(super) fn listen_cm(
         &mut self,
         shared: &Shared,
@@ -60,14 +60,15 @@ impl Poller {
         {
             return Err(Error::loopback(local));
         }
-        let id = bound(&channel, at)?;
-        // Whoever came by another device would be refused, one by one.
+        let id = bind(&channel, at)?;
+        // Peers that came through another device would be refused one by one.
         if let Some((device, _)) = id.device().filter(|_| !shared.devices.is_empty())
             && device_of(shared, &id).is_err()
         {
             let used: Vec<_> = shared.devices.iter().map(|device| device.name.as_str()).collect();
             let what = format!(
-                "{} is an address of the device {device}, and only {} may be used; use that device too, or listen on another address",
+                "{} is an address of device {device}, but only {} may be used; use that device \
+                 too, or listen on another address",
                 local.ip(),
                 used.join(", ")
             );
@@ -80,8 +81,10 @@ impl Poller {
 
     fn listen_by(&mut self, id: CmId, at: At, listener: &Arc<ListenerShared>) -> Result<(), Error> {
         id.listen(BACKLOG as u32).map_err(|error| match error.kind() {
-            // Binding found the port free for RDMA, and our TCP has it.
-            ferrite_verbs::ErrorKind::AddressInUse if listener.moves => Error::port_is_tcps(at.0),
+            // The bind found the port free for RDMA, but our TCP listener has it.
+            ferrite_verbs::ErrorKind::AddressInUse if listener.can_migrate => {
+                Error::tcp_owns_port(at.0)
+            }
             _ => error.into(),
         })?;
         let key = id.key();
@@ -91,7 +94,7 @@ impl Poller {
         Ok(())
     }
 
-    /// Ends it.
+    /// Stops listening for RDMA.
     pub(super) fn stop_listening_cm(&mut self, listener: &ListenerShared) -> Option<Handshake> {
         match lock(&listener.rdma).take()? {
             Half::Listening(key) => self.handshake(key),
@@ -102,7 +105,7 @@ impl Poller {
         }
     }
 
-    /// The device at whose address it listens is gone.
+    /// Handles the loss of the device whose address the listener uses.
     pub(crate) fn lose_listener(
         &mut self,
         shared: &Shared,
@@ -111,18 +114,18 @@ impl Poller {
         listener: Arc<ListenerShared>,
     ) {
         shared.commands.discard(None, id);
-        if !listener.moves {
+        if !listener.can_migrate {
             listener.fail(Error::new(ErrorKind::DeviceGone, "the listener's device was removed"));
             return;
         }
         tracing::warn!(
-            "{}: its RDMA device was removed or reset, TCP alone is taken until it is back",
+            "{}: the RDMA device was removed or reset; accepting only TCP until it is back",
             at.0
         );
         let number = self.lost_listeners.next;
         self.lost_listeners.next += 1;
         *lock(&listener.rdma) = Some(Half::Lost(number));
-        self.wait_to_listen(number, Lost { listener, at, wait: FIRST_TRY });
+        self.wait_to_listen(number, Lost { listener, at, wait: FIRST_DELAY });
     }
 
     fn wait_to_listen(&mut self, number: u64, lost: Lost) {
@@ -136,14 +139,15 @@ impl Poller {
             return;
         };
         let channel = self.cm(shared);
-        let work = move |(): &mut ()| channel.and_then(|channel| bound(&channel, at));
+        let work = move |(): &mut ()| channel.and_then(|channel| bind(&channel, at));
         self.command(shared, None, (), work, move |poller, shared, (), bound| {
             let Some(mut lost) = poller.lost_listeners.by_number.remove(&number) else {
-                shared.commands.discard(None, bound); // nobody wants it any more
+                shared.commands.discard(None, bound); // the listener was dropped
                 return;
             };
-            // Not on the command's thread: by then a request or the next removal might have come
-            // for it, and nobody would know whose that is. It fails if the device has gone again.
+            // Not on the command's thread: a request or the next removal could arrive before the
+            // identifier is registered, and nobody would know which listener it belongs to. This
+            // fails if the device has disappeared again.
             let listens = bound.and_then(|id| {
                 let device = device_of(shared, &id)?;
                 if device.is_gone() {
@@ -153,17 +157,17 @@ impl Poller {
                 poller.listen_by(id, at, &lost.listener)
             });
             if listens.is_ok() {
-                tracing::info!("{}: its RDMA device is back, and RDMA is taken again", at.0);
+                tracing::info!("{}: the RDMA device is back; accepting RDMA again", at.0);
             } else {
-                lost.wait = (lost.wait * 2).min(LAST_TRY);
+                lost.wait = (lost.wait * 2).min(LAST_DELAY);
                 poller.wait_to_listen(number, lost);
             }
         });
     }
 }
 
-/// An identifier that is bound to an address.
-fn bound(channel: &EventChannel, (local, one_family): At) -> Result<CmId, Error> {
+/// Creates an identifier and binds it to an address.
+fn bind(channel: &EventChannel, (local, one_family): At) -> Result<CmId, Error> {
     let id = channel.create_id()?;
     if one_family {
         id.set_one_family()?;

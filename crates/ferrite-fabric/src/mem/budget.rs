@@ -1,4 +1,4 @@
-//! Accounts: how much of a pool one peer may hold.
+//! Accounts: limits on how much of a pool one user may hold.
 
 use std::sync::{Arc, Mutex};
 use std::task::Waker;
@@ -6,11 +6,11 @@ use std::task::Waker;
 use super::error::{Budget, PoolError};
 use super::lock;
 
-/// A limit on the memory held on behalf of somebody, such as a peer. Clones share it.
+/// A limit on the memory held for one user, such as a peer. Clones share it.
 ///
-/// A buffer is charged by the size of its block when it is taken and credited when its last handle
-/// goes, whoever has it then: the charge moves with the buffer. Exhaustion is an error for the
-/// caller to act upon, never a wait.
+/// A buffer is charged by the size of its block when it is taken, and credited when its last handle
+/// is dropped, whoever holds it then: the charge moves with the buffer. Reaching the limit is an
+/// error that the caller must handle, never a wait.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, Purpose};
@@ -35,77 +35,78 @@ pub struct Account(Arc<Inner>);
 struct Inner {
     name: Arc<str>,
     limit_bytes: u64,
-    /// Locked while the account above is charged or credited, so that both change together.
+    /// Locked while the parent is charged or credited, so that both change together.
     held: Mutex<Held>,
-    above: Option<Above>,
+    parent: Option<Parent>,
 }
 
 #[derive(Debug, Default)]
 struct Held {
     bytes: u64,
-    /// To be woken when some of it comes back.
+    /// To be woken when some memory is credited.
     waiters: Vec<Waker>,
 }
 
-/// Another account that has a part of what this one holds.
+/// An account that is charged for a part of what this one holds.
 #[derive(Debug)]
-struct Above {
+struct Parent {
     account: Account,
-    /// So much it has nothing to do with.
+    /// The parent is charged only for what exceeds this.
     free_bytes: u64,
 }
 
 impl Inner {
-    /// What of `used` the account above is charged for.
-    fn above(&self, used: u64) -> Option<(&Account, u64)> {
-        self.above.as_ref().map(|above| (&above.account, used.saturating_sub(above.free_bytes)))
+    /// Returns the parent, and how much of `used` it is charged for.
+    fn parent(&self, used: u64) -> Option<(&Account, u64)> {
+        self.parent.as_ref().map(|parent| (&parent.account, used.saturating_sub(parent.free_bytes)))
     }
 }
 
 impl Account {
-    /// At most `limit_bytes` at any time, for whoever `name` says in errors.
+    /// Creates an account that holds at most `limit_bytes` at any time. `name` appears in errors.
     #[must_use]
     pub fn new(name: impl Into<Arc<str>>, limit_bytes: u64) -> Self {
         Self(Arc::new(Inner {
             name: name.into(),
             limit_bytes,
             held: Mutex::default(),
-            above: None,
+            parent: None,
         }))
     }
 
-    /// One that shares the limit of this one with others like it, but for the first `free_bytes`
-    /// that it holds: those it can always have, whatever the others hold.
+    /// Creates an account that shares the limit of this one with others like it. The first
+    /// `free_bytes` that it holds are not shared: it can always have them, whatever the others
+    /// hold.
     #[must_use]
     pub fn part(&self, name: impl Into<Arc<str>>, limit_bytes: u64, free_bytes: u64) -> Self {
-        let above = Some(Above { account: self.clone(), free_bytes });
-        Self(Arc::new(Inner { name: name.into(), limit_bytes, held: Mutex::default(), above }))
+        let parent = Some(Parent { account: self.clone(), free_bytes });
+        Self(Arc::new(Inner { name: name.into(), limit_bytes, held: Mutex::default(), parent }))
     }
 
-    /// Whether nobody else has it.
+    /// Returns whether this is the only handle.
     pub(crate) fn is_last(&self) -> bool {
         Arc::strong_count(&self.0) == 1
     }
 
-    /// Its name.
+    /// Returns its name.
     #[must_use]
     pub fn name(&self) -> &str {
         &self.0.name
     }
 
-    /// The most it may hold.
+    /// Returns the limit.
     #[must_use]
     pub fn limit_bytes(&self) -> u64 {
         self.0.limit_bytes
     }
 
-    /// What it holds.
+    /// Returns how much it holds.
     #[must_use]
     pub fn used_bytes(&self) -> u64 {
         lock(&self.0.held).bytes
     }
 
-    /// Takes `bytes` out of the budget, all or nothing.
+    /// Charges `bytes`, all or nothing.
     pub(super) fn charge(&self, bytes: usize) -> Result<(), PoolError> {
         let asked = bytes as u64;
         let mut held = lock(&self.0.held);
@@ -119,42 +120,43 @@ impl Account {
                 used: *used,
             });
         };
-        if let (Some((above, was)), Some((_, is))) = (self.0.above(*used), self.0.above(sum))
+        if let (Some((parent, was)), Some((_, is))) = (self.0.parent(*used), self.0.parent(sum))
             && is > was
         {
-            above.charge((is - was) as usize)?;
+            parent.charge((is - was) as usize)?;
         }
         *used = sum;
         Ok(())
     }
 
-    /// Gives back what [`Account::charge`] took.
+    /// Credits what [`Account::charge`] charged.
     pub(super) fn credit(&self, bytes: usize) {
         let mut wakes = Vec::new();
         self.credit_and(bytes as u64, &mut wakes);
-        wakes.into_iter().for_each(Waker::wake); // when nothing is locked
+        wakes.into_iter().for_each(Waker::wake); // after all locks were released
     }
 
     fn credit_and(&self, bytes: u64, wakes: &mut Vec<Waker>) {
         let mut held = lock(&self.0.held);
         let left = held.bytes.saturating_sub(bytes);
-        if let (Some((above, was)), Some((_, is))) = (self.0.above(held.bytes), self.0.above(left))
+        if let (Some((parent, was)), Some((_, is))) =
+            (self.0.parent(held.bytes), self.0.parent(left))
             && was > is
         {
-            above.credit_and(was - is, wakes);
+            parent.credit_and(was - is, wakes);
         }
         held.bytes = left;
         wakes.append(&mut held.waiters);
     }
 
-    /// Wakes `waker` once, or twice, when this account or the one above holds less than now.
+    /// Wakes `waker` once or twice, when this account or its parent holds less than now.
     pub(crate) fn wake_on_credit(&self, waker: &Waker) {
         let waiters = &mut lock(&self.0.held).waiters;
         if !waiters.iter().any(|waiting| waiting.will_wake(waker)) {
             waiters.push(waker.clone());
         }
-        if let Some(above) = &self.0.above {
-            above.account.wake_on_credit(waker);
+        if let Some(parent) = &self.0.parent {
+            parent.account.wake_on_credit(waker);
         }
     }
 }
@@ -167,13 +169,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn all_or_nothing() {
+    fn charges_all_or_nothing() {
         let account = Account::new("peer", 1000);
         account.charge(600).expect("fits");
         let error = account.charge(401).expect_err("over");
         assert_eq!(
             error.to_string(),
-            "the budget of peer is exhausted: 401 bytes asked, 600 of 1000 in use"
+            "the budget of peer is exhausted: 401 bytes requested, 600 of 1000 in use"
         );
         account.charge(400).expect("fits exactly");
         account.credit(1000);
@@ -184,16 +186,16 @@ mod tests {
     }
 
     #[test]
-    fn parts_share_a_limit_and_have_something_of_their_own() {
+    fn parts_share_a_limit_beyond_their_free_bytes() {
         let all = Account::new("a host", 100);
         let [a, b] = ["a link", "another"].map(|name| all.part(name, 200, 50));
-        a.charge(150).expect("50 of its own, and 100 of all");
+        a.charge(150).expect("50 free bytes, and 100 of the parent");
         assert_eq!((a.used_bytes(), all.used_bytes()), (150, 100));
-        let error = a.charge(1).expect_err("no more for all");
+        let error = a.charge(1).expect_err("the parent is exhausted");
         assert!(error.to_string().contains("a host"), "{error}");
         assert_eq!(a.used_bytes(), 150);
-        b.charge(50).expect("its own");
-        b.charge(1).expect_err("nothing beyond");
+        b.charge(50).expect("the free bytes");
+        b.charge(1).expect_err("the parent is exhausted");
         a.credit(120);
         assert_eq!((a.used_bytes(), all.used_bytes()), (30, 0));
         b.charge(100).expect("again");
@@ -205,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn who_waits_is_woken_when_some_comes_back_to_either_account() {
+    fn wakes_waiters_when_the_account_or_its_parent_is_credited() {
         struct Count(AtomicUsize);
         impl Wake for Count {
             fn wake(self: Arc<Self>) {
@@ -216,19 +218,19 @@ mod tests {
         let [a, b] = ["a link", "another"].map(|name| all.part(name, 200, 50));
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let (waker, woken) = (Waker::from(Arc::clone(&count)), || count.0.load(Ordering::Relaxed));
-        a.charge(150).expect("all there is");
-        b.charge(50).expect("its own");
-        b.charge(1).expect_err("no more for all");
+        a.charge(150).expect("the whole parent");
+        b.charge(50).expect("the free bytes");
+        b.charge(1).expect_err("the parent is exhausted");
         for _ in 0..3 {
             b.wake_on_credit(&waker);
         }
         assert_eq!(woken(), 0);
         a.credit(1);
-        assert_eq!(woken(), 1, "the account above holds less");
+        assert_eq!(woken(), 1, "the parent holds less");
         a.credit(1);
         assert_eq!(woken(), 1, "once");
         b.credit(50);
-        assert_eq!(woken(), 2, "its own does");
+        assert_eq!(woken(), 2, "the account itself holds less");
     }
 
     #[test]

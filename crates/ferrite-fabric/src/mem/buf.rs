@@ -1,11 +1,11 @@
 //! Buffers: [`BufMut`] while one owner fills it, [`Buf`] when many read it.
 //!
-//! Neither knows whether the device is at work on it. A reference from `deref` borrows the value,
-//! and an operation owns the value: so while the device may touch the bytes nobody can have a
-//! reference that conflicts.
+//! Neither knows whether the device is using it. A reference from `deref` borrows the value, and an
+//! operation in flight owns the value. So while the device may access the bytes, nobody can have a
+//! conflicting reference.
 #![expect(
     unsafe_code,
-    reason = "makes slices of registered memory: each block states its obligations"
+    reason = "makes slices of registered memory; each block states its obligations"
 )]
 
 use std::fmt;
@@ -21,9 +21,9 @@ use super::core::Core;
 use super::error::PoolError;
 use super::lease::Lease;
 
-/// What the device is told of a buffer: the arguments of
-/// [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract begins where these are used:
-/// **own the buffer until the completion**.
+/// How the device addresses a buffer: the arguments of
+/// [`Sge::from_raw`](ferrite_verbs::Sge::from_raw), whose contract applies to their use: **own the
+/// buffer until the completion**.
 ///
 /// ```
 /// # use ferrite_fabric::mem::{Pool, Purpose};
@@ -39,16 +39,16 @@ use super::lease::Lease;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct RawParts {
-    /// Its first byte.
+    /// The address of its first byte.
     pub addr: u64,
     /// Its length.
     pub len: u32,
-    /// The key under the domain that was asked for. It has no remote rights.
+    /// The key for the requested domain. It has no remote rights.
     pub lkey: u32,
 }
 
 impl From<RawParts> for (u64, u32, u32) {
-    /// As the arguments of [`Sge::from_raw`](ferrite_verbs::Sge::from_raw).
+    /// Returns the arguments of [`Sge::from_raw`](ferrite_verbs::Sge::from_raw).
     fn from(RawParts { addr, len, lkey }: RawParts) -> Self {
         (addr, len, lkey)
     }
@@ -63,8 +63,8 @@ struct Span {
 
 impl Span {
     fn at(&self) -> NonNull<u8> {
-        // SAFETY: `offset + len` is at most the size of the block: `new`, `set_len` and `slice` see
-        // to it.
+        // SAFETY: `offset + len` is at most the size of the block: `new`, `set_len` and `slice`
+        // ensure that.
         unsafe { self.lease.at().add(self.offset as usize) }
     }
 
@@ -73,10 +73,10 @@ impl Span {
     }
 
     fn bytes(&self) -> &[u8] {
-        // SAFETY: the block is mapped while the lease lives and was zeroed by the system at first,
-        // so all of it is initialised. Nobody writes it while the result lives: a `BufMut` is the
-        // only handle and is borrowed, a `Buf` never writes. The device's accesses are kept apart
-        // by whoever gave it the parts (`Sge::from_raw`).
+        // SAFETY: the block is mapped while the lease lives, and the system zeroed it at first, so
+        // all of it is initialised. Nobody writes it while the result lives: a `BufMut` is the only
+        // handle and is borrowed, and a `Buf` never writes. Whoever passed the parts to the device
+        // keeps the device's accesses apart (`Sge::from_raw`).
         unsafe { std::slice::from_raw_parts(self.at().as_ptr(), self.len as usize) }
     }
 
@@ -99,7 +99,7 @@ impl Span {
     }
 }
 
-/// A buffer with one owner, who may write it.
+/// A buffer with a single owner, who may write it.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -119,7 +119,7 @@ impl Span {
 pub struct BufMut(Span);
 
 impl BufMut {
-    /// The first `len` bytes of a block that has no other handle.
+    /// Creates a buffer of the first `len` bytes of a block that has no other handle.
     pub(super) fn new(lease: Lease, len: usize) -> Self {
         debug_assert!(lease.is_unique(), "a mutable buffer has one handle");
         let mut buf = Self(Span { lease, offset: 0, len: 0 });
@@ -127,38 +127,38 @@ impl BufMut {
         buf
     }
 
-    /// How long it may become: to the end of its block.
+    /// Returns how long it may become: up to the end of its block.
     #[must_use]
     pub fn capacity(&self) -> usize {
         self.0.capacity()
     }
 
-    /// Makes it shorter or longer. Bytes that come in are whatever the block holds.
+    /// Changes its length. Added bytes are whatever the block contains.
     ///
     /// # Panics
     /// If `len` is more than the capacity.
     pub fn set_len(&mut self, len: usize) {
-        assert!(len <= self.capacity(), "{len} bytes in a buffer of at most {}", self.capacity());
+        assert!(len <= self.capacity(), "{len} bytes exceed the capacity of {}", self.capacity());
         self.0.len = len as u32; // a block is at most 2 MiB
     }
 
-    /// Shares it: from here on nobody writes it.
+    /// Makes it shareable; nobody can write it from now on.
     #[must_use]
     pub fn freeze(self) -> Buf {
         Buf(self.0)
     }
 
-    /// Moves the charge for its block to `account`: a receive that was posted for anybody, and then
-    /// got this peer's message.
+    /// Moves the charge for its block to `account`. For a receive that was posted without knowing
+    /// its peer, once a peer's message is in it.
     ///
     /// # Errors
-    /// [`PoolError::OverBudget`]; then the charge stays where it was.
+    /// [`PoolError::OverBudget`]; the charge then stays where it was.
     pub fn charge_to(&mut self, account: &Account) -> Result<(), PoolError> {
         let charged = self.0.lease.charge_to(account);
         charged.inspect_err(|error| self.0.lease.slab().core.counters.count_failure(error))
     }
 
-    /// What the device needs to know, under the pool's `domain`.
+    /// Returns how the device addresses it, in the pool's `domain`.
     ///
     /// # Panics
     /// If the pool has no domain with this index.
@@ -167,14 +167,14 @@ impl BufMut {
         self.0.raw_parts(domain)
     }
 
-    /// What it was taken for.
+    /// Returns what it was taken for.
     #[must_use]
     pub fn purpose(&self) -> Purpose {
         self.0.lease.slab().purpose
     }
 
-    /// How often its block had come back when it was taken: with the address, the name of this use
-    /// of it.
+    /// Returns how often its block had been returned when it was taken. Together with the address
+    /// it identifies this use of the block.
     #[must_use]
     pub fn generation(&self) -> u32 {
         self.0.lease.generation()
@@ -184,7 +184,7 @@ impl BufMut {
         self.0.at()
     }
 
-    /// The size of its block, which is what it is charged for.
+    /// Returns the size of its block, which is what it is charged for.
     pub(super) fn block_bytes(&self) -> usize {
         self.0.lease.slab().class.bytes()
     }
@@ -208,7 +208,8 @@ impl Deref for BufMut {
 
 impl DerefMut for BufMut {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as for `Span::bytes`; and this is the only handle of the block, borrowed mutably.
+        // SAFETY: as for `Span::bytes`; in addition, this is the only handle of the block, and it
+        // is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.0.at().as_ptr(), self.0.len as usize) }
     }
 }
@@ -225,7 +226,7 @@ impl fmt::Debug for BufMut {
     }
 }
 
-/// A buffer, or a part of one, that many may read and nobody writes. A clone costs one atomic
+/// A buffer, or a part of one, that many may read and nobody may write. A clone costs one atomic
 /// addition.
 ///
 /// ```
@@ -241,7 +242,7 @@ impl fmt::Debug for BufMut {
 /// let whole = buf.freeze();
 /// let world = whole.slice(6..);
 /// assert_eq!(&world[..], b"world");
-/// let whole = whole.try_into_mut().unwrap_err(); // `world` still reads it
+/// let whole = whole.try_into_mut().unwrap_err(); // `world` is another handle
 /// let bytes: bytes::Bytes = world.into(); // no copy
 /// drop((whole, bytes));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -249,10 +250,10 @@ impl fmt::Debug for BufMut {
 pub struct Buf(Span);
 
 impl Buf {
-    /// A part of it, which keeps the whole block.
+    /// Returns a part of it, which keeps the whole block in use.
     ///
     /// # Panics
-    /// If the range is not within it.
+    /// If the range exceeds the buffer.
     #[must_use]
     pub fn slice(&self, range: impl RangeBounds<usize>) -> Self {
         let len = self.len();
@@ -266,7 +267,10 @@ impl Buf {
             Bound::Excluded(end) => *end,
             Bound::Unbounded => len,
         };
-        assert!(start <= end && end <= len, "{start}..{end} is not within a buffer of {len} bytes");
+        assert!(
+            start <= end && end <= len,
+            "range {start}..{end} exceeds the buffer of {len} bytes"
+        );
         let Span { lease, offset, .. } = &self.0;
         Self(Span {
             lease: lease.clone(),
@@ -275,15 +279,16 @@ impl Buf {
         })
     }
 
-    /// The buffer as its only owner. Its capacity reaches to the end of the block.
+    /// Converts it to a mutable buffer, if this is the only handle. Its capacity reaches to the end
+    /// of the block.
     ///
     /// # Errors
-    /// Itself, while others have handles on the block.
+    /// Returns the buffer itself if there are other handles on the block.
     pub fn try_into_mut(self) -> Result<BufMut, Self> {
         if self.0.lease.is_unique() { Ok(BufMut(self.0)) } else { Err(self) }
     }
 
-    /// What the device needs to know, under the pool's `domain`.
+    /// Returns how the device addresses it, in the pool's `domain`.
     ///
     /// # Panics
     /// If the pool has no domain with this index.
@@ -296,7 +301,7 @@ impl Buf {
         Arc::ptr_eq(&self.0.lease.slab().core, core)
     }
 
-    /// What it was taken for.
+    /// Returns what it was taken for.
     #[must_use]
     pub fn purpose(&self) -> Purpose {
         self.0.lease.slab().purpose
@@ -330,7 +335,7 @@ impl AsRef<[u8]> for Buf {
 }
 
 impl From<Buf> for Bytes {
-    /// Without a copy: the block comes back when the last of the `Bytes` goes.
+    /// Converts it without a copy: the block is returned when the last of the `Bytes` is dropped.
     fn from(buf: Buf) -> Self {
         Self::from_owner(buf)
     }

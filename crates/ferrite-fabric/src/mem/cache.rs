@@ -1,12 +1,12 @@
 //! Caches of free blocks, between the threads and the heaps.
 //!
-//! A thread has a shard, by the order in which threads first came; with as many shards as CPUs, it
-//! seldom shares one. Under the shard's lock it also counts what goes out and comes back, so that
-//! counting costs no atomic addition; the sums of bytes can be read without a lock. Why shards and
-//! not thread-local storage: see the module above.
+//! Each thread uses one shard, chosen by the order in which threads first came here. There are as
+//! many shards as CPUs, so threads seldom share one. Blocks are also counted under the shard's
+//! lock, so that counting costs no atomic addition; the totals in bytes can be read without a lock.
+//! The parent module explains why these are shards and not thread-local storage.
 //!
-//! Locks are taken in the order shard, heap. Whoever calls keeps the pool alive: what is dropped
-//! under a lock is never the last that holds it.
+//! Locks are taken in the order shard, heap. The caller keeps the pool alive, so nothing that is
+//! dropped under a lock is the last owner of that lock.
 
 use std::cell::Cell;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
@@ -17,32 +17,32 @@ use super::heap::Heap;
 use super::lock;
 use super::slab::Block;
 
-/// More than this many CPUs share.
+/// With more CPUs than this, threads share shards.
 const MAX_SHARDS: usize = 64;
 
 pub(super) struct Cache {
     shards: Box<[Shard]>,
-    /// Blocks that a magazine of each class keeps at most.
+    /// Maximum number of blocks in a magazine, by class.
     capacities: [usize; SizeClass::ALL.len()],
 }
 
-/// On cache lines of its own.
+/// Aligned so that shards do not share cache lines.
 #[repr(align(128))]
 struct Shard {
     magazines: Mutex<Magazines>,
-    /// By purpose. Written under the lock alone.
+    /// By purpose. Written only under the lock.
     flows: [Flow; Purpose::ALL.len()],
 }
 
-/// Bytes that went out and came back, over all time. Where a block comes back need not be where it
-/// went out: only the sums mean something.
+/// Total bytes that were taken and returned. A block may be returned to another shard than it was
+/// taken from, so only the sums over all shards are meaningful.
 #[derive(Default)]
 struct Flow {
     taken: AtomicU64,
     returned: AtomicU64,
 }
 
-/// A shard whose lock the caller has.
+/// A shard that the caller has locked.
 pub(super) struct Held<'a> {
     magazines: MutexGuard<'a, Magazines>,
     flows: &'a [Flow; Purpose::ALL.len()],
@@ -50,15 +50,15 @@ pub(super) struct Held<'a> {
 
 /// The blocks of one shard, by purpose and class.
 pub(super) struct Magazines {
-    devices: [[Magazine; SizeClass::ALL.len()]; Purpose::ALL.len()],
+    by_purpose: [[Magazine; SizeClass::ALL.len()]; Purpose::ALL.len()],
     closed: bool,
 }
 
 #[derive(Default)]
 pub(super) struct Magazine {
     pub(super) blocks: Vec<Block>,
-    /// Over all time. Where a block comes back need not be where it went out: only the sums mean
-    /// something.
+    /// Totals. A block may be returned to another shard than it was taken from, so only the sums
+    /// over all shards are meaningful.
     taken: u64,
     returned: u64,
 }
@@ -71,7 +71,7 @@ pub(super) struct Tally {
 }
 
 impl Cache {
-    /// Magazines of at most `blocks` blocks and `bytes` bytes.
+    /// Creates magazines of at most `blocks` blocks and `bytes` bytes.
     pub(super) fn new(blocks: usize, bytes: usize) -> Self {
         let cpus = std::thread::available_parallelism().map_or(1, usize::from);
         let capacities = SizeClass::ALL.map(|class| blocks.min(bytes / class.bytes()));
@@ -79,19 +79,19 @@ impl Cache {
         Self { shards, capacities }
     }
 
-    /// How many blocks to fetch at once for an empty magazine.
+    /// Returns how many blocks to fetch at once for an empty magazine.
     pub(super) fn batch(&self, class: SizeClass) -> usize {
         (self.capacities[class.index()] / 2).max(1)
     }
 
-    /// The calling thread's shard.
+    /// Locks the calling thread's shard.
     pub(super) fn shard(&self) -> Held<'_> {
         let shard = &self.shards[thread_number() % self.shards.len()];
         Held { magazines: lock(&shard.magazines), flows: &shard.flows }
     }
 
-    /// Bytes of blocks that are out, without waiting for anybody. Exact while nobody takes or
-    /// returns.
+    /// Returns the bytes of blocks in use, without a lock. Exact only while nobody takes or returns
+    /// blocks.
     pub(super) fn in_use_bytes(&self, purpose: Purpose) -> u64 {
         let net = self.shards.iter().map(|shard| &shard.flows[purpose.index()]).fold(
             0_u64,
@@ -100,17 +100,18 @@ impl Cache {
                     .wrapping_sub(flow.returned.load(Ordering::Relaxed))
             },
         );
-        // A block that was returned to a shard after its turn and taken from one before it.
+        // Negative if a block was taken from a shard that was already read, and returned to one
+        // that was not.
         u64::try_from(net.cast_signed()).unwrap_or(0)
     }
 
-    /// Bytes that have ever come back: while this is the same, nothing has become free.
+    /// Returns the total bytes ever returned. While this does not change, nothing has become free.
     pub(super) fn returned_bytes(&self) -> u64 {
         let flows = self.shards.iter().flat_map(|shard| &shard.flows);
         flows.fold(0, |sum: u64, flow| sum.wrapping_add(flow.returned.load(Ordering::Relaxed)))
     }
 
-    /// Keeps a block, or passes half of a full magazine on to `heap`.
+    /// Keeps a block. If its magazine is full, passes half of it on to `heap`.
     pub(super) fn keep(&self, block: Block, heap: &Heap) {
         let (purpose, class) = (block.slab.purpose, block.slab.class);
         let mut shard = self.shard();
@@ -119,7 +120,7 @@ impl Cache {
         let magazine = shard.magazine(purpose, class);
         magazine.returned += 1;
         if closed {
-            drop(shard); // before the block
+            drop(shard); // unlock before the block is dropped
             return;
         }
         let is_wanted_back = heap.wants_back(&block);
@@ -135,7 +136,7 @@ impl Cache {
     /// Passes every block of `purpose` on to `heap`.
     pub(super) fn drain(&self, purpose: Purpose, heap: &Heap) {
         for shard in &self.shards {
-            for magazine in &mut lock(&shard.magazines).devices[purpose.index()] {
+            for magazine in &mut lock(&shard.magazines).by_purpose[purpose.index()] {
                 if !magazine.blocks.is_empty() {
                     heap.take_back(&mut magazine.blocks, 0);
                 }
@@ -143,35 +144,36 @@ impl Cache {
         }
     }
 
-    /// Lets go of every block, and keeps none from here on.
+    /// Drops all blocks, and keeps none from now on.
     pub(super) fn close(&self) {
         for shard in &self.shards {
             let mut magazines = lock(&shard.magazines);
             magazines.closed = true;
             let blocks: Vec<_> = magazines
-                .devices
+                .by_purpose
                 .as_flattened_mut()
                 .iter_mut()
                 .map(|m| std::mem::take(&mut m.blocks))
                 .collect();
             drop(magazines);
-            drop(blocks); // after the lock
+            drop(blocks); // after unlocking
         }
     }
 
-    /// Exact while nobody takes or returns.
+    /// Returns the totals. Exact only while nobody takes or returns blocks.
     pub(super) fn tally(&self) -> [[Tally; SizeClass::ALL.len()]; Purpose::ALL.len()] {
         let mut tallies = [[Tally::default(); SizeClass::ALL.len()]; Purpose::ALL.len()];
         for shard in &self.shards {
             let shard = lock(&shard.magazines);
-            let devices = shard.devices.as_flattened().iter();
-            for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(devices) {
+            let magazines = shard.by_purpose.as_flattened().iter();
+            for (tally, magazine) in tallies.as_flattened_mut().iter_mut().zip(magazines) {
                 tally.in_use =
                     tally.in_use.wrapping_add(magazine.taken).wrapping_sub(magazine.returned);
                 tally.cached += magazine.blocks.len() as u64;
             }
         }
-        // A block that was returned to a shard after its turn and taken from one before it.
+        // Negative if a block was taken from a shard that was already read, and returned to one
+        // that was not.
         for tally in tallies.as_flattened_mut() {
             tally.in_use = u64::try_from(tally.in_use.cast_signed()).unwrap_or(0);
         }
@@ -182,7 +184,7 @@ impl Cache {
 impl Magazines {
     fn new() -> Self {
         Self {
-            devices: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())),
+            by_purpose: std::array::from_fn(|_| std::array::from_fn(|_| Magazine::default())),
             closed: false,
         }
     }
@@ -196,34 +198,34 @@ impl Shard {
 
 impl Held<'_> {
     pub(super) fn magazine(&mut self, purpose: Purpose, class: SizeClass) -> &mut Magazine {
-        &mut self.magazines.devices[purpose.index()][class.index()]
+        &mut self.magazines.by_purpose[purpose.index()][class.index()]
     }
 
-    /// A block to hand out, counted.
+    /// Takes a block out and counts it.
     pub(super) fn pop(&mut self, purpose: Purpose, class: SizeClass) -> Option<Block> {
         let block = self.magazine(purpose, class).blocks.pop()?;
         self.count_taken(purpose, class);
         Some(block)
     }
 
-    /// Counts a block that is handed out past the magazine.
+    /// Counts a block that was taken without passing through a magazine.
     pub(super) fn count_taken(&mut self, purpose: Purpose, class: SizeClass) {
         self.magazine(purpose, class).taken += 1;
         add(&self.flows[purpose.index()].taken, class);
     }
 }
 
-/// Counts a block. The caller has the shard's lock, so that nobody else writes.
+/// Counts a block. The caller holds the shard's lock, so nobody else writes.
 fn add(flow: &AtomicU64, class: SizeClass) {
     flow.store(flow.load(Ordering::Relaxed).wrapping_add(class.bytes() as u64), Ordering::Relaxed);
 }
 
-/// Threads are numbered as they first come here.
+/// Returns the thread's number. Threads are numbered as they first come here.
 fn thread_number() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        // Without a destructor: buffers may be dropped by other thread-local values, at the
-        // thread's very end.
+        // Without a destructor, because other thread-local values may drop buffers at the very end
+        // of a thread.
         static NUMBER: Cell<usize> = const { Cell::new(usize::MAX) };
     }
     NUMBER.with(|number| {

@@ -1,9 +1,9 @@
-//! Size classes and purposes: the two axes by which blocks are kept apart.
+//! Size classes and purposes, by which blocks are kept separate.
 
-/// Bytes of a chunk: what an arena is divided into, and the largest block.
+/// Size of a chunk: arenas are divided into chunks, and it is the largest block.
 pub(super) const CHUNK_BYTES: usize = 2 << 20;
 
-/// How large a block is. A buffer lies in a block of the smallest class that holds it.
+/// The size of a block. A buffer uses a block of the smallest class that holds it.
 ///
 /// ```
 /// use ferrite_fabric::mem::SizeClass;
@@ -28,10 +28,10 @@ pub enum SizeClass {
 }
 
 impl SizeClass {
-    /// All, the smallest first.
+    /// All classes, the smallest first.
     pub const ALL: [Self; 6] = [Self::B256, Self::K1, Self::K8, Self::K64, Self::K512, Self::M2];
 
-    /// The bytes of a block.
+    /// Returns the size of a block.
     #[must_use]
     pub const fn bytes(self) -> usize {
         match self {
@@ -44,7 +44,7 @@ impl SizeClass {
         }
     }
 
-    /// The smallest class that holds `len` bytes.
+    /// Returns the smallest class that holds `len` bytes.
     #[must_use]
     pub fn holding(len: usize) -> Option<Self> {
         Self::ALL.into_iter().find(|class| len <= class.bytes())
@@ -59,7 +59,7 @@ impl SizeClass {
     }
 }
 
-/// What a buffer is for. The two have heaps that share nothing, so that neither can starve the
+/// What a buffer is for. Sends and receives have separate heaps, so that neither can starve the
 /// other.
 ///
 /// ```
@@ -69,14 +69,14 @@ impl SizeClass {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Purpose {
-    /// Outgoing: sends, writes, the local end of reads.
+    /// Outgoing: sends, writes, and the local buffers of reads.
     Send,
     /// Incoming: posted receives, windows that peers write to.
     Receive,
 }
 
 impl Purpose {
-    /// Both.
+    /// Both purposes.
     pub const ALL: [Self; 2] = [Self::Send, Self::Receive];
 
     pub(super) const fn index(self) -> usize {
@@ -98,7 +98,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_smallest_that_holds() {
+    fn holding_returns_the_smallest_class() {
         for (len, class) in [
             (0, SizeClass::B256),
             (256, SizeClass::B256),

@@ -1,5 +1,5 @@
-//! What all handles of a pool share: its heaps, caches and counters, and the way of a block out and
-//! back.
+//! The shared state of a pool: its heaps, caches and counters, and how blocks are taken and
+//! returned.
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, OnceLock};
@@ -16,34 +16,34 @@ use super::lock;
 use super::pool::PoolConfig;
 use super::slab::Block;
 use super::stats::Counters;
-use super::window::Ways;
+use super::window::Registrations;
 
 pub(super) struct Core {
     pub(super) config: PoolConfig,
-    /// `None` where the device is gone. Never held while something is registered: who only wants to
-    /// know does not wait.
+    /// `None` where the device is gone. Never locked during a registration, so that readers do not
+    /// wait.
     domains: Mutex<Vec<Option<ProtectionDomain>>>,
-    /// Held while an arena is made, or a domain goes or comes: so that no arena is registered with
-    /// a domain that goes.
+    /// Locked while an arena is created, or while a domain is retired or restored, so that no arena
+    /// is registered with a retired domain.
     registering: Mutex<()>,
-    /// The memory node that the first device with one is on.
+    /// The memory node of the first device that has one.
     pub(super) numa_node: Option<u32>,
-    /// By [`Purpose`].
+    /// Indexed by [`Purpose`].
     pub(super) heaps: [Heap; Purpose::ALL.len()],
     pub(super) cache: Cache,
     pub(super) counters: Counters,
     quarantine: Mutex<Quarantine>,
-    /// Where calls are made that may wait for the device; nothing said: where they come up.
-    elsewhere: OnceLock<Elsewhere>,
+    /// Runs calls that may block in the device. If not set, the caller makes them itself.
+    background: OnceLock<Background>,
 }
 
-/// Has something done where waiting harms nobody.
-pub(crate) type Elsewhere = Box<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
+/// An executor for work that may block.
+pub(crate) type Background = Box<dyn Fn(Box<dyn FnOnce() + Send>) + Send + Sync>;
 
-/// Buffers that were exposed and that the device has not let go.
+/// Exposed buffers that a device has not released.
 #[derive(Default)]
 struct Quarantine {
-    held: Vec<(Ways, BufMut)>,
+    held: Vec<(Registrations, BufMut)>,
     closed: bool,
 }
 
@@ -55,7 +55,7 @@ impl Core {
     ) -> Self {
         let cache = Cache::new(config.thread_cache_blocks, config.thread_cache_bytes);
         let numa_node = domains.iter().find_map(|domain| domain.context().device().numa_node());
-        let (counters, quarantine, elsewhere) =
+        let (counters, quarantine, background) =
             (Counters::default(), Mutex::default(), OnceLock::new());
         let domains = Mutex::new(domains.into_iter().map(Some).collect());
         let registering = Mutex::default();
@@ -68,7 +68,7 @@ impl Core {
             cache,
             counters,
             quarantine,
-            elsewhere,
+            background,
         }
     }
 
@@ -76,7 +76,7 @@ impl Core {
         &self.heaps[purpose.index()]
     }
 
-    /// A free block.
+    /// Takes a free block.
     pub(super) fn take(
         self: &Arc<Self>,
         purpose: Purpose,
@@ -90,7 +90,7 @@ impl Core {
         self.heap(purpose).take(self, class, self.cache.batch(class), blocks);
         let block = shard.pop(purpose, class);
         drop(shard);
-        if self.heap(purpose).take_low() {
+        if self.heap(purpose).take_is_low() {
             self.grow_ahead(purpose);
         }
         if let Some(block) = block {
@@ -101,7 +101,7 @@ impl Core {
         Ok(block)
     }
 
-    /// A block that is not used any more.
+    /// Returns a block that is no longer used.
     pub(super) fn release(&self, block: Block) {
         let heap = self.heap(block.slab.purpose);
         self.cache.keep(block, heap);
@@ -134,7 +134,7 @@ impl Core {
                     }
                 },
             };
-            // No more from the host: perhaps others keep some that they do not use.
+            // The host provides no more, but quarantine and caches may hold some that is free.
             self.retry_quarantined();
             self.cache.drain(purpose, heap);
             heap.take(self, class, 1, &mut one);
@@ -144,13 +144,13 @@ impl Core {
         }
     }
 
-    /// Grows before that is needed, if it can be done elsewhere: whoever needs it would have to
-    /// wait for the registration.
+    /// Grows before that is needed, if there is a background executor: otherwise the next caller
+    /// would wait for the registration.
     #[cold]
     fn grow_ahead(self: &Arc<Self>, purpose: Purpose) {
-        let Some(elsewhere) = self.elsewhere.get() else { return };
+        let Some(background) = self.background.get() else { return };
         let core = Arc::clone(self);
-        elsewhere(Box::new(move || {
+        background(Box::new(move || {
             let heap = core.heap(purpose);
             let _growing = lock(&heap.growth);
             let len = heap.room(core.config.memory_pool_increase);
@@ -175,14 +175,14 @@ impl Core {
         Ok(())
     }
 
-    /// Gives arenas back to the system that nobody has used for a while; whether there is more to
-    /// give back later, if nobody uses it.
+    /// Returns arenas to the system that nobody has used for a while. Returns whether more can be
+    /// released later, if nobody uses it.
     pub(super) fn shrink(&self, most: usize) -> bool {
         let mut has_more = false;
         for (purpose, heap) in Purpose::ALL.into_iter().zip(&self.heaps) {
             self.cache.drain(purpose, heap);
-            // None is made meanwhile, nor registered with a domain; whoever does that is not waited
-            // for.
+            // No arena may be created, or registered with a domain, meanwhile. If one is right now,
+            // do not wait for that.
             let Ok(registering) = self.registering.try_lock() else {
                 has_more = true;
                 continue;
@@ -191,23 +191,23 @@ impl Core {
             has_more |= has_idle;
             drop(registering);
             if !idle.is_empty() {
-                self.elsewhere(move || drop(idle));
+                self.run_in_background(move || drop(idle));
             }
         }
         has_more
     }
 
-    /// The domain with this index, unless its device is gone.
+    /// Returns the domain with this index, unless its device is gone.
     pub(super) fn domain(&self, index: usize) -> Option<ProtectionDomain> {
         lock(&self.domains).get(index).cloned().flatten()
     }
 
-    /// How many domains there are, those whose device is gone included.
+    /// Returns the number of domains, including those whose device is gone.
     pub(super) fn domains(&self) -> usize {
         lock(&self.domains).len()
     }
 
-    /// The domains whose device is there.
+    /// Returns the domains whose device is present.
     pub(super) fn live_domains(&self) -> Vec<ProtectionDomain> {
         lock(&self.domains).iter().flatten().cloned().collect()
     }
@@ -223,9 +223,9 @@ impl Core {
         }
     }
 
-    /// Registers everything with a domain in the place of one that is gone; all or nothing.
+    /// Registers all arenas with a domain that replaces a retired one; all or nothing.
     pub(super) fn restore(&self, index: usize, domain: &ProtectionDomain) -> Result<(), PoolError> {
-        // an arena that is made meanwhile waits, and is registered with it
+        // An arena that is about to be created waits, and is then registered with it as well.
         let _registering = lock(&self.registering);
         let wrong = {
             let domains = lock(&self.domains);
@@ -234,9 +234,7 @@ impl Core {
                 Some(Some(_)) => Some(format!("domain {index} of the pool was not retired")),
                 None => {
                     let count = domains.len();
-                    Some(format!(
-                        "the pool has {count} domains: there is none to restore at {index}"
-                    ))
+                    Some(format!("cannot restore domain {index}: the pool has {count} domains"))
                 }
             }
         };
@@ -250,7 +248,7 @@ impl Core {
                 Ok(region) => regions.push(region),
                 Err(error) => {
                     self.counters.count_failure(&error);
-                    arenas.iter().zip(regions).for_each(|(arena, region)| arena.let_go(region));
+                    arenas.iter().zip(regions).for_each(|(arena, region)| arena.release(region));
                     return Err(error);
                 }
             }
@@ -262,7 +260,7 @@ impl Core {
         Ok(())
     }
 
-    /// The heap is at its maximum: counted.
+    /// Counts and returns the error for a heap that is at its maximum.
     fn over_budget(&self, heap: &Heap, purpose: Purpose, class: SizeClass) -> PoolError {
         let tally = self.cache.tally()[purpose.index()];
         let used =
@@ -273,56 +271,55 @@ impl Core {
         error
     }
 
-    pub(super) fn set_elsewhere(&self, elsewhere: Elsewhere) {
-        let _ = self.elsewhere.set(elsewhere); // a fabric has one pool, and says it once
+    pub(super) fn set_background(&self, background: Background) {
+        let _ = self.background.set(background); // called once: a fabric has one pool
     }
 
-    /// Does `errand`, which may wait for the device.
-    pub(super) fn elsewhere(&self, errand: impl FnOnce() + Send + 'static) {
-        match self.elsewhere.get() {
-            Some(elsewhere) => elsewhere(Box::new(errand)),
-            None => errand(),
+    /// Runs `work`, which may block in the device.
+    pub(super) fn run_in_background(&self, work: impl FnOnce() + Send + 'static) {
+        match self.background.get() {
+            Some(background) => background(Box::new(work)),
+            None => work(),
         }
     }
 
-    /// Keeps a buffer that the device has not let go from ever being used.
-    pub(super) fn quarantine(&self, ways: Ways, buf: BufMut) {
+    /// Keeps a buffer that the device has not released, so that it is never used.
+    pub(super) fn quarantine(&self, registrations: Registrations, buf: BufMut) {
         self.counters.quarantined_bytes.fetch_add(buf.block_bytes() as u64, Ordering::Relaxed);
-        self.put_away(ways, buf);
+        self.hold(registrations, buf);
     }
 
-    /// Until it is tried again; for ever if the pool is gone.
-    fn put_away(&self, ways: Ways, buf: BufMut) {
+    /// Holds it until the next attempt; for ever if the pool is gone.
+    fn hold(&self, registrations: Registrations, buf: BufMut) {
         let mut quarantine = lock(&self.quarantine);
         if quarantine.closed {
             drop(quarantine);
-            give_up(ways, buf);
+            leak(registrations, buf);
         } else {
-            quarantine.held.push((ways, buf));
+            quarantine.held.push((registrations, buf));
         }
     }
 
-    /// Asks the device once more to let go of what is in quarantine; returns how many buffers came
-    /// free.
+    /// Asks the devices again to release the buffers in quarantine. Returns how many were released.
     pub(super) fn retry_quarantined(&self) -> usize {
         let held = std::mem::take(&mut lock(&self.quarantine).held);
         let tried = held.len();
         let mut refused = 0;
-        for (mut ways, buf) in held {
-            if ways.close().is_none() {
+        for (mut registrations, buf) in held {
+            if registrations.close().is_none() {
                 self.counters
                     .quarantined_bytes
                     .fetch_sub(buf.block_bytes() as u64, Ordering::Relaxed);
             } else {
                 refused += 1;
-                self.put_away(ways, buf);
+                self.hold(registrations, buf);
             }
         }
         tried - refused
     }
 
-    /// The last [`Pool`](super::Pool) is gone: nothing is taken any more, and what is free goes
-    /// back to the system.
+    /// Closes the pool after the last [`Pool`](super::Pool) was dropped: free memory goes back to
+    /// the system.
     pub(super) fn close(&self) {
         lock(&self.quarantine).closed = true;
         self.retry_quarantined();
@@ -333,9 +330,9 @@ impl Core {
     }
 }
 
-/// Leaks the buffer, and with it the mapping: the device may write there for ever. Dropping the
-/// registrations tries once more and counts it ([`ferrite_verbs::leaked_objects`]).
-fn give_up(ways: Ways, buf: BufMut) {
+/// Leaks the buffer and with it the mapping, because the device may write there for ever. Dropping
+/// the registrations tries once more and counts the leak ([`ferrite_verbs::leaked_objects`]).
+fn leak(registrations: Registrations, buf: BufMut) {
     std::mem::forget(buf);
-    drop(ways);
+    drop(registrations);
 }

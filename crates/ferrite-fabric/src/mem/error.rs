@@ -1,4 +1,4 @@
-//! What a pool answers when it cannot give memory.
+//! The errors of a pool.
 
 use std::fmt;
 use std::io;
@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use super::class::Purpose;
 
-/// Why a pool could not do what was asked.
+/// Why a pool cannot satisfy a request.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, ErrorKind, PoolError, Purpose};
@@ -25,50 +25,50 @@ use super::class::Purpose;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum PoolError {
-    /// A limit is reached: back-pressure. Buffers that come back make room.
-    #[error("{which} is exhausted: {asked} bytes asked, {used} of {limit} in use")]
+    /// A limit is reached (back-pressure). Returned buffers make room.
+    #[error("{which} is exhausted: {asked} bytes requested, {used} of {limit} in use")]
     OverBudget {
-        /// Whose limit.
+        /// The limit that was reached.
         which: Budget,
-        /// Bytes of the block that was asked for.
+        /// Size of the requested block in bytes.
         asked: u64,
         /// The limit in bytes.
         limit: u64,
-        /// Bytes that are taken.
+        /// Bytes in use.
         used: u64,
     },
-    /// No block is that large.
+    /// No block is large enough.
     #[error("{asked} bytes do not fit into one buffer of at most {max}")]
     TooLarge {
-        /// Bytes that were asked for.
+        /// Requested bytes.
         asked: u64,
-        /// Bytes of the largest block.
+        /// Size of the largest block in bytes.
         max: u64,
     },
-    /// The system gave no memory.
+    /// The system has no memory.
     #[error("mmap ({bytes} bytes): {source}")]
     Map {
-        /// Bytes that were asked for.
+        /// Requested bytes.
         bytes: u64,
-        /// What it said.
+        /// The error of the system call.
         source: io::Error,
     },
-    /// The device or the kernel did not register (or release) the memory; the text says why, and
-    /// what to do.
+    /// The device or the kernel did not register (or release) the memory. The text has the cause
+    /// and the remedy.
     #[error(transparent)]
     Register(#[from] ferrite_verbs::Error),
-    /// The pool has no such domain, or not any more: its device is gone.
+    /// The pool has no such domain, or its device is gone.
     #[error("the pool has no domain {index}, or its device is gone")]
     NoDomain {
-        /// What was asked for.
+        /// The requested index.
         index: usize,
     },
-    /// The pool cannot be used like that.
+    /// The request was invalid.
     #[error("{0}")]
     Misuse(String),
 }
 
-/// Whose limit was reached.
+/// A limit.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Budget {
@@ -87,23 +87,23 @@ impl fmt::Display for Budget {
     }
 }
 
-/// What to do about a [`PoolError`].
+/// How to react to a [`PoolError`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum ErrorKind {
-    /// Slow down, and retry when buffers have come back.
+    /// Slow down, and retry when buffers were returned.
     Exhausted,
-    /// The host gives no more pinned memory: go on with what there is, fall back, or raise the
-    /// limit.
+    /// The host does not provide more pinned memory: continue with what there is, fall back, or
+    /// raise the limit.
     Refused,
-    /// The device has gone: reconnect over another, or fall back.
+    /// The device is gone: reconnect over another, or fall back.
     DeviceGone,
-    /// The caller's mistake: retrying is no use.
+    /// The caller made a mistake: retrying is useless.
     Misuse,
 }
 
 impl PoolError {
-    /// What family it belongs to.
+    /// Returns the category, which decides how to react.
     #[must_use]
     pub fn kind(&self) -> ErrorKind {
         match self {
@@ -121,7 +121,7 @@ impl PoolError {
         }
     }
 
-    /// What to do about it, where that is known.
+    /// Returns what to do about it, if that is known.
     #[must_use]
     pub fn remedy(&self) -> Option<String> {
         match self {

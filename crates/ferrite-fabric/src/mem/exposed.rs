@@ -1,11 +1,11 @@
 //! Memory that a peer may read or write.
 //!
-//! The peer needs no consent for each access and can be stopped only by taking the key away. So
-//! there is never a `&[u8]` into it: bytes are copied in and out. Only when the device has
-//! confirmed that the key is dead it is a buffer again.
+//! The peer needs no consent for each access, and can be stopped only by invalidating its key. So
+//! there is never a `&[u8]` into this memory: bytes are copied in and out. It becomes a buffer
+//! again only when the device has confirmed that the key is invalid.
 #![expect(
     unsafe_code,
-    reason = "registers memory for remote access: the block states its obligations"
+    reason = "registers memory for remote access; the block states its obligations"
 )]
 
 use std::fmt;
@@ -16,12 +16,12 @@ use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 
 use super::buf::BufMut;
 use super::error::PoolError;
-use super::window::{Ways, Window};
+use super::window::{Registrations, Window};
 
-/// A buffer that was exposed to a peer by [`Pool::expose`](super::Pool::expose).
+/// A buffer that [`Pool::expose`](super::Pool::expose) exposed to a peer.
 ///
-/// Dropping it revokes too. If the device does not let go then, the buffer goes into quarantine: it
-/// is never used again while the device may write it, and is counted in the statistics.
+/// Dropping it revokes it, too. If the device does not release it then, the buffer goes into
+/// quarantine: it is counted in the statistics, and not used again while the device may write it.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -33,12 +33,12 @@ use super::window::{Ways, Window};
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
 /// # let pool = Pool::builder(&[domain]).build()?;
 /// let mut buf = pool.take_uncharged(4096, Purpose::Receive)?;
-/// buf.fill(0); // what the last user left is not for the peer
+/// buf.fill(0); // the peer must not see what the previous user left
 /// let exposed = pool.expose(buf, 0, Access::REMOTE_WRITE).map_err(|(_, error)| error)?;
 /// let for_the_peer = exposed.remote(); // send these numbers
 /// let mut header = [0; 8];
 /// exposed.read(0, &mut header); // a copy: the peer may write at any moment
-/// let buf = exposed.revoke().map_err(|(_, error)| error)?; // the key is dead
+/// let buf = exposed.revoke().map_err(|(_, error)| error)?; // the key is now invalid
 /// assert_eq!((for_the_peer.len, buf.len()), (4096, 4096));
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
@@ -48,33 +48,33 @@ pub struct Exposed {
 }
 
 struct Held {
-    /// How devices reach it. None: only by asking this process.
-    ways: Ways,
+    /// The registrations on devices. Without any, peers can access it only through this process.
+    registrations: Registrations,
     buf: BufMut,
 }
 
 impl Exposed {
-    /// For peers that this process serves: no device knows of it.
+    /// Exposes a buffer to peers that this process serves: no device has access.
     pub(super) fn new(buf: BufMut) -> Self {
         let counters = &buf.core().counters;
         counters.exposed_regions.fetch_add(1, Ordering::Relaxed);
         counters.exposed_bytes.fetch_add(buf.len() as u64, Ordering::Relaxed);
-        Self { held: Some(Held { ways: Ways::default(), buf }) }
+        Self { held: Some(Held { registrations: Registrations::default(), buf }) }
     }
 
-    /// For peers on a device too; where it is for them.
+    /// Also exposes it to peers on a device. Returns how they address it.
     pub(super) fn register(
         &mut self,
         index: usize,
         domain: &ProtectionDomain,
         access: Access,
     ) -> Result<RemoteSlice, PoolError> {
-        let Held { ways: Ways { regions, .. }, buf } =
+        let Held { registrations: Registrations { regions, .. }, buf } =
             self.held.as_mut().expect("held until it is revoked");
         if !regions.iter().any(|(on, _)| *on == index) {
             // SAFETY: the buffer's bytes are mapped while its lease lives. We own it until every
-            // region is deregistered, give no reference into it, and put it away for ever if that
-            // fails. The region is never given to a queue.
+            // region is deregistered, hand out no reference into it, and never use it again if that
+            // fails. The region is never passed to a queue.
             let region =
                 unsafe { domain.register(buf.at(), buf.len(), access) }.map_err(|error| {
                     let error = PoolError::from(error);
@@ -89,8 +89,9 @@ impl Exposed {
         }))
     }
 
-    /// For the peer of one queue pair on a device: a window that is still to be bound to it. What
-    /// is under it is registered without remote rights, unless it was with such.
+    /// Exposes it to the peer of one queue pair on a device, through a window that must be bound to
+    /// that queue pair. The memory under the window is registered without remote rights, unless it
+    /// already was with some.
     pub(super) fn open_window(
         &mut self,
         index: usize,
@@ -98,7 +99,7 @@ impl Exposed {
         access: Access,
     ) -> Result<Arc<Window>, PoolError> {
         self.register(index, domain, Access::WINDOWS)?;
-        let Held { ways: Ways { regions, windows }, buf } =
+        let Held { registrations: Registrations { regions, windows }, buf } =
             self.held.as_mut().expect("held until it is revoked");
         let Some((_, region)) = regions.iter().find(|(on, _)| *on == index) else {
             return Err(PoolError::NoDomain { index });
@@ -109,31 +110,30 @@ impl Exposed {
             error
         })?;
         let window = Window::new(window);
-        windows.retain(|(_, window)| window.is_open()); // those of links that are gone are not
+        windows.retain(|(_, window)| window.is_open()); // those of links that are gone are closed
         windows.push((index, Arc::clone(&window)));
         Ok(window)
     }
 
-    /// The device of a domain goes: it is not reached there any more. What the device does not let
-    /// go stays registered.
+    /// Ends its registration on a device that is gone. If the device does not release it, it stays
+    /// registered.
     pub(crate) fn unregister(&mut self, index: usize) {
-        let Held { ways: Ways { regions, windows }, .. } =
+        let Held { registrations: Registrations { regions, windows }, .. } =
             self.held.as_mut().expect("held until it is revoked");
         windows.retain(|(on, window)| *on != index || window.close().is_err());
         let Some(at) = regions.iter().position(|(on, _)| *on == index) else { return };
         let (_, region) = regions.swap_remove(at);
         if let Err((region, _)) = region.deregister() {
-            // of no domain that there is: tried again at the end
+            // Under the index of no domain: tried again at the end.
             regions.push((usize::MAX, region));
         }
     }
 
-    /// The buffer, as it was given; for a caller whose registration failed, or the window on it:
-    /// nobody has heard of it, so that nothing reaches the buffer even where the registration
-    /// stays.
+    /// Returns the buffer unchanged, for a caller whose registration or window failed. Nobody has
+    /// learned a key, so nothing can access the buffer even if a registration remains.
     pub(super) fn into_buf(mut self) -> BufMut {
         let Held { buf, .. } = self.held.take().expect("held until it is revoked");
-        not_exposed(&buf);
+        count_unexposed(&buf);
         buf
     }
 
@@ -141,66 +141,66 @@ impl Exposed {
         self.held.as_ref().expect("held until it is revoked")
     }
 
-    /// What the peer needs to address it: send it these numbers. Without a device, all but the
-    /// length are 0.
+    /// Returns what the peer needs to address it: send it these numbers. Without a device, all but
+    /// the length are 0.
     #[must_use]
     pub fn remote(&self) -> RemoteSlice {
-        let ways = &self.held().ways;
-        match (ways.windows.first(), ways.regions.first()) {
+        let registrations = &self.held().registrations;
+        match (registrations.windows.first(), registrations.regions.first()) {
             (Some((_, window)), _) => window.remote(),
             (None, Some((_, region))) => region.remote(0..self.len()),
             (None, None) => RemoteSlice { addr: 0, len: self.len() as u64, rkey: 0 },
         }
     }
 
-    /// Its length in bytes; never 0.
+    /// Returns its length in bytes, which is never 0.
     #[must_use]
-    #[expect(clippy::len_without_is_empty, reason = "what is exposed is never empty")]
+    #[expect(clippy::len_without_is_empty, reason = "an exposed buffer is never empty")]
     pub fn len(&self) -> usize {
         self.held().buf.len()
     }
 
-    /// Copies bytes out. What the peer writes meanwhile may be seen in part.
+    /// Copies bytes out of it. A concurrent write of the peer may be visible in part.
     ///
     /// # Panics
-    /// If they are not within it.
+    /// If the range exceeds it.
     pub fn read(&self, offset: usize, out: &mut [u8]) {
         match self.held() {
-            Held { ways, buf } if ways.regions.is_empty() => {
+            Held { registrations, buf } if registrations.regions.is_empty() => {
                 out.copy_from_slice(&buf[offset..offset + out.len()]);
             }
-            Held { ways, .. } => ways.regions[0].1.read(offset, out),
+            Held { registrations, .. } => registrations.regions[0].1.read(offset, out),
         }
     }
 
-    /// Copies bytes in. A peer that reads meanwhile may see a part.
+    /// Copies bytes into it. A peer that reads concurrently may see only a part.
     ///
     /// # Panics
-    /// If they are not within it.
+    /// If the range exceeds it.
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         match self.held.as_mut().expect("held until it is revoked") {
-            Held { ways, buf } if ways.regions.is_empty() => {
+            Held { registrations, buf } if registrations.regions.is_empty() => {
                 buf[offset..offset + bytes.len()].copy_from_slice(bytes);
             }
-            Held { ways, .. } => ways.regions[0].1.write(offset, bytes),
+            Held { registrations, .. } => registrations.regions[0].1.write(offset, bytes),
         }
     }
 
-    /// Takes the keys away and gives the buffer back: no access of the peer's is under way or can
-    /// come any more.
+    /// Invalidates the keys and returns the buffer: no access of the peer is in progress or can
+    /// start any more.
     ///
     /// # Errors
-    /// What the device said if it did not let go; it is still exposed then.
+    /// Returns the device's error if it did not release the memory, which is then still exposed.
     pub fn revoke(mut self) -> Result<BufMut, (Self, PoolError)> {
-        let Held { mut ways, buf } = self.held.take().expect("held until it is revoked");
-        match ways.close() {
+        let Held { mut registrations, buf } = self.held.take().expect("held until it is revoked");
+        match registrations.close() {
             None => {
-                not_exposed(&buf);
+                count_unexposed(&buf);
                 Ok(buf)
             }
             Some(error) => {
                 buf.core().counters.failed_deregister.fetch_add(1, Ordering::Relaxed);
-                self.held = Some(Held { ways, buf });
+                self.held = Some(Held { registrations, buf });
                 Err((self, error.into()))
             }
         }
@@ -209,14 +209,14 @@ impl Exposed {
 
 impl Drop for Exposed {
     fn drop(&mut self) {
-        let Some(Held { ways, buf }) = self.held.take() else { return };
-        not_exposed(&buf);
+        let Some(Held { registrations, buf }) = self.held.take() else { return };
+        count_unexposed(&buf);
         let core = Arc::clone(buf.core());
-        core.elsewhere(move || ways.let_go(buf));
+        core.run_in_background(move || registrations.release(buf));
     }
 }
 
-fn not_exposed(buf: &BufMut) {
+fn count_unexposed(buf: &BufMut) {
     let counters = &buf.core().counters;
     counters.exposed_regions.fetch_sub(1, Ordering::Relaxed);
     counters.exposed_bytes.fetch_sub(buf.len() as u64, Ordering::Relaxed);

@@ -1,9 +1,10 @@
-//! A heap: the arenas of one purpose, their chunks, and which class has which chunk.
+//! A heap: the arenas of one purpose, their chunks, and which class each chunk is assigned to.
 //!
-//! Chunks belong to no class until one needs them, and to none again when their last block is back:
-//! so a burst of one size does not keep memory from another. The lowest chunks are used first,
-//! which lets the others become free. Everything is under one lock; the caches in front of it
-//! (`cache.rs`) come here in batches. Growing happens outside that lock, under one of its own.
+//! A chunk is assigned to a class when one needs it, and is free again when its last block was
+//! returned. So a burst of one size does not keep memory from the others. The lowest chunks are
+//! used first, which lets the higher ones become free. Everything is under one lock; the caches in
+//! front of it (`cache.rs`) come here in batches. Growing happens outside of that lock, under one
+//! of its own.
 
 use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
@@ -21,14 +22,15 @@ const NONE: u32 = u32::MAX;
 pub(super) struct Heap {
     purpose: Purpose,
     pub(super) max_bytes: usize,
-    /// Held while an arena is made: those who need it wait for it, nobody else does.
+    /// Locked while an arena is created: only callers that need it wait for it.
     pub(super) growth: Mutex<()>,
-    /// The last free chunk was given to a class since this was asked.
+    /// Whether the last free chunk was assigned since the last check.
     is_low: AtomicBool,
-    /// Arenas, for who only wants to know how many.
+    /// Number of arenas, for readers without the lock.
     arenas: AtomicUsize,
-    /// Blocks of chunks from this one on come back here at once, so that the next ones are taken
-    /// from lower chunks. [`NONE`] unless most of the heap is free, and no arena is that could be.
+    /// Blocks of chunks from this one on are returned here at once, so that the next ones are taken
+    /// from lower chunks. [`NONE`] unless most of the heap is free and yet keeps an arena in use
+    /// that it does not need.
     returns_from: AtomicU32,
     state: Mutex<State>,
 }
@@ -38,35 +40,35 @@ struct State {
     arenas: Vec<Arc<Arena>>,
     mapped_bytes: usize,
     chunks: Vec<Chunk>,
-    /// Places of chunks whose arena has gone.
+    /// Indices of chunks whose arena was released.
     vacant: Vec<u32>,
-    /// Arenas that nobody used when it was last looked at, but for one.
+    /// Number of arenas that nobody used at the last check, minus one.
     idle_before: usize,
-    /// Chunks that no class has.
+    /// Chunks that are not assigned to a class.
     free: BTreeSet<u32>,
-    /// For each class, its chunks that have free blocks.
+    /// For each class, its chunks with free blocks.
     partial: [BTreeSet<u32>; SizeClass::ALL.len()],
-    /// The last [`Pool`](super::Pool) is gone: what comes back goes to nobody.
+    /// The last [`Pool`](super::Pool) was dropped: blocks are no longer accepted.
     closed: bool,
 }
 
 struct Chunk {
-    /// `None`: it has gone.
+    /// `None` if it was released.
     arena: Option<Arc<Arena>>,
     offset: usize,
-    given: Option<Given>,
-    /// What it was given before. Often it is wanted for the same class again, and a slab takes
-    /// longer to make than a hundred blocks to take.
-    before: Option<Given>,
+    assigned: Option<Assigned>,
+    /// Its previous assignment. Often it is assigned to the same class again, and creating a slab
+    /// takes longer than taking a hundred blocks.
+    previous: Option<Assigned>,
 }
 
-/// A chunk's class, and which of its blocks are here.
-struct Given {
+/// A chunk's class, and which of its blocks are free.
+struct Assigned {
     slab: Arc<Slab>,
     free: Vec<u32>,
 }
 
-/// What a heap has, for the statistics.
+/// The memory of a heap, for the statistics.
 #[derive(Default)]
 pub(super) struct Holdings {
     pub(super) mapped_bytes: usize,
@@ -88,8 +90,8 @@ impl Heap {
     }
 
     /// Puts up to `want` blocks of `class` into `out`: as many as there are in chunks of that
-    /// class, and from a free chunk only if there is none, or if their blocks are to come back and
-    /// it is lower.
+    /// class. Assigns a free chunk only if there are none, or if those blocks are to be returned
+    /// and the free chunk is lower.
     pub(super) fn take(
         &self,
         core: &Arc<Core>,
@@ -107,7 +109,7 @@ impl Heap {
                     *chunk
                 }
                 _ if out.len() > start => return,
-                _ => match state.give(core, self.purpose, class) {
+                _ => match state.assign(core, self.purpose, class) {
                     Some(chunk) => {
                         self.is_low.store(state.free.is_empty(), Ordering::Relaxed);
                         chunk
@@ -115,18 +117,18 @@ impl Heap {
                     None => return,
                 },
             };
-            let Some(given) = &mut state.chunks[chunk as usize].given else { return };
-            if let Some(index) = given.free.pop() {
-                out.push(Block { slab: Arc::clone(&given.slab), index });
+            let Some(assigned) = &mut state.chunks[chunk as usize].assigned else { return };
+            if let Some(index) = assigned.free.pop() {
+                out.push(Block { slab: Arc::clone(&assigned.slab), index });
             }
-            if given.free.is_empty() {
+            if assigned.free.is_empty() {
                 state.partial[class.index()].remove(&chunk);
             }
         }
     }
 
-    /// Takes the blocks in `blocks` beyond the last `keep` back. If the heap is closed it leaves
-    /// them where they are: the caller drops them, outside of every lock.
+    /// Takes back all but the last `keep` of `blocks`. If the heap is closed it leaves them where
+    /// they are: the caller drops them, outside of every lock.
     pub(super) fn take_back(&self, blocks: &mut Vec<Block>, keep: usize) {
         let state = &mut *lock(&self.state);
         if state.closed {
@@ -135,11 +137,11 @@ impl Heap {
         let excess = blocks.len().saturating_sub(keep);
         for Block { slab, index } in blocks.drain(..excess) {
             let (chunk, class) = (slab.chunk, slab.class);
-            let Some(given) = &mut state.chunks[chunk as usize].given else { continue };
-            given.free.push(index);
-            if given.free.len() == class.blocks_per_chunk() {
+            let Some(assigned) = &mut state.chunks[chunk as usize].assigned else { continue };
+            assigned.free.push(index);
+            if assigned.free.len() == class.blocks_per_chunk() {
                 let freed = &mut state.chunks[chunk as usize];
-                freed.before = freed.given.take();
+                freed.previous = freed.assigned.take();
                 state.partial[class.index()].remove(&chunk);
                 state.free.insert(chunk);
             } else {
@@ -148,26 +150,28 @@ impl Heap {
         }
     }
 
-    /// Whether the last free chunk has gone since this was asked: soon it has to grow.
-    pub(super) fn take_low(&self) -> bool {
+    /// Returns whether the last free chunk was assigned since the last call: then the heap must
+    /// grow soon.
+    pub(super) fn take_is_low(&self) -> bool {
         self.is_low.load(Ordering::Relaxed) && self.is_low.swap(false, Ordering::Relaxed)
     }
 
-    /// Whether every chunk belongs to a class.
+    /// Returns whether every chunk is assigned to a class.
     pub(super) fn has_no_free_chunk(&self) -> bool {
         lock(&self.state).free.is_empty()
     }
 
-    /// How much an arena of `step` bytes may have without passing the maximum.
+    /// Returns how large an arena of at most `step` bytes may be without exceeding the maximum.
     pub(super) fn room(&self, step: usize) -> usize {
         step.min(self.max_bytes - lock(&self.state).mapped_bytes)
     }
 
-    /// Adds the chunks of an arena. The caller holds `growth`, or is alone.
+    /// Adds the chunks of an arena. The caller holds `growth`, or no other thread has the heap yet.
     pub(super) fn add(&self, arena: &Arc<Arena>) {
         let state = &mut *lock(&self.state);
         for offset in (0..arena.len()).step_by(CHUNK_BYTES) {
-            let new = Chunk { arena: Some(Arc::clone(arena)), offset, given: None, before: None };
+            let new =
+                Chunk { arena: Some(Arc::clone(arena)), offset, assigned: None, previous: None };
             let chunk = if let Some(chunk) = state.vacant.pop() {
                 state.chunks[chunk as usize] = new;
                 chunk
@@ -183,15 +187,17 @@ impl Heap {
         self.arenas.store(state.arenas.len(), Ordering::Relaxed);
     }
 
-    /// Takes out up to `most` arenas that nobody has used, now and when this was last asked; never
-    /// the first, and one stays for who comes next, who would have to wait for its registration.
-    /// The caller drops them, which ends their registration, outside of every lock. And whether
-    /// there are more, that nobody may have used when this is asked again.
+    /// Takes out up to `most` arenas that nobody used, neither now nor at the previous call. The
+    /// first arena stays, and one more, because the next caller would have to wait for its
+    /// registration.
+    ///
+    /// The caller drops the arenas outside of every lock, which ends their registration. Also
+    /// returns whether there are more that may be taken out at the next call.
     pub(super) fn take_idle(&self, most: usize) -> (Vec<Arc<Arena>>, bool) {
         let state = &mut *lock(&self.state);
         let is_used = |arena: &Arc<Arena>| {
             let of = |chunk: &&Chunk| chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena));
-            state.chunks.iter().filter(of).any(|chunk| chunk.given.is_some())
+            state.chunks.iter().filter(of).any(|chunk| chunk.assigned.is_some())
         };
         let (used, idle): (Vec<_>, Vec<_>) =
             state.arenas.iter().skip(1).cloned().partition(is_used);
@@ -209,7 +215,7 @@ impl Heap {
         for arena in &taken {
             for (index, chunk) in (0..).zip(&mut state.chunks) {
                 if chunk.arena.as_ref().is_some_and(|of| Arc::ptr_eq(of, arena)) {
-                    (chunk.arena, chunk.before) = (None, None);
+                    (chunk.arena, chunk.previous) = (None, None);
                     state.free.remove(&index);
                     state.vacant.push(index);
                 }
@@ -222,17 +228,18 @@ impl Heap {
         (taken, state.idle_before > 0)
     }
 
-    /// Whether a block is to come back at once, because few like it keep the heap from shrinking.
+    /// Returns whether a block must be returned at once, because a few blocks like it keep the heap
+    /// from shrinking.
     pub(super) fn wants_back(&self, block: &Block) -> bool {
         block.slab.chunk >= self.returns_from.load(Ordering::Relaxed)
     }
 
-    /// Whether it has more than what it began with, and one for who comes next.
+    /// Returns whether it has more than its first arena and a spare one.
     pub(super) fn has_grown(&self) -> bool {
         self.arenas.load(Ordering::Relaxed) > 2
     }
 
-    /// What it has now.
+    /// Returns what it holds now.
     pub(super) fn holdings(&self) -> Holdings {
         let state = lock(&self.state);
         Holdings {
@@ -242,18 +249,19 @@ impl Heap {
         }
     }
 
-    /// Lets go of everything: from here on each arena lives as long as a block of it is out.
+    /// Releases everything: from now on each arena lives as long as one of its blocks is in use.
     pub(super) fn close(&self) {
         let rest =
             std::mem::replace(&mut *lock(&self.state), State { closed: true, ..State::default() });
-        drop(rest); // after the lock
+        drop(rest); // after unlocking
     }
 }
 
 impl State {
     fn free_bytes(&self) -> usize {
-        let given = self.chunks.iter().filter_map(|chunk| chunk.given.as_ref());
-        let in_chunks: usize = given.map(|given| given.free.len() * given.slab.class.bytes()).sum();
+        let assigned = self.chunks.iter().filter_map(|chunk| chunk.assigned.as_ref());
+        let in_chunks: usize =
+            assigned.map(|assigned| assigned.free.len() * assigned.slab.class.bytes()).sum();
         in_chunks + self.free.len() * CHUNK_BYTES
     }
 
@@ -261,27 +269,27 @@ impl State {
         self.free.first().is_some_and(|first| *first < chunk)
     }
 
-    /// How many of the lowest chunks would do for what is in use, with as much again, and those of
-    /// the first arena at least, which stays. Blocks of these may stay in caches: a chunk whose
-    /// blocks all come back is given anew for the next, which costs more than a block.
+    /// Returns how many of the lowest chunks are enough for twice the blocks in use, and at least
+    /// those of the first arena, which stays. Blocks of these may stay in caches: a chunk whose
+    /// blocks are all returned must be assigned again, which costs more than a block.
     fn chunks_in_need(&self) -> u32 {
         let in_use = self.mapped_bytes - self.free_bytes();
         let first = self.arenas.first().map_or(0, |arena| arena.len());
         u32::try_from((2 * in_use).max(first).div_ceil(CHUNK_BYTES)).unwrap_or(NONE)
     }
 
-    /// Gives a free chunk to `class`.
-    fn give(&mut self, core: &Arc<Core>, purpose: Purpose, class: SizeClass) -> Option<u32> {
+    /// Assigns a free chunk to `class`.
+    fn assign(&mut self, core: &Arc<Core>, purpose: Purpose, class: SizeClass) -> Option<u32> {
         let index = self.free.pop_first()?;
         let chunk = &mut self.chunks[index as usize];
-        let before = chunk.before.take().filter(|before| before.slab.class == class);
-        chunk.given = if before.is_some() {
-            before
+        let previous = chunk.previous.take().filter(|previous| previous.slab.class == class);
+        chunk.assigned = if previous.is_some() {
+            previous
         } else {
             let slab = Slab::new(core, chunk.arena.as_ref()?, chunk.offset, index, purpose, class);
-            // Backwards, so that the lowest is taken first.
+            // In reverse, so that the lowest is taken first.
             let free = (0..class.blocks_per_chunk() as u32).rev().collect();
-            Some(Given { slab: Arc::new(slab), free })
+            Some(Assigned { slab: Arc::new(slab), free })
         };
         self.partial[class.index()].insert(index);
         Some(index)

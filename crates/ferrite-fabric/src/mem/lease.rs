@@ -1,11 +1,11 @@
-//! A lease: a counted handle on a block that is out. The only place that counts.
+//! A lease: a counted handle on a block that is in use. Handles are counted only here.
 //!
-//! All leases of a block together own one count of its slab, which the first got from its [`Block`]
-//! and the last turns back into one. So cloning is one atomic add, and neither slab, arena nor pool
-//! can go before the last lease.
+//! All leases of a block together own one count of its slab. The first lease gets it from its
+//! [`Block`], and the last one turns it back into a block. So cloning is one atomic addition, and
+//! neither slab, arena nor pool can be dropped before the last lease.
 #![expect(
     unsafe_code,
-    reason = "reference counts in the block's metadata: each block states its obligations"
+    reason = "reference counts in the block's metadata; each block states its obligations"
 )]
 
 use std::ptr::NonNull;
@@ -16,7 +16,7 @@ use super::budget::Account;
 use super::error::PoolError;
 use super::slab::{Block, Meta, Slab};
 
-/// More handles than any program has; far from wrapping even if all threads add at once.
+/// More handles than any program has, and far from wrapping even if all threads add at once.
 const MAX_HANDLES: u32 = u32::MAX / 2;
 
 pub(super) struct Lease {
@@ -24,20 +24,19 @@ pub(super) struct Lease {
     index: u32,
 }
 
-// SAFETY: a lease is a shared reference to a `Slab`, whose fields are immutable or atomic;
-// `Meta::charge` is touched only by the single lease of a block (`charge_mut`, and the last
-// `drop`).
+// SAFETY: a lease is a shared reference to a `Slab`, whose fields are immutable or atomic. Only the
+// single lease of a block accesses `Meta::charge` (`charge_mut`, and the last `drop`).
 unsafe impl Send for Lease {}
 // SAFETY: as above.
 unsafe impl Sync for Lease {}
 
 impl Lease {
-    /// Hands a free block out, charged to `account`.
+    /// Takes a free block into use, charged to `account`.
     pub(super) fn new(block: Block, account: Option<Account>) -> Self {
         let Block { slab, index } = block;
         let before = slab.meta(index).refs.swap(1, Ordering::Relaxed);
         debug_assert_eq!(before, 0, "a free block has no handles");
-        // SAFETY: never null. The count of the slab is now the leases': the last `drop` takes it
+        // SAFETY: never null. The leases now own the count of the slab: the last `drop` takes it
         // back.
         let slab = unsafe { NonNull::new_unchecked(Arc::into_raw(slab).cast_mut()) };
         let mut lease = Self { slab, index };
@@ -52,7 +51,8 @@ impl Lease {
         unsafe { self.slab.as_ref() }
     }
 
-    /// The first byte of the block; valid for the bytes of its class while a lease lives.
+    /// Returns the first byte of the block. It is valid for the bytes of its class while a lease
+    /// lives.
     pub(super) fn at(&self) -> NonNull<u8> {
         self.slab().at(self.index)
     }
@@ -61,13 +61,13 @@ impl Lease {
         self.meta().generation.load(Ordering::Relaxed)
     }
 
-    /// Whether this is the only handle. What others did with the block before they let go has
-    /// happened.
+    /// Returns whether this is the only handle. If so, all accesses of earlier handles have
+    /// happened before.
     pub(super) fn is_unique(&self) -> bool {
         self.meta().refs.load(Ordering::Acquire) == 1
     }
 
-    /// Moves the charge to `account`; if that has no room, nothing changes.
+    /// Moves the charge to `account`. If the account has no room, nothing changes.
     pub(super) fn charge_to(&mut self, account: &Account) -> Result<(), PoolError> {
         let bytes = self.slab().class.bytes();
         account.charge(bytes)?;
@@ -87,14 +87,14 @@ impl Lease {
         }
     }
 
-    /// Who is charged; `None` if there are other handles.
+    /// Returns the account that is charged; `None` if there are other handles.
     fn charge_mut(&mut self) -> Option<&mut Option<Account>> {
         if !self.is_unique() {
             return None;
         }
-        // SAFETY: we are the only lease of this block, and `&mut self` keeps a second one from
-        // being made, or this one from being used elsewhere, while the result lives. The load above
-        // orders us after those that are gone.
+        // SAFETY: this is the only lease of the block, and `&mut self` prevents that a second one
+        // is created, or that this one is used otherwise, while the result lives. The load above
+        // orders us after the leases that are gone.
         Some(unsafe { &mut *self.meta().charge.get() })
     }
 
@@ -103,15 +103,15 @@ impl Lease {
     }
 }
 
-// SAFETY: `charge` is the only field that is not atomic, and belongs to whoever has the block's
-// only lease.
+// SAFETY: `charge` is the only field that is not atomic, and it belongs to the holder of the
+// block's only lease.
 unsafe impl Sync for Meta {}
 
 impl Clone for Lease {
     fn clone(&self) -> Self {
         let handles = self.meta().refs.fetch_add(1, Ordering::Relaxed);
         if handles > MAX_HANDLES {
-            std::process::abort(); // as `Arc` does: someone forgets clones in a loop
+            std::process::abort(); // as `Arc` does: the program forgets clones in a loop
         }
         Self { slab: self.slab, index: self.index }
     }
@@ -123,20 +123,20 @@ impl Drop for Lease {
         if meta.refs.fetch_sub(1, Ordering::Release) != 1 {
             return;
         }
-        // The accesses of all other handles happen before the block is used again.
+        // All accesses of other handles happen before the block is used again.
         fence(Ordering::Acquire);
-        // SAFETY: the count has reached 0, so no other lease exists or can be made: the cell is
-        // ours.
+        // SAFETY: the count has reached 0, so no other lease exists or can be created, and the cell
+        // is ours.
         let account = unsafe { (*meta.charge.get()).take() };
         meta.generation.fetch_add(1, Ordering::Relaxed);
         let index = self.index;
         // SAFETY: `new` turned one count of the slab into this pointer; the leases owned it
-        // together, and the last one gives it back, once.
+        // together, and the last one returns it, once.
         let slab = unsafe { Arc::from_raw(self.slab.as_ptr().cast_const()) };
         if let Some(account) = account {
             account.credit(slab.class.bytes());
         }
-        // A count of our own: the block may be taken and the pool closed by others before `release`
+        // With a count of its own: others may take the block and close the pool before `release`
         // returns.
         let block = Block { slab: Arc::clone(&slab), index };
         slab.core.release(block);

@@ -1,4 +1,4 @@
-//! The pool: how it is made, and what may be asked of it.
+//! The pool: its settings, how it is built, and its operations.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use ferrite_verbs::{Access, ProtectionDomain, RemoteSlice};
 use super::budget::Account;
 use super::buf::{Buf, BufMut};
 use super::class::{CHUNK_BYTES, Purpose, SizeClass};
-use super::core::{Core, Elsewhere};
+use super::core::{Background, Core};
 use super::error::PoolError;
 use super::exposed::Exposed;
 use super::heap::Heap;
@@ -15,34 +15,38 @@ use super::lease::Lease;
 use super::stats::PoolStats;
 use super::window::Window;
 
-/// How large a pool is. Sizes are in bytes and count in chunks of 2 MiB: limits are rounded down,
-/// the rest up.
+/// The settings of a pool. Sizes are in bytes and rounded to chunks of 2 MiB: limits down, the
+/// others up.
 ///
 /// ```
 /// use ferrite_fabric::mem::PoolConfig;
 ///
-/// let config = PoolConfig { memory_pool_max: 64 << 20, receive_reserve: 16 << 20, ..PoolConfig::default() };
+/// let config = PoolConfig {
+///     memory_pool_max: 64 << 20,
+///     receive_reserve: 16 << 20,
+///     ..PoolConfig::default()
+/// };
 /// assert_eq!(config.memory_pool_initial, 4 << 20);
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PoolConfig {
-    /// Registered when the pool is made, for sends and receives in the proportion of their limits,
-    /// and at least 2 MiB for each unless it is 0. 4 MiB.
+    /// Registered when the pool is built. It is divided between sends and receives in proportion to
+    /// their limits, with at least 2 MiB for each unless it is 0. Default: 4 MiB.
     pub memory_pool_initial: usize,
-    /// Registered at a time when a heap has run out. 4 MiB.
+    /// Registered at a time when a heap is exhausted. Default: 4 MiB.
     pub memory_pool_increase: usize,
-    /// The most that is ever registered, receives included. 1 GiB. Every device of a pool pins it,
-    /// and counts it against the locked-memory limit, by itself; a fabric divides it among its
-    /// devices.
+    /// The most that is ever registered, including receives. Every device of a pool pins it
+    /// separately, and each counts against the locked-memory limit; a fabric divides it among its
+    /// devices. Default: 1 GiB.
     pub memory_pool_max: usize,
-    /// The part of it that only receives may use; sends have the rest. 512 MiB. At least 2 MiB on
-    /// either side.
+    /// The part of it that only receives may use; sends have the rest. At least 2 MiB for either.
+    /// Default: 512 MiB.
     pub receive_reserve: usize,
-    /// Use 2 MiB pages: from the host's reserve, or else joined by the kernel. No.
+    /// Uses 2 MiB pages: from the host's reserve, or else merged by the kernel. Default: false.
     pub huge_pages: bool,
-    /// Free blocks of one class and purpose that a thread's cache keeps at most. 128.
+    /// Maximum number of free blocks, of one class and purpose, in a thread's cache. Default: 128.
     pub thread_cache_blocks: usize,
-    /// The same in bytes: larger classes keep fewer, or none. 256 KiB.
+    /// The same in bytes: larger classes keep fewer blocks, or none. Default: 256 KiB.
     pub thread_cache_bytes: usize,
 }
 
@@ -61,7 +65,7 @@ impl Default for PoolConfig {
 }
 
 impl PoolConfig {
-    /// In whole chunks, or what is wrong with it.
+    /// Rounds the sizes to whole chunks, or returns what is wrong with them.
     fn checked(mut self) -> Result<Self, PoolError> {
         for limit in [&mut self.memory_pool_max, &mut self.receive_reserve] {
             *limit = *limit / CHUNK_BYTES * CHUNK_BYTES;
@@ -80,7 +84,7 @@ impl PoolConfig {
             format!("receive_reserve must be at least {CHUNK_BYTES} bytes")
         } else if max < reserve.saturating_add(CHUNK_BYTES) {
             format!(
-                "memory_pool_max ({max}) leaves no 2 MiB for sends beside receive_reserve ({reserve})"
+                "memory_pool_max ({max}) must exceed receive_reserve ({reserve}) by 2 MiB for sends"
             )
         } else if initial > max {
             format!("memory_pool_initial ({initial}) is more than memory_pool_max ({max})")
@@ -97,8 +101,8 @@ impl PoolConfig {
         }
     }
 
-    /// A purpose's part of what is registered at once: at least a chunk, so that a host that
-    /// refuses even that does so when the pool is made.
+    /// Returns a purpose's part of what is registered at the start: at least a chunk, so that a
+    /// host that refuses even that does so when the pool is built.
     fn initial_of(&self, purpose: Purpose) -> usize {
         if self.memory_pool_initial == 0 {
             return 0;
@@ -109,7 +113,7 @@ impl PoolConfig {
     }
 }
 
-/// Makes a [`Pool`]: see [`Pool::builder`].
+/// Builds a [`Pool`]: see [`Pool::builder`].
 ///
 /// ```
 /// use ferrite_fabric::mem::{Pool, PoolConfig};
@@ -132,7 +136,7 @@ pub struct Builder {
 }
 
 impl Builder {
-    /// Everything at once.
+    /// Sets all settings at once.
     pub fn config(self, config: PoolConfig) -> Self {
         Self { config, ..self }
     }
@@ -179,11 +183,11 @@ impl Builder {
         self
     }
 
-    /// Maps and registers what the pool begins with.
+    /// Maps and registers the initial memory.
     ///
     /// # Errors
-    /// [`PoolError::Misuse`] if the sizes do not fit together; [`PoolError::Register`] if the
-    /// locked-memory limit or the device refuses: its text has the figures and the remedy.
+    /// [`PoolError::Misuse`] if the sizes contradict each other; [`PoolError::Register`] if the
+    /// locked-memory limit or the device refuses, with figures and a remedy.
     pub fn build(self) -> Result<Pool, PoolError> {
         let config = self.config.checked()?;
         let heaps = Purpose::ALL.map(|purpose| Heap::new(purpose, config.max_of(purpose)));
@@ -200,9 +204,8 @@ impl Builder {
 
 /// Registered memory, cut into buffers. Clones share it.
 ///
-/// When the last clone is gone nothing can be taken any more. What is free goes back to the system
-/// at once; buffers that are still out stay valid, and take their arena with them when the last of
-/// it goes.
+/// When the last clone is dropped, free memory is returned to the system at once. Buffers in use
+/// stay valid, and each arena is released with its last buffer.
 ///
 /// ```
 /// use ferrite_fabric::mem::{Account, Pool, Purpose};
@@ -210,7 +213,8 @@ impl Builder {
 /// # let world = World::new();
 /// # world.add_device(DeviceSpec::new("fake1", "127.0.0.1".parse()?));
 /// # let domain = world.verbs().device("fake1")?.open()?.allocate_protection_domain()?;
-/// let pool = Pool::builder(&[domain]).memory_pool_max(64 << 20).receive_reserve(16 << 20).build()?;
+/// let pool =
+///     Pool::builder(&[domain]).memory_pool_max(64 << 20).receive_reserve(16 << 20).build()?;
 /// let peer = Account::new("peer 10.0.0.7", 1 << 20);
 /// let mut buf = pool.take(5, Purpose::Send, &peer)?;
 /// buf.copy_from_slice(b"hello");
@@ -222,7 +226,7 @@ impl Builder {
 #[derive(Clone)]
 pub struct Pool(Arc<Handle>);
 
-/// Closes the pool when the last of its clones goes.
+/// Closes the pool when the last of its clones is dropped.
 struct Handle {
     core: Arc<Core>,
 }
@@ -234,20 +238,22 @@ impl Drop for Handle {
 }
 
 impl Pool {
-    /// A pool whose memory every one of `domains` may use: one for each device that the process
-    /// talks through. Their order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`].
-    /// Without any it is plain memory.
+    /// Returns a builder for a pool whose memory all of `domains` may use, one for each device of
+    /// the process. Their order gives the indices for [`BufMut::raw_parts`] and [`Pool::expose`].
+    /// Without domains it is plain memory.
     pub fn builder(domains: &[ProtectionDomain]) -> Builder {
         Builder { domains: domains.to_vec(), config: PoolConfig::default() }
     }
 
-    /// A buffer of `len` bytes, charged to `account` by the size of its block. Its contents are
-    /// whatever its last user left there.
+    /// Takes a buffer of `len` bytes, charged to `account` by the size of its block. Its contents
+    /// are whatever the previous user left there.
     ///
     /// # Errors
-    /// [`PoolError::OverBudget`] if the account or the heap is exhausted: slow down, retry when
-    /// buffers have come back. [`PoolError::TooLarge`] beyond 2 MiB. [`PoolError::Register`] or
-    /// [`PoolError::Map`] if the pool has to grow and the host refuses.
+    /// - [`PoolError::OverBudget`] if the account or the heap is exhausted: slow down, and retry
+    ///   when buffers were returned.
+    /// - [`PoolError::TooLarge`] beyond 2 MiB.
+    /// - [`PoolError::Register`] or [`PoolError::Map`] if the pool has to grow and the host
+    ///   refuses.
     pub fn take(
         &self,
         len: usize,
@@ -257,11 +263,11 @@ impl Pool {
         self.take_for(len, purpose, Some(account))
     }
 
-    /// A buffer that is charged to nobody (yet: see [`BufMut::charge_to`]), such as a receive that
-    /// is posted before it is known whose message will come.
+    /// Takes a buffer that is charged to no account yet (see [`BufMut::charge_to`]), such as a
+    /// receive that is posted before its sender is known.
     ///
     /// # Errors
-    /// As [`Pool::take`].
+    /// Like [`Pool::take`].
     pub fn take_uncharged(&self, len: usize, purpose: Purpose) -> Result<BufMut, PoolError> {
         self.take_for(len, purpose, None)
     }
@@ -294,16 +300,17 @@ impl Pool {
         }
     }
 
-    /// Lets a peer that is connected through the domain with this index access the buffer, within
-    /// `access`, until it is revoked: registers exactly its bytes. They count against the
+    /// Exposes the buffer to peers that are connected through the domain with this index, within
+    /// `access`, until it is revoked. Registers exactly its bytes, which count against the
     /// locked-memory limit a second time.
     ///
-    /// **The peer sees what is in the buffer**: overwrite what the last user left there.
+    /// **The peer sees the contents of the buffer**: overwrite what the previous user left there.
     ///
     /// # Errors
-    /// [`PoolError::Register`] if the device or the locked-memory limit refuses;
-    /// [`PoolError::Misuse`] if the buffer is empty or of another pool, [`PoolError::NoDomain`] if
-    /// there is no such domain. The buffer comes back.
+    /// Returns the buffer with:
+    /// - [`PoolError::Register`] if the device or the locked-memory limit refuses;
+    /// - [`PoolError::Misuse`] if the buffer is empty or belongs to another pool;
+    /// - [`PoolError::NoDomain`] if there is no such domain.
     pub fn expose(
         &self,
         buf: BufMut,
@@ -312,9 +319,9 @@ impl Pool {
     ) -> Result<Exposed, (BufMut, PoolError)> {
         let core = &self.0.core;
         let wrong = if !buf.is_of(core) {
-            "the buffer is of another pool"
+            "the buffer belongs to another pool"
         } else if buf.is_empty() {
-            "an empty buffer has nothing to reach"
+            "an empty buffer cannot be exposed"
         } else {
             return match core.domain(domain) {
                 Some(of) => {
@@ -330,27 +337,27 @@ impl Pool {
         Err((buf, PoolError::Misuse(wrong.into())))
     }
 
-    /// From now on registrations that are let go of end where `elsewhere` has it done.
-    pub(crate) fn set_elsewhere(&self, elsewhere: Elsewhere) {
-        self.0.core.set_elsewhere(elsewhere);
+    /// Sets the executor for calls that may block in the device, such as ending registrations.
+    pub(crate) fn set_background(&self, background: Background) {
+        self.0.core.set_background(background);
     }
 
-    /// The same for peers that this process serves by itself: nothing is registered.
+    /// Exposes a buffer to peers that this process serves itself: nothing is registered.
     ///
     /// # Errors
-    /// [`PoolError::Misuse`] if the buffer is empty or of another pool. The buffer comes back.
+    /// Returns the buffer with [`PoolError::Misuse`] if it is empty or belongs to another pool.
     pub fn expose_without_device(&self, buf: BufMut) -> Result<Exposed, (BufMut, PoolError)> {
         if !buf.is_of(&self.0.core) {
-            return Err((buf, PoolError::Misuse("the buffer is of another pool".into())));
+            return Err((buf, PoolError::Misuse("the buffer belongs to another pool".into())));
         }
         if buf.is_empty() {
-            return Err((buf, PoolError::Misuse("an empty buffer has nothing to reach".into())));
+            return Err((buf, PoolError::Misuse("an empty buffer cannot be exposed".into())));
         }
         Ok(Exposed::new(buf))
     }
 
-    /// The same for the peer of one queue pair on `domain`, which is to bind the window: nobody
-    /// else reaches it.
+    /// Exposes a buffer to the peer of one queue pair of `domain`, and to nobody else. The queue
+    /// pair must bind the window.
     pub(crate) fn expose_by_window(
         &self,
         buf: BufMut,
@@ -364,8 +371,7 @@ impl Pool {
         }
     }
 
-    /// Lets the peer of one more queue pair, which is to bind the window, reach what is exposed
-    /// already.
+    /// Opens an exposed buffer to the peer of one more queue pair, which must bind the window.
     pub(crate) fn open_window(
         &self,
         exposed: &mut Exposed,
@@ -378,7 +384,7 @@ impl Pool {
         }
     }
 
-    /// Lets peers on another domain reach what is exposed already; where it is for them.
+    /// Opens an exposed buffer to peers on another domain. Returns how they address it.
     pub(crate) fn expose_also(
         &self,
         exposed: &mut Exposed,
@@ -391,86 +397,87 @@ impl Pool {
         }
     }
 
-    /// Asks the devices once more to let go of buffers that are in quarantine
-    /// ([`PoolStats::quarantined_bytes`]); returns how many came free. A pool that runs out of
+    /// Asks the devices again to release buffers that are in quarantine
+    /// ([`PoolStats::quarantined_bytes`]). Returns how many were released. A pool that runs out of
     /// memory does this by itself.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn retry_quarantined(&self) -> usize {
         self.0.core.retry_quarantined()
     }
 
-    /// Gives up to `most` arenas of each purpose back to the system, of those that no buffer was in
-    /// now and when this was last called; what the pool began with stays, and one more. `false`
-    /// when there is nothing more to give back until buffers come back. Fabrics call it every few
-    /// seconds while there is.
+    /// Returns up to `most` arenas of each purpose to the system: those that no buffer used,
+    /// neither now nor at the previous call. The initial memory and one more arena stay.
+    ///
+    /// Returns `false` if nothing more can be released until buffers are returned. Fabrics call
+    /// this every few seconds while it returns `true`.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn shrink(&self, most: usize) -> bool {
         self.0.core.shrink(most)
     }
 
-    /// Whether [`Pool::shrink`] may have something to do.
+    /// Returns whether [`Pool::shrink`] may have something to do.
     pub(crate) fn has_grown(&self) -> bool {
         self.0.core.heaps.iter().any(Heap::has_grown)
     }
 
-    /// Bytes that have ever come back: while this is the same, [`Pool::shrink`] has nothing new to
-    /// do.
+    /// Returns the total bytes that were ever returned. While this does not change,
+    /// [`Pool::shrink`] has nothing new to do.
     pub(crate) fn returned_bytes(&self) -> u64 {
         self.0.core.cache.returned_bytes()
     }
 
-    /// Bytes in blocks that are out, without waiting for anybody:
-    /// [`HeapStats::in_use_bytes`](super::HeapStats). For who asks often, and where [`Pool::stats`]
-    /// costs too much.
+    /// Returns the bytes of blocks in use, without taking a lock:
+    /// [`HeapStats::in_use_bytes`](super::HeapStats). For frequent calls, where [`Pool::stats`]
+    /// would cost too much.
     #[must_use]
     pub fn in_use_bytes(&self, purpose: Purpose) -> u64 {
         self.0.core.cache.in_use_bytes(purpose)
     }
 
-    /// The most bytes that there may be for a purpose: [`HeapStats::max_bytes`](super::HeapStats).
+    /// Returns the maximum memory for a purpose: [`HeapStats::max_bytes`](super::HeapStats).
     #[must_use]
     pub fn max_bytes(&self, purpose: Purpose) -> u64 {
         self.0.core.heaps[purpose.index()].max_bytes as u64
     }
 
-    /// Whether a buffer is of this pool.
+    /// Returns whether a buffer belongs to this pool.
     #[must_use]
     pub fn owns(&self, buf: &Buf) -> bool {
         buf.is_of(&self.0.core)
     }
 
-    /// As [`Pool::owns`].
+    /// Like [`Pool::owns`].
     #[must_use]
     pub fn owns_mut(&self, buf: &BufMut) -> bool {
         buf.is_of(&self.0.core)
     }
 
-    /// The domains it is registered with.
+    /// Returns the domains that it is registered with.
     #[must_use]
     pub fn domains(&self) -> Vec<ProtectionDomain> {
         self.0.core.live_domains()
     }
 
-    /// Lets go of the domain with this index, because its device goes: ends every registration with
-    /// it. The buffers stay.
+    /// Ends every registration with the domain with this index, because its device goes away. The
+    /// buffers stay.
     ///
-    /// Nothing may be in flight on it: destroy its queue pairs and shared receive queues first, or
-    /// the device answers what it still has with protection errors.
+    /// Nothing may be in flight on it: destroy its queue pairs and shared receive queues first.
+    /// Otherwise the device answers the remaining requests with protection errors.
     pub fn retire_domain(&self, index: usize) {
         self.0.core.retire(index);
     }
 
-    /// Puts a domain in the place of one that was retired, because its device is back: registers
-    /// all there is with it, and what the pool grows by later. Buffers that are out can be used
-    /// with it, too. Who needs the pool to grow waits meanwhile.
+    /// Replaces a retired domain, because its device is back. Registers all memory with it, and
+    /// memory that the pool grows by later. Buffers in use can be used with it, too. Callers that
+    /// need the pool to grow wait meanwhile.
     ///
-    /// Nothing may be in flight on the index: requests that were made with the keys of the old
-    /// domain mean nothing to the new one, and are answered with protection errors.
+    /// Nothing may be in flight on the index: requests with the keys of the old domain are invalid
+    /// in the new one, and are answered with protection errors.
     ///
     /// # Errors
-    /// [`PoolError::Register`] if the device or the locked-memory limit refuses, then nothing is
-    /// registered with it; [`PoolError::Misuse`] if there is no domain with this index, or it was
-    /// not retired.
+    /// [`PoolError::Register`] if the device or the locked-memory limit refuses; then nothing is
+    /// registered with it. [`PoolError::Misuse`] if there is no domain with this index, or if it
+    /// was not retired.
     ///
     /// ```
     /// # use ferrite_fabric::mem::{Pool, Purpose};
@@ -492,8 +499,8 @@ impl Pool {
         self.0.core.restore(index, domain)
     }
 
-    /// What it is made of now. The parts are read one after the other: they add up while nobody
-    /// takes or returns. Does not wait for memory that is being registered.
+    /// Returns a snapshot of its counters. They are read one after the other, so they add up only
+    /// while nobody takes or returns buffers. Does not wait for a registration in progress.
     #[must_use]
     pub fn stats(&self) -> PoolStats {
         PoolStats::of(&self.0.core)
@@ -513,7 +520,7 @@ mod tests {
     const MIB: usize = 1 << 20;
 
     #[test]
-    fn sizes_are_whole_chunks() {
+    fn rounds_sizes_to_whole_chunks() {
         let config = PoolConfig {
             memory_pool_initial: 1,
             memory_pool_increase: 0,
@@ -527,7 +534,7 @@ mod tests {
     }
 
     #[test]
-    fn the_beginning_is_shared_out_by_the_limits() {
+    fn divides_the_initial_memory_by_the_limits() {
         let config = PoolConfig {
             memory_pool_initial: 64 * MIB,
             receive_reserve: 256 * MIB,
@@ -544,7 +551,7 @@ mod tests {
     }
 
     #[test]
-    fn contradictions_are_refused() {
+    fn refuses_contradictory_sizes() {
         for (wrong, word) in [
             (PoolConfig { receive_reserve: 0, ..PoolConfig::default() }, "receive_reserve must be"),
             (PoolConfig { receive_reserve: 1 << 30, ..PoolConfig::default() }, "for sends"),

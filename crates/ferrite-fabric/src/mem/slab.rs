@@ -1,7 +1,7 @@
-//! A slab: a chunk that was given to a size class, and what is known of each of its blocks.
+//! A slab: a chunk that was assigned to a size class, with the metadata of its blocks.
 //!
-//! It lies in ordinary memory, away from the bytes it describes. It lives while the heap lists it
-//! or a block of it is out, and keeps arena and pool alive that long.
+//! The metadata lies in ordinary memory, away from the bytes it describes. A slab lives while the
+//! heap lists it or one of its blocks is in use, and keeps the arena and the pool alive that long.
 
 use std::cell::UnsafeCell;
 use std::ptr::NonNull;
@@ -16,23 +16,24 @@ use super::core::Core;
 pub(super) struct Slab {
     pub(super) core: Arc<Core>,
     pub(super) arena: Arc<Arena>,
-    /// Where the chunk begins in the arena.
+    /// The chunk's offset in the arena.
     pub(super) offset: usize,
-    /// The chunk's place in the heap's table.
+    /// The chunk's index in the heap's table.
     pub(super) chunk: u32,
     pub(super) purpose: Purpose,
     pub(super) class: SizeClass,
     metas: Box<[Meta]>,
 }
 
-/// What is known of one block.
+/// The metadata of one block.
 #[derive(Default)]
 pub(super) struct Meta {
-    /// Handles on it; 0 while it is free.
+    /// Number of handles; 0 while the block is free.
     pub(super) refs: AtomicU32,
-    /// How often it has come back.
+    /// How often the block was returned.
     pub(super) generation: AtomicU32,
-    /// Who is charged for it. Belongs to whoever has the only handle: see `lease.rs`.
+    /// The account that is charged for it. Only the block's single lease may access it: see
+    /// `lease.rs`.
     pub(super) charge: UnsafeCell<Option<Account>>,
 }
 
@@ -61,14 +62,14 @@ impl Slab {
         &self.metas[index as usize]
     }
 
-    /// The first byte of a block.
+    /// Returns the first byte of a block.
     pub(super) fn at(&self, index: u32) -> NonNull<u8> {
         self.arena.at(self.offset + index as usize * self.class.bytes())
     }
 }
 
-/// A block that nobody uses, as a value: there is one for each block at most, in a free list, a
-/// cache, or on its way. Dropping one loses the block, nothing worse.
+/// A free block, as a value. At most one exists for each block: in a free list, in a cache, or in
+/// transit. Dropping it loses the block, but does no other harm.
 pub(super) struct Block {
     pub(super) slab: Arc<Slab>,
     pub(super) index: u32,

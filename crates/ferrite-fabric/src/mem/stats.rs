@@ -1,5 +1,4 @@
-//! What a pool counts: plain numbers, copied out at once. Exporting them is somebody else's
-//! business.
+//! The statistics of a pool: plain numbers, copied at once.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -8,9 +7,10 @@ use super::class::{Purpose, SizeClass};
 use super::core::Core;
 use super::error::{Budget, PoolError};
 
-/// A pool at one moment: see [`Pool::stats`](super::Pool::stats).
+/// A snapshot of a pool: see [`Pool::stats`](super::Pool::stats).
 ///
-/// For each purpose, `mapped = in use + cached + free`. What is exposed or in quarantine is in use.
+/// For each purpose, `mapped = in use + cached + free`. Buffers that are exposed or in quarantine
+/// are in use.
 ///
 /// ```
 /// use ferrite_fabric::mem::Purpose;
@@ -31,31 +31,31 @@ use super::error::{Budget, PoolError};
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct PoolStats {
-    /// Mapped from the system.
+    /// Bytes that are mapped from the system.
     pub mapped_bytes: u64,
-    /// Registered: the mapped bytes, once for every domain.
+    /// Registered bytes: the mapped bytes, once for every domain.
     pub registered_bytes: u64,
-    /// The most that is ever registered.
+    /// The most bytes that are ever registered.
     pub registered_max_bytes: u64,
-    /// Mappings.
+    /// Number of mappings.
     pub arenas: u64,
-    /// How often it has grown since it was made.
+    /// How often it has grown since it was built.
     pub growths: u64,
-    /// The mapped bytes by the pages that hold them: what came of the wish for huge ones.
+    /// The mapped bytes by kind of page. Shows whether the host provided huge pages.
     pub pages: PageStats,
-    /// The memory node that arenas are asked to be on.
+    /// The memory node that is preferred for arenas.
     pub numa_node: Option<u32>,
-    /// For sends.
+    /// Memory for sends.
     pub send: HeapStats,
-    /// For receives.
+    /// Memory for receives.
     pub receive: HeapStats,
-    /// Buffers that are exposed to a peer now, and their bytes.
+    /// Number of buffers that are exposed to peers.
     pub exposed_regions: u64,
-    /// See above.
+    /// Bytes that are exposed to peers.
     pub exposed_bytes: u64,
-    /// Blocks that nobody may use because the device has not let go of them. 0 in health.
+    /// Bytes of blocks that cannot be used because a device has not released them. Normally 0.
     pub quarantined_bytes: u64,
-    /// What could not be done, by cause, since the pool was made.
+    /// Failures by cause, since the pool was built.
     pub failures: Failures,
 }
 
@@ -72,37 +72,37 @@ pub struct PageStats {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct HeapStats {
-    /// The most it may have.
+    /// The maximum.
     pub max_bytes: u64,
-    /// What it has.
+    /// Bytes that are mapped.
     pub mapped_bytes: u64,
-    /// In blocks that are out.
+    /// Bytes of blocks in use.
     pub in_use_bytes: u64,
-    /// In blocks that wait in a thread's cache.
+    /// Bytes of blocks in the threads' caches.
     pub cached_bytes: u64,
-    /// In blocks and chunks that anybody may have.
+    /// Bytes of free blocks and chunks.
     pub free_bytes: u64,
-    /// Blocks that are out, by [`SizeClass`], the smallest first.
+    /// Number of blocks in use by [`SizeClass`], the smallest first.
     pub in_use_blocks: [u64; SizeClass::ALL.len()],
 }
 
-/// How often something could not be done.
+/// Counts of failures.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Failures {
-    /// The heap for sends was at its maximum.
+    /// The send heap was at its maximum.
     pub send_exhausted: u64,
-    /// The heap for receives was at its maximum.
+    /// The receive heap was at its maximum.
     pub receive_exhausted: u64,
     /// An account was at its limit.
     pub account_exhausted: u64,
-    /// More than the largest block.
+    /// The request was larger than the largest block.
     pub too_large: u64,
-    /// The system gave no memory.
+    /// The system had no memory.
     pub map: u64,
     /// A registration was refused, of an arena or of an exposed buffer.
     pub register: u64,
-    /// A device did not let go of an exposed buffer.
+    /// A device did not release an exposed buffer.
     pub deregister: u64,
 }
 
@@ -154,7 +154,7 @@ impl PoolStats {
         stats
     }
 
-    /// The heap of a purpose.
+    /// Returns the statistics of one purpose.
     #[must_use]
     pub fn heap(&self, purpose: Purpose) -> &HeapStats {
         match purpose {
@@ -163,10 +163,10 @@ impl PoolStats {
         }
     }
 
-    /// Every number with its name, for an exporter.
+    /// Returns every number with its name, for an exporter.
     #[must_use]
     pub fn counters(&self) -> Vec<(String, u64)> {
-        // Without `..`: a new field must be given a name here.
+        // Without `..`, so that a new field must be given a name here.
         let Self {
             mapped_bytes,
             registered_bytes,
@@ -246,7 +246,7 @@ impl Failures {
     }
 }
 
-/// The counters that are not found by looking at the pool itself.
+/// The counters that cannot be computed from the pool's state.
 #[derive(Default)]
 pub(super) struct Counters {
     pub(super) growths: AtomicU64,

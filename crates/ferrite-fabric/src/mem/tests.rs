@@ -1,6 +1,6 @@
-//! Tests that need the inside: pool buffers as the two ends of a transfer, with the parts given to
-//! a device by hand as the fabric's slots will do it.
-#![expect(unsafe_code, reason = "plays the fabric: each block states its obligations")]
+//! Tests that use pool buffers as the two ends of a transfer. They pass the raw parts to a device
+//! by hand, as the fabric's slots do.
+#![expect(unsafe_code, reason = "takes the role of the fabric; each block states its obligations")]
 
 use ferrite_verbs::fake::{DeviceSpec, World};
 use ferrite_verbs::{
@@ -32,7 +32,7 @@ fn pair(world: &World) -> [(ProtectionDomain, CompletionQueue, QueuePair); 2] {
     ends
 }
 
-fn reap(cq: &CompletionQueue) -> Status {
+fn poll_status(cq: &CompletionQueue) -> Status {
     let mut out = [WorkCompletion::default()];
     assert_eq!(cq.poll(&mut out).expect("poll"), 1);
     out[0].status()
@@ -41,13 +41,13 @@ fn reap(cq: &CompletionQueue) -> Status {
 /// # Safety
 /// The buffer must be owned until the work request has completed.
 unsafe fn sge(RawParts { addr, len, lkey }: RawParts) -> Sge<'static> {
-    // SAFETY: the pool keeps the memory registered and mapped while the buffer lives, and who owns
-    // the buffer has no reference into it; the caller vouches for both until the completion.
+    // SAFETY: the pool keeps the memory registered and mapped while the buffer lives, and the owner
+    // of the buffer has no reference into it. The caller guarantees both until the completion.
     unsafe { Sge::from_raw(addr, len, lkey) }
 }
 
 #[test]
-fn from_one_device_to_the_other_without_a_copy() {
+fn transfers_between_devices_without_a_copy() {
     let world = World::new();
     let [a, b] = pair(&world);
     let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
@@ -55,31 +55,31 @@ fn from_one_device_to_the_other_without_a_copy() {
     message.fill(7);
     let message = message.freeze();
     let mut received = pool.take_uncharged(1000, Purpose::Receive).expect("memory");
-    // SAFETY: both buffers live to the end of the test and are not looked at before the completion.
+    // SAFETY: both buffers live to the end of the test and are not accessed before the completion.
     unsafe {
         b.2.post_recv(&[RecvRequest::new(1, &[sge(received.raw_parts(1))])]).expect("post");
         let pieces = [sge(message.raw_parts(0)), sge(message.slice(100..200).raw_parts(0))];
         a.2.post_send(&[SendRequest::send(1, &pieces).signaled()]).expect("post");
     }
-    assert_eq!((reap(&a.1), reap(&b.1)), (Status::SUCCESS, Status::SUCCESS));
+    assert_eq!((poll_status(&a.1), poll_status(&b.1)), (Status::SUCCESS, Status::SUCCESS));
     received.set_len(400);
     assert!(received.iter().all(|byte| *byte == 7));
 }
 
 #[test]
-fn the_key_of_another_device_is_refused() {
+fn refuses_the_key_of_another_device() {
     let world = World::new();
     let [a, b] = pair(&world);
     let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
     let message = pool.take_uncharged(64, Purpose::Send).expect("memory").freeze();
     // SAFETY: as above.
     unsafe { a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(1))])]) }.expect("post");
-    assert_eq!(reap(&a.1), Status::LOCAL_PROTECTION);
+    assert_eq!(poll_status(&a.1), Status::LOCAL_PROTECTION);
 }
 
-/// A buffer that was filled before its device went is sent through the one that came back.
+/// A buffer that was filled before its device disappeared is sent through the one that came back.
 #[test]
-fn buffers_are_good_for_a_device_that_came_back() {
+fn buffers_can_be_used_with_a_device_that_came_back() {
     let world = World::new();
     let [a, b] = pair(&world);
     let pool = Pool::builder(&[a.0.clone(), b.0.clone()]).build().expect("pool");
@@ -90,7 +90,7 @@ fn buffers_are_good_for_a_device_that_came_back() {
     drop((a, b));
     for device in 0..2 {
         pool.retire_domain(device);
-        assert_eq!(message.raw_parts(device).lkey, 0, "no key of a device that is gone");
+        assert_eq!(message.raw_parts(device).lkey, 0, "there is no key for a device that is gone");
     }
     world.remove_device("10.0.0.1");
     world.remove_device("10.0.0.2");
@@ -106,6 +106,6 @@ fn buffers_are_good_for_a_device_that_came_back() {
         a.2.post_send(&[SendRequest::send(1, &[sge(message.raw_parts(0))]).signaled()])
             .expect("post");
     }
-    assert_eq!((reap(&a.1), reap(&b.1)), (Status::SUCCESS, Status::SUCCESS));
+    assert_eq!((poll_status(&a.1), poll_status(&b.1)), (Status::SUCCESS, Status::SUCCESS));
     assert_eq!(received[..], message[..]);
 }

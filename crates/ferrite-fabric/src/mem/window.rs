@@ -1,14 +1,16 @@
-//! How peers get at exposed memory: registrations, and the windows on them.
+//! How peers access exposed memory: registrations, and memory windows on them.
 //!
-//! A registration with remote rights is open to every queue pair of its domain. One with a window
-//! on it is closed, and the window is open to the queue pair that it is bound to. A window must go
-//! before its queue pair, which the link does, and before the registration under it, which whoever
-//! exposes the memory does: it belongs to both, and the first to end closes it. But not while its
-//! queue pair has yet to bind it, which would fail and break the link: then the memory waits for
-//! that.
+//! A registration with remote rights is open to every queue pair of its domain. A registration with
+//! a window is closed, and the window is open to the queue pair that it is bound to.
 //!
-//! Each has a registration of its own, of the same bytes: Soft-RoCE checks an access against the
-//! bounds of the registration, not of the window, and lets one that has begun go on until the
+//! A window must be closed before its queue pair is destroyed, which the link ensures, and before
+//! the registration under it ends, which the owner of the exposed memory ensures. It belongs to
+//! both, and the first to end closes it. But a window whose bind request is still in flight must
+//! not be closed: the request would fail and break the link. In that case the memory waits for the
+//! request.
+//!
+//! Each window has a registration of its own, of the same bytes. Soft-RoCE checks an access against
+//! the bounds of the registration, not of the window, and lets a started access continue until the
 //! registration ends.
 
 use std::sync::atomic::Ordering;
@@ -28,10 +30,10 @@ pub(crate) struct Window {
 struct State {
     /// `None` when it is closed.
     open: Option<MemoryWindow>,
-    /// The request that binds it is with the device.
+    /// Whether the request that binds it is in flight.
     binding: bool,
-    /// Memory that nobody exposes any more, and that waits for that request.
-    left: Option<(Ways, BufMut)>,
+    /// Memory that is no longer exposed, and that waits for that request.
+    left: Option<(Registrations, BufMut)>,
 }
 
 impl Window {
@@ -43,7 +45,7 @@ impl Window {
         })
     }
 
-    /// Where it is for the peer of the queue pair that it is bound to.
+    /// Returns how the peer of the queue pair that it is bound to addresses it.
     pub(crate) fn remote(&self) -> RemoteSlice {
         self.remote
     }
@@ -52,8 +54,8 @@ impl Window {
         lock(&self.state).open.is_some()
     }
 
-    /// Has `post` give the request that binds it to the device, and say whether the device has it;
-    /// `None` if it has not, or if the window is closed.
+    /// Calls `post` to post the request that binds it; `post` returns whether the device accepted
+    /// it. Returns `None` if it did not, or if the window is closed.
     pub(crate) fn bind(
         self: &Arc<Self>,
         post: impl FnOnce(&MemoryWindow) -> bool,
@@ -64,10 +66,10 @@ impl Window {
         posted.then(|| Binding(Arc::clone(self)))
     }
 
-    /// Ends it, bound or not: no access by its key begins any more.
+    /// Closes it, bound or not: no access with its key can start any more.
     ///
     /// # Errors
-    /// What the device said if it did not let go; it is open as before.
+    /// Returns the device's error if it did not close; the window is then still open.
     pub(crate) fn close(&self) -> Result<(), Error> {
         let mut state = lock(&self.state);
         let Some(window) = state.open.take() else { return Ok(()) };
@@ -77,19 +79,23 @@ impl Window {
         })
     }
 
-    /// Keeps memory until it is bound; gives it back if nothing is waited for.
-    fn keep(&self, ways: Ways, buf: BufMut) -> Result<(), (Ways, BufMut)> {
+    /// Keeps memory until the window is bound. Returns it if no request is in flight.
+    fn keep(
+        &self,
+        registrations: Registrations,
+        buf: BufMut,
+    ) -> Result<(), (Registrations, BufMut)> {
         let mut state = lock(&self.state);
         if !state.binding || state.open.is_none() {
-            return Err((ways, buf));
+            return Err((registrations, buf));
         }
-        state.left = Some((ways, buf));
+        state.left = Some((registrations, buf));
         Ok(())
     }
 }
 
-/// The request that binds a window is with the device. To be dropped when it is done, or its queue
-/// pair destroyed.
+/// A bind request that is in flight. Drop it when the request is done or its queue pair was
+/// destroyed.
 pub(crate) struct Binding(Arc<Window>);
 
 impl Drop for Binding {
@@ -99,10 +105,10 @@ impl Drop for Binding {
             state.binding = false;
             state.left.take()
         };
-        if let Some((mut ways, buf)) = left {
-            ways.windows.push((usize::MAX, Arc::clone(&self.0)));
+        if let Some((mut registrations, buf)) = left {
+            registrations.windows.push((usize::MAX, Arc::clone(&self.0)));
             let core = Arc::clone(buf.core());
-            core.elsewhere(move || ways.let_go(buf));
+            core.run_in_background(move || registrations.release(buf));
         }
     }
 }
@@ -113,16 +119,16 @@ impl std::fmt::Debug for Binding {
     }
 }
 
-/// All ways to one piece of memory.
+/// All registrations and windows of one exposed buffer.
 #[derive(Default)]
-pub(super) struct Ways {
-    /// Both by the number of the domain.
+pub(super) struct Registrations {
+    /// By domain index.
     pub(super) windows: Vec<(usize, Arc<Window>)>,
     pub(super) regions: Vec<(usize, MemoryRegion)>,
 }
 
-impl Ways {
-    /// Closes all; what a device said that did not let go. What it did not let go of stays here.
+impl Registrations {
+    /// Closes all. Returns the device's first error; what could not be closed stays here.
     pub(super) fn close(&mut self) -> Option<Error> {
         let mut first = None;
         self.windows.retain(|(_, window)| match window.close() {
@@ -141,9 +147,9 @@ impl Ways {
         first
     }
 
-    /// Closes all and gives the buffer back to its pool: now, or when the last of the windows that
-    /// are being bound is.
-    pub(super) fn let_go(mut self, mut buf: BufMut) {
+    /// Closes all and returns the buffer to its pool: now, or when the last of the windows that are
+    /// being bound is.
+    pub(super) fn release(mut self, mut buf: BufMut) {
         let mut bound = Vec::new();
         while let Some((index, window)) = self.windows.pop() {
             match window.keep(self, buf) {

@@ -1,4 +1,4 @@
-//! Where streams come in.
+//! Accepts streams.
 
 use std::future::poll_fn;
 use std::io;
@@ -10,8 +10,8 @@ use crate::connect::UNKNOWN_PEER;
 use crate::fabric::Fabric;
 use crate::listener::Listener;
 
-/// Takes streams of peers, as `tokio::net::TcpListener` does. Dropping it stops listening; streams
-/// that were accepted stay.
+/// Accepts streams of peers, like `tokio::net::TcpListener`. Dropping it stops listening; accepted
+/// streams stay open.
 ///
 /// ```
 /// use ferrite_fabric::{Fabric, Stream, StreamListener};
@@ -31,9 +31,9 @@ use crate::listener::Listener;
 ///     }
 /// });
 /// let mut stream = Stream::connect(&fabric, addr).await?;
-/// let mut said = String::new();
-/// stream.read_to_string(&mut said).await?;
-/// assert_eq!(said, "welcome");
+/// let mut received = String::new();
+/// stream.read_to_string(&mut received).await?;
+/// assert_eq!(received, "welcome");
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// # })?;
 /// # Ok::<(), Box<dyn std::error::Error>>(())
@@ -45,33 +45,34 @@ impl StreamListener {
     /// Listens on an address of the fabric's devices; port 0 picks one.
     ///
     /// # Errors
-    /// Those of [`Fabric::listen`]. [`io::ErrorKind::AddrInUse`] says what it means.
+    /// Those of [`Fabric::listen`]. An address in use is [`io::ErrorKind::AddrInUse`].
     pub fn bind(fabric: &Fabric, local: SocketAddr) -> io::Result<Self> {
         Ok(Self(fabric.listen(local)?))
     }
 
-    /// Takes what a listener of links would take. The peers must mean streams.
+    /// Accepts the links of `listener` as streams. The peers must use them as streams, too.
     #[must_use]
     pub fn new(listener: Listener) -> Self {
         Self(listener)
     }
 
-    /// Where it listens.
+    /// Returns the address that it listens on.
     #[must_use]
     pub fn local_addr(&self) -> SocketAddr {
         self.0.local_addr()
     }
 
-    /// The next stream, and the peer's address. Safe to drop: a stream that nobody took stays in
-    /// line.
+    /// Waits for the next stream and returns it with the peer's address. Safe to cancel: a stream
+    /// that was not taken stays in the queue.
     ///
     /// # Errors
-    /// When the listener's device has gone.
+    /// Fails if the listener's device has disappeared.
     pub async fn accept(&self) -> io::Result<(Stream, SocketAddr)> {
         poll_fn(|cx| self.poll_accept(cx)).await
     }
 
-    /// The same for those who poll. Every waker is called that was given since the last stream.
+    /// Like [`StreamListener::accept`], for manual polling. A new stream wakes every waker that was
+    /// registered since the last one.
     pub fn poll_accept(&self, cx: &mut Context<'_>) -> Poll<io::Result<(Stream, SocketAddr)>> {
         match self.0.next(Some(cx.waker())) {
             Ok(Some(link)) => {

@@ -1,4 +1,4 @@
-//! The reading side of a stream: messages into bytes.
+//! The reading side of a stream: turns messages into bytes.
 
 use std::io;
 use std::task::{Context, Poll, ready};
@@ -13,18 +13,18 @@ use crate::link::Link;
 use crate::link::message::Parts;
 use crate::mem::Buf;
 
-/// A reader with less room is served from what the fabric has read: it would ask the kernel too
-/// often.
-const ROOM: usize = 16 << 10;
+/// A reader with less space is served from what the fabric has already read: otherwise it would
+/// make too many system calls.
+const DIRECT_READ_MIN: usize = 16 << 10;
 
 pub(super) struct Reader {
     pub(super) link: Link,
-    /// What is being read, from `at` on.
+    /// The piece that is being read, from `at` on.
     piece: Option<Buf>,
     at: usize,
-    /// What follows it in the same message.
+    /// The pieces that follow it in the same message.
     rest: std::vec::IntoIter<Buf>,
-    /// The peer writes no more.
+    /// Whether the peer writes no more.
     over: bool,
 }
 
@@ -61,20 +61,22 @@ impl Reader {
             self.next_piece();
         }
         if out.remaining() > 0 {
-            let _ = self.read_through(out); // a failure is told the next time
+            let _ = self.read_through(out); // the next call reports a failure
         }
         budget.made_progress();
         Poll::Ready(Ok(()))
     }
 
-    /// Reads from the kernel what is there of large frames, if TCP carries the link and nothing
-    /// else stands before it.
+    /// Reads large frames directly from the kernel, if TCP carries the link and no earlier bytes
+    /// are pending.
     fn read_through(&mut self, out: &mut ReadBuf<'_>) -> io::Result<bool> {
-        let here = self.piece.is_some() || self.rest.len() > 0 || self.over;
-        Ok(!here && out.remaining() >= ROOM && self.link.shared().read_through(CHANNEL, out)?)
+        let is_pending = self.piece.is_some() || self.rest.len() > 0 || self.over;
+        Ok(!is_pending
+            && out.remaining() >= DIRECT_READ_MIN
+            && self.link.shared().read_through(CHANNEL, out)?)
     }
 
-    /// The rest of what is being read, or the next; empty at the end.
+    /// Returns the rest of the current piece, or the next one; empty at the end.
     pub(super) fn poll_bytes(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<Bytes>> {
         let budget = ready!(coop::poll_proceed(cx));
         ready!(self.poll_piece(cx))?;
@@ -83,7 +85,7 @@ impl Reader {
         Poll::Ready(Ok(bytes.unwrap_or_default()))
     }
 
-    /// Sees to it that there is a piece, or that it is over.
+    /// Waits until there is a piece, or until the stream has ended.
     fn poll_piece(&mut self, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         while self.piece.is_none() && !self.over {
             if let Some(piece) = self.rest.next() {
@@ -91,7 +93,7 @@ impl Reader {
                 break;
             }
             match self.link.shared().receive(Some(cx.waker())) {
-                // Of others that use the link.
+                // Messages of other users of the link.
                 Ok(Some(message)) if message.notice().is_some() || message.channel() != CHANNEL => {
                 }
                 Ok(Some(message)) => self.take(message.into_parts()),
@@ -102,7 +104,7 @@ impl Reader {
         Poll::Ready(Ok(()))
     }
 
-    /// Goes on with what is here already. A failure is told when there is nothing more to give.
+    /// Continues with what has already arrived. A failure is reported after everything was read.
     fn next_piece(&mut self) {
         if self.piece.is_some() || self.over {
             return;
@@ -133,8 +135,7 @@ impl Reader {
         self.at = 0;
     }
 
-    /// A peer that left in good order has written all it wanted. Anything else is no end of the
-    /// stream.
+    /// Ends the stream if the peer closed the link in good order. Anything else is a failure.
     fn ended(&mut self, error: Error) -> io::Result<()> {
         if error.kind() != ErrorKind::Closed {
             return Err(error.into());

@@ -1,4 +1,4 @@
-//! The two directions of a stream, each for a task of its own.
+//! The two directions of a stream, for separate tasks.
 
 use std::fmt;
 use std::future::poll_fn;
@@ -31,7 +31,7 @@ use crate::link::Link;
 pub struct OwnedReadHalf(Reader);
 
 /// The writing half of a [`Stream`]: see [`Stream::into_split`]. When it is dropped, the peer reads
-/// the end of the stream after all that was written, as after
+/// the end of the stream after everything that was written, as after
 /// [`poll_shutdown`](tokio::io::AsyncWrite::poll_shutdown).
 ///
 /// ```
@@ -39,12 +39,12 @@ pub struct OwnedReadHalf(Reader);
 /// use tokio::io::AsyncWriteExt;
 ///
 /// async fn greet(mut half: OwnedWriteHalf) -> std::io::Result<()> {
-///     half.write_all(b"hello").await // and no more
+///     half.write_all(b"hello").await // dropping `half` ends the stream
 /// }
 /// ```
 pub struct OwnedWriteHalf(Writer);
 
-/// The halves are not of the same stream; here they are again.
+/// The halves belong to different streams; they are returned here.
 #[derive(Debug)]
 pub struct ReuniteError(pub OwnedReadHalf, pub OwnedWriteHalf);
 
@@ -53,29 +53,30 @@ pub(super) fn split(reader: Reader, writer: Writer) -> (OwnedReadHalf, OwnedWrit
 }
 
 impl OwnedReadHalf {
-    /// As [`Stream::read_bytes`].
+    /// Like [`Stream::read_bytes`].
     ///
     /// # Errors
-    /// How the link failed.
+    /// Returns the failure of the link.
     pub async fn read_bytes(&mut self) -> io::Result<Bytes> {
         poll_fn(|cx| self.0.poll_bytes(cx)).await
     }
 
-    /// The link below.
+    /// Returns the underlying link.
     #[must_use]
     pub fn link(&self) -> &Link {
         &self.0.link
     }
 
-    /// The whole stream again.
+    /// Joins the halves of a stream again.
     ///
     /// # Errors
-    /// If the other half is of another stream.
+    /// Fails if the halves belong to different streams.
     pub fn reunite(self, mut other: OwnedWriteHalf) -> Result<Stream, ReuniteError> {
         if !self.0.link.is_same(&other.0.link) {
             return Err(ReuniteError(self, other));
         }
-        let over = std::mem::replace(&mut other.0.over, true); // so that dropping it says nothing
+        // So that dropping it does not end the stream.
+        let over = std::mem::replace(&mut other.0.over, true);
         let mut writer = Writer::new(self.0.link.clone());
         writer.over = over;
         Ok(Stream { reader: self.0, writer })
@@ -83,7 +84,7 @@ impl OwnedReadHalf {
 }
 
 impl OwnedWriteHalf {
-    /// The link below.
+    /// Returns the underlying link.
     #[must_use]
     pub fn link(&self) -> &Link {
         &self.0.link
@@ -92,7 +93,7 @@ impl OwnedWriteHalf {
 
 impl Drop for OwnedWriteHalf {
     fn drop(&mut self) {
-        let _ = self.0.shutdown(); // of a link that is down there is no one to be told
+        let _ = self.0.shutdown(); // it fails only if the link is down
     }
 }
 
@@ -127,12 +128,12 @@ impl AsyncWrite for OwnedWriteHalf {
         true
     }
 
-    /// What was written is on its way already.
+    /// Returns at once: what was written is already being sent.
     fn poll_flush(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(Ok(()))
     }
 
-    /// Says that nothing more will be written.
+    /// Tells the peer that nothing more will be written.
     fn poll_shutdown(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<io::Result<()>> {
         Poll::Ready(self.0.shutdown())
     }
@@ -140,7 +141,7 @@ impl AsyncWrite for OwnedWriteHalf {
 
 impl fmt::Display for ReuniteError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the halves are of different streams")
+        f.write_str("the halves belong to different streams")
     }
 }
 

@@ -1,9 +1,10 @@
-//! The writing side of a stream: bytes into messages.
+//! The writing side of a stream: turns bytes into messages.
 //!
-//! A write copies into registered memory, queues the message and returns; nobody waits for an
-//! acknowledgement. The link's queue bounds what waits (`send_queue_messages`, `send_queue_bytes`),
-//! the peer's window what is under way. Over TCP it goes to the kernel from where it is, and
-//! nothing is queued: what the kernel does not take waits with the caller.
+//! Over RDMA, a write copies the bytes into registered memory, queues the message and returns,
+//! without waiting for an acknowledgement. The link's queue limits how much may wait
+//! (`send_queue_messages`, `send_queue_bytes`), and the peer's window limits how much is in flight.
+//! Over TCP, the bytes go to the kernel directly, without a queue: what the kernel does not accept
+//! stays with the caller.
 
 use std::io::{self, IoSlice};
 use std::task::{Context, Poll, ready};
@@ -16,17 +17,18 @@ use crate::link::tcp::CALLERS_SLICES;
 use crate::link::{Link, Transport};
 use crate::mem::{Buf, ErrorKind as PoolErrorKind, Purpose};
 
-/// Copied at a time: a block of the pool. Several are on their way while the next is copied.
+/// Maximum number of bytes to copy at a time: a block of the pool. Several are being sent while the
+/// next is copied.
 const CHUNK: usize = 64 << 10;
-/// What may go inside the request is gathered on the stack.
+/// Up to this size, bytes are gathered on the stack to be sent inline.
 const SMALL: usize = 256;
-/// So much every device takes inside the request, if it takes anything.
-const CRUMB: usize = 32;
+/// Every device that supports inline sends accepts at least this many bytes.
+const INLINE_MIN: usize = 32;
 
 pub(super) struct Writer {
     pub(super) link: Link,
     chunk: usize,
-    /// We write no more.
+    /// Whether this side writes no more.
     pub(super) over: bool,
 }
 
@@ -36,14 +38,15 @@ impl Writer {
         Self { link, chunk: most.clamp(1, CHUNK), over: false }
     }
 
-    /// Sends a part of the slices, at least a byte unless there is none; how much.
+    /// Sends a part of the slices, at least one byte unless they are empty. Returns the number of
+    /// bytes.
     pub(super) fn poll_write(
         &self,
         cx: &mut Context<'_>,
         slices: &[IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
         if self.over {
-            let what = "the stream was shut down on this side";
+            let what = "this side has shut down the stream";
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::BrokenPipe, what)));
         }
         let total = slices.iter().map(|slice| slice.len()).sum();
@@ -56,13 +59,13 @@ impl Writer {
         Poll::Ready(Ok(written))
     }
 
-    /// Sends a part of `buf` from where it lies; how much.
+    /// Sends a part of `buf` without a copy. Returns the number of bytes.
     pub(super) fn poll_write_buf(
         &self,
         cx: &mut Context<'_>,
         buf: &Buf,
     ) -> Poll<io::Result<usize>> {
-        // Over TCP, that is what a write of bytes does.
+        // Over TCP, a write of bytes does not copy either.
         if self.over || buf.is_empty() || self.link.transport() != Transport::Rdma {
             return self.poll_write(cx, &[IoSlice::new(buf)]);
         }
@@ -72,7 +75,7 @@ impl Writer {
             ready!(shared.poll_room(len as u64, cx.waker()))?;
             match shared.post(CHANNEL, buf.slice(..len)) {
                 Ok(()) => break,
-                // another user of the link was quicker
+                // Another user of the link was faster.
                 Err((_, error)) if error.kind() == ErrorKind::Full => {}
                 Err((_, error)) => return Poll::Ready(Err(error.into())),
             }
@@ -111,14 +114,14 @@ impl Writer {
             gather(slices, &mut buf);
             match shared.post(CHANNEL, buf.freeze()) {
                 Ok(()) => return Poll::Ready(Ok(len)),
-                // another user of the link was quicker
+                // Another user of the link was faster.
                 Err((_, error)) if error.kind() == ErrorKind::Full => {}
                 Err((_, error)) => return Poll::Ready(Err(error.into())),
             }
         }
     }
 
-    /// Whether the first `len` bytes could go at once, inside the request.
+    /// Sends the first `len` bytes inline at once, if possible; returns whether it did.
     fn send_now(&self, slices: &[IoSlice<'_>], len: usize) -> io::Result<bool> {
         let mut gathered = [0; SMALL];
         let bytes = match slices {
@@ -131,7 +134,8 @@ impl Writer {
         Ok(self.link.shared().send_now(CHANNEL, bytes)?)
     }
 
-    /// The pool has no block left. That is no failure: what is under way gives some back.
+    /// Handles an exhausted pool, which is not a failure: operations in progress will return
+    /// blocks.
     #[cold]
     fn poll_without_memory(
         &self,
@@ -142,8 +146,9 @@ impl Writer {
         if self.link.shared().poll_progress(cx.waker()) {
             return Poll::Pending;
         }
-        // Others have it all, and their progress does not wake us. A few bytes need none.
-        let len = total.min(CRUMB);
+        // Other links hold all the memory, and their progress does not wake us. A few inline bytes
+        // need none.
+        let len = total.min(INLINE_MIN);
         if self.send_now(slices, len)? {
             return Poll::Ready(Ok(len));
         }
@@ -157,14 +162,14 @@ impl Writer {
             return Ok(());
         }
         match self.link.shared().post_end(CHANNEL) {
-            // The peer is gone already: there is nobody to be told.
+            // If the peer is gone already, there is nobody to tell.
             Err(error) if error.kind() != ErrorKind::Closed => Err(error.into()),
             _ => Ok(()),
         }
     }
 }
 
-/// Fills `out` from the slices, which have at least as much.
+/// Fills `out` from the slices, which must contain at least as many bytes.
 fn gather(slices: &[IoSlice<'_>], mut out: &mut [u8]) {
     for slice in slices {
         let len = slice.len().min(out.len());

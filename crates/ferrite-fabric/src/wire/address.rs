@@ -1,4 +1,4 @@
-//! The address of a queue pair: what two sides tell each other over TCP to meet on RDMA.
+//! The address of a queue pair, which two peers exchange over TCP to upgrade to RDMA.
 //!
 //! ```text
 //!   0        4     8     10    11         12          13         16    32    40
@@ -10,38 +10,40 @@
 
 use super::{field, put};
 
-/// The bytes of an [`Address`].
+/// Size of an [`Address`].
 pub const ADDRESS_BYTES: usize = 40;
 
-/// Where a queue pair is, and what it can.
+/// The address and the limits of a queue pair.
 ///
 /// ```
 /// use ferrite_fabric::wire::Address;
 ///
-/// let address = Address { qp_num: 17, psn: 1, lid: 0, mtu: 3, reads_in: 16, reads_out: 16, gid: [7; 16] };
+/// let gid = [7; 16];
+/// let (qp_num, psn, lid, mtu, reads_in, reads_out) = (17, 1, 0, 3, 16, 16);
+/// let address = Address { qp_num, psn, lid, mtu, reads_in, reads_out, gid };
 /// assert_eq!(Address::decode(&address.encode()), Some(address));
 /// assert_eq!(Address::decode(&[0; 39]), None);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Address {
-    /// Its number.
+    /// The queue pair number.
     pub qp_num: u32,
-    /// The first packet number that it sends.
+    /// The sequence number of the first packet that it sends.
     pub psn: u32,
     /// Its local identifier (InfiniBand).
     pub lid: u16,
-    /// The largest packet, in the encoding of verbs: 1 is 256 bytes, 5 is 4096.
+    /// The path MTU in the encoding of verbs: 1 is 256 bytes, 5 is 4096.
     pub mtu: u8,
-    /// Reads of the peer that it serves at a time.
+    /// Number of reads of the peer that it serves at a time.
     pub reads_in: u8,
-    /// Reads that it would have outstanding.
+    /// Number of reads that it may have outstanding.
     pub reads_out: u8,
     /// Its GID.
     pub gid: [u8; 16],
 }
 
 impl Address {
-    /// Its bytes.
+    /// Encodes it.
     #[must_use]
     pub fn encode(&self) -> [u8; ADDRESS_BYTES] {
         let mut bytes = [0; ADDRESS_BYTES];
@@ -53,7 +55,7 @@ impl Address {
         bytes
     }
 
-    /// Reads an address; `None` if it ends too early or has a packet size that there is not.
+    /// Decodes an address; `None` if it is too short or has an invalid MTU.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         let bytes = bytes.get(..ADDRESS_BYTES)?;

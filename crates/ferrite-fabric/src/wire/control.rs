@@ -1,16 +1,16 @@
-//! Control messages: what the two ends of a link say to each other past the application.
+//! Control messages, which the two ends of a link exchange without the application.
 //!
 //! ```text
 //!   0      1          8       16
-//!   ┌──────┬──────────┬───────┐     kind   1 Credit  2 Ping  3 Pong  4 Revoke  5 Revoked  6 Fin  7 FinAck
-//!   │ kind │ reserved │ value │     value  of Ping and Pong: any number, sent back as it is
-//!   │  1   │    7     │   8   │            of Revoke and Revoked: the number of the grant
-//!   └──────┴──────────┴───────┘            of others: 0
+//!   ┌──────┬──────────┬───────┐   kind   1 Credit  2 Ping    3 Pong  4 Revoke
+//!   │ kind │ reserved │ value │          5 Revoked 6 Fin     7 FinAck
+//!   │  1   │    7     │   8   │   value  Ping, Pong: any number, returned unchanged
+//!   └──────┴──────────┴───────┘          Revoke, Revoked: the number of the grant; others: 0
 //! ```
 
 use super::{field, put};
 
-/// The bytes of a [`Control`] message.
+/// Size of a [`Control`] message.
 pub const CONTROL_BYTES: usize = 16;
 
 /// The payload of a control frame.
@@ -24,25 +24,24 @@ pub const CONTROL_BYTES: usize = 16;
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Control {
-    /// Says nothing: its frame carries the count of consumed frames when there is nothing else to
-    /// send.
+    /// No content: its frame returns credit when there is nothing else to send.
     Credit,
-    /// Are you there?
+    /// Asks for a sign of life.
     Ping(u64),
-    /// The answer, with the number of the ping.
+    /// Answers a ping, with its number.
     Pong(u64),
-    /// From the owner: this grant ends. The peer starts nothing more under it.
+    /// Revokes a grant of the sender: the peer must not start another operation with it.
     Revoke(u64),
-    /// The answer: nothing of the peer's is under way under this grant.
+    /// Answers a revocation: no operation with this grant is in progress.
     Revoked(u64),
-    /// Everything was sent: no message follows, and none is taken from the application any more.
+    /// Everything was sent: no message follows, and none is accepted from the application any more.
     Fin,
-    /// The answer: everything up to the fin was taken, and everything of this side's was sent.
+    /// Answers a fin: everything up to it was received, and everything of this side was sent.
     FinAck,
 }
 
 impl Control {
-    /// Its bytes.
+    /// Encodes it.
     #[must_use]
     pub fn encode(&self) -> [u8; CONTROL_BYTES] {
         let (kind, value) = match *self {
@@ -60,10 +59,10 @@ impl Control {
         bytes
     }
 
-    /// Reads a control message. The value of a kind that has none is ignored.
+    /// Decodes a control message. The value of a kind without one is ignored.
     ///
     /// # Errors
-    /// It ends too early, or its kind is not known.
+    /// Fails if it is too short, or if its kind is unknown.
     pub fn decode(bytes: &[u8]) -> Result<Self, ControlError> {
         let short = ControlError::Short { got: bytes.len() };
         let value = u64::from_le_bytes(field(bytes, 8).ok_or(short)?);
@@ -81,7 +80,7 @@ impl Control {
     }
 }
 
-/// Why bytes are no control message.
+/// Why bytes are not a valid control message.
 ///
 /// ```
 /// use ferrite_fabric::wire::{Control, ControlError};
@@ -93,16 +92,16 @@ impl Control {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum ControlError {
-    /// It ends too early.
+    /// It is too short.
     #[error("a control message of {got} bytes, {CONTROL_BYTES} expected")]
     Short {
-        /// Bytes that came.
+        /// Number of received bytes.
         got: usize,
     },
-    /// No kind of this version.
+    /// The kind is unknown in this version.
     #[error("a control message of unknown kind {kind}")]
     Unknown {
-        /// What it says.
+        /// The kind.
         kind: u8,
     },
 }
@@ -135,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_message() {
+    fn rejects_truncated_bytes_and_unknown_kinds() {
         for len in 0..CONTROL_BYTES {
             assert_eq!(
                 Control::decode(&[1; CONTROL_BYTES][..len]),
@@ -151,7 +150,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_bytes_and_idle_values_are_no_matter() {
+    fn ignores_reserved_bytes_and_unused_values() {
         let mut bytes = [0xFF; CONTROL_BYTES + 1];
         bytes[0] = 6;
         assert_eq!(Control::decode(&bytes), Ok(Control::Fin));
@@ -159,13 +158,15 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes(mut bytes in vec(any::<u8>(), 0..24), kind in 0..10_u8) {
+        fn decodes_only_valid_messages(mut bytes in vec(any::<u8>(), 0..24), kind in 0..10_u8) {
             if let Some(first) = bytes.first_mut() {
                 *first = kind;
             }
             match Control::decode(&bytes) {
                 Ok(message) => prop_assert_eq!(Control::decode(&message.encode()), Ok(message)),
-                Err(ControlError::Short { got }) => prop_assert!(got == bytes.len() && got < CONTROL_BYTES),
+                Err(ControlError::Short { got }) => {
+                    prop_assert!(got == bytes.len() && got < CONTROL_BYTES)
+                }
                 Err(ControlError::Unknown { kind }) => prop_assert!(kind == 0 || kind > 7),
             }
         }

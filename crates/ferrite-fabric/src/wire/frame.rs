@@ -1,4 +1,4 @@
-//! The frame: what the 32 bits of immediate data say of the payload they come with.
+//! The frame: the meaning of the 32 bits of immediate data that come with a payload.
 //!
 //! ```text
 //!    31       30     29             16 15              0
@@ -8,10 +8,10 @@
 //!   └─────────┴──────┴────────────────┴────────────────┘
 //! ```
 //!
-//! So a payload has no header: it lies in the receiver's buffer as it lay in the sender's, and
-//! every frame brings credit back.
+//! So a payload has no header: it lies in the receiver's buffer as it did in the sender's, and
+//! every frame returns credit.
 
-/// What comes with the payload of a two-sided frame.
+/// The immediate data of a two-sided frame.
 ///
 /// ```
 /// use ferrite_fabric::wire::Frame;
@@ -22,13 +22,14 @@
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Frame {
-    /// The payload is a [`Control`](super::Control) message, not the application's.
+    /// The payload is a [`Control`](super::Control) message, not one of the application.
     pub control: bool,
     /// Another frame of this message follows on the channel.
     pub more: bool,
-    /// Whose message it is, up to [`Frame::CHANNEL_MAX`].
+    /// The channel of the message, up to [`Frame::CHANNEL_MAX`].
     pub channel: u16,
-    /// How many of the peer's frames its sender has consumed since the link began, modulo 65,536.
+    /// How many of the peer's frames the sender has consumed since the link was opened, modulo
+    /// 65,536.
     pub consumed: u16,
 }
 
@@ -39,8 +40,8 @@ impl Frame {
     const CONTROL: u32 = 1 << 31;
     const MORE: u32 = 1 << 30;
 
-    /// As a number. A channel beyond [`Frame::CHANNEL_MAX`] is the caller's mistake: its upper bits
-    /// are lost.
+    /// Encodes it. A channel beyond [`Frame::CHANNEL_MAX`] is a mistake of the caller: its upper
+    /// bits are lost.
     #[must_use]
     pub const fn to_imm(self) -> u32 {
         debug_assert!(self.channel <= Self::CHANNEL_MAX, "a channel of more than 14 bits");
@@ -51,8 +52,7 @@ impl Frame {
         control | more | u32::from_le_bytes([consumed_low, consumed_high, low, high])
     }
 
-    /// From the number: every one is a frame. Whether the channel exists is for the receiver to
-    /// say.
+    /// Decodes it: every number is a frame. The receiver must check whether the channel exists.
     #[must_use]
     pub const fn from_imm(imm: u32) -> Self {
         let [consumed_low, consumed_high, low, high] = imm.to_le_bytes();
@@ -88,7 +88,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn every_number_is_a_frame(imm: u32) {
+        fn decodes_every_number(imm: u32) {
             prop_assert_eq!(Frame::from_imm(imm).to_imm(), imm);
         }
     }

@@ -1,28 +1,28 @@
-//! The grant: what an owner of memory gives a peer, in whatever message of the application it
-//! likes.
+//! The grant: what the owner of memory sends to a peer, in any message of the application.
 //!
 //! ```text
 //!   0       8      16     24     28       29         32      40
 //!   ┌───────┬──────┬──────┬──────┬────────┬──────────┬───────┐
-//!   │ grant │ addr │ len  │ rkey │ rights │ reserved │ check │     check: FNV-1a-64 of the bytes 0..32
+//!   │ grant │ addr │ len  │ rkey │ rights │ reserved │ check │   check: FNV-1a-64 of bytes 0..32
 //!   │   8   │  8   │  8   │  4   │   1    │    3     │   8   │
 //!   └───────┴──────┴──────┴──────┴────────┴──────────┴───────┘
 //! ```
 //!
-//! The check is against mangling, not against malice: anyone can compute it. What a peer may reach
-//! is decided by the registration behind the remote key, which the owner ends when it likes.
+//! The checksum protects against corruption, not against malice: anybody can compute it. The
+//! registration behind the remote key decides what a peer may access, and the owner can end it at
+//! any time.
 
 use std::fmt;
 use std::ops::BitOr;
 
 use super::{field, put};
 
-/// The bytes of a [`GrantToken`].
+/// Size of a [`GrantToken`].
 pub const GRANT_BYTES: usize = 40;
 
 const CHECKED_BYTES: usize = 32;
 
-/// What a peer may do under a grant: never nothing.
+/// What a peer may do with a grant: at least one right.
 ///
 /// ```
 /// use ferrite_fabric::wire::Rights;
@@ -43,7 +43,7 @@ impl Rights {
     /// Both.
     pub const READ_WRITE: Self = Self(3);
 
-    /// From the number on the wire, if it is one.
+    /// Creates it from the bits on the wire, if they are valid.
     #[must_use]
     pub const fn from_bits(bits: u8) -> Option<Self> {
         match bits {
@@ -52,13 +52,13 @@ impl Rights {
         }
     }
 
-    /// The number on the wire.
+    /// Returns the bits on the wire.
     #[must_use]
     pub const fn bits(self) -> u8 {
         self.0
     }
 
-    /// Whether all of `others` are among these.
+    /// Returns whether it contains all of `others`.
     #[must_use]
     pub const fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
@@ -83,32 +83,33 @@ impl fmt::Display for Rights {
     }
 }
 
-/// Leave to reach a range of the owner's memory over the link on which it came.
+/// The permission to access a range of the owner's memory, over the link on which it was received.
 ///
 /// ```
 /// use ferrite_fabric::wire::{GrantToken, Rights};
 ///
-/// let token = GrantToken { grant: 1, addr: 0x7F00_0000_0000, len: 4096, rkey: 0x1234, rights: Rights::READ };
+/// let (addr, rights) = (0x7F00_0000_0000, Rights::READ);
+/// let token = GrantToken { grant: 1, addr, len: 4096, rkey: 0x1234, rights };
 /// assert_eq!(GrantToken::decode(&token.encode()), Ok(token));
 /// assert_eq!(token.range(4000, 96), Some(0x7F00_0000_0FA0));
 /// assert_eq!(token.range(4000, 97), None);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GrantToken {
-    /// Its number, by which it is revoked.
+    /// Its number, with which it is revoked.
     pub grant: u64,
-    /// Where the memory begins, as the owner's device knows it.
+    /// The start of the memory, as the owner's device addresses it.
     pub addr: u64,
-    /// Its bytes.
+    /// Its length in bytes.
     pub len: u64,
     /// The remote key.
     pub rkey: u32,
-    /// What may be done to it.
+    /// What the peer may do with it.
     pub rights: Rights,
 }
 
 impl GrantToken {
-    /// Its bytes.
+    /// Encodes it.
     #[must_use]
     pub fn encode(&self) -> [u8; GRANT_BYTES] {
         let mut bytes = [0; GRANT_BYTES];
@@ -122,10 +123,10 @@ impl GrantToken {
         bytes
     }
 
-    /// Reads a grant.
+    /// Decodes a grant.
     ///
     /// # Errors
-    /// In this order: it ends too early, it was mangled, its rights are none that there are.
+    /// In this order: it is too short, it is corrupt, its rights are invalid.
     pub fn decode(bytes: &[u8]) -> Result<Self, GrantError> {
         let short = GrantError::Short { got: bytes.len() };
         let check = u64::from_le_bytes(field(bytes, CHECKED_BYTES).ok_or(short)?);
@@ -148,8 +149,8 @@ impl GrantToken {
         })
     }
 
-    /// The address of `len` bytes at `offset`, if they lie in the grant. Nothing lies in one that
-    /// goes beyond the end of all addresses.
+    /// Returns the address of `len` bytes at `offset`, if they lie within the grant. A grant that
+    /// exceeds the address space contains nothing.
     #[must_use]
     pub fn range(&self, offset: u64, len: u64) -> Option<u64> {
         self.addr.checked_add(self.len)?;
@@ -167,7 +168,7 @@ fn fnv_1a_64(bytes: &[u8]) -> u64 {
     })
 }
 
-/// Why bytes are no grant.
+/// Why bytes are not a valid grant.
 ///
 /// ```
 /// use ferrite_fabric::wire::{GrantError, GrantToken};
@@ -178,19 +179,19 @@ fn fnv_1a_64(bytes: &[u8]) -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum GrantError {
-    /// It ends too early.
-    #[error("a grant of {got} bytes, {GRANT_BYTES} expected")]
+    /// It is too short.
+    #[error("the grant has {got} bytes, expected {GRANT_BYTES}")]
     Short {
-        /// Bytes that came.
+        /// Number of received bytes.
         got: usize,
     },
-    /// Not as it was sent.
-    #[error("a grant was mangled on its way: its check does not fit")]
+    /// It is not as it was sent.
+    #[error("the grant is corrupt: its checksum does not match")]
     Check,
     /// No right, or one that this version does not know.
-    #[error("a grant of unknown rights {bits:#x}")]
+    #[error("the grant has invalid rights {bits:#x}")]
     Rights {
-        /// What it says.
+        /// The bits.
         bits: u8,
     },
 }
@@ -210,8 +211,8 @@ mod tests {
         rights: Rights::WRITE,
     };
 
-    /// With the check made to fit.
-    fn sealed(mut bytes: [u8; GRANT_BYTES]) -> [u8; GRANT_BYTES] {
+    /// Returns the bytes with a matching checksum.
+    fn with_checksum(mut bytes: [u8; GRANT_BYTES]) -> [u8; GRANT_BYTES] {
         let check = fnv_1a_64(&bytes[..CHECKED_BYTES]);
         put(&mut bytes, CHECKED_BYTES, check.to_le_bytes());
         bytes
@@ -231,41 +232,41 @@ mod tests {
     }
 
     #[test]
-    fn the_check_is_fnv_1a() {
+    fn the_checksum_is_fnv_1a() {
         assert_eq!(fnv_1a_64(b""), 0xCBF2_9CE4_8422_2325);
         assert_eq!(fnv_1a_64(b"a"), 0xAF63_DC4C_8601_EC8C);
         assert_eq!(fnv_1a_64(b"foobar"), 0x8594_4171_F739_67E8);
     }
 
     #[test]
-    fn what_is_no_grant() {
+    fn rejects_truncated_corrupt_and_invalid_bytes() {
         let bytes = TOKEN.encode();
         for len in 0..GRANT_BYTES {
             assert_eq!(GrantToken::decode(&bytes[..len]), Err(GrantError::Short { got: len }));
         }
         for at in 0..GRANT_BYTES * 8 {
-            let mut mangled = bytes;
-            mangled[at / 8] ^= 1 << (at % 8);
-            assert_eq!(GrantToken::decode(&mangled), Err(GrantError::Check), "bit {at}");
+            let mut corrupt = bytes;
+            corrupt[at / 8] ^= 1 << (at % 8);
+            assert_eq!(GrantToken::decode(&corrupt), Err(GrantError::Check), "bit {at}");
         }
         for bits in [0, 4, 7, 255] {
             let mut other = bytes;
             other[28] = bits;
-            assert_eq!(GrantToken::decode(&sealed(other)), Err(GrantError::Rights { bits }));
+            assert_eq!(GrantToken::decode(&with_checksum(other)), Err(GrantError::Rights { bits }));
         }
     }
 
     #[test]
-    fn reserved_bytes_and_what_follows_are_no_matter() {
+    fn ignores_reserved_and_trailing_bytes() {
         let mut bytes = TOKEN.encode();
         bytes[29..32].fill(0xFF);
-        let mut bytes = sealed(bytes).to_vec();
+        let mut bytes = with_checksum(bytes).to_vec();
         bytes.push(0xFF);
         assert_eq!(GrantToken::decode(&bytes), Ok(TOKEN));
     }
 
     #[test]
-    fn ranges_stay_inside() {
+    fn refuses_ranges_outside_of_the_grant() {
         let token = GrantToken { addr: 1000, len: 100, ..TOKEN };
         for (offset, len, addr) in [
             (0, 0, Some(1000)),
@@ -292,14 +293,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(token in tokens()) {
+        fn decodes_what_it_encodes(token in tokens()) {
             prop_assert_eq!(GrantToken::decode(&token.encode()), Ok(token));
         }
 
         #[test]
-        fn any_bytes(bytes in vec(any::<u8>(), 0..48), fit: bool) {
+        fn decodes_only_valid_grants(bytes in vec(any::<u8>(), 0..48), fit: bool) {
             let bytes = match bytes.first_chunk() {
-                Some(whole) if fit => sealed(*whole).to_vec(),
+                Some(whole) if fit => with_checksum(*whole).to_vec(),
                 _ => bytes,
             };
             if let Ok(token) = GrantToken::decode(&bytes) {
@@ -308,7 +309,7 @@ mod tests {
         }
 
         #[test]
-        fn any_range(token in tokens(), offset: u64, len: u64, small in 0..1000_u64) {
+        fn ranges_lie_in_the_grant(token in tokens(), offset: u64, len: u64, small in 0..1000_u64) {
             for (offset, len) in [(offset, len), (offset, small), (small, len), (small, small)] {
                 if let Some(addr) = token.range(offset, len) {
                     let (addr, len) = (u128::from(addr), u128::from(len));

@@ -1,48 +1,51 @@
-//! The greeting: what each side of a TCP connection says first.
+//! The greeting: what each side of a TCP connection sends first.
 //!
 //! ```text
 //!   0       48     49         56      64      72         80
-//!   ┌───────┬──────┬──────────┬───────┬───────┬──────────┐     kind   1 a new link   2 a link that has lost its path
-//!   │ hello │ kind │ reserved │ yours │ mine  │ received │     yours, mine  the sessions of that link (see the hello)
-//!   │  48   │  1   │    7     │   8   │   8   │    8     │     received     frames of the receiver of this that came
+//!   ┌───────┬──────┬──────────┬───────┬───────┬──────────┐
+//!   │ hello │ kind │ reserved │ yours │ mine  │ received │
+//!   │  48   │  1   │    7     │   8   │   8   │    8     │
 //!   └───────┴──────┴──────────┴───────┴───────┴──────────┘
+//!   kind         1: a new link; 2: a link that has lost its path
+//!   yours, mine  the sessions of that link (see the hello)
+//!   received     number of frames of the recipient that have arrived
 //! ```
 
 use super::{HELLO_BYTES, Hello, HelloError, field, put};
 
-/// The bytes of a [`Greeting`].
+/// Size of a [`Greeting`].
 pub const GREETING_BYTES: usize = 80;
 
-/// How a TCP connection begins, each way.
+/// The first bytes of a TCP connection, in each direction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Greeting {
-    /// As on RDMA.
+    /// The same as over RDMA.
     pub hello: Hello,
-    /// For a link that is there already.
+    /// For a link that already exists.
     pub resume: Option<Resume>,
 }
 
-/// Which link goes on here, and from where.
+/// Which link continues here, and from which frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Resume {
-    /// What the receiver of this called it.
+    /// The recipient's session of the link.
     pub yours: u64,
-    /// What the sender did.
+    /// The sender's session of the link.
     pub mine: u64,
-    /// Frames that the sender of this has received: the next one is the first to be sent again.
+    /// Number of frames that the sender has received: the next one is the first to be sent again.
     pub received: u64,
 }
 
 impl Resume {
-    /// Whether this answers `asked`: both name the same link, each from its own side.
+    /// Returns whether this answers `request`: both name the same link, each from its own side.
     #[must_use]
-    pub fn answers(&self, asked: &Self) -> bool {
-        (self.yours, self.mine) == (asked.mine, asked.yours)
+    pub fn answers(&self, request: &Self) -> bool {
+        (self.yours, self.mine) == (request.mine, request.yours)
     }
 }
 
 impl Greeting {
-    /// Its bytes.
+    /// Encodes it.
     ///
     /// ```
     /// use ferrite_fabric::wire::{Features, Greeting, Hello, Resume, Version};
@@ -74,10 +77,10 @@ impl Greeting {
         bytes
     }
 
-    /// Reads a greeting.
+    /// Decodes a greeting.
     ///
     /// # Errors
-    /// As [`Hello::decode`].
+    /// Like [`Hello::decode`].
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
         let hello = Hello::decode(bytes.get(..HELLO_BYTES).unwrap_or(bytes))?;
         let short = HelloError::Short { got: bytes.len() };
@@ -131,7 +134,7 @@ mod tests {
     }
 
     #[test]
-    fn stumps_and_other_kinds() {
+    fn rejects_truncated_bytes_and_unknown_kinds() {
         let mut bytes = Greeting { hello: HELLO, resume: None }.encode();
         for len in 4..GREETING_BYTES {
             assert_eq!(

@@ -1,29 +1,34 @@
-//! The hello: what each side says of itself before the first frame.
+//! The hello: how each side describes itself before the first frame.
 //!
 //! ```text
-//!   0          4     5     6        8          16              20       22         24                  32         40       48
-//!   ┌──────────┬─────┬─────┬────────┬──────────┬───────────────┬────────┬──────────┬───────────────────┬──────────┬────────┐
-//!   │ "FRTE"   │major│minor│reserved│ features │ segment_bytes │ window │ channels │ max_message_bytes │ instance │ session│
-//!   │    4     │  1  │  1  │   2    │    8     │       4       │   2    │    2     │         8         │    8     │   8    │
-//!   └──────────┴─────┴─────┴────────┴──────────┴───────────────┴────────┴──────────┴───────────────────┴──────────┴────────┘
+//!   0        4     5     6        8          16              20       22         24
+//!   ┌────────┬─────┬─────┬────────┬──────────┬───────────────┬────────┬──────────┐
+//!   │ "FRTE" │major│minor│reserved│ features │ segment_bytes │ window │ channels │
+//!   │   4    │  1  │  1  │   2    │    8     │       4       │   2    │    2     │
+//!   └────────┴─────┴─────┴────────┴──────────┴───────────────┴────────┴──────────┘
+//!   24                  32         40        48
+//!   ┌───────────────────┬──────────┬─────────┐
+//!   │ max_message_bytes │ instance │ session │
+//!   │         8         │    8     │    8    │
+//!   └───────────────────┴──────────┴─────────┘
 //! ```
 //!
-//! Magic and version keep their places in every version; all else may change with the major one. It
-//! must fit into the 56 bytes that the CM carries with a request.
+//! Magic and version have the same position in every version; everything else may change with the
+//! major version. A hello must fit into the 56 bytes of private data of a CM request.
 
 use std::fmt;
 use std::ops::{BitAnd, BitOr, RangeInclusive};
 
 use super::{field, put};
 
-/// The bytes of a [`Hello`].
+/// Size of a [`Hello`].
 pub const HELLO_BYTES: usize = 48;
 
-/// How a [`Hello`] begins.
+/// The first bytes of a [`Hello`].
 pub const MAGIC: [u8; 4] = *b"FRTE";
 
-/// A version of the protocol. Peers whose major versions differ cannot talk; minor ones add what
-/// may be ignored.
+/// A version of the protocol. Peers with different major versions are incompatible; a minor version
+/// adds only what older peers may ignore.
 ///
 /// ```
 /// use ferrite_fabric::wire::Version;
@@ -33,14 +38,14 @@ pub const MAGIC: [u8; 4] = *b"FRTE";
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Version {
-    /// Another one is another protocol.
+    /// Another major version is another protocol.
     pub major: u8,
-    /// A later one understands what an earlier one says.
+    /// A later minor version understands earlier ones.
     pub minor: u8,
 }
 
 impl Version {
-    /// What this code speaks.
+    /// The version of this implementation.
     pub const CURRENT: Self = Self { major: 1, minor: 0 };
 }
 
@@ -50,13 +55,13 @@ impl fmt::Display for Version {
     }
 }
 
-/// What a peer can do beyond the minimum. A link uses what both sides offer.
+/// Optional capabilities of a peer. A link uses those that both sides have.
 ///
 /// ```
 /// use ferrite_fabric::wire::Features;
 ///
 /// let ours = Features::WRITE_IMM | Features::ONE_SIDED;
-/// let theirs = Features::from_bits(0xF0 | 2); // some of a later version
+/// let theirs = Features::from_bits(0xF0 | 2); // some from a later version
 /// let agreed = ours & theirs;
 /// assert_eq!(agreed, Features::ONE_SIDED);
 /// assert!(!agreed.contains(Features::WRITE_IMM));
@@ -65,28 +70,28 @@ impl fmt::Display for Version {
 pub struct Features(u64);
 
 impl Features {
-    /// Two-sided frames only.
+    /// Only two-sided frames.
     pub const NONE: Self = Self(0);
-    /// Takes writes with immediate data.
+    /// Accepts writes with immediate data.
     pub const WRITE_IMM: Self = Self(1);
-    /// Gives and uses grants: one-sided reads and writes.
+    /// Issues and uses grants: one-sided reads and writes.
     pub const ONE_SIDED: Self = Self(2);
-    /// Takes TCP connections where it takes RDMA: a link that loses its path goes on there.
+    /// Accepts TCP connections as well as RDMA: a link that loses its path continues there.
     pub const MOVE: Self = Self(4);
 
-    /// From the number on the wire. Bits that this version does not know are kept.
+    /// Creates it from the bits on the wire. Unknown bits are kept.
     #[must_use]
     pub const fn from_bits(bits: u64) -> Self {
         Self(bits)
     }
 
-    /// The number on the wire.
+    /// Returns the bits on the wire.
     #[must_use]
     pub const fn bits(self) -> u64 {
         self.0
     }
 
-    /// Whether all of `others` are among these.
+    /// Returns whether it contains all of `others`.
     #[must_use]
     pub const fn contains(self, others: Self) -> bool {
         self.0 & others.0 == others.0
@@ -109,7 +114,8 @@ impl BitOr for Features {
     }
 }
 
-/// What one side says of itself: the limits are what its sender takes, not what it will send.
+/// The description of one side. The limits are those that its sender accepts, not those that it
+/// will use.
 ///
 /// ```
 /// use ferrite_fabric::wire::{Features, Hello, HelloError, Version};
@@ -131,42 +137,43 @@ impl BitOr for Features {
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Hello {
-    /// What it speaks.
+    /// The protocol version that it speaks.
     pub version: Version,
-    /// What it can do.
+    /// Its capabilities.
     pub features: Features,
-    /// The largest payload of one frame that it takes.
+    /// The largest payload of one frame that it accepts.
     pub segment_bytes: u32,
-    /// Frames that may be sent to it before the first credit comes back.
+    /// Number of frames that may be sent to it before the first credit is returned.
     pub window: u16,
-    /// Channels that it serves: 0 to one less than this.
+    /// Number of channels that it serves, numbered from 0.
     pub channels: u16,
-    /// The largest message that it takes.
+    /// The largest message that it accepts.
     pub max_message_bytes: u64,
-    /// Random per process: tells a restarted peer from the old one.
+    /// Random per process, to distinguish a restarted peer from the old one.
     pub instance: u64,
-    /// Random per link: who knows both of a link's may move it to another path. 0 if it cannot
-    /// move.
+    /// Random per link. Whoever knows both sessions of a link can migrate it to another path. 0 if
+    /// it cannot migrate.
     pub session: u64,
 }
 
 impl Hello {
-    /// What [`Hello::segment_bytes`] may be.
+    /// The valid range of [`Hello::segment_bytes`].
     pub const SEGMENT_BYTES: RangeInclusive<u32> = 256..=2 << 20;
-    /// What [`Hello::window`] may be: below half of the 16 bits in which credits are counted.
+    /// The valid range of [`Hello::window`]: less than half of the 16 bits in which credits are
+    /// counted.
     pub const WINDOW: RangeInclusive<u16> = 2..=32_767;
-    /// What [`Hello::channels`] may be: a frame has 14 bits for the channel.
+    /// The valid range of [`Hello::channels`]: a frame has 14 bits for the channel.
     pub const CHANNELS: RangeInclusive<u16> = 1..=16_384;
 
-    /// Frames of messages that have begun and not ended, at most: each takes a receive, however
-    /// short it is.
+    /// Returns the maximum number of frames of incomplete messages. Each frame takes a receive,
+    /// however short it is.
     #[must_use]
     pub fn max_frames(&self) -> u64 {
         let whole = self.max_message_bytes / u64::from(self.segment_bytes.max(1));
         whole.saturating_mul(2).saturating_add(self.window.into())
     }
 
-    /// Its bytes, whatever it says: see [`Hello::check`].
+    /// Encodes it, valid or not: see [`Hello::check`].
     #[must_use]
     pub fn encode(&self) -> [u8; HELLO_BYTES] {
         let mut bytes = [0; HELLO_BYTES];
@@ -182,11 +189,11 @@ impl Hello {
         bytes
     }
 
-    /// Reads a hello of our major version.
+    /// Decodes a hello of our major version.
     ///
     /// # Errors
-    /// In this order: it is none, it ends too early, its version is another, a limit is out of its
-    /// range.
+    /// In this order: it is not a hello, it is too short, it has another major version, a limit is
+    /// out of range.
     pub fn decode(bytes: &[u8]) -> Result<Self, HelloError> {
         if !bytes.starts_with(&MAGIC) {
             return Err(HelloError::ForeignPeer);
@@ -216,10 +223,10 @@ impl Hello {
         })
     }
 
-    /// Whether a peer would take these limits: for those that we are about to send.
+    /// Checks whether a peer would accept these limits. For a hello that is about to be sent.
     ///
     /// # Errors
-    /// [`HelloError::Value`] with the first that is out of its range.
+    /// [`HelloError::Value`] for the first limit that is out of range.
     pub fn check(&self) -> Result<(), HelloError> {
         let wrong = |field, value| Err(HelloError::Value { field, value });
         if !Self::SEGMENT_BYTES.contains(&self.segment_bytes) {
@@ -238,7 +245,7 @@ impl Hello {
     }
 }
 
-/// Why bytes are no hello that we can answer.
+/// Why bytes are not a valid hello of our version.
 ///
 /// ```
 /// use ferrite_fabric::wire::{Hello, HelloError, Version};
@@ -251,27 +258,27 @@ impl Hello {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum HelloError {
-    /// It does not begin with [`MAGIC`]: not one of ours, a Valkey client for instance.
+    /// It does not start with [`MAGIC`]: not one of our peers, for example a Valkey client.
     #[error("the peer does not speak our protocol")]
     ForeignPeer,
-    /// It begins like a hello and ends too early.
-    #[error("a hello of {got} bytes, {HELLO_BYTES} expected")]
+    /// It starts like a hello but is too short.
+    #[error("the hello has {got} bytes, expected {HELLO_BYTES}")]
     Short {
-        /// Bytes that came.
+        /// Number of received bytes.
         got: usize,
     },
-    /// Another major version; whatever follows was not looked at.
+    /// Another major version; the rest was not decoded.
     #[error("the peer speaks version {theirs}, we speak {}", Version::CURRENT)]
     Version {
-        /// What the peer speaks.
+        /// The peer's version.
         theirs: Version,
     },
-    /// A limit that no peer may have.
-    #[error("{field} of {value} is out of range")]
+    /// A limit is out of range.
+    #[error("{field} {value} of the hello is out of range")]
     Value {
-        /// Which field.
+        /// The field.
         field: &'static str,
-        /// What it says.
+        /// Its value.
         value: u64,
     },
 }
@@ -309,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_bytes_padding_and_later_minors_are_no_matter() {
+    fn ignores_reserved_and_trailing_bytes_and_accepts_later_minor_versions() {
         let mut bytes = HELLO.encode().to_vec();
         bytes[5] = 9;
         bytes[6..8].fill(0xFF);
@@ -319,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn strangers_and_stumps() {
+    fn rejects_foreign_and_truncated_bytes() {
         let bytes = HELLO.encode();
         for len in 0..HELLO_BYTES {
             let expected =
@@ -331,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn another_major_version_hides_the_rest() {
+    fn rejects_another_major_version_without_decoding_the_rest() {
         let mut bytes = [0xFF; HELLO_BYTES];
         bytes[..6].copy_from_slice(b"FRTE\x00\x07");
         let theirs = Version { major: 0, minor: 7 };
@@ -340,7 +347,7 @@ mod tests {
     }
 
     #[test]
-    fn limits_have_ranges() {
+    fn rejects_limits_out_of_range() {
         let least =
             Hello { segment_bytes: 256, window: 2, channels: 1, max_message_bytes: 256, ..HELLO };
         let most = Hello {
@@ -392,14 +399,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(hello in hellos(), padding in 0..16_usize) {
+        fn decodes_what_it_encodes(hello in hellos(), padding in 0..16_usize) {
             let mut bytes = hello.encode().to_vec();
             bytes.resize(HELLO_BYTES + padding, 0);
             prop_assert_eq!(Hello::decode(&bytes), Ok(hello));
         }
 
         #[test]
-        fn any_bytes(mut bytes in vec(any::<u8>(), 0..64), ours: bool) {
+        fn decodes_only_valid_hellos(mut bytes in vec(any::<u8>(), 0..64), ours: bool) {
             if ours && bytes.len() >= 6 {
                 bytes[..6].copy_from_slice(b"FRTE\x01\x00");
             }

@@ -1,4 +1,4 @@
-//! The refusal: why a peer does not want a link, and when to ask again.
+//! The refusal: why a peer does not accept a link, and when to try again.
 //!
 //! ```text
 //!   0          4     5     6      8                12            13             13 + length
@@ -8,23 +8,23 @@
 //!   └──────────┴─────┴─────┴──────┴────────────────┴─────────────┴──────────────┘
 //! ```
 //!
-//! The same in every version: who speaks another one must be able to read that this is the reason.
-//! It must fit into the 148 bytes that the CM carries with a rejection.
+//! The layout is the same in every version: a peer that speaks another one must be able to read the
+//! reason. It must fit into the 148 bytes of private data of a CM rejection.
 
 use std::fmt;
 
 use super::hello::Version;
 use super::{field, put};
 
-/// How a [`Refusal`] begins.
+/// The first bytes of a [`Refusal`].
 pub const REFUSAL_MAGIC: [u8; 4] = *b"FRNO";
 
-/// The most bytes of a [`Refusal`].
+/// The largest size of a [`Refusal`].
 pub const REFUSAL_BYTES_MAX: usize = TEXT_AT + Refusal::TEXT_BYTES_MAX;
 
 const TEXT_AT: usize = 13;
 
-/// Why a link was refused. A number that this version does not know is kept.
+/// Why a link was refused. Numbers that this version does not know are kept.
 ///
 /// ```
 /// use ferrite_fabric::wire::RefusalCode;
@@ -44,13 +44,13 @@ impl RefusalCode {
     pub const LIMIT: Self = Self(3);
     /// The configuration forbids it.
     pub const POLICY: Self = Self(4);
-    /// The peer is about to end.
+    /// The peer is shutting down.
     pub const SHUTDOWN: Self = Self(5);
-    /// The hello was wrong.
+    /// The hello was invalid.
     pub const PROTOCOL: Self = Self(6);
     /// No memory for another link.
     pub const MEMORY: Self = Self(7);
-    /// The request was none of ours.
+    /// The request did not come from a Ferrite peer.
     pub const FOREIGN_PEER: Self = Self(8);
 }
 
@@ -58,7 +58,7 @@ impl fmt::Display for RefusalCode {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match *self {
             Self::VERSION => "no common protocol version",
-            Self::BUSY => "too many links are being made",
+            Self::BUSY => "busy",
             Self::LIMIT => "too many links",
             Self::POLICY => "forbidden by policy",
             Self::SHUTDOWN => "shutting down",
@@ -70,7 +70,7 @@ impl fmt::Display for RefusalCode {
     }
 }
 
-/// Why a peer does not want a link.
+/// Why a peer does not accept a link.
 ///
 /// ```
 /// use ferrite_fabric::wire::{Refusal, RefusalCode, Version};
@@ -85,28 +85,28 @@ impl fmt::Display for RefusalCode {
 /// private_data.resize(148, 0); // as the CM does
 /// let refusal = Refusal::decode(&private_data).unwrap();
 /// assert_eq!(refusal.to_string(), "too many links: 10000 links of 10000");
-/// assert_eq!(Refusal::decode(b""), None); // a rejection by the kernel, say
+/// assert_eq!(Refusal::decode(b""), None); // for example a rejection by the kernel
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refusal {
-    /// What the refusing side speaks.
+    /// The version of the refusing side.
     pub version: Version,
-    /// Why, for programs.
+    /// The reason, for programs.
     pub code: RefusalCode,
-    /// When to ask again at the earliest; 0: no advice.
+    /// When to try again at the earliest; 0 if unknown.
     pub retry_after_ms: u32,
-    /// Why, for people. Beyond [`Refusal::TEXT_BYTES_MAX`] it is cut.
+    /// The reason, for people. Truncated to [`Refusal::TEXT_BYTES_MAX`].
     pub text: String,
 }
 
 impl Refusal {
-    /// The most bytes of text that travel.
+    /// Maximum length of the text in bytes.
     pub const TEXT_BYTES_MAX: usize = 120;
 
-    /// Its bytes, at most [`REFUSAL_BYTES_MAX`].
+    /// Encodes it, in at most [`REFUSAL_BYTES_MAX`] bytes.
     #[must_use]
     pub fn encode(&self) -> Vec<u8> {
-        let text = cut(&self.text);
+        let text = truncate(&self.text);
         let mut bytes = vec![0; TEXT_AT];
         put(&mut bytes, 0, REFUSAL_MAGIC);
         put(&mut bytes, 4, [self.version.major, self.version.minor]);
@@ -117,8 +117,8 @@ impl Refusal {
         bytes
     }
 
-    /// Reads a refusal of any version; `None` if it is none of ours. The text is for logs: it is
-    /// cut where the bytes end, and made printable.
+    /// Decodes a refusal of any version; `None` if it is not one. The text is for logs: it is
+    /// truncated where the bytes end, and made printable.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
         if !bytes.starts_with(&REFUSAL_MAGIC) {
@@ -131,7 +131,7 @@ impl Refusal {
         let text = bytes.get(TEXT_AT..)?;
         let text = &text[..text.len().min(text_bytes.into()).min(Self::TEXT_BYTES_MAX)];
         let mut text = String::from_utf8_lossy(text).replace(char::is_control, "?");
-        text.truncate(cut(&text).len()); // replaced bytes have grown
+        text.truncate(truncate(&text).len()); // replacement characters are longer
         Some(Self { version: Version { major, minor }, code, retry_after_ms, text })
     }
 }
@@ -143,8 +143,8 @@ impl fmt::Display for Refusal {
     }
 }
 
-/// As many whole characters as travel.
-fn cut(text: &str) -> &str {
+/// Returns as many whole characters as fit.
+fn truncate(text: &str) -> &str {
     &text[..text.floor_char_boundary(Refusal::TEXT_BYTES_MAX)]
 }
 
@@ -165,8 +165,8 @@ mod tests {
         }
     }
 
-    /// What a peer with no manners sends as text.
-    fn said(text: &[u8]) -> Option<String> {
+    /// Decodes a refusal with an arbitrary text, as a hostile peer may send it.
+    fn decoded_text(text: &[u8]) -> Option<String> {
         let mut bytes = refusal("").encode();
         bytes[12] = u8::try_from(text.len()).expect("a short text");
         bytes.extend(text);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn other_bytes_are_no_refusal() {
+    fn rejects_truncated_and_foreign_bytes() {
         let bytes = refusal("").encode();
         for len in 0..bytes.len() {
             assert_eq!(Refusal::decode(&bytes[..len]), None, "{len}");
@@ -191,24 +191,24 @@ mod tests {
     }
 
     #[test]
-    fn long_texts_end_at_a_character() {
+    fn truncates_long_texts_at_a_character() {
         let long = refusal(&"ü€".repeat(40)); // 5 bytes each: 120 bytes are 24 of them
         let bytes = long.encode();
         assert_eq!((bytes.len(), bytes[12]), (REFUSAL_BYTES_MAX, 120));
         assert_eq!(Refusal::decode(&bytes), Some(refusal(&"ü€".repeat(24))));
         let bytes = refusal(&format!("a{}", long.text)).encode();
         assert_eq!(bytes.len(), TEXT_AT + 118);
-        const { assert!(REFUSAL_BYTES_MAX <= 148, "what a rejection carries") };
+        const { assert!(REFUSAL_BYTES_MAX <= 148, "the private data of a rejection") };
     }
 
     #[test]
-    fn a_rude_text_is_made_printable() {
-        assert_eq!(said(b"a\r\n\x1B[2Jb\x7F\xC2\x9B").as_deref(), Some("a???[2Jb??"));
-        assert_eq!(said(b"\xFFok\xC3").as_deref(), Some("\u{FFFD}ok\u{FFFD}"));
-        assert_eq!(said(&[0xFF; 200]), Some("\u{FFFD}".repeat(40)));
-        let mut stump = refusal("abc").encode();
-        stump.truncate(15);
-        assert_eq!(Refusal::decode(&stump), Some(refusal("ab")));
+    fn makes_hostile_texts_printable() {
+        assert_eq!(decoded_text(b"a\r\n\x1B[2Jb\x7F\xC2\x9B").as_deref(), Some("a???[2Jb??"));
+        assert_eq!(decoded_text(b"\xFFok\xC3").as_deref(), Some("\u{FFFD}ok\u{FFFD}"));
+        assert_eq!(decoded_text(&[0xFF; 200]), Some("\u{FFFD}".repeat(40)));
+        let mut truncated = refusal("abc").encode();
+        truncated.truncate(15);
+        assert_eq!(Refusal::decode(&truncated), Some(refusal("ab")));
     }
 
     #[test]
@@ -222,7 +222,14 @@ mod tests {
 
     proptest! {
         #[test]
-        fn round_trip(major: u8, minor: u8, code: u16, retry_after_ms: u32, text in "\\PC{0,30}", padding in 0..9_usize) {
+        fn decodes_what_it_encodes(
+            major: u8,
+            minor: u8,
+            code: u16,
+            retry_after_ms: u32,
+            text in "\\PC{0,30}",
+            padding in 0..9_usize
+        ) {
             let version = Version { major, minor };
             let refusal = Refusal { version, code: RefusalCode(code), retry_after_ms, text };
             let mut bytes = refusal.encode();
@@ -231,7 +238,7 @@ mod tests {
         }
 
         #[test]
-        fn any_bytes(mut bytes in vec(any::<u8>(), 0..200), ours: bool) {
+        fn decodes_only_valid_refusals(mut bytes in vec(any::<u8>(), 0..200), ours: bool) {
             if ours && bytes.len() >= 4 {
                 bytes[..4].copy_from_slice(&REFUSAL_MAGIC);
             }

@@ -1,4 +1,4 @@
-//! The TCP frame: what a link sends over TCP, where nobody but the other fabric reads.
+//! The TCP frame: the header of everything that a link sends over TCP.
 //!
 //! ```text
 //!   0      1          4     8         12    16      24       32
@@ -6,29 +6,33 @@
 //!   │ kind │ reserved │ imm │ payload │ op  │ grant │ offset │ payload │
 //!   │  1   │    3     │  4  │    4    │  4  │   8   │   8    │         │
 //!   └──────┴──────────┴─────┴─────────┴─────┴───────┴────────┴ ─ ─ ─ ─ ┘
-//!   1 Frame    imm as on RDMA, and its payload
-//!   2 Write    op, grant, offset, and the bytes         3 WriteImm  the same, and imm for the peer
-//!   4 Read     op, grant, offset; `payload` says how many bytes are wanted, none follow
-//!   5 Done     op: the write was carried out            6 Data      op, and the bytes that were read
-//!   7 Denied   op: the grant does not cover it, or is over
+//!   1 Frame     imm as over RDMA, and its payload
+//!   2 Write     op, grant, offset, and the bytes
+//!   3 WriteImm  the same, and imm for the peer
+//!   4 Read      op, grant, offset; `payload` is the number of requested bytes, none follow
+//!   5 Done      op: the write was executed
+//!   6 Data      op, and the bytes that were read
+//!   7 Denied    op: the grant does not cover it, or was revoked
 //!
-//!   8 Offer    an address: go on over RDMA?             9 Answer    an address: yes, there
-//!  10 Withdraw not over RDMA after all                 11 Switch    the last of this side on TCP, answers excepted
-//!  12 Resume   offset: frames that came; RDMA is lost, the rest comes here
-//!  13 Rekey    grant, offset, imm: address and key of a grant on the device that is next
+//!   8 Offer     an address: offers to upgrade to RDMA
+//!   9 Answer    an address: accepts the offer
+//!  10 Withdraw  cancels the upgrade
+//!  11 Switch    the last frame of this side over TCP, except answers
+//!  12 Resume    offset: frames that arrived; RDMA is lost, and the rest is sent here
+//!  13 Rekey     grant, offset, imm: address and key of a grant on the next device
 //! ```
 //!
-//! One-sided operations are served by the peer's fabric in the order in which they come, among the
-//! frames: as on a queue pair.
+//! The peer's fabric executes one-sided operations in the order in which they arrive, among the
+//! frames, as a queue pair does.
 
 use super::{field, put};
 
-/// The bytes of a [`TcpFrame`] without its payload.
+/// Size of a [`TcpFrame`] without its payload.
 pub const TCP_FRAME_HEADER_BYTES: usize = 32;
 
-/// What a TCP frame is.
+/// The kind of a TCP frame.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[expect(missing_docs, reason = "the table above says it")]
+#[expect(missing_docs, reason = "described in the table above")]
 pub enum TcpFrameKind {
     Frame,
     Write,
@@ -46,7 +50,8 @@ pub enum TcpFrameKind {
 }
 
 impl TcpFrameKind {
-    /// Whether it is about another path: only for links that both sides let move.
+    /// Returns whether it is part of an upgrade or a migration. Only links that can migrate send
+    /// these.
     #[must_use]
     pub fn is_of_moving(self) -> bool {
         matches!(
@@ -56,34 +61,36 @@ impl TcpFrameKind {
     }
 }
 
-/// What stands before the payload of everything on a TCP path.
+/// The header of everything on a TCP path.
 ///
 /// ```
 /// use ferrite_fabric::wire::{TcpFrame, TcpFrameKind};
 ///
-/// let read = TcpFrame { kind: TcpFrameKind::Read, imm: 0, len: 4096, op: 7, grant: 3, offset: 512 };
+/// let (kind, grant, offset) = (TcpFrameKind::Read, 3, 512);
+/// let read = TcpFrame { kind, imm: 0, len: 4096, op: 7, grant, offset };
 /// assert_eq!(TcpFrame::decode(&read.encode()), Some(read));
-/// assert_eq!(read.follows(), 0, "a question has no payload");
+/// assert_eq!(read.follows(), 0, "a read request has no payload");
 /// assert_eq!(TcpFrame::decode(&[99; 32]), None);
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct TcpFrame {
-    /// What it is.
+    /// Its kind.
     pub kind: TcpFrameKind,
-    /// As on RDMA: see [`Frame`](super::Frame). Of a write with immediate data: the application's.
+    /// The immediate data, as over RDMA: see [`Frame`](super::Frame). For a write with immediate
+    /// data, the application's.
     pub imm: u32,
-    /// Bytes of payload; of a read: bytes that are wanted.
+    /// Number of payload bytes; for a read, the number of requested bytes.
     pub len: u32,
-    /// The number of a one-sided operation, and of its answer.
+    /// The number of a one-sided operation and of its answer.
     pub op: u32,
-    /// What a one-sided operation uses.
+    /// The grant of a one-sided operation.
     pub grant: u64,
-    /// Where in it.
+    /// The offset in the grant.
     pub offset: u64,
 }
 
 impl TcpFrame {
-    /// Its bytes.
+    /// Encodes it.
     #[must_use]
     pub fn encode(&self) -> [u8; TCP_FRAME_HEADER_BYTES] {
         let kind = match self.kind {
@@ -111,7 +118,7 @@ impl TcpFrame {
         bytes
     }
 
-    /// Reads the head of a TCP frame; `None` if its kind is not known.
+    /// Decodes the header of a TCP frame; `None` if its kind is unknown.
     #[must_use]
     pub fn decode(bytes: &[u8; TCP_FRAME_HEADER_BYTES]) -> Option<Self> {
         let kind = match bytes[0] {
@@ -140,7 +147,7 @@ impl TcpFrame {
         })
     }
 
-    /// Whether it is of a kind that has a payload, if only an empty one.
+    /// Returns whether this kind has a payload, possibly an empty one.
     #[must_use]
     pub fn has_payload(&self) -> bool {
         matches!(
@@ -154,7 +161,7 @@ impl TcpFrame {
         )
     }
 
-    /// Bytes that follow it.
+    /// Returns the number of bytes that follow it.
     #[must_use]
     pub fn follows(&self) -> usize {
         if self.has_payload() { self.len as usize } else { 0 }
@@ -188,7 +195,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_bytes(mut bytes: [u8; TCP_FRAME_HEADER_BYTES]) {
+        fn decodes_only_known_kinds(mut bytes: [u8; TCP_FRAME_HEADER_BYTES]) {
             bytes[1..4].fill(0);
             if let Some(tcp_frame) = TcpFrame::decode(&bytes) {
                 prop_assert_eq!(tcp_frame.encode(), bytes);

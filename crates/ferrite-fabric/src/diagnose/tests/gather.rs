@@ -1,4 +1,4 @@
-//! Facts from directories made for it, and from a device that is none.
+//! Gathers facts from directories made for the test, and from a fake device.
 
 use std::fs;
 use std::net::{IpAddr, Ipv4Addr};
@@ -18,7 +18,7 @@ use crate::diagnose::snapshot::Snapshot;
 use crate::diagnose::surroundings::{Neighbour, Route, Surroundings};
 use crate::diagnose::{Baseline, Failure, Likelihood, Subject, causes};
 
-/// A procfs and a sysfs of our own.
+/// A procfs and a sysfs in a temporary directory.
 struct Files(PathBuf);
 
 impl Files {
@@ -99,7 +99,7 @@ impl Files {
 
     fn write(&self, path: &str, text: &str) {
         let path = self.0.join(path);
-        fs::create_dir_all(path.parent().expect("a directory")).expect("made");
+        fs::create_dir_all(path.parent().expect("a directory")).expect("created");
         fs::write(path, text).expect("written");
     }
 }
@@ -118,7 +118,7 @@ fn fake(name: &str) -> (World, Context) {
 }
 
 #[test]
-fn surroundings_are_read() {
+fn reads_routes_neighbours_and_local_peers() {
     let files = Files::new("surroundings");
     let seen = Surroundings::read(&files.roots());
     let ip = |text: &str| text.parse::<IpAddr>().expect("an address");
@@ -142,14 +142,14 @@ fn surroundings_are_read() {
     ] {
         assert_eq!(seen.neighbour(ip(peer), netdev), neighbour, "{peer} on {netdev}");
     }
-    let twin = seen.twin(PEER).expect("the other device");
+    let local_peer = seen.local_peer(PEER).expect("the other device");
     assert_eq!(
-        (twin.device.as_str(), twin.netdev.as_ref().map(|n| n.name.as_str())),
+        (local_peer.device.as_str(), local_peer.netdev.as_ref().map(|n| n.name.as_str())),
         ("there", Some("n2"))
     );
-    assert_eq!(seen.twin(ip("10.0.0.9")), None);
-    let foreign_peer = Surroundings::read(&Roots { is_own: |_| false, ..files.roots() });
-    assert_eq!(foreign_peer.twin(PEER), None);
+    assert_eq!(seen.local_peer(ip("10.0.0.9")), None);
+    let no_local_address = Surroundings::read(&Roots { is_own: |_| false, ..files.roots() });
+    assert_eq!(no_local_address.local_peer(PEER), None);
     let nothing = Surroundings::read(&Roots {
         sys: files.0.join("no"),
         proc: files.0.join("no"),
@@ -159,10 +159,10 @@ fn surroundings_are_read() {
     assert_eq!(nothing.neighbour(PEER, "n1"), Neighbour::Unknown);
 }
 
-/// A part of the routes could lack the best one, so that none are taken; neighbours are taken as
-/// far as they go.
+/// The best route may be missing in a truncated table, so no routes are used then. Neighbours are
+/// used as far as they were read.
 #[test]
-fn long_tables_are_cut() {
+fn limits_long_tables() {
     let files = Files::new("long");
     let route = "n1\t0000000A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0\n";
     files.write("proc/net/route", &route.repeat(6000));
@@ -175,7 +175,7 @@ fn long_tables_are_cut() {
 }
 
 #[test]
-fn facts_are_gathered_from_files_and_the_device() {
+fn gathers_facts_from_files_and_the_device() {
     let files = Files::new("facts");
     let roots = files.roots();
     let (_world, context) = fake("here");
@@ -192,22 +192,22 @@ fn facts_are_gathered_from_files_and_the_device() {
     };
     let facts = gather("10.0.0.1");
     assert_eq!(
-        facts.moved(Meaning::Sent).map(|moved| (moved.name, moved.by)),
+        facts.increase(Meaning::Sent).map(|increase| (increase.name, increase.by)),
         Some(("sent_pkts", 5))
     );
     assert_eq!(
-        facts.moved(Meaning::Received).map(|moved| (moved.name, moved.by)),
+        facts.increase(Meaning::Received).map(|increase| (increase.name, increase.by)),
         Some(("rcvd_pkts", 0))
     );
-    assert_eq!(facts.moved(Meaning::Damaged), None, "no such counter");
+    assert_eq!(facts.increase(Meaning::Damaged), None, "no such counter");
     assert_eq!(
         facts.netdev().map(|netdev| (netdev.mtu_bytes, netdev.frames_received)),
         Some((9000, Some(77)))
     );
-    assert_eq!(facts.netdev_moved(|netdev| netdev.carrier_losses), Some(0));
+    assert_eq!(facts.netdev_increase(|netdev| netdev.carrier_losses), Some(0));
     assert_eq!((&facts.route, facts.neighbour), (&Route::Own { gateway: None }, Neighbour::Known));
-    let twin = facts.twin.as_ref().expect("the peer is on this host");
-    assert_eq!((twin.device.as_str(), twin.accepts_local), ("there", Some(false)));
+    let local_peer = facts.local_peer.as_ref().expect("the peer is on this host");
+    assert_eq!((local_peer.device.as_str(), local_peer.accepts_local), ("there", Some(false)));
     assert_eq!(rank(RETRY, &facts)[0].what, "the peer's interface n2 is down");
 
     let facts = gather("10.1.9.9");
@@ -222,7 +222,7 @@ fn facts_are_gathered_from_files_and_the_device() {
 }
 
 #[test]
-fn the_device_itself_is_asked() {
+fn queries_the_device() {
     let (world, context) = fake("diagnose-removed");
     let baseline = Baseline::take(&context, 1);
     let subject = Subject {
@@ -245,7 +245,7 @@ fn the_device_itself_is_asked() {
 }
 
 #[test]
-fn links_of_a_port_share_what_was_seen() {
+fn links_of_a_port_share_snapshots() {
     let (_world, context) = fake("diagnose-shared");
     until(|| Arc::ptr_eq(&Baseline::take(&context, 1).0, &Baseline::take(&context, 1).0));
     let first = Baseline::take(&context, 1);
@@ -254,11 +254,11 @@ fn links_of_a_port_share_what_was_seen() {
     assert!(format!("{first:?}").starts_with("Baseline(diagnose-shared port 1, "), "{first:?}");
 }
 
-/// What was seen is used again for a while: longer where looking is slow.
+/// Waits for a condition. Measurements are cached for a while, longer if measuring is slow.
 fn until(mut done: impl FnMut() -> bool) {
     let deadline = Instant::now() + Duration::from_secs(30);
     while !done() {
-        assert!(Instant::now() < deadline, "still not");
+        assert!(Instant::now() < deadline, "the condition is still false");
         std::thread::sleep(Duration::from_millis(5));
     }
 }

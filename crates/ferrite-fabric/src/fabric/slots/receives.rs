@@ -1,8 +1,8 @@
-//! Receives that wait for messages of all links of a device. What makes it sound is said at the top
-//! of `slots.rs`.
+//! Posted receives, shared by all links of a device. The top of `slots.rs` explains why this is
+//! sound.
 #![expect(
     unsafe_code,
-    reason = "gives the addresses of buffers to the device: each block states its obligations"
+    reason = "passes addresses of buffers to the device; each block states its obligations"
 )]
 
 use std::sync::Arc;
@@ -15,46 +15,52 @@ use crate::mem::{BufMut, Pool, PoolError, Purpose};
 
 /// A shared receive queue and the buffers in it.
 ///
-/// A queue pair that fails in the middle of a message may keep the receive it had begun, without a
-/// completion (Soft-RoCE does; the specification knows only that the queue pair took its last one).
-/// The device may write that buffer as long as its queue pair lives, and nobody can tell which
-/// buffer it is. So a receive that was overtaken by two rounds of the whole queue counts as
-/// overdue: its buffer stays where it is, and another receive takes its place, so that the stock
-/// does not dwindle.
+/// A queue pair that fails in the middle of a message may keep the receive that it had started,
+/// without completing it. (Soft-RoCE does; the specification only defines the event that a queue
+/// pair has taken its last receive.) The device may write that buffer as long as the queue pair
+/// exists, and nobody can tell which buffer it is. So a receive that was overtaken by two rounds of
+/// the whole queue counts as overdue: its buffer stays where it is, and another receive is posted
+/// in its place, so that the stock does not shrink.
 ///
-/// It comes back when it completes after all, or when no queue pair is left that can have it. Of a
-/// device that takes receives in the order in which they were posted, a queue pair cannot have one
-/// if it was made when a younger one had been taken already, or if it has completed a younger one:
-/// it works on one message at a time.
+/// An overdue receive comes back when it completes after all, or when no queue pair is left that
+/// can hold it. If the device takes receives in the order in which they were posted, a queue pair
+/// cannot hold a given receive in two cases:
+///
+/// - the queue pair was created after a younger receive had already been taken;
+/// - the queue pair has completed a younger receive: it works on one message at a time.
 pub(crate) struct ReceiveStock {
-    /// `None` only while it is dropped.
+    /// `None` only during the drop.
     srq: Option<SharedReceiveQueue>,
     slots: Vec<ReceiveSlot>,
     free: Vec<usize>,
-    /// Slots that were added for overdue ones, which have come after all.
+    /// Slots that replaced overdue ones which completed after all.
     spare: Vec<usize>,
     overdue: usize,
     depth: usize,
-    /// Receives posted, the youngest that completed, and when overdue ones were looked for.
+    /// Numbers of receives: the last posted, the youngest completed, and the youngest completed
+    /// when overdue receives were last looked for.
     posted: u64,
     youngest: u64,
     checked: u64,
     domain: usize,
-    /// Bytes of each buffer.
+    /// Size of each buffer.
     block_bytes: usize,
     /// Whether the device takes receives in the order in which they were posted.
     in_order: bool,
-    /// Of each queue pair that receives from here; nobody else has those of queue pairs that are
-    /// gone.
+    /// One for each queue pair that receives from here. An entry whose queue pair is gone has no
+    /// other owner.
     takers: Vec<Arc<AtomicU64>>,
 }
 
-/// A queue pair that takes receives from a stock: the youngest of those that it cannot have any
-/// more. Dropped when the device said that the queue pair is gone, and never if it does not.
+/// A queue pair that takes receives from a stock: the youngest receive that it cannot hold any
+/// more.
+///
+/// It must be dropped only after the device confirmed that the queue pair is destroyed; without a
+/// confirmation, never.
 pub(crate) struct Taker(Arc<AtomicU64>);
 
 impl Taker {
-    /// The queue pair has completed that one.
+    /// Records that the queue pair has completed the receive with this number.
     pub(super) fn passes(&self, number: u64) {
         self.0.fetch_max(number, Ordering::Relaxed);
     }
@@ -63,14 +69,14 @@ impl Taker {
 /// A receive that completed.
 pub(crate) struct Taken {
     pub(crate) buf: BufMut,
-    /// How many had been posted when it was.
+    /// Its sequence number, counted by posts.
     pub(crate) number: u64,
 }
 
 struct ReceiveSlot {
     generation: u32,
     buf: Option<BufMut>,
-    /// How many had been posted when this was.
+    /// The sequence number of the receive, counted by posts.
     posted_at: u64,
     overdue: bool,
 }
@@ -82,7 +88,7 @@ impl ReceiveSlot {
 }
 
 impl ReceiveStock {
-    /// Up to `depth` receives of `block_bytes` each; none is posted yet.
+    /// Creates a stock of up to `depth` receives of `block_bytes` each; none is posted yet.
     pub(crate) fn new(
         srq: SharedReceiveQueue,
         depth: usize,
@@ -107,14 +113,14 @@ impl ReceiveStock {
         }
     }
 
-    /// For a queue pair that is made now.
+    /// Registers a queue pair that is about to be created.
     pub(crate) fn taker(&mut self) -> Taker {
         let passed = Arc::new(AtomicU64::new(self.youngest));
         self.takers.push(Arc::clone(&passed));
         Taker(passed)
     }
 
-    /// Takes back what only queue pairs could have had that are gone.
+    /// Takes back the overdue receives that only destroyed queue pairs could hold.
     pub(crate) fn reclaim(&mut self) {
         self.takers.retain_mut(|taker| Arc::get_mut(taker).is_none());
         if self.overdue == 0 || !self.in_order {
@@ -132,23 +138,23 @@ impl ReceiveStock {
         }
     }
 
-    /// How many receives could be posted.
+    /// Returns the number of receives that could be posted.
     pub(crate) fn missing(&self) -> usize {
         self.free.len()
     }
 
-    /// How many wait for messages.
+    /// Returns the number of receives that wait for messages.
     pub(crate) fn posted(&self) -> usize {
         self.depth - self.free.len()
     }
 
-    /// How many were taken by queue pairs that never completed them.
+    /// Returns the number of receives that a queue pair took and has not completed.
     pub(crate) fn overdue(&self) -> usize {
         self.overdue
     }
 
-    /// Looks for receives that were overtaken by two rounds, and makes room for others in their
-    /// place.
+    /// Marks the receives that were overtaken by two rounds as overdue, and makes room for others
+    /// in their place.
     fn replace_overdue(&mut self) {
         let rounds = 2 * self.depth as u64;
         self.checked = self.youngest;
@@ -168,17 +174,17 @@ impl ReceiveStock {
         }
     }
 
-    /// Posts receives until none is missing, or memory or the device says no.
+    /// Posts receives until none is missing, or until the pool or the device refuses.
     ///
     /// # Errors
-    /// What the pool or the device said; what was posted before stays.
+    /// Returns the error of the pool or the device; receives that were posted before stay posted.
     pub(crate) fn refill(&mut self, pool: &Pool) -> Result<(), PoolError> {
         if self.youngest - self.checked > self.depth as u64 {
             self.replace_overdue();
             self.reclaim();
         }
         while !self.free.is_empty() {
-            // SAFETY: without bytes nothing is touched.
+            // SAFETY: an empty piece refers to no memory.
             let mut pieces = [unsafe { Sge::from_raw(0, 0, 0) }; BATCH];
             let mut ids = [WorkId(0); BATCH];
             let mut count = 0;
@@ -194,8 +200,8 @@ impl ReceiveStock {
                     }
                 };
                 let parts = buf.raw_parts(self.domain);
-                // SAFETY: the slot owns the buffer, its only handle, until the completion or the
-                // end of the queue.
+                // SAFETY: the slot owns the buffer, whose only handle this is, until the completion
+                // or the end of the queue.
                 pieces[count] = unsafe { Sge::from_raw(parts.addr, parts.len, parts.lkey) };
                 let place = &mut self.slots[slot];
                 place.generation = place.generation.wrapping_add(1);
@@ -214,7 +220,7 @@ impl ReceiveStock {
                 None => Ok(()),
             };
             if let Err(refused) = posted {
-                // Not as if they had been taken: those before them have not.
+                // They must not count as taken: older ones have not been taken yet.
                 for id in &ids[refused.posted..count] {
                     let slot = id.0 as u32 as usize;
                     self.slots[slot].buf = None;
@@ -229,7 +235,7 @@ impl ReceiveStock {
         Ok(())
     }
 
-    /// A receive completed; none if the number names none that is posted.
+    /// Takes the buffer of a receive that completed; `None` if `wr_id` names no posted receive.
     pub(crate) fn take(&mut self, wr_id: u64) -> Option<Taken> {
         let (slot, generation) = (wr_id as u32 as usize, (wr_id >> 32) as u32 & 0x7fff_ffff);
         let place = self.slots.get_mut(slot)?;
@@ -253,7 +259,8 @@ impl Drop for ReceiveStock {
     fn drop(&mut self) {
         let Some(srq) = self.srq.take() else { return };
         if srq.destroy().is_err() {
-            // As for sends. (The queue's own drop tries once more, and counts.)
+            // The device may still write the buffers, so they are never used again. The queue's own
+            // drop tries once more and counts the leak.
             std::mem::forget(std::mem::take(&mut self.slots));
         }
     }
@@ -265,15 +272,16 @@ mod tests {
 
     use super::*;
 
-    /// A stock of four receives, of which the first was taken and never completed while four rounds
-    /// went by.
-    fn one_lost(in_order: bool) -> (ReceiveStock, Pool, Taker) {
+    /// Returns a stock of four receives. The first was taken and never completed during four
+    /// rounds.
+    fn stock_with_lost_receive(in_order: bool) -> (ReceiveStock, Pool, Taker) {
         let world = World::new();
         world.add_device(DeviceSpec::new("fake1", "10.0.0.1".parse().expect("an address")));
         let context =
             world.verbs().device("fake1").and_then(|device| device.open()).expect("device");
         let domain = context.allocate_protection_domain().expect("domain");
-        // Deeper than the stock: what the test takes out by hand the device still has.
+        // Deeper than the stock: the device still holds the receives that the test takes out by
+        // hand.
         let srq = domain.create_shared_receive_queue(64, 1).expect("queue");
         let pool = Pool::builder(&[domain]).build().expect("pool");
         let mut stock = ReceiveStock::new(srq, 4, 256, 0, in_order);
@@ -297,29 +305,29 @@ mod tests {
     const LOST: u64 = super::super::RECEIVE | 1 << 32;
 
     #[test]
-    fn receives_that_never_complete_are_replaced() {
-        let (mut stock, _pool, _taker) = one_lost(true);
-        stock.take(LOST).expect("late, but known");
+    fn replaces_receives_that_never_complete() {
+        let (mut stock, _pool, _taker) = stock_with_lost_receive(true);
+        stock.take(LOST).expect("a late completion is known");
         assert_eq!(
             (stock.posted(), stock.overdue(), stock.missing()),
             (4, 0, 0),
-            "no place is free for it"
+            "its slot was replaced, so none is free"
         );
-        assert!(stock.take(LOST).is_none(), "twice");
+        assert!(stock.take(LOST).is_none(), "completed twice");
     }
 
     #[test]
-    fn what_a_queue_pair_took_along_comes_back_when_it_is_gone() {
-        let (mut stock, pool, taker) = one_lost(true);
+    fn reclaims_lost_receives_when_the_queue_pair_is_gone() {
+        let (mut stock, pool, taker) = stock_with_lost_receive(true);
         let in_use = pool.stats().receive.in_use_bytes;
         let younger = stock.taker();
         stock.reclaim();
-        assert_eq!(stock.overdue(), 1, "its queue pair may have it");
+        assert_eq!(stock.overdue(), 1, "its queue pair may hold it");
         drop(taker);
         stock.reclaim();
         assert_eq!((stock.overdue(), stock.posted(), stock.missing()), (0, 4, 0));
         assert!(pool.stats().receive.in_use_bytes < in_use, "the memory is back");
-        assert!(stock.take(LOST).is_none(), "it is nobody's");
+        assert!(stock.take(LOST).is_none(), "it was reclaimed");
         drop(younger);
         take(&mut stock, 1);
         stock.refill(&pool).expect("posted");
@@ -327,11 +335,11 @@ mod tests {
     }
 
     #[test]
-    fn who_completed_a_younger_one_does_not_have_it() {
-        let (mut stock, _pool, taker) = one_lost(true);
+    fn reclaims_a_lost_receive_after_a_younger_one_completed() {
+        let (mut stock, _pool, taker) = stock_with_lost_receive(true);
         taker.passes(1);
         stock.reclaim();
-        assert_eq!(stock.overdue(), 1, "that is the one itself");
+        assert_eq!(stock.overdue(), 1, "the completed receive is the lost one itself");
         let number = take(&mut stock, 2);
         taker.passes(number);
         stock.reclaim();
@@ -339,8 +347,8 @@ mod tests {
     }
 
     #[test]
-    fn a_device_without_an_order_keeps_it() {
-        let (mut stock, _pool, taker) = one_lost(false);
+    fn keeps_lost_receives_on_a_device_without_order() {
+        let (mut stock, _pool, taker) = stock_with_lost_receive(false);
         drop(taker);
         stock.reclaim();
         assert_eq!(stock.overdue(), 1);

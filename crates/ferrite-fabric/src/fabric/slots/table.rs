@@ -1,20 +1,19 @@
-//! The slot table: what is in flight, by number, in the order it was posted. Knows nothing of
-//! devices.
+//! The slot table: requests in flight by key, in the order in which they were posted. It does not
+//! know about devices.
 //!
-//! A key is a slot and its generation, which changes each time the slot is used. A completion whose
-//! key is not exactly what is in flight finds nothing and frees nothing, however late or often it
-//! comes.
+//! A key is a slot and its generation, which changes with each use of the slot. A completion whose
+//! key does not match a request in flight exactly has no effect, however late or often it comes.
 
 use std::collections::VecDeque;
 
-/// The name of one use of one slot.
+/// Identifies one use of one slot.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) struct Key {
     pub(crate) slot: u16,
     pub(crate) generation: u32,
 }
 
-/// Generations have 24 bits: a key comes again after 16 million uses of its slot.
+/// Generations have 24 bits: a key repeats after 16 million uses of its slot.
 pub(crate) const GENERATION_MASK: u32 = 0x00ff_ffff;
 
 struct Slot<T> {
@@ -24,14 +23,14 @@ struct Slot<T> {
 
 /// Entries in flight, at most `capacity`.
 pub(crate) struct Table<T> {
-    /// Grows with use: an idle link has none.
+    /// Grows on demand: a link that has sent nothing has no slots.
     slots: Vec<Slot<T>>,
     free: Vec<u16>,
-    /// What is in flight, oldest first.
+    /// The slots in flight, oldest first.
     order: VecDeque<u16>,
     capacity: u16,
-    /// Where generations of new slots begin: what an earlier owner of the same numbers used lies
-    /// behind it.
+    /// The first generation of new slots. It is beyond those that an earlier owner of the same
+    /// numbers used.
     first_generation: u32,
 }
 
@@ -55,7 +54,7 @@ impl<T> Table<T> {
         usize::from(self.capacity) - self.order.len()
     }
 
-    /// Puts `entry` into a slot, as the newest; gives it back if there is none free.
+    /// Puts `entry` into a slot, as the newest. Returns it as the error if no slot is free.
     pub(crate) fn claim(&mut self, entry: T) -> Result<Key, T> {
         if self.room() == 0 {
             return Err(entry);
@@ -70,21 +69,21 @@ impl<T> Table<T> {
         Ok(Key { slot, generation: place.generation })
     }
 
-    /// Takes the newest entry back: it was not posted after all.
+    /// Takes the newest entry back, because it was not posted after all.
     pub(crate) fn undo(&mut self) -> Option<T> {
         let slot = self.order.pop_back()?;
         self.vacate(slot)
     }
 
-    /// The entry with this key, while it is in flight.
+    /// Returns the entry with this key, if it is in flight.
     pub(crate) fn get_mut(&mut self, key: Key) -> Option<&mut T> {
         let place = self.slots.get_mut(usize::from(key.slot))?;
         if place.generation == key.generation { place.entry.as_mut() } else { None }
     }
 
-    /// The entry with this key has completed, and with it all older ones, since a reliable
-    /// connection completes in order. Each goes to `each`, the named one last and marked so.
-    /// `false` if nothing with this key is in flight.
+    /// Completes the entry with this key and all older ones, since a reliable connection completes
+    /// in order. Passes each to `each`, the named one last and with `true`. Returns `false` if no
+    /// entry with this key is in flight.
     pub(crate) fn complete(&mut self, key: Key, mut each: impl FnMut(T, bool)) -> bool {
         if self.get_mut(key).is_none() {
             return false;
@@ -101,12 +100,12 @@ impl<T> Table<T> {
         true
     }
 
-    /// Everything in flight, oldest first.
+    /// Iterates over all entries in flight, oldest first.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &T> {
         self.order.iter().filter_map(|slot| self.slots[usize::from(*slot)].entry.as_ref())
     }
 
-    /// Empties it: for when no completion can come any more.
+    /// Removes all entries. Call it when no completion can arrive any more.
     pub(crate) fn drain(&mut self, mut each: impl FnMut(T)) {
         while let Some(slot) = self.order.pop_front() {
             if let Some(entry) = self.vacate(slot) {
@@ -115,7 +114,7 @@ impl<T> Table<T> {
         }
     }
 
-    /// Where the generations of the next owner of these numbers may begin.
+    /// Returns the first generation for the next owner of these numbers.
     pub(crate) fn next_generation(&self) -> u32 {
         let used =
             self.slots.iter().map(|slot| slot.generation.wrapping_sub(self.first_generation));
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_completion_takes_the_older_ones_along() {
+    fn a_completion_also_completes_older_entries() {
         let mut table = Table::new(3, 0);
         let keys = [1, 2, 3].map(|entry| table.claim(entry).expect("room"));
         assert_eq!(table.claim(4), Err(4), "full");
@@ -152,21 +151,24 @@ mod tests {
     }
 
     #[test]
-    fn stale_and_repeated_completions_find_nothing() {
+    fn ignores_stale_and_repeated_completions() {
         let mut table = Table::new(2, 0);
         let first = table.claim(1).expect("room");
         assert_eq!(completed(&mut table, first).len(), 1);
-        assert!(!table.complete(first, |_, _| unreachable!("gone")), "twice");
+        assert!(
+            !table.complete(first, |_, _| unreachable!("already completed")),
+            "completed twice"
+        );
         let again = table.claim(2).expect("room");
         assert_eq!(again.slot, first.slot);
-        assert!(!table.complete(first, |_, _| unreachable!("of the one before")), "late");
-        let made_up = Key { slot: 9, generation: 0 };
-        assert!(!table.complete(made_up, |_, _| unreachable!("never was")));
+        assert!(!table.complete(first, |_, _| unreachable!("a stale key")), "late");
+        let unknown = Key { slot: 9, generation: 0 };
+        assert!(!table.complete(unknown, |_, _| unreachable!("an unknown key")));
         assert_eq!(table.in_flight(), 1);
     }
 
     #[test]
-    fn what_was_not_posted_comes_back() {
+    fn undo_returns_the_newest_entry() {
         let mut table = Table::new(2, 0);
         let first = table.claim(1).expect("room");
         table.claim(2).expect("room");
@@ -176,14 +178,14 @@ mod tests {
     }
 
     #[test]
-    fn the_next_owner_begins_behind_all_that_was_used() {
+    fn next_generation_is_beyond_all_used_ones() {
         let mut table = Table::new(4, GENERATION_MASK - 1);
         for entry in 0..5 {
             let key = table.claim(entry).expect("room");
             table.complete(key, |_, _| {});
         }
         let next: Table<u32> = Table::new(4, table.next_generation());
-        assert_eq!(next.first_generation, 4, "over the end and on");
+        assert_eq!(next.first_generation, 4, "it wraps around");
         assert_eq!(Table::<u32>::new(4, 7).next_generation(), 8, "also when nothing was used");
     }
 }

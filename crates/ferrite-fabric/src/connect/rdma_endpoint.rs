@@ -1,11 +1,11 @@
-//! The RDMA address of one end of a TCP connection: which of ours may carry a link, and which the
-//! peer may name.
+//! The RDMA path that corresponds to a TCP connection: our own address for it, and the one that the
+//! peer may announce.
 //!
 //! Peers exchange these addresses over TCP, before either has proved anything. A GID that the
-//! kernel does not know makes it look for a hardware address, for a second, and whatever has that
-//! address gets packets from us. So each side may name one address only: the GID that stands for
-//! its end of the TCP connection. GIDs that stand for no IP address are refused: those of
-//! InfiniBand, and the link-local ones of RoCE unless TCP itself uses that link-local address.
+//! kernel does not know makes it resolve a hardware address for up to a second, and the owner of
+//! that address would get packets from us. So each side may announce only one address: the GID of
+//! its end of the TCP connection. GIDs that do not correspond to an IP address are refused: those
+//! of InfiniBand, and the link-local ones of RoCE unless TCP itself uses that link-local address.
 
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
@@ -20,39 +20,39 @@ use crate::fabric::Shared;
 use crate::fabric::shared_device::SharedDevice;
 use crate::wire::Address;
 
-/// From where a link can go on over RDMA.
-pub(super) struct Way {
+/// The local end of an RDMA path for a link.
+pub(super) struct RdmaEndpoint {
     pub(super) device: Arc<SharedDevice>,
     pub(super) port: Port,
     pub(super) gid: GidEntry,
 }
 
-/// The search for a way, where it may wait: the device is asked for its port and addresses.
-pub(super) struct Search {
+/// The search for a path. It queries the devices for ports and addresses, so it may block.
+pub(super) struct EndpointSearch {
     devices: Vec<Arc<SharedDevice>>,
     no_rdma: Error,
 }
 
-impl Search {
+impl EndpointSearch {
     pub(super) fn new(shared: &Shared) -> Self {
         Self { devices: shared.devices.clone(), no_rdma: shared.no_rdma() }
     }
 
-    /// Finds the device with the local address of the TCP connection; RoCE v2 before v1.
+    /// Finds the device that has the local address of the TCP connection; prefers RoCE v2 to v1.
     ///
     /// # Errors
-    /// No device has that address, or the device with it cannot be used now.
-    pub(super) fn find(&self, local: Option<SocketAddr>) -> Result<Way, Error> {
+    /// Fails if no device has that address, or if the device with it cannot be used now.
+    pub(super) fn find(&self, local: Option<SocketAddr>) -> Result<RdmaEndpoint, Error> {
         let local = local.map(|local| local.ip().to_canonical());
-        let mut best: Option<Way> = None;
-        let mut why = None;
+        let mut best: Option<RdmaEndpoint> = None;
+        let mut error = None;
         for device in self.devices.iter().filter(|device| !device.is_gone()) {
             let Some(context) = device.context() else { continue };
             let found = context.active_port().and_then(|port| Ok((port, context.gids()?)));
             let (port, gids) = match found {
                 Ok(found) => found,
-                Err(error) => {
-                    why = Some(Error::from(error));
+                Err(failed) => {
+                    error = Some(Error::from(failed));
                     continue;
                 }
             };
@@ -62,12 +62,13 @@ impl Search {
                     Some(best) => gid.kind == GidType::ROCE_V2 && best.gid.kind != GidType::ROCE_V2,
                 };
                 if is_better && Some(gid.gid.ip()) == local {
-                    best = Some(Way { device: Arc::clone(device), port: port.clone(), gid });
+                    best =
+                        Some(RdmaEndpoint { device: Arc::clone(device), port: port.clone(), gid });
                 }
             }
         }
-        best.ok_or_else(|| match (why, local) {
-            (Some(why), _) => why,
+        best.ok_or_else(|| match (error, local) {
+            (Some(error), _) => error,
             (None, Some(local)) if !self.devices.is_empty() => {
                 let what =
                     format!("no RDMA device has the address of the TCP connection ({local})");
@@ -78,7 +79,7 @@ impl Search {
     }
 }
 
-impl Way {
+impl RdmaEndpoint {
     pub(super) fn address(&self, shared: &Shared, qp_num: u32, psn: u32) -> Address {
         let (reads_in, reads_out) = reads(shared, &self.device);
         Address {
@@ -93,44 +94,44 @@ impl Way {
     }
 }
 
-/// How a queue pair gets to where it can send and receive.
-pub(super) struct Up {
+/// Everything that is needed to connect a queue pair to the peer's.
+pub(super) struct QueuePairSetup {
     pub(super) path: Path,
     to: PeerAddress,
     port: u8,
     gid_index: u8,
     reads_in: u8,
     reads_out: u8,
-    /// The number of our first packet.
+    /// The sequence number of our first packet.
     psn: u32,
-    /// What the peer may do to our memory.
+    /// The peer's rights to our memory.
     rights: Access,
 }
 
-impl Up {
+impl QueuePairSetup {
     pub(super) fn new(
         shared: &Shared,
-        way: &Way,
+        endpoint: &RdmaEndpoint,
         peer: &Address,
         psn: u32,
         rights: Access,
     ) -> Self {
         let config = &shared.config;
         let path = Path {
-            mtu: way.port.active_mtu.min(Mtu::from_code(peer.mtu)),
+            mtu: endpoint.port.active_mtu.min(Mtu::from_code(peer.mtu)),
             ack_timeout: config.ack_timeout,
             retries: config.retries,
             rnr_retries: RNR_RETRIES,
             rnr_timer: RNR_TIMER,
         };
-        let ours = way.address(shared, 0, psn);
+        let ours = endpoint.address(shared, 0, psn);
         let to =
             PeerAddress { qp_num: peer.qp_num, psn: peer.psn, gid: Gid(peer.gid), lid: peer.lid };
         Self {
             path,
             to,
-            port: way.port.number,
-            gid_index: u8::try_from(way.gid.index).unwrap_or(0),
+            port: endpoint.port.number,
+            gid_index: u8::try_from(endpoint.gid.index).unwrap_or(0),
             reads_in: ours.reads_in.min(peer.reads_out),
             reads_out: ours.reads_out.min(peer.reads_in),
             psn,
@@ -138,8 +139,9 @@ impl Up {
         }
     }
 
-    /// Ready to receive, then to send. The kernel may look for the peer's hardware address.
-    pub(super) fn bring(&self, qp: &QueuePair) -> Result<(), Error> {
+    /// Moves the queue pair to ready-to-receive and then to ready-to-send. The kernel may have to
+    /// resolve the peer's hardware address.
+    pub(super) fn apply(&self, qp: &QueuePair) -> Result<(), Error> {
         let Self { path, to, port, gid_index, reads_in, reads_out, psn, rights } = self;
         let connect = QueuePairAttributes::connect_to(to, *port, *gid_index, path, *reads_in);
         qp.modify(&connect.access(*rights))?;
@@ -147,18 +149,19 @@ impl Up {
     }
 }
 
-/// Checks that the RDMA address a peer names is the one that its TCP connection comes from.
+/// Checks that the RDMA address that a peer announces belongs to its end of the TCP connection.
 ///
 /// # Errors
-/// [`ErrorKind::Denied`]: it is another, or stands for no IP address.
+/// [`ErrorKind::Denied`] if it is another one, or does not correspond to an IP address.
 pub(super) fn check_peer(named: &Address, peer: Option<SocketAddr>) -> Result<(), Error> {
     let named = Gid(named.gid);
     match peer.map(|peer| peer.ip().to_canonical()) {
         Some(peer) if stands_for(named, peer) => Ok(()),
         peer => {
             let peer = peer.map_or_else(|| "an unknown address".into(), |peer| peer.to_string());
-            let what =
-                format!("the peer at {peer} names the RDMA address {named}, which is not its own");
+            let what = format!(
+                "the peer at {peer} announced the RDMA address {named}, which is not its own"
+            );
             Err(Error::new(ErrorKind::Denied, what))
         }
     }
