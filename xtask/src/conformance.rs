@@ -21,7 +21,7 @@ const TRANSPORTS: [(&str, &str); 4] = [
 ];
 /// The suite's parts: modules of `crates/ferrite-fabric/tests/links`.
 const SUITE: [&str; 8] =
-    ["drivers", "engines", "life", "meeting", "messages", "one_sided", "pressure", "storm"];
+    ["drivers", "fabrics", "handshake", "life", "messages", "one_sided", "pressure", "storm"];
 
 #[derive(Default)]
 struct Counts {

@@ -32,7 +32,7 @@ const PROVIDER: &[&str] = &[
     "ferrite_verbs::fake::receive::post_srq_recv",
 ];
 /// How often it is called depends on the time that passes.
-const CLOCKED: &[&str] = &["ferrite_fabric::engine::poller::Poller::look"];
+const CLOCKED: &[&str] = &["ferrite_fabric::fabric::poller::Poller::look"];
 
 #[derive(Args)]
 pub(crate) struct Options {
@@ -230,8 +230,8 @@ cfn=ferrite_verbs::fake::engine::post_send\n\
 calls=1000 434 \n\
 293 2000000\n\
 294 5\n\
-fn=ferrite_fabric::engine::poller::Poller::pass\n\
-cfn=ferrite_fabric::engine::poller::Poller::look\n\
+fn=ferrite_fabric::fabric::poller::Poller::pass\n\
+cfn=ferrite_fabric::fabric::poller::Poller::look\n\
 calls=3 183 \n\
 71 3000\n\
 cfn=ferrite_verbs::cq::CompletionQueue::poll\n\

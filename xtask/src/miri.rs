@@ -33,7 +33,7 @@ const TARGET: &str = "riscv64gc-unknown-linux-gnu";
 
 /// Tests by target and filter.
 const SHORT: &[(&str, &[&str])] = &[
-    ("--lib", &["mem::", "engine::", "link::"]),
+    ("--lib", &["mem::", "fabric::", "link::"]),
     ("in_flight", &[]),
     ("drivers", &["two_threads_that_block", "one_that_blocks"]),
 ];

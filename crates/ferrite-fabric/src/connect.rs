@@ -43,9 +43,10 @@ use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
 use crate::fabric::timers::{LinkName, Timer};
 use crate::fabric::wait_set::Ready;
+use crate::link::core::OwnLimits;
 use crate::link::keepalive::Keepalive;
 use crate::link::shared::LinkShared;
-use crate::link::state::{LinkState, OwnLimits};
+use crate::link::state::LinkState;
 use crate::listener::ListenerShared;
 use crate::source::Source;
 use crate::wire::Hello;
@@ -377,7 +378,7 @@ impl Poller {
         mtu: Option<Mtu>,
     ) {
         let (key, port) = (id.key(), id.device().map_or(1, |(_, port)| port));
-        link.with_wakes(&mut self.wakes, |state, _, _| state.open(hello, self.now));
+        link.with_wakes(&mut self.wakes, |state, _, _| state.core.open(hello, self.now));
         link.set_route(|route| {
             (route.cm_key, route.port, route.mtu) = (Some(key), port, mtu);
             (route.local, route.peer) = (id.local_addr(), id.peer_addr());
@@ -391,7 +392,7 @@ impl Poller {
 
     /// Ends a link whose handshake failed.
     fn abandon_link(&mut self, shared: &Shared, link: &Arc<LinkShared>, error: &Error) {
-        link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error.clone(), wakes));
+        link.with_wakes(&mut self.wakes, |state, _, wakes| state.core.fail(error.clone(), wakes));
         self.attend(shared, link.index);
     }
 
@@ -431,7 +432,7 @@ fn own_limits(shared: &Shared, hello: Hello, name: LinkName) -> OwnLimits {
         hello,
         queue_messages: config.send_queue_messages,
         queue_bytes: config.send_queue_bytes,
-        patience: Keepalive::new(config.keepalive, name.serial),
+        keepalive: Keepalive::new(config.keepalive, name.serial),
         peer_timeout: config.peer_timeout,
         latencies: Arc::clone(&shared.latencies),
         clock: shared.clock.clone(),
@@ -516,7 +517,7 @@ fn failed_silently(link: &LinkShared) -> bool {
     };
     let failed = |state: &mut LinkState| {
         state.failure().is_none()
-            && state.queue.qp().is_some_and(|qp| qp.state().is_ok_and(|it| it == State::ERROR))
+            && state.rdma.queue.qp().is_some_and(|qp| qp.state().is_ok_and(|it| it == State::ERROR))
     };
     is_soft() && link.with(|state, _, _| failed(state))
 }

@@ -157,7 +157,7 @@ impl Drop for Shared {
         let links = self.links.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
         for link in links.iter() {
             link.with(|state, env, wakes| {
-                state.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
+                state.core.fail(Error::new(ErrorKind::Closed, "the fabric is gone"), wakes);
                 state.destroy(env, wakes);
                 drop(state.end_upgrade()); // its queue pair uses receives, too
             });

@@ -9,6 +9,7 @@
 //! | `tcp.rs` `tls.rs` | the connection of a link that RDMA does not carry |
 //! | `shared.rs` | what fabric and users share |
 
+pub(crate) mod core;
 pub(crate) mod inbox;
 pub(crate) mod keepalive;
 pub(crate) mod message;
@@ -18,6 +19,8 @@ mod outbox;
 mod races;
 mod raw_connection;
 pub(crate) mod shared;
+#[cfg(test)]
+mod simulation;
 pub(crate) mod state;
 mod stats;
 pub(crate) mod tcp;
@@ -37,11 +40,11 @@ use crate::mem::{Buf, BufMut, Pool, Purpose};
 use crate::one_sided::Region;
 use crate::policy::Fallback;
 use crate::wire::{GrantToken, Hello, Rights};
+use core::Kind;
 pub use message::Message;
 pub use ops::{Ending, ReadError, Reading, Receiving, Sending, Writing};
 pub use raw_connection::{Arrival, Done, Preparing, RawConnection};
 use shared::{LinkShared, unique};
-use state::Kind;
 pub use stats::LinkStats;
 
 /// What carries a link.
@@ -276,7 +279,7 @@ impl Link {
     /// earliest. `false` if it cannot move or is not on RDMA.
     #[expect(clippy::must_use_candidate, reason = "called for its effect")]
     pub fn leave_rdma(&self) -> bool {
-        self.shared().with(|state, _, _| state.leave())
+        self.shared().with(|state, _, _| state.core.leave_rdma())
     }
 
     /// Why it is down, if it is.
@@ -348,13 +351,13 @@ impl Link {
     /// What the peer said of itself.
     #[must_use]
     pub fn peer_hello(&self) -> Hello {
-        self.shared().with(|state, _, _| *state.peer())
+        self.shared().with(|state, _, _| *state.core.peer())
     }
 
     /// What it has done.
     #[must_use]
     pub fn stats(&self) -> LinkStats {
-        self.shared().with(|state, _, _| state.stats)
+        self.shared().with(|state, _, _| state.core.stats)
     }
 }
 

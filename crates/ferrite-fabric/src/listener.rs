@@ -18,8 +18,8 @@ use rustls::ServerConfig;
 use crate::error::{Error, ErrorKind};
 use crate::fabric::Fabric;
 use crate::link::Link;
+use crate::link::core::{Wakes, keep};
 use crate::link::shared::LinkShared;
-use crate::link::state::{Wakes, keep};
 use crate::mem::lock;
 use crate::policy::Rdma;
 

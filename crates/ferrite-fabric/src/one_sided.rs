@@ -32,8 +32,9 @@ use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::timers::Timer;
 use crate::fabric::{Fabric, Shared};
 use crate::link::Link;
+use crate::link::core::{Wakes, keep};
 use crate::link::shared::LinkShared;
-use crate::link::state::{Request, Wakes, keep};
+use crate::link::state::Request;
 use crate::mem::{BufMut, Exposed, Pool, Window, lock};
 use crate::policy::Rdma;
 use crate::wire::{GrantToken, Rights};
@@ -398,7 +399,7 @@ impl Regions {
                 if state.failure().is_some() {
                     return false;
                 }
-                state.revoke(region.id);
+                state.core.revoke(region.id);
                 state.pump(env, wakes);
                 true
             });

@@ -131,13 +131,13 @@ fn migrates_when_a_queue_pair_breaks() {
     let pair = MigratingLink::new();
     pair.wait_until_on(Transport::Rdma);
     let traffic = pair.traffic(1);
-    traffic.flows(100, TEST_TIMEOUT, "at first");
+    traffic.wait_for(100, TEST_TIMEOUT, "at first");
     for side in [0, 1, 0] {
         let number = pair.links[side].qp_num().expect("on RDMA");
         assert!(pair.world.break_queue_pair(number));
-        traffic.flows(100, TEST_TIMEOUT, "after the break");
+        traffic.wait_for(100, TEST_TIMEOUT, "after the break");
         pair.wait_until_on(Transport::Rdma);
-        traffic.flows(100, TEST_TIMEOUT, "back on RDMA");
+        traffic.wait_for(100, TEST_TIMEOUT, "back on RDMA");
     }
     let counts = traffic.stop();
     assert!(counts.iter().all(|count| *count > 500), "{counts:?}");
@@ -173,7 +173,7 @@ fn tcp_first() {
     assert_eq!(pair.links[0].transport(), Transport::Rdma);
     pair.wait_until_on(Transport::Rdma);
     let traffic = pair.traffic(4);
-    traffic.flows(300, TEST_TIMEOUT, "on RDMA");
+    traffic.wait_for(300, TEST_TIMEOUT, "on RDMA");
     traffic.stop();
     assert_eq!(pair.links[0].stats().tcp_bytes, 0, "TCP must carry nothing");
     let MigratingLink { fabrics: [a, b], links: [link, other], listener, .. } = pair;
@@ -243,12 +243,12 @@ fn upgrades_when_the_path_is_restored() {
     let traffic = pair.traffic(2);
     pair.world.black_hole(HOSTS[0].0, HOSTS[1].0);
     pair.wait_until_on(Transport::Tcp);
-    traffic.flows(200, TEST_TIMEOUT, "over TCP");
+    traffic.wait_for(200, TEST_TIMEOUT, "over TCP");
     assert!(pair.links[0].fallback().is_some(), "the fallback must be reported");
     pair.world.heal(HOSTS[0].0, HOSTS[1].0);
     pair.wait_until_on(Transport::Rdma);
     assert!(pair.links[0].fallback().is_none());
-    traffic.flows(200, TEST_TIMEOUT, "over RDMA");
+    traffic.wait_for(200, TEST_TIMEOUT, "over RDMA");
     traffic.stop();
 }
 
@@ -256,14 +256,14 @@ fn upgrades_when_the_path_is_restored() {
 fn device_removed_and_added() {
     let pair = MigratingLink::new();
     let traffic = pair.traffic(3);
-    traffic.flows(50, TEST_TIMEOUT, "at first");
+    traffic.wait_for(50, TEST_TIMEOUT, "at first");
     for side in [0, 1] {
         pair.world.remove_device(HOSTS[side].0);
-        traffic.flows(200, TEST_TIMEOUT, "without a device");
+        traffic.wait_for(200, TEST_TIMEOUT, "without a device");
         pair.wait_until_on(Transport::Tcp);
         pair.world.add_device(spec(side));
         pair.wait_until_on(Transport::Rdma);
-        traffic.flows(200, TEST_TIMEOUT, "with the device again");
+        traffic.wait_for(200, TEST_TIMEOUT, "with the device again");
     }
     traffic.stop();
 }
@@ -442,7 +442,7 @@ fn random_faults() {
                 pair.world.add_device(spec(side));
             }
         }
-        traffic.flows(20 + next(50), TEST_TIMEOUT, &format!("fault {round}"));
+        traffic.wait_for(20 + next(50), TEST_TIMEOUT, &format!("fault {round}"));
     }
     pair.wait_until_on(Transport::Rdma);
     let traffic_gap = traffic.take_longest_gap();

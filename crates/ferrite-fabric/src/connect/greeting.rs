@@ -206,12 +206,12 @@ impl Poller {
     /// may reach the link.
     pub(super) fn reject_resume_answer(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-            let Some(lost) = &state.lost else { return };
+            let Some(lost) = state.core.lost() else { return };
             let what =
                 format!("{}; and the answer at the peer's address names another link", lost.error);
             let error =
                 Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
-            state.end(error, wakes);
+            state.core.end(error, wakes);
         });
         self.attend(shared, link.index);
     }

@@ -274,7 +274,7 @@ impl Poller {
             }
         };
         link.with_wakes(&mut self.wakes, |state, _, _| match accepting.hello {
-            Some(hello) => state.set_peer(hello),
+            Some(hello) => state.core.set_peer(hello),
             None => state.make_raw(),
         });
         let params = ConnectParams { reads_in, reads_out, ..params(shared, device, &link, &[]) };

@@ -11,8 +11,8 @@ use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::slots::{InFlight, SendQueue};
 use crate::fabric::timers::{LinkName, Timer};
+use crate::link::core::{ActiveTransport, RequestContext};
 use crate::link::shared::LinkShared;
-use crate::link::state::{ActiveTransport, RequestContext};
 use crate::link::tcp::TcpPath;
 use crate::policy::Fallback;
 use crate::wire::Resume;
@@ -74,12 +74,15 @@ impl Poller {
         let deadline = self.now + shared.config.move_timeout;
         let detached = link.with_wakes(&mut self.wakes, |state, env, wakes| {
             match state.end_detach(env, queue, in_flight, gone, wakes) {
-                Ok(()) => state.lost.as_mut().map(|lost| {
-                    lost.deadline = Some(deadline);
-                    (lost.error.clone(), state.is_caller)
-                }),
+                Ok(()) => {
+                    let is_caller = state.core.is_caller();
+                    state.core.lost_mut().map(|lost| {
+                        lost.deadline = Some(deadline);
+                        (lost.error.clone(), is_caller)
+                    })
+                }
                 Err(error) => {
-                    state.end(error, wakes); // no effect if it has ended meanwhile
+                    state.core.end(error, wakes); // no effect if it has ended meanwhile
                     None
                 }
             }
@@ -130,12 +133,12 @@ impl Poller {
             // Only if the path whose timer this is was not replaced by another one that was lost
             // later.
             if let Some(lost) =
-                state.lost.as_ref().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
+                state.core.lost().filter(|lost| lost.deadline.is_some_and(|by| by <= now))
             {
                 let what = format!("{}; and no other path was found in time", lost.error);
                 let error =
                     Error::new(lost.error.kind(), what).with_causes(lost.error.causes().to_vec());
-                state.end(error, wakes);
+                state.core.end(error, wakes);
             }
         });
         self.attend(shared, name.index);
@@ -145,8 +148,9 @@ impl Poller {
     pub(crate) fn redial(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let resume = link.with_wakes(&mut self.wakes, |state, _, _| {
-            let (mine, yours, received) = (state.session(), state.peer().session, state.received());
-            let lost = state.lost.as_mut().filter(|_| state.tcp.is_none())?;
+            let (mine, yours, received) =
+                (state.core.session(), state.core.peer().session, state.core.credits.received());
+            let lost = state.core.lost_mut().filter(|_| state.tcp.is_none())?;
             Some((Resume { yours, mine, received }, lost.next_dial()))
         });
         let (Some((resume, number)), Some(peer)) = (resume, link.next_address()) else { return };
@@ -167,21 +171,25 @@ impl Poller {
         let Some(link) = self.link_named(shared, name) else { return };
         let is_unknown = error.refusal().is_some() || error.kind() == ErrorKind::Protocol;
         let is_gone = is_unknown || error.kind() == ErrorKind::Refused;
-        if is_gone && link.with_wakes(&mut self.wakes, |state, _, _| state.peer_has_everything()) {
+        if is_gone
+            && link.with_wakes(&mut self.wakes, |state, _, _| state.core.peer_has_everything())
+        {
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
-                state.end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
+                state
+                    .core
+                    .end(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
             });
             self.attend(shared, name.index);
         } else if is_unknown {
             // The peer is there but does not know the link: it was restarted, or has given the link
             // up.
             link.with_wakes(&mut self.wakes, |state, _, wakes| {
-                if let Some(lost) = &state.lost {
+                if let Some(lost) = state.core.lost() {
                     let what =
                         format!("{}; and the peer does not know the link any more", lost.error);
                     let error = Error::new(lost.error.kind(), what)
                         .with_causes(lost.error.causes().to_vec());
-                    state.end(error, wakes);
+                    state.core.end(error, wakes);
                 }
             });
             self.attend(shared, name.index);
@@ -197,21 +205,21 @@ impl Poller {
             return LostLink::Unknown;
         };
         let known = link.with_wakes(&mut self.wakes, |state, _, _| {
-            let other = state.peer().session != resume.mine;
-            if other || state.transport == ActiveTransport::Tcp || state.tcp.is_some() {
+            let other = state.core.peer().session != resume.mine;
+            if other || state.core.transport() == ActiveTransport::Tcp || state.tcp.is_some() {
                 return false;
             }
             // The peer may notice the loss before we do.
-            state.lose_for_peer()
+            state.core.lose_for_peer()
         });
         if !known {
             return LostLink::Unknown;
         }
-        if link.with_wakes(&mut self.wakes, |state, _, _| state.is_to_be_detached()) {
+        if link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_to_be_detached()) {
             self.downgrade_when_drained(shared, &link);
         }
         let (detached, received) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            (state.lost.as_ref().map(|lost| lost.detached), state.received())
+            (state.core.lost().map(|lost| lost.is_detached), state.core.credits.received())
         });
         match detached {
             None => LostLink::Unknown, // the link could not continue

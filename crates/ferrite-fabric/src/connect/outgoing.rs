@@ -55,8 +55,8 @@ pub(super) enum PeerProtocol {
     Ferrite,
     /// Another protocol: no hello is sent.
     Other,
-    /// Unknown: the peer's response decides.
-    Either,
+    /// The protocol is not known: the peer's response decides.
+    Unknown,
 }
 
 /// The parameters of the request.
@@ -336,7 +336,7 @@ impl Poller {
         };
         let protocol = outgoing.protocol;
         link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.is_caller = true;
+            state.core.set_caller(true);
             if protocol == PeerProtocol::Other {
                 state.make_raw();
             }
@@ -383,7 +383,7 @@ impl Poller {
             (id, qp),
             work,
             move |poller, shared, outgoing, qp, up| {
-                link.with_wakes(&mut poller.wakes, |state, _, _| state.take_back(qp));
+                link.with_wakes(&mut poller.wakes, |state, _, _| state.rdma.take_back(qp));
                 poller.open_link(shared, outgoing, &link, hello, up);
             },
         );
@@ -398,7 +398,7 @@ impl Poller {
         let Some((link, by)) = outgoing.link.clone() else {
             return Err(Error::new(ErrorKind::System, "a response without a request"));
         };
-        let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.peer());
+        let ours = link.with_wakes(&mut self.wakes, |state, _, _| *state.core.peer());
         let hello = match (outgoing.protocol, Hello::decode(&event.private_data)) {
             (PeerProtocol::Other, _) => ours,
             (_, Ok(hello)) => hello,
@@ -411,8 +411,8 @@ impl Poller {
         };
         // Before the peer learns that it may send.
         let qp = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.set_peer(hello);
-            state.queue.lend()
+            state.core.set_peer(hello);
+            state.rdma.queue.lend()
         });
         let qp = qp.ok_or_else(|| Error::new(ErrorKind::Closed, "the link is gone"))?;
         Ok((link, by, hello, qp))

@@ -32,9 +32,10 @@ use crate::fabric::Shared;
 use crate::fabric::poller::Poller;
 use crate::fabric::timers::{LinkName, Timer};
 use crate::fabric::wait_set::Ready;
+use crate::link::core::SEGMENT_BYTES;
 use crate::link::shared::LinkShared;
 use crate::link::state::{LinkState, Reading};
-use crate::link::tcp::{SEGMENT_BYTES, TcpPath};
+use crate::link::tcp::TcpPath;
 use crate::link::tls::Tls;
 use crate::listener::ListenerShared;
 use crate::log_limit::LogLimit;
@@ -459,7 +460,7 @@ impl Poller {
             Side::Answering { resumes: Some((link, received)), .. } => {
                 self.assign_to_link(id, link.name);
                 let account =
-                    self.account_of(shared, peer, &link.with(|state, _, _| *state.hello()));
+                    self.account_of(shared, peer, &link.with(|state, _, _| *state.core.hello()));
                 let path = TcpPath::new(socket, tls, early).charged_to(Some(account));
                 self.resume_link(&link, &connection, path, received);
                 return;
@@ -503,8 +504,8 @@ impl Poller {
         };
         let path = TcpPath::new(socket, tls, early).charged_to(account);
         let mut state = LinkState::over_tcp(path, own_limits(shared, ours, name));
-        state.open(theirs, self.now);
-        state.is_caller = matches!(side, Side::Dialing { .. });
+        state.core.open(theirs, self.now);
+        state.core.set_caller(matches!(side, Side::Dialing { .. }));
         let (pool, mailbox) = (shared.pool.clone(), Arc::clone(&shared.mailbox));
         let link = Arc::new(LinkShared::new(name, state, pool, mailbox));
         link.set_route(|route| {
@@ -525,7 +526,8 @@ impl Poller {
                 shared.counters.connected.fetch_add(1, Ordering::Relaxed);
                 if let Some(fallback) = fallback {
                     shared.fell_back(&link, fallback);
-                    let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
+                    let moves =
+                        link.with_wakes(&mut self.wakes, |state, _, _| state.core.can_migrate());
                     if moves {
                         self.upgrade_in(&link, shared.config.upgrade_after);
                     }

@@ -20,8 +20,8 @@ use crate::fabric::poller::Poller;
 use crate::fabric::shared_device::SharedDevice;
 use crate::fabric::slots::SendQueue;
 use crate::fabric::timers::{LinkName, Timer};
+use crate::link::core::{ActiveTransport, Step};
 use crate::link::shared::LinkShared;
-use crate::link::state::{ActiveTransport, Step};
 use crate::log_limit::LogLimit;
 use crate::one_sided::RegionAccess;
 use crate::policy::{Fallback, Rdma};
@@ -47,7 +47,7 @@ impl Poller {
         policy: Rdma,
     ) {
         self.upgrade_waiters.insert(link.name, UpgradeWaiter { reply, policy });
-        let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.moves);
+        let moves = link.with_wakes(&mut self.wakes, |state, _, _| state.core.can_migrate());
         if moves {
             // First, because a failure sets its own time for the next attempt.
             self.upgrade_in(link, shared.config.connection_timeout);
@@ -72,12 +72,14 @@ impl Poller {
             return;
         };
         if policy == Rdma::Require || link.failure_known() {
-            link.with_wakes(&mut self.wakes, |state, _, wakes| state.end(error.clone(), wakes));
+            link.with_wakes(&mut self.wakes, |state, _, wakes| {
+                state.core.end(error.clone(), wakes)
+            });
             let _ = reply.send(Err(error));
             return;
         }
         shared.fell_back(link, Fallback::new(error));
-        if link.with_wakes(&mut self.wakes, |state, _, _| state.moves) {
+        if link.with_wakes(&mut self.wakes, |state, _, _| state.core.can_migrate()) {
             self.upgrade_in(link, shared.config.upgrade_after);
         }
         if let Err(Ok(link)) = reply.send(Ok(Arc::clone(link))) {
@@ -88,7 +90,7 @@ impl Poller {
     /// Schedules the next attempt to upgrade after `wait`, and cancels an earlier schedule.
     pub(crate) fn upgrade_in(&mut self, link: &Arc<LinkShared>, wait: Duration) {
         let at = self.now + wait;
-        link.with_wakes(&mut self.wakes, |state, _, _| state.upgrade_at = Some(at));
+        link.with_wakes(&mut self.wakes, |state, _, _| state.core.set_upgrade_due(at));
         self.timers.add(at, Timer::Upgrade(link.name));
     }
 
@@ -96,16 +98,14 @@ impl Poller {
     pub(crate) fn upgrade_due(&mut self, shared: &Shared, name: LinkName) {
         let Some(link) = self.link_named(shared, name) else { return };
         let now = self.now;
-        let is_due = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.upgrade_at.is_some_and(|at| at <= now)
-        });
+        let is_due = link.with_wakes(&mut self.wakes, |state, _, _| state.core.is_upgrade_due(now));
         if !is_due {
             return;
         }
         let (transport, upgrading, switched, wait) =
             link.with_wakes(&mut self.wakes, |state, _, _| {
-                let wait = state.next_upgrade(shared.config.upgrade_after, UPGRADE_MAX);
-                (state.transport, state.is_upgrading(), state.has_switched(), wait)
+                let wait = state.core.next_backoff(shared.config.upgrade_after, UPGRADE_MAX);
+                (state.core.transport(), state.core.is_upgrading(), state.core.has_switched(), wait)
             });
         if transport == ActiveTransport::Rdma || link.failure_known() {
             return;
@@ -136,7 +136,7 @@ impl Poller {
     /// Finds the device for the path, in a command because that may block. Then continues there,
     /// and connects to `peer` if that is known.
     fn find_endpoint(&mut self, shared: &Shared, link: &Arc<LinkShared>, peer: Option<Address>) {
-        let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.begin_attempt());
+        let attempt = link.with_wakes(&mut self.wakes, |state, _, _| state.core.begin_attempt());
         let (search, local) = (EndpointSearch::new(shared), link.route().local);
         let link = Arc::clone(link);
         self.command(
@@ -146,7 +146,7 @@ impl Poller {
             move |search| search.find(local),
             move |poller, shared, _, endpoint| {
                 let is_current =
-                    link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
                 let begun = match endpoint {
                     _ if !is_current => return,
                     Ok(endpoint) => random_psn().and_then(|psn| {
@@ -187,7 +187,8 @@ impl Poller {
             Ok((made, setup.map(|setup| setup.path.mtu)))
         };
         self.command(shared, source, (), work, move |poller, shared, (), made| {
-            let is_current = link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
+            let is_current =
+                link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
             match made {
                 Ok((made, mtu)) if is_current && !endpoint.device.is_gone() => {
                     poller.announce_queue_pair(shared, &link, &endpoint, (made, psn), mtu);
@@ -229,7 +230,7 @@ impl Poller {
                 made.taker,
                 link.index,
                 endpoint.device.index,
-                state.generation,
+                state.rdma.generation,
             );
             state.begin_upgrade(queue, Arc::clone(&endpoint.device), inline, psn);
         });
@@ -244,7 +245,7 @@ impl Poller {
         };
         let address = endpoint.address(shared, number, psn);
         link.with_wakes(&mut self.wakes, |state, env, wakes| {
-            state.say(kind, Some(&address));
+            state.core.say(kind, Some(&address));
             state.pump(env, wakes);
         });
     }
@@ -263,7 +264,7 @@ impl Poller {
             Step::Probed => {
                 self.announce_keys(shared, link);
                 link.with_wakes(&mut self.wakes, |state, env, wakes| {
-                    state.switch();
+                    state.core.switch();
                     state.pump(env, wakes);
                 });
                 Ok(())
@@ -322,10 +323,10 @@ impl Poller {
         check_offer(shared, link, peer)?;
         let attempt = link.with_wakes(&mut self.wakes, |state, _, _| {
             state
-                .upgrade
+                .next
                 .as_ref()
                 .map(|upgrade| Arc::clone(&upgrade.device))
-                .map(|device| (state.begin_attempt(), device))
+                .map(|device| (state.core.begin_attempt(), device))
         });
         let Some((attempt, device)) = attempt else {
             return Err(Error::new(ErrorKind::LinkDown, "the upgrade has ended"));
@@ -339,7 +340,7 @@ impl Poller {
             move |search| search.find(local),
             move |poller, shared, _, endpoint| {
                 let is_current =
-                    link.with_wakes(&mut poller.wakes, |state, _, _| state.is_at(attempt));
+                    link.with_wakes(&mut poller.wakes, |state, _, _| state.core.is_at(attempt));
                 match endpoint {
                     _ if !is_current => {}
                     Ok(endpoint) if endpoint.device.index == device.index => {
@@ -369,8 +370,8 @@ impl Poller {
         peer: &Address,
     ) {
         let (qp, psn, rights) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            let qp = state.upgrade.as_mut().and_then(|upgrade| upgrade.queue.lend());
-            (qp, state.upgrade_psn(), state.rights())
+            let qp = state.next.as_mut().and_then(|upgrade| upgrade.queue.lend());
+            (qp, state.next_psn(), state.rights())
         });
         let Some(qp) = qp else { return };
         if let Some(objects) = &mut self.device_objects[endpoint.device.index] {
@@ -382,10 +383,10 @@ impl Poller {
         let work = move |qp: &mut QueuePair| setup.apply(qp).map(|()| setup.path.mtu);
         self.command(shared, link.source(), qp, work, move |poller, shared, qp, brought| {
             let number = qp.number();
-            let back = link.with_wakes(&mut poller.wakes, |state, _, _| match &mut state.upgrade {
+            let back = link.with_wakes(&mut poller.wakes, |state, _, _| match &mut state.next {
                 Some(upgrade) if upgrade.queue.is_of(number) => {
                     upgrade.queue.take_back(qp);
-                    Ok(state.is_at(attempt))
+                    Ok(state.core.is_at(attempt))
                 }
                 _ => Err(qp),
             });
@@ -417,7 +418,7 @@ impl Poller {
     /// Tells the peer the keys of its grants on the device that will carry the link.
     fn announce_keys(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let device = link.with_wakes(&mut self.wakes, |state, _, _| {
-            state.upgrade.as_ref().map(|upgrade| Arc::clone(&upgrade.device))
+            state.next.as_ref().map(|upgrade| Arc::clone(&upgrade.device))
         });
         let Some(device) = device else { return };
         let regions = shared.regions.access_for(shared, link, &device);
@@ -432,7 +433,7 @@ impl Poller {
                     RegionAccess::Window(window) => state.bind_ahead(&device, window),
                 };
                 if let Some(remote) = remote {
-                    state.say_key(grant, remote.addr, remote.rkey);
+                    state.core.say_key(grant, remote.addr, remote.rkey);
                 }
             }
         });
@@ -440,7 +441,7 @@ impl Poller {
 
     fn withdraw(&mut self, link: &Arc<LinkShared>) {
         link.with_wakes(&mut self.wakes, |state, env, wakes| {
-            state.say(TcpFrameKind::Withdraw, None);
+            state.core.say(TcpFrameKind::Withdraw, None);
             state.pump(env, wakes);
         });
         self.end_upgrade(link);
@@ -462,9 +463,9 @@ impl Poller {
     /// Completes an upgrade: RDMA now carries the link.
     fn finish_upgrade(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let carried = link.with_wakes(&mut self.wakes, |state, env, wakes| {
-            state.reset_upgrade();
+            state.core.reset_backoff();
             state.pump(env, wakes);
-            Some((state.device.clone()?, state.queue.qp()?.number()))
+            Some((state.rdma.device.clone()?, state.rdma.queue.qp()?.number()))
         });
         let Some((device, number)) = carried else { return };
         let name = device.name.clone();
@@ -477,7 +478,7 @@ impl Poller {
         shared.counters.upgrades.fetch_add(1, Ordering::Relaxed);
         if let Some(UpgradeWaiter { reply, policy }) = self.upgrade_waiters.remove(&link.name) {
             if policy == Rdma::Require {
-                link.with_wakes(&mut self.wakes, |state, _, _| state.moves = false);
+                link.with_wakes(&mut self.wakes, |state, _, _| state.core.stay_on_path());
             }
             if let Err(Ok(link)) = reply.send(Ok(Arc::clone(link))) {
                 link.close(); // the caller is gone

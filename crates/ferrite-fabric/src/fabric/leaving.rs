@@ -23,8 +23,8 @@ use super::poller::Poller;
 use super::shared_device::SharedDevice;
 use super::slots::SendQueue;
 use super::timers::Timer;
+use crate::link::core::RequestContext;
 use crate::link::shared::LinkShared;
-use crate::link::state::RequestContext;
 use crate::source::Source;
 
 /// How long to wait for the device's report that a queue pair has taken its last receive. Hardware
@@ -47,7 +47,8 @@ impl Poller {
     pub(crate) fn downgrade_when_drained(&mut self, shared: &Shared, link: &Arc<LinkShared>) {
         let (drained, first) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let drained = state.took_last();
-            let waits = state.lost.as_mut().map(|lost| std::mem::replace(&mut lost.draining, true));
+            let waits =
+                state.core.lost_mut().map(|lost| std::mem::replace(&mut lost.is_draining, true));
             (drained, waits == Some(false))
         });
         if drained {

@@ -14,8 +14,9 @@ use super::shared_device::SharedDevice;
 use super::slots::SendQueue;
 use super::timers::Timer;
 use crate::error::ErrorKind;
+use crate::link::core::RequestContext;
 use crate::link::shared::LinkShared;
-use crate::link::state::{Destroying, RequestContext};
+use crate::link::state::Destroying;
 use crate::source::Source;
 
 /// A link whose requests have not been flushed by then is destroyed with requests in flight.
@@ -42,7 +43,7 @@ impl Poller {
     pub(crate) fn attend(&mut self, shared: &Shared, index: u32) {
         let Some(link) = self.link(shared, index) else { return };
         let (steps, lost, unread) = link.with_wakes(&mut self.wakes, |state, _, _| {
-            (std::mem::take(&mut state.steps), state.is_to_be_detached(), state.has_left_over())
+            (state.core.take_steps(), state.core.is_to_be_detached(), state.has_left_over())
         });
         if let Some(socket) = link.route().socket {
             self.sockets.on_credit(socket);
@@ -58,14 +59,10 @@ impl Poller {
         }
         let (released, closing, flushed, down) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let down = state.failure().cloned();
-            let first = down.is_some() && !std::mem::replace(&mut state.announced, down.is_some());
-            let (closing, flushed) = (state.take_closing(), state.take_flushed());
-            (
-                std::mem::take(&mut state.released),
-                closing,
-                flushed,
-                down.map(|error| (error, first)),
-            )
+            let first =
+                down.is_some() && !std::mem::replace(&mut state.is_announced, down.is_some());
+            let (closing, flushed) = (state.core.take_close_request(), state.take_flushed());
+            (state.core.take_released(), closing, flushed, down.map(|error| (error, first)))
         });
         for grant in released {
             shared.regions.on_released(grant, Some(index), &mut self.wakes);
@@ -106,7 +103,7 @@ impl Poller {
     ) {
         let (first, had_grants) = link.with_wakes(&mut self.wakes, |state, _, _| {
             let first =
-                !state.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
+                !state.core.is_closing() && !std::mem::replace(&mut state.peer_was_refused, true);
             (first, !state.is_raw() && state.rights() != Access::LOCAL)
         });
         if !first {
@@ -186,7 +183,7 @@ impl Poller {
             self.forget_qp(device, route.qp_num, link.index);
         }
         self.end_upgrade(link);
-        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.core.session());
         self.sessions.remove(&session);
         if let Some(error) =
             link.with_wakes(&mut self.wakes, |state, _, _| state.failure().cloned())
@@ -225,7 +222,7 @@ impl Poller {
         if let Some(device) = route.device {
             self.register_qp(&device, route.qp_num, link.index);
         }
-        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.session());
+        let session = link.with_wakes(&mut self.wakes, |state, _, _| state.core.session());
         if session != 0 {
             self.sessions.insert(session, link.name);
         }

@@ -53,7 +53,7 @@ impl Links {
     pub(crate) fn remove(&mut self, index: u32) -> Option<Arc<LinkShared>> {
         let place = self.places.get_mut(index as usize)?;
         let link = place.link.take()?;
-        let (next, stats) = link.with(|state, _, _| (state.next_generation(), state.stats));
+        let (next, stats) = link.with(|state, _, _| (state.next_generation(), state.core.stats));
         place.next_generation = next;
         self.retired.add(&stats);
         self.free.push(index);

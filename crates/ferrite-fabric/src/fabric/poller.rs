@@ -30,8 +30,9 @@ use super::wait_set::Ready;
 use crate::connect::{Handshake, Handshakes, Sockets, UpgradeWaiter};
 use crate::diagnose::Failure;
 use crate::error::{Error, ErrorKind};
+use crate::link::core::{RequestContext, Wakes};
 use crate::link::shared::LinkShared;
-use crate::link::state::{LinkState, RequestContext, Wakes};
+use crate::link::state::LinkState;
 use crate::listener::rdma::LostListeners;
 
 /// The interval between checks of the descriptors while completions arrive.
@@ -262,11 +263,11 @@ impl Poller {
             _ if !state.on_taken(wc.qp_num(), number) => {}
             Status::SUCCESS => match state.on_received(env.pool, wc, buf, now, wakes) {
                 Ok(()) => state.pump(env, wakes),
-                Err(error) => state.fail(error, wakes),
+                Err(error) => state.core.fail(error, wakes),
             },
             Status::FLUSHED => {}
             status if state.failure().is_none() && state.is_carried_by(wc.qp_num()) => {
-                state.fail(shared.completion_error(link, status), wakes);
+                state.core.fail(shared.completion_error(link, status), wakes);
             }
             _ => {}
         });
@@ -350,7 +351,7 @@ impl Poller {
                         let what = format!("link to {}: the {}", link.peer_name(), event.kind);
                         let error = Error::new(ErrorKind::LinkDown, what);
                         link.with_wakes(&mut self.wakes, |state, _, wakes| {
-                            state.fail(error, wakes)
+                            state.core.fail(error, wakes)
                         });
                     }
                 }
@@ -395,7 +396,7 @@ impl Poller {
         for link in links {
             let what = format!("link to {}: {}: {why}", link.peer_name(), device.name);
             let error = Error::new(ErrorKind::DeviceGone, what);
-            link.with_wakes(&mut self.wakes, |state, _, wakes| state.fail(error, wakes));
+            link.with_wakes(&mut self.wakes, |state, _, wakes| state.core.fail(error, wakes));
         }
         self.retire_if_unused(shared, device.index);
     }
@@ -448,7 +449,7 @@ impl Poller {
         match timer {
             Timer::Keepalive(name) => {
                 let Some(link) = self.link_named(shared, name) else { return };
-                if link.with(|state, _, _| state.is_overdue(self.now)) {
+                if link.with(|state, _, _| state.core.is_overdue(self.now)) {
                     // This side may have been too busy to poll: the answer may already be here.
                     self.reap_all(shared);
                 }

@@ -135,7 +135,7 @@ impl Fabric {
         let links = shared.links.read().unwrap_or_else(std::sync::PoisonError::into_inner);
         let mut totals = links.retired;
         for link in links.iter() {
-            totals.add(&link.with(|state, _, _| state.stats));
+            totals.add(&link.with(|state, _, _| state.core.stats));
         }
         let counters = &shared.counters;
         FabricStats {

@@ -137,7 +137,7 @@ impl RawConnection {
         self.shared.with(|state, _, _| match state.pop_arrival() {
             Ok(Some(arrival)) => Poll::Ready(Ok(arrival)),
             Ok(None) => {
-                state.wake_on_message(waker);
+                state.core.wake_on_message(waker);
                 Poll::Pending
             }
             Err(error) => Poll::Ready(Err(error)),
@@ -249,7 +249,7 @@ impl RawConnection {
     /// What it has done.
     #[must_use]
     pub fn stats(&self) -> LinkStats {
-        self.shared.with(|state, _, _| state.stats)
+        self.shared.with(|state, _, _| state.core.stats)
     }
 }
 

@@ -15,9 +15,10 @@ use rustls::pki_types::ServerName;
 #[cfg(feature = "tokio")]
 use tokio::io::ReadBuf;
 
+use super::core::{Kind, Silence, Wakes};
 use super::message::Message;
 use super::outbox::OneSided;
-use super::state::{Kind, LinkEnv, LinkState, Silence, Wakes};
+use super::state::{LinkEnv, LinkState};
 use super::tickets::{Outcome, Ticket};
 use crate::diagnose::{self, Baseline, Failure, Subject};
 use crate::error::{Error, ErrorKind};
@@ -83,8 +84,8 @@ pub(crate) struct Route {
 impl LinkShared {
     pub(crate) fn new(name: LinkName, state: LinkState, pool: Pool, mailbox: Arc<Mailbox>) -> Self {
         let route = Route {
-            device: state.device.clone(),
-            qp_num: state.queue.qp().map_or(0, ferrite_verbs::QueuePair::number),
+            device: state.rdma.device.clone(),
+            qp_num: state.rdma.queue.qp().map_or(0, ferrite_verbs::QueuePair::number),
             port: 1,
             ..Route::default()
         };
@@ -181,8 +182,10 @@ impl LinkShared {
         act: impl FnOnce(&mut LinkState, &LinkEnv<'_>, &mut Wakes) -> R,
     ) -> R {
         let mut state = lock(&self.state);
-        let env = LinkEnv { index: self.index, device: state.device.clone(), pool: &self.pool };
+        let env =
+            LinkEnv { index: self.index, device: state.rdma.device.clone(), pool: &self.pool };
         let result = act(&mut state, &env, wakes);
+        state.stop_if_over();
         let attention = state.wants_attention();
         if attention {
             state.complete_flushed(&env, wakes);
@@ -277,17 +280,18 @@ impl LinkShared {
         }
         let bytes = parts.iter().map(|part| part.len() as u64).sum();
         self.with(|state, env, wakes| {
-            let checked = state.check_open().and_then(|()| state.check_message(channel, bytes));
-            if let Err(error) = checked.and_then(|()| state.check_parts(&parts)) {
+            let checked =
+                state.core.check_open().and_then(|()| state.core.check_message(channel, bytes));
+            if let Err(error) = checked.and_then(|()| state.core.check_parts(&parts)) {
                 return Err((parts, error));
             }
-            if !state.has_room(bytes) {
+            if !state.core.has_room(bytes) {
                 if let Some(waker) = waker {
-                    state.wake_on_room(waker);
+                    state.core.wake_on_room(waker);
                 }
                 return Err((parts, full()));
             }
-            let ticket = state.push(channel, parts, wait);
+            let ticket = state.core.push(channel, parts, wait);
             state.pump(env, wakes);
             Ok(ticket)
         })
@@ -296,13 +300,13 @@ impl LinkShared {
     /// Ready when another message of `bytes` may be queued.
     pub(crate) fn poll_room(&self, bytes: u64, waker: &Waker) -> Poll<Result<(), Error>> {
         let mut state = lock(&self.state);
-        if let Err(error) = state.check_open() {
+        if let Err(error) = state.core.check_open() {
             return Poll::Ready(Err(error));
         }
-        if state.has_room(bytes) {
+        if state.core.has_room(bytes) {
             return Poll::Ready(Ok(()));
         }
-        state.wake_on_room(waker);
+        state.core.wake_on_room(waker);
         Poll::Pending
     }
 
@@ -313,7 +317,7 @@ impl LinkShared {
         let mut state = lock(&self.state);
         let holds = state.holds_memory();
         if holds {
-            state.wake_on_room(waker);
+            state.core.wake_on_room(waker);
         }
         holds
     }
@@ -323,8 +327,8 @@ impl LinkShared {
     #[cfg(feature = "tokio")]
     pub(crate) fn post_end(&self, channel: u16) -> Result<(), Error> {
         self.with(|state, env, wakes| {
-            state.check_open()?;
-            state.push(channel, [], false);
+            state.core.check_open()?;
+            state.core.push(channel, [], false);
             state.pump(env, wakes);
             Ok(())
         })
@@ -333,7 +337,7 @@ impl LinkShared {
     /// Whether the peer said farewell: what it sent is all there.
     #[cfg(feature = "tokio")]
     pub(crate) fn peer_has_closed(&self) -> bool {
-        lock(&self.state).peer_has_closed()
+        lock(&self.state).core.peer_has_closed()
     }
 
     /// Sends one buffer without an answer: nothing is allocated.
@@ -344,14 +348,14 @@ impl LinkShared {
         self.with(|state, env, wakes| {
             let bytes = buf.len() as u64;
             if let Err(error) =
-                state.check_open().and_then(|()| state.check_message(channel, bytes))
+                state.core.check_open().and_then(|()| state.core.check_message(channel, bytes))
             {
                 return Err((buf, error));
             }
-            if !state.has_room(bytes) {
+            if !state.core.has_room(bytes) {
                 return Err((buf, full()));
             }
-            state.push(channel, [buf], false);
+            state.core.push(channel, [buf], false);
             state.pump(env, wakes);
             Ok(())
         })
@@ -360,10 +364,10 @@ impl LinkShared {
     /// Sends a small message from the caller's memory; `Ok(false)` if it cannot go at once.
     pub(crate) fn send_now(&self, channel: u16, bytes: &[u8]) -> Result<bool, Error> {
         self.with(|state, env, wakes| {
-            state.check_open()?;
-            state.check_message(channel, bytes.len() as u64)?;
+            state.core.check_open()?;
+            state.core.check_message(channel, bytes.len() as u64)?;
             let sent = state.send_now(env, channel, bytes);
-            sent.inspect_err(|error| state.fail(error.clone(), wakes))
+            sent.inspect_err(|error| state.core.fail(error.clone(), wakes))
         })
     }
 
@@ -382,19 +386,20 @@ impl LinkShared {
             if !state.writes_through() {
                 return Poll::Ready(Ok(None));
             }
-            let checked = state.check_open().and_then(|()| state.check_message(channel, 1));
+            let checked =
+                state.core.check_open().and_then(|()| state.core.check_message(channel, 1));
             if let Err(error) = checked {
                 return Poll::Ready(Err(error));
             }
-            match state.send_slices_over_tcp(channel, slices, len) {
+            match state.write_slices(channel, slices, len) {
                 Ok(Some(sent)) => Poll::Ready(Ok(Some(sent))),
                 Ok(None) if state.is_held_up() => {
-                    state.wake_on_room(waker);
+                    state.core.wake_on_room(waker);
                     Poll::Pending
                 }
                 Ok(None) => Poll::Ready(Ok(None)),
                 Err(error) => {
-                    state.fail(error.clone(), wakes);
+                    state.core.fail(error.clone(), wakes);
                     Poll::Ready(Err(error))
                 }
             }
@@ -432,20 +437,20 @@ impl LinkShared {
             return Err((held, error));
         }
         self.with(|state, env, wakes| {
-            if let Err(error) = state.check_open() {
+            if let Err(error) = state.core.check_open() {
                 return Err((held, error));
             }
-            if state.is_revoked(grant.grant) {
+            if state.core.is_revoked(grant.grant) {
                 return Err((held, Error::new(ErrorKind::Denied, "the peer took its grant back")));
             }
-            if !state.has_room(len as u64) {
+            if !state.core.has_room(len as u64) {
                 return Err((held, full()));
             }
             let GrantToken { grant, addr: base, rkey, .. } = *grant;
             let bytes = len as u32;
             let operation =
                 OneSided { kind, held, ticket: None, grant, base, rkey, offset, bytes, imm };
-            let ticket = state.push_one_sided(operation, true);
+            let ticket = state.core.push_one_sided(operation, true);
             state.pump(env, wakes);
             Ok(ticket.expect("a ticket was asked for"))
         })
@@ -454,10 +459,10 @@ impl LinkShared {
     /// The next message; if there is none, `waker` is called when one has come.
     pub(crate) fn receive(&self, waker: Option<&Waker>) -> Result<Option<Message>, Error> {
         self.with(|state, env, wakes| {
-            let message = state.pop()?;
+            let message = state.core.pop()?;
             match (&message, waker) {
-                (Some(_), _) if state.owes_credit() => state.pump(env, wakes),
-                (None, Some(waker)) => state.wake_on_message(waker),
+                (Some(_), _) if state.core.credits.is_announcement_due() => state.pump(env, wakes),
+                (None, Some(waker)) => state.core.wake_on_message(waker),
                 _ => {}
             }
             Ok(message)
@@ -474,18 +479,18 @@ impl LinkShared {
                 // the peer may have told of credits, or be owed some
                 Ok(true) => state.pump(env, wakes),
                 Ok(false) => {}
-                Err(error) => state.fail(error.clone(), wakes),
+                Err(error) => state.core.fail(error.clone(), wakes),
             }
             read
         })
     }
 
     pub(crate) fn poll_ticket(&self, ticket: Ticket, waker: &Waker) -> Poll<Outcome> {
-        lock(&self.state).poll_ticket(ticket, waker)
+        lock(&self.state).core.poll_ticket(ticket, waker)
     }
 
     pub(crate) fn abandon(&self, ticket: Ticket) {
-        lock(&self.state).abandon(ticket);
+        lock(&self.state).core.abandon(ticket);
     }
 
     /// Why the link is down, once it is and nothing of it is in flight any more.
@@ -493,7 +498,7 @@ impl LinkShared {
         let mut state = lock(&self.state);
         let over = state.failure().cloned();
         if over.is_none() {
-            state.wake_on_end(waker);
+            state.core.wake_on_end(waker);
         }
         over
     }
@@ -501,14 +506,14 @@ impl LinkShared {
     /// Delivers what was sent, then ends the link.
     pub(crate) fn close(&self) {
         self.with(|state, env, wakes| {
-            state.close();
+            state.core.close();
             state.pump(env, wakes);
         });
         self.mailbox.attend(self.index); // the fabric sets the deadline
     }
 
     pub(crate) fn fail(&self, error: Error) {
-        self.with(|state, _, wakes| state.fail(error, wakes));
+        self.with(|state, _, wakes| state.core.fail(error, wakes));
     }
 
     /// Looks at the clock: when to do so again, and whether the link is well.

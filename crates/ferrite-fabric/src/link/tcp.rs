@@ -16,15 +16,12 @@ use std::task::Waker;
 use rustix::io::Errno;
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags};
 
-use super::state::RequestContext;
+use super::core::{Body, RequestContext, data_frame};
 use super::tls::Tls;
 use crate::fabric::slots::Held;
-use crate::mem::{Account, Buf, BufMut};
+use crate::mem::{Account, BufMut};
 use crate::wire::{TCP_FRAME_HEADER_BYTES, TcpFrame, TcpFrameKind};
 
-/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for
-/// them here, so that larger ones cost nothing.
-pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
 /// What waits to be written before the outbox has to keep the rest, in bytes and in TCP frames.
 const OUT_BYTES: usize = 512 << 10;
 const OUT_FRAMES: usize = 128;
@@ -57,26 +54,6 @@ struct Leaving {
     request: Option<RequestContext>,
     /// It answers a read of the peer's.
     is_answer: bool,
-}
-
-pub(super) enum Body {
-    Nothing,
-    /// A control message.
-    Few([u8; 16]),
-    Buf(Buf),
-    /// What the kernel did not take of somebody else's memory.
-    Loose(Box<[u8]>),
-}
-
-impl Body {
-    pub(super) fn bytes(&self) -> &[u8] {
-        match self {
-            Self::Nothing => &[],
-            Self::Few(bytes) => bytes,
-            Self::Buf(buf) => buf,
-            Self::Loose(bytes) => bytes,
-        }
-    }
 }
 
 /// A one-sided operation that the peer has not answered.
@@ -465,10 +442,6 @@ pub(crate) fn receive(
             Err(errno) => return Err(errno.into()),
         }
     }
-}
-
-pub(super) fn data_frame(imm: u32, bytes: usize) -> TcpFrame {
-    TcpFrame { kind: TcpFrameKind::Frame, imm, len: bytes as u32, op: 0, grant: 0, offset: 0 }
 }
 
 fn invalid(what: String) -> io::Error {

@@ -9,10 +9,10 @@ use std::task::Waker;
 
 use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, WorkCompletion};
 
-use super::receiving::protocol;
-use super::{Kind, LinkEnv, LinkState, RequestContext, Wakes, keep};
+use super::{LinkEnv, LinkState};
 use crate::error::{Error, ErrorKind};
 use crate::fabric::slots::{Held, Work};
+use crate::link::core::{Kind, RequestContext, Wakes, keep, protocol};
 use crate::mem::{Buf, BufMut};
 
 /// Messages of a peer that nobody has taken yet, and their bytes: they are copied, so that a
@@ -69,7 +69,7 @@ impl LinkState {
     /// The peer speaks another protocol.
     pub(crate) fn make_raw(&mut self) {
         self.raw = Some(Box::default());
-        self.rights = Access::REMOTE_WRITE; // its window, and nothing is read
+        self.rdma.rights = Access::REMOTE_WRITE; // its window, and nothing is read
     }
 
     pub(crate) fn is_raw(&self) -> bool {
@@ -77,7 +77,7 @@ impl LinkState {
     }
 
     fn raw(&mut self) -> Result<&mut RawConnection, Error> {
-        self.check_open()?;
+        self.core.check_open()?;
         self.raw.as_deref_mut().ok_or_else(|| Error::new(ErrorKind::Misuse, "not a raw link"))
     }
 
@@ -130,7 +130,7 @@ impl LinkState {
 
     /// The link is to close, and nothing that is under way would report.
     pub(super) fn push_raw_farewell(&mut self) {
-        if self.unsignaled > 0 {
+        if self.rdma.unsignaled > 0 {
             self.push_raw_probe();
         }
     }
@@ -146,7 +146,7 @@ impl LinkState {
         let Outgoing { operation, held, bytes, quiet } = raw.outgoing.pop_front()?;
         let is_last = raw.outgoing.is_empty();
         let signaled = self.signal(env, is_last && !quiet);
-        let inline = bytes <= self.inline;
+        let inline = bytes <= self.rdma.inline;
         let held = match held {
             Held::Shared(buf) if inline => Held::Passing(buf),
             held => held,
@@ -162,7 +162,7 @@ impl LinkState {
 
     /// Whether everything that was asked for is done.
     pub(super) fn raw_is_idle(&self) -> bool {
-        !self.has_raw_work() && self.binds.is_empty() && self.queue.in_flight() == 0
+        !self.has_raw_work() && self.rdma.binds.is_empty() && self.rdma.queue.in_flight() == 0
     }
 
     pub(super) fn end_raw(&mut self) {
@@ -175,14 +175,14 @@ impl LinkState {
         if let Some(raw) = self.raw.as_deref_mut() {
             raw.done.messages += messages;
             raw.done.writes += writes;
-            wakes.append(&mut self.wait_for_room);
+            wakes.append(&mut self.core.waiters.room);
         }
     }
 
     /// What is done, and `waker` is called when there is more.
     pub(crate) fn raw_done(&mut self, waker: Option<&Waker>) -> Done {
         if let Some(waker) = waker {
-            keep(&mut self.wait_for_room, waker);
+            keep(&mut self.core.waiters.room, waker);
         }
         self.raw.as_ref().map_or(Done::default(), |raw| raw.done)
     }
@@ -194,10 +194,10 @@ impl LinkState {
         wakes: &mut Wakes,
     ) -> Result<(), Error> {
         let Some(raw) = self.raw.as_deref_mut() else { return Ok(()) };
-        self.stats.recv_ops += 1;
+        self.core.stats.recv_ops += 1;
         match (wc.opcode(), wc.imm()) {
             (Opcode::RECV_WRITE_IMM, Some(imm)) => {
-                self.stats.recv_bytes += u64::from(imm);
+                self.core.stats.recv_bytes += u64::from(imm);
                 let (more, written) = (u64::from(imm), u64::from(wc.byte_len()));
                 if let Some(Arrival::Written { notices, sum, bytes }) = raw.arrivals.back_mut() {
                     *notices += 1;
@@ -222,7 +222,7 @@ impl LinkState {
             }
             (_, Some(_)) => return Err(protocol("a message with immediate data")),
         }
-        wakes.append(&mut self.receivers);
+        wakes.append(&mut self.core.waiters.message);
         Ok(())
     }
 

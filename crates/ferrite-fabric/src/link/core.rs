@@ -1,0 +1,498 @@
+//! The protocol of a link, without I/O.
+//!
+//! ```text
+//!   application ──► push, pop ──► ┌──────────┐ ──► next_output, next_tcp_output ──► driver ──► device, socket
+//!   peer's frames, completions ─► │ LinkCore │ ──► steps, wakes
+//!   the clock ──────────────────► └──────────┘
+//! ```
+//!
+//! The core takes events, bytes and the time, and says what is to be sent. The driver
+//! (`link/state.rs`) posts, writes, reads and reaps. So two cores can be run against each other in
+//! virtual time (`link/simulation.rs`).
+//!
+//! | file | what it decides |
+//! |---|---|
+//! | `credits.rs` | how many frames may be under way |
+//! | `closing.rs` | how a link closes in good order |
+//! | `grants.rs` | which grants are over, and who knows it |
+//! | `liveness.rs` | when a silent peer is asked, and given up |
+//! | `migration.rs` | how a link goes on over another path |
+//! | `upgrade.rs` | how a link goes from TCP to RDMA |
+//! | `sending.rs` `receiving.rs` | what is sent next, what a frame means |
+//! | `tcp.rs` | the same on a TCP connection |
+//!
+//! ```text
+//!   Opening ──► Up ──► closing ──► Down(closed)     closing: nothing new is taken, what was queued is
+//!      │         │        │                         delivered, then both sides say farewell
+//!      └─────────┴────────┴──────► Down(first failure)
+//! ```
+
+mod closing;
+mod credits;
+mod grants;
+mod liveness;
+mod migration;
+mod receiving;
+mod request;
+mod sending;
+mod tcp;
+mod upgrade;
+
+pub(crate) use liveness::{Look, Silence};
+pub(crate) use migration::ActiveTransport;
+pub(crate) use receiving::protocol;
+pub(crate) use request::{Kind, RequestContext, outcome};
+pub(crate) use sending::Output;
+pub(crate) use tcp::{Body, SEGMENT_BYTES, TcpOutput, data_frame};
+pub(crate) use upgrade::Step;
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use super::inbox::{Arrived, Inbox, Limits};
+use super::keepalive::Keepalive;
+use super::message::Message;
+use super::outbox::{OneSided, Outbox, QueuedMessage, frames};
+use super::stats::LinkStats;
+use super::tickets::{Outcome, Ticket, Tickets};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::Held;
+use crate::latency::Latencies;
+use crate::mem::Buf;
+use crate::wire::{Control, Features, Hello};
+use closing::Closing;
+use credits::Credits;
+use grants::Grants;
+use liveness::Liveness;
+use migration::Migration;
+use upgrade::Upgrade;
+
+/// Tasks to be woken when the link's lock is free again.
+pub(crate) type Wakes = Vec<Waker>;
+
+/// How far a link is.
+pub(crate) enum Phase {
+    Opening,
+    Up,
+    Down(Error),
+}
+
+/// What the configuration allows on this side.
+#[derive(Clone)]
+pub(crate) struct OwnLimits {
+    pub(crate) hello: Hello,
+    pub(crate) queue_messages: usize,
+    pub(crate) queue_bytes: u64,
+    pub(crate) keepalive: Keepalive,
+    pub(crate) peer_timeout: Duration,
+    pub(crate) latencies: Arc<Latencies>,
+    pub(crate) clock: quanta::Clock,
+}
+
+/// Tasks that wait for the link.
+#[derive(Default)]
+pub(crate) struct Waiters {
+    pub(crate) message: Wakes,
+    pub(crate) room: Wakes,
+    pub(crate) end: Wakes,
+}
+
+pub(crate) struct LinkCore {
+    phase: Phase,
+    limits: OwnLimits,
+    /// What the peer takes.
+    peer: Hello,
+    pub(crate) credits: Credits,
+    closing: Closing,
+    grants: Grants,
+    liveness: Liveness,
+    migration: Migration,
+    upgrade: Upgrade,
+    outbox: Outbox,
+    inbox: Inbox<Buf>,
+    tickets: Tickets,
+    /// Control frames that wait to be sent.
+    controls: VecDeque<Control>,
+    pub(crate) waiters: Waiters,
+    pub(crate) stats: LinkStats,
+}
+
+impl LinkCore {
+    pub(crate) fn new(limits: OwnLimits, transport: ActiveTransport, now: Instant) -> Self {
+        let hello = limits.hello;
+        let Hello { channels, max_message_bytes, .. } = hello;
+        Self {
+            phase: Phase::Opening,
+            peer: hello,
+            credits: Credits::new(hello.window, hello.window),
+            closing: Closing::default(),
+            grants: Grants::default(),
+            liveness: Liveness::new(limits.keepalive.clone(), limits.peer_timeout, now),
+            migration: Migration::new(transport),
+            upgrade: Upgrade::default(),
+            outbox: Outbox::default(),
+            inbox: Inbox::new(Limits {
+                channels,
+                max_message_bytes,
+                max_frames: hello.max_frames(),
+            }),
+            tickets: Tickets::default(),
+            controls: VecDeque::new(),
+            waiters: Waiters::default(),
+            stats: LinkStats::default(),
+            limits,
+        }
+    }
+
+    /// The handshake is done, and this is the peer's hello.
+    pub(crate) fn open(&mut self, peer: Hello, now: Instant) {
+        self.set_peer(peer);
+        let common = peer.features & self.limits.hello.features;
+        self.migration.is_possible =
+            common.contains(Features::MOVE) && peer.session != 0 && self.limits.hello.session != 0;
+        self.liveness.on_heard(now);
+        if matches!(self.phase, Phase::Opening) {
+            self.phase = Phase::Up;
+        }
+    }
+
+    /// Takes the peer's hello before the handshake is done.
+    pub(crate) fn set_peer(&mut self, peer: Hello) {
+        self.peer = peer;
+        self.credits.set_peer_window(peer.window);
+    }
+
+    /// Returns what this side said of itself.
+    pub(crate) fn hello(&self) -> &Hello {
+        &self.limits.hello
+    }
+
+    pub(crate) fn peer(&self) -> &Hello {
+        &self.peer
+    }
+
+    pub(crate) fn is_up(&self) -> bool {
+        matches!(self.phase, Phase::Up)
+    }
+
+    pub(crate) fn failure(&self) -> Option<&Error> {
+        match &self.phase {
+            Phase::Down(error) => Some(error),
+            Phase::Opening | Phase::Up => None,
+        }
+    }
+
+    /// Returns the failure, or an error for operations that outlive the link.
+    pub(crate) fn failure_or_gone(&self) -> Error {
+        let gone = || Error::new(ErrorKind::Closed, "the link is gone");
+        self.failure().cloned().unwrap_or_else(gone)
+    }
+
+    /// Checks whether new work is accepted.
+    pub(crate) fn check_open(&self) -> Result<(), Error> {
+        match &self.phase {
+            Phase::Down(error) => Err(error.clone()),
+            _ if self.closing.is_requested() => {
+                Err(Error::new(ErrorKind::Closed, "the link is closing"))
+            }
+            _ if self.closing.peer_has_closed() => {
+                Err(Error::new(ErrorKind::Closed, "the peer has closed the link"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns whether another message of `bytes` may be queued.
+    pub(crate) fn has_room(&self, bytes: u64) -> bool {
+        let waiting = self.outbox.waiting();
+        waiting == 0
+            || waiting < self.limits.queue_messages
+                && self.outbox.waiting_bytes() + bytes <= self.limits.queue_bytes
+    }
+
+    /// Returns whether messages wait to be sent.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn has_queued(&self) -> bool {
+        !self.outbox.is_empty()
+    }
+
+    #[cfg(feature = "tokio")]
+    pub(crate) fn peer_has_closed(&self) -> bool {
+        self.closing.peer_has_closed()
+    }
+
+    pub(crate) fn check_message(&self, channel: u16, bytes: u64) -> Result<(), Error> {
+        if channel >= self.peer.channels {
+            let what = format!("channel {channel}: the peer has {}", self.peer.channels);
+            return Err(Error::new(ErrorKind::Misuse, what));
+        }
+        if bytes > self.peer.max_message_bytes {
+            let what = format!(
+                "a message of {bytes} bytes: the peer takes {} (max_message_bytes)",
+                self.peer.max_message_bytes
+            );
+            return Err(Error::new(ErrorKind::TooLarge, what));
+        }
+        Ok(())
+    }
+
+    /// Checks the number of frames of a message of several parts.
+    pub(crate) fn check_parts(&self, parts: &[Buf]) -> Result<(), Error> {
+        let max = self.peer.max_frames();
+        let frames = frames(parts, self.peer.segment_bytes as usize);
+        if frames > max {
+            let what = format!(
+                "a message of {frames} frames: the peer takes {max}; send fewer, larger parts"
+            );
+            return Err(Error::new(ErrorKind::TooLarge, what));
+        }
+        Ok(())
+    }
+
+    /// Queues a message that was checked.
+    pub(crate) fn push(
+        &mut self,
+        channel: u16,
+        parts: impl IntoIterator<Item = Buf>,
+        wait: bool,
+    ) -> Option<Ticket> {
+        let ticket = wait.then(|| self.tickets.issue());
+        self.outbox.push(channel, QueuedMessage::new(parts, ticket));
+        ticket
+    }
+
+    /// Queues a one-sided operation.
+    pub(crate) fn push_one_sided(&mut self, mut operation: OneSided, wait: bool) -> Option<Ticket> {
+        let ticket = wait.then(|| self.tickets.issue());
+        operation.ticket = ticket;
+        self.outbox.push_one_sided(operation);
+        ticket
+    }
+
+    /// Returns the next message, or `None` if there is none yet.
+    ///
+    /// # Errors
+    /// The link is down, and everything that came before was taken. Kind `Closed`: in good order.
+    pub(crate) fn pop(&mut self) -> Result<Option<Message>, Error> {
+        if let Some(arrived) = self.inbox.pop() {
+            self.count_consumed();
+            return Ok(Some(match arrived {
+                Arrived::Message { channel, parts } => Message::new(channel, parts),
+                Arrived::Notice(imm) => Message::notice_of(imm),
+            }));
+        }
+        match self.failure() {
+            Some(error) => Err(error.clone()),
+            None if self.closing.peer_has_closed() => {
+                Err(Error::new(ErrorKind::Closed, "the peer has closed the link"))
+            }
+            None => Ok(None),
+        }
+    }
+
+    /// Forgets messages that can never be completed.
+    pub(crate) fn drop_partial(&mut self) {
+        self.inbox.drop_partial();
+    }
+
+    /// Returns whether nothing has come that nobody has taken.
+    #[cfg(feature = "tokio")]
+    pub(crate) fn is_all_read(&self) -> bool {
+        self.inbox.is_empty()
+    }
+
+    pub(crate) fn poll_ticket(&mut self, ticket: Ticket, waker: &Waker) -> Poll<Outcome> {
+        self.tickets.poll(ticket, waker)
+    }
+
+    pub(crate) fn abandon(&mut self, ticket: Ticket) {
+        self.tickets.abandon(ticket);
+    }
+
+    pub(crate) fn wake_on_message(&mut self, waker: &Waker) {
+        keep(&mut self.waiters.message, waker);
+    }
+
+    pub(crate) fn wake_on_room(&mut self, waker: &Waker) {
+        keep(&mut self.waiters.room, waker);
+    }
+
+    pub(crate) fn wake_on_end(&mut self, waker: &Waker) {
+        keep(&mut self.waiters.end, waker);
+    }
+
+    /// Requests the end of the link: nothing new is taken, and what was queued is delivered first.
+    pub(crate) fn close(&mut self) {
+        self.closing.request();
+    }
+
+    /// Returns whether this side has begun to end the link.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.closing.is_requested()
+    }
+
+    /// Returns whether the link was told to close since this was last asked.
+    pub(crate) fn take_close_request(&mut self) -> bool {
+        self.closing.take_request()
+    }
+
+    /// Returns whether the peer has consumed everything and may have heard our farewell. It may end
+    /// at once then, so that its answer is lost.
+    pub(crate) fn peer_has_everything(&self) -> bool {
+        self.closing.fin_sent() && self.credits.is_all_acknowledged()
+    }
+
+    /// Returns whether the peer was told that all of it has come.
+    pub(crate) fn has_answered_farewell(&self) -> bool {
+        self.closing.fin_ack_sent()
+    }
+
+    /// Ends the path, if that is what failed and the link can go on elsewhere; else the link.
+    pub(crate) fn fail(&mut self, error: Error, wakes: &mut Wakes) {
+        if !self.lose(&error) {
+            self.end(error, wakes);
+        }
+    }
+
+    /// Ends the link. Everything under way gets `error`, now or when its completion comes. The first
+    /// failure counts.
+    pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
+        if self.failure().is_some() {
+            return;
+        }
+        let tickets = &mut self.tickets;
+        self.outbox.drain(|ticket, held| {
+            wakes.extend(tickets.finish(ticket, outcome(Err(error.clone()), held)));
+        });
+        for (held, request) in self.migration.end() {
+            self.complete(request, held, Err(error.clone()), wakes);
+        }
+        self.controls.clear();
+        self.grants.end();
+        self.phase = Phase::Down(error);
+        let Waiters { message, room, end } = &mut self.waiters;
+        [message, room, end].into_iter().for_each(|waiting| wakes.append(waiting));
+    }
+
+    /// The peer's connection manager has disconnected.
+    pub(crate) fn on_disconnected(&mut self, wakes: &mut Wakes, what: impl FnOnce() -> Error) {
+        // Where the path can be replaced, another is looked for: the peer may have more to say.
+        let is_in_order = self.closing.fin_ack_sent()
+            || !self.migration.is_possible && self.peer_has_everything();
+        if is_in_order {
+            self.fail(Error::new(ErrorKind::Closed, "the peer has closed the link"), wakes);
+        } else if self.failure().is_none() {
+            self.fail(what(), wakes);
+        }
+    }
+
+    /// Returns whether the peer was asked for a sign of life and has not answered in time.
+    pub(crate) fn is_overdue(&self, now: Instant) -> bool {
+        self.liveness.is_overdue(now)
+    }
+
+    /// Looks at the clock: a silent peer is asked, and one that does not answer is given up.
+    ///
+    /// # Errors
+    /// The peer has not answered.
+    pub(crate) fn on_timer(&mut self, now: Instant) -> Result<Option<Look>, Silence> {
+        if !self.is_up() {
+            return Ok(None);
+        }
+        if self.migration.transport == ActiveTransport::Migrating {
+            return Ok(Some(self.liveness.wait_for_path(now)));
+        }
+        let look = self.liveness.look(now, self.migration.is_caller)?;
+        if let Look::Ask(_) = look {
+            self.controls.push_back(Control::Ping(self.credits.sent()));
+        }
+        Ok(Some(look))
+    }
+
+    /// The peer was heard, if only in part.
+    pub(crate) fn on_heard(&mut self, now: Instant) {
+        self.liveness.on_heard(now);
+    }
+
+    /// The peer's device has acknowledged a request.
+    pub(crate) fn on_acknowledged_by_device(&mut self) {
+        self.liveness.on_acknowledged();
+    }
+
+    /// Ends a grant of ours: the peer is told when it has answered for enough of the others.
+    pub(crate) fn revoke(&mut self, grant: u64) {
+        self.controls.extend(self.grants.revoke(grant));
+    }
+
+    pub(crate) fn is_revoked(&self, grant: u64) -> bool {
+        self.grants.is_revoked(grant)
+    }
+
+    /// Returns grants of ours that the peer has let go of.
+    pub(crate) fn take_released(&mut self) -> Vec<u64> {
+        self.grants.take_released()
+    }
+
+    pub(crate) fn has_released(&self) -> bool {
+        self.grants.has_released()
+    }
+
+    /// Returns where a grant of the peer is, if not where its token says.
+    pub(crate) fn place_of(&self, grant: u64) -> Option<(u64, u32)> {
+        self.grants.place_of(grant)
+    }
+
+    /// Answers for grants of the peer that are over and that nothing uses any more. `is_used` knows
+    /// what is in flight.
+    pub(crate) fn answer_revocations(&mut self, is_used: impl Fn(u64) -> bool) {
+        let has_no_path =
+            self.migration.transport != ActiveTransport::Rdma && !self.migration.has_connection;
+        if self.grants.waiting() == 0 || has_no_path || self.migration.lost.is_some() {
+            return; // there is nothing to answer, or no path: later
+        }
+        let Self { grants, controls, migration, .. } = self;
+        grants.answer(controls, |grant| is_used(grant) || migration.repeats(grant));
+    }
+
+    /// Finishes an operation that is known to be done, or has failed, and counts it.
+    pub(crate) fn complete(
+        &mut self,
+        request: RequestContext,
+        held: Held,
+        result: Result<(), Error>,
+        wakes: &mut Wakes,
+    ) {
+        self.stats.completed(request.kind, request.bytes, result.is_err());
+        self.finish(request, held, result, wakes);
+    }
+
+    /// Tells whoever waits for an operation how it ended.
+    pub(crate) fn finish(
+        &mut self,
+        request: RequestContext,
+        held: Held,
+        result: Result<(), Error>,
+        wakes: &mut Wakes,
+    ) {
+        if let Some(ticket) = request.ticket {
+            if result.is_ok() {
+                request.record_latency(&self.limits);
+            }
+            wakes.extend(self.tickets.finish(ticket, outcome(result, held)));
+        }
+    }
+
+    /// Returns the time, if somebody waits for the operation.
+    fn began(&self, ticket: Option<Ticket>) -> u64 {
+        if ticket.is_some() { self.limits.clock.raw() } else { 0 }
+    }
+}
+
+/// Keeps a waker, once.
+pub(crate) fn keep(wakers: &mut Wakes, waker: &Waker) {
+    if !wakers.iter().any(|kept| kept.will_wake(waker)) {
+        wakers.push(waker.clone());
+    }
+}

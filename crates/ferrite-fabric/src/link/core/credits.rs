@@ -1,0 +1,214 @@
+//! Credits: how many frames each side may have under way.
+//!
+//! A peer may send as many frames that are not consumed as its window allows. A frame is consumed when it became
+//! part of an unfinished message, or when the application has taken its message. Every frame carries how many
+//! frames were consumed so far, modulo 2^16. A side that has nothing to send says so in a control frame.
+//!
+//! ```text
+//!   acknowledged <= sent        ours: the peer has consumed the first, and may have the second
+//!   announced <= consumed <= received    the peer's: what it was told, what is consumed, what has come
+//! ```
+//!
+//! The sender stops at `sent == acknowledged + window`. The receiver never sees more than
+//! `announced + window`, because the sender knows only what was announced to it.
+
+/// Frames under way on a link at most, whatever the peer's window. The sender keeps each of them until the peer
+/// has consumed it, so the peer does not decide alone how many those are.
+const UNDER_WAY_MAX: u64 = 1024;
+
+/// The peer broke the rules of credits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub(crate) enum CreditViolation {
+    #[error("credits for frames that were never sent")]
+    NeverSent,
+    #[error("more frames than it had credits for")]
+    BeyondWindow,
+    #[error("it has frames that were never sent, or lost some")]
+    Resumed,
+}
+
+/// Counts frames in both directions.
+#[derive(Debug, Clone)]
+pub(crate) struct Credits {
+    /// Frames that the peer may have under way, and frames that it lets this side have under way.
+    own_window: u64,
+    peer_window: u64,
+    sent: u64,
+    acknowledged: u64,
+    received: u64,
+    consumed: u64,
+    announced: u64,
+}
+
+impl Credits {
+    pub(crate) fn new(own_window: u16, peer_window: u16) -> Self {
+        Self {
+            own_window: own_window.into(),
+            peer_window: peer_window.into(),
+            sent: 0,
+            acknowledged: 0,
+            received: 0,
+            consumed: 0,
+            announced: 0,
+        }
+    }
+
+    /// Takes the window that the peer's hello has.
+    pub(crate) fn set_peer_window(&mut self, window: u16) {
+        self.peer_window = window.into();
+    }
+
+    /// Returns how many frames may be sent now.
+    pub(crate) fn available(&self) -> usize {
+        let window = self.peer_window.min(UNDER_WAY_MAX);
+        window.saturating_sub(self.sent - self.acknowledged) as usize
+    }
+
+    /// Counts frames that are sent.
+    pub(crate) fn send(&mut self, frames: u64) {
+        self.sent += frames;
+    }
+
+    /// Returns how many frames were sent: the number of the last one.
+    pub(crate) fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// Returns how many of the sent frames the peer has consumed.
+    pub(crate) fn acknowledged(&self) -> u64 {
+        self.acknowledged
+    }
+
+    /// Returns whether the peer has consumed all that was sent.
+    pub(crate) fn is_all_acknowledged(&self) -> bool {
+        self.acknowledged == self.sent
+    }
+
+    /// Returns what the next frame says of consumed frames, which the peer knows from then on.
+    pub(crate) fn announce(&mut self) -> u16 {
+        self.announced = self.consumed;
+        self.consumed as u16
+    }
+
+    /// Returns the same for a frame whose credits the peer does not read.
+    pub(crate) fn unannounced(&self) -> u16 {
+        self.consumed as u16
+    }
+
+    /// Takes what a frame of the peer says of consumed frames; returns whether that is news.
+    pub(crate) fn on_acknowledged(&mut self, consumed: u16) -> Result<bool, CreditViolation> {
+        let newly = u64::from(consumed.wrapping_sub(self.acknowledged as u16));
+        if newly > self.sent - self.acknowledged {
+            return Err(CreditViolation::NeverSent);
+        }
+        self.acknowledged += newly;
+        Ok(newly > 0)
+    }
+
+    /// Counts a frame of the peer.
+    pub(crate) fn on_received(&mut self) -> Result<(), CreditViolation> {
+        self.received += 1;
+        if self.received - self.announced > self.own_window {
+            return Err(CreditViolation::BeyondWindow);
+        }
+        Ok(())
+    }
+
+    /// Counts a frame that was refused: it has taken its credit all the same.
+    pub(crate) fn on_refused(&mut self) {
+        self.received += 1;
+    }
+
+    /// Returns how many frames of the peer have come.
+    pub(crate) fn received(&self) -> u64 {
+        self.received
+    }
+
+    /// Notes that all frames are consumed except those of messages that nobody has taken.
+    pub(crate) fn on_consumed(&mut self, unread_frames: usize) {
+        self.consumed = self.consumed.max(self.received.saturating_sub(unread_frames as u64));
+    }
+
+    /// Returns whether the peer must be told of consumed frames by a control frame: half a window at a time.
+    pub(crate) fn is_announcement_due(&self) -> bool {
+        let news = self.consumed - self.announced;
+        news > 0 && news >= self.own_window / 2
+    }
+
+    /// Checks what the peer says it has received when it resumes on another path.
+    pub(crate) fn check_resumed(&self, peer_received: u64) -> Result<(), CreditViolation> {
+        let is_possible = (self.acknowledged..=self.sent).contains(&peer_received);
+        if is_possible { Ok(()) } else { Err(CreditViolation::Resumed) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sends_a_window_of_frames_and_then_waits() {
+        let mut credits = Credits::new(4, 3);
+        assert_eq!(credits.available(), 3);
+        credits.send(3);
+        assert_eq!(credits.available(), 0);
+        assert_eq!(credits.on_acknowledged(2), Ok(true));
+        assert_eq!(credits.on_acknowledged(2), Ok(false));
+        assert_eq!((credits.available(), credits.is_all_acknowledged()), (2, false));
+        assert_eq!(credits.on_acknowledged(4), Err(CreditViolation::NeverSent));
+        assert_eq!(credits.on_acknowledged(1), Err(CreditViolation::NeverSent), "older news");
+    }
+
+    #[test]
+    fn keeps_no_more_than_its_own_limit() {
+        let credits = Credits::new(2, u16::MAX >> 1);
+        assert_eq!(credits.available() as u64, UNDER_WAY_MAX);
+    }
+
+    #[test]
+    fn rejects_frames_beyond_what_was_announced() {
+        let mut credits = Credits::new(2, 2);
+        assert_eq!((credits.on_received(), credits.on_received()), (Ok(()), Ok(())));
+        credits.on_consumed(1);
+        assert!(credits.is_announcement_due());
+        assert_eq!(
+            credits.clone().on_received(),
+            Err(CreditViolation::BeyondWindow),
+            "it does not know yet"
+        );
+        assert_eq!(credits.announce(), 1);
+        assert!(!credits.is_announcement_due());
+        assert_eq!(credits.on_received(), Ok(()));
+        assert_eq!(credits.on_received(), Err(CreditViolation::BeyondWindow));
+    }
+
+    #[test]
+    fn consumed_frames_never_become_unread_again() {
+        let mut credits = Credits::new(8, 8);
+        (0..3).for_each(|_| credits.on_received().expect("within the window"));
+        credits.on_consumed(0); // parts of an unfinished message
+        credits.on_consumed(3); // which is whole now, and unread
+        assert_eq!(credits.announce(), 3);
+    }
+
+    #[test]
+    fn counters_wrap_around_on_the_wire_only() {
+        let mut credits = Credits::new(1000, 1000);
+        for round in 0..200_u64 {
+            credits.send(1000);
+            assert_eq!(credits.available(), 0);
+            assert_eq!(credits.on_acknowledged(((round + 1) * 1000) as u16), Ok(true));
+        }
+        assert_eq!((credits.sent(), credits.acknowledged()), (200_000, 200_000));
+    }
+
+    #[test]
+    fn resumes_only_with_what_is_possible() {
+        let mut credits = Credits::new(8, 8);
+        credits.send(5);
+        credits.on_acknowledged(2).expect("sent");
+        assert_eq!(credits.check_resumed(1), Err(CreditViolation::Resumed));
+        assert_eq!(credits.check_resumed(6), Err(CreditViolation::Resumed));
+        assert!((2..=5).all(|received| credits.check_resumed(received).is_ok()));
+    }
+}

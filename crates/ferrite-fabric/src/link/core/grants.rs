@@ -1,0 +1,159 @@
+//! Grants: memory of one side that the other may use, and how each side learns that a grant is over.
+//!
+//! ```text
+//!   owner: revoke ──► Revoke ──► peer: fails what has not begun, waits for what has ──► Revoked ──► owner: released
+//! ```
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+
+use crate::wire::Control;
+
+/// The peer's grants that are known to be revoked. Beyond that the oldest are forgotten: the device refuses their use.
+const REVOKED_MAX: usize = 1 << 16;
+/// Revocations of ours that the peer is told of before it has answered.
+const UNANSWERED_MAX: usize = 64;
+
+/// What is known of grants, in both directions.
+#[derive(Debug, Default)]
+pub(crate) struct Grants {
+    /// The peer's grants that are over, and those of them that an operation under way still uses.
+    revoked: BTreeSet<u64>,
+    in_use: Vec<u64>,
+    /// Where the peer's grants are on the device that carries the link, if not where their tokens say.
+    moved: BTreeMap<u64, (u64, u32)>,
+    /// Grants of ours that the peer is to be told of, and those that it has not answered for.
+    to_revoke: VecDeque<u64>,
+    unanswered: Vec<u64>,
+    /// Grants of ours that the peer has let go of, for the driver.
+    released: Vec<u64>,
+}
+
+impl Grants {
+    /// Ends a grant of ours. Returns what the peer is told now: the rest follows its answers.
+    pub(crate) fn revoke(&mut self, grant: u64) -> Option<Control> {
+        self.to_revoke.push_back(grant);
+        self.next_revocation()
+    }
+
+    /// Returns the next revocation that the peer may be told of.
+    pub(crate) fn next_revocation(&mut self) -> Option<Control> {
+        if self.unanswered.len() >= UNANSWERED_MAX {
+            return None;
+        }
+        let grant = self.to_revoke.pop_front()?;
+        self.unanswered.push(grant);
+        Some(Control::Revoke(grant))
+    }
+
+    /// Returns the revocations that have to be said again on a new path.
+    pub(crate) fn unanswered(&self) -> impl Iterator<Item = Control> {
+        self.unanswered.iter().map(|grant| Control::Revoke(*grant))
+    }
+
+    /// Notes that the peer has let go of a grant of ours.
+    pub(crate) fn on_released(&mut self, grant: u64) {
+        self.released.push(grant);
+        self.unanswered.retain(|unanswered| *unanswered != grant);
+    }
+
+    pub(crate) fn has_released(&self) -> bool {
+        !self.released.is_empty()
+    }
+
+    pub(crate) fn take_released(&mut self) -> Vec<u64> {
+        std::mem::take(&mut self.released)
+    }
+
+    /// Notes that the peer has ended a grant; returns whether that is news.
+    pub(crate) fn on_revoked(&mut self, grant: u64) -> bool {
+        if self.revoked.len() >= REVOKED_MAX {
+            self.revoked.pop_first();
+        }
+        self.in_use.push(grant);
+        self.revoked.insert(grant)
+    }
+
+    pub(crate) fn is_revoked(&self, grant: u64) -> bool {
+        self.revoked.contains(&grant)
+    }
+
+    /// Returns how many of the peer's revocations wait for an answer.
+    pub(crate) fn waiting(&self) -> usize {
+        self.in_use.len()
+    }
+
+    /// Answers for the grants that no operation uses any more.
+    pub(crate) fn answer(
+        &mut self,
+        controls: &mut VecDeque<Control>,
+        is_used: impl Fn(u64) -> bool,
+    ) {
+        self.in_use.retain(|grant| {
+            let used = is_used(*grant);
+            if !used {
+                controls.push_back(Control::Revoked(*grant));
+            }
+            used
+        });
+    }
+
+    /// Notes where a grant of the peer is on the next device; `false` if it tells of more than anyone has.
+    pub(crate) fn on_moved(&mut self, grant: u64, base: u64, rkey: u32) -> bool {
+        let fits = self.moved.len() < REVOKED_MAX || self.moved.contains_key(&grant);
+        if fits {
+            self.moved.insert(grant, (base, rkey));
+        }
+        fits
+    }
+
+    /// Returns where a grant of the peer is now, if not where its token says.
+    pub(crate) fn place_of(&self, grant: u64) -> Option<(u64, u32)> {
+        self.moved.get(&grant).copied()
+    }
+
+    /// Nothing is said or answered any more: the link is down.
+    pub(crate) fn end(&mut self) {
+        self.in_use.clear();
+        self.to_revoke.clear();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tells_the_peer_of_so_many_revocations_at_a_time() {
+        let mut grants = Grants::default();
+        let told = (0..100).filter_map(|grant| grants.revoke(grant)).count();
+        assert_eq!(told, UNANSWERED_MAX);
+        grants.on_released(0);
+        assert_eq!(grants.next_revocation(), Some(Control::Revoke(64)));
+        assert_eq!(grants.next_revocation(), None);
+        assert_eq!((grants.unanswered().count(), grants.take_released()), (64, vec![0]));
+        assert!(!grants.has_released());
+    }
+
+    #[test]
+    fn answers_when_nothing_uses_the_grant_any_more() {
+        let (mut grants, mut controls) = (Grants::default(), VecDeque::new());
+        assert!(grants.on_revoked(7));
+        grants.answer(&mut controls, |grant| grant == 7);
+        assert!(controls.is_empty() && grants.waiting() == 1 && grants.is_revoked(7));
+        assert!(!grants.on_revoked(7), "said again on another path");
+        grants.answer(&mut controls, |_| false);
+        assert_eq!(controls, [Control::Revoked(7), Control::Revoked(7)]);
+        assert_eq!(grants.waiting(), 0);
+    }
+
+    #[test]
+    fn a_peer_cannot_make_it_keep_more_than_a_limit() {
+        let mut grants = Grants::default();
+        assert!((0..REVOKED_MAX as u64).all(|grant| grants.on_moved(grant, 0, 0)));
+        assert!(!grants.on_moved(REVOKED_MAX as u64, 0, 0));
+        assert!(grants.on_moved(5, 1, 2), "a known one moves again");
+        assert_eq!(grants.place_of(5), Some((1, 2)));
+        (0..=REVOKED_MAX as u64).for_each(|grant| _ = grants.on_revoked(grant));
+        assert!(!grants.is_revoked(0) && grants.is_revoked(1));
+    }
+}

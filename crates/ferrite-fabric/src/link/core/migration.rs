@@ -1,0 +1,469 @@
+//! How a link goes from one path to another without losing, repeating or reordering anything.
+//!
+//! ```text
+//!            Offer, Answer, probe, Switch both ways
+//!   Tcp ─────────────────────────────────────────────► Rdma (the connection stays, as the way back)
+//!    ▲                                                   │ the path is lost: queue pair destroyed
+//!    └─────────── Resume both ways ◄── Migrating ◄───────┘ without a connection: the caller dials again
+//! ```
+//!
+//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost, each
+//! side first destroys its queue pair, so that nothing can come or land any more. Then it says how
+//! many frames it has, and the other sends the rest again, on TCP. A write that was under way is
+//! carried out again, unless a frame after it has come: then it was carried out, because a queue
+//! pair keeps their order. The way up is in `upgrade.rs`.
+
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use super::tcp::Body;
+use super::{Kind, LinkCore, Phase, RequestContext, Wakes};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::{Held, InFlight};
+use crate::mem::Buf;
+use crate::wire::{Control, TcpFrame, TcpFrameKind};
+
+/// Bytes that are kept for a migration at most, whatever window the peer has.
+const KEPT_BYTES_MAX: usize = 4 << 20;
+
+/// What carries the link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ActiveTransport {
+    Rdma,
+    Tcp,
+    /// Nothing, at the moment.
+    Migrating,
+}
+
+/// What a link needs to change its path.
+pub(crate) struct Migration {
+    pub(crate) transport: ActiveTransport,
+    /// This side opened the link.
+    pub(crate) is_caller: bool,
+    /// A path that is lost can be replaced by another.
+    pub(crate) is_possible: bool,
+    /// There is a TCP connection: it carries the link, or is the way back.
+    pub(crate) has_connection: bool,
+    pub(crate) lost: Option<LostPath>,
+    kept: VecDeque<KeptFrame>,
+    kept_bytes: usize,
+    again: VecDeque<Again>,
+    /// The peer may be on RDMA already, and say that it has lost that, while TCP carries the link
+    /// for this side.
+    pub(super) may_resume: bool,
+    /// What is to be said about paths, on the connection.
+    to_say: VecDeque<(TcpFrame, Body)>,
+}
+
+/// A frame that went over RDMA and that the peer has not consumed.
+struct KeptFrame {
+    number: u64,
+    content: KeptContent,
+}
+
+enum KeptContent {
+    Piece {
+        channel: u16,
+        more: bool,
+        body: Body,
+    },
+    /// The notice of a write: the bytes are in its request, until the peer's device has them.
+    Notice,
+}
+
+/// What is to be sent again, on TCP.
+pub(super) enum Again {
+    Frame { channel: u16, more: bool, body: Body, request: RequestContext },
+    OneSided { held: Held, request: RequestContext },
+}
+
+/// A path that was lost.
+pub(crate) struct LostPath {
+    pub(crate) error: Error,
+    /// When the link has been without a path for too long.
+    pub(crate) deadline: Option<Instant>,
+    /// The driver waits for the last receive of the queue pair.
+    pub(crate) is_draining: bool,
+    /// The queue pair is gone.
+    pub(crate) is_detached: bool,
+    /// The peer was told what has come.
+    is_told: bool,
+    /// How often the peer was called so far.
+    dials: u32,
+    /// Frames of ours that the peer has, once it has said so.
+    peer_received: Option<u64>,
+    /// What was under way on the queue pair, oldest first, and what could not be posted after it.
+    under_way: VecDeque<InFlight<RequestContext>>,
+    not_posted: VecDeque<InFlight<RequestContext>>,
+}
+
+impl LostPath {
+    fn new(error: &Error) -> Self {
+        Self {
+            error: error.clone(),
+            deadline: None,
+            is_draining: false,
+            is_detached: false,
+            is_told: false,
+            dials: 0,
+            peer_received: None,
+            under_way: VecDeque::new(),
+            not_posted: VecDeque::new(),
+        }
+    }
+
+    /// Counts a call to the peer; returns how many there were before it.
+    pub(crate) fn next_dial(&mut self) -> u32 {
+        let before = self.dials;
+        self.dials = before.wrapping_add(1);
+        before
+    }
+}
+
+impl Migration {
+    pub(super) fn new(transport: ActiveTransport) -> Self {
+        Self {
+            transport,
+            is_caller: false,
+            is_possible: false,
+            has_connection: transport == ActiveTransport::Tcp,
+            lost: None,
+            kept: VecDeque::new(),
+            kept_bytes: 0,
+            again: VecDeque::new(),
+            may_resume: false,
+            to_say: VecDeque::new(),
+        }
+    }
+
+    pub(super) fn keeps_too_much(&self) -> bool {
+        self.kept_bytes >= KEPT_BYTES_MAX
+    }
+
+    fn keeps(&self) -> bool {
+        self.is_possible && self.transport == ActiveTransport::Rdma
+    }
+
+    fn keep(&mut self, number: u64, content: KeptContent) {
+        if let KeptContent::Piece { body, .. } = &content {
+            self.kept_bytes += body.bytes().len();
+        }
+        self.kept.push_back(KeptFrame { number, content });
+    }
+
+    /// Keeps a frame that goes over RDMA.
+    pub(super) fn keep_piece(
+        &mut self,
+        number: u64,
+        channel: u16,
+        more: bool,
+        piece: Option<&Buf>,
+    ) {
+        if self.keeps() {
+            let body = piece.map_or(Body::Nothing, |piece| Body::Buf(piece.clone()));
+            self.keep(number, KeptContent::Piece { channel, more, body });
+        }
+    }
+
+    /// Keeps a copy of a frame whose bytes belong to the caller.
+    pub(super) fn keep_bytes(&mut self, number: u64, channel: u16, bytes: &[u8]) {
+        if self.keeps() {
+            let body = Body::Loose(Box::from(bytes));
+            self.keep(number, KeptContent::Piece { channel, more: false, body });
+        }
+    }
+
+    /// Keeps the notice of a write.
+    pub(super) fn keep_notice(&mut self, number: u64) {
+        if self.keeps() {
+            self.keep(number, KeptContent::Notice);
+        }
+    }
+
+    /// Lets go of frames that the peer has consumed.
+    pub(super) fn let_go(&mut self, acknowledged: u64) {
+        while let Some(kept) = self.kept.pop_front_if(|kept| kept.number <= acknowledged) {
+            if let KeptContent::Piece { body, .. } = kept.content {
+                self.kept_bytes -= body.bytes().len();
+            }
+        }
+    }
+
+    /// Returns whether nothing waits to be sent again, and nothing to be said about paths.
+    pub(super) fn is_all_said(&self) -> bool {
+        self.again.is_empty() && self.to_say.is_empty()
+    }
+
+    pub(super) fn repeats_nothing(&self) -> bool {
+        self.again.is_empty()
+    }
+
+    /// Returns whether an operation on this grant is to be carried out again.
+    pub(super) fn repeats(&self, grant: u64) -> bool {
+        let uses =
+            |again: &Again| matches!(again, Again::OneSided { request, .. } if request.uses(grant));
+        self.again.iter().any(uses)
+    }
+
+    pub(super) fn next_again(&mut self) -> Option<Again> {
+        self.again.pop_front()
+    }
+
+    /// Says something about paths, if there is a connection to say it on.
+    pub(super) fn say(&mut self, frame: TcpFrame, body: Body) {
+        if self.has_connection {
+            self.to_say.push_back((frame, body));
+        }
+    }
+
+    /// Returns what is to be said next about paths.
+    pub(super) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
+        self.to_say.pop_front()
+    }
+
+    /// The link is down: returns the operations that were to be repeated, and keeps nothing.
+    pub(super) fn end(&mut self) -> Vec<(Held, RequestContext)> {
+        self.kept.clear();
+        self.kept_bytes = 0;
+        let lost = self.lost.take().map(|lost| lost.under_way.into_iter().chain(lost.not_posted));
+        let lost = lost.into_iter().flatten().map(|InFlight { held, request }| (held, request));
+        let again = std::mem::take(&mut self.again).into_iter().map(|again| match again {
+            Again::Frame { request, .. } => (Held::Nothing, request),
+            Again::OneSided { held, request } => (held, request),
+        });
+        lost.chain(again).collect()
+    }
+}
+
+/// Makes a frame about paths without a payload.
+pub(super) fn path_frame(kind: TcpFrameKind, offset: u64) -> TcpFrame {
+    TcpFrame { kind, imm: 0, len: 0, op: 0, grant: 0, offset }
+}
+
+impl LinkCore {
+    pub(crate) fn transport(&self) -> ActiveTransport {
+        self.migration.transport
+    }
+
+    pub(crate) fn is_caller(&self) -> bool {
+        self.migration.is_caller
+    }
+
+    pub(crate) fn set_caller(&mut self, is_caller: bool) {
+        self.migration.is_caller = is_caller;
+    }
+
+    /// Returns whether a path that is lost can be replaced by another.
+    pub(crate) fn can_migrate(&self) -> bool {
+        self.migration.is_possible
+    }
+
+    /// Ends the link with its path from here on.
+    pub(crate) fn stay_on_path(&mut self) {
+        self.migration.is_possible = false;
+    }
+
+    /// There is a connection now, or none any more.
+    pub(crate) fn set_connection(&mut self, has_connection: bool) {
+        self.migration.has_connection = has_connection;
+    }
+
+    pub(crate) fn lost(&self) -> Option<&LostPath> {
+        self.migration.lost.as_ref()
+    }
+
+    pub(crate) fn lost_mut(&mut self) -> Option<&mut LostPath> {
+        self.migration.lost.as_mut()
+    }
+
+    /// Returns the name that this side has given to the link; 0 if it cannot migrate.
+    pub(crate) fn session(&self) -> u64 {
+        self.limits.hello.session
+    }
+
+    /// Ends the path if the link can go on elsewhere; returns `false` if it cannot.
+    pub(crate) fn lose(&mut self, error: &Error) -> bool {
+        let is_of_path = matches!(
+            error.kind(),
+            ErrorKind::LinkDown
+                | ErrorKind::DeviceGone
+                | ErrorKind::Unreachable
+                | ErrorKind::PeerStalled
+        );
+        if !self.migration.is_possible
+            || !is_of_path
+            || !matches!(self.phase, Phase::Up)
+            || self.migration.transport == ActiveTransport::Tcp
+        {
+            return false;
+        }
+        if self.migration.transport == ActiveTransport::Rdma {
+            self.migration.transport = ActiveTransport::Migrating;
+            self.migration.lost = Some(LostPath::new(error));
+            self.stats.moves += 1;
+        }
+        true
+    }
+
+    /// The peer has lost its path, and so has this side. Returns `false` if the link is over.
+    pub(crate) fn lose_for_peer(&mut self) -> bool {
+        self.lose(&Error::new(ErrorKind::LinkDown, "the peer has lost the path"))
+    }
+
+    /// Leaves RDMA at the application's request.
+    pub(crate) fn leave_rdma(&mut self) -> bool {
+        self.migration.transport == ActiveTransport::Rdma
+            && self.lose(&Error::new(ErrorKind::LinkDown, "told to leave RDMA"))
+    }
+
+    /// A request that the device did not take goes elsewhere.
+    pub(crate) fn not_posted(&mut self, held: Held, request: RequestContext) {
+        if let Some(lost) = &mut self.migration.lost {
+            lost.not_posted.push_back(InFlight { held, request });
+        }
+    }
+
+    /// Returns whether the queue pair of a lost path has to be destroyed.
+    pub(crate) fn is_to_be_detached(&self) -> bool {
+        self.migration.lost.as_ref().is_some_and(|lost| !lost.is_detached)
+    }
+
+    /// Returns whether the driver waits for the last receive of the path that was lost.
+    pub(crate) fn is_draining(&self) -> bool {
+        self.migration.lost.as_ref().is_some_and(|lost| lost.is_draining)
+    }
+
+    /// The queue pair is gone, and this was in flight: nothing of it comes, or lands, any more.
+    pub(crate) fn on_detached(&mut self, in_flight: Vec<InFlight<RequestContext>>) {
+        if let Some(lost) = &mut self.migration.lost {
+            lost.under_way = in_flight.into();
+            lost.under_way.append(&mut lost.not_posted);
+            lost.is_detached = true;
+        }
+        self.upgrade.on_path_lost();
+        self.liveness.forget_question();
+    }
+
+    /// Says on the connection what has come, once nothing more can; goes on there if the peer has
+    /// said it, too.
+    pub(crate) fn resume(&mut self, wakes: &mut Wakes) {
+        let received = self.credits.received();
+        let Migration { lost: Some(lost), has_connection: true, to_say, .. } = &mut self.migration
+        else {
+            return;
+        };
+        if !lost.is_detached {
+            return;
+        }
+        if !std::mem::replace(&mut lost.is_told, true) {
+            to_say.push_back((path_frame(TcpFrameKind::Resume, received), Body::Nothing));
+        }
+        if let Some(received) = lost.peer_received {
+            self.go_on(received, wakes);
+        }
+    }
+
+    /// There is another connection, and both have said in its greeting what they have. Returns
+    /// `false` if the link has a path or a connection already.
+    pub(crate) fn resume_over(&mut self, peer_received: u64, wakes: &mut Wakes) -> bool {
+        let Migration { lost: Some(lost), has_connection, .. } = &mut self.migration else {
+            return false;
+        };
+        if !lost.is_detached || *has_connection {
+            return false;
+        }
+        lost.is_told = true;
+        *has_connection = true;
+        self.go_on(peer_received, wakes);
+        true
+    }
+
+    /// The peer says on the connection that its path is lost, and what it has.
+    pub(super) fn on_resume(&mut self, received: u64, wakes: &mut Wakes) -> Result<(), Error> {
+        let error = Error::new(ErrorKind::LinkDown, "the peer has lost the path");
+        if self.migration.transport == ActiveTransport::Tcp {
+            // It was on its way up, and this side had not heard of it yet, or has withdrawn since.
+            if !std::mem::take(&mut self.migration.may_resume) {
+                return Err(super::protocol("a path that was not there is lost"));
+            }
+            self.migration.transport = ActiveTransport::Migrating;
+            self.migration.lost = Some(LostPath::new(&error));
+        }
+        self.lose(&error);
+        if let Some(lost) = &mut self.migration.lost {
+            if lost.peer_received.replace(received).is_some() {
+                return Err(super::protocol("one path is lost twice"));
+            }
+            if lost.is_detached && lost.is_told {
+                self.go_on(received, wakes);
+            }
+        }
+        Ok(())
+    }
+
+    /// TCP carries the link from here on, beginning with what the peer does not have.
+    fn go_on(&mut self, peer_received: u64, wakes: &mut Wakes) {
+        let Some(LostPath { under_way, .. }) = self.migration.lost.take() else { return };
+        self.migration.transport = ActiveTransport::Tcp;
+        if let Err(violation) = self.credits.check_resumed(peer_received) {
+            self.end(violation.into(), wakes);
+            return;
+        }
+        let mut kept = std::mem::take(&mut self.migration.kept);
+        self.migration.kept_bytes = 0;
+        kept.retain(|kept| kept.number > peer_received);
+        for InFlight { held, request } in under_way {
+            let has_come = request.frame <= peer_received;
+            match request.kind {
+                Kind::Send | Kind::Notice if has_come => {
+                    self.complete(request, Held::Nothing, Ok(()), wakes);
+                }
+                Kind::Send | Kind::Notice => {
+                    // Before it go those that the peer's device had, and the peer has not.
+                    self.repeat_until(&mut kept, request.frame, wakes);
+                    let again = match kept.pop_front().map(|kept| kept.content) {
+                        Some(KeptContent::Piece { channel, more, body }) => {
+                            Again::Frame { channel, more, body, request }
+                        }
+                        _ => Again::OneSided { held, request },
+                    };
+                    self.migration.again.push_back(again);
+                }
+                // A frame after it has come, so it was carried out.
+                Kind::Write if request.frame < peer_received => {
+                    self.complete(request, held, Ok(()), wakes);
+                }
+                Kind::Write | Kind::Read => {
+                    self.repeat_until(&mut kept, request.frame + 1, wakes);
+                    self.migration.again.push_back(Again::OneSided { held, request });
+                }
+                Kind::Again | Kind::Control | Kind::Last | Kind::Bind => {}
+            }
+        }
+        self.repeat_until(&mut kept, u64::MAX, wakes);
+        if self.failure().is_some() {
+            return;
+        }
+        // Control frames may be lost. They are said again; the farewells when all has gone.
+        self.closing.say_again();
+        self.controls.clear();
+        self.controls.push_back(Control::Credit);
+        self.controls.extend(self.grants.unanswered());
+    }
+
+    /// Sends frames before this one again that the peer's device had.
+    fn repeat_until(&mut self, kept: &mut VecDeque<KeptFrame>, frame: u64, wakes: &mut Wakes) {
+        while let Some(KeptFrame { number, content }) =
+            kept.pop_front_if(|kept| kept.number < frame)
+        {
+            let KeptContent::Piece { channel, more, body } = content else {
+                let what = "the path was lost together with the notice of a write";
+                self.end(Error::new(ErrorKind::LinkDown, what), wakes);
+                return;
+            };
+            let request =
+                RequestContext { kind: Kind::Again, frame: number, ..RequestContext::default() };
+            self.migration.again.push_back(Again::Frame { channel, more, body, request });
+        }
+    }
+}

@@ -1,0 +1,147 @@
+//! What a frame of the peer means, and what a peer must not do.
+
+use std::time::Instant;
+
+use super::credits::CreditViolation;
+use super::{LinkCore, Wakes, outcome};
+use crate::error::{Error, ErrorKind};
+use crate::link::outbox::OneSided;
+use crate::mem::BufMut;
+use crate::wire::{Control, Frame};
+
+/// Answers to a peer's control frames that may wait to be sent.
+const CONTROLS_MAX: usize = 1024;
+
+impl LinkCore {
+    /// A frame came with its payload, or the notice of a write, without.
+    ///
+    /// # Errors
+    /// The peer broke the protocol.
+    pub(crate) fn on_frame(
+        &mut self,
+        imm: u32,
+        buf: Option<BufMut>,
+        now: Instant,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        if self.failure().is_some_and(|error| error.kind() == ErrorKind::Protocol) {
+            return Ok(()); // nothing that follows means anything
+        }
+        self.liveness.on_heard(now);
+        let frame = Frame::from_imm(imm);
+        if let Some(buf) = buf.as_ref().filter(|_| frame.control) {
+            self.acknowledge(frame)?;
+            let control = Control::decode(buf).map_err(|error| protocol(&error.to_string()))?;
+            return self.on_control(control, wakes);
+        }
+        self.begin_frame(frame, buf.is_some())?;
+        let is_complete = if let Some(buf) = buf {
+            self.stats.recv_bytes += buf.len() as u64;
+            let complete = self.inbox.frame(frame.channel, frame.more, buf.freeze());
+            complete.map_err(|violation| protocol(&violation.to_string()))?
+        } else {
+            self.inbox.notice(imm);
+            true
+        };
+        if is_complete {
+            self.stats.recv_ops += 1;
+            wakes.append(&mut self.waiters.message);
+        }
+        self.count_consumed();
+        Ok(())
+    }
+
+    /// A frame came whose payload the driver has given to its reader already.
+    pub(crate) fn on_read_through(&mut self, imm: u32) -> Result<(), Error> {
+        self.begin_frame(Frame::from_imm(imm), true)?;
+        self.stats.recv_ops += 1;
+        self.count_consumed();
+        Ok(())
+    }
+
+    /// The peer has consumed frames of ours.
+    fn acknowledge(&mut self, frame: Frame) -> Result<(), Error> {
+        if self.credits.on_acknowledged(frame.consumed)? {
+            self.migration.let_go(self.credits.acknowledged());
+        }
+        Ok(())
+    }
+
+    /// Counts a frame that is no control frame. The notice of a write says nothing of credits.
+    fn begin_frame(&mut self, frame: Frame, has_credits: bool) -> Result<(), Error> {
+        if has_credits {
+            self.acknowledge(frame)?;
+        }
+        if self.closing.peer_has_closed() {
+            return Err(protocol("a frame after the last"));
+        }
+        Ok(self.credits.on_received()?)
+    }
+
+    /// A write with a notice was refused: it has taken its credit all the same.
+    pub(crate) fn on_refused_notice(&mut self) {
+        self.credits.on_refused();
+        self.count_consumed();
+    }
+
+    fn on_control(&mut self, control: Control, wakes: &mut Wakes) -> Result<(), Error> {
+        if self.failure().is_some() {
+            return Ok(()); // nobody would hear the answer
+        }
+        if self.controls.len() + self.grants.waiting() >= CONTROLS_MAX {
+            return Err(protocol("more questions than answers fit"));
+        }
+        match control {
+            Control::Credit | Control::Pong(_) => {}
+            Control::Ping(nonce) => self.controls.push_back(Control::Pong(nonce)),
+            Control::Revoke(grant) => self.on_revoke(grant, wakes),
+            Control::Revoked(grant) => {
+                self.grants.on_released(grant);
+                while let Some(next) = self.grants.next_revocation() {
+                    self.controls.push_back(next);
+                }
+            }
+            Control::Fin => {
+                self.closing.on_peer_fin();
+                wakes.append(&mut self.waiters.message);
+                wakes.append(&mut self.waiters.room);
+            }
+            Control::FinAck if self.closing.fin_sent() => {
+                self.fail(Error::new(ErrorKind::Closed, "the link is closed"), wakes);
+            }
+            Control::FinAck => {
+                return Err(protocol("an answer to a farewell that was not sent"));
+            }
+        }
+        Ok(())
+    }
+
+    /// The peer has ended a grant: operations that have not begun fail; the others are waited for
+    /// ([`LinkCore::answer_revocations`]).
+    fn on_revoke(&mut self, grant: u64, wakes: &mut Wakes) {
+        if !self.grants.on_revoked(grant) {
+            return;
+        }
+        let denied = Error::new(ErrorKind::Denied, "the peer has revoked the grant");
+        for OneSided { ticket, held, .. } in self.outbox.take_using(grant) {
+            if let Some(ticket) = ticket {
+                wakes.extend(self.tickets.finish(ticket, outcome(Err(denied.clone()), held)));
+            }
+        }
+    }
+
+    pub(super) fn count_consumed(&mut self) {
+        self.credits.on_consumed(self.inbox.ready_frames());
+    }
+}
+
+impl From<CreditViolation> for Error {
+    fn from(violation: CreditViolation) -> Self {
+        protocol(&violation.to_string())
+    }
+}
+
+/// Makes the error for a peer that broke the protocol.
+pub(crate) fn protocol(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, format!("the peer broke the protocol: {what}"))
+}

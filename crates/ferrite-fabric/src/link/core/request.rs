@@ -1,0 +1,77 @@
+//! What is known of an operation from the moment it leaves until it is done.
+
+use super::OwnLimits;
+use crate::error::Error;
+use crate::fabric::slots::Held;
+use crate::link::tickets::{Outcome, Ticket};
+
+/// Comes back with the completion of a request.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct RequestContext {
+    pub(crate) ticket: Option<Ticket>,
+    pub(crate) kind: Kind,
+    pub(crate) bytes: u32,
+    /// The number of frames sent at that time, itself included if it is one.
+    pub(crate) frame: u64,
+    /// One-sided operations: the grant, the place in it, and the immediate data for the peer.
+    pub(crate) grant: u64,
+    pub(crate) offset: u64,
+    pub(crate) imm: u32,
+    /// When it began, if somebody waits for it; else 0.
+    pub(crate) begun: u64,
+}
+
+/// What a request does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Kind {
+    /// The last request of a link that is down: its completion says that all before it are done.
+    Last,
+    #[default]
+    Control,
+    Send,
+    Write,
+    /// A write that the peer is notified of.
+    Notice,
+    Read,
+    /// A frame that is sent again: it was counted before.
+    Again,
+    /// Binds a memory window.
+    Bind,
+}
+
+impl Kind {
+    pub(crate) fn is_one_sided(self) -> bool {
+        matches!(self, Self::Write | Self::Notice | Self::Read)
+    }
+}
+
+impl RequestContext {
+    /// Returns whether it is a one-sided operation on this grant. Sends have the number 0 there, which
+    /// a grant may have, too.
+    pub(crate) fn uses(&self, grant: u64) -> bool {
+        self.grant == grant && self.kind.is_one_sided()
+    }
+
+    /// Records how long it took, if somebody waited for it.
+    pub(crate) fn record_latency(&self, limits: &OwnLimits) {
+        if self.begun != 0 {
+            let histogram = match self.kind {
+                Kind::Read => &limits.latencies.read,
+                Kind::Write | Kind::Notice => &limits.latencies.write,
+                _ => &limits.latencies.send,
+            };
+            histogram.record(limits.clock.delta_as_nanos(self.begun, limits.clock.raw()));
+        }
+    }
+}
+
+/// Makes the outcome of an operation: a read brings its buffer back.
+pub(crate) fn outcome(result: Result<(), Error>, held: Held) -> Outcome {
+    let buf = match held {
+        Held::Unique(buf) => Some(buf),
+        Held::Nothing | Held::Copied(_) | Held::Passing(_) | Held::Shared(_) | Held::Binding(_) => {
+            None
+        }
+    };
+    Outcome { result, buf }
+}

@@ -1,0 +1,168 @@
+//! What is sent next, as far as the peer's credits allow.
+
+use super::migration::ActiveTransport;
+use super::{Kind, LinkCore, RequestContext, Wakes};
+use crate::link::outbox::{Allowed, Next, OneSided};
+use crate::mem::Buf;
+use crate::wire::{Control, Frame};
+
+/// What goes next.
+pub(crate) enum Output {
+    /// A frame of a message.
+    Data {
+        imm: u32,
+        more: bool,
+        piece: Option<Buf>,
+        request: RequestContext,
+    },
+    Control {
+        imm: u32,
+        control: Control,
+    },
+    OneSided {
+        operation: OneSided,
+        request: RequestContext,
+    },
+}
+
+impl LinkCore {
+    /// Returns how many frames may be sent. None while too many bytes are kept for a migration.
+    pub(crate) fn credits(&self) -> usize {
+        if self.migration.keeps_too_much() { 0 } else { self.credits.available() }
+    }
+
+    /// Returns whether a message may be sent at once, before anything was queued.
+    pub(crate) fn may_send_now(&self) -> bool {
+        self.is_up()
+            && self.outbox.is_empty()
+            && self.controls.is_empty()
+            && self.credits() > 0
+            && (self.migration.transport == ActiveTransport::Rdma || self.may_write_now())
+    }
+
+    /// Returns whether TCP carries the link and nothing has to go before a new frame.
+    fn may_write_now(&self) -> bool {
+        self.migration.transport == ActiveTransport::Tcp
+            && self.migration.is_all_said()
+            && !self.upgrade.is_switching()
+    }
+
+    /// Begins a message of one frame that is sent at once over RDMA: its immediate data, and what is
+    /// known of it.
+    pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> (u32, RequestContext) {
+        let imm = self.data_frame(channel, false);
+        self.migration.keep_bytes(self.credits.sent(), channel, bytes);
+        let request = RequestContext {
+            kind: Kind::Send,
+            bytes: bytes.len() as u32,
+            frame: self.credits.sent(),
+            ..RequestContext::default()
+        };
+        (imm, request)
+    }
+
+    /// Returns the immediate data of frames on this channel that the driver writes by itself;
+    /// [`LinkCore::on_written`] counts them.
+    pub(crate) fn imm_of(&self, channel: u16) -> u32 {
+        let consumed = self.credits.unannounced();
+        Frame { control: false, more: false, channel, consumed }.to_imm()
+    }
+
+    /// Frames of at most `most` bytes each were written by the driver: so many, and so many bytes.
+    pub(crate) fn on_written(&mut self, frames: usize, bytes: usize, most: usize) {
+        self.credits.send(frames as u64);
+        self.credits.announce();
+        for frame in 0..frames {
+            self.stats.completed(Kind::Send, most.min(bytes - frame * most) as u32, false);
+        }
+        self.stats.tcp_bytes += bytes as u64;
+    }
+
+    fn data_frame(&mut self, channel: u16, more: bool) -> u32 {
+        self.credits.send(1);
+        Frame { control: false, more, channel, consumed: self.credits.announce() }.to_imm()
+    }
+
+    /// Returns the immediate data of a control frame.
+    pub(super) fn control_frame(&mut self) -> u32 {
+        let consumed = self.credits.announce();
+        Frame { control: true, more: false, channel: 0, consumed }.to_imm()
+    }
+
+    /// Returns whether nothing waits to be sent.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.controls.is_empty() && self.outbox.is_empty()
+    }
+
+    /// Returns what goes next, in frames of at most `segment_bytes`.
+    pub(crate) fn next_output(&mut self, segment_bytes: usize, one_sided: bool) -> Option<Output> {
+        if let Some(control) = self.controls.pop_front() {
+            self.stats.controls_sent += 1;
+            return Some(Output::Control { imm: self.control_frame(), control });
+        }
+        let next = self.outbox.next(Allowed {
+            segment_bytes,
+            credits: self.credits(),
+            max_message_bytes: self.peer.max_message_bytes,
+            max_frames: self.peer.max_frames(),
+            one_sided,
+        })?;
+        Some(match next {
+            Next::Frame { channel, more, piece, ticket } => {
+                let bytes = piece.as_ref().map_or(0, |piece| piece.len());
+                let imm = self.data_frame(channel, more);
+                let frame = self.credits.sent();
+                self.migration.keep_piece(frame, channel, more, piece.as_ref());
+                let request = RequestContext {
+                    ticket,
+                    kind: Kind::Send,
+                    bytes: bytes as u32,
+                    frame,
+                    begun: self.began(ticket),
+                    ..RequestContext::default()
+                };
+                Output::Data { imm, more, piece, request }
+            }
+            Next::OneSided(operation) => {
+                let &OneSided { kind, ticket, grant, offset, imm, bytes, .. } = &operation;
+                if kind == Kind::Notice {
+                    self.credits.send(1);
+                    self.migration.keep_notice(self.credits.sent());
+                }
+                let (frame, begun) = (self.credits.sent(), self.began(ticket));
+                let request =
+                    RequestContext { ticket, kind, bytes, frame, grant, offset, imm, begun };
+                Output::OneSided { operation, request }
+            }
+        })
+    }
+
+    /// Takes back a control frame for which there was no memory: it goes with the next that is sent.
+    pub(crate) fn put_back(&mut self, control: Control) {
+        self.stats.controls_sent -= 1;
+        self.controls.push_front(control);
+    }
+
+    /// Everything that may go has gone: says what follows from that. Returns whether there is more
+    /// to send.
+    pub(crate) fn after_sending(&mut self, wakes: &mut Wakes) -> bool {
+        if self.has_room(0) {
+            wakes.append(&mut self.waiters.room);
+        }
+        let before = self.controls.len();
+        if self.outbox.is_empty()
+            && self.migration.is_all_said()
+            && self.migration.transport != ActiveTransport::Migrating
+        {
+            while let Some(farewell) = self.closing.next_farewell() {
+                self.controls.push_back(farewell);
+            }
+        }
+        // Half a window at a time, unless a frame takes the news along.
+        let is_due = !self.closing.peer_has_closed() && self.credits.is_announcement_due();
+        if is_due && self.controls.is_empty() {
+            self.controls.push_back(Control::Credit);
+        }
+        self.controls.len() > before
+    }
+}

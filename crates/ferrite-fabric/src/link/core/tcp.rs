@@ -1,0 +1,199 @@
+//! The protocol on a TCP connection: the same frames, and one-sided operations that the peer serves.
+
+use super::migration::{ActiveTransport, Again};
+use super::{Kind, LinkCore, Output, RequestContext, Wakes, protocol};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::Held;
+use crate::link::outbox::OneSided;
+use crate::mem::{Buf, BufMut};
+use crate::wire::{Address, CONTROL_BYTES, Frame, TcpFrame, TcpFrameKind};
+
+/// The largest frame on TCP, unless the receiver's `segment_bytes` is larger. No receives wait for
+/// them here, so that larger ones cost nothing.
+pub(crate) const SEGMENT_BYTES: usize = 64 << 10;
+
+/// The payload of a frame.
+pub(crate) enum Body {
+    Nothing,
+    /// A control message.
+    Few([u8; CONTROL_BYTES]),
+    Buf(Buf),
+    /// A copy of somebody else's bytes.
+    Loose(Box<[u8]>),
+}
+
+impl Body {
+    pub(crate) fn bytes(&self) -> &[u8] {
+        match self {
+            Self::Nothing => &[],
+            Self::Few(bytes) => bytes,
+            Self::Buf(buf) => buf,
+            Self::Loose(bytes) => bytes,
+        }
+    }
+}
+
+/// What goes next on the connection.
+pub(crate) enum TcpOutput {
+    /// A frame without an answer. Once it has gone, [`LinkCore::on_tcp_sent`] is told of its request.
+    Frame { frame: TcpFrame, body: Body, request: Option<RequestContext> },
+    /// A one-sided operation, which the peer answers.
+    Operation { frame: TcpFrame, held: Held, request: RequestContext },
+}
+
+/// Makes the frame of a message or of a control message.
+pub(crate) fn data_frame(imm: u32, len: usize) -> TcpFrame {
+    TcpFrame { kind: TcpFrameKind::Frame, imm, len: len as u32, op: 0, grant: 0, offset: 0 }
+}
+
+impl LinkCore {
+    /// Returns the largest frame that the peer takes over TCP.
+    pub(crate) fn tcp_segment(&self) -> usize {
+        (self.peer.segment_bytes as usize).max(SEGMENT_BYTES)
+    }
+
+    /// Returns the largest frame that this side takes over TCP.
+    pub(crate) fn own_tcp_segment(&self) -> usize {
+        (self.limits.hello.segment_bytes as usize).max(SEGMENT_BYTES)
+    }
+
+    /// Returns what is to be said about paths, whatever carries the link.
+    pub(crate) fn next_said(&mut self) -> Option<(TcpFrame, Body)> {
+        self.migration.next_said()
+    }
+
+    /// Returns what goes next on the connection. `may_ask` knows whether a one-sided operation may
+    /// go that reads so many bytes.
+    pub(crate) fn next_tcp_output(
+        &mut self,
+        may_ask: impl FnOnce(u64) -> bool,
+    ) -> Option<TcpOutput> {
+        if let Some((frame, body)) = self.migration.next_said() {
+            return Some(TcpOutput::Frame { frame, body, request: None });
+        }
+        if self.migration.transport != ActiveTransport::Tcp {
+            return None;
+        }
+        if let Some(again) = self.migration.next_again() {
+            return Some(self.repeat(again));
+        }
+        if self.upgrade.is_switching() {
+            let frame = self.next_switch()?;
+            return Some(TcpOutput::Frame { frame, body: Body::Nothing, request: None });
+        }
+        let one_sided = self.outbox.next_one_sided_reads().is_none_or(may_ask);
+        Some(match self.next_output(self.tcp_segment(), one_sided)? {
+            Output::Data { imm, piece, request, .. } => TcpOutput::Frame {
+                frame: data_frame(imm, request.bytes as usize),
+                body: piece.map_or(Body::Nothing, Body::Buf),
+                request: Some(request),
+            },
+            Output::Control { imm, control } => TcpOutput::Frame {
+                frame: data_frame(imm, CONTROL_BYTES),
+                body: Body::Few(control.encode()),
+                request: None,
+            },
+            Output::OneSided { operation: OneSided { held, .. }, request } => {
+                TcpOutput::Operation { frame: operation_frame(&request), held, request }
+            }
+        })
+    }
+
+    fn repeat(&mut self, again: Again) -> TcpOutput {
+        match again {
+            Again::Frame { channel, more, body, request } => {
+                let consumed = self.credits.announce();
+                let imm = Frame { control: false, more, channel, consumed }.to_imm();
+                let frame = data_frame(imm, body.bytes().len());
+                TcpOutput::Frame { frame, body, request: Some(request) }
+            }
+            Again::OneSided { held, request } => {
+                TcpOutput::Operation { frame: operation_frame(&request), held, request }
+            }
+        }
+    }
+
+    /// A frame has gone whole.
+    pub(crate) fn on_tcp_sent(&mut self, request: RequestContext, wakes: &mut Wakes) {
+        self.stats.tcp_bytes += u64::from(request.bytes);
+        self.complete(request, Held::Nothing, Ok(()), wakes);
+    }
+
+    /// A frame about paths came. Returns whether RDMA carries the link from here on.
+    ///
+    /// # Errors
+    /// The peer broke the protocol.
+    pub(crate) fn on_path_frame(
+        &mut self,
+        frame: &TcpFrame,
+        body: Option<&[u8]>,
+        wakes: &mut Wakes,
+    ) -> Result<bool, Error> {
+        if !self.migration.is_possible {
+            return Err(protocol("a migration of a link that stays where it is"));
+        }
+        let &TcpFrame { kind, imm, op, grant, offset, .. } = frame;
+        match (kind, body) {
+            (TcpFrameKind::Offer | TcpFrameKind::Answer, Some(body)) => {
+                let address = Address::decode(body).ok_or_else(|| protocol("a wrong address"))?;
+                self.on_negotiation(kind, op, Some(address))?;
+            }
+            (TcpFrameKind::Withdraw, None) => self.on_negotiation(kind, op, None)?,
+            (TcpFrameKind::Switch, None) => return self.on_switch(op),
+            (TcpFrameKind::Resume, None) => self.on_resume(offset, wakes)?,
+            (TcpFrameKind::Rekey, None) => {
+                if !self.grants.on_moved(grant, offset, imm) {
+                    return Err(protocol("more grants than anyone has"));
+                }
+            }
+            _ => return Err(protocol("a TCP frame without its payload")),
+        }
+        Ok(false)
+    }
+
+    /// The peer has answered a one-sided operation, with the bytes if it was a read.
+    ///
+    /// # Errors
+    /// The peer broke the protocol.
+    pub(crate) fn on_answer(
+        &mut self,
+        (held, request): (Held, RequestContext),
+        data: Option<BufMut>,
+        result: Result<(), Error>,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        let held = match (request.kind, data, held) {
+            // What came went into the buffer that waited for it, if it had the right length.
+            (Kind::Read, Some(buf), Held::Nothing) => Held::Unique(buf),
+            (Kind::Read, None, held) if result.is_err() => held,
+            (Kind::Write | Kind::Notice, None, held) => held,
+            (_, _, held) => {
+                let error = protocol("an answer to another question");
+                self.complete(request, held, Err(error.clone()), wakes);
+                return Err(error);
+            }
+        };
+        self.stats.tcp_bytes += u64::from(request.bytes);
+        self.complete(request, held, result, wakes);
+        Ok(())
+    }
+
+    /// Makes the error for a connection that the peer has closed.
+    pub(crate) fn hung_up(&self) -> Error {
+        if self.closing.fin_ack_sent() {
+            return Error::new(ErrorKind::Closed, "the peer has closed the link");
+        }
+        let what = "the peer hung up without closing (its process ended, or aborted the link)";
+        Error::new(ErrorKind::LinkDown, what)
+    }
+}
+
+fn operation_frame(request: &RequestContext) -> TcpFrame {
+    let kind = match request.kind {
+        Kind::Read => TcpFrameKind::Read,
+        Kind::Notice => TcpFrameKind::WriteImm,
+        _ => TcpFrameKind::Write,
+    };
+    let &RequestContext { grant, offset, imm, bytes: len, .. } = request;
+    TcpFrame { kind, imm, len, op: 0, grant, offset }
+}

@@ -1,0 +1,310 @@
+//! How a link goes from TCP to RDMA without a loss.
+//!
+//! ```text
+//!   caller                                    peer
+//!     │ makes a queue pair ── Offer ──────────► │
+//!     │ ◄────────────────────── Answer ──────── │ makes a queue pair
+//!     │ probes over RDMA; works ── Switch ────► │
+//!     │ ◄────────────────────── Switch ──────── │
+//!     │ Ping(GO) over RDMA ───────────────────► │ both send over RDMA
+//! ```
+//!
+//! Each side's `Switch` is its last frame on TCP. The caller sends on RDMA when it has the peer's,
+//! and the peer when it hears the first of that (`GO`).
+//!
+//! The caller numbers its offers, and every frame about one carries its number. So an answer or a
+//! withdrawal that crosses with the next offer is not taken for one of that.
+
+use std::time::{Duration, Instant};
+
+use super::migration::{ActiveTransport, path_frame};
+use super::tcp::Body;
+use super::{LinkCore, protocol};
+use crate::error::Error;
+use crate::wire::{Address, CONTROL_BYTES, Control, Frame, TcpFrame, TcpFrameKind};
+
+/// Control frames on a new queue pair.
+const PROBE: u64 = u64::MAX - 1;
+const GO: u64 = u64::MAX;
+
+/// Steps that wait for the driver at most.
+const STEPS_MAX: usize = 8;
+
+/// What the driver has to do about a link that migrates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Step {
+    /// The peer offers to go on over RDMA.
+    Offered(Address),
+    /// It has taken our offer.
+    Answered(Address),
+    /// It has not, or has withdrawn its own.
+    Withdrawn,
+    /// The new queue pair does not work.
+    Failed,
+    /// The new queue pair works.
+    Probed,
+    /// RDMA carries the link.
+    Arrived,
+}
+
+/// The state of the way up.
+#[derive(Debug, Default)]
+pub(crate) struct Upgrade {
+    /// How far the switch is, once this side has a queue pair for it.
+    switch: Option<Switch>,
+    /// Offers that this side has made.
+    offers: u32,
+    /// The peer's offer that neither side has withdrawn: it may not make another.
+    peer_offer: Option<u32>,
+    /// The number of the driver's command that is under way or was the last; `None` without a way up.
+    attempt: Option<u64>,
+    attempts: u64,
+    backoff: Option<Duration>,
+    /// When to try next.
+    due: Option<Instant>,
+    /// For the driver, with the numbers of their offers.
+    steps: Vec<(u32, Step)>,
+}
+
+#[derive(Debug, Default)]
+struct Switch {
+    /// The number of the offer.
+    offer: u32,
+    /// This side has said, or is to say, its last on TCP.
+    is_begun: bool,
+    is_said: bool,
+    peer_has_said: bool,
+}
+
+impl Upgrade {
+    pub(super) fn is_switching(&self) -> bool {
+        self.switch.as_ref().is_some_and(|switch| switch.is_begun)
+    }
+
+    /// The path is lost, and with it every offer.
+    pub(super) fn on_path_lost(&mut self) {
+        self.peer_offer = None;
+    }
+
+    /// Returns the number of the offer that is under way.
+    fn offer(&self) -> Option<u32> {
+        self.peer_offer.or(self.switch.as_ref().map(|switch| switch.offer))
+    }
+
+    fn step(&mut self, step: Step) {
+        self.steps.push((self.offer().unwrap_or_default(), step));
+    }
+}
+
+impl LinkCore {
+    /// This side has a queue pair to upgrade to.
+    pub(crate) fn begin_upgrade(&mut self) {
+        self.migration.may_resume = false; // the last way up is over for both
+        let offer = self.upgrade.peer_offer.unwrap_or_else(|| {
+            self.upgrade.offers = self.upgrade.offers.wrapping_add(1);
+            self.upgrade.offers
+        });
+        self.upgrade.switch = Some(Switch { offer, ..Switch::default() });
+    }
+
+    /// Says something about the way up.
+    pub(crate) fn say(&mut self, kind: TcpFrameKind, address: Option<&Address>) {
+        let Some(op) = self.upgrade.offer() else {
+            return; // the peer has heard of nothing that could be answered or withdrawn
+        };
+        if kind == TcpFrameKind::Withdraw {
+            self.upgrade.peer_offer = None; // the peer may make another
+        }
+        let body = address.map_or(Body::Nothing, |it| Body::Loose(Box::new(it.encode())));
+        let len = body.bytes().len() as u32;
+        self.migration.say(TcpFrame { len, op, ..path_frame(kind, 0) }, body);
+    }
+
+    /// Tells the peer where a grant is on the next device.
+    pub(crate) fn say_key(&mut self, grant: u64, addr: u64, rkey: u32) {
+        let frame = TcpFrame { grant, imm: rkey, ..path_frame(TcpFrameKind::Rekey, addr) };
+        self.migration.say(frame, Body::Nothing);
+    }
+
+    /// Returns the frame that probes the new queue pair: its acknowledgement says that it works.
+    pub(crate) fn probe(&self) -> (u32, [u8; CONTROL_BYTES]) {
+        let consumed = self.credits.unannounced();
+        let frame = Frame { control: true, more: false, channel: 0, consumed };
+        (frame.to_imm(), Control::Ping(PROBE).encode())
+    }
+
+    /// The probe, or a bind, has completed on the new queue pair.
+    pub(crate) fn on_probed(&mut self, works: bool) {
+        self.upgrade.step(if works { Step::Probed } else { Step::Failed });
+    }
+
+    /// This side says its last on TCP, as soon as nothing is to be sent again.
+    pub(crate) fn switch(&mut self) {
+        if let Some(switch) = &mut self.upgrade.switch {
+            switch.is_begun = true;
+        }
+    }
+
+    /// Returns the frame that is this side's last on TCP, if it is time to say it.
+    pub(super) fn next_switch(&mut self) -> Option<TcpFrame> {
+        let switch = self.upgrade.switch.as_mut().filter(|switch| switch.is_begun)?;
+        if !self.migration.repeats_nothing() || std::mem::replace(&mut switch.is_said, true) {
+            return None;
+        }
+        // The caller goes up when it has this, and may come back before this side has heard of it.
+        self.migration.may_resume = !self.migration.is_caller;
+        Some(TcpFrame { op: switch.offer, ..path_frame(TcpFrameKind::Switch, 0) })
+    }
+
+    /// The peer has said its last on TCP. Returns whether RDMA carries the link from here on.
+    pub(super) fn on_switch(&mut self, offer: u32) -> Result<bool, Error> {
+        let is_current = |switch: &&mut Switch| switch.offer == offer && !switch.peer_has_said;
+        let Some(switch) = self.upgrade.switch.as_mut().filter(is_current) else {
+            return Ok(false); // to a way up that this side has withdrawn from
+        };
+        switch.peer_has_said = true;
+        if !self.migration.is_caller {
+            switch.is_begun = true; // then the caller begins
+            return Ok(false);
+        }
+        if !switch.is_said {
+            return Err(protocol("a switch that nobody asked for"));
+        }
+        self.arrive();
+        self.controls.push_front(Control::Ping(GO));
+        Ok(true)
+    }
+
+    /// Something came on the queue pair that is being upgraded to: a probe, or that the caller sends
+    /// there now. Its credits may be older than those that came on TCP. Returns whether RDMA carries
+    /// the link from here on.
+    pub(crate) fn on_upgrade_frame(&mut self, bytes: &[u8]) -> Result<bool, Error> {
+        let is_ready =
+            self.upgrade.switch.as_ref().is_some_and(|it| it.peer_has_said && it.is_said);
+        match Control::decode(bytes) {
+            Ok(Control::Ping(GO)) if is_ready && !self.migration.is_caller => {
+                self.arrive();
+                self.controls.push_back(Control::Pong(GO));
+                Ok(true)
+            }
+            Ok(Control::Ping(PROBE)) => Ok(false),
+            _ => Err(protocol("a frame on a path that is not there yet")),
+        }
+    }
+
+    fn arrive(&mut self) {
+        self.upgrade.switch = None;
+        self.upgrade.attempt = None;
+        self.upgrade.peer_offer = None;
+        self.migration.transport = ActiveTransport::Rdma;
+        self.migration.may_resume = false;
+        self.upgrade.step(Step::Arrived);
+    }
+
+    /// An offer of this number came, or an answer to it, or its withdrawal.
+    pub(super) fn on_negotiation(
+        &mut self,
+        kind: TcpFrameKind,
+        offer: u32,
+        address: Option<Address>,
+    ) -> Result<(), Error> {
+        if self.upgrade.steps.len() > STEPS_MAX {
+            return Err(protocol("more offers and withdrawals than are answered"));
+        }
+        let is_current = self.upgrade.offer() == Some(offer);
+        match (kind, address) {
+            // Of an offer that this side has withdrawn, or has declined.
+            (TcpFrameKind::Withdraw | TcpFrameKind::Answer, _) if !is_current => {}
+            (TcpFrameKind::Withdraw, _) => {
+                self.upgrade.step(Step::Withdrawn);
+                self.upgrade.peer_offer = None;
+            }
+            (TcpFrameKind::Answer, Some(address)) if self.migration.is_caller => {
+                self.upgrade.step(Step::Answered(address));
+            }
+            (TcpFrameKind::Offer, Some(address)) if !self.migration.is_caller => {
+                if self.migration.transport != ActiveTransport::Tcp {
+                    // It crossed with a migration of ours: the peer makes another.
+                    tracing::debug!("an offer while {:?} carries the link", self.transport());
+                    let declined = path_frame(TcpFrameKind::Withdraw, 0);
+                    self.migration.say(TcpFrame { op: offer, ..declined }, Body::Nothing);
+                    return Ok(());
+                }
+                if self.upgrade.peer_offer.replace(offer).is_some() {
+                    return Err(protocol("an offer before the one before it was withdrawn"));
+                }
+                // What is left of an earlier one is over.
+                self.upgrade.steps.push((offer, Step::Offered(address)));
+            }
+            _ => return Err(protocol("an offer at the wrong time")),
+        }
+        Ok(())
+    }
+
+    /// A command for the way up begins; the results of earlier ones do not count any more.
+    pub(crate) fn begin_attempt(&mut self) -> u64 {
+        self.upgrade.attempts += 1;
+        self.upgrade.attempt = Some(self.upgrade.attempts);
+        self.upgrade.attempts
+    }
+
+    /// Returns whether the link still waits for this command.
+    pub(crate) fn is_at(&self, attempt: u64) -> bool {
+        self.upgrade.attempt == Some(attempt) && self.failure().is_none()
+    }
+
+    pub(crate) fn is_upgrading(&self) -> bool {
+        self.upgrade.switch.is_some() || self.upgrade.attempt.is_some()
+    }
+
+    /// Returns whether it is too late to withdraw from the way up.
+    pub(crate) fn has_switched(&self) -> bool {
+        self.upgrade.is_switching()
+    }
+
+    /// Gives up the way up.
+    pub(crate) fn end_upgrade(&mut self) {
+        self.upgrade.switch = None;
+        self.upgrade.attempt = None;
+    }
+
+    /// Returns how long to wait before the next try: twice as long each time.
+    pub(crate) fn next_backoff(&mut self, first: Duration, most: Duration) -> Duration {
+        let wait = self.upgrade.backoff.unwrap_or(first);
+        self.upgrade.backoff = Some((wait * 2).min(most));
+        wait
+    }
+
+    pub(crate) fn reset_backoff(&mut self) {
+        self.upgrade.backoff = None;
+    }
+
+    /// The next try is at this time, whatever was said before.
+    pub(crate) fn set_upgrade_due(&mut self, at: Instant) {
+        self.upgrade.due = Some(at);
+    }
+
+    pub(crate) fn is_upgrade_due(&self, now: Instant) -> bool {
+        self.upgrade.due.is_some_and(|at| at <= now)
+    }
+
+    pub(crate) fn has_steps(&self) -> bool {
+        !self.upgrade.steps.is_empty()
+    }
+
+    /// Returns the steps that are still of use: not those of an offer that was withdrawn meanwhile.
+    pub(crate) fn take_steps(&mut self) -> Vec<Step> {
+        let current = self.upgrade.switch.as_ref().map(|switch| switch.offer);
+        let is_current = |(offer, step): &(u32, Step)| match step {
+            Step::Arrived => true,
+            Step::Offered(_) => self.upgrade.peer_offer == Some(*offer),
+            // Of an offer for which there is no queue pair yet.
+            Step::Withdrawn if current.is_none() => !self.migration.is_caller,
+            Step::Withdrawn | Step::Answered(_) | Step::Failed | Step::Probed => {
+                current == Some(*offer)
+            }
+        };
+        let steps = std::mem::take(&mut self.upgrade.steps);
+        steps.into_iter().filter(is_current).map(|(_, step)| step).collect()
+    }
+}

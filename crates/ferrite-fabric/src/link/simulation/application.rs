@@ -1,0 +1,117 @@
+//! What the application of a side sends and expects.
+
+use std::collections::VecDeque;
+
+use super::{Violation, violation};
+use crate::link::tickets::Ticket;
+
+/// Channels that are used.
+pub(super) const CHANNELS: u16 = 3;
+
+/// An operation that is not answered yet.
+pub(super) struct Operation {
+    pub(super) ticket: Ticket,
+    /// The value that was written, or 0.
+    pub(super) written: u64,
+    pub(super) is_read: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Application {
+    /// Messages of the peer that have not come, by channel.
+    expected: [VecDeque<Vec<u8>>; CHANNELS as usize],
+    /// Notices of the peer's writes, in order.
+    expected_notices: VecDeque<u32>,
+    taken: usize,
+    pub(super) operations: Vec<Operation>,
+    /// The memory that the peer may use: the number of its grant, and one value.
+    pub(super) grant: u64,
+    pub(super) value: u64,
+    pub(super) is_revoked: bool,
+    pub(super) is_released: bool,
+    /// The last value that this side has written to the peer, and the last that was answered.
+    pub(super) last_written: u64,
+    pub(super) last_answered: u64,
+    /// Operations on the peer's grant that were refused.
+    pub(super) refused: usize,
+}
+
+impl Application {
+    /// Makes the application of a side that has granted its memory under this number.
+    pub(super) fn new(grant: u64) -> Self {
+        Self { grant, ..Self::default() }
+    }
+
+    /// The peer has sent this.
+    pub(super) fn expect(&mut self, channel: u16, message: Vec<u8>) {
+        self.expected[usize::from(channel)].push_back(message);
+    }
+
+    pub(super) fn expect_notice(&mut self, imm: u32) {
+        self.expected_notices.push_back(imm);
+    }
+
+    pub(super) fn on_message(&mut self, channel: u16, message: &[u8]) -> Result<(), Violation> {
+        self.taken += 1;
+        match self.expected[usize::from(channel)].pop_front() {
+            Some(expected) if expected == message => Ok(()),
+            Some(_) => violation(format!("another message on channel {channel} than the next")),
+            None => violation(format!("a message on channel {channel} that was never sent")),
+        }
+    }
+
+    pub(super) fn on_notice(&mut self, imm: u32) -> Result<(), Violation> {
+        self.taken += 1;
+        // Writes that were refused have no notice.
+        while let Some(expected) = self.expected_notices.pop_front() {
+            if expected == imm {
+                let is_there = self.is_released || self.value >= u64::from(imm);
+                let (value, what) = (self.value, "notice before its write");
+                return if is_there {
+                    Ok(())
+                } else {
+                    violation(format!("{what}: {imm}, {value}"))
+                };
+            }
+            if !self.is_revoked {
+                return violation(format!("notice {imm} instead of {expected}"));
+            }
+        }
+        violation(format!("notice {imm} that was never sent, or twice"))
+    }
+
+    /// The peer's device writes.
+    pub(super) fn on_write(&mut self, grant: u64, value: u64) -> Result<(), Violation> {
+        if grant != self.grant || self.is_released {
+            return violation("a write to memory that was released");
+        }
+        self.value = value;
+        Ok(())
+    }
+
+    pub(super) fn on_read(&mut self, grant: u64) -> Result<u64, Violation> {
+        if grant != self.grant || self.is_released {
+            return violation("a read of memory that was released");
+        }
+        Ok(self.value)
+    }
+
+    /// Whether no operation waits for its answer.
+    pub(super) fn is_idle(&self) -> bool {
+        self.operations.is_empty()
+    }
+
+    /// The run is over. Returns how many messages were taken.
+    pub(super) fn finish(&self, is_in_order: bool) -> Result<usize, Violation> {
+        let missing: usize = self.expected.iter().map(VecDeque::len).sum();
+        if is_in_order && missing > 0 {
+            return violation(format!(
+                "{missing} messages were lost by a link that closed in order"
+            ));
+        }
+        if is_in_order && !self.is_revoked && !self.expected_notices.is_empty() {
+            return violation("notices were lost by a link that closed in order");
+        }
+        Ok(self.taken)
+    }
+}

@@ -1,0 +1,765 @@
+//! One side: a core, and a driver that posts, writes and reaps for it as `link/state.rs` does.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::task::{Poll, Waker};
+use std::time::{Duration, Instant};
+
+use super::application::{CHANNELS, Operation};
+use super::wire::{Acknowledgement, Packet, Wires};
+use super::{Application, Random, Violation, violation};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::slots::{Held, InFlight};
+use crate::latency::Latencies;
+use crate::link::core::{
+    ActiveTransport, Kind, LinkCore, Output, OwnLimits, RequestContext, Step, TcpOutput, Wakes,
+};
+use crate::link::keepalive::Keepalive;
+use crate::link::outbox::OneSided;
+use crate::mem::{Buf, BufMut, Pool, Purpose};
+use crate::wire::{Address, Features, Hello, TcpFrame, TcpFrameKind, Version};
+
+/// Requests that a queue pair takes.
+const SEND_QUEUE: usize = 16;
+/// Frames that the connection takes.
+const SOCKET_FRAMES: usize = 20;
+const SEGMENT_BYTES: u32 = 256;
+
+/// A queue pair: what it has in flight, and its completions that nobody has looked at.
+pub(super) struct Path {
+    wire: u64,
+    in_flight: VecDeque<(u64, InFlight<RequestContext>)>,
+    last_work: u64,
+    completions: VecDeque<Completion>,
+}
+
+enum Completion {
+    Received { imm: u32, bytes: Option<Vec<u8>> },
+    Sent(Acknowledgement),
+}
+
+impl Path {
+    fn new(wire: u64) -> Self {
+        Self { wire, in_flight: VecDeque::new(), last_work: 0, completions: VecDeque::new() }
+    }
+
+    fn post(
+        &mut self,
+        wires: &mut Wires,
+        to: usize,
+        packet: Packet,
+        held: Held,
+        request: RequestContext,
+    ) {
+        self.last_work += 1;
+        self.in_flight.push_back((self.last_work, InFlight { held, request }));
+        let wire = wires.rdma(self.wire);
+        if !wire.is_cut {
+            wire.packets[to].push_back((self.last_work, packet));
+        }
+    }
+}
+
+pub(super) struct Side {
+    pub(super) core: LinkCore,
+    path: Option<Path>,
+    /// The path that the link is upgraded to.
+    pub(super) next: Option<Path>,
+    pub(super) tcp: Option<u64>,
+    asked: VecDeque<(u32, Held, RequestContext)>,
+    last_op: u32,
+    pub(super) application: Application,
+    pool: Pool,
+    wakes: Wakes,
+    pub(super) is_shown: bool,
+}
+
+/// Two sides of a link that is open. The first has called.
+pub(super) fn pair(
+    random: &mut Random,
+    wires: &mut Wires,
+    pool: &Pool,
+    now: Instant,
+    (begins_on_rdma, has_connection): (bool, bool),
+) -> [Side; 2] {
+    let hellos = [1, 2].map(|session| Hello {
+        version: Version::CURRENT,
+        features: Features::WRITE_IMM | Features::ONE_SIDED | Features::MOVE,
+        segment_bytes: SEGMENT_BYTES,
+        window: 2 + random.below(12) as u16,
+        channels: CHANNELS,
+        max_message_bytes: 2048,
+        instance: session,
+        session,
+    });
+    let rdma = begins_on_rdma.then(|| wires.lay());
+    let tcp = has_connection.then(|| wires.connect());
+    [0, 1].map(|side| {
+        let limits = OwnLimits {
+            hello: hellos[side],
+            queue_messages: 8,
+            queue_bytes: 8192,
+            keepalive: Keepalive::new(Duration::from_secs(10), side as u64),
+            peer_timeout: Duration::from_secs(5),
+            latencies: Arc::new(Latencies::default()),
+            clock: quanta::Clock::new(),
+        };
+        let transport = if begins_on_rdma { ActiveTransport::Rdma } else { ActiveTransport::Tcp };
+        let mut core = LinkCore::new(limits, transport, now);
+        core.open(hellos[1 - side], now);
+        core.set_caller(side == 0);
+        core.set_connection(tcp.is_some());
+        Side {
+            core,
+            path: rdma.map(Path::new),
+            next: None,
+            tcp,
+            asked: VecDeque::new(),
+            last_op: 0,
+            application: Application::new(7 + side as u64),
+            pool: pool.clone(),
+            wakes: Wakes::new(),
+            is_shown: false,
+        }
+    })
+}
+
+impl Side {
+    fn buffer(&self, bytes: &[u8]) -> BufMut {
+        let mut buf = self.pool.take_uncharged(bytes.len(), Purpose::Send).expect("memory");
+        buf.copy_from_slice(bytes);
+        buf
+    }
+
+    fn checked<T>(&mut self, result: Result<T, Error>) -> Result<T, Violation> {
+        result.or_else(|error| violation(format!("{}: {error}", self.describe())))
+    }
+
+    pub(super) fn describe(&self) -> String {
+        let core = &self.core;
+        format!(
+            "{} {:?}, sent {} acknowledged {} received {}, {} operations, failure {:?}",
+            if core.is_caller() { "caller" } else { "called" },
+            core.transport(),
+            core.credits.sent(),
+            core.credits.acknowledged(),
+            core.credits.received(),
+            self.application.operations.len(),
+            core.failure().map(ToString::to_string),
+        )
+    }
+
+    pub(super) fn close(&mut self) {
+        self.core.close();
+    }
+
+    pub(super) fn fail(&mut self, error: Error) {
+        self.core.fail(error, &mut self.wakes);
+    }
+
+    pub(super) fn end(&mut self, error: Error) {
+        self.core.end(error, &mut self.wakes);
+    }
+
+    /// The connection is over.
+    pub(super) fn hang_up(&mut self) {
+        self.end(self.core.hung_up());
+    }
+
+    /// The peer's connection manager has hung up.
+    pub(super) fn disconnected(&mut self) {
+        let gone = || Error::new(ErrorKind::LinkDown, "the peer has disconnected");
+        self.core.on_disconnected(&mut self.wakes, gone);
+    }
+
+    /// The peer does not know the link any more.
+    pub(super) fn not_known(&mut self) {
+        let kind = match self.core.peer_has_everything() {
+            true => ErrorKind::Closed,
+            false => ErrorKind::LinkDown,
+        };
+        self.end(Error::new(kind, "the peer does not know the link"));
+    }
+
+    /// Whether something of the peer is on its way, or was not looked at.
+    pub(super) fn has_unread(&self, wires: &mut Wires, side: usize) -> bool {
+        let unread = |path: &Path, wires: &mut Wires| {
+            !path.completions.is_empty() || !wires.rdma(path.wire).packets[side].is_empty()
+        };
+        self.path.iter().chain(&self.next).any(|path| unread(path, wires))
+            || self.tcp.is_some_and(|tcp| !wires.tcp(tcp).frames[side].is_empty())
+    }
+
+    pub(super) fn ended_in_order(&self) -> bool {
+        self.core.failure().is_some_and(|error| error.kind() == ErrorKind::Closed)
+    }
+
+    /// The application sends something.
+    pub(super) fn offer_work(
+        &mut self,
+        peer: &mut Application,
+        random: &mut Random,
+    ) -> Result<(), Violation> {
+        if self.core.check_open().is_err() {
+            return Ok(());
+        }
+        if random.chance(70) {
+            self.send_message(peer, random);
+        } else if !self.core.is_revoked(peer.grant) {
+            self.use_grant(peer, random);
+        }
+        Ok(())
+    }
+
+    fn send_message(&mut self, peer: &mut Application, random: &mut Random) {
+        let most = [0, 20, SEGMENT_BYTES as usize, 1800][random.below(4)];
+        let len = random.below(most + 1);
+        if !self.core.has_room(len as u64) {
+            return;
+        }
+        let message: Vec<u8> = (0..len).map(|_| random.next() as u8).collect();
+        let (one, other) = message.split_at(random.below(len + 1));
+        let parts: Vec<Buf> = [one, other].map(|part| self.buffer(part).freeze()).into();
+        let channel = random.below(CHANNELS.into()) as u16;
+        let fits = self.core.check_message(channel, len as u64);
+        if fits.and_then(|()| self.core.check_parts(&parts)).is_err() {
+            return;
+        }
+        if let Some(ticket) = self.core.push(channel, parts, random.chance(50)) {
+            self.application.operations.push(Operation { ticket, written: 0, is_read: false });
+        }
+        peer.expect(channel, message);
+    }
+
+    fn use_grant(&mut self, peer: &mut Application, random: &mut Random) {
+        let own = &mut self.application;
+        let kind = [Kind::Write, Kind::Notice, Kind::Read][random.below(3)];
+        let is_read = kind == Kind::Read;
+        let written = if is_read { own.last_answered } else { own.last_written + 1 };
+        if !is_read {
+            own.last_written = written;
+        }
+        if kind == Kind::Notice {
+            peer.expect_notice(written as u32);
+        }
+        let buf = self.buffer(&written.to_le_bytes());
+        let held = if is_read { Held::Unique(buf) } else { Held::Shared(buf.freeze()) };
+        let operation = OneSided {
+            kind,
+            held,
+            ticket: None,
+            grant: peer.grant,
+            base: 0,
+            rkey: 0,
+            offset: 0,
+            bytes: 8,
+            imm: written as u32,
+        };
+        let ticket = self.core.push_one_sided(operation, true).expect("somebody waits");
+        self.application.operations.push(Operation { ticket, written, is_read });
+    }
+
+    /// The application takes a message, if there is one; returns whether there was.
+    pub(super) fn take_message(&mut self) -> Result<bool, Violation> {
+        match self.core.pop() {
+            Ok(Some(message)) => {
+                match message.notice() {
+                    Some(imm) => self.application.on_notice(imm)?,
+                    None => self.application.on_message(message.channel(), &message.to_vec())?,
+                }
+                Ok(true)
+            }
+            Ok(None) | Err(_) => Ok(false),
+        }
+    }
+
+    /// Looks which operations have been answered.
+    pub(super) fn poll_operations(&mut self) -> Result<(), Violation> {
+        let mut left = Vec::new();
+        for operation in std::mem::take(&mut self.application.operations) {
+            let Poll::Ready(outcome) = self.core.poll_ticket(operation.ticket, Waker::noop())
+            else {
+                left.push(operation);
+                continue;
+            };
+            match (outcome.result, operation.is_read) {
+                (Ok(()), true) => {
+                    let bytes = outcome.buf.as_ref().and_then(|buf| buf.first_chunk().copied());
+                    let Some(value) = bytes.map(u64::from_le_bytes) else {
+                        return violation("a read without its bytes");
+                    };
+                    if !(operation.written..=self.application.last_written).contains(&value) {
+                        let written = operation.written;
+                        return violation(format!("a read of {value} after a write of {written}"));
+                    }
+                }
+                (Ok(()), false) => {
+                    let last = &mut self.application.last_answered;
+                    *last = (*last).max(operation.written);
+                }
+                (Err(error), _) if error.kind() == ErrorKind::Denied => {
+                    self.application.refused += 1;
+                }
+                (Err(_), _) if self.core.failure().is_some() => {}
+                (Err(error), _) => return violation(format!("an operation failed: {error}")),
+            }
+        }
+        self.application.operations = left;
+        Ok(())
+    }
+
+    /// Ends the grant of this side's memory.
+    pub(super) fn revoke(&mut self, random: &mut Random) {
+        let own = &mut self.application;
+        if random.chance(20) && self.core.is_up() && !std::mem::replace(&mut own.is_revoked, true) {
+            self.core.revoke(own.grant);
+        }
+    }
+
+    /// Sends what may go.
+    pub(super) fn pump(
+        &mut self,
+        wires: &mut Wires,
+        side: usize,
+        (refuses, is_dry): (bool, bool),
+    ) -> Result<(), Violation> {
+        for _ in 0..2 {
+            if !self.core.is_up() {
+                return Ok(());
+            }
+            match self.core.transport() {
+                ActiveTransport::Rdma => self.post_all(wires, 1 - side, refuses, is_dry),
+                ActiveTransport::Tcp => self.write_all(wires, 1 - side),
+                ActiveTransport::Migrating => self.write_said(wires, 1 - side),
+            }
+            if !self.core.is_up() || !self.core.after_sending(&mut self.wakes) {
+                break;
+            }
+        }
+        if self.core.transport() == ActiveTransport::Rdma {
+            self.write_said(wires, 1 - side);
+        }
+        Ok(())
+    }
+
+    fn post_all(&mut self, wires: &mut Wires, to: usize, refuses: bool, is_dry: bool) {
+        while self.path.as_ref().is_some_and(|path| path.in_flight.len() < SEND_QUEUE) {
+            let Some(output) = self.core.next_output(SEGMENT_BYTES as usize, true) else { return };
+            let (packet, held, request) = match output {
+                Output::Data { imm, piece, request, .. } => {
+                    let bytes = piece.as_ref().map_or(Vec::new(), |piece| piece.to_vec());
+                    let held = piece.map_or(Held::Nothing, Held::Shared);
+                    (Packet::Frame { imm, bytes }, held, request)
+                }
+                Output::Control { control, .. } if is_dry => {
+                    self.core.put_back(control);
+                    return;
+                }
+                Output::Control { imm, control } => {
+                    let bytes = control.encode().to_vec();
+                    (Packet::Frame { imm, bytes }, Held::Nothing, RequestContext::default())
+                }
+                Output::OneSided { operation: OneSided { held, .. }, request } => {
+                    (packet_of(&held, &request), held, request)
+                }
+            };
+            let error = Error::new(ErrorKind::LinkDown, "the device took no request");
+            if refuses && self.core.lose(&error) {
+                self.core.not_posted(held, request);
+                return;
+            }
+            if let Some(path) = &mut self.path {
+                path.post(wires, to, packet, held, request);
+            }
+        }
+    }
+
+    fn write_all(&mut self, wires: &mut Wires, to: usize) {
+        let Some(tcp) = self.tcp else { return };
+        while wires.tcp(tcp).frames[to].len() < SOCKET_FRAMES {
+            let asked = self.asked.len();
+            match self.core.next_tcp_output(|_| asked < 4) {
+                Some(TcpOutput::Frame { frame, body, request }) => {
+                    wires.tcp(tcp).frames[to].push_back((frame, body.bytes().to_vec()));
+                    if let Some(request) = request {
+                        self.core.on_tcp_sent(request, &mut self.wakes);
+                    }
+                }
+                Some(TcpOutput::Operation { mut frame, held, request }) => {
+                    self.last_op += 1;
+                    frame.op = self.last_op;
+                    let bytes = match &held {
+                        Held::Shared(buf) => buf.to_vec(),
+                        _ => Vec::new(),
+                    };
+                    wires.tcp(tcp).frames[to].push_back((frame, bytes));
+                    self.asked.push_back((self.last_op, held, request));
+                }
+                None => return,
+            }
+        }
+    }
+
+    fn write_said(&mut self, wires: &mut Wires, to: usize) {
+        if let Some(tcp) = self.tcp {
+            while let Some((frame, body)) = self.core.next_said() {
+                wires.tcp(tcp).frames[to].push_back((frame, body.bytes().to_vec()));
+            }
+        }
+    }
+
+    /// Whether the queue pair of this path takes anything: it was not stopped.
+    fn path_on(&mut self, wire: u64) -> Option<&mut Path> {
+        let is_stopped = self.core.failure().is_some();
+        let is_lost = self.core.transport() == ActiveTransport::Migrating;
+        let path = self.path.as_mut().filter(|path| path.wire == wire && !is_lost);
+        path.or(self.next.as_mut().filter(|next| next.wire == wire)).filter(|_| !is_stopped)
+    }
+
+    /// The device takes the next packet and the next acknowledgement of a path.
+    pub(super) fn on_packet(
+        &mut self,
+        wires: &mut Wires,
+        id: u64,
+        side: usize,
+    ) -> Result<(), Violation> {
+        let wire = wires.rdma(id);
+        let (packet, acknowledged) =
+            (wire.packets[side].pop_front(), wire.acknowledgements[side].pop_front());
+        let Some(path) = self.path_on(id) else {
+            if packet.is_some() {
+                wires.cut(id); // the peer's device has repeated it in vain
+            }
+            return Ok(());
+        };
+        path.completions.extend(acknowledged.map(Completion::Sent));
+        let Some((work, packet)) = packet else { return Ok(()) };
+        let mut value = None;
+        match packet {
+            Packet::Frame { imm, bytes } => {
+                path.completions.push_back(Completion::Received { imm, bytes: Some(bytes) });
+            }
+            Packet::Write { grant, value, imm } => {
+                path.completions.extend(imm.map(|imm| Completion::Received { imm, bytes: None }));
+                self.application.on_write(grant, value)?;
+            }
+            Packet::Read { grant } => value = Some(self.application.on_read(grant)?),
+        }
+        wires.rdma(id).acknowledgements[1 - side].push_back(Acknowledgement { work, value });
+        Ok(())
+    }
+
+    /// Looks at completions.
+    pub(super) fn reap(&mut self, most: usize, now: Instant) -> Result<(), Violation> {
+        for _ in 0..most {
+            let next = self.next.as_mut().and_then(|next| next.completions.pop_front());
+            if let Some(completion) = next {
+                self.on_next_completion(completion)?;
+                continue;
+            }
+            let Some(completion) = self.path.as_mut().and_then(|path| path.completions.pop_front())
+            else {
+                return Ok(());
+            };
+            match completion {
+                Completion::Received { imm, bytes } => {
+                    let buf = bytes.map(|bytes| self.buffer(&bytes));
+                    let taken = self.core.on_frame(imm, buf, now, &mut self.wakes);
+                    self.checked(taken)?;
+                }
+                Completion::Sent(Acknowledgement { work, value }) => self.on_sent(work, value),
+            }
+            self.answer_revocations();
+        }
+        Ok(())
+    }
+
+    fn on_sent(&mut self, work: u64, value: Option<u64>) {
+        self.core.on_acknowledged_by_device();
+        while let Some((_, InFlight { held, request })) =
+            self.path.as_mut().and_then(|path| path.in_flight.pop_front_if(|(at, _)| *at <= work))
+        {
+            let held = match (held, value) {
+                (Held::Unique(mut buf), Some(value)) => {
+                    buf.copy_from_slice(&value.to_le_bytes());
+                    Held::Unique(buf)
+                }
+                (held, _) => held,
+            };
+            self.core.complete(request, held, Ok(()), &mut self.wakes);
+        }
+    }
+
+    fn on_next_completion(&mut self, completion: Completion) -> Result<(), Violation> {
+        match completion {
+            Completion::Received { bytes, .. } => {
+                let heard = self.core.on_upgrade_frame(&bytes.unwrap_or_default());
+                if self.checked(heard)? {
+                    self.path = self.next.take();
+                }
+            }
+            Completion::Sent(_) => {
+                if let Some(next) = &mut self.next {
+                    next.in_flight.clear();
+                }
+                self.core.on_probed(true);
+            }
+        }
+        Ok(())
+    }
+
+    fn answer_revocations(&mut self) {
+        let Self { core, path, asked, .. } = self;
+        core.answer_revocations(|grant| {
+            let in_flight = path.iter().flat_map(|path| &path.in_flight);
+            let mut in_flight = in_flight.map(|(_, it)| &it.request);
+            in_flight.any(|it| it.uses(grant)) || asked.iter().any(|(_, _, it)| it.uses(grant))
+        });
+        if self.core.take_released().contains(&self.application.grant) {
+            self.application.is_released = true;
+        }
+    }
+
+    /// A path that is lost is destroyed, after its completions were looked at.
+    pub(super) fn detach(&mut self, now: Instant) -> Result<(), Violation> {
+        self.reap(usize::MAX, now)?;
+        self.next = None;
+        self.core.end_upgrade();
+        if !self.core.is_to_be_detached() {
+            return Ok(());
+        }
+        let path = self.path.take().map_or(VecDeque::new(), |path| path.in_flight);
+        self.core.on_detached(path.into_iter().map(|(_, it)| it).collect());
+        self.core.resume(&mut self.wakes);
+        self.answer_revocations();
+        Ok(())
+    }
+
+    /// The link is down: what is in flight gets its failure.
+    pub(super) fn tear_down(&mut self) {
+        let error = self.core.failure_or_gone();
+        for (_, held, request) in std::mem::take(&mut self.asked) {
+            self.core.complete(request, held, Err(error.clone()), &mut self.wakes);
+        }
+        let in_flight = self.path.take().map_or(VecDeque::new(), |path| path.in_flight);
+        for (_, InFlight { held, request }) in in_flight {
+            self.core.finish(request, held, Err(error.clone()), &mut self.wakes);
+        }
+        self.next = None;
+    }
+
+    /// Goes on over a new connection.
+    pub(super) fn resume_over(&mut self, wire: u64, received: u64) -> Result<(), Violation> {
+        if !self.core.resume_over(received, &mut self.wakes) {
+            return violation("a link without a path does not go on over another");
+        }
+        self.tcp = Some(wire);
+        self.answer_revocations();
+        match self.core.failure() {
+            Some(error) if error.kind() == ErrorKind::Protocol => violation(error.to_string()),
+            _ => Ok(()),
+        }
+    }
+
+    /// Takes the next frame of the connection.
+    pub(super) fn on_tcp(
+        &mut self,
+        wires: &mut Wires,
+        side: usize,
+        now: Instant,
+    ) -> Result<(), Violation> {
+        let Some(tcp) = self.tcp.filter(|_| self.core.failure().is_none()) else { return Ok(()) };
+        if self.core.is_to_be_detached() {
+            return Ok(()); // the queue pair has to go first
+        }
+        let Some((frame, bytes)) = wires.tcp(tcp).frames[side].pop_front() else { return Ok(()) };
+        if self.is_shown && frame.kind.is_of_moving() {
+            eprintln!("side {side} ({:?}) hears {:?}", self.core.transport(), frame.kind);
+        }
+        self.core.on_heard(now);
+        let answer = self.on_tcp_frame(&frame, &bytes, now)?;
+        wires.tcp(tcp).frames[1 - side].extend(answer);
+        if self.core.lost().is_some() {
+            self.core.resume(&mut self.wakes);
+        }
+        self.answer_revocations();
+        match self.core.failure() {
+            Some(error) if error.kind() == ErrorKind::Protocol => violation(error.to_string()),
+            _ => Ok(()),
+        }
+    }
+
+    fn on_tcp_frame(
+        &mut self,
+        frame: &TcpFrame,
+        bytes: &[u8],
+        now: Instant,
+    ) -> Result<Option<(TcpFrame, Vec<u8>)>, Violation> {
+        let &TcpFrame { kind, imm, op, grant, .. } = frame;
+        let answer = |kind, bytes: Vec<u8>| {
+            let len = bytes.len() as u32;
+            (TcpFrame { kind, imm: 0, len, op, grant: 0, offset: 0 }, bytes)
+        };
+        if kind.is_of_moving() {
+            let body = (!bytes.is_empty()).then_some(bytes);
+            let heard = self.core.on_path_frame(frame, body, &mut self.wakes);
+            if self.checked(heard)? {
+                self.path = self.next.take();
+            }
+            return Ok(None);
+        }
+        let is_served = grant == self.application.grant && !self.application.is_revoked;
+        match kind {
+            TcpFrameKind::Frame => {
+                let buf = self.buffer(bytes);
+                let taken = self.core.on_frame(imm, Some(buf), now, &mut self.wakes);
+                self.checked(taken)?;
+                Ok(None)
+            }
+            TcpFrameKind::Write | TcpFrameKind::WriteImm => {
+                if is_served {
+                    let value = bytes.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes));
+                    self.application.on_write(grant, value)?;
+                }
+                if kind == TcpFrameKind::WriteImm && is_served {
+                    let taken = self.core.on_frame(imm, None, now, &mut self.wakes);
+                    self.checked(taken)?;
+                } else if kind == TcpFrameKind::WriteImm {
+                    self.core.on_refused_notice();
+                }
+                let done = if is_served { TcpFrameKind::Done } else { TcpFrameKind::Denied };
+                Ok(Some(answer(done, Vec::new())))
+            }
+            TcpFrameKind::Read if is_served => {
+                let value = self.application.on_read(grant)?;
+                Ok(Some(answer(TcpFrameKind::Data, value.to_le_bytes().to_vec())))
+            }
+            TcpFrameKind::Read => Ok(Some(answer(TcpFrameKind::Denied, Vec::new()))),
+            _ => {
+                let Some((expected, held, request)) = self.asked.pop_front() else {
+                    return violation("an answer to no question");
+                };
+                if expected != op {
+                    return violation("an answer to another question");
+                }
+                let (held, data) = match kind {
+                    TcpFrameKind::Data => (Held::Nothing, Some(self.buffer(bytes))),
+                    _ => (held, None),
+                };
+                let result = match kind {
+                    TcpFrameKind::Denied => Err(Error::new(ErrorKind::Denied, "refused")),
+                    _ => Ok(()),
+                };
+                let taken = self.core.on_answer((held, request), data, result, &mut self.wakes);
+                self.checked(taken)?;
+                Ok(None)
+            }
+        }
+    }
+
+    /// The driver looks at what the core asks for; returns whether RDMA carries the link now.
+    pub(super) fn take_steps(&mut self, wires: &mut Wires, accepts: bool) -> bool {
+        let mut is_upgraded = false;
+        for step in self.core.take_steps() {
+            if self.is_shown {
+                eprintln!("{} takes {step:?}", self.describe());
+            }
+            match step {
+                Step::Offered(_) if !accepts => self.withdraw(),
+                Step::Offered(address) => {
+                    self.next = Some(Path::new(address.qp_num.into()));
+                    self.core.begin_attempt();
+                    self.core.begin_upgrade();
+                    self.core.say(TcpFrameKind::Answer, Some(&address));
+                }
+                Step::Answered(_) => {
+                    let to = usize::from(self.core.is_caller());
+                    if let Some(next) = &mut self.next {
+                        let (imm, bytes) = self.core.probe();
+                        let packet = Packet::Frame { imm, bytes: bytes.to_vec() };
+                        next.post(wires, to, packet, Held::Nothing, RequestContext::default());
+                    }
+                }
+                Step::Probed => self.core.switch(),
+                Step::Failed => self.withdraw(),
+                Step::Withdrawn => {
+                    self.next = None;
+                    self.core.end_upgrade();
+                }
+                Step::Arrived => {
+                    self.core.reset_backoff();
+                    is_upgraded = true;
+                }
+            }
+        }
+        is_upgraded
+    }
+
+    /// Gives up the way up.
+    pub(super) fn withdraw(&mut self) {
+        if self.is_shown {
+            eprintln!("{} withdraws", self.describe());
+        }
+        self.core.say(TcpFrameKind::Withdraw, None);
+        self.core.end_upgrade();
+        self.next = None;
+    }
+
+    /// Offers to go up to RDMA.
+    pub(super) fn offer(&mut self, wires: &mut Wires) {
+        let may_offer = self.core.is_up()
+            && self.core.transport() == ActiveTransport::Tcp
+            && !self.core.is_upgrading();
+        if may_offer {
+            let wire = wires.lay();
+            self.core.begin_attempt();
+            self.next = Some(Path::new(wire));
+            self.core.begin_upgrade();
+            let address = Address {
+                qp_num: wire as u32,
+                psn: 1,
+                lid: 0,
+                mtu: 3,
+                reads_in: 1,
+                reads_out: 1,
+                gid: [1; 16],
+            };
+            self.core.say(TcpFrameKind::Offer, Some(&address));
+        }
+    }
+
+    /// Finds out that a path is cut, if something was sent over it.
+    pub(super) fn notice_cut(&mut self, wires: &Wires) {
+        let is_cut = |path: &Path| wires.is_cut(path.wire) && !path.in_flight.is_empty();
+        if self.path.as_ref().is_some_and(is_cut) && self.core.transport() == ActiveTransport::Rdma
+        {
+            self.fail(Error::new(ErrorKind::LinkDown, "retries exceeded"));
+        }
+        if self.next.as_ref().is_some_and(is_cut) {
+            if let Some(next) = &mut self.next {
+                next.in_flight.clear();
+            }
+            self.core.on_probed(false);
+        }
+    }
+
+    pub(super) fn on_timer(&mut self, now: Instant) -> Result<(), Violation> {
+        if self.core.on_timer(now).is_err() {
+            self.fail(Error::new(ErrorKind::PeerStalled, "the peer has not answered"));
+        }
+        Ok(())
+    }
+}
+
+fn packet_of(held: &Held, request: &RequestContext) -> Packet {
+    let grant = request.grant;
+    let value = match held {
+        Held::Shared(buf) => buf.first_chunk().map_or(0, |bytes| u64::from_le_bytes(*bytes)),
+        _ => 0,
+    };
+    match request.kind {
+        Kind::Read => Packet::Read { grant },
+        Kind::Notice => Packet::Write { grant, value, imm: Some(request.imm) },
+        _ => Packet::Write { grant, value, imm: None },
+    }
+}

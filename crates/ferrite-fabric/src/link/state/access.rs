@@ -1,0 +1,93 @@
+//! What the peer of a link may reach of our memory: the rights of the queue pair, and the windows
+//! that are bound to it.
+//!
+//! A queue pair has no remote rights before there is something to reach.
+
+use std::sync::Arc;
+
+use ferrite_verbs::{Access, QueuePairAttributes, RemoteSlice};
+
+use super::{LinkEnv, LinkState};
+use crate::fabric::shared_device::SharedDevice;
+use crate::link::core::{ActiveTransport, Kind, RequestContext, Wakes};
+use crate::mem::Window;
+
+impl LinkState {
+    /// Returns the rights of the queue pair that carries the link, or will.
+    pub(crate) fn rights(&self) -> Access {
+        self.rdma.rights
+    }
+
+    /// Gives the peer more rights, within what its keys allow.
+    pub(crate) fn allow(&mut self, more: Access) {
+        let rights = self.rdma.rights | more;
+        if rights == self.rdma.rights {
+            return;
+        }
+        self.rdma.rights = rights;
+        // A queue pair that is not ready to send yet takes them when it becomes so.
+        if let Some(qp) = self.rdma.queue.qp() {
+            let _ = qp.modify(&QueuePairAttributes::change_access(rights));
+        }
+        self.allow_ahead();
+    }
+
+    /// Gives the same rights on the queue pair that the link is upgraded to, if it is ready.
+    pub(crate) fn allow_ahead(&mut self) {
+        if let Some(qp) = self.next.as_ref().and_then(|next| next.queue.qp()) {
+            let _ = qp.modify(&QueuePairAttributes::change_access(self.rdma.rights));
+        }
+    }
+
+    /// Returns the device that carries the link, or will.
+    pub(crate) fn next_device(&self) -> Option<Arc<SharedDevice>> {
+        let next = self.next.as_ref().map(|next| &next.device);
+        next.or(self.rdma.device.as_ref()).map(Arc::clone)
+    }
+
+    /// Binds a window of `device` to the queue pair there. What is sent later comes after it. Where
+    /// the path or the link is lost there is none: the peer is told of a window on the next path
+    /// when the link goes there.
+    pub(crate) fn bind(
+        &mut self,
+        device: &SharedDevice,
+        window: &Arc<Window>,
+        env: &LinkEnv<'_>,
+        wakes: &mut Wakes,
+    ) {
+        if self.next.is_some() {
+            self.bind_ahead(device, window);
+        } else if self.failure().is_none()
+            && self.core.transport() == ActiveTransport::Rdma
+            && self.rdma.device.as_ref().is_some_and(|on| on.index == device.index)
+        {
+            self.rdma.binds.push_back(Arc::clone(window));
+            self.pump(env, wakes);
+        } else {
+            self.core.stats.binds_dropped += 1;
+        }
+    }
+
+    /// Binds a window to the queue pair that the link is upgraded to. Returns where it is, if that
+    /// went well.
+    pub(crate) fn bind_ahead(
+        &mut self,
+        device: &SharedDevice,
+        window: &Arc<Window>,
+    ) -> Option<RemoteSlice> {
+        let next = self.next.as_mut().filter(|next| next.device.index == device.index)?;
+        if next.queue.room() == 0 || next.device.reserve(1) == 0 {
+            return None;
+        }
+        let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
+        let posted = match next.queue.post_bind(window, true, request) {
+            Ok(posted) => usize::from(posted),
+            Err(refused) => {
+                self.core.on_probed(false);
+                refused.posted
+            }
+        };
+        next.device.release(1 - posted);
+        (posted == 1).then(|| window.remote())
+    }
+}

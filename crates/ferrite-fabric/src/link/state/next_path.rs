@@ -1,0 +1,94 @@
+//! The queue pair that a link is upgraded to, until RDMA carries the link.
+
+use std::sync::Arc;
+
+use ferrite_verbs::{Operation, WorkCompletion};
+
+use super::LinkState;
+use crate::error::{Error, ErrorKind};
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::slots::SendQueue;
+use crate::link::core::{Kind, RequestContext};
+use crate::wire::CONTROL_BYTES;
+
+pub(crate) struct NextPath {
+    pub(crate) queue: SendQueue<RequestContext>,
+    pub(crate) device: Arc<SharedDevice>,
+    pub(super) inline: usize,
+    /// The number of our first packet.
+    psn: u32,
+}
+
+impl LinkState {
+    /// There is a queue pair to upgrade to.
+    pub(crate) fn begin_upgrade(
+        &mut self,
+        queue: SendQueue<RequestContext>,
+        device: Arc<SharedDevice>,
+        inline: usize,
+        psn: u32,
+    ) {
+        self.core.begin_upgrade();
+        self.next = Some(NextPath { queue, device, inline, psn });
+    }
+
+    /// Asks something on the new queue pair: its acknowledgement says that the way works.
+    pub(crate) fn probe(&mut self) -> Result<(), Error> {
+        let Some(next) = &mut self.next else { return Ok(()) };
+        if next.device.reserve(1) == 0 {
+            return Err(Error::new(ErrorKind::Full, "the device has too much to do"));
+        }
+        let (imm, bytes) = self.core.probe();
+        let request = RequestContext {
+            kind: Kind::Control,
+            bytes: CONTROL_BYTES as u32,
+            ..RequestContext::default()
+        };
+        let posted = next.queue.post_inline(Operation::SendImm(imm), &bytes, true, request);
+        posted
+            .inspect_err(|refused| next.device.release(1 - refused.posted))
+            .map_err(|refused| refused.error.into())
+    }
+
+    /// Takes a completion of the new queue pair; returns whether it was one.
+    pub(super) fn on_next_sent(&mut self, wc: &WorkCompletion) -> bool {
+        let Some(next) = &mut self.next else { return false };
+        let (mut entries, mut is_bind) = (0, false);
+        let is_known = next.queue.complete(wc, |it, last| {
+            entries += 1;
+            is_bind |= last && it.request.kind == Kind::Bind;
+        });
+        next.device.release(entries);
+        let works = wc.ok().is_ok();
+        if is_known && !(is_bind && works) {
+            self.core.on_probed(works);
+        }
+        is_known
+    }
+
+    /// Gives up the way up. The queue pair is the caller's to destroy.
+    pub(crate) fn end_upgrade(&mut self) -> Option<(Arc<SharedDevice>, SendQueue<RequestContext>)> {
+        self.core.end_upgrade();
+        let NextPath { queue, device, .. } = self.next.take()?;
+        if let Some(qp) = queue.qp() {
+            let _ = qp.stop(); // a device that is gone has stopped it
+        }
+        self.rdma.generation = queue.next_generation();
+        Some((device, queue))
+    }
+
+    /// Returns whether the way up goes over this device.
+    pub(crate) fn upgrades_on(&self, device: &SharedDevice) -> bool {
+        self.next.as_ref().is_some_and(|next| next.device.index == device.index)
+    }
+
+    /// Returns the queue of the next path, if that is its queue pair.
+    pub(super) fn next_queue(&self, qp: u32) -> Option<&SendQueue<RequestContext>> {
+        self.next.as_ref().map(|next| &next.queue).filter(|queue| queue.is_of(qp))
+    }
+
+    /// Returns the number of the first packet on that queue pair.
+    pub(crate) fn next_psn(&self) -> u32 {
+        self.next.as_ref().map_or(0, |next| next.psn)
+    }
+}

@@ -1,0 +1,451 @@
+//! A link on its queue pair: what the core gives out is posted, what completes is told to the core.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ferrite_verbs::{Access, Opcode, Operation, RemoteSlice, Status, WorkCompletion};
+
+use super::{LinkEnv, LinkState, NextPath};
+use crate::error::{Error, ErrorKind};
+use crate::fabric::shared_device::SharedDevice;
+use crate::fabric::slots::{BATCH, Held, InFlight, SendQueue, Work};
+use crate::link::core::{ActiveTransport, Kind, Output, RequestContext, Wakes, protocol};
+use crate::link::outbox::OneSided;
+use crate::mem::{BufMut, Pool, Purpose, Window};
+use crate::wire::{CONTROL_BYTES, Control, Frame};
+
+/// The queue pair of a link, and what belongs to it.
+pub(crate) struct RdmaPath {
+    pub(crate) queue: SendQueue<RequestContext>,
+    /// Whose queues the queue pair uses; `None` on TCP.
+    pub(crate) device: Option<Arc<SharedDevice>>,
+    pub(super) inline: usize,
+    /// The queue pair has not been stopped.
+    is_running: bool,
+    /// A command destroys the queue pair.
+    pub(super) is_destroying: bool,
+    /// Windows that are to be bound to the queue pair.
+    pub(super) binds: VecDeque<Arc<Window>>,
+    /// What the peer may do to our memory, as far as the queue pair decides it.
+    pub(super) rights: Access,
+    /// Reused for each post.
+    batch: Vec<Work<RequestContext>>,
+    pub(super) unsignaled: usize,
+    /// Where the generations of the next queue pair's slots begin.
+    pub(crate) generation: u32,
+    /// The last request was posted.
+    last_posted: bool,
+    /// Completions of requests that were flushed before it was known why.
+    pub(super) flushed: Vec<WorkCompletion>,
+    /// The fabric was told of them.
+    pub(super) flush_called: bool,
+}
+
+impl RdmaPath {
+    pub(super) fn new(
+        queue: SendQueue<RequestContext>,
+        device: Arc<SharedDevice>,
+        inline: usize,
+    ) -> Self {
+        Self { queue, device: Some(device), inline, is_running: true, ..Self::none() }
+    }
+
+    /// Makes the path of a link that TCP carries.
+    pub(super) fn none() -> Self {
+        Self {
+            queue: SendQueue::none(),
+            device: None,
+            inline: 0,
+            is_running: false,
+            is_destroying: false,
+            binds: VecDeque::new(),
+            rights: Access::LOCAL,
+            batch: Vec::new(),
+            unsignaled: 0,
+            generation: 0,
+            last_posted: false,
+            flushed: Vec::new(),
+            flush_called: false,
+        }
+    }
+
+    /// Takes the queue pair that the link was upgraded to.
+    pub(super) fn adopt(&mut self, next: NextPath) {
+        (self.queue, self.device, self.inline) = (next.queue, Some(next.device), next.inline);
+        self.is_running = true;
+    }
+
+    /// Forgets a queue pair that is gone.
+    pub(super) fn forget(&mut self, queue: &SendQueue<RequestContext>) {
+        if self.device.take().is_some() {
+            self.generation = queue.next_generation();
+        }
+        self.flushed.clear();
+        (self.flush_called, self.unsignaled) = (false, 0);
+    }
+
+    /// A command gives the queue pair back. The link may have gone down meanwhile: then it is
+    /// stopped when the lock is let go.
+    pub(crate) fn take_back(&mut self, qp: ferrite_verbs::QueuePair) {
+        self.queue.take_back(qp);
+        self.is_running = true;
+    }
+}
+
+impl LinkState {
+    /// Stops the queue pair of a path or link that is over.
+    pub(crate) fn stop_if_over(&mut self) {
+        let is_over =
+            self.core.failure().is_some() || self.core.transport() == ActiveTransport::Migrating;
+        if !is_over || !self.rdma.is_running {
+            return;
+        }
+        if let Some(qp) = self.rdma.queue.qp() {
+            let _ = qp.stop(); // a device that is gone has stopped it
+            self.rdma.is_running = false;
+        }
+        if self.core.failure().is_none() {
+            self.core.stats.binds_dropped += self.rdma.binds.len() as u64;
+        }
+        self.rdma.binds.clear(); // on the next device there are others
+        self.end_raw();
+    }
+
+    /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be queued.
+    pub(super) fn post_now(
+        &mut self,
+        env: &LinkEnv<'_>,
+        channel: u16,
+        bytes: &[u8],
+    ) -> Result<bool, Error> {
+        let most = self.rdma.inline.min(self.core.peer().segment_bytes as usize);
+        let is_ready =
+            bytes.len() <= most && self.core.may_send_now() && self.rdma.queue.room() > 0;
+        if !is_ready || env.reserve(1) == 0 {
+            return Ok(false);
+        }
+        let (imm, request) = self.core.send_now(channel, bytes);
+        let signaled = self.signal(env, false);
+        let operation = Operation::SendImm(imm);
+        if let Err(refused) = self.rdma.queue.post_inline(operation, bytes, signaled, request) {
+            env.release(1 - refused.posted);
+            let error = Error::from(refused.error);
+            if !self.core.lose(&error) {
+                return Err(error);
+            }
+            if refused.posted == 0 {
+                self.core.not_posted(Held::Nothing, request);
+            }
+        }
+        Ok(true)
+    }
+
+    /// Decides whether the next request reports: someone waits for it or for its memory, or too
+    /// many before it have not.
+    pub(super) fn signal(&mut self, env: &LinkEnv<'_>, wanted: bool) -> bool {
+        let run = (self.rdma.queue.room() + self.rdma.queue.in_flight()) / 4;
+        let signaled = wanted || self.rdma.unsignaled >= run || env.is_pressed();
+        self.rdma.unsignaled = if signaled { 0 } else { self.rdma.unsignaled + 1 };
+        signaled
+    }
+
+    /// Posts whatever may go.
+    pub(super) fn post_all(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) -> Result<(), Error> {
+        loop {
+            let is_idle = self.core.is_idle() && self.rdma.binds.is_empty();
+            if is_idle && !self.has_raw_work() {
+                return Ok(());
+            }
+            let room = self.rdma.queue.room().min(BATCH);
+            if room == 0 {
+                return Ok(());
+            }
+            let mut reserved = env.reserve(room);
+            if reserved == 0 {
+                env.wait();
+                // Entries that came back between the two would not call us.
+                reserved = env.reserve(room);
+                if reserved == 0 {
+                    return Ok(());
+                }
+            }
+            // Binds first, so that they are done before the peer hears of them.
+            if let Some(window) = self.rdma.binds.pop_front() {
+                env.release(reserved - 1);
+                self.post_bind(&window, env)?;
+                continue;
+            }
+            let mut made = Ok(());
+            while self.rdma.batch.len() < reserved {
+                match self.next_work(env) {
+                    Ok(Some(work)) => self.rdma.batch.push(work),
+                    Ok(None) => break,
+                    Err(error) => {
+                        made = Err(error);
+                        break;
+                    }
+                }
+            }
+            let count = self.rdma.batch.len();
+            env.release(reserved - count);
+            if count == 0 {
+                return made;
+            }
+            if let Err(error) = self.rdma.queue.post(&mut self.rdma.batch) {
+                return self.on_unposted(env, error.into(), wakes);
+            }
+            if made.is_err() || count < reserved {
+                return made;
+            }
+        }
+    }
+
+    fn post_bind(&mut self, window: &Arc<Window>, env: &LinkEnv<'_>) -> Result<(), Error> {
+        let signaled = self.signal(env, true); // memory may wait for it
+        let request = RequestContext { kind: Kind::Bind, ..RequestContext::default() };
+        match self.rdma.queue.post_bind(window, signaled, request) {
+            Ok(posted) => {
+                env.release(usize::from(!posted));
+                Ok(())
+            }
+            Err(refused) => {
+                env.release(1 - refused.posted);
+                Err(refused.error.into())
+            }
+        }
+    }
+
+    /// The device did not take what is left in the batch.
+    #[cold]
+    fn on_unposted(
+        &mut self,
+        env: &LinkEnv<'_>,
+        error: Error,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        env.release(self.rdma.batch.len());
+        let unposted = std::mem::take(&mut self.rdma.batch);
+        let migrates = self.core.lose(&error);
+        for Work { held, request, .. } in unposted {
+            if migrates {
+                self.core.not_posted(held, request);
+            } else {
+                self.core.finish(request, held, Err(error.clone()), wakes);
+            }
+        }
+        if migrates { Ok(()) } else { Err(error) }
+    }
+
+    fn next_work(&mut self, env: &LinkEnv<'_>) -> Result<Option<Work<RequestContext>>, Error> {
+        if self.raw.is_some() {
+            return Ok(self.next_raw_work(env));
+        }
+        let segment_bytes = self.core.peer().segment_bytes as usize;
+        let Some(output) = self.core.next_output(segment_bytes, true) else { return Ok(None) };
+        Ok(Some(match output {
+            Output::Data { imm, more, piece, request } => {
+                let inline = request.bytes as usize <= self.rdma.inline;
+                // Inline requests hold no memory, so nobody waits for them. Of the rest the last
+                // frame of a message reports.
+                let signaled = self.signal(env, request.ticket.is_some() || !inline && !more);
+                let held = piece.map_or(Held::Nothing, Held::Shared);
+                Work { operation: Operation::SendImm(imm), held, signaled, inline, request }
+            }
+            Output::Control { imm, control } => return self.control_work(imm, control, env),
+            Output::OneSided { operation, request } => {
+                let inline =
+                    request.kind != Kind::Read && request.bytes as usize <= self.rdma.inline;
+                let signaled = self.signal(env, request.ticket.is_some() || !inline);
+                let posted = self.operation(&operation);
+                Work { operation: posted, held: operation.held, signaled, inline, request }
+            }
+        }))
+    }
+
+    /// Places an operation on the device that carries the link, which may be another than when the
+    /// grant was given.
+    fn operation(&self, asked: &OneSided) -> Operation {
+        let place = self.core.place_of(asked.grant);
+        let (base, rkey) = place.unwrap_or((asked.base, asked.rkey));
+        let addr = base.wrapping_add(asked.offset);
+        let remote = RemoteSlice { addr, len: asked.bytes.into(), rkey };
+        match asked.kind {
+            Kind::Read => Operation::Read(remote),
+            Kind::Notice => Operation::WriteImm(remote, asked.imm),
+            _ => Operation::Write(remote),
+        }
+    }
+
+    /// `None`: there is no memory at the moment, and the control frame goes with the next post.
+    fn control_work(
+        &mut self,
+        imm: u32,
+        control: Control,
+        env: &LinkEnv<'_>,
+    ) -> Result<Option<Work<RequestContext>>, Error> {
+        let inline = CONTROL_BYTES <= self.rdma.inline;
+        let held = if inline {
+            Held::Copied(control.encode())
+        } else {
+            match env.pool.take_uncharged(CONTROL_BYTES, Purpose::Send).map_err(Error::from) {
+                Ok(mut buf) => {
+                    buf.copy_from_slice(&control.encode());
+                    Held::Shared(buf.freeze())
+                }
+                Err(error) if error.kind() == ErrorKind::Full => {
+                    self.core.put_back(control);
+                    return Ok(None);
+                }
+                Err(error) => return Err(error),
+            }
+        };
+        // That the peer's device took the question says something, too.
+        let signaled = self.signal(env, !inline || matches!(control, Control::Ping(_)));
+        let operation = Operation::SendImm(imm);
+        let request = RequestContext {
+            kind: Kind::Control,
+            bytes: CONTROL_BYTES as u32,
+            ..RequestContext::default()
+        };
+        Ok(Some(Work { operation, held, signaled, inline, request }))
+    }
+
+    /// A receive has completed with something of this link.
+    ///
+    /// # Errors
+    /// The peer broke the protocol.
+    pub(crate) fn on_received(
+        &mut self,
+        pool: &Pool,
+        wc: &WorkCompletion,
+        mut buf: BufMut,
+        now: Instant,
+        wakes: &mut Wakes,
+    ) -> Result<(), Error> {
+        if self.raw.is_some() {
+            return self.on_raw_received(wc, buf, wakes);
+        }
+        let Some(imm) = wc.imm() else { return Err(protocol("a frame without immediate data")) };
+        if self.next_queue(wc.qp_num()).is_some() {
+            buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+            if self.core.on_upgrade_frame(&buf)? {
+                self.adopt_next_path();
+            }
+            return Ok(());
+        }
+        if wc.opcode() == Opcode::RECV_WRITE_IMM {
+            return self.core.on_frame(imm, None, now, wakes);
+        }
+        buf.set_len((wc.byte_len() as usize).min(buf.capacity()));
+        if Frame::from_imm(imm).more {
+            buf = fitting(pool, buf);
+        }
+        self.core.on_frame(imm, Some(buf), now, wakes)
+    }
+
+    /// A send, write or read has completed. `failure` makes the error if it is the first.
+    pub(crate) fn on_sent(
+        &mut self,
+        env: &LinkEnv<'_>,
+        wc: &WorkCompletion,
+        wakes: &mut Wakes,
+        failure: impl FnOnce(Status) -> Error,
+    ) {
+        if self.next.is_some() && self.on_next_sent(wc) {
+            return;
+        }
+        let status = wc.status();
+        let ok = status == Status::SUCCESS;
+        if self.rdma.queue.get(wc).is_none() {
+            self.core.stats.stale_completions += 1; // perhaps of a queue pair that is gone
+            return;
+        }
+        if !ok && self.core.transport() == ActiveTransport::Migrating {
+            return; // it stays until the queue pair is gone, and goes elsewhere then
+        }
+        if status == Status::FLUSHED && self.failure().is_none() {
+            // Something failed before it, and will be told: by an event, or by the peer.
+            self.rdma.flushed.push(*wc);
+            return;
+        }
+        if ok {
+            self.core.on_acknowledged_by_device();
+        } else if self.failure().is_none() {
+            // All of ours was acknowledged before the farewell: a peer that has left by then has
+            // left in good order.
+            let is_control =
+                self.rdma.queue.get(wc).is_some_and(|it| it.request.kind == Kind::Control);
+            let error = match self.core.has_answered_farewell() && is_control {
+                true => Error::new(ErrorKind::Closed, "the peer has closed the link"),
+                false => failure(status),
+            };
+            self.core.fail(error, wakes);
+            if self.core.transport() == ActiveTransport::Migrating {
+                return;
+            }
+        }
+        let error = self.failure().cloned();
+        let (mut entries, mut controls, mut notices) = (0, 0, 0);
+        let Self { core, rdma, .. } = self;
+        rdma.queue.complete(wc, |InFlight { held, request }, last| {
+            entries += 1;
+            controls += u64::from(request.kind == Kind::Control);
+            notices += u64::from(request.kind == Kind::Notice);
+            let result = match &error {
+                Some(error) if last && !ok => Err(error.clone()),
+                _ => Ok(()),
+            };
+            core.complete(request, held, result, wakes);
+        });
+        env.release(entries);
+        self.on_raw_done(controls, notices, wakes);
+        self.answer_revocations();
+        if ok {
+            self.pump(env, wakes);
+        }
+        self.post_last(env);
+    }
+
+    /// The link is down: requests that were flushed before get its failure.
+    #[cold]
+    pub(crate) fn complete_flushed(&mut self, env: &LinkEnv<'_>, wakes: &mut Wakes) {
+        if self.failure().is_some() {
+            for wc in std::mem::take(&mut self.rdma.flushed) {
+                let flushed = |_| Error::new(ErrorKind::LinkDown, "flushed");
+                self.on_sent(env, &wc, wakes, flushed);
+            }
+        }
+    }
+
+    /// Posts one more request, which is flushed at once. It completes those that did not report and
+    /// were done when the link went down: they do not report now either.
+    pub(crate) fn post_last(&mut self, env: &LinkEnv<'_>) {
+        let is_wanted =
+            self.failure().is_some() && !self.rdma.last_posted && self.rdma.queue.in_flight() > 0;
+        if !is_wanted || self.rdma.queue.room() == 0 || env.reserve(1) == 0 {
+            return; // or else the clock ends it
+        }
+        let request = RequestContext { kind: Kind::Last, ..RequestContext::default() };
+        self.rdma.last_posted = true;
+        if let Err(refused) = self.rdma.queue.post_inline(Operation::Send, &[], true, request) {
+            env.release(1 - refused.posted);
+        }
+    }
+}
+
+/// Copies a small part of a message that may lie here for long, so that it does not keep a large
+/// receive.
+fn fitting(pool: &Pool, buf: BufMut) -> BufMut {
+    const SMALL: usize = 8; // so little of the block that copying it costs nothing
+    if buf.len() > buf.capacity() / SMALL {
+        return buf;
+    }
+    match pool.take_uncharged(buf.len(), Purpose::Receive) {
+        Ok(mut small) => {
+            small.copy_from_slice(&buf);
+            small
+        }
+        Err(_) => buf,
+    }
+}
