@@ -1,4 +1,5 @@
-//! What links say to each other: pure values and their bytes, no I/O. For peers in other languages: `docs/wire.md`.
+//! What links say to each other: pure values and their bytes, no I/O. For peers in other languages:
+//! `docs/book/src/protocol/links.md`.
 //!
 //! | message | where it travels |
 //! |---|---|

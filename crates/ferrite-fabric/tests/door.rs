@@ -102,7 +102,7 @@ fn silent_strangers_are_handed_over_when_there_are_many() {
     assert_eq!(peers, firsts, "the oldest first, and none was lost");
 }
 
-/// Both know MOVE, and RDMA has not carried the link: a `Resume` then is against the rules (docs/wire.md).
+/// Both know MOVE, and RDMA has not carried the link: a `Resume` then is against the rules (`docs/book/src/protocol/links.md`).
 #[test]
 fn rejects_a_resume_without_a_move() {
     let engine = engine(Config::default());

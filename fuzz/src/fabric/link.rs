@@ -1,6 +1,6 @@
 //! A link whose peer does as the bytes say, by plain verbs on the fake provider: frames with any immediate data, control
 //! messages, writes with a notice, credit that it does not have. After every step the link must have done what the rules
-//! of `docs/wire.md` say (`model.rs`): delivered, answered, given credit, or gone down.
+//! of `docs/book/src/protocol/links.md` say (`model.rs`): delivered, answered, given credit, or gone down.
 //!
 //! ```text
 //!   a step     low 3 bits of a byte, the rest of it and the bytes that follow are its arguments

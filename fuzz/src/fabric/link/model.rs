@@ -1,4 +1,4 @@
-//! The rules of `docs/wire.md`, written a second time: what a link must make of what its peer does.
+//! The rules of `docs/book/src/protocol/links.md`, written a second time: what a link must make of what its peer does.
 
 use std::collections::VecDeque;
 
