@@ -1,4 +1,4 @@
-//! The wire format of links: pure values and their bytes, no I/O. `docs/wire.md` describes it for
+//! The wire format of links: pure values and their bytes, no I/O. `docs/book/src/protocol/links.md` describes it for
 //! peers in other languages.
 //!
 //! | message | where it is sent |

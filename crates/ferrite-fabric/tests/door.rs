@@ -111,7 +111,7 @@ fn hands_over_silent_clients_when_many_wait() {
 }
 
 /// Both sides support MOVE, but RDMA has not carried the link: a `Resume` then violates the
-/// protocol (docs/wire.md).
+/// protocol (docs/book/src/protocol/links.md).
 #[test]
 fn rejects_a_resume_without_a_move() {
     let fabric = fabric(Config::default());

@@ -70,7 +70,7 @@ const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
 const NO_YES: [&CStr; 2] = [c"no", c"yes"];
 const YES_NO: [&CStr; 2] = [c"yes", c"no"];
 
-/// All of them. docs/module.md says what each is for.
+/// All of them. docs/book/src/operations/settings.md says what each is for.
 pub(crate) const SETTINGS: [Setting; 14] = [
     number(c"rdma-port", 6380, [1, 65_535], false, false),
     text(c"rdma-bind", "auto", addresses),

@@ -1,6 +1,6 @@
 //! A link whose peer acts as the input bytes say, through plain verbs on the fake provider: frames
 //! with any immediate data, control messages, writes with a notice, credit that it does not have.
-//! After every step the link must have done what the rules of `docs/wire.md` say (`model.rs`):
+//! After every step the link must have done what the rules of `docs/book/src/protocol/links.md` say (`model.rs`):
 //! delivered, answered, returned credit, or failed.
 //!
 //! ```text

@@ -26,8 +26,8 @@ const MAY_BE_MISSING: &[u8] = b"-WRONGPASS ";
 /// Fields of a line of CLIENT INFO and CLIENT LIST.
 const CLIENT_INFO: &[(&str, &str)] = &[
     ("id", "two engines number their clients differently"),
-    ("addr", "the engine sees the proxy connection, not the client (docs/module.md)"),
-    ("laddr", "the engine sees the proxy connection, not the client (docs/module.md)"),
+    ("addr", "the engine sees the proxy connection, not the client (the book's Limits)"),
+    ("laddr", "the engine sees the proxy connection, not the client (the book's Limits)"),
     ("fd", "a descriptor of the process"),
     ("age", "the clock"),
     ("idle", "the clock; in-process commands do not count as input of the proxy connection"),
@@ -66,7 +66,7 @@ const ACL_LOG: &[(&str, &str)] = &[
 ];
 
 /// An ACL LOG context that only the module's side may have: the engine logs the first denial of an
-/// in-process command a second time, in the context of the module (docs/module.md, Limits).
+/// in-process command a second time, in the context of the module (the book's Limits).
 const ACL_LOG_MODULE_CONTEXT: &[u8] = b"module";
 
 /// Replies and pushes whose order among themselves is that of a hash table with a random seed, by
@@ -268,7 +268,7 @@ pub(crate) fn is_about_a_flood(push: &[u8]) -> bool {
 
 /// Whether this is one of the lines that MONITOR shows. They are not compared: on the module's side
 /// there are commands of the proxy connection itself, and none for what ran in-process
-/// (docs/module.md).
+/// (the book's Limits).
 pub(crate) fn is_monitor_line(reply: &[u8]) -> bool {
     let Some(line) = reply.strip_prefix(b"+") else { return false };
     let digits = line.iter().take_while(|byte| byte.is_ascii_digit()).count();

@@ -64,7 +64,7 @@ pub(super) fn module(choice: &Choice, own: &Path) -> Result<PathBuf, String> {
     places.iter().find(|place| place.is_file()).cloned().ok_or_else(|| {
         let places: Vec<_> = places.iter().map(|place| place.display().to_string()).collect();
         format!(
-            "there is no module: looked for {}; put it there, or name it: server.module (docs/module.md)",
+            "there is no module: looked for {}; put it there, or name it: server.module (docs/book)",
             places.join(", ")
         )
     })
