@@ -1,5 +1,5 @@
-//! The wire format of links: pure values and their bytes, no I/O. `docs/book/src/protocol/links.md` describes it for
-//! peers in other languages.
+//! The wire format of links: pure values and their bytes, no I/O. `docs/book/src/protocol/links.md`
+//! describes it for peers in other languages.
 //!
 //! | message | where it is sent |
 //! |---|---|

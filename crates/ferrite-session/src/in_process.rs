@@ -319,7 +319,7 @@ impl<C: Client> InProcessSession<'_, C> {
     }
 
     fn may_call(&self, found: &Found) -> bool {
-        self.access == Access::InProcess && self.input.name(found).is_some()
+        self.access == Access::InProcess && found.is_plain()
     }
 
     async fn call(&mut self, mut run: &[Due]) -> io::Result<Met> {

@@ -1,7 +1,7 @@
 //! A link whose peer acts as the input bytes say, through plain verbs on the fake provider: frames
 //! with any immediate data, control messages, writes with a notice, credit that it does not have.
-//! After every step the link must have done what the rules of `docs/book/src/protocol/links.md` say (`model.rs`):
-//! delivered, answered, returned credit, or failed.
+//! After every step the link must have done what the rules of `docs/book/src/protocol/links.md` say
+//! (`model.rs`): delivered, answered, returned credit, or failed.
 //!
 //! ```text
 //!   a step     low 3 bits of a byte; its other bits and the following bytes are arguments

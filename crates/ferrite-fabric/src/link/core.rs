@@ -356,8 +356,8 @@ impl LinkCore {
         }
     }
 
-    /// Ends the link. Everything under way gets `error`, now or when its completion comes. The first
-    /// failure counts.
+    /// Ends the link. Everything under way gets `error`, now or when its completion comes. The
+    /// first failure counts.
     pub(crate) fn end(&mut self, error: Error, wakes: &mut Wakes) {
         if self.failure().is_some() {
             return;

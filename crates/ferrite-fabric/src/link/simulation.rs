@@ -6,10 +6,10 @@
 //!                  withdraws upgrades, lets time pass
 //! ```
 //!
-//! A seed gives one run. What must hold: every message once and in order, every notice after its write,
-//! no write in memory that was released, no violation of the protocol between honest peers, every
-//! operation answered, every link ends. `cargo xtask simulate --seeds N` runs many; `FERRITE_SEED=N`
-//! repeats one and prints what happens.
+//! A seed gives one run. What must hold: every message once and in order, every notice after its
+//! write, no write in memory that was released, no violation of the protocol between honest peers,
+//! every operation answered, every link ends. `cargo xtask simulate --seeds N` runs many;
+//! `FERRITE_SEED=N` repeats one and prints what happens.
 
 mod application;
 mod side;
@@ -369,7 +369,8 @@ mod tests {
         );
     }
 
-    /// `cargo xtask simulate`: `FERRITE_SEEDS` of them, from `FERRITE_FIRST_SEED` on; or `FERRITE_SEED` alone.
+    /// `cargo xtask simulate`: `FERRITE_SEEDS` of them, from `FERRITE_FIRST_SEED` on; or
+    /// `FERRITE_SEED` alone.
     #[test]
     #[ignore = "for cargo xtask simulate"]
     fn seeds() {

@@ -145,7 +145,8 @@ impl LinkState {
         }
     }
 
-    /// Sends a small message at once, from the caller's bytes; returns `false` if it has to be queued.
+    /// Sends a small message at once, from the caller's bytes; returns `false` if it has to be
+    /// queued.
     pub(crate) fn send_now(
         &mut self,
         env: &LinkEnv<'_>,
@@ -159,8 +160,8 @@ impl LinkState {
         }
     }
 
-    /// Returns whether messages wait, or something in flight has a buffer: a completion of it brings
-    /// progress.
+    /// Returns whether messages wait, or something in flight has a buffer: a completion of it
+    /// brings progress.
     #[cfg(feature = "tokio")]
     pub(crate) fn holds_memory(&self) -> bool {
         let has_buffer = |held: &Held| matches!(held, Held::Shared(_) | Held::Unique(_));

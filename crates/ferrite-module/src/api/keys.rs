@@ -14,7 +14,7 @@ use std::ffi::c_int;
 use std::ptr::NonNull;
 
 use super::calls::{Acting, Text};
-use super::table::RawKey;
+use super::table::{Api, RawKey};
 use super::{OK, api};
 
 const READ: c_int = 1 << 0;
@@ -46,39 +46,43 @@ impl Acting<'_> {
         take: impl FnOnce(&[u8]),
     ) -> Found {
         let Some(key) = Text::of(key) else { return Found::Other };
+        let api = api();
         let mut words = [command.as_ptr(), key.as_ptr()];
         // SAFETY: it takes nothing.
-        let how = READ | api().open_key_modes.map_or(0, |modes| NOEXPIRE & unsafe { modes() });
+        let how = READ | api.open_key_modes.map_or(0, |modes| NOEXPIRE & unsafe { modes() });
         // SAFETY: the user is there as long as this is, the strings until the end of this, and so
         // is the context; all are only read. The key is closed before the strings go.
         let open = unsafe {
-            if (api().may_call)(self.user.as_ptr(), words.as_mut_ptr(), 2) != OK {
+            if (api.may_call)(self.user.as_ptr(), words.as_mut_ptr(), 2) != OK {
                 return Found::Other;
             }
-            let Some(open) = NonNull::new((api().open_key)(self.raw_context(), key.as_ptr(), how))
+            let Some(open) = NonNull::new((api.open_key)(self.raw_context(), key.as_ptr(), how))
             else {
                 return Found::Nothing;
             };
-            Open(open)
+            Open { key: open, api }
         };
         open.read(min, take)
     }
 }
 
 /// A key that is closed at the end.
-struct Open(NonNull<RawKey>);
+struct Open {
+    key: NonNull<RawKey>,
+    api: &'static Api,
+}
 
 impl Open {
     fn read(&self, min: usize, take: impl FnOnce(&[u8])) -> Found {
-        let key = self.0.as_ptr();
+        let (key, api) = (self.key.as_ptr(), self.api);
         // SAFETY: the key is open. Its value stays where it is until the engine runs something
         // else, which it does not while `take` looks at it: that has no way to call.
         unsafe {
-            if (api().key_type)(key) != STRING || (api().value_length)(key) < min {
+            if (api.key_type)(key) != STRING || (api.value_length)(key) < min {
                 return Found::Other;
             }
             let mut len = 0;
-            let bytes = (api().string_dma)(key, &raw mut len, READ);
+            let bytes = (api.string_dma)(key, &raw mut len, READ);
             if bytes.is_null() || len < min {
                 return Found::Other;
             }
@@ -91,6 +95,6 @@ impl Open {
 impl Drop for Open {
     fn drop(&mut self) {
         // SAFETY: opened by us, and no longer used.
-        unsafe { (api().close_key)(self.0.as_ptr()) };
+        unsafe { (self.api.close_key)(self.key.as_ptr()) };
     }
 }

@@ -50,6 +50,16 @@ pub(super) struct Found {
     pub(super) place: Range<usize>,
     /// Which of the words are its own; none if it is not in the plain form.
     words: Range<usize>,
+    /// Where the first of them lies.
+    name: Range<usize>,
+}
+
+impl Found {
+    /// Whether it is in the plain form, and its words are known.
+    #[inline]
+    pub(super) fn is_plain(&self) -> bool {
+        !self.words.is_empty()
+    }
 }
 
 pub(super) struct Input {
@@ -110,7 +120,8 @@ impl Input {
             Some(end) => Some(end),
             None => self.frame()?,
         };
-        Ok(end.map(|end| Found { place: self.taken..end, words: first..self.words.len() }))
+        let name = self.words.get(first).cloned().unwrap_or_default();
+        Ok(end.map(|end| Found { place: self.taken..end, words: first..self.words.len(), name }))
     }
 
     /// Where the command in plain form ends that lies whole at `taken`.
@@ -143,8 +154,9 @@ impl Input {
     }
 
     /// Its name, if it is in the plain form.
+    #[inline]
     pub(super) fn name(&self, found: &Found) -> Option<&[u8]> {
-        self.buffer.get(self.words.get(found.words.start..found.words.end)?.first()?.clone())
+        if found.is_plain() { self.buffer.get(found.name.clone()) } else { None }
     }
 
     pub(super) fn command(&self, found: &Found) -> Option<Command<'_>> {

@@ -1,4 +1,5 @@
-//! The rules of `docs/book/src/protocol/links.md`, implemented a second time: how a link must react to its peer.
+//! The rules of `docs/book/src/protocol/links.md`, implemented a second time: how a link must react
+//! to its peer.
 
 use std::collections::VecDeque;
 

@@ -1,4 +1,5 @@
-//! How a link closes in good order: both sides deliver what they have, say `Fin`, and answer the other's with `FinAck`.
+//! How a link closes in good order: both sides deliver what they have, say `Fin`, and answer the
+//! other's with `FinAck`.
 
 use crate::wire::Control;
 

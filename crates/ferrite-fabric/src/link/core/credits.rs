@@ -1,8 +1,9 @@
 //! Credits: how many frames each side may have under way.
 //!
-//! A peer may send as many frames that are not consumed as its window allows. A frame is consumed when it became
-//! part of an unfinished message, or when the application has taken its message. Every frame carries how many
-//! frames were consumed so far, modulo 2^16. A side that has nothing to send says so in a control frame.
+//! A peer may send as many frames that are not consumed as its window allows. A frame is consumed
+//! when it became part of an unfinished message, or when the application has taken its message.
+//! Every frame carries how many frames were consumed so far, modulo 2^16. A side that has nothing
+//! to send says so in a control frame.
 //!
 //! ```text
 //!   acknowledged <= sent        ours: the peer has consumed the first, and may have the second
@@ -12,8 +13,8 @@
 //! The sender stops at `sent == acknowledged + window`. The receiver never sees more than
 //! `announced + window`, because the sender knows only what was announced to it.
 
-/// Frames under way on a link at most, whatever the peer's window. The sender keeps each of them until the peer
-/// has consumed it, so the peer does not decide alone how many those are.
+/// Frames under way on a link at most, whatever the peer's window. The sender keeps each of them
+/// until the peer has consumed it, so the peer does not decide alone how many those are.
 const UNDER_WAY_MAX: u64 = 1024;
 
 /// The peer broke the rules of credits.
@@ -129,7 +130,8 @@ impl Credits {
         self.consumed = self.consumed.max(self.received.saturating_sub(unread_frames as u64));
     }
 
-    /// Returns whether the peer must be told of consumed frames by a control frame: half a window at a time.
+    /// Returns whether the peer must be told of consumed frames by a control frame: half a window
+    /// at a time.
     pub(crate) fn is_announcement_due(&self) -> bool {
         let news = self.consumed - self.announced;
         news > 0 && news >= self.own_window / 2

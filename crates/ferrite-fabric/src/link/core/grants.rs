@@ -1,4 +1,5 @@
-//! Grants: memory of one side that the other may use, and how each side learns that a grant is over.
+//! Grants: memory of one side that the other may use, and how each side learns that a grant is
+//! over.
 //!
 //! ```text
 //!   owner: revoke ──► Revoke ──► peer: fails what has not begun, waits for what has ──► Revoked ──► owner: released
@@ -8,7 +9,8 @@ use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
 use crate::wire::Control;
 
-/// The peer's grants that are known to be revoked. Beyond that the oldest are forgotten: the device refuses their use.
+/// The peer's grants that are known to be revoked. Beyond that the oldest are forgotten: the device
+/// refuses their use.
 const REVOKED_MAX: usize = 1 << 16;
 /// Revocations of ours that the peer is told of before it has answered.
 const UNANSWERED_MAX: usize = 64;
@@ -19,7 +21,8 @@ pub(crate) struct Grants {
     /// The peer's grants that are over, and those of them that an operation under way still uses.
     revoked: BTreeSet<u64>,
     in_use: Vec<u64>,
-    /// Where the peer's grants are on the device that carries the link, if not where their tokens say.
+    /// Where the peer's grants are on the device that carries the link, if not where their tokens
+    /// say.
     moved: BTreeMap<u64, (u64, u32)>,
     /// Grants of ours that the peer is to be told of, and those that it has not answered for.
     to_revoke: VecDeque<u64>,
@@ -97,7 +100,8 @@ impl Grants {
         });
     }
 
-    /// Notes where a grant of the peer is on the next device; `false` if it tells of more than anyone has.
+    /// Notes where a grant of the peer is on the next device; `false` if it tells of more than
+    /// anyone has.
     pub(crate) fn on_moved(&mut self, grant: u64, base: u64, rkey: u32) -> bool {
         let fits = self.moved.len() < REVOKED_MAX || self.moved.contains_key(&grant);
         if fits {

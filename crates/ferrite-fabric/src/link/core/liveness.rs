@@ -1,4 +1,5 @@
-//! Whether the peer is alive: a peer that is silent for long is asked, and given up if it does not answer.
+//! Whether the peer is alive: a peer that is silent for long is asked, and given up if it does not
+//! answer.
 
 use std::time::{Duration, Instant};
 

@@ -7,10 +7,10 @@
 //!    └─────────── Resume both ways ◄── Migrating ◄───────┘ without a connection: the caller dials again
 //! ```
 //!
-//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost, each
-//! side first destroys its queue pair, so that nothing can come or land any more. Then it says how
-//! many frames it has, and the other sends the rest again, on TCP. A write that was under way is
-//! carried out again, unless a frame after it has come: then it was carried out, because a queue
+//! Frames that went over RDMA are kept until the peer has consumed them. When the path is lost,
+//! each side first destroys its queue pair, so that nothing can come or land any more. Then it says
+//! how many frames it has, and the other sends the rest again, on TCP. A write that was under way
+//! is carried out again, unless a frame after it has come: then it was carried out, because a queue
 //! pair keeps their order. The way up is in `upgrade.rs`.
 
 use std::collections::VecDeque;

@@ -46,8 +46,8 @@ impl Kind {
 }
 
 impl RequestContext {
-    /// Returns whether it is a one-sided operation on this grant. Sends have the number 0 there, which
-    /// a grant may have, too.
+    /// Returns whether it is a one-sided operation on this grant. Sends have the number 0 there,
+    /// which a grant may have, too.
     pub(crate) fn uses(&self, grant: u64) -> bool {
         self.grant == grant && self.kind.is_one_sided()
     }

@@ -47,8 +47,8 @@ impl LinkCore {
             && !self.upgrade.is_switching()
     }
 
-    /// Begins a message of one frame that is sent at once over RDMA: its immediate data, and what is
-    /// known of it.
+    /// Begins a message of one frame that is sent at once over RDMA: its immediate data, and what
+    /// is known of it.
     pub(crate) fn send_now(&mut self, channel: u16, bytes: &[u8]) -> (u32, RequestContext) {
         let imm = self.data_frame(channel, false);
         self.migration.keep_bytes(self.credits.sent(), channel, bytes);
@@ -137,7 +137,8 @@ impl LinkCore {
         })
     }
 
-    /// Takes back a control frame for which there was no memory: it goes with the next that is sent.
+    /// Takes back a control frame for which there was no memory: it goes with the next that is
+    /// sent.
     pub(crate) fn put_back(&mut self, control: Control) {
         self.stats.controls_sent -= 1;
         self.controls.push_front(control);

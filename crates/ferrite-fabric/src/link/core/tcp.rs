@@ -1,4 +1,5 @@
-//! The protocol on a TCP connection: the same frames, and one-sided operations that the peer serves.
+//! The protocol on a TCP connection: the same frames, and one-sided operations that the peer
+//! serves.
 
 use super::migration::{ActiveTransport, Again};
 use super::{Kind, LinkCore, Output, RequestContext, Wakes, protocol};
@@ -35,7 +36,8 @@ impl Body {
 
 /// What goes next on the connection.
 pub(crate) enum TcpOutput {
-    /// A frame without an answer. Once it has gone, [`LinkCore::on_tcp_sent`] is told of its request.
+    /// A frame without an answer. Once it has gone, [`LinkCore::on_tcp_sent`] is told of its
+    /// request.
     Frame { frame: TcpFrame, body: Body, request: Option<RequestContext> },
     /// A one-sided operation, which the peer answers.
     Operation { frame: TcpFrame, held: Held, request: RequestContext },

@@ -56,7 +56,8 @@ pub(crate) struct Upgrade {
     offers: u32,
     /// The peer's offer that neither side has withdrawn: it may not make another.
     peer_offer: Option<u32>,
-    /// The number of the driver's command that is under way or was the last; `None` without a way up.
+    /// The number of the driver's command that is under way or was the last; `None` without a way
+    /// up.
     attempt: Option<u64>,
     attempts: u64,
     backoff: Option<Duration>,
@@ -175,9 +176,9 @@ impl LinkCore {
         Ok(true)
     }
 
-    /// Something came on the queue pair that is being upgraded to: a probe, or that the caller sends
-    /// there now. Its credits may be older than those that came on TCP. Returns whether RDMA carries
-    /// the link from here on.
+    /// Something came on the queue pair that is being upgraded to: a probe, or that the caller
+    /// sends there now. Its credits may be older than those that came on TCP. Returns whether RDMA
+    /// carries the link from here on.
     pub(crate) fn on_upgrade_frame(&mut self, bytes: &[u8]) -> Result<bool, Error> {
         let is_ready =
             self.upgrade.switch.as_ref().is_some_and(|it| it.peer_has_said && it.is_said);

@@ -29,7 +29,8 @@ impl LinkState {
     }
 
     /// First step of the way down: gives away the queue pair of a lost path, to be destroyed. The
-    /// caller has reaped the completion queue. `None` if there is none to give, or a command has it.
+    /// caller has reaped the completion queue. `None` if there is none to give, or a command has
+    /// it.
     pub(crate) fn begin_detach(&mut self) -> Option<SendQueue<RequestContext>> {
         if self.is_away() || !self.core.is_to_be_detached() {
             return None;

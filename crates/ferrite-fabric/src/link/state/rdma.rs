@@ -112,7 +112,8 @@ impl LinkState {
         self.end_raw();
     }
 
-    /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be queued.
+    /// Posts a small message at once, from the caller's bytes; returns `false` if it has to be
+    /// queued.
     pub(super) fn post_now(
         &mut self,
         env: &LinkEnv<'_>,

@@ -1,4 +1,5 @@
-//! A link on its TCP connection: what the core gives out is written, what comes is told to the core.
+//! A link on its TCP connection: what the core gives out is written, what comes is told to the
+//! core.
 
 use std::io::{self, IoSlice};
 use std::time::Instant;
@@ -78,8 +79,8 @@ impl LinkState {
         Ok(Some(bytes))
     }
 
-    /// Returns whether large writes go to the kernel from where they are. Not with TLS, which copies
-    /// anyway.
+    /// Returns whether large writes go to the kernel from where they are. Not with TLS, which
+    /// copies anyway.
     #[cfg(feature = "tokio")]
     pub(crate) fn writes_through(&self) -> bool {
         self.core.transport() == ActiveTransport::Tcp
@@ -172,8 +173,8 @@ impl LinkState {
         }
     }
 
-    /// Something has come, or the connection takes more. Reads and delivers a slice's worth; `serve`
-    /// carries out what the peer asks of our memory, `false` if it may not.
+    /// Something has come, or the connection takes more. Reads and delivers a slice's worth;
+    /// `serve` carries out what the peer asks of our memory, `false` if it may not.
     pub(crate) fn on_socket(
         &mut self,
         env: &LinkEnv<'_>,
