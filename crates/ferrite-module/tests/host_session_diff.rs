@@ -23,7 +23,7 @@
 
 #[path = "../../ferrite-fabric/tests/links/random.rs"]
 mod random;
-mod scene;
+mod server;
 mod session_diff;
 #[allow(dead_code, reason = "the parity tests use the rest")]
 #[path = "parity/wire.rs"]
@@ -55,7 +55,7 @@ fn judge(hunt: &Hunt) {
 
 fn fixed(call_path: &str) -> Hunt {
     Hunt {
-        program: scene::REDIS.into(),
+        program: server::REDIS.into(),
         call_path: Some(call_path.into()),
         seeds: FIXED_SEEDS,
         time: None,
@@ -81,7 +81,7 @@ fn hunt() {
     let seed = number("SEED").expect("FERRITE_DIFF_SEED");
     let seconds = number("SECONDS");
     judge(&Hunt {
-        program: variable("ENGINE").map_or_else(|| scene::REDIS.into(), Into::into),
+        program: variable("ENGINE").map_or_else(|| server::REDIS.into(), Into::into),
         call_path: variable("CALL_LANE"),
         seeds: seed..=if seconds.is_some() { u64::MAX } else { seed },
         time: seconds.map(Duration::from_secs),

@@ -28,7 +28,7 @@ use self::keys::Tags;
 use self::scripts::{Expect, Script, Sent};
 use self::spec::Spec;
 use self::wire::{Heard, Transport, Wire, encode};
-use crate::scene::{Server, Start, free_port};
+use crate::server::{Server, Start, free_port};
 
 /// As long as an answer may take.
 const LONG: Duration = Duration::from_secs(20);
@@ -78,10 +78,10 @@ impl Node {
             "no",
         ];
         let options = [&own[..], &quiet, options].concat();
-        let server = Server::begin(&Start { program, arguments: &arguments, options: &options });
+        let server = Server::spawn(&Start { program, arguments: &arguments, options: &options });
         let node = Self { server, port, module_port };
         node.server
-            .until("it listens", || TcpStream::connect(("127.0.0.1", node.number())).is_ok());
+            .wait_until("it listens", || TcpStream::connect(("127.0.0.1", node.number())).is_ok());
         node
     }
 
@@ -102,8 +102,8 @@ impl Node {
         ask(&mut self.wire(), line)
     }
 
-    fn until(&self, what: &str, line: &str, part: &str) {
-        self.server.until(what, || String::from_utf8_lossy(&self.ask(line)).contains(part));
+    fn wait_until(&self, what: &str, line: &str, part: &str) {
+        self.server.wait_until(what, || String::from_utf8_lossy(&self.ask(line)).contains(part));
     }
 }
 

@@ -20,7 +20,7 @@ const NO_CLEANING: &str = "DEBUG SET-ACTIVE-EXPIRE 0";
 fn pair<'a>(way: &'a Way<'a>, program: &Path, state: &str, options: &[&str]) -> Bench<'a> {
     let nodes = [(); 2].map(|()| Node::begin(program, way, options));
     for node in &nodes {
-        node.until("it answers", "PING", "");
+        node.wait_until("it answers", "PING", "");
     }
     Bench::new(way, format!("{}, {state}", name(program)), nodes)
 }
@@ -92,7 +92,7 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
     };
     let (own_shard, other_shard) = (shard(OWN), shard(OTHER));
     let nodes = [0, 1].map(|number| {
-        let bus = crate::scene::free_port();
+        let bus = crate::server::free_port();
         let file = directory.join(format!("nodes-{number}.conf"));
         // The engine puts its own address in at the start.
         let known = format!(
@@ -118,7 +118,7 @@ pub(crate) fn cluster(way: &Way<'_>, program: &Path) {
         Node::begin(program, way, &options)
     });
     for node in &nodes {
-        node.until("the cluster is well", "CLUSTER INFO", "cluster_state:ok");
+        node.wait_until("the cluster is well", "CLUSTER INFO", "cluster_state:ok");
     }
     let mut bench = Bench::new(way, format!("{}, cluster", name(program)), nodes);
     bench.order(NO_CLEANING);
@@ -148,7 +148,7 @@ pub(crate) fn replica(way: &Way<'_>, program: &Path) {
             assert!(matches!(wire.hear(LONG), Heard::Reply(_)));
         }
         let node = Node::begin(program, way, &["--replicaof", "127.0.0.1", &primary.port]);
-        node.until("it is in step", "INFO replication", "master_link_status:up");
+        node.wait_until("it is in step", "INFO replication", "master_link_status:up");
         node
     });
     let mut bench = Bench::new(way, format!("{}, replica", name(program)), nodes);
@@ -169,7 +169,7 @@ pub(crate) fn replica_alone(way: &Way<'_>, program: &Path) {
 /// An engine that reads its file, slowly.
 pub(crate) fn loading(way: &Way<'_>, program: &Path) {
     let source = Node::begin(program, way, &["--rdbcompression", "no"]);
-    source.until("it answers", "PING", "PONG");
+    source.wait_until("it answers", "PING", "PONG");
     source.ask("DEBUG POPULATE 20000 key 1000");
     assert_eq!(source.ask("SAVE"), b"+OK\r\n");
     let directory = source.server.directory().to_str().expect("UTF-8");
@@ -204,7 +204,7 @@ pub(crate) fn busy(way: &Way<'_>, program: &Path) {
         &mut endless,
         &["EVAL", "while true do end", "0"].map(|word| word.as_bytes().to_vec()).to_vec(),
     );
-    bench.nodes.iter().for_each(|node| node.until("it is busy", "PING", "-BUSY"));
+    bench.nodes.iter().for_each(|node| node.wait_until("it is busy", "PING", "-BUSY"));
     bench.amount = FEW;
     bench.pace = Pace::Pipelined;
     for spec in specs.iter().filter(|spec| is_generated(spec, false)) {

@@ -15,7 +15,7 @@ use super::side::{Engine, LONG, Side};
 use super::waiting::{Said, Wait, is_waiting, one_by_one};
 
 /// Before what differs counts as a difference: an engine's timer may be late on a busy machine.
-const PATIENCE: Duration = Duration::from_millis(1500);
+const TIMEOUT: Duration = Duration::from_millis(1500);
 
 /// What is not the same.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -231,7 +231,7 @@ impl Pair {
                 self.said.iter_mut().for_each(|said| said.compared = said.bytes.len());
                 return Ok(());
             };
-            if begun.elapsed() > PATIENCE {
+            if begun.elapsed() > TIMEOUT {
                 return Err(difference);
             }
             std::thread::sleep(Duration::from_millis(2));

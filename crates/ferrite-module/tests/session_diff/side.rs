@@ -11,7 +11,7 @@ use ferrite_proto::resp::Value;
 
 use super::quiet::Process;
 use super::session::{Part, Setup, excerpt};
-use crate::scene::{Server, Start, free_port};
+use crate::server::{Server, Start, free_port};
 use crate::wire::{Heard, Wire, encode};
 
 pub(crate) const LONG: Duration = Duration::from_secs(20);
@@ -134,7 +134,7 @@ impl Side {
         if let Some(value) = &engine.call_path {
             arguments.extend(["call-path", value]);
         }
-        let server = Server::begin(&Start {
+        let server = Server::spawn(&Start {
             program: &engine.program,
             arguments: &arguments,
             options: &options,
