@@ -9,7 +9,7 @@ mod server;
 use std::net::TcpStream;
 use std::path::Path;
 
-use parity::wire::Transport;
+use parity::connection::Transport;
 use parity::{Amount, Pace, Way, states};
 
 fn dial(port: &str) -> Box<dyn Transport> {
@@ -34,4 +34,7 @@ macro_rules! states {
     )*};
 }
 
-states! { alone alone_in_pipelines by_hand cluster replica replica_alone loading busy out_of_memory restricted paused }
+states! {
+    standalone_resp2 pipelined_resp3 hand_written_scripts cluster replica replica_without_primary
+    loading busy out_of_memory restricted paused
+}

@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use ferrite_fabric::{Config, Fabric, Rdma};
 use ferrite_session::{Connector, Session, SessionTransport};
-use parity::wire::Transport;
+use parity::connection::Transport;
 use parity::{Amount, Pace, Way, states};
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::runtime::{Builder, Runtime};
@@ -88,4 +88,7 @@ macro_rules! states {
     )*};
 }
 
-states! { alone alone_in_pipelines by_hand cluster replica replica_alone loading busy out_of_memory restricted paused }
+states! {
+    standalone_resp2 pipelined_resp3 hand_written_scripts cluster replica replica_without_primary
+    loading busy out_of_memory restricted paused
+}
