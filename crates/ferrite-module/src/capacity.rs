@@ -46,11 +46,11 @@ impl Capacity {
     }
 
     /// Returns whether the engine was full when a client was accepted, or at any time since its
-    /// first bytes arrived (`heard`).
-    fn was_full(&self, accepted: Instant, heard: Instant) -> bool {
+    /// first bytes arrived.
+    fn was_full(&self, accepted: Instant, first_bytes: Instant) -> bool {
         self.full.is_some_and(|FullPeriod { since, until }| {
             let is_before_end = |at| until.is_none_or(|until| at <= until);
-            since <= accepted && is_before_end(accepted) || is_before_end(heard)
+            since <= accepted && is_before_end(accepted) || is_before_end(first_bytes)
         })
     }
 }
@@ -82,15 +82,15 @@ pub(crate) fn on_disconnected() {
     change(|Capacity { clients, max, .. }| (clients.saturating_sub(1), max));
 }
 
-/// Returns whether the engine's own port would have rejected a client that was accepted at the
-/// first time and sent its first bytes at the second.
-pub(crate) fn was_full(accepted: Instant, heard: Instant) -> bool {
+/// Returns whether the engine's own port would have rejected a client that was accepted and sent
+/// its first bytes at these times.
+pub(crate) fn was_full(accepted: Instant, first_bytes: Instant) -> bool {
     if CAPACITY.get().full.is_some_and(|full| full.until.is_none())
         && let Some(clients) = event_loop::connected_clients()
     {
         change(|Capacity { max, .. }| (clients, max)); // the engine's own count is exact
     }
-    CAPACITY.get().was_full(accepted, heard)
+    CAPACITY.get().was_full(accepted, first_bytes)
 }
 
 #[cfg(test)]

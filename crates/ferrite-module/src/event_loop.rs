@@ -259,8 +259,8 @@ impl InProcessEngine for EngineHandle {
         with_calls(|calls| calls.default_user_is_open())?
     }
 
-    fn was_full(&self, accepted: std::time::Instant, heard: std::time::Instant) -> bool {
-        capacity::was_full(accepted, heard)
+    fn was_full(&self, accepted: std::time::Instant, first_bytes: std::time::Instant) -> bool {
+        capacity::was_full(accepted, first_bytes)
     }
 
     fn new_client(&self, peer: Option<SocketAddr>, gone: Arc<Notify>) -> Arc<dyn ProxyClient> {

@@ -64,7 +64,8 @@ const SLICE_US: usize = 11;
 const RDMA_SHARED_WINDOWS: usize = 12;
 const ALLOW_CLEAR_TEXT: usize = 13;
 
-/// The fabric's limit of links, less some for clients that are only told that there are too many.
+/// The largest `max-clients`. It is below the fabric's limit of links, so that the gateway can
+/// still tell further clients why it rejects them.
 const CLIENTS_MAX: i64 = 16_000;
 const WINDOW: [i64; 2] = [4 << 10, 2 << 20];
 const POLICIES: [&CStr; 2] = [c"prefer", c"require"];
