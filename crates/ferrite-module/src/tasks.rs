@@ -102,7 +102,7 @@ impl TaskQueue {
 }
 
 impl AsFd for TaskQueue {
-    /// Readable when [`Tasks::run`] is to be called.
+    /// Returns the eventfd, which is readable when [`Tasks::run`] must be called.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event_fd.as_fd()
     }

@@ -179,7 +179,7 @@ impl Faults {
         }
     }
 
-    /// Kills processes with several clients, which cannot close their connections.
+    /// Kills processes with several clients each, which cannot close their connections then.
     async fn kill_processes(&mut self) {
         let own = std::env::current_exe().expect("the path of this test");
         let spawn = |_| {
